@@ -3,8 +3,8 @@
 Samples: 2 or 4 on each of 4 to 8 ranks in nodes of 2 and 4, two experts per rank, 16 copies of each sample, tastes drawn from a
 Dirichlet distribution of 0.3, homes drawn too, two layers; time is that of the slower kind of link. Experts: 12 to 16 on 2 to 4
 places, popularity by powers of 0.3, 0.8 and 1.2 of the rank among experts, 4,096 copies in all; what counts is the rows at the
-busiest place, and moving is free. A gap is the share by which a policy takes longer, or has more rows, than the best. Times are of one
-decision of the two stages for 16 ranks in two nodes, on this processor, beside those of NetMoE's Table 4 (KM and PuLP).
+busiest place, and moving is free. A gap is the share by which a policy takes longer, or has more rows, than the best. Times
+are of one decision of the two stages for 16 ranks in two nodes, on this processor, beside KM's and PuLP's of NetMoE's Table 4.
 
     moesaic bench placement_gaps --json benchmarks/results/placement_gaps.json
 """

@@ -141,10 +141,11 @@ class Costs:
     Args:
         setting: who computes what.
         cluster: on what.
-        plan: of the layers; samples move under those whose results can go straight to new homes.
+        plan: of the layers, None for the plain one; samples move under those whose results can go straight to new homes.
     """
 
-    def __init__(self, setting: Setting, cluster: ClusterSpec, plan: Plan = Plan()) -> None:
+    def __init__(self, setting: Setting, cluster: ClusterSpec, plan: Plan | None = None) -> None:
+        plan = plan or Plan()
         self.setting, self._layer = setting, setting.on_a_rank
         self._plain: Compiled = compile_plan(plan, setting.grid, host_runs_compute=cluster.host.runs_compute)
         self._moving = moving(self._plain)

@@ -155,7 +155,7 @@ class FasterMoEBed:
 
 
 def predictor_r2(beds: Sequence[FasterMoEBed], skews: Sequence[float]) -> tuple[float, float]:
-    """Return R^2 of equations 2 and 1, moving and computing, against the simulator's layers of every skew and order of experts."""
+    """Return R^2 of equations 2 and 1, moving and computing, against the simulator's layers of all skews and orders."""
     pairs = []
     for bed in beds:
         for skew in skews:

@@ -29,9 +29,9 @@ ASSUMPTIONS = (
     "and experts are evenly loaded, so that shadowing and SmartMoE's placement of experts have nothing to gain",
 )
 UNEXPLAINED = (
-    "whole steps: a saving of 39 % between nodes bounds their speed-up by 1.64, were there nothing but all-to-alls; 1.67 over FastMoE "
-    "is above that, so that its layer must lose time that is neither bytes nor products (waits for the host between counts and "
-    "messages), which the paper does not tell and nothing here models",
+    "whole steps: a saving of 39 % between nodes bounds their speed-up by 1.64, were there nothing but all-to-alls; 1.67 over "
+    "FastMoE is above that, so that its layer must lose time that is neither bytes nor products (waits for the host between "
+    "counts and messages), which the paper does not tell and nothing here models",
     "volumes inside nodes after: ours fall further. If consecutive layers routed a sample alike, weaker preferences would save "
     "as much between nodes and less inside; here the layers are drawn apart",
     "rows of different width have different savings in the paper, where this model gives one figure per number of nodes: how a "

@@ -1,10 +1,11 @@
-"""`moesaic convert SOURCE OUT --to FORMAT`: a checkpoint into another format, and `moesaic convert verify OUT`."""
+"""`moesaic convert SOURCE OUT --to FORMAT`: a checkpoint, or a run, into another format, and `moesaic convert verify OUT`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -18,7 +19,7 @@ class ConvertOptions:
     """What to convert."""
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
-    """The checkpoint's folder."""
+    """The checkpoint's folder, or that of a run of moesaic train, which becomes a model of the hub (--to hf)."""
     out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """The folder to write; must not exist or be empty."""
     to: str
@@ -65,6 +66,7 @@ def run(arguments: Sequence[str]) -> int:
         "moesaic convert verify OUT compares an output with its receipt.",
     )
     from moesaic.weights.convert import RECEIPT, convert
+    from moesaic.weights.run import export_run, is_run
     from moesaic.weights.upcycle import Upcycling
 
     upcycle = None
@@ -76,6 +78,14 @@ def run(arguments: Sequence[str]) -> int:
         for name in ("top_k", "granularity", "router_std", "seed")
     ):
         raise InputError("top-k, granularity, router-std and seed are of --experts: give how many")
+    if is_run(Path(options.source)):
+        if options.to != "hf" or upcycle is not None:
+            raise InputError(f"{options.source}: a run becomes a model of the hub first: --to hf, without --experts")
+        made = export_run(Path(options.source), Path(options.out))
+        beside = "tokenizer.json beside them" if made["tokenizer"] else "ids are bytes: there is no tokenizer.json"
+        told = f"{made['model']}: {made['parameters']:,} parameters in {options.out}; {beside}"
+        print(json.dumps(made) if options.json else told)
+        return 0
     receipt = convert(
         options.source,
         options.out,

@@ -281,6 +281,8 @@ class TrainConfig:
     """Copy what is saved into the CPU's memory and write it while training goes on."""
     tensorboard: bool = True
     """Also write TensorBoard event files."""
+    wandb: str = ""
+    """Also tell this project of Weights & Biases; empty for none."""
     record_routing: Literal["none", "counts", "tokens"] = "none"
     """Write a trace of the routing into the run folder: copies per sequence, rank and expert; or every token's experts."""
     replay_routing: str | None = None

@@ -428,10 +428,11 @@ class Trainer:
     def _open_metrics(self) -> Metrics | NoMetrics:
         if not self.ranks.is_first:
             return NoMetrics()
-        state = self.state
+        state, config = self.state, self.config
         sealed = None if state.saved is None else state.saved.extra.get("metrics")
         return Metrics(
-            state.folder, start_step=state.step, tensorboard=self.config.tensorboard, sealed=sealed, say=self._say
+            state.folder, start_step=state.step, tensorboard=config.tensorboard, wandb=config.wandb, sealed=sealed,
+            say=self._say,
         )
 
     def _save(self) -> None:

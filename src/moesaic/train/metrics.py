@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: `metrics.jsonl` (one object a line) and, if wanted, TensorBoard event files.
+"""Where the numbers of a run go: `metrics.jsonl` (one object a line) and, if wanted, trackers: TensorBoard, Weights & Biases.
 
 Each line has `kind` ("train" or "eval") and `step`. The report and the benchmarks read nothing else.
 Each checkpoint keeps how many bytes there were, and their checksum.
@@ -12,12 +12,14 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from moesaic.errors import InputError
 
 METRICS = "metrics.jsonl"
 """The file, in a run folder."""
+WANDB_ID = "wandb_id.txt"
+"""The file with the id of a run at Weights & Biases, in its folder."""
 
 
 class Metrics:
@@ -27,6 +29,7 @@ class Metrics:
         run_folder: the run.
         start_step: lines of later steps are cut off first, so that a resumed run has each step once.
         tensorboard: also write event files below `run_folder/tensorboard`.
+        wandb: also tell this project of Weights & Biases; empty for none.
         sealed: what `seal` returned when the checkpoint of `start_step` was written; None if it did not.
         say: is given a line where the file is damaged. What can be read of it is kept.
     """
@@ -37,6 +40,7 @@ class Metrics:
         *,
         start_step: int,
         tensorboard: bool,
+        wandb: str = "",
         sealed: dict[str, Any] | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -54,10 +58,14 @@ class Metrics:
         except OSError as error:
             aside.unlink(missing_ok=True)
             raise _unwritable(self.path, error) from error
-        self._writer = _event_writer(run_folder / "tensorboard", start_step) if tensorboard else None
+        self._trackers: list[Tracker] = []
+        if tensorboard:
+            self._trackers.append(TensorBoard(run_folder / "tensorboard", start_step))
+        if wandb:
+            self._trackers.append(WeightsAndBiases(run_folder, start_step, wandb))
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Append a line; numbers and lists of per-layer dicts also become TensorBoard scalars.
+        """Append a line; trackers are told its numbers, those in lists of per-layer dicts too.
 
         Raises:
             InputError: if the disk is full, or the file cannot be written.
@@ -73,9 +81,8 @@ class Metrics:
         self._bytes += len(line)
         self._digest.update(line.encode())
         self._written.add((kind, step))
-        if self._writer is not None:
-            for name, value in _scalars(values):
-                self._writer.add_scalar(f"{kind}/{name}", value, step)
+        for tracker in self._trackers:
+            tracker.tell({f"{kind}/{name}": value for name, value in _scalars(values)}, step)
 
     def seal(self) -> dict[str, Any] | None:
         """Have all lines so far on the disk; return their bytes and checksum, for the checkpoint that is written next.
@@ -96,8 +103,81 @@ class Metrics:
     def close(self) -> None:
         """Flush and close all files."""
         self._file.close()
-        if self._writer is not None:
-            self._writer.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+
+class Tracker(Protocol):
+    """Whoever else hears of a run's numbers."""
+
+    def tell(self, numbers: dict[str, float], step: int) -> None:
+        """Hear of the numbers of a step, by name."""
+
+    def close(self) -> None:
+        """Write what is still to be written."""
+
+
+class TensorBoard:
+    """Writes event files.
+
+    Args:
+        folder: of the files.
+        start_step: what was written of later steps is left out.
+
+    Raises:
+        InputError: if the package is not installed.
+    """
+
+    def __init__(self, folder: Path, start_step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise InputError(
+                "tensorboard=True needs the package tensorboard: pip install tensorboard, or --no-tensorboard"
+            ) from error
+        self._writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None)
+
+    def tell(self, numbers: dict[str, float], step: int) -> None:
+        """Write scalars."""
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """Tells a project of Weights & Biases; a run that is resumed goes on under its id, which stands in its folder.
+
+    Args:
+        folder: of the run.
+        start_step: 0 begins a new run there.
+        project: its name.
+
+    Raises:
+        InputError: if the package is not installed.
+    """
+
+    def __init__(self, folder: Path, start_step: int, project: str) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise InputError(
+                f"wandb={project} needs the package wandb: pip install wandb, or leave wandb empty"
+            ) from error
+        kept = folder / WANDB_ID
+        known = kept.read_text(encoding="utf-8").strip() if start_step and kept.exists() else None
+        self._run = wandb.init(project=project, name=folder.name, dir=str(folder), id=known, resume="allow")
+        kept.write_text(f"{self._run.id}\n", encoding="utf-8")
+
+    def tell(self, numbers: dict[str, float], step: int) -> None:
+        """Log them in one call."""
+        self._run.log(numbers, step=step)
+
+    def close(self) -> None:
+        """End the run there."""
+        self._run.finish()
 
 
 class NoMetrics:
@@ -188,13 +268,3 @@ def _scalars(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]
             for index, item in enumerate(value):
                 found += _scalars(item, f"{prefix}{name}/layer{index}/")
     return found
-
-
-def _event_writer(folder: Path, start_step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise InputError(
-            "tensorboard=True needs the package tensorboard: pip install tensorboard, or --no-tensorboard"
-        ) from error
-    return SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None)

@@ -20,7 +20,7 @@ from moesaic.configfile import read_table
 from moesaic.errors import InputError, TrainingError
 from moesaic.traces.trace import FOLDER, PATTERN
 from moesaic.train.checkpoint import CONFIG, TOKENIZER, find_copy, list_checkpoints, remove_checkpoint
-from moesaic.train.metrics import METRICS
+from moesaic.train.metrics import METRICS, WANDB_ID
 
 try:
     import fcntl
@@ -120,7 +120,7 @@ class RunFolder:
             *traces.glob(PATTERN),
             *self.path.glob(FLIGHT.format(library="*", rank="*")),
         ]
-        for name in (TOKENIZER, HANG, METRICS):
+        for name in (TOKENIZER, HANG, METRICS, WANDB_ID):
             own += [self.path / name, (self.path / name).with_suffix(".writing")]
         for path in own:
             path.unlink(missing_ok=True)

@@ -1,0 +1,125 @@
+"""A run's decoder as a model of EleutherAI's lm-evaluation-harness, so that its tasks can judge it.
+
+    pip install "moesaic[eval]"
+
+    import lm_eval
+    from moesaic.train.harness import HarnessModel
+    print(lm_eval.simple_evaluate(HarnessModel.of_run("runs/gpt-small"), tasks=["lambada_openai", "hellaswag"])["results"])
+
+The harness asks three things: how likely a continuation is after a context, how likely a whole text is, and what the model
+writes until some text comes. Texts longer than the model's context lose their beginning, as in the harness's own models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moesaic.errors import InputError
+from moesaic.models.gpt import GPT, generate
+from moesaic.train.tokenizer import AbstractTokenizer
+from moesaic.train.trained import load_trained
+
+try:
+    from lm_eval.api.model import TemplateLM
+except ImportError as error:
+    raise InputError('lm-eval is not installed: pip install "moesaic[eval]"') from error
+
+MOST_NEW_TOKENS = 256
+"""Written where a task does not say how many."""
+
+
+class HarnessModel(TemplateLM):
+    """A decoder that answers the harness's requests.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: makes ids of text and back.
+        batch_size: requests that are scored at once.
+    """
+
+    def __init__(self, model: GPT, tokenizer: AbstractTokenizer, *, batch_size: int = 8) -> None:
+        super().__init__()
+        if model.config.block.kind != "decoder":
+            raise InputError(f"lm-eval asks for continuations, which an {model.config.block.kind} does not write")
+        self.model, self.text, self._batch_size = model, tokenizer, batch_size
+        self.longest = model.config.seq_len
+        """Tokens of the context."""
+
+    @classmethod
+    def of_run(cls, folder: str | Path, *, device: str = "auto", batch_size: int = 8) -> HarnessModel:
+        """Return the model of a run's newest checkpoint.
+
+        Args:
+            folder: of the run.
+            device: auto, cpu or cuda.
+            batch_size: requests that are scored at once.
+
+        Raises:
+            InputError: if there is no run, it has no text, or its model continues nothing.
+        """
+        trained = load_trained(Path(folder), device)
+        return cls(trained.model, trained.tokenizer, batch_size=batch_size)
+
+    @property
+    def eot_token_id(self) -> int:
+        """The id that stands before a text that has no context: that of a line break, with which documents are joined."""
+        return int(self.tok_encode("\n")[0])
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Return the ids of a text."""
+        found: list[int] = self.text.encode(string.encode()).tolist()
+        return found
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        return [found for start in range(0, len(pairs), self._batch_size) for found in self._scored(pairs, start)]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of each text, in nats, cut into stretches that fit the context."""
+        found = []
+        for request in requests:
+            ids = [self.eot_token_id, *self.tok_encode(request.args[0])]
+            cuts = range(0, len(ids) - 1, self.longest)
+            pairs = [(ids[at : at + 1], ids[at + 1 : at + 1 + self.longest]) for at in cuts]
+            found.append(sum(value for value, _ in self._loglikelihood_tokens([(("", ""), *pair) for pair in pairs])))
+        return found
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return what the model writes after each context, up to the first text that ends it."""
+        found = []
+        for request in requests:
+            context, options = request.args
+            ends = [options["until"]] if isinstance(options.get("until"), str) else list(options.get("until") or ())
+            prompt = (self.tok_encode(context) or [self.eot_token_id])[-self.longest :]
+            temperature = float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0
+            ids = generate(
+                self.model,
+                [prompt],
+                num_tokens=int(options.get("max_gen_toks") or MOST_NEW_TOKENS),
+                temperature=temperature,
+                top_p=float(options.get("top_p") or 1.0),
+            )[0]
+            text = self.text.decode(ids)
+            found.append(text[: min([text.find(end) for end in ends if end and end in text], default=len(text))])
+        return found
+
+    @torch.inference_mode()
+    def _scored(self, pairs: Sequence[tuple[list[int], list[int]]], start: int) -> Iterator[tuple[float, bool]]:
+        """Yield the log-likelihood of some continuations, and whether each token of theirs is the likeliest."""
+        some = pairs[start : start + self._batch_size]
+        rows = [(context + continuation)[-(self.longest + 1) :] for context, continuation in some]
+        width = max(map(len, rows)) - 1
+        device = self.model.embedding.weight.device
+        tokens = torch.tensor([row[:-1] + [0] * (width + 1 - len(row)) for row in rows], device=device)
+        scores = self.model(tokens).logits.float().log_softmax(-1).cpu()
+        for row, (_, continuation), table in zip(rows, some, scores):
+            wanted = torch.tensor(row[-len(continuation) :][-(len(row) - 1) :])
+            found = table[len(row) - 1 - len(wanted) : len(row) - 1]
+            of_wanted = found.gather(1, wanted[:, None]).sum()
+            yield float(of_wanted), bool((found.argmax(1) == wanted).all())

@@ -1,0 +1,181 @@
+"""A run of `moesaic train` as a checkpoint of the Hugging Face hub: Mixtral, or with QK norm Qwen3-MoE.
+
+Our block with short convolutions left out is theirs: RMSNorm in front of each layer, rotary positions, grouped-query attention,
+SwiGLU experts, a softmax over the chosen ones. What they have no place for is refused by name. Capacities and losses are of
+training; the hub's models drop nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from moesaic.errors import InputError
+from moesaic.layer import MoE
+from moesaic.models.attention import Attention
+from moesaic.models.config import ModelConfig
+from moesaic.models.gpt import GPT, TransformerBlock
+from moesaic.train.trained import Trained, load_trained
+
+EPS = torch.finfo(torch.float32).eps
+"""Of our RMSNorm in float32."""
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run."""
+    return (folder / "checkpoints").is_dir() and (folder / "config.json").exists()
+
+
+def export_run(folder: Path, out: Path) -> dict[str, Any]:
+    """Write a run's newest checkpoint as a model of the hub.
+
+    Args:
+        folder: of the run.
+        out: the folder to write; must not exist or be empty.
+
+    Returns:
+        model (its class in transformers), parameters, and whether a tokenizer.json is beside them.
+
+    Raises:
+        InputError: if there is no run, or its model is none of the hub's.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise InputError(f"{out}: is there and not empty: choose another folder, or delete it")
+    trained = load_trained(folder, "cpu")
+    model = to_hub(trained)
+    model.save_pretrained(out)
+    tokenizer = folder / "tokenizer.json"
+    if tokenizer.exists():
+        shutil.copy2(tokenizer, out / tokenizer.name)
+    return {
+        "model": type(model).__name__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "tokenizer": tokenizer.exists(),
+    }
+
+
+def to_hub(trained: Trained) -> Any:
+    """Return a run's model as one of transformers, in float32.
+
+    Raises:
+        InputError: if it is none of the hub's; the line names the option.
+    """
+    config = hub_config(trained.config.model, trained.model.vocab_size, str(trained.folder))
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    values = hub_values(trained.model)
+    missing, unknown = model.load_state_dict(values, strict=False)
+    left = [name for name in missing if not (name == "lm_head.weight" and config.tie_word_embeddings)]
+    if left or unknown:
+        raise InputError(
+            f"{trained.folder}: transformers {transformers.__version__} names its tensors otherwise, "
+            f"{(left + unknown)[0]} for one: install transformers of moesaic[transformers]"
+        )
+    return model
+
+
+def hub_config(shape: ModelConfig, vocab_size: int, where: str) -> Any:
+    """Return the configuration of the hub's model that a shape is.
+
+    Args:
+        shape: of our model.
+        vocab_size: its ids.
+        where: the run, for messages.
+
+    Raises:
+        InputError: for a shape that the hub has no model for.
+    """
+    block, moe = shape.block, shape.moe
+    sparse = [shape.is_sparse(layer) for layer in range(shape.num_layers)]
+    reasons = (
+        (block.kind != "decoder", f"model.block.kind={block.kind}"),
+        (block.norm != "rms", f"model.block.norm={block.norm}"),
+        (block.positions != "rotary", f"model.block.positions={block.positions}"),
+        (block.bias, "model.block.bias=true"),
+        (shape.conv_width > 1, f"model.conv_width={shape.conv_width}, the short convolutions: train with conv_width=1"),
+        (shape.ffn != "moe", f"model.ffn={shape.ffn}"),
+        (moe.experts != "swiglu", f"model.moe.experts={moe.experts}"),
+        (moe.router != "softmax" or bool(moe.router_options), f"model.moe.router={moe.router} with options of its own"),
+        (moe.shared_hidden > 0, f"model.moe.shared_hidden={moe.shared_hidden}"),
+        (not all(sparse) and not block.qk_norm, f"model.moe.every={moe.every} without model.block.qk_norm"),
+    )
+    for holds, what in reasons:
+        if holds:
+            raise InputError(f"{where}: Mixtral and Qwen3-MoE have no place for {what}")
+    base, factor = block.rope
+    rope: dict[str, Any] = {"rope_type": "default" if factor == 1 else "linear", "rope_theta": base}
+    common: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": shape.dim,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": block.kv_heads or shape.num_heads,
+        "head_dim": block.head_dim or shape.dim // shape.num_heads,
+        "max_position_embeddings": shape.seq_len,
+        "rms_norm_eps": EPS,
+        "tie_word_embeddings": block.tied,
+        "rope_parameters": rope if factor == 1 else {**rope, "factor": factor},
+        "num_experts_per_tok": moe.top_k,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if not block.qk_norm:
+        return transformers.MixtralConfig(
+            **common, intermediate_size=moe.hidden, num_local_experts=moe.num_experts, sliding_window=None
+        )
+    return transformers.Qwen3MoeConfig(
+        **common,
+        intermediate_size=shape.active_hidden,
+        moe_intermediate_size=moe.hidden,
+        num_experts=moe.num_experts,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[layer for layer, is_sparse in enumerate(sparse) if not is_sparse],
+    )
+
+
+def hub_values(model: GPT) -> dict[str, Tensor]:
+    """Return the weights of a model under the names that Mixtral and Qwen3-MoE have in transformers."""
+    values: dict[str, Any] = {
+        "model.embed_tokens.weight": model.embedding.weight,
+        "model.norm.weight": model.norm.weight,
+    }
+    values["lm_head.weight"] = (model.unembedding or model.embedding).weight
+    for number, block in enumerate(model.blocks):
+        assert isinstance(block, TransformerBlock)
+        at = f"model.layers.{number}"
+        values[f"{at}.input_layernorm.weight"] = block.attention_norm.weight
+        values[f"{at}.post_attention_layernorm.weight"] = block.ffn_norm.weight
+        values |= {f"{at}.self_attn.{name}": value for name, value in _attention(block.attention).items()}
+        if isinstance(block.ffn, MoE):
+            experts = dict(block.ffn.experts.named_parameters())
+            values[f"{at}.mlp.gate.weight"] = block.ffn.router.get_parameter("weight")
+            values[f"{at}.mlp.experts.gate_up_proj"] = torch.cat([experts["w1"], experts["w3"]], dim=1)
+            values[f"{at}.mlp.experts.down_proj"] = experts["w2"]
+        else:
+            names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+            dense: Mapping[str, Tensor] = dict(block.ffn.expert.named_parameters())
+            values |= {f"{at}.mlp.{theirs}.weight": dense[ours][0] for theirs, ours in names.items()}
+    found: dict[str, Tensor] = {name: value.detach() for name, value in values.items()}
+    return found
+
+
+def _attention(attention: Attention) -> dict[str, Tensor]:
+    """Return the weights of one attention by their names in transformers."""
+    if attention.qkv is not None:
+        q, k, v = attention.qkv.weight
+    else:
+        assert attention.q is not None
+        assert attention.kv is not None
+        (q,), (k, v) = attention.q.weight, attention.kv.weight
+    found = {"q_proj.weight": q, "k_proj.weight": k, "v_proj.weight": v, "o_proj.weight": attention.out.weight}
+    for name, norm in (("q_norm", attention.q_norm), ("k_norm", attention.k_norm)):
+        if norm is not None:
+            found[f"{name}.weight"] = norm.weight
+    return found

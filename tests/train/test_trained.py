@@ -1,0 +1,184 @@
+"""What a run left behind, elsewhere: as a model of the hub, before the evaluation harness, and its numbers in a tracker."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from moesaic.cli.main import main
+from moesaic.errors import InputError
+from moesaic.models.config import ModelConfig, MoEConfig
+from moesaic.models.gpt import GPT
+from moesaic.plan.model_shape import BlockConfig
+from moesaic.train.config import TrainConfig
+from moesaic.train.metrics import Metrics
+from moesaic.train.tokenizer import ByteTokenizer
+from moesaic.train.trained import Trained
+from moesaic.weights.run import export_run, to_hub
+
+MIXTRAL = BlockConfig(kv_heads=2, tied=False)
+QWEN3 = BlockConfig(kv_heads=2, head_dim=12, rope=(500.0, 2.0), qk_norm=True)
+
+
+def trained(block: BlockConfig, **changes: Any) -> Trained:
+    moe = MoEConfig(num_experts=4, top_k=2, hidden=24, **changes.pop("moe", {}))
+    shape = ModelConfig(
+        **{
+            "dim": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "seq_len": 16,
+            "conv_width": 1,
+            "block": block,
+            "moe": moe,
+            **changes,
+        }
+    )
+    torch.manual_seed(0)
+    model = GPT(shape, 256).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return Trained(Path("run"), TrainConfig(model=shape), model, ByteTokenizer())
+
+
+@pytest.mark.parametrize(
+    ("block", "changes", "name"),
+    [
+        (MIXTRAL, {}, "MixtralForCausalLM"),
+        (BlockConfig(), {}, "MixtralForCausalLM"),
+        (QWEN3, {}, "Qwen3MoeForCausalLM"),
+        (QWEN3, {"num_layers": 4, "moe": {"every": 2}}, "Qwen3MoeForCausalLM"),
+    ],
+    ids=["mixtral", "tied", "qwen3", "every other layer dense"],
+)
+def test_a_run_on_the_hub_gives_the_same_logits(
+    block: BlockConfig, changes: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    run = trained(block, **changes)
+    to_hub(run).save_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(theirs).__name__ == name
+    tokens = torch.randint(0, 256, (2, 16))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, run.model(tokens).logits, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"conv_width": 4}, r"no place for model\.conv_width=4, the short convolutions"),
+        ({"moe": {"shared_hidden": 8}}, r"no place for model\.moe\.shared_hidden=8"),
+        ({"moe": {"router": "sigmoid"}}, r"no place for model\.moe\.router=sigmoid"),
+        ({"moe": {"every": 2}}, r"no place for model\.moe\.every=2 without model\.block\.qk_norm"),
+        ({"ffn": "dense"}, r"no place for model\.ffn=dense"),
+    ],
+)
+def test_what_the_hub_has_no_model_for_is_one_line(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words) as refusal:
+        to_hub(trained(MIXTRAL, **changes))
+    assert "\n" not in str(refusal.value)
+
+
+def test_one_command_makes_a_model_of_the_hub_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, run, out = tmp_path / "text.txt", tmp_path / "run", tmp_path / "hub"
+    text.write_text("one and two and three. " * 400)
+    flags = (
+        f"--preset gpt-tiny --out {run} --steps 2 --data.path {text} --model.conv-width 1 --device cpu --no-tensorboard"
+    )
+    assert main(["train", *flags.split()]) == 0
+    assert main(["convert", str(run), str(out), "--to", "hf"]) == 0
+    assert "MixtralForCausalLM" in capsys.readouterr().out
+    assert json.loads((out / "config.json").read_text())["model_type"] == "mixtral"
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert model(torch.zeros(1, 4, dtype=torch.int64)).logits.isfinite().all()
+    with pytest.raises(InputError, match="there and not empty"):
+        export_run(run, out)
+
+
+def request(*args: Any) -> SimpleNamespace:
+    return SimpleNamespace(args=args)
+
+
+def test_the_harness_is_told_what_the_model_thinks_of_a_text() -> None:
+    pytest.importorskip("lm_eval")
+    from moesaic.train.harness import HarnessModel
+
+    run = trained(MIXTRAL)
+    judged = HarnessModel(run.model, run.tokenizer, batch_size=2)
+
+    def alone(context: str, continuation: str) -> tuple[float, bool]:
+        ids = torch.tensor([list((context + continuation).encode())[-17:]])
+        scores = run.model(ids[:, :-1]).logits[0].log_softmax(-1)
+        wanted = ids[0, 1:][-len(continuation) :]
+        table = scores[-len(wanted) :]
+        return float(table.gather(1, wanted[:, None]).sum()), bool((table.argmax(1) == wanted).all())
+
+    pairs = [("abc", "de"), ("a", "bcdef"), ("a long text in front of it", "xy")]
+    with torch.no_grad():
+        expected = [alone(*pair) for pair in pairs]
+        found = judged.loglikelihood([request(*pair) for pair in pairs], disable_tqdm=True)
+        for (value, greedy), (ours, is_greedy) in zip(expected, found):
+            assert ours == pytest.approx(value, rel=1e-4)
+            assert is_greedy == greedy
+        whole = judged.loglikelihood_rolling([request("abcdef"), request("z" * 40)])
+        assert whole[0] == pytest.approx(alone("\n", "abcdef")[0], rel=1e-4)
+        assert -40 * 20 < whole[1] < 0
+
+
+def test_the_harness_gets_what_the_model_writes_up_to_where_it_ends() -> None:
+    pytest.importorskip("lm_eval")
+    from moesaic.train.harness import HarnessModel
+
+    run = trained(MIXTRAL)
+    judged = HarnessModel(run.model, run.tokenizer)
+    whole = judged.generate_until([request("abc", {"until": [], "max_gen_toks": 8})])[0]
+    assert whole
+    end = whole[2:4]
+    cut = judged.generate_until([request("abc", {"until": [end], "max_gen_toks": 8})])[0]
+    assert cut == whole[: whole.index(end)]
+    with pytest.raises(InputError, match="which an encoder does not write"):
+        HarnessModel(trained(BlockConfig(kind="encoder")).model, run.tokenizer)
+
+
+class FakeWandb:
+    """What is asked of the package."""
+
+    def __init__(self) -> None:
+        self.inits: list[dict[str, Any]] = []
+        self.logged: list[tuple[dict[str, float], int]] = []
+        self.finished = 0
+
+    def init(self, **options: Any) -> Any:
+        self.inits.append(options)
+        return SimpleNamespace(
+            id=options["id"] or f"id{len(self.inits)}",
+            log=lambda numbers, step: self.logged.append((numbers, step)),
+            finish=lambda: setattr(self, "finished", self.finished + 1),
+        )
+
+
+def test_weights_and_biases_hears_what_tensorboard_hears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for start in (0, 1):
+        metrics = Metrics(tmp_path, start_step=start, tensorboard=True, wandb="mine")
+        metrics.write("train", start + 1, {"loss": 2.5, "layers": [{"drop": 0.25}], "note": "text", "is": True})
+        metrics.close()
+    assert fake.logged == [({"train/loss": 2.5, "train/layers/layer0/drop": 0.25}, step) for step in (1, 2)]
+    assert [(each["project"], each["id"]) for each in fake.inits] == [("mine", None), ("mine", "id1")]
+    assert fake.finished == 2
+    assert math.isclose(sum(1 for _ in (tmp_path / "tensorboard").iterdir()), 2)
+
+
+def test_weights_and_biases_without_its_package_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(InputError, match="wandb=mine needs the package wandb: pip install wandb"):
+        Metrics(tmp_path, start_step=0, tensorboard=False, wandb="mine")
