@@ -276,12 +276,12 @@ def test_an_moe_layer_that_is_computed_again_keeps_its_input_and_sends_everythin
     assert again.memory.activations < 0.5 * plain.memory.activations
 
 
-def test_low_rank_attention_keeps_what_its_published_formula_says() -> None:
-    """Bytes per token of MLA beside its norms, with fused scores: 2 h of input, 4 (d_cq + d_c) of low ranks before and after
-    their norms, 2 d_R of the shared key, 8 n d + 4 n d_R of queries, keys, values and the result (2502.07846, table 8)."""
+def test_low_rank_attention_keeps_what_its_tensors_add_up_to() -> None:
+    """Bytes per token of MLA beside its norms' inputs, with fused scores, tensor by tensor: 2 h of input, 4 (d_cq + d_c) of low
+    ranks before and after their norms, 2 d_R of the shared key, 8 n d + 4 n d_R of queries, keys, values and the result."""
     shape = read_shape(DEEPSEEK_V3, "config.json", seq_len=4096)
-    published = 2 * 7168 + 4 * (1536 + 512) + 2 * 64 + 8 * 128 * 128 + 4 * 128 * 64
-    assert 2 * shape.attention.kept == pytest.approx(published)
+    by_hand = 2 * 7168 + 4 * (1536 + 512) + 2 * 64 + 8 * 128 * 128 + 4 * 128 * 64
+    assert 2 * shape.attention.kept == pytest.approx(by_hand)
     plain = predict(job(DEEPSEEK_V3), H100, OthersLayout(ep=8)).memory.activations
     narrow = replace(shape.attention, kept=shape.attention.kept - 1000)
     less = replace(job(DEEPSEEK_V3), model=replace(job(DEEPSEEK_V3).model, attention=narrow))
