@@ -804,8 +804,8 @@ from moesaic.testing.routed_experts import AbstractRoutedExperts, certify
 
 Write a class with `run` and `gradients`, start a process group, and call `certify(YourExperts)` on every rank.
 `AbstractMoELayer` and `certify_layer` of `moesaic.testing.moe_layers` do the same for a whole layer. Each finding prints what
-is wrong, by how much, and by which factor if one explains it. `lab/moesaic_lab/certificates.py` has twelve such classes of about
-20 lines each.
+is wrong, by how much, and by which factor if one explains it. `lab/moesaic_lab/certificates.py` has twelve such classes of
+about 20 lines each.
 """
 
 

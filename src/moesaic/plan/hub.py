@@ -147,7 +147,6 @@ def read_shape(table: Mapping[str, Any], source: str, *, seq_len: int) -> HubSha
     hidden, activation = found["hidden"], str(table.get("mlp_hidden_act", ""))
     shared = found.get("shared_hidden", found.get("shared_experts", 0) * hidden)
     try:
-        attention, width = _attention(table, found, seq_len)
         return HubShape(
             dim=found["dim"], num_layers=found["num_layers"], num_heads=found["num_heads"], seq_len=seq_len,
             dense_hidden=found.get("dense_hidden"), dense_layers=_dense_layers(table, found),
