@@ -88,8 +88,12 @@ def slowest_last(_: int, plan: int, rank: int) -> float:
 
 
 @pytest.mark.parametrize("grid", [GRID, Grid(world=4, tp=2, ep=2, etp=2)], ids=["ep", "tp and etp"])
-def test_layers_end_on_the_plan_that_is_fastest_for_the_slowest_rank(grid):
-    found = run_ranks(4, lambda transport: race(Mesh(grid, transport), slowest_last, LIMIT + 10))
+def test_layers_end_on_the_plan_that_is_fastest_for_the_slowest_rank_and_the_first_says_one_line(grid, caplog):
+    with caplog.at_level(logging.WARNING, "moesaic"):
+        found = run_ranks(4, lambda transport: race(Mesh(grid, transport), slowest_last, LIMIT + 10))
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("plan auto: ")
+    assert "\n" not in line
     plans = found[0]["plans"]
     assert 4 <= len(plans) <= 8
     assert plans[0] == Plan()
@@ -142,14 +146,6 @@ def test_real_processes_agree_and_find_another_plan_when_the_link_changes():
         assert set(of_rank["ran"][80 + LIMIT :]) == {last}
         assert len(of_rank["said"]) == 2
         assert "steps did not take what they took before; the fastest of" in of_rank["said"][1]
-
-
-def test_the_first_rank_says_one_line(caplog):
-    with caplog.at_level(logging.WARNING, "moesaic"):
-        run_ranks(4, lambda transport: race(Mesh(GRID, transport), slowest_last, LIMIT))
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("plan auto: s1, ")
-    assert "\n" not in line
 
 
 def test_evaluation_alone_changes_nothing():

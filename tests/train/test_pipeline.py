@@ -24,6 +24,8 @@ STAGES = {
     "tp": {"pp": 2, "vpp": 2, "tp": 2, "etp": 2, "sequence_parallel": True},
 }
 """Name to mesh, of four ranks. Of the nine layers every second is dense, so parts have several sizes and some no experts."""
+MORE = ("1f1b-4", "interleaved-2")
+"""Those of `make test-all`: 1F1B, four ranks in a line and two parts a rank are in the others too."""
 REFUSED = {
     "pp=3 does not divide the 4 ranks": {"mesh": {"pp": 3}, "accumulation": 3},
     "mesh.ep": {"mesh": {"pp": 2, "ep": 4}},
@@ -36,10 +38,20 @@ def staged(folder: Path, name: str, **changes: object) -> TrainConfig:
 
 
 @pytest.fixture(scope="module")
+def more(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
+    """Train on one process and in the stages of `MORE`."""
+    folder = tmp_path_factory.mktemp("more")
+    with pytest.MonkeyPatch.context() as patch:
+        skip_measuring(patch)
+        run_quietly(tiny(folder, **BASE, out=str(folder / "one")))
+        return folder, dict(zip(MORE, train_on(4, [staged(folder, name) for name in MORE])))
+
+
+@pytest.fixture(scope="module")
 def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
     """Train on one process and in stages; half of one run goes on in other stages, and then on one process."""
     folder = tmp_path_factory.mktemp("stages")
-    runs = {name: staged(folder, name) for name in STAGES}
+    runs = {name: staged(folder, name) for name in STAGES if name not in MORE}
     runs |= {line: tiny(folder, **BASE | changes, out=str(folder / "refused")) for line, changes in REFUSED.items()}
     runs["half"] = staged(folder, "1f1b-2", out=str(folder / "moved"), steps=1)
     runs["moved"] = staged(folder, "interleaved-2", out=str(folder / "moved"), steps=2, existing="resume")
@@ -50,9 +62,17 @@ def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
     return folder, outcomes
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", [name for name in STAGES if name not in MORE])
 def test_stages_train_as_one_process(world, name):
     folder, outcomes = world
+    assert [outcome.refusal for outcome in outcomes[name]] == [""] * 4
+    assert_same_run(folder / "one", folder / name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_more_stages_train_as_one_process(more, name):
+    folder, outcomes = more
     assert [outcome.refusal for outcome in outcomes[name]] == [""] * 4
     assert_same_run(folder / "one", folder / name)
 
