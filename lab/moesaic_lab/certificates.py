@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.multiprocessing.spawn import spawn
 
@@ -304,7 +304,7 @@ class TorchtitanLayer(AbstractMoELayer):
         """Measure as torchtitan does, with DTensors as it holds them: experts over ep, the router whole."""
         _sum_gradient(self.router.gate.weight, self.group)
         own = self.experts
-        each = [(self.router.gate.weight, own.mesh["copies"], Replicate())]
+        each: list[tuple[Tensor, DeviceMesh, Placement]] = [(self.router.gate.weight, own.mesh["copies"], Replicate())]
         each += [(weight, own.mesh["ep"], Shard(0)) for weight in (own.w1, own.w3, own.w2)]
         held = []
         for weight, mesh, place in each:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from moesaic.program.beside import BEFORE, BEHIND, together
+from moesaic.program.order.beside import BEFORE, BEHIND, together
 
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator

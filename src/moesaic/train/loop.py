@@ -431,7 +431,11 @@ class Trainer:
         state, config = self.state, self.config
         sealed = None if state.saved is None else state.saved.extra.get("metrics")
         return Metrics(
-            state.folder, start_step=state.step, tensorboard=config.tensorboard, wandb=config.wandb, sealed=sealed,
+            state.folder,
+            start_step=state.step,
+            tensorboard=config.tensorboard,
+            wandb=config.wandb,
+            sealed=sealed,
             say=self._say,
         )
 
