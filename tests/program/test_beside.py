@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from moesaic.program.order.beside import BEFORE, BEHIND, together
 
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.order.beside import BEFORE, BEHIND, together
 from moesaic.program.order.exact import search
 from moesaic.program.order.graph import predecessors
 from moesaic.program.timeline import lay_out
