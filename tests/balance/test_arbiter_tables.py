@@ -196,12 +196,16 @@ def test_whole_shadows_are_what_the_policy_finds_for_the_hottest_experts():
 
 
 def test_costs_are_those_of_the_board_where_messages_start_at_once():
+    """And no less: replicated copies travel behind those that stay, where the board adds them up link by link."""
     for seed in range(40):
         for replica in boards_of(seed):
             for found in every_table(replica).values():
                 cost = replicated_cost(replica, found)
                 dense = found.table(replica.load.num_experts, len(replica.origins))
-                assert cost.seconds(1) == pytest.approx(replica.seconds(dense))
+                board = replica.seconds(dense)
+                assert board * (1 - 1e-9) <= cost.seconds(1) <= 1.5 * board
+                if not (dense.sum(1) * (1 - np.eye(len(dense)))).any():
+                    assert cost.seconds(1) == pytest.approx(board), "shadows alone: no replicated copy travels"
 
 
 def test_the_cost_by_hand():

@@ -69,9 +69,6 @@ def name_of(chosen: PolicyPlan, plan: PolicyPlan, policy: str = "") -> str:
 
 THRESHOLDS = (0.0, 0.05)
 """Shares of the time left alone that each expert which is shadowed must save; the model alone would always choose 0."""
-APART = 0.01
-"""Share of their modelled time by which tables must differ to be options of their own: of those that do not, the one that moves
-least weights is kept, since more options want more trials, and no number of calls would tell them apart."""
 
 
 @dataclass(frozen=True)
@@ -294,13 +291,7 @@ class Weigher:
             assert best.limit is not None
             self._limits[base] = LIMITS.index(best.limit)
             kept.append(table(min((best, replace(best, near_first=True)), key=seconds)))
-        kept = [each for each in kept if not all(replicated.is_empty for replicated in each[1])]
-        apart: list[tuple[Recipe, tuple[Replications, ...], Cost]] = []
-        for each in sorted(kept, key=lambda each: each[2].weight_bytes):
-            mine = each[2].seconds(self.plan.chunks)
-            if all(abs(mine - other[2].seconds(self.plan.chunks)) > APART * mine for other in apart):
-                apart.append(each)
-        return apart
+        return [each for each in kept if not all(replicated.is_empty for replicated in each[1])]
 
     def _shadowed(self, found: Sequence[ReplicaLoad], alone: Option) -> list[tuple[Recipe, tuple[Replications, ...]]]:
         """Return the shadows of every threshold that replicate anything; for some places first, then whole ones."""
