@@ -124,6 +124,22 @@ def make_bases(folder: Path) -> None:
     _profile().write(one / "profile.json")
     np.save(one / "counts.npy", np.arange(8).reshape(2, 4))
     (one / "counts.csv").write_text("1, 2, 3\n4, 5, 6\n")
+    (one / "text.gz").write_bytes(gzip.compress(text.read_bytes()))
+    (one / "documents.jsonl").write_text('{"text": "a b"}\n{"text": "c"}\n')
+    parquet.write_table(pyarrow.table({"text": ["a b", "c"] * 9}), one / "table.parquet")
+    (one / "messages.mo").write_bytes(_catalogue({"one": "eins", "two": "zwei"}))
+    (one / "pairs.jsonl").write_text('{"source": "a b", "target": "c"}\n{"source": "d", "target": "e"}\n')
+    (one / "documents.json").write_text('[{"text": "a b"}, {"text": "c"}]')
+    (one / "tokens.bin").write_bytes(np.arange(2000, dtype="<u2").tobytes())
+    (one / "program.txt").write_text(to_text(compile_plan(Plan(chunks=2), Grid(world=2, ep=2)).forward))
+    (one / "flags.txt").write_text("--tensor-model-parallel-size 2 --expert-model-parallel-size=4 --moe-enable-deepep")
+    BPETokenizer.train([text.read_bytes()], 300).save(one / "tokenizer.json")
+    (one / "plan-table.json").write_text(json.dumps(_used_table().state()))
+    _make_traces(folder, one)
+    _make_weights(folder)
+
+
+def _make_traces(folder: Path, one: Path) -> None:
     write_segment(make_segment(SyntheticRouting(steps=2, num_experts=4, sequences=2, seq_len=8)), one / "trace.npz")
     tokens = make_trace(SyntheticRouting(steps=2, num_experts=4, sequences=2, seq_len=8, tokens=True))
     for name, format in FORMATS.items():
@@ -137,15 +153,9 @@ def make_bases(folder: Path) -> None:
     asked = {"routed_experts": answer["meta_info"]["routed_experts"], "prompt_tokens": 6, "completion_tokens": 3}
     (one / "answer.json").write_text(json.dumps([{"meta_info": asked}]))
     (one / "trace.csv.gz").write_bytes(gzip.compress((folder / "llama.cpp" / "trace").read_bytes()))
-    (one / "text.gz").write_bytes(gzip.compress(text.read_bytes()))
-    (one / "documents.jsonl").write_text('{"text": "a b"}\n{"text": "c"}\n')
-    parquet.write_table(pyarrow.table({"text": ["a b", "c"] * 9}), one / "table.parquet")
-    (one / "messages.mo").write_bytes(_catalogue({"one": "eins", "two": "zwei"}))
-    (one / "pairs.jsonl").write_text('{"source": "a b", "target": "c"}\n{"source": "d", "target": "e"}\n')
-    (one / "documents.json").write_text('[{"text": "a b"}, {"text": "c"}]')
-    (one / "tokens.bin").write_bytes(np.arange(2000, dtype="<u2").tobytes())
-    (one / "program.txt").write_text(to_text(compile_plan(Plan(chunks=2), Grid(world=2, ep=2)).forward))
-    (one / "flags.txt").write_text("--tensor-model-parallel-size 2 --expert-model-parallel-size=4 --moe-enable-deepep")
+
+
+def _make_weights(folder: Path) -> None:
     hub = folder / "hub"
     hub.mkdir()
     (hub / "config.json").write_text(json.dumps(_HUB))
@@ -153,8 +163,6 @@ def make_bases(folder: Path) -> None:
     (hub / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": dict.fromkeys("ab", "model.safetensors")})
     )
-    BPETokenizer.train([text.read_bytes()], 300).save(one / "tokenizer.json")
-    (one / "plan-table.json").write_text(json.dumps(_used_table().state()))
     whole = transformers.MixtralForCausalLM(transformers.MixtralConfig(**_HUB | {"hidden_size": 16, "vocab_size": 20}))
     whole.save_pretrained(folder / "whole")
     convert(folder / "whole", folder / "converted", to="megatron", logits=False)
@@ -164,7 +172,6 @@ def make_bases(folder: Path) -> None:
     save_file(
         {"a": torch.ones(4, 4).to(torch.float8_e4m3fn), "a_scale_inv": torch.ones(2, 2)}, fp8 / "model.safetensors"
     )
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state_dict_saver.save({"model.a": torch.zeros(2, 3)}, checkpoint_id=folder / "shards", no_dist=True)

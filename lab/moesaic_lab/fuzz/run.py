@@ -160,12 +160,13 @@ def work(line: Connection, folder: Path, engine: str, only: Sequence[str]) -> No
 def _batch(line: Connection, targets: list[Target], engine: str, inputs: int, number: int) -> None:
     """Hand so many inputs to targets."""
     take, at_once = ENGINES[engine]
+    has_readers = any(target.name.startswith("read") for target in targets)
     rounds = 0
     while sum(target.inputs for target in targets) < inputs:
         for target in targets:
             # Where an input takes long, fewer are taken: each target gets its share of the time, and some inputs at least.
             share = sum(each.seconds for each in targets) / len(targets)
-            enough = target.name.startswith("command") and target.inputs > MOST_OF_A_COMMAND * inputs
+            enough = has_readers and target.name.startswith("command") and target.inputs > MOST_OF_A_COMMAND * inputs
             if rounds == 0 or (target.seconds <= share and not enough):
                 line.send((target.name, target.inputs))
                 fit = int(target.inputs / max(target.seconds, 0.01)) + 1
