@@ -131,7 +131,7 @@ CASES: dict[str, Case] = {
         ["bias_rate=-1: must be 0 or more and finite"],
     ),
     "noisy top 1": (
-        lambda f: base(f, "--model.moe.router", "noisy", "--model.moe.top-k", "1"), ["top_k=1", "use top_k >= 2"],
+        lambda f: base(f, "--model.moe.router", "noisy", "--model.moe.top-k", "1"), ["top_k=1", 'write normalize="before"'],
     ),
     "hidden": (lambda f: base(f, "--model.moe.hidden", "0"), ["model.moe.hidden=0: must be at least 1"]),
     "capacity factor": (
@@ -215,7 +215,7 @@ CASES: dict[str, Case] = {
     # Sampling
     "sample nothing": (lambda f: ["sample"], ["run folder", "required"]),
     "sample no run": (
-        lambda f: ["sample", str(f)], ["config.json is missing", "name the folder that moesaic train wrote"],
+        lambda f: ["sample", str(f)], ["config.json: no such file", "name the folder that moesaic train wrote"],
     ),
     "sample an unsaved run": (
         lambda f: ["sample", str(Path(written(f, "config.json", "{}")).parent)], ["no checkpoint there", "train first"],

@@ -88,10 +88,10 @@ def test_json_counts_the_bytes_across_nodes(capsys: pytest.CaptureFixture[str]) 
     totals = {}
     for schedule, movement in (("s2", "h"), ("s3", "arrived")):
         found = shown(capsys, "--plan.schedule", schedule, *mesh, *SMALL)
-        assert set(found) == {"forward", "backward"}
+        assert set(found) == {"forward", "backward", "held"}
         rows = {row["task"]: row for row in found["forward"]["rows"]}
         totals[schedule] = rows[movement]["across_bytes"]
-        for program in found.values():
+        for program in (found["forward"], found["backward"]):
             for key in ("inside_bytes", "across_bytes"):
                 assert program[key] == sum(row[key] for row in program["rows"])
             assert program["seconds"] > 0
@@ -131,9 +131,9 @@ def test_programs_whose_samples_may_move_are_shown(capsys: pytest.CaptureFixture
 
 def test_what_a_slice_runs_again_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """The dispatch and the experts of the forward program, and no combine."""
-    found = shown(capsys, *S1, *SMALL, "--plan.memory-budget", "4")
-    assert list(found) == ["forward", "backward", "again"]
-    tasks = {name: [row["task"] for row in found[name]["rows"]] for name in found}
+    found = shown(capsys, *S1, *SMALL, "--plan.memory-budget", "20000")
+    assert list(found) == ["forward", "backward", "again", "held"]
+    tasks = {name: [row["task"] for row in found[name]["rows"]] for name in ("forward", "backward", "again")}
     assert tasks["again"] == [task for task in tasks["forward"] if task in ("x_mine", "g", "h")]
     assert 0 < found["again"]["seconds"] < found["forward"]["seconds"]
 

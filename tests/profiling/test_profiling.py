@@ -50,11 +50,19 @@ def measured() -> MeasuredMachine:
             outside=LinkCosts(one_sender=25e6, all_senders=12.5e6),
         )
     )  # fmt: skip
-    costs = costs_vector(TRUE)
-    steps = [
-        (each, CalibrationStep((float(profiling._features(simulator, each) @ costs),) * 3, (0.05,) * 3))
-        for each in found
-    ]
+    costs, late = costs_vector(TRUE), 4e-4 - TRUE.task - TRUE.message
+    true = replace(
+        REST, nodes=2, ranks_per_node=2, host=TRUE,
+        inside=LinkCosts(one_sender=50e6, all_senders=25e6, latency_seconds=late),
+        outside=LinkCosts(one_sender=25e6, all_senders=12.5e6, latency_seconds=late),
+    )  # fmt: skip
+    timed = profiled_simulator(true, virtual_flops=profiling.NO_TIME)
+    steps = []
+    for each in found:
+        compiled = each.compiled
+        wall = timed.layer_seconds(compiled.forward, compiled.backward, each.workload, compiled.grid)
+        processor = float(profiling._features(simulator, each) @ costs)
+        steps.append((each, CalibrationStep((processor,) * 3, (wall,) * 3)))
     return replace(made, steps=steps)
 
 
@@ -89,7 +97,9 @@ def test_whole_layers_are_checked_against_their_wall_times() -> None:
     made = measured()
     errors = layer_errors(profile_of(made), made)
     assert len(errors) == len(made.steps)
-    slower = replace(made, steps=[(each, CalibrationStep(step.processor, (0.1,) * 3)) for each, step in made.steps])
+    slower = replace(
+        made, steps=[(each, CalibrationStep(step.processor, (2 * step.wall[0],) * 3)) for each, step in made.steps]
+    )
     assert np.array(layer_errors(profile_of(made), slower)) + 1 == pytest.approx((np.array(errors) + 1) / 2)
 
 

@@ -375,7 +375,7 @@ OTHER_SHAPES = {
     "moe.hidden": (SHAPE, {}, {"hidden": 16}),
     "moe.shared_hidden": (SHAPE, {}, {"shared_hidden": 8}),
     "moe.every": (SHAPE, {}, {"every": 2}),
-    "moe.router": (SHAPE, {}, {"router": "noisy"}),
+    "moe.router": (SHAPE, {}, {"router": "gshard"}),
     "moe.experts": (SHAPE, {}, {"experts": "gelu"}),
     "moe.router_options.num_groups": (GROUPED, {}, {"router_options": {"num_groups": 2}}),
     "moe.router_options.top_groups": (GROUPED, {}, {"router_options": {"top_groups": 1}}),

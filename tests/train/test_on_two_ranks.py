@@ -148,7 +148,7 @@ def test_a_run_goes_on_over_other_meshes_and_one_process(world, monkeypatch):
     skip_measuring(monkeypatch)
     assert [outcome.refusal for place in (0, 1) for outcome in outcomes[f"chain {place}"]] == [""] * 4
     names = sorted(path.name for path in (folder / "chain" / "checkpoints" / "step-00000003").iterdir())
-    assert names == ["SHA256SUMS", "shards", "state.json"]
+    assert names == ["SHA256SUMS", "config.json", "shards", "state.json"]
     run_quietly(tiny(folder, **BASE, out=str(folder / "chain"), steps=4, existing="resume"))
     run_quietly(tiny(folder, **BASE, out=str(folder / "whole"), steps=4))
     rates = [(line["loss"], line["grad_norm"]) for line in lines(folder / "chain", "train")]

@@ -338,3 +338,13 @@ def test_every_version_has_written_the_marks(tmp_path):
     table = json.loads((tmp_path / "run" / "config.json").read_text())
     (tmp_path / "run" / "config.json").write_text(json.dumps(table | {"field_of_the_future": 1}))
     assert run_quietly(replace(tiny(tmp_path, steps=2), existing="resume"))[0].step == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[1]", "{}", "[" * 100_000, '{"process": "1", "host": "a", "started": "x", "ticks": 1}',
+     '{"process": -1, "host": "a", "started": "x", "ticks": 1}', '{"process": 1e99, "host": "a", "started": "x", "ticks": 1}'],
+    ids=lambda text: text[:20],
+)  # fmt: skip
+def test_a_lock_that_names_nobody_is_read_as_nobodys(text: str) -> None:
+    assert run_folder._read_owner(text) is None

@@ -103,6 +103,9 @@ def make_bases(folder: Path) -> None:
     config = override(TrainConfig(), _TINY | {"out": str(folder / "run")}, source="fuzz")
     config = override(config, {"data": {"path": [str(text)]}}, source="fuzz")
     train(config, console=Console(file=io.StringIO()))
+    one = folder / "one"
+    one.mkdir()
+    (one / "config.json").write_text(as_json(config))
     (folder / "run" / "hang.json").write_text(
         json.dumps(
             {
@@ -111,9 +114,14 @@ def make_bases(folder: Path) -> None:
             }
         )
     )
-    one = folder / "one"
-    one.mkdir()
-    (one / "config.json").write_text(as_json(config))
+    BPETokenizer.train([text.read_bytes()], 300).save(one / "tokenizer.json")
+    _make_tables(one)
+    _make_texts(one, text)
+    _make_traces(folder, one)
+    _make_weights(folder)
+
+
+def _make_tables(one: Path) -> None:
     write_plan(Plan(), one / "plan.json")
     planned = json.loads((one / "plan.json").read_text()) | {"mesh": {"tp": 1, "ep": 2, "etp": 1, "innermost": "etp"}}
     (one / "planned.json").write_text(json.dumps(planned))
@@ -124,6 +132,10 @@ def make_bases(folder: Path) -> None:
     _profile().write(one / "profile.json")
     np.save(one / "counts.npy", np.arange(8).reshape(2, 4))
     (one / "counts.csv").write_text("1, 2, 3\n4, 5, 6\n")
+    (one / "plan-table.json").write_text(json.dumps(_used_table().state()))
+
+
+def _make_texts(one: Path, text: Path) -> None:
     (one / "text.gz").write_bytes(gzip.compress(text.read_bytes()))
     (one / "documents.jsonl").write_text('{"text": "a b"}\n{"text": "c"}\n')
     parquet.write_table(pyarrow.table({"text": ["a b", "c"] * 9}), one / "table.parquet")
@@ -133,10 +145,6 @@ def make_bases(folder: Path) -> None:
     (one / "tokens.bin").write_bytes(np.arange(2000, dtype="<u2").tobytes())
     (one / "program.txt").write_text(to_text(compile_plan(Plan(chunks=2), Grid(world=2, ep=2)).forward))
     (one / "flags.txt").write_text("--tensor-model-parallel-size 2 --expert-model-parallel-size=4 --moe-enable-deepep")
-    BPETokenizer.train([text.read_bytes()], 300).save(one / "tokenizer.json")
-    (one / "plan-table.json").write_text(json.dumps(_used_table().state()))
-    _make_traces(folder, one)
-    _make_weights(folder)
 
 
 def _make_traces(folder: Path, one: Path) -> None:

@@ -167,7 +167,7 @@ class WeightsAndBiases:
                 f"wandb={project} needs the package wandb: pip install wandb, or leave wandb empty"
             ) from error
         kept = folder / WANDB_ID
-        known = kept.read_text(encoding="utf-8").strip() if start_step and kept.exists() else None
+        known = kept.read_text(encoding="utf-8", errors="replace").strip() if start_step and kept.exists() else None
         self._run = wandb.init(project=project, name=folder.name, dir=str(folder), id=known, resume="allow")
         kept.write_text(f"{self._run.id}\n", encoding="utf-8")
 

@@ -236,7 +236,7 @@ def _read_owner(text: str) -> dict[str, Any] | None:
     with suppress(ValueError, RecursionError):
         owner = json.loads(text)
         if isinstance(owner, dict) and owner.keys() == {"process", "host", "started", "ticks"}:
-            return owner
+            return owner if isinstance(owner["process"], int) and 0 < owner["process"] < 2**31 else None
     return None
 
 

@@ -57,9 +57,11 @@ def load_trained(folder: Path, device: str = "auto") -> Trained:
     def say(line: str) -> None:
         print(line, file=sys.stderr)
 
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no run there: name the folder that moesaic train wrote")
-    config = override(TrainConfig(), read_config(folder / CONFIG, say), source=str(folder / CONFIG))
+    try:
+        table = read_config(folder / CONFIG, say)
+    except InputError as error:
+        raise InputError(f"{error}: name the folder that moesaic train wrote") from error
+    config = override(TrainConfig(), table, source=str(folder / CONFIG))
     saved = load_checkpoint(folder / CHECKPOINTS, say)
     tokenizer = saved_tokenizer(config.data, tokenizer_of(saved, folder)) if saved.extra.get("has_text", True) else None
     model = make_language_model(config.model, saved.vocab_size)

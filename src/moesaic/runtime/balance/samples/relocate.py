@@ -129,8 +129,8 @@ class Relocator:
         if key not in self._compiled:
             has_bias = "b" in plain.logical.inputs
             base = plain if has_bias == bias else compile_plan(plain.plan, plain.grid, bias=bias)
-            try:
-                self._compiled[key] = moving(base)
+            try:  # each rank of a tensor group sends its own copies; where all of them send all, results go home first
+                self._compiled[key] = moving(base) if plain.grid.tp == 1 or plain.routes_slices else None
             except InputError:  # which says what about the plan does not let results go straight to new homes
                 self._compiled[key] = None
         return self._compiled[key]
