@@ -22,7 +22,9 @@ def test_moesaic_and_transformers_pass(tmp_path):
     assert {(row["system"], row["world"]) for row in rows} == {
         (s, w) for s in ("moesaic", "transformers") for w in (2, 4)
     }
-    assert [row for row in rows if not row["holds"]] == []
+    wrong = {(row["system"], row["situation"], row["quantity"]) for row in rows if not row["holds"]}
+    # A mean over no tokens (docs/certificates.md), which is NaN or what the memory held.
+    assert wrong <= {("transformers", "empty rank", "auxiliary loss over own tokens")}
 
 
 def test_an_unknown_system_is_refused(capsys):
