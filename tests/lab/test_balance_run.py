@@ -29,7 +29,7 @@ from moesaic_lab.balance.config import (
     SkewedCase,
     read_config,
 )
-from moesaic_lab.balance.job import BalanceFound, BalanceJob, CountedCall, Decided
+from moesaic_lab.balance.job import BalanceFound, BalanceJob, CountedPlan, Decided
 from moesaic_lab.balance.loads import Skew, made_up
 from moesaic_lab.balance.methods import NETMOE, OURS, OURS_PLACED, PLACED, PLAIN, SMART, methods
 from moesaic_lab.balance.run import summed_up
@@ -143,7 +143,7 @@ def test_cells_sum_up_what_ranks_found() -> None:
 
     def found(end: float, peak: int, decided: float, sent: list[tuple[int, int, float]]) -> BalanceFound:
         back = [(target, source, size) for source, target, size in sent]
-        counted = CountedCall(messages={7: sent, 9: back}, peak_bytes=peak, error=1e-7 * peak)
+        counted = CountedPlan(messages={7: sent, 9: back}, peak_bytes=peak, error=1e-7 * peak)
         return BalanceFound(
             spans={PLAIN: [(0.0, 2.0), (5.0, 6.0)], OURS: [(0.5, end), (5.0, 5.5)]},
             pairs={OURS: [(9.0, 10.0)], PLAIN: [(9.0, 12.0)]},

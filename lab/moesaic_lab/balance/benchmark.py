@@ -30,7 +30,7 @@ class BalanceOptions(EmulatedOptions):
     """Take what the file of --json has of simulated shares, forecasts and counted memory, rather than make that again."""
 
 
-class Found(NamedTuple):
+class BalanceMeasured(NamedTuple):
     """What was found."""
 
     cells: list[BalanceCell]
@@ -51,7 +51,7 @@ def cases(options: BalanceOptions) -> BalanceBenchConfig:
     return config
 
 
-def measure(options: BalanceOptions, config: BalanceBenchConfig, told: Told) -> Found:
+def measure(options: BalanceOptions, config: BalanceBenchConfig, told: Told) -> BalanceMeasured:
     """Measure on one bed after the other, then simulate."""
     there = Path(options.json) if options.keep and options.json else None
     rows = json.loads(there.read_text(encoding="utf-8"))["rows"] if there is not None and there.exists() else []
@@ -67,7 +67,7 @@ def measure(options: BalanceOptions, config: BalanceBenchConfig, told: Told) -> 
         shares = shares_of_forced(config.shares, config.folder, config.seed, told, shares)
     if config.counts_memory:
         held = held or budgets_held(told)
-    return Found(cells, forecasts, shares, decided, held)
+    return BalanceMeasured(cells, forecasts, shares, decided, held)
 
 
 def kept(rows: list[dict[str, Any]], part: str, kind: type[T]) -> list[T]:

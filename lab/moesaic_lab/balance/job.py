@@ -22,7 +22,7 @@ class BalanceJob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CountedCall:
+class CountedPlan:
     """What one call of a method did on one rank, with real experts."""
 
     messages: dict[int, list[Message]]
@@ -59,7 +59,7 @@ class BalanceFound:
     """By method, all in turn."""
     pairs: dict[str, list[Span]]
     """By method, of the further rounds in which only ours and those near it ran."""
-    counted: dict[str, CountedCall]
+    counted: dict[str, CountedPlan]
     """By method, of the case's first call."""
     decided: dict[str, Decided]
     """By method that replicates."""

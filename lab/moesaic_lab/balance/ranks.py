@@ -26,7 +26,7 @@ from moesaic.runtime.balance.calls import decisions_of
 from moesaic.runtime.balance.moving import MovingMoE
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleTrip
 from moesaic_lab.across_ranks import in_turn_and_near
-from moesaic_lab.balance.job import BalanceFound, BalanceJob, CountedCall, Decided
+from moesaic_lab.balance.job import BalanceFound, BalanceJob, CountedPlan, Decided
 from moesaic_lab.balance.memory import peak_bytes
 from moesaic_lab.balance.methods import OURS, PLAIN, BalanceMethod, placed_by, policy_of
 from moesaic_lab.balance.router import ToldRouter
@@ -224,7 +224,7 @@ def near_ours(
     return [OURS, *near] if near else []
 
 
-def counts(job: BalanceJob, plans: Mapping[str, Compiled], transport: AbstractTransport) -> dict[str, CountedCall]:
+def counts(job: BalanceJob, plans: Mapping[str, Compiled], transport: AbstractTransport) -> dict[str, CountedPlan]:
     """Run the case's first call with real experts under every method; return what it sent and held.
 
     Raises:
@@ -244,7 +244,7 @@ def counts(job: BalanceJob, plans: Mapping[str, Compiled], transport: AbstractTr
         for each in recorder.ranges[first:]:
             for m in each.messages:
                 sent.setdefault(m.tag, []).append((m.source, m.target, float(m.num_bytes)))
-        found[name] = CountedCall(messages=sent, peak_bytes=peak, error=latest(error))
+        found[name] = CountedPlan(messages=sent, peak_bytes=peak, error=latest(error))
     wrong = {name: each.error for name, each in found.items() if not each.error <= TOLERANCE}
     if wrong:
         raise RuntimeError(f"{job.case.label}: methods differ from the plain layer: {wrong}")

@@ -17,7 +17,7 @@ from moesaic.errors import InputError
 Kind = Literal["F", "I", "W", "B"]
 
 
-class Pass(NamedTuple):
+class PipelinePass(NamedTuple):
     """One micro-batch through one stage."""
 
     kind: Kind
@@ -27,7 +27,7 @@ class Pass(NamedTuple):
 
 SETTLED = 6
 """Times as many micro-batches as ranks after which a schedule repeats itself."""
-Step = tuple[Pass, ...]
+Step = tuple[PipelinePass, ...]
 """Passes that a rank runs at once: one, or a forward pass beside a backward pass."""
 
 
@@ -65,7 +65,7 @@ class LaidOut:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class PipelineSchedule:
     """A pipeline schedule."""
 
     order: Callable[[int, int, int, int], Iterable[Step]]
@@ -95,7 +95,7 @@ def _alternating(rank: int, ranks: int, runs: int, count: int, *, ahead: int, la
     """Yield forward passes, then one forward and one backward pass in turn, then backward passes.
 
     Args:
-        rank, ranks, runs, count: as of `Schedule.order`.
+        rank, ranks, runs, count: as of `PipelineSchedule.order`.
         ahead: forward passes of a rank's last run before its first backward pass.
         late: backward passes that weights' gradients wait; None: they are computed at once.
     """
@@ -108,11 +108,11 @@ def _alternating(rank: int, ranks: int, runs: int, count: int, *, ahead: int, la
     each = count // rounds if runs > 1 else count
     total, warm = runs * count, min((runs - 1) * each + ahead, runs * count)
 
-    def turn(number: int, kind: Kind) -> Pass:
+    def turn(number: int, kind: Kind) -> PipelinePass:
         lap, place = divmod(number, each * runs)
         run, within = divmod(place, each)
         run = run if kind == "F" else runs - 1 - run
-        return Pass(kind, run * ranks + rank, lap * each + within)
+        return PipelinePass(kind, run * ranks + rank, lap * each + within)
 
     for number in range(total + warm):
         if number < total:
@@ -131,17 +131,17 @@ class _Folded:
     def __init__(self, rank: int, ranks: int) -> None:
         self._stages = (rank, 2 * ranks - 1 - rank)
         self._next: dict[tuple[Kind, int], int] = {}
-        self.waiting: list[Pass] = []
+        self.waiting: list[PipelinePass] = []
         """Gradients of weights that nobody computed yet, in turn."""
 
-    def take(self, kind: Kind, run: int) -> Pass:
+    def take(self, kind: Kind, run: int) -> PipelinePass:
         """Return the next pass of a kind; B counts as I."""
         counted: Kind = "I" if kind == "B" else kind
         number = self._next.get((counted, run), 0)
         self._next[counted, run] = number + 1
         if kind == "I":
-            self.waiting.append(Pass("W", self._stages[run], number))
-        return Pass(kind, self._stages[run], number)
+            self.waiting.append(PipelinePass("W", self._stages[run], number))
+        return PipelinePass(kind, self._stages[run], number)
 
     def weights(self) -> Iterator[Step]:
         """Yield the longest waiting gradient of weights, if one waits."""
@@ -233,12 +233,12 @@ def dual_pipe_v(rank: int, ranks: int, runs: int, count: int) -> Iterator[Step]:
         yield from of.weights()
 
 
-SCHEDULES: dict[str, Schedule] = {
-    "1f1b": Schedule(order=one_forward_one_backward),
-    "zb-h1": Schedule(order=zero_bubble_h1),
-    "zb-v": Schedule(order=zero_bubble_v, runs=2, folds=True),
-    "dualpipev": Schedule(order=dual_pipe_v, runs=2, folds=True, pairs=True),
-    "dualpipe": Schedule(order=dual_pipe_v, runs=2, folds=True, pairs=True, both_ways=True),
+SCHEDULES: dict[str, PipelineSchedule] = {
+    "1f1b": PipelineSchedule(order=one_forward_one_backward),
+    "zb-h1": PipelineSchedule(order=zero_bubble_h1),
+    "zb-v": PipelineSchedule(order=zero_bubble_v, runs=2, folds=True),
+    "dualpipev": PipelineSchedule(order=dual_pipe_v, runs=2, folds=True, pairs=True),
+    "dualpipe": PipelineSchedule(order=dual_pipe_v, runs=2, folds=True, pairs=True, both_ways=True),
 }
 """By name."""
 
@@ -255,7 +255,7 @@ def lay_out(orders: list[list[Step]], rank_of: Mapping[int, int], seconds: PassS
         ValueError: if steps wait for each other.
     """
     last = len(rank_of) - 1
-    ends: dict[Pass, float] = {}
+    ends: dict[PipelinePass, float] = {}
     time, at = [0.0] * len(orders), [0] * len(orders)
     waiting = {rank for rank, order in enumerate(orders) if order}
     while waiting:
@@ -278,19 +278,24 @@ def lay_out(orders: list[list[Step]], rank_of: Mapping[int, int], seconds: PassS
     return LaidOut(seconds=max(time), idle=max(time) - min(busy), alive=tuple(map(_alive, orders)))
 
 
-def _ready(each: Pass, ends: Mapping[Pass, float], last: int, rank_of: Mapping[int, int], hop: float) -> float | None:
+def _ready(
+    each: PipelinePass, ends: Mapping[PipelinePass, float], last: int, rank_of: Mapping[int, int], hop: float
+) -> float | None:
     """Return when what a pass needs is there; None while nobody has run it."""
     kind, stage, number = each
     if kind == "W":
-        return ends.get(Pass("I", stage, number))
+        return ends.get(PipelinePass("I", stage, number))
     if kind == "F":
         if stage == 0:
             return 0.0
-        before, end = stage - 1, ends.get(Pass("F", stage - 1, number))
+        before, end = stage - 1, ends.get(PipelinePass("F", stage - 1, number))
     elif stage == last:
-        return ends.get(Pass("F", stage, number))
+        return ends.get(PipelinePass("F", stage, number))
     else:
-        before, end = stage + 1, ends.get(Pass("I", stage + 1, number), ends.get(Pass("B", stage + 1, number)))
+        before, end = (
+            stage + 1,
+            ends.get(PipelinePass("I", stage + 1, number), ends.get(PipelinePass("B", stage + 1, number))),
+        )
     return None if end is None else end + hop * (rank_of[before] != rank_of[stage])
 
 
@@ -328,7 +333,7 @@ class Pipeline:
             raise InputError(f"schedule {self.schedule} needs an even number of stages, not {self.ranks}")
 
     @property
-    def _how(self) -> Schedule:
+    def _how(self) -> PipelineSchedule:
         return SCHEDULES[self.schedule]
 
     @property

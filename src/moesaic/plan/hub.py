@@ -47,7 +47,7 @@ PLAIN = {"relu2": "relu", "gelu": "gelu"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention:
+class HubAttention:
     """A block's attention, the mean over blocks."""
 
     parameters: float = 0.0
@@ -68,7 +68,7 @@ class HubShape(ModelShape):
 
     dense_layers: tuple[int, ...] = ()
     """Blocks without an MoE layer."""
-    attention: Attention = field(default_factory=Attention)
+    attention: HubAttention = field(default_factory=HubAttention)
     """Of a block."""
     tied: bool = False
     """One matrix is the embedding and the output."""
@@ -201,7 +201,7 @@ def _dense_layers(table: Mapping[str, Any], found: Mapping[str, int]) -> tuple[i
     return tuple(block for block in blocks if block in listed or block < first or (block + 1) % every)
 
 
-def _attention(table: Mapping[str, Any], found: Mapping[str, int], seq_len: int) -> Attention:
+def _attention(table: Mapping[str, Any], found: Mapping[str, int], seq_len: int) -> HubAttention:
     """Return a block's attention, the mean over blocks."""
     dim, heads, layers = found["dim"], found["num_heads"], found["num_layers"]
     up = up_kept = 0.0
@@ -228,7 +228,7 @@ def _attention(table: Mapping[str, Any], found: Mapping[str, int], seq_len: int)
     # A window of w keys is as far as a query sees once w tokens came before it.
     window = min(int(table.get("sliding_window") or table.get("attention_chunk_size") or seq_len), seq_len)
     seen = (window - window**2 / (2 * seq_len)) / (seq_len / 2)
-    return Attention(
+    return HubAttention(
         parameters=((layers - linear) * full + linear * _linear_attention(table, dim)) / layers,
         width=(layers - linear - sliding * (1 - seen)) * width / layers, kept=kept, up_kept=up_kept, up=up,
     )  # fmt: skip
