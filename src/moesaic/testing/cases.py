@@ -275,6 +275,8 @@ def _with_placement(rng: random.Random, case: Case) -> Case:
     plan = replace(case.plan, codec="none", backward_codec="none")
     if rng.random() < 0.5:  # most plans bring results home first: half of the cases are such that need not
         plan = replace(plan, schedule="s1", replication="none", gather_weights=None, all_to_all=plan.link)
+    elif not (plan.replicates or case.capacity.is_padded) and rng.random() < 0.3:
+        plan = replace(plan, replication="arbiter")
     try:
         compile_plan(plan, case.grid)
     except InputError:
