@@ -155,7 +155,9 @@ class MemoryBudget:
         if not self.compiled.replicates:
             return
         bare = self.compiled.unreplicated or self.compiled
-        if replicated is not None or compiled.digest != bare.digest:  # what may replicate holds more, also where it does not
+        if (
+            replicated is not None or compiled.digest != bare.digest
+        ):  # what may replicate holds more, also where it does not
             for each in self._cuts(bare, None, call, budget):
                 yield bare, None, each
         replication = compiled if compiled.replicates else self.compiled
