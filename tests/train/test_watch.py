@@ -23,12 +23,20 @@ from runs import tiny
 from train.test_launch import ours, start
 
 ON_RANK_1 = """
-import os, signal, sys, time
+import os, signal, socket, sys, time
+from contextlib import suppress
 from moesaic.cli.main import main
 from moesaic.runtime import executor
 from moesaic.train import loop
 
 plain = {where}
+
+def break_connections():
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            line = socket.socket(fileno=os.dup(number))
+            if line.getpeername()[1] != int(os.environ["MASTER_PORT"]):
+                line.shutdown(socket.SHUT_RDWR)
 
 def disturbed(*arguments):
     rank, step = (int(os.environ["RANK"]), sum(1 for _ in open({metrics!r}))) if os.path.exists({metrics!r}) else (0, 0)
@@ -86,23 +94,23 @@ import os, signal, sys
 from moesaic.cli.main import main
 from moesaic.train import loop
 
-plain = loop.open_run
+plain = loop.{where}
 
 def disturbed(*arguments):
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.{signal})
     return plain(*arguments)
 
-loop.open_run = disturbed
+loop.{where} = disturbed
 sys.exit(main(sys.argv[1:]))
 """
 """Stops or kills the second rank between its meeting with the first and its first step."""
 
 
-@pytest.mark.parametrize("kind", ["SIGSTOP", "SIGKILL"])
-def test_a_rank_that_stops_or_dies_before_its_first_step_is_named(tmp_path, kind):
+@pytest.mark.parametrize(("kind", "where"), [("SIGSTOP", "open_run"), ("SIGKILL", "open_run"), ("SIGKILL", "train")])
+def test_a_rank_that_stops_or_dies_before_its_first_step_is_named(tmp_path, kind, where):
     script = tmp_path / "starts.py"
-    script.write_text(STARTS.format(signal=kind))
+    script.write_text(STARTS.format(signal=kind, where=where))
     process = start(tiny(tmp_path, batch_size=4, start_patience=20, mesh={"ep": 2}), tmp_path, script=script)
     while process.poll() is None:
         stopped = re.search(r"rank 1 is stopped \(process (\d+)", process.said()[1])
@@ -149,6 +157,16 @@ def test_a_rank_that_died_is_named_with_its_signal_and_what_to_type(tmp_path):
     assert f"--config {run / 'config.json'} --existing resume" in said
     assert err.partition("FAILED")[0].count("Traceback") <= 1  # torchrun's own
     assert not (run / HANG).exists()
+
+
+def test_connections_that_break_between_ranks_that_live_are_one_line(tmp_path):
+    err, run = say(tmp_path, "break_connections()")
+    (said,) = ours(err)
+    assert re.match(r"moesaic train: rank [01] lost a connection to other ranks, whose processes live \(.*gloo", said)
+    kept = list_checkpoints(run / "checkpoints")[-1]
+    assert f", in step 3; the checkpoint {kept} is intact: go on with torchrun --nproc-per-node 2" in said
+    assert said.endswith("look at the links between their nodes")
+    assert err.partition("FAILED")[0].count("Traceback") <= 1  # torchrun's own
 
 
 @pytest.mark.parametrize("counts_on", [False, True])

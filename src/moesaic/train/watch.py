@@ -99,9 +99,10 @@ class Watch:
     def __enter__(self) -> Watch:
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._rank, self._world = dist.get_rank(), dist.get_world_size()
-            # A connection of its own, since one that waits for somebody's word is locked until it comes.
+            # A connection of its own, since one that waits for somebody's word is locked until it comes; below the prefix of
+            # torch's group, where ranks have signed since before they met.
             store: Any = dist.distributed_c10d._get_default_store()
-            self._store: Store = store.clone()
+            self._store: Store = getattr(store, "underlying_store", store).clone()
             self._store.set_timeout(timedelta(seconds=max(4 * self._pause, 10)))
             self._roll = Roll(self._store, self._rank, self._world, self._pause)
             self._roll.sign()
