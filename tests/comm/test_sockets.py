@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 import torch
 
-from moesaic.comm import sockets_connect
+from moesaic.comm import sockets, sockets_connect
 from moesaic.comm.sockets import Sockets
 from moesaic.comm.sockets_connect import _answer, _call, _Place
 from moesaic.comm.transport import MessageSizeError, Transfer
@@ -114,8 +114,9 @@ def test_a_large_message_that_is_asked_for_while_it_arrives():
             )
         )
         other = torch.empty(1)
-        while right._lines[0].arriving is None:
-            right._move(1.0)
+        with right._turn:
+            while right._lines[0].arriving is None:
+                right._move(1.0)
         buffer = torch.empty_like(data)
         handle = right.issue(Transfer(1, 5, {}, {0: buffer}))
         right.wait(handle)
@@ -141,7 +142,8 @@ def test_another_size_than_expected_is_named(is_early):
 
     if is_early:
         send()
-        right._move(1.0)
+        with right._turn:
+            right._move(1.0)
     with pytest.raises(RuntimeError, match="rank 0 sent 8 bytes under tag 3, where 4 were expected"):
         receive()
 
@@ -322,3 +324,114 @@ def test_bytes_that_trickle_count_as_progress_and_those_of_others_do_not():
             time.sleep(0.001)
         with pytest.raises(RuntimeError, match=r"rank 1 has waited 0.2 s for ranks \[0\]: nothing came"):
             ended.result()
+
+
+def test_a_peer_that_runs_ahead_waits_until_it_is_asked(monkeypatch):
+    monkeypatch.setattr(sockets, "_EARLY_BYTES", 3 << 16)
+    first, second, third = transports(3)
+    data = [torch.randint(256, (1 << 16,), dtype=torch.uint8) for _ in range(20)]
+
+    def run_ahead() -> None:
+        for handle in [first.issue(Transfer(0, tag, {1: each}, {})) for tag, each in enumerate(data)]:
+            first.wait(handle)
+
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(run_ahead)
+        tag = 0
+        while not second._lines[0].held:  # it moves what it can while it waits for another rank
+            tag += 1
+            third.issue(Transfer(2, tag, {1: torch.ones(1)}, {}))
+            second.wait(second.issue(Transfer(1, tag, {}, {2: torch.empty(1)})))
+        assert second._lines[0].early_bytes == 3 << 16
+        assert not sent.done()
+        buffers = [torch.empty_like(each) for each in data]
+        last = second.issue(Transfer(1, 19, {}, {0: buffers[19]}))
+        second.wait(last)  # behind all the others, which are kept for its sake
+        assert second._lines[0].early_bytes == 19 << 16
+        sent.result()
+        for tag in range(19):
+            second.wait(second.issue(Transfer(1, tag, {}, {0: buffers[tag]})))
+    assert second._lines[0].early_bytes == 0
+    assert all(torch.equal(each, there) for each, there in zip(data, buffers))
+
+
+def test_messages_that_were_left_with_a_peer_are_read_in_turn(monkeypatch):
+    monkeypatch.setattr(sockets, "_EARLY_BYTES", 1 << 10)
+    left, right = transports()
+    data = [torch.randint(256, (1 << 20,), dtype=torch.uint8) for _ in range(8)]
+
+    def send() -> None:
+        for tag, each in enumerate(data):
+            left.wait(left.issue(Transfer(0, tag, {1: each}, {})))
+
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(send)
+        for tag, each in enumerate(data):
+            buffer = torch.empty_like(each)
+            right.wait(right.issue(Transfer(1, tag, {}, {0: buffer})))
+            assert torch.equal(buffer, each)
+            assert right._lines[0].early_bytes <= 1 << 10
+        sent.result()
+
+
+def test_what_a_peer_left_behind_when_it_went_is_read_whatever_it_is(monkeypatch):
+    monkeypatch.setattr(sockets, "_EARLY_BYTES", 1 << 10)
+    first, second, third = transports(3)
+    first.issue(Transfer(0, 7, {1: torch.full((1 << 14,), 3, dtype=torch.uint8)}, {}))
+    tag = 0
+
+    def chatter() -> None:
+        nonlocal tag
+        tag += 1
+        third.issue(Transfer(2, tag, {1: torch.ones(1)}, {}))
+        second.wait(second.issue(Transfer(1, tag, {}, {2: torch.empty(1)})))
+
+    while not second._lines[0].held:
+        chatter()
+    del first
+    while second._lines[0].held:
+        chatter()
+    buffer = torch.empty(1 << 14, dtype=torch.uint8)
+    second.wait(second.issue(Transfer(1, 7, {}, {0: buffer})))
+    assert bool((buffer == 3).all())
+
+
+def test_threads_of_a_rank_send_and_receive_at_the_same_time():
+    threads, rounds = 3, 60
+
+    def exchange(transport: Sockets, thread: int) -> bool:
+        peer = 1 - transport.rank
+        draw = torch.Generator().manual_seed(thread)
+        sizes = torch.randint(1, 1 << 12, (rounds,), generator=draw).tolist()
+        for number, size in enumerate(sizes):
+            size = LARGE // 8 if number % 20 == thread else size  # more than the kernel keeps
+            tag = number * threads + thread
+            sent = torch.full((size,), 1.0 + tag + 1000 * transport.rank)
+            buffer = torch.empty(size)
+            transport.wait(transport.issue(Transfer(transport.rank, tag, {peer: sent}, {peer: buffer})))
+            if not bool((buffer == 1.0 + tag + 1000 * peer).all()):
+                return False
+        return True
+
+    both = transports()
+    with ThreadPoolExecutor(2 * threads) as pool:
+        found = [pool.submit(exchange, each, thread) for each in both for thread in range(threads)]
+        assert [each.result(120) for each in found] == [True] * 2 * threads
+
+
+def test_a_thread_that_waits_is_woken_by_one_that_sends():
+    left, right = transports()
+    data = torch.randint(
+        256, (LARGE,), dtype=torch.uint8
+    )  # the kernel takes a part of it, the thread that polls the rest
+    buffer, answer = torch.empty_like(data), torch.empty(1)
+    with ThreadPoolExecutor(2) as pool:
+        waits = pool.submit(lambda: left.wait(left.issue(Transfer(0, 2, {}, {1: answer}))))
+        while not left._is_polling:
+            time.sleep(0.001)
+        left.issue(Transfer(0, 1, {1: data}, {}))  # nobody waits for it but the peer
+        right.wait(right.issue(Transfer(1, 1, {}, {0: buffer})))
+        right.wait(right.issue(Transfer(1, 2, {0: torch.ones(1)}, {})))
+        waits.result(60)
+    assert torch.equal(buffer, data)
+    assert float(answer) == 1.0

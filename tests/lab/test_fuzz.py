@@ -45,6 +45,7 @@ ELSEWHERE = {
     ("train/metrics.py", "__init__"): "reads the one word by which a tracker knows the run",
     ("cost/profile.py", "_processor"): "reads /proc",
     ("train/checkpoint.py", "_write_whole"): "compares what it has just written",
+    ("train/run_folder.py", "seal"): "hashes what the run has written",
     ("train/watch.py", "_moved_bytes"): "reads /proc",
     ("testing/processes.py", "run_on_gloo"): "reads what its processes wrote",
 }

@@ -23,6 +23,8 @@ BAD = [
     (lambda: TrainConfig(eval_sequences=0), "eval_sequences=0: must be at least 1"),
     (lambda: TrainConfig(save_every=0), "save_every=0: must be at least 1"),
     (lambda: TrainConfig(keep_last=0), "keep_last=0: must be at least 1"),
+    (lambda: TrainConfig(patience=0.5), "^patience=0.5: choose from 1 to 1500 seconds"),
+    (lambda: TrainConfig(start_patience=math.nan), "start_patience=nan: choose from 1 to 1500 seconds"),
     (lambda: TrainConfig(threads=0), "threads=0: must be at least 1"),
     (lambda: TrainConfig(seed=-1), "seed=-1: choose 0 or more"),
     (lambda: ModelConfig(num_layers=10**18), "model.num_layers=1000000000000000000: must be at most 10000"),

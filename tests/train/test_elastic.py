@@ -10,7 +10,6 @@ import subprocess
 import threading
 import time
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from cli.test_train import has_lines, wait_for
 from forked import Forked
 from moesaic.errors import InputError
-from moesaic.train import auto_plan, launch
+from moesaic.train import auto_plan
 from moesaic.train.auto_plan import with_planned
 from moesaic.train.checkpoint import list_checkpoints
 from moesaic.train.launch import meet
@@ -32,7 +31,7 @@ def met(store: dist.Store, world: int) -> list[str]:
     words = [""] * world
 
     def come(rank: int) -> None:
-        words[rank] = meet(store, rank, world)
+        words[rank] = meet(store, rank, world, 60.0)
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in reversed(range(world))]
     for thread in threads:
@@ -53,10 +52,9 @@ def test_every_attempt_has_a_word_of_its_own_whatever_earlier_ones_left():
     assert word not in {words[0] for words in attempts}
 
 
-def test_who_does_not_come_is_named(monkeypatch):
-    monkeypatch.setattr(launch, "START_PATIENCE", timedelta(seconds=0.2))
+def test_who_does_not_come_is_named():
     with pytest.raises(dist.DistStoreError, match="ranks 1, 2 did not come"):
-        meet(dist.HashStore(), 0, 3)
+        meet(dist.HashStore(), 0, 3, 0.2)
 
 
 def left(monkeypatch: pytest.MonkeyPatch, world: int) -> None:

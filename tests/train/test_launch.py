@@ -9,13 +9,11 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import moesaic.train.launch
 from cli.test_train import has_lines, wait_for
 from forked import Forked
 from moesaic.errors import InputError, TrainingError
@@ -319,7 +317,6 @@ def test_a_launcher_that_does_not_say_enough_is_told_what_is_missing(monkeypatch
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_nobody_meets_says_where_it_waited(monkeypatch, rank):
-    monkeypatch.setattr(moesaic.train.launch, "START_PATIENCE", timedelta(seconds=2))
     said = among(rank, free_port())
     for name, value in said.items():
         monkeypatch.setenv(name, value)
@@ -328,7 +325,7 @@ def test_a_rank_that_nobody_meets_says_where_it_waited(monkeypatch, rank):
     with pytest.raises(
         TrainingError, match=f"rank {rank} of 2 did not meet the others at {where} within 2 s"
     ) as caught:
-        launch()
+        launch(2.0)
     assert "\n" not in str(caught.value)
 
 

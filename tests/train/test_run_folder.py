@@ -132,10 +132,10 @@ def test_settings_changed_in_a_configuration_by_damage_are_said(tmp_path):
 
 
 DAMAGES = {
-    "a bit": (lambda data: data.replace(b'"step": 2', b'"step": 3', 1), "the lines up to step 3 are not as they were"),
+    "a bit": (lambda data: data.replace(b'"step": 2', b'"step": 3', 1), "is not as it was"),
     "a line": (lambda data: data.replace(b'"kind"', b"kind", 1), "line 1 is damaged"),
-    "the end": (lambda data: data[: len(data) // 2], "the lines up to step 3 are not as they were"),
-    "all": (lambda data: b"", "the lines up to step 3 are not as they were"),
+    "the end": (lambda data: data[: len(data) // 2], "is not as it was"),
+    "all": (lambda data: b"", "is not as it was"),
     "nothing, and more steps": (lambda data: data + data.splitlines(keepends=True)[0].replace(b"1", b"9"), ""),
 }
 
@@ -151,6 +151,36 @@ def test_damaged_metrics_are_said_and_what_can_be_read_is_kept(tmp_path, what):
     assert ("what can be read of it is kept" in said) == bool(reason)
     assert [step for step, _ in losses(tmp_path / "run")][-2:] == [4, 5]
     assert "is kept" not in run_quietly(tiny(tmp_path, steps=6, existing="resume"))[1]
+
+
+AS_IT_WAS = "is not as it was: what can be read of it is kept"
+HARMS = {
+    "a bit that no reader looks at": (lambda data: data[:10] + bytes([data[10] ^ 1]) + data[11:], AS_IT_WAS),
+    "the end": (lambda data: data[:-1], AS_IT_WAS),
+    "more": (lambda data: data + b"x", ""),
+    "all": (None, "is gone, or cannot be read"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("pattern", ["routing/steps-*.npz", "tensorboard/events.out.tfevents.*"])
+def test_a_checkpoint_vouches_for_what_the_folder_holds_besides(tmp_path, pattern, harm):
+    changes = {"record_routing": "counts", "tensorboard": True, "save_every": 1}
+    run_quietly(tiny(tmp_path, steps=2, **changes))
+    own = min((tmp_path / "run").glob(pattern))
+    assert str(own) not in run_quietly(tiny(tmp_path, steps=3, existing="resume", **changes))[1]
+    edit, expected = HARMS[harm]
+    if edit is None:
+        own.unlink()
+    else:
+        own.write_bytes(edit(own.read_bytes()))
+    said: list[str] = []
+    run = open_run(tiny(tmp_path, steps=4, existing="resume", **changes), said.append)
+    run.claim.release()
+    known = " (the checkpoint step-00000003 has its checksum)"
+    assert [line for line in said if str(own) in line] == (
+        [f"{own if edit else repr(str(own))}: {expected}{known}"] if expected else []
+    )
 
 
 def owned(host: str, process: int, ticks: int | None) -> str:

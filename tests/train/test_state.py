@@ -235,6 +235,9 @@ def test_a_checkpoint_without_a_hash_of_its_data_is_taken(tmp_path):
         {"rng": {}},
         {"rng": {"cpu": "xyz"}},
         {"rng": {"cpu": "00"}},
+        {"sealed": [1]},
+        {"sealed": {"metrics.jsonl": {"bytes": -1, "sha256": ""}}},
+        {"sealed": {"metrics.jsonl": {"bytes": 1}}},
     ],
 )
 def test_a_description_that_no_run_left_is_refused_in_one_line(tmp_path, change):

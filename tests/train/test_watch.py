@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from contextlib import suppress
 
@@ -16,18 +17,26 @@ from moesaic.cli.main import main
 from moesaic.errors import InputError
 from moesaic.train.checkpoint import list_checkpoints
 from moesaic.train.roll import Roll, telling
-from moesaic.train.run_folder import FLIGHT, HANG
+from moesaic.train.run_folder import FLIGHT, HANG, HANG_SUMS, RunFolder
 from moesaic.train.watch import Position, describe_hang, read_hang
 from runs import tiny
 from train.test_launch import ours, start
 
 ON_RANK_1 = """
-import os, signal, sys, time
+import os, signal, socket, sys, time
+from contextlib import suppress
 from moesaic.cli.main import main
 from moesaic.runtime import executor
 from moesaic.train import loop
 
 plain = {where}
+
+def break_connections():
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            line = socket.socket(fileno=os.dup(number))
+            if line.getpeername()[1] != int(os.environ["MASTER_PORT"]):
+                line.shutdown(socket.SHUT_RDWR)
 
 def disturbed(*arguments):
     rank, step = (int(os.environ["RANK"]), sum(1 for _ in open({metrics!r}))) if os.path.exists({metrics!r}) else (0, 0)
@@ -61,11 +70,14 @@ def say(folder, what, where="loop.Trainer._accumulate", **changes):
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_rank_that_is_stopped_is_named_by_the_one_that_waits_for_it(tmp_path, capsys, direction):
-    err, run = say(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)", f"executor.run_{direction}")
+    plan = {"chunks": 2} if direction == "forward" else {}
+    err, run = say(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)", f"executor.run_{direction}", plan=plan)
     (said,) = ours(err)
     assert said.startswith("moesaic train: step 3 has stood still for 3 s: rank 1 is stopped (process ")
-    layer = "blocks.0.ffn" if direction == "forward" else "blocks.1.ffn"
-    assert re.search(rf"rank 0 is in {direction} of layer {layer}, task \d+ \(\S+\) of its program, waiting for", said)
+    layer, task = ("blocks.0.ffn", r"\S+, chunk 0") if direction == "forward" else ("blocks.1.ffn", r"\S+")
+    assert re.search(
+        rf"rank 0 is in {direction} of layer {layer}, task \d+ \({task}\) of its program, waiting for", said
+    )
     assert "bytes of rank 1" in said
     kept = list_checkpoints(run / "checkpoints")[-1]
     assert f"the checkpoint {kept} is intact: go on with torchrun --nproc-per-node 2 -m moesaic train" in said
@@ -75,6 +87,51 @@ def test_a_rank_that_is_stopped_is_named_by_the_one_that_waits_for_it(tmp_path, 
     assert told.splitlines()[0] == said.removeprefix("moesaic train: ")
     assert re.search(rf"^rank 0 \(process \d+ on .*\): in {direction} of layer", told, re.MULTILINE)
     assert re.search(r"^  .*executor\.py:\d+ in drive", told, re.MULTILINE)
+
+
+STARTS = """
+import os, signal, sys
+from moesaic.cli.main import main
+from moesaic.train import loop
+
+plain = loop.{where}
+
+def disturbed(*arguments):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.{signal})
+    return plain(*arguments)
+
+loop.{where} = disturbed
+sys.exit(main(sys.argv[1:]))
+"""
+"""Stops or kills the second rank between its meeting with the first and its first step."""
+
+
+@pytest.mark.parametrize(("kind", "where"), [("SIGSTOP", "open_run"), ("SIGKILL", "open_run"), ("SIGKILL", "train")])
+def test_a_rank_that_stops_or_dies_before_its_first_step_is_named(tmp_path, kind, where):
+    script = tmp_path / "starts.py"
+    script.write_text(STARTS.format(signal=kind, where=where))
+    process = start(tiny(tmp_path, batch_size=4, start_patience=20, mesh={"ep": 2}), tmp_path, script=script)
+    while process.poll() is None:
+        stopped = re.search(r"rank 1 is stopped \(process (\d+)", process.said()[1])
+        if stopped:  # torchrun would wait half a minute for it
+            with suppress(ProcessLookupError):
+                os.kill(int(stopped[1]), signal.SIGKILL)
+            break
+        time.sleep(0.1)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode != 0
+    (said,) = ours(err)
+    if kind == "SIGSTOP":
+        assert said.startswith("moesaic train: the start has stood still for 20 s: rank 1 is stopped (process ")
+        assert re.search(
+            r"; rank 0 is at comm/gloo\.py:\d+ in wait, waiting for \d+ bytes of rank 1; start the run again$", said
+        )
+    else:
+        assert re.match(
+            r"moesaic train: rank 1 died( by SIGKILL)? \(process \d+\), in the start; start the run again", said
+        )
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_rank_that_is_busy_elsewhere_is_named_with_its_place(tmp_path):
@@ -100,6 +157,16 @@ def test_a_rank_that_died_is_named_with_its_signal_and_what_to_type(tmp_path):
     assert f"--config {run / 'config.json'} --existing resume" in said
     assert err.partition("FAILED")[0].count("Traceback") <= 1  # torchrun's own
     assert not (run / HANG).exists()
+
+
+def test_connections_that_break_between_ranks_that_live_are_one_line(tmp_path):
+    err, run = say(tmp_path, "break_connections()")
+    (said,) = ours(err)
+    assert re.match(r"moesaic train: rank [01] lost a connection to other ranks, whose processes live \(.*gloo", said)
+    kept = list_checkpoints(run / "checkpoints")[-1]
+    assert f", in step 3; the checkpoint {kept} is intact: go on with torchrun --nproc-per-node 2" in said
+    assert said.endswith("look at the links between their nodes")
+    assert err.partition("FAILED")[0].count("Traceback") <= 1  # torchrun's own
 
 
 @pytest.mark.parametrize("counts_on", [False, True])
@@ -206,10 +273,24 @@ def test_ranks_that_all_wait_for_each_other_are_told_with_their_links():
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"line": 1, "ranks": [{"a": 1}]}', "\udcff", "[" * 100_000])
 def test_a_damaged_record_is_refused_in_one_line(tmp_path, text):
-    (tmp_path / HANG).write_bytes(text.encode("utf-8", "surrogateescape"))
+    RunFolder(tmp_path).write_hang(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(InputError, match="cannot be read") as refusal:
         read_hang(tmp_path)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_record_is_believed_only_as_it_was_written(tmp_path):
+    (tmp_path / FLIGHT.format(library="gloo", rank=0)).write_text("{}")
+    RunFolder(tmp_path).write_hang(b'{"line": "rank 1 is stopped", "ranks": []}')
+    assert read_hang(tmp_path) == ("rank 1 is stopped", [])
+    checked = subprocess.run(["sha256sum", "-c", HANG_SUMS], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert checked.stdout == f"{FLIGHT.format(library='gloo', rank=0)}: OK\n{HANG}: OK\n"
+    (tmp_path / HANG).write_bytes(b'{"line": "rank 0 is stopped", "ranks": []}')
+    with pytest.raises(InputError, match=r"hang.json: cannot be read \(ValueError\): it is damaged, delete it"):
+        read_hang(tmp_path)
+    (tmp_path / HANG_SUMS).unlink()
+    with pytest.raises(InputError, match=r"hang.sha256: is gone, so nothing vouches for .*hang.json: delete it"):
+        read_hang(tmp_path)
 
 
 def test_a_run_that_never_hung_says_so(tmp_path, capsys):
@@ -223,6 +304,6 @@ def test_json_is_what_was_written_down(tmp_path, capsys):
         "line": "it hung",
         "ranks": [{"rank": 0, "process": "process 1 on a", "at": "x", "waits_for": {}, "stack": []}],
     }
-    (tmp_path / HANG).write_text(json.dumps(table))
+    RunFolder(tmp_path).write_hang(json.dumps(table).encode())
     assert main(["why-hung", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == table

@@ -63,7 +63,7 @@ from moesaic.train.durable import checksum
 from moesaic.train.loop import train
 from moesaic.train.metrics import METRICS, read_metrics
 from moesaic.train.objectives import CATALOGUE, read_pairs
-from moesaic.train.run_folder import RunFolder
+from moesaic.train.run_folder import HANG, HANG_SUMS, RunFolder
 from moesaic.train.shard_metadata import read_list
 from moesaic.train.state import make_optimizer, open_run
 from moesaic.train.tokenizer import BPETokenizer
@@ -106,14 +106,11 @@ def make_bases(folder: Path) -> None:
     one = folder / "one"
     one.mkdir()
     (one / "config.json").write_text(as_json(config))
-    (folder / "run" / "hang.json").write_text(
-        json.dumps(
-            {
-                "line": "it hung",
-                "ranks": [{"rank": 0, "process": "process 1 on a", "at": "x", "waits_for": {"1": 8}, "stack": ["a"]}],
-            }
-        )
-    )
+    hang = {
+        "line": "it hung",
+        "ranks": [{"rank": 0, "process": "process 1 on a", "at": "x", "waits_for": {"1": 8}, "stack": ["a"]}],
+    }
+    RunFolder(folder / "run").write_hang(json.dumps(hang).encode())
     BPETokenizer.train([text.read_bytes()], 300).save(one / "tokenizer.json")
     _make_tables(one)
     _make_texts(one, text)
@@ -236,6 +233,10 @@ def _seal(checkpoint: Path) -> None:
     (checkpoint / SUMS).write_text("".join(f"{checksum(checkpoint / name)}  {name}\n" for name in sorted(names)))
 
 
+def _seal_hang(folder: Path) -> None:
+    (folder / HANG_SUMS).write_text(f"{checksum(folder / HANG)}  {HANG}\n")
+
+
 def _seal_last(folder: Path) -> None:
     _seal(folder / "checkpoints" / "step-00000002")
 
@@ -334,7 +335,8 @@ READERS = {
     "metrics": Reader(base="run", file=METRICS, read=read_metrics),
     "report": Reader(base="run", file=METRICS, read=_reported),
     "configuration in a report": Reader(base="run", file="config.json", read=_reported),
-    "record of a hang": Reader(base="run", file="hang.json", read=read_hang),
+    "record of a hang": Reader(base="run", file=HANG, seal=_seal_hang, read=read_hang),
+    "checksums of a hang": Reader(base="run", file=HANG_SUMS, read=read_hang),
     "mark of a run": Reader(base="run", file="config.json", read=lambda folder: RunFolder(folder).is_a_run()),
     "state of a checkpoint": Reader(base="run", file=f"{_LAST}/state.json", seal=_seal_last, read=_resumed),
     "tensors of a checkpoint": Reader(base="run", file=f"{_LAST}/model.safetensors", seal=_seal_last, read=_resumed),

@@ -32,10 +32,9 @@ def run(arguments: Sequence[str]) -> int:
     from moesaic.train.launch import launch
     from moesaic.train.loop import train
 
-    place = launch()
+    place = launch(_start_patience(arguments))
     try:
-        with place.starting():  # what happens later is told by the watch over the run
-            result = train(_configured(arguments))
+        result = train(_configured(arguments))
     except Exception as error:
         if _should_say(place, error):
             raise
@@ -55,6 +54,17 @@ def _should_say(place: Launch, error: Exception) -> bool:
             return True
         print(f"moesaic train: {lost}", file=sys.stderr)
         return False
+
+
+def _start_patience(arguments: Sequence[str]) -> float:
+    """Return what a flag says of it; the configuration is read when the ranks have met, so that one refuses it for all."""
+    from moesaic.train.config import START_PATIENCE, TrainConfig
+
+    try:
+        chosen = _take(list(arguments), ("--start-patience",))[1].values()
+        return TrainConfig(start_patience=float(*chosen)).start_patience if chosen else START_PATIENCE
+    except ValueError:
+        return START_PATIENCE
 
 
 def _configured(arguments: Sequence[str]) -> TrainConfig:

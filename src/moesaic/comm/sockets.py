@@ -3,7 +3,10 @@
 Gloo, which ranks on CPUs use by default, asks the receiver before it sends, and hands every message to a thread and back
 (`moesaic_lab/transports.py` compares the two). Here a send goes straight into the kernel's buffer and is over when it is there;
 the kernel carries it on while the rank computes. What does not fit, and what arrives, moves whenever the rank issues or
-waits. Messages may arrive before their receive is posted: they are kept until then.
+waits. Messages may arrive before their receive is posted: they are kept until then, up to a limit from which on a rank reads
+no more of that peer until it asks for something of it.
+
+Several threads may issue and wait at the same time. One of those that wait polls for all of them.
 """
 
 from __future__ import annotations
@@ -12,10 +15,12 @@ import select
 import socket
 import struct
 import sys
+import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,8 +40,11 @@ _WAKE_BYTES = 1 << 18
 _MAY_SLEEP_LONGER = sys.platform == "linux"
 """Linux makes room for what a rank waits for, and wakes it all the same where there is none."""
 
-_EARLY_BYTES = 1 << 32
-"""Bytes of messages that one peer may send before this rank asks for them."""
+_EARLY_BYTES = 1 << 26
+"""Bytes of messages of one peer that are kept before this rank asks for them; more stay with the peer."""
+
+_MOST_EARLY_BYTES = 1 << 32
+"""Bytes of messages that are kept all the same, since this rank asks for one that comes behind them."""
 
 _LONGEST = 2.0**31 - 1
 """Milliseconds that the kernel can be asked to wait."""
@@ -85,6 +93,8 @@ class _Line:
     tag: int = 0
     arriving: _Receive | None = None
     """The message behind the header."""
+    held: int = 0
+    """Bytes of the message behind the header, where it stays with the peer until this rank asks for more."""
     low: int = 1
     """Bytes for which the kernel wakes this rank."""
     is_closed: bool = False
@@ -92,8 +102,6 @@ class _Line:
 
 class Sockets(AbstractTransport):
     """Sends between processes over stream sockets. Lanes make no difference: messages of both overlap.
-
-    One thread at a time may use it.
 
     Args:
         rank: the rank whose end it is.
@@ -108,11 +116,19 @@ class Sockets(AbstractTransport):
         self._of_file = {line.socket.fileno(): line for line in self._lines.values()}
         self._closed: list[_Line] = []
         self._poll = select.poll()
+        self._turn = threading.Condition()
+        """Whoever has it changes what is here; nobody has it while a thread polls."""
+        self._is_polling = False
+        self._ear, self._bell = socket.socketpair()
+        """What is sent into the second wakes the thread that polls."""
+        for end in (self._ear, self._bell):
+            end.setblocking(False)
+        self._poll.register(self._ear, select.POLLIN)
         for line in self._lines.values():
             line.socket.setblocking(False)
             self._poll.register(line.socket, select.POLLIN)
             line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        weakref.finalize(self, _close, list(lines.values()))
+        weakref.finalize(self, _close, [self._ear, self._bell, *lines.values()])
 
     @classmethod
     def create(cls, group: dist.ProcessGroup) -> Sockets:
@@ -135,14 +151,18 @@ class Sockets(AbstractTransport):
             RuntimeError: if a peer has gone, or sent another number of bytes than its receive has.
         """
         work = _Work()
-        for peer, buffer in transfer.receives.items():
-            if buffer.numel():
-                self._receive(self._lines[peer], transfer.tag, _Receive(_view(buffer), work))
-        for peer, tensor in transfer.sends.items():
-            if tensor.numel():
-                self._send(self._lines[peer], transfer.tag, _view(tensor), work)
-        if work.lines:
-            self._move(0.0)
+        with self._turn:
+            for peer, buffer in transfer.receives.items():
+                if buffer.numel():
+                    self._receive(self._lines[peer], transfer.tag, _Receive(_view(buffer), work))
+            for peer, tensor in transfer.sends.items():
+                if tensor.numel():
+                    self._send(self._lines[peer], transfer.tag, _view(tensor), work)
+            if self._is_polling:
+                with suppress(BlockingIOError):  # then it has been rung often enough
+                    self._bell.send(b"\0")
+            elif work.lines:
+                self._move(0.0)
         return Handle(transfer, [work])
 
     def wait(self, handle: Handle) -> None:
@@ -152,22 +172,26 @@ class Sockets(AbstractTransport):
             RuntimeError: if a peer has gone, sent another number of bytes than its receive has, or if no byte of the
                 transfer's peers has moved for `patience` seconds.
         """
-        for work in handle.works:
-            end, moved = time.monotonic() + self._patience, _moved(work)
-            while work.lines:
-                for line in self._closed:  # nothing comes of them any more, and somebody may have caught that before
-                    self._check_open(line)
-                self._move(max(end - time.monotonic(), 0.0))
-                if _moved(work) == moved and time.monotonic() >= end:
-                    self._pull_all(work)  # fewer bytes than the kernel wakes a rank for
-                if _moved(work) != moved:
-                    end, moved = time.monotonic() + self._patience, _moved(work)
-                elif time.monotonic() >= end:
-                    missing = sorted({line.peer for line in work.lines})
-                    raise RuntimeError(
-                        f"rank {self.rank} has waited {self._patience:g} s for ranks {missing}: nothing came"
-                    )
+        with self._turn:
+            for work in handle.works:
+                self._finish_work(work)
         handle.works.clear()
+
+    def _finish_work(self, work: _Work) -> None:
+        end, moved = time.monotonic() + self._patience, _moved(work)
+        while work.lines:
+            for line in self._closed:  # nothing comes of them any more, and somebody may have caught that before
+                self._check_open(line)
+            self._move(max(end - time.monotonic(), 0.0))
+            if _moved(work) == moved and time.monotonic() >= end:
+                self._pull_all(work)  # fewer bytes than the kernel wakes a rank for
+            if _moved(work) != moved:
+                end, moved = time.monotonic() + self._patience, _moved(work)
+            elif time.monotonic() >= end:
+                missing = sorted({line.peer for line in work.lines})
+                raise RuntimeError(
+                    f"rank {self.rank} has waited {self._patience:g} s for ranks {missing}: nothing came"
+                )
 
     def _pull_all(self, work: _Work) -> None:
         for line in list(work.lines):
@@ -183,12 +207,14 @@ class Sockets(AbstractTransport):
                 del line.early[tag]
             self._check_size(line, tag, len(message), len(receive.buffer))
             receive.buffer[:] = message
+            self._go_on(line)
             return
         if line.is_closed:
             raise _gone(self.rank, line.peer)
         assert receive.work is not None
         receive.work.lines.append(line)
         line.posted.setdefault(tag, deque()).append(receive)
+        self._go_on(line)
 
     def _send(self, line: _Line, tag: int, data: memoryview, work: _Work) -> None:
         if line.is_closed:
@@ -198,18 +224,44 @@ class Sockets(AbstractTransport):
         if len(line.leaving) == 1:
             self._push(line)
             if line.leaving:
-                self._poll.modify(line.socket, select.POLLIN | select.POLLOUT)
+                self._listen(line)
+
+    def _listen(self, line: _Line) -> None:
+        """Have the kernel tell what concerns a line: that something has come, and where messages leave, that there is room."""
+        self._poll.modify(line.socket, (0 if line.held else select.POLLIN) | (select.POLLOUT if line.leaving else 0))
 
     def _move(self, seconds: float) -> None:
-        """Move what can be moved, waiting for it at most so long."""
-        for file, event in self._poll.poll(min(1000 * seconds, _LONGEST)):
+        """Move what can be moved, or let the thread that polls do it, waiting for it at most so long."""
+        if self._is_polling:
+            self._turn.wait(min(seconds, threading.TIMEOUT_MAX))
+            return
+        for file, event in self._polled(min(1000 * seconds, _LONGEST)):
+            if file == self._ear.fileno():
+                with suppress(BlockingIOError):
+                    self._ear.recv(4096)
+                continue
             line = self._of_file[file]
+            if line.is_closed:  # by another thread meanwhile
+                continue
             if event & select.POLLOUT:
                 self._push(line)
                 if not line.leaving:
-                    self._poll.modify(line.socket, select.POLLIN)
+                    self._listen(line)
             if event & ~select.POLLOUT:
+                if line.held:  # of such a line the kernel tells its end alone
+                    self._keep(line, line.held)
                 self._pull(line)
+
+    def _polled(self, milliseconds: float) -> list[tuple[int, int]]:
+        """Return what the kernel tells; other threads have their turn meanwhile, and after it one of them may poll."""
+        self._is_polling = True
+        self._turn.release()
+        try:
+            return self._poll.poll(milliseconds)
+        finally:
+            self._turn.acquire()
+            self._is_polling = False
+            self._turn.notify_all()
 
     def _push(self, line: _Line) -> None:
         """Hand a line's messages to the kernel until it takes no more."""
@@ -233,7 +285,7 @@ class Sockets(AbstractTransport):
 
     def _pull(self, line: _Line) -> None:
         """Take what has arrived on a line."""
-        while True:
+        while not line.held:
             arriving = line.arriving
             into = memoryview(line.header)[line.got :] if arriving is None else arriving.buffer[arriving.got :]
             try:
@@ -267,21 +319,40 @@ class Sockets(AbstractTransport):
             raise MessageSizeError(
                 f"rank {line.peer} announced {size} bytes under tag {line.tag}: it sends no messages of ours"
             )
+        self._take(line, size)
+
+    def _take(self, line: _Line, size: int) -> None:
+        """Read the message behind a header into the buffer of its receive, keep it until there is one, or leave it there."""
         waiting = line.posted.get(line.tag)
         if waiting:
             line.arriving = waiting.popleft()
             if not waiting:
                 del line.posted[line.tag]
             self._check_size(line, line.tag, size, len(line.arriving.buffer))
-            return
-        if line.early_bytes + size > _EARLY_BYTES:
+        elif line.posted or line.early_bytes + size <= _EARLY_BYTES:
+            self._keep(line, size)
+        else:
+            line.held = size
+            self._listen(line)
+
+    def _keep(self, line: _Line, size: int) -> None:
+        """Read the message behind a header into memory of its own."""
+        if line.early_bytes + size > _MOST_EARLY_BYTES:
             self._close_line(line)
             raise MessageSizeError(
                 f"rank {line.peer} announced {size} bytes under tag {line.tag}, which rank {self.rank} does not wait for: of "
-                f"such messages it keeps {_EARLY_BYTES} bytes"
+                f"such messages it keeps {_MOST_EARLY_BYTES} bytes"
             )
+        line.held = 0
         line.early_bytes += size
         line.arriving = _Receive(memoryview(bytearray(size)), None)
+
+    def _go_on(self, line: _Line) -> None:
+        """Look again at a message that was left with its peer, after this rank has asked for something of it."""
+        size, line.held = line.held, 0
+        if size and not line.is_closed:
+            self._take(line, size)
+            self._listen(line)
 
     def _finish(self, line: _Line, arrived: _Receive) -> None:
         line.arriving = None

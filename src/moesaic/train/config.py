@@ -25,6 +25,8 @@ else:
 """Names of registries; a command line lists them as choices."""
 MOST_PATIENCE = 1500.0
 """Seconds. Gloo gives up by itself after 1,800, and does not say for whom it waited."""
+START_PATIENCE = 300.0
+"""Seconds, where nobody says another number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,6 +269,8 @@ class TrainConfig:
     """CPU threads; None leaves torch's choice."""
     patience: float = 600.0
     """Seconds that a rank of several may stand at one place before all end, with a line that says who is missing."""
+    start_patience: float = START_PATIENCE
+    """The same until the first step. As a flag it is also how long ranks wait for each other to come."""
     log_every: int = 10
     """Steps between lines of metrics."""
     eval_every: int = 100
@@ -313,8 +317,9 @@ class TrainConfig:
                 raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
         if not 0 <= self.seed < 2**63:
             raise InputError(f"seed={self.seed}: choose 0 or more, below 2**63")
-        if not 1 <= self.patience <= MOST_PATIENCE:
-            raise InputError(f"patience={self.patience}: choose from 1 to {MOST_PATIENCE:g} seconds")
+        for name in ("patience", "start_patience"):
+            if not 1 <= getattr(self, name) <= MOST_PATIENCE:
+                raise InputError(f"{name}={getattr(self, name)}: choose from 1 to {MOST_PATIENCE:g} seconds")
         if self.threads is not None and self.threads < 1:
             raise InputError(f"threads={self.threads}: must be at least 1")
         if self.model.num_heads % self.mesh.tp:

@@ -28,12 +28,13 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def checksum(path: Path) -> str:
-    """Return the SHA-256 of a file."""
+def checksum(path: Path, size: int | None = None) -> str:
+    """Return the SHA-256 of a file, or of its first `size` bytes; of all that it has where these are fewer."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
+        while block := file.read(1 << 20 if size is None else min(size, 1 << 20)):
             digest.update(block)
+            size = None if size is None else size - len(block)
     return digest.hexdigest()
 
 

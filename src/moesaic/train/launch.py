@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -23,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
 from moesaic.errors import InputError, TrainingError
+from moesaic.train.config import START_PATIENCE
 from moesaic.train.roll import ANSWER_SECONDS, Roll, answered, telling
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torch's env:// asks of a launcher."""
-START_PATIENCE = timedelta(minutes=5)
-"""How long ranks wait for each other when they start."""
 OTHERS = (
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
@@ -49,10 +47,6 @@ class Launch:
 
     def __init__(self, roll: Roll | None = None) -> None:
         self._roll = roll
-
-    def starting(self) -> AbstractContextManager[None]:
-        """Return a stretch in which an error that comes of the death of other ranks says which they are."""
-        return telling(self._roll, "while the run was starting: start it again")
 
     @property
     def is_first(self) -> bool:
@@ -97,12 +91,15 @@ class Launch:
             os._exit(0)
 
 
-def launch() -> Launch:
+def launch(patience: float = START_PATIENCE) -> Launch:
     """Join the processes that a launcher started, Gloo on CPUs and NCCL on GPUs, each rank of a node with its own GPU.
 
     CPU tensors stay on Gloo where there are GPUs: what ranks agree on step by step then waits for no GPU. Where torchrun
     starts ranks anew (--max-restarts, --nnodes 1:4), they do not see what earlier ones left in the store. Where it dies, they
     save and end.
+
+    Args:
+        patience: seconds that ranks wait for each other to come.
 
     Raises:
         InputError: if a launcher started several processes and did not say enough for them to meet.
@@ -116,24 +113,25 @@ def launch() -> Launch:
         torch.cuda.set_device(dist.get_node_local_rank(0) % torch.cuda.device_count())
     if dist.is_torchelastic_launched():
         threading.Thread(target=_end_with, args=(os.getppid(),), name="moesaic-launcher", daemon=True).start()
+    timeout = timedelta(seconds=patience)
     try:
-        store, rank, world = next(rendezvous("env://", timeout=START_PATIENCE))
-        store = PrefixStore(f"moesaic/{meet(store, rank, world)}", store)
+        store, rank, world = next(rendezvous("env://", timeout=timeout))
+        store = PrefixStore(f"moesaic/{meet(store, rank, world, patience)}", store)
         roll = Roll(store, rank, world)
         roll.sign()
         with telling(roll, "while the ranks met: start the run again"):
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=START_PATIENCE)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     except dist.DistError as error:
         raise TrainingError(
             f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} did not meet the others at "
-            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {START_PATIENCE.total_seconds():g} s "
-            f"({_first_line(error)}): see that every rank was started and reaches that port"
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {patience:g} s "
+            f"({_first_line(error)}): see that every rank was started and reaches that port, or raise --start-patience"
         ) from error
     dist.distributed_c10d._set_pg_timeout(dist.default_pg_timeout)  # the watch over a run gives up before that
     return Launch(roll)
 
 
-def meet(store: Store, rank: int, world: int) -> str:
+def meet(store: Store, rank: int, world: int, patience: float) -> str:
     """Return a word that only the ranks of this attempt know; all of them call it.
 
     The store outlives ranks, and nothing that torchrun sets tells one attempt from the next: a node that leaves or joins starts
@@ -144,18 +142,19 @@ def meet(store: Store, rank: int, world: int) -> str:
         store: that all of them reach, with whatever earlier attempts left there.
         rank: this one.
         world: how many there are.
+        patience: seconds that they wait for each other.
 
     Raises:
-        DistStoreError: if they do not all come within `START_PATIENCE`.
+        DistStoreError: if they do not all come in time.
     """
     own = secrets.token_hex(8)
     if rank:
-        store.set_timeout(START_PATIENCE)
+        store.set_timeout(timedelta(seconds=patience))
         store.set(f"moesaic/comes/{rank}", own)
         attempt = store.get(f"moesaic/answer/{own}").decode()
         store.set(f"moesaic/{attempt}/came/{rank}", "")
         return attempt
-    missing, until = set(range(1, world)), time.monotonic() + START_PATIENCE.total_seconds()
+    missing, until = set(range(1, world)), time.monotonic() + patience
     while missing:
         for each in missing:
             if store.check([f"moesaic/comes/{each}"]):  # perhaps of an earlier attempt: then its rank comes later

@@ -96,17 +96,19 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
         if is_first:
             console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    config = with_planned(config, say)
-    check_routing(config)
-    candidates = find_candidates(config)
+    with _starting(config):
+        config = with_planned(config, say)
+        check_routing(config)
+        candidates = find_candidates(config)
     wanted: int | None = None
     returns: Counter[int] = Counter()
     while True:
-        run = open_run(config, say)
-        if wanted is not None:  # the step whose samples come next
-            run.left_out = wanted - run.step
-            returns[run.step] += 1
-        trainer = Trainer(run, console if run.ranks.is_first else Console(quiet=True), candidates)
+        with _starting(config):
+            run = open_run(config, say)
+            if wanted is not None:  # the step whose samples come next
+                run.left_out = wanted - run.step
+                returns[run.step] += 1
+            trainer = Trainer(run, console if run.ranks.is_first else Console(quiet=True), candidates)
         trainer.goes_back = config.numbers.spikes == "rollback" and returns[run.step] < MOST_RETURNS
         try:
             long = (Trainer._save, Trainer._finish_saving, Trainer._evaluate)
@@ -117,6 +119,12 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
             config = replace(config, existing="resume")
         finally:
             run.claim.release()
+
+
+def _starting(config: TrainConfig) -> Watch:
+    """Return the watch over ranks that have no model yet."""
+    long = (with_planned, find_candidates, open_run)
+    return Watch(nn.Module(), None, config.start_patience, lambda: "the start", lambda: "start the run again", long)
 
 
 class Trainer:
@@ -429,13 +437,11 @@ class Trainer:
         if not self.ranks.is_first:
             return NoMetrics()
         state, config = self.state, self.config
-        sealed = None if state.saved is None else state.saved.extra.get("metrics")
         return Metrics(
             state.folder,
             start_step=state.step,
             tensorboard=config.tensorboard,
             wandb=config.wandb,
-            sealed=sealed,
             say=self._say,
         )
 
@@ -444,8 +450,12 @@ class Trainer:
         self._finish_saving()
         with self.ranks.together():
             state.claim.require()
-            sealed = self._metrics.seal()
+            self._metrics.flush()
         self.routing.flush()
+        sealed: dict[str, Any] = {}
+        with self.ranks.together():
+            if self.ranks.is_first:
+                sealed = state.claim.seal()
         # The step before was checked, but the update may overflow; the earlier checkpoint must outlive that.
         largest = largest_parameter(self.model, self.ranks)
         if not math.isfinite(largest):
@@ -471,7 +481,7 @@ class Trainer:
                 "skipped": state.skipped,
                 "left_out": state.left_out,
                 "has_text": state.corpus.tokenizer is not None,
-                "metrics": sealed,
+                "sealed": sealed,
             },
             keep_last=self.config.keep_last,
             files=state.files | self.planner.files(),

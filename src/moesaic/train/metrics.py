@@ -1,13 +1,11 @@
 """Where the numbers of a run go: `metrics.jsonl` (one object a line) and, if wanted, trackers: TensorBoard, Weights & Biases.
 
 Each line has `kind` ("train" or "eval") and `step`. The report and the benchmarks read nothing else.
-Each checkpoint keeps how many bytes there were, and their checksum.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -30,8 +28,7 @@ class Metrics:
         start_step: lines of later steps are cut off first, so that a resumed run has each step once.
         tensorboard: also write event files below `run_folder/tensorboard`.
         wandb: also tell this project of Weights & Biases; empty for none.
-        sealed: what `seal` returned when the checkpoint of `start_step` was written; None if it did not.
-        say: is given a line where the file is damaged. What can be read of it is kept.
+        say: is given a line where a line of the file is damaged; the others are kept.
     """
 
     def __init__(
@@ -41,14 +38,12 @@ class Metrics:
         start_step: int,
         tensorboard: bool,
         wandb: str = "",
-        sealed: dict[str, Any] | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.path = run_folder / METRICS
-        kept = _kept_lines(self.path, start_step, sealed, say) if start_step else []
+        kept = _kept_lines(self.path, start_step, say) if start_step else []
         self._written = {(line["kind"], line["step"]) for line in kept}
         text = "".join(json.dumps(line) + "\n" for line in kept)
-        self._bytes, self._digest = len(text), hashlib.sha256(text.encode())
         aside = self.path.with_suffix(".writing")
         try:
             aside.write_text(text, encoding="utf-8")
@@ -78,14 +73,12 @@ class Metrics:
             self._file.flush()
         except OSError as error:
             raise _unwritable(self.path, error) from error
-        self._bytes += len(line)
-        self._digest.update(line.encode())
         self._written.add((kind, step))
         for tracker in self._trackers:
             tracker.tell({f"{kind}/{name}": value for name, value in _scalars(values)}, step)
 
-    def seal(self) -> dict[str, Any] | None:
-        """Have all lines so far on the disk; return their bytes and checksum, for the checkpoint that is written next.
+    def flush(self) -> None:
+        """Have all lines so far on the disk.
 
         Raises:
             InputError: if the disk is full.
@@ -94,7 +87,6 @@ class Metrics:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise _unwritable(self.path, error) from error
-        return {"bytes": self._bytes, "sha256": self._digest.hexdigest()}
 
     def has(self, kind: str, step: int) -> bool:
         """Whether a line of `kind` for `step` stands there already."""
@@ -186,9 +178,8 @@ class NoMetrics:
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Drop a line."""
 
-    def seal(self) -> dict[str, Any] | None:
-        """Return nothing."""
-        return None
+    def flush(self) -> None:
+        """Flush nothing."""
 
     def has(self, kind: str, step: int) -> bool:
         """Whether nothing need be written."""
@@ -237,14 +228,10 @@ def _parsed(data: bytes) -> tuple[list[dict[str, Any]], list[str]]:
     return parsed, damages
 
 
-def _kept_lines(
-    path: Path, start_step: int, sealed: dict[str, Any] | None, say: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    """Return the lines up to a step that can be read, and say it where they are not as they were when it was saved."""
+def _kept_lines(path: Path, start_step: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Return the lines up to a step that can be read, and say it where others cannot."""
     data = _read(path) if path.exists() else b""
     parsed, damages = _parsed(data)
-    if sealed is not None and hashlib.sha256(data[: sealed["bytes"]]).hexdigest() != sealed["sha256"]:
-        damages.append(f"the lines up to step {start_step} are not as they were when it was saved")
     if damages:
         say(f"{path}: {damages[0]}: what can be read of it is kept")
     return [line for line in parsed if line["step"] <= start_step]

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ANSWER_SECONDS = 10.0
 """How long the store may take for an answer."""
+OF_CONNECTIONS = ("gloo", "NCCL", "connection closed by rank")
+"""Words of errors that come of a connection between ranks."""
 
 
 class Roll:
@@ -57,21 +59,22 @@ class Roll:
         return f"does not answer ({process}): it died, or its node is cut off"
 
     def dead(self) -> dict[int, str]:
-        """Return ranks whose process is gone, with what is known of it; none where nobody can be asked."""
+        """Return ranks whose process is gone, with what is known of it.
+
+        Raises:
+            RuntimeError: if nobody can be asked, as the store is gone or cut off.
+        """
         others = [rank for rank in range(self.world) if rank != self.rank]
-        try:
-            before = {rank: self._beats(rank) for rank in others}
-            for _ in range(30):  # the system takes a moment to end a process whose connections are closed already
-                dead = {rank: fate for rank in others if (fate := self.fate(rank)).startswith("died")}
-                if dead:
-                    return dead
-                time.sleep(0.1)
-            elsewhere = [rank for rank in others if before[rank] and self._host(rank) != socket.gethostname()]
-            if elsewhere:  # of whom only the counting tells
-                time.sleep(2 * self._pause)
-            return {rank: self.fate(rank) for rank in elsewhere if self._beats(rank) == before[rank]}
-        except RuntimeError:
-            return {}
+        before = {rank: self._beats(rank) for rank in others}
+        for _ in range(30):  # the system takes a moment to end a process whose connections are closed already
+            dead = {rank: fate for rank in others if (fate := self.fate(rank)).startswith("died")}
+            if dead:
+                return dead
+            time.sleep(0.1)
+        elsewhere = [rank for rank in others if before[rank] and self._host(rank) != socket.gethostname()]
+        if elsewhere:  # of whom only the counting tells
+            time.sleep(2 * self._pause)
+        return {rank: self.fate(rank) for rank in elsewhere if self._beats(rank) == before[rank]}
 
     def _process(self, rank: int) -> str:
         key = f"roll/process/{rank}"
@@ -87,7 +90,7 @@ class Roll:
 
 @contextmanager
 def telling(roll: Roll | None, when: str) -> Iterator[None]:
-    """A stretch in which an error that comes of the death of other ranks says which they are.
+    """A stretch in which an error that comes of the death of other ranks, or of a connection to them, says so in one line.
 
     From the error on a process of several ignores SIGTERM: it ends anyway, and says why before.
 
@@ -96,7 +99,7 @@ def telling(roll: Roll | None, when: str) -> Iterator[None]:
         when: what happens in the stretch.
 
     Raises:
-        TrainingError: if it ends by an error, and other ranks are dead.
+        TrainingError: if it ends by an error, and other ranks are dead or a connection to them broke.
     """
     try:
         yield
@@ -106,9 +109,17 @@ def telling(roll: Roll | None, when: str) -> Iterator[None]:
         if roll is not None:
             with suppress(ValueError):  # not in the main thread
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which would come before the words
-        dead = {} if roll is None else roll.dead()
+        try:
+            dead = {} if roll is None else roll.dead()
+        except RuntimeError:
+            raise error from None
         if not dead:
-            raise
+            if roll is None or not any(word in str(error) for word in OF_CONNECTIONS):
+                raise
+            raise TrainingError(
+                f"rank {roll.rank} lost a connection to other ranks, whose processes live "
+                f"({' '.join(str(error).split()):.200}), {when}: look at the links between their nodes"
+            ) from error
         ranks = ", ".join(f"rank {rank} {fate}" for rank, fate in dead.items())
         raise TrainingError(f"{ranks}, {when}") from error
 

@@ -1,16 +1,18 @@
 """The run folder: whether a run wrote it, who writes into it now, and how an earlier run's files leave it.
 
 Only what a run writes is ever deleted. A folder that holds anything belongs to a run if its `config.json` is a run's: that file
-is the first that a run writes, at once and whole, and the last that goes. Each checkpoint has a copy of it under its checksums.
+is the first that a run writes, at once and whole, and the last that goes. Each checkpoint has a copy of it under its checksums,
+and the length and checksum of every file that stays or grows: metrics, events, traces.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,6 +22,7 @@ from moesaic.configfile import read_table
 from moesaic.errors import InputError, TrainingError
 from moesaic.traces.trace import FOLDER, PATTERN
 from moesaic.train.checkpoint import CONFIG, TOKENIZER, find_copy, list_checkpoints, remove_checkpoint
+from moesaic.train.durable import checksum
 from moesaic.train.metrics import METRICS, WANDB_ID
 
 try:
@@ -31,6 +34,10 @@ CHECKPOINTS, HANG, LOCK = "checkpoints", "hang.json", ".lock"
 """What a run folder holds besides its configuration, tokenizer, metrics, events and traces."""
 FLIGHT = "flight-recorder-{library}-rank{rank}.json"
 """What PyTorch recorded of the last collectives of a rank that was given up, over Gloo and over NCCL."""
+HANG_SUMS = "hang.sha256"
+"""Checksums of `HANG` and of the flight recorders' files, as the command sha256sum writes and checks them."""
+LASTING = (METRICS, WANDB_ID, "tensorboard/events.out.tfevents.*", f"{FOLDER}/{PATTERN}")
+"""Files that a run writes once, or to which it only adds."""
 MARKS = ("out", "existing", "steps", "batch_size", "seed", "model", "data", "optimizer")
 """Fields that every version has written into `config.json`; no other program's file of that name has them."""
 
@@ -45,6 +52,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: IO[str] | None = None
+        self._digests: dict[str, tuple[int, Any]] = {}
 
     def is_a_run(self, *, resuming: bool = False) -> bool:
         """Whether a run wrote the folder; False where it is missing or empty.
@@ -120,22 +128,68 @@ class RunFolder:
             *traces.glob(PATTERN),
             *self.path.glob(FLIGHT.format(library="*", rank="*")),
         ]
-        for name in (TOKENIZER, HANG, METRICS, WANDB_ID):
-            own += [self.path / name, (self.path / name).with_suffix(".writing")]
+        for name in (TOKENIZER, HANG, HANG_SUMS, METRICS, WANDB_ID):
+            own += [self.path / name, (self.path / name).with_suffix(_WRITING)]
         for path in own:
             path.unlink(missing_ok=True)
         for path in (checkpoints, events, traces):
             with suppress(OSError):
                 path.rmdir()
 
-    def write(self, name: str, text: str) -> None:
-        """Write a file of the folder, which at every instant holds all of the old text or all of the new."""
-        aside = self.path / _WRITING
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text)
+    def write(self, name: str, data: str | bytes) -> None:
+        """Write a file of the folder, which at every instant holds all of the old data or all of the new."""
+        aside = (self.path / name).with_suffix(_WRITING)
+        with aside.open("wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, self.path / name)
+
+    def write_hang(self, data: bytes) -> None:
+        """Write `HANG`, and before it the checksums of it and of what the flight recorders left."""
+        sums = {path.name: checksum(path) for path in self.path.glob(FLIGHT.format(library="*", rank="*"))}
+        sums[HANG] = hashlib.sha256(data).hexdigest()
+        self.write(HANG_SUMS, "".join(f"{value}  {name}\n" for name, value in sorted(sums.items())))
+        self.write(HANG, data)
+
+    def seal(self) -> dict[str, dict[str, Any]]:
+        """Return how many bytes each file of `LASTING` has, and their SHA-256, for the checkpoint that is written next.
+
+        What was read once is not read again.
+
+        Raises:
+            InputError: if a file cannot be read.
+        """
+        found = {}
+        for path in self._lasting():
+            name = path.relative_to(self.path).as_posix()
+            size, digest = self._digests.get(name, (0, hashlib.sha256()))
+            try:
+                with path.open("rb") as file:
+                    file.seek(size)
+                    while block := file.read(1 << 20):
+                        digest.update(block)
+                        size += len(block)
+            except OSError as error:
+                raise InputError(f"{path}: cannot be read ({error.strerror}): check the folder") from error
+            self._digests[name] = size, digest
+            found[name] = {"bytes": size, "sha256": digest.hexdigest()}
+        return found
+
+    def altered(self, sealed: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """Return in words which files are not as they were when they were sealed."""
+        there = {path.relative_to(self.path).as_posix(): path for path in self._lasting()}
+        found = []
+        for name, seal in sealed.items():
+            try:
+                if checksum(there[name], seal["bytes"]) != seal["sha256"]:
+                    found.append(f"{there[name]}: is not as it was: what can be read of it is kept")
+            except (KeyError, OSError):
+                found.append(f"{str(self.path / name)!r:.300}: is gone, or cannot be read")
+        return found
+
+    def _lasting(self) -> list[Path]:
+        return [path for pattern in LASTING for path in sorted(self.path.glob(pattern)) if path.is_file()]
 
     def require(self) -> None:
         """Make sure that the folder is still the one that was claimed.
@@ -166,8 +220,8 @@ class RunFolder:
         self._lock = None
 
 
-_WRITING = "config.writing"
-_NOTHING = (LOCK, _WRITING)
+_WRITING = ".writing"
+_NOTHING = (LOCK, f"config{_WRITING}")
 """Names that a run leaves which was killed before it wrote anything."""
 
 

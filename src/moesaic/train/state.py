@@ -37,7 +37,7 @@ from moesaic.train.objectives import load_for
 from moesaic.train.parallel import parallelize
 from moesaic.train.pipeline import PipelinedGPT
 from moesaic.train.ranks import Ranks
-from moesaic.train.run_folder import CHECKPOINTS, HANG, RunFolder, is_marked
+from moesaic.train.run_folder import CHECKPOINTS, HANG, HANG_SUMS, RunFolder, is_marked
 from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer
 
 
@@ -121,6 +121,8 @@ def _open(config: TrainConfig, claim: RunFolder, say: Callable[[str], None]) -> 
             _load(saved, config, corpus.vocab_size, model, optimizer, ranks)
             _require_same_data(corpus_hash, saved)
             if ranks.is_first:
+                for line in claim.altered(saved.extra.get("sealed", {})):
+                    say(f"{line} (the checkpoint {saved.folder.name} has its checksum)")
                 _warn_of_changes(config, saved, folder, say)
             restore_rng(saved, device)
     files: dict[str, str] = {}
@@ -293,9 +295,10 @@ def _require_resumable(saved: Checkpoint) -> None:
             type(found.get(name, 0)) is int and found.get(name, 0) >= 0 for name in ("skipped", "left_out")
         )
         torch.Generator().set_state(_generator_state(found["rng"]["cpu"]))
-        sealed = found.get("metrics") or {"bytes": 0, "sha256": ""}
-        sound = sound and type(sealed["bytes"]) is int and sealed["bytes"] >= 0 and isinstance(sealed["sha256"], str)
-    except (KeyError, TypeError, ValueError, RuntimeError):
+        sealed = list(found.get("sealed", {}).values())
+        sound = sound and all(type(each["bytes"]) is int and each["bytes"] >= 0 for each in sealed)
+        sound = sound and all(isinstance(each["sha256"], str) for each in sealed)
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
         sound = False
     if not sound:
         raise InputError(
@@ -358,7 +361,8 @@ def _write_folder(
     try:
         if saved is None:
             claim.clear()
-        (claim.path / HANG).unlink(missing_ok=True)  # of a process before
+        for name in (HANG, HANG_SUMS):  # of a process before
+            (claim.path / name).unlink(missing_ok=True)
         # The file is for taking the run up again; a kept "replace" would erase the run that it describes.
         files = {CONFIG: as_json(replace(config, existing="resume"))}
         claim.write(CONFIG, files[CONFIG])

@@ -13,6 +13,7 @@ program knows the task, the message, and the ranks from which it comes.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -37,7 +38,7 @@ from moesaic.errors import InputError, TrainingError
 from moesaic.layer import MoE
 from moesaic.runtime.executor import LayerRun, drive, interpret, run_backward
 from moesaic.train.roll import ANSWER_SECONDS, Roll, answered, own_name, telling
-from moesaic.train.run_folder import FLIGHT, HANG, RunFolder
+from moesaic.train.run_folder import FLIGHT, HANG, HANG_SUMS, RunFolder
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -65,7 +66,7 @@ class Watch:
 
     Args:
         model: whose MoE layers are named.
-        folder: the run folder.
+        folder: the run folder; None while there is none, so that nothing is written down.
         patience: seconds that a rank may stand at one place.
         step: tells what the run is at, such as "step 12".
         advice: tells how to go on after the run has ended.
@@ -76,7 +77,7 @@ class Watch:
     def __init__(
         self,
         model: nn.Module,
-        folder: RunFolder,
+        folder: RunFolder | None,
         patience: float,
         step: Callable[[], str],
         advice: Callable[[], str],
@@ -98,9 +99,10 @@ class Watch:
     def __enter__(self) -> Watch:
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._rank, self._world = dist.get_rank(), dist.get_world_size()
-            # A connection of its own, since one that waits for somebody's word is locked until it comes.
+            # A connection of its own, since one that waits for somebody's word is locked until it comes; below the prefix of
+            # torch's group, where ranks have signed since before they met.
             store: Any = dist.distributed_c10d._get_default_store()
-            self._store: Store = store.clone()
+            self._store: Store = getattr(store, "underlying_store", store).clone()
             self._store.set_timeout(timedelta(seconds=max(4 * self._pause, 10)))
             self._roll = Roll(self._store, self._rank, self._world, self._pause)
             self._roll.sign()
@@ -168,28 +170,29 @@ class Watch:
         """Collect where all ranks stand, say it if this one is the lowest that answers, and end the process."""
         self._store.set(f"watch/position/{self._rank}", json.dumps(asdict(self._position())))
         for library, name in (("gloo", "_dump_fr_trace_json"), ("nccl", "_dump_nccl_trace_json")):
-            dump = getattr(
-                torch._C._distributed_c10d, name, None
-            )  # PyTorch's flight recorders; NCCL has one of its own
-            if dump is not None:
+            # PyTorch's flight recorders; NCCL has one of its own
+            dump = getattr(torch._C._distributed_c10d, name, None)
+            if dump is not None and self._folder is not None:
                 with suppress(OSError):
-                    (self._folder.path / FLIGHT.format(library=library, rank=self._rank)).write_bytes(dump())
+                    self._folder.write(FLIGHT.format(library=library, rank=self._rank), dump())
         time.sleep(self._reading)
         keys = [f"watch/position/{rank}" for rank in range(self._world)]
         found = [Position(**json.loads(self._store.get(key))) for key in keys if self._store.check([key])]
         if found[0].rank == self._rank:
             present = {position.rank for position in found}
             silent = {rank: self._roll.fate(rank) for rank in range(self._world) if rank not in present}
+            more = f"; moesaic why-hung {self._folder.path} tells every rank's calls" if self._folder else ""
             line = describe_hang(self._step(), self._patience, found, silent)
-            self._end(f"{line}; {self._advice()}; moesaic why-hung {self._folder.path} tells every rank's calls", found)
+            self._end(f"{line}; {self._advice()}{more}", found)
         time.sleep(self._reading)  # the lowest rank speaks first
         os._exit(1)
 
     def _end(self, line: str, found: Sequence[Position]) -> None:
         """Say a line, write it down, and end the process whatever its main thread waits for."""
         table = {"line": line, "ranks": [asdict(position) for position in found]}
-        with suppress(OSError):
-            self._folder.write(HANG, json.dumps(table, indent=1) + "\n")
+        if self._folder is not None:
+            with suppress(OSError):
+                self._folder.write_hang(json.dumps(table, indent=1).encode())
         print(f"moesaic train: {line}", file=sys.stderr, flush=True)
         try:
             raise TrainingError(line)
@@ -274,9 +277,15 @@ def read_hang(folder: Path) -> tuple[str, list[Position]]:
     """
     path = folder / HANG
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        data = path.read_bytes()
+        sums = (folder / HANG_SUMS).read_text(encoding="utf-8").splitlines()
+        if f"{hashlib.sha256(data).hexdigest()}  {HANG}" not in sums:
+            raise ValueError(f"it does not match {HANG_SUMS}")
+        table = json.loads(data)
         return str(table["line"]), [Position(**each) for each in table["ranks"]]
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if path.exists():
+            raise InputError(f"{error.filename}: is gone, so nothing vouches for {path}: delete it") from None
         raise InputError(f"{path}: there is none: no run in {folder} was given up because it stood still") from None
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read ({type(error).__name__}): it is damaged, delete it") from error
@@ -290,7 +299,12 @@ def _task(frame: FrameType) -> str:
         return ""
     program, call = inner.f_locals["program"], inner.f_locals["call"]
     number = request.transfer.tag - call.first_tag
-    return f", task {number} ({program.tasks[number].name}) of its program" if number < len(program.tasks) else ""
+    if number >= len(program.tasks):
+        return ""
+    task = program.tasks[number]
+    chunks = [program.slot(name).layout.chunk for name in (*task.reads, *task.writes)]
+    chunk = next((f", chunk {each}" for each in chunks if isinstance(each, int)), "")
+    return f", task {number} ({task.name}{chunk}) of its program"
 
 
 def _outward(frame: FrameType | None) -> Iterator[FrameType]:
