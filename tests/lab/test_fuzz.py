@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import moesaic
 from moesaic.errors import InputError
-from moesaic_lab.fuzz import benchmark
+from moesaic_lab.fuzz import benchmark, run
 from moesaic_lab.fuzz.benchmark import BENCHMARK, FuzzOptions
 from moesaic_lab.fuzz.mutate import drawn_from
 from moesaic_lab.fuzz.readers import READERS, make_bases
@@ -145,6 +145,18 @@ def test_an_error_that_escapes_is_told_with_its_input(tmp_path: Path) -> None:
     assert list(target.crashes.values()) == [
         """TypeError("argument should be integer or bytes-like object, not 'str'") on b'x'"""
     ]
+
+
+def test_what_atheris_says_of_a_module_is_no_line_of_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(words: list[str]) -> int:
+        sys.stderr.write(f"INFO: Instrumenting moesaic.{words[1]}\nmoesaic show: no such thing\n{words[2]}")
+        return 2
+
+    monkeypatch.setattr(run.main, "main", refuse)
+    with pytest.raises(InputError, match="refused"):
+        run._running("show", True)(["plan", ""])
+    with pytest.raises(AssertionError, match="a refusal of 2 lines"):
+        run._running("show", True)(["plan", "another\n"])
 
 
 def test_a_worker_that_dies_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
