@@ -80,12 +80,12 @@ def one_run(options: SweepOptions, seed: int, capacities: tuple[float, ...] = ()
 
 def runs(options: SweepOptions, seed: int) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Yield what is trained with a seed: a name, what stands in its rows, arguments of `one_run`."""
-    for weight, published in BALANCE.items():
-        yield f"balance-{weight:g}", {"table": "1", "weight": weight, "published": published}, {"balance_loss": weight}
+    for weight, accuracy in BALANCE.items():
+        yield f"balance-{weight:g}", {"table": "1", "weight": weight, "published": accuracy}, {"balance_loss": weight}
     for top_k, published in CAPACITIES.items():
         for order in ORDERS:
             about = {"table": "12" if order == "position" else "figure 22", "top_k": top_k, "admit_by": order}
-            given = {"top_k": top_k, "admit_by": order, "capacities": tuple(published)}
+            given: dict[str, Any] = {"top_k": top_k, "admit_by": order, "capacities": tuple(published)}
             yield f"capacity-{top_k}-{order}", about, given
     yield "dense", {"table": "12", "top_k": 0, "published": DENSE}, {"ffn": "dense"}
 
