@@ -14,7 +14,7 @@ from moesaic.plan.compile import durations_on
 from moesaic.plan.layouts import compile_on
 from moesaic.program.grid import Grid
 from moesaic.program.timeline import lay_out
-from moesaic.train.balance import known_durations
+from moesaic.train.balance import known_cluster, known_durations
 from moesaic.train.config import MeshConfig, PlannerConfig, TrainConfig
 
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
@@ -53,10 +53,7 @@ def test_a_run_knows_the_durations_of_what_its_planner_names() -> None:
     config = TrainConfig(mesh=MeshConfig(ep=4, ranks_per_node=2))
     assert known_durations(config, GRID) is None
     named = replace(config, planner=PlannerConfig(cluster="bed-2x2"))
-    assert known_durations(named, GRID) is None  # nothing is searched
-    searching = named.with_layer_plan(Plan(order="exact"))
-    found = known_durations(searching, GRID)
+    found, program = known_durations(named, GRID), compile_plan(EXACT, GRID).forward
     assert found is not None
-    program = compile_plan(Plan(order="exact"), GRID).forward
-    assert set(found(program, GRID)) == {task.name for task in program.tasks}
-    assert known_durations(replace(searching, planner=PlannerConfig()), GRID) is None
+    simulator, layer = known_cluster(named, GRID)
+    assert found(program, GRID) == durations_on(simulator, layer)(program, GRID)

@@ -56,10 +56,11 @@ def known_cluster(config: TrainConfig, grid: Grid) -> tuple[Simulator, Workload]
 
 
 def known_durations(config: TrainConfig, grid: Grid) -> Durations | None:
-    """Return the durations by which a run searches an exact order: those of the cluster or profile that it names; None where it
-    names none, or searches none."""
-    searches = config.model.ffn == "moe" and config.layer_plan.order == "exact"
-    return durations_on(*known_cluster(config, grid)) if searches and config.planner.predicts else None
+    """Return the durations by which a run searches an order: those of the cluster or profile that it names, which are looked up
+    where an order asks for them; None where it names none."""
+    if not config.planner.predicts or config.model.ffn == "dense":
+        return None
+    return lambda program, of_grid: durations_on(*known_cluster(config, grid))(program, of_grid)
 
 
 def make_arbiter(config: TrainConfig, compiled: Compiled) -> Arbiter | None:
