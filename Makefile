@@ -63,6 +63,7 @@ bench: $(PEERS)  ## the emulated cluster's benchmarks (needs the rights for netw
 
 bench-all: bench  ## every benchmark, the long trainings too
 	$(BIN)/moesaic bench balance --json $(RESULTS)/balance.json --picture $(PICTURES)/balance.svg
+	$(BIN)/moesaic bench headlines --json $(RESULTS)/headlines.json --page docs/papers.md
 	$(BIN)/moesaic bench netmoe --json $(RESULTS)/netmoe.json --picture $(PICTURES)/netmoe.svg
 	$(BIN)/moesaic bench gates_loss --json $(RESULTS)/gates_loss.json --picture $(PICTURES)/gates_loss.svg
 	$(BIN)/moesaic bench relocate_train --json $(RESULTS)/relocate_train.json
@@ -71,6 +72,7 @@ bench-all: bench  ## every benchmark, the long trainings too
 	$(BIN)/moesaic bench extending --json $(RESULTS)/extending.json
 	$(BIN)/moesaic bench moe_vs_dense --json $(RESULTS)/moe_vs_dense.json
 	$(BIN)/moesaic bench tiny --json $(RESULTS)/tiny.json
+	$(BIN)/moesaic bench vision_sweeps --json $(RESULTS)/vision_sweeps.json
 	$(BIN)/moesaic bench codec_error --json $(RESULTS)/codec_error.json
 	$(BIN)/moesaic bench schedules --json $(RESULTS)/schedules.json
 	$(BIN)/moesaic bench transports --json $(RESULTS)/transports.json

@@ -28,6 +28,7 @@ BENCHMARKS = {
     "fuzz": ("fuzz.benchmark", "every reader and every command line on odd inputs"),
     "gates_loss": ("gates_loss", "losses and step times of the demo model under five gates"),
     "certificates": ("certificates", "everybody's expert parallelism beside dense experts"),
+    "headlines": ("headlines", "the headline of each of the five papers, on emulated clusters"),
     "hf": ("hf", "Moesaic inside transformers, beside its own loop over experts"),
     "house": ("house", "lines, files, the path from the layer to the transport, import cycles"),
     "kernels": ("kernels.benchmark", "each operation of a layer beside the plain way and beside the roofline"),
@@ -50,6 +51,7 @@ BENCHMARKS = {
     "stages": ("stages", "training in pipeline stages, beside one process"),
     "topology_gate": ("topology_gate", "the gate that knows the cluster, beside the plain one"),
     "train": ("train.benchmark", "the demo model end to end on an emulated cluster, beside others"),
+    "vision_sweeps": ("vision.sweeps", "balance loss, inference capacity and admission of a vision model"),
     "transports": ("transports", "sockets beside Gloo"),
 }
 """Name to module, which has a `BENCHMARK`, and what it measures."""

@@ -33,6 +33,7 @@ from moesaic.experts.stacked import StackedExperts
 from moesaic.layer import MoE
 from moesaic.models.split import local_part
 from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.plan.compile import Durations
 from moesaic.runtime.data_parallel import expert_parameters
 
 __all__ = [
@@ -88,6 +89,7 @@ def parallelize_layers(
     plan: Plan | Compiled | Literal["auto"],
     policy_of: Callable[[Compiled], AbstractReplicationPolicy | None] = lambda _: None,
     *,
+    durations: Durations | None = None,
     broadcast: bool = False,
 ) -> None:
     """Put every MoE layer of a model on a mesh, in place. Layers that are alike share one compiled plan.
@@ -96,6 +98,7 @@ def parallelize_layers(
         model, mesh, plan, broadcast: as for `parallelize_model`.
         policy_of: from a plan, compiled here, to what decides which copies are replicated; None takes the policy that the
             plan names.
+        durations: as for `compile_plan`.
     """
     compiled: dict[bool, Compiled] = {}
     policies: dict[bool, AbstractReplicationPolicy | None] = {}
@@ -106,7 +109,9 @@ def parallelize_layers(
         bias = bool(layer.experts.names[1])
         if bias not in compiled:
             on_cpu = mesh.transport.device.type == "cpu"
-            compiled[bias] = compile_plan(plan, mesh.grid, bias=bias, host_runs_compute=on_cpu)
+            compiled[bias] = compile_plan(
+                plan, mesh.grid, bias=bias, durations=durations, host_runs_compute=on_cpu
+            )  # fmt: skip
             policies[bias] = policy_of(compiled[bias])
         layer.parallelize(mesh, compiled[bias], policies[bias], broadcast=broadcast)
 

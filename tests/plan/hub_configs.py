@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from moesaic.plan.presets import CONFIGS
+
 MIXTRAL = {
     "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
@@ -15,13 +17,7 @@ QWEN3_30B = {
     "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 151936,
     "tie_word_embeddings": False, "sliding_window": None,
 }  # fmt: skip
-DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61, "first_k_dense_replace": 3, "moe_layer_freq": 1, "num_attention_heads": 128,
-    "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-    "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8,
-    "topk_group": 4, "vocab_size": 129280, "tie_word_embeddings": False, "num_nextn_predict_layers": 1,
-}  # fmt: skip
+DEEPSEEK_V3 = CONFIGS["deepseek-v3"]
 GPT_OSS_120B = {
     "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
     "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 128, "experts_per_token": 4,

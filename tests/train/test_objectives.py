@@ -14,10 +14,11 @@ import torch
 
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
+from moesaic.models.seq2seq import PADDING
 from moesaic.plan.model_shape import BlockConfig
 from moesaic.train.config import DataConfig
 from moesaic.train.data import Batches, as_batch
-from moesaic.train.objectives import django_catalogues, load_for, load_pairs, read_pairs
+from moesaic.train.objectives import LANGUAGES, django_catalogues, load_for, load_pairs, read_pairs
 from runs import write_text
 
 MASK = 99
@@ -101,3 +102,18 @@ def test_pairs_of_which_none_fits_are_refused(tmp_path: Path) -> None:
     write_rows(tmp_path / "a.jsonl")
     with pytest.raises(InputError, match="must fit 2 tokens a side"):
         load_pairs(DataConfig(path=(str(tmp_path / "a.jsonl"),)), 4, None)
+
+
+def test_no_message_of_django_is_in_both_parts_in_whatever_language() -> None:
+    corpus = load_pairs(DataConfig(), 128, None)
+
+    def messages(tokens: np.ndarray) -> Counter[bytes]:
+        rows = tokens[:-1].reshape(-1, 128)[:, :64]
+        texts = [bytes(row[row != PADDING].astype(np.uint8)) for row in rows]
+        assert {text.partition(b": ")[0].decode() for text in texts} == set(LANGUAGES)
+        return Counter(text.partition(b": ")[2] for text in texts)
+
+    train, held = messages(corpus.train), messages(corpus.val)
+    assert len(held) > 30
+    assert max(held.values()) == len(LANGUAGES)
+    assert not set(train) & set(held)

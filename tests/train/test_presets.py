@@ -12,6 +12,7 @@ from torch import nn
 from moesaic.models.config import ModelConfig
 from moesaic.models.gpt import GPT
 from moesaic.models.seq2seq import make_language_model
+from moesaic.plan.presets import CONFIGS, read_job
 from moesaic.train.presets import PRESETS, demo, demo_dense, preset
 from runs import run_quietly, write_text
 
@@ -122,6 +123,18 @@ def test_the_modern_block_has_the_parameters_of_transformers():
         with torch.device("meta"):
             theirs = transformers.AutoModelForCausalLM.from_config(config)
         assert count(of_preset(name)) == count(theirs)
+
+
+def test_deepseek_v3_is_planned_with_the_parameters_of_transformers():
+    """All but those that planning leaves out: norms, and the router's bias, which no gradient trains."""
+    sizes = {
+        name: value for name, value in CONFIGS["deepseek-v3"].items() if name not in ("model_type", "moe_layer_freq")
+    }
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(transformers.DeepseekV3Config(**sizes))
+    planned = read_job("deepseek-v3").model
+    assert planned.parameters() == count(theirs) - count(theirs, "norm", "e_score_correction_bias")
+    assert f"{planned.parameters() / 1e9:.0f}" == "671"
 
 
 def test_the_demo_compares_equal_active_parameters_tokens_and_steps():

@@ -42,10 +42,17 @@ class LayerJob:
     """Methods near this one are timed more often; "" for the first; `BEST` for what the search found."""
     factor: float | None = None
     """Capacity factor, padded; None: no copy is dropped, no row is empty."""
+    beside: dict[str, float] = field(default_factory=dict)
+    """Virtual products of a step besides those of the experts, by method: floating-point operations."""
     counts_switches: bool = False
     """Also count what a change of the plan costs."""
     warmup: int = 1
     seed: int = 0
+
+    @property
+    def everything(self) -> dict[str, Compiled]:
+        """Methods and candidates."""
+        return {**self.methods, **self.candidates}
 
     @property
     def tokens(self) -> int:

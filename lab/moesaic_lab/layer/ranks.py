@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moesaic.comm.mesh import Mesh, open_transport
 from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
-from moesaic.plan import Compiled
 from moesaic.profiling.idle import BalancedRouter
 from moesaic.profiling.together import latest, start_together
 from moesaic.routing.capacity import Capacity, Dropless
@@ -58,22 +57,28 @@ class LayerRunner(SteppedLayer):
         assert layer.on_mesh is not None
         layer.on_mesh.codecs = virtual_codecs(self.accelerator)
         super().__init__(layer, job.tokens, job.seed + job.grid.coordinate(transport.rank, "dp"))
+        self.job = job
+
+    def run(self, name: str) -> None:
+        """Run a step of a method or candidate, with what it computes besides."""
+        if name in self.job.beside:
+            self.accelerator.multiply(self.job.beside[name])
+        self.step(self.job.everything[name])
 
 
 def measure(job: LayerJob) -> LayerFound:
     """Count, search, time, on this rank; all ranks call it together."""
     transport = open_transport(name="sockets")
     runner = LayerRunner(job, transport)
-    everything = {**job.methods, **job.candidates}
     recorder = Recorder(transport)
     recorded = LayerRunner(job, recorder)
-    steps = {name: count(recorded, recorder, compiled) for name, compiled in everything.items()}
+    steps = {name: count(recorded, recorder, name) for name in job.everything}
     switches = switch_costs(job, transport) if job.counts_switches else {}
     del recorded
     gc.collect()
     gc.freeze()
     barrier = start_together(latest)
-    run = {name: partial(runner.step, compiled) for name, compiled in everything.items()}
+    run = {name: partial(runner.run, name) for name in job.everything}
     best, trial = search(job, run, barrier) if job.compete else ("", {})
     methods = {name: run[name] for name in job.methods} | ({best: run[best]} if best else {})
     reference = best if job.reference == BEST else job.reference or next(iter(methods))
@@ -85,10 +90,11 @@ def measure(job: LayerJob) -> LayerFound:
     return LayerFound(spans=spans, pairs=pairs, best=best, trial=trial, steps=kept, switches=switches)
 
 
-def count(runner: LayerRunner, recorder: Recorder, compiled: Compiled) -> CountedStep:
-    """Run one step and return what it sent, and how much virtual compute it took."""
+def count(runner: LayerRunner, recorder: Recorder, name: str) -> CountedStep:
+    """Run one step of a method or candidate, and return what it sent and how much virtual compute it took."""
     first, before = len(recorder.ranges), runner.accelerator.charged
-    runner.step(compiled)
+    compiled = runner.job.everything[name]
+    runner.run(name)
     forward_tasks = len(compiled.forward.tasks)
     of_program = forward_tasks + len(compiled.backward.tasks)
     sent: tuple[list, list] = ([], [])

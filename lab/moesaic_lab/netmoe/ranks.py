@@ -7,7 +7,7 @@ columns, as a quotient that layers which multiply a token leave alone. Experts a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -46,6 +46,8 @@ class TravelJob:
     """The plan of all layers."""
     methods: Mapping[str, Method]
     """In turn."""
+    plans: Mapping[str, Compiled] = field(default_factory=dict)
+    """Of methods under which all layers have another plan."""
     experts: Tensor
     """(layers, samples * length, top_k) int64: every token's experts."""
     length: int
@@ -133,6 +135,8 @@ class Stack:
             name: of the method.
         """
         layers = [layer for layer in self.layers if isinstance(layer, MoE)]
+        for layer in layers:
+            layer.use_plan(self._job.plans.get(name, self._job.compiled))
         relocator, trip = self._relocators.get(name), None
         if relocator is not None:
             followings = [Following(layer.router, layer.top_k) for layer in layers]

@@ -34,6 +34,7 @@ from moesaic.train.launch import launch
 from moesaic_lab.vision.config import PRESETS, SwinConfig
 from moesaic_lab.vision.data import ImageBatches, Images, load_digits, load_folder
 from moesaic_lab.vision.swin import SwinMoE
+from moesaic_lab.vision.timm import from_timm, is_timm
 
 TIMED_STEPS = 10
 """Batches over which speed is measured, after as many that warm up."""
@@ -50,7 +51,8 @@ class VisionOptions:
     out: str = "runs/vision"
     """Folder of the weights and the results."""
     init: str = ""
-    """Weights to begin with, as a run wrote them; a head of another number of classes starts anew."""
+    """Weights to begin with, as a run wrote them, or SwinV2's as timm names them (safetensors; with MoE layers, and so with
+    norm "post" like the file's, every expert begins as the dense layer); a head of another number of classes starts anew."""
     steps: int = 300
     """Optimizer steps; 0 only evaluates."""
     batch_size: int = 64
@@ -61,6 +63,8 @@ class VisionOptions:
     """Of weights and order."""
     ffn: Literal["preset", "moe", "dense"] = "preset"
     """Feed-forward layers; dense gives the twin of the same active size."""
+    norm: Literal["preset", "post", "pre"] = "preset"
+    """What blocks normalise; files of timm want post."""
     freeze_moe: bool = False
     """Do not train MoE layers, as Tutel does when it fine-tunes."""
     num_experts: int | None = None
@@ -117,8 +121,7 @@ def shape_of(options: VisionOptions, train: Images) -> SwinConfig:
         changes["capacity"] = Capacity.fixed(options.capacity_factor or 1.0, order=options.admit_by)
     if options.eval_capacity_factor is not None:
         changes["eval_capacity"] = Capacity.fixed(options.eval_capacity_factor, order=options.admit_by)
-    if options.ffn != "preset":
-        changes["ffn"] = options.ffn
+    changes |= {name: getattr(options, name) for name in ("ffn", "norm") if getattr(options, name) != "preset"}
     if options.images:
         changes["num_classes"] = int(train.labels.max()) + 1
     return replace(config, **changes)
@@ -270,6 +273,8 @@ def load_weights(model: SwinMoE, path: Path) -> None:
     if not path.exists():
         raise InputError(f"init={path}: no such file")
     weights, own = load_file(path), model.state_dict()
+    if is_timm(weights):
+        weights = from_timm(weights, model)
     for name in [name for name in weights if name.startswith("head.") and weights[name].shape != own[name].shape]:
         weights[name] = own[name]
     try:

@@ -27,8 +27,8 @@ class DemoOptions:
     """How the demo runs."""
 
     model: Literal["gpt", "bert", "seq2seq", "vision"] = "gpt"
-    """gpt continues Python source, bert finds hidden bytes of it, seq2seq translates messages of Django into French, vision
-    recognises digits (which needs the laboratory)."""
+    """gpt continues Python source, bert finds hidden bytes of it, seq2seq translates messages of Django (into
+    French: "fr: Yes"), vision recognises digits (which needs the laboratory)."""
     out: str = "runs/demo"
     """Folder of the two runs and the report; an earlier demo there is replaced."""
     steps: int | None = None
@@ -74,7 +74,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-EXAMPLES = {"gpt": "def read_file(path):\n", "seq2seq": "Enter a valid date."}
+EXAMPLES = {"gpt": "def read_file(path):\n", "seq2seq": "fr: Enter a valid date."}
 """What a model continues or translates."""
 
 

@@ -35,7 +35,7 @@ from moesaic.plan.loads import typical_counts
 from moesaic.plan.model import Job, with_batch
 from moesaic.plan.others import EMITTERS, from_flags, layout_of, longer_by_narrow_rate, predict
 from moesaic.plan.plan import AllToAll, Codec, Order, Schedule, plan_in_words
-from moesaic.plan.presets import PRESETS, read_job
+from moesaic.plan.presets import CONFIGS, PRESETS, read_job
 from moesaic.plan.search import search
 from moesaic.traces.trace import Trace
 
@@ -136,8 +136,8 @@ def run(arguments: Sequence[str]) -> int:
     options = parse(PlanOptions, _joined(arguments, "--explain"), prog="moesaic plan", description=DESCRIPTION)
     if not options.model:
         raise InputError(
-            f"--model is missing: choose one of {', '.join(PRESETS)}, or give a training configuration, or a config.json of "
-            "the hub"
+            f"--model is missing: choose one of {', '.join([*PRESETS, *CONFIGS])}, or give a training configuration, or a "
+            "config.json of the hub"
         )
     if options.write is not None and Path(options.write).suffix not in (".toml", ".json"):
         raise InputError(f"--write {options.write}: choose a name that ends in .toml or .json")

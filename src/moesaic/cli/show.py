@@ -24,6 +24,7 @@ from moesaic.cost.workload import Workload, uniform_counts
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.plan.budget import CountedCall, MemoryBudget
+from moesaic.plan.compile import durations_on
 from moesaic.plan.files import read_plan, write_plan
 from moesaic.plan.plan import Crossing
 from moesaic.program.all_to_all.volume import traffic
@@ -129,8 +130,11 @@ def run(arguments: Sequence[str]) -> int:
         )
     grid = Grid(**vars(options.mesh))
     cluster = _cluster(options)
-    compiled = compile_plan(plan, grid, host_runs_compute=cluster.host.runs_compute, moves_samples=options.samples > 0)
     layer, simulator = options.layer.workload, Simulator(cluster)
+    compiled = compile_plan(
+        plan, grid, durations=durations_on(simulator, layer), host_runs_compute=cluster.host.runs_compute,
+        moves_samples=options.samples > 0,
+    )  # fmt: skip
     sizes = sizes_of(compiled.forward, layer, compiled.grid)
     if options.samples:
         sizes = _by_sample(sizes, plan, options.layer, options.samples)

@@ -113,7 +113,7 @@ def cost_of_skew(job: Job, cluster: ClusterSpec, found: Found) -> float | None:
 
     One replica of the experts stands for all; all of them are as uneven.
     """
-    grid, compiled = found.grid, _replica(found, cluster)
+    grid, compiled = found.grid, _replica(job, found, Simulator(cluster))
     if compiled is None or grid.ep == 1:
         return None
     simulator = Simulator(cluster)
@@ -141,7 +141,7 @@ def longer_by_rank_skew(job: Job, cluster: ClusterSpec, found: Found, *, seed: i
         found: the step with equal ranks.
         seed: of the draws.
     """
-    skew, compiled = cluster.rank_skew, _replica(found, cluster)
+    skew, compiled = cluster.rank_skew, _replica(job, found, Simulator(cluster))
     if compiled is None or skew == type(skew)():
         return None
     step, ranks = job.step_model(cluster, found.grid.dp), compiled.grid.world
@@ -171,10 +171,11 @@ def longer_by_rank_skew(job: Job, cluster: ClusterSpec, found: Found, *, seed: i
     return float(low), float(high)
 
 
-def _replica(found: Found, cluster: ClusterSpec) -> Compiled | None:
+def _replica(job: Job, found: Found, simulator: Simulator) -> Compiled | None:
     """Return a plan compiled on the ranks of one replica of the experts, whole nodes; None if they are too many to simulate
     apart."""
-    small, grid = compile_on(found.plan, found.grid, cluster), found.grid
+    grid, cluster = found.grid, simulator.cluster
+    small = compile_on(found.plan, grid, simulator, job.step_model(cluster, grid.dp).layer)
     unit = max(grid.ep * grid.etp, cluster.devices_per_node, grid.tp)
     if unit > APART:
         return None
@@ -184,8 +185,9 @@ def _replica(found: Found, cluster: ClusterSpec) -> Compiled | None:
 
 def _again(job: Job, cluster: ClusterSpec, found: Found) -> float:
     """Return the seconds of a plan on its layout on another cluster of as many ranks."""
-    simulator, compiled = Simulator(cluster), compile_on(found.plan, found.grid, cluster)
+    simulator = Simulator(cluster)
     around = StepCostModel(job.step_model(cluster, found.grid.dp), found.grid, simulator)
+    compiled = compile_on(found.plan, found.grid, simulator, around.model.layer)
     runs = (simulator.run(each, around.model.layer, compiled.grid) for each in (compiled.forward, compiled.backward))
     return around.estimate(*runs).seconds
 

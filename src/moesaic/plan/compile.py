@@ -136,7 +136,8 @@ def compile_plan(
         plan: the choices.
         grid: the mesh.
         bias: the experts also have parameters that their shards hold in common.
-        durations: for the exact order; None takes those of a middling layer by the default rates of `cost.Machine`.
+        durations: for the exact order, as of `durations_on`; None takes those of a middling layer by the default rates of
+            `cost.Machine`.
         host_runs_compute: True on CPU, where the thread that issues movements also computes; the exact order minds it.
         moves_samples: results go to their samples' next homes; see `moving`.
 
@@ -230,15 +231,24 @@ def for_call(compiled: Compiled, replicated: np.ndarray | None) -> Compiled:
     )
 
 
-def _nominal(program: Program, grid: Grid) -> Mapping[str, float]:
-    """Return durations of a layer of 1024 by 2816, SwiGLU, 4096 tokens per group, two experts per token, even routing.
+def durations_on(simulator: Simulator, layer: Workload) -> Durations:
+    """Return the durations of a layer on a cluster that is described or was measured, even routing.
 
     They are rounded to nanoseconds: all ranks must search by equal ones, and the last bits differ on unlike processors.
     """
+
+    def found(program: Program, grid: Grid) -> Mapping[str, float]:
+        seconds = simulator.durations(program, layer, grid)
+        return {name: round(each, 9) for name, each in seconds.items()}
+
+    return found
+
+
+def _nominal(program: Program, grid: Grid) -> Mapping[str, float]:
+    """Return durations of a layer of 1024 by 2816, SwiGLU, 4096 tokens per group, two experts per token."""
     num_experts = 2 * grid.ep * max(grid.nodes_per_replica, 1)
     layer = Workload(tokens=4096, num_experts=num_experts, top_k=2, dim=1024, hidden=2816)
-    seconds = Simulator(Machine().to_cluster(grid)).durations(program, layer, grid)
-    return {name: round(each, 9) for name, each in seconds.items()}
+    return durations_on(Simulator(Machine().to_cluster(grid)), layer)(program, grid)
 
 
 def _check_deepep(plan: Plan, grid: Grid) -> None:

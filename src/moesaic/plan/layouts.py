@@ -8,8 +8,10 @@ from math import lcm
 from typing import Literal
 
 from moesaic.cost.cluster import ClusterSpec
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
-from moesaic.plan.compile import Compiled, compile_plan
+from moesaic.plan.compile import Compiled, compile_plan, durations_on
 from moesaic.plan.model import Job
 from moesaic.plan.plan import Plan
 from moesaic.program.grid import Grid
@@ -97,7 +99,10 @@ def replica_of(grid: Grid) -> Grid:
     )
 
 
-def compile_on(plan: Plan, grid: Grid, cluster: ClusterSpec) -> Compiled:
-    """Return a plan's programs, compiled on one replica of the experts, with the grid of all ranks."""
-    compiled = compile_plan(plan, replica_of(grid), host_runs_compute=cluster.host.runs_compute)
+def compile_on(plan: Plan, grid: Grid, simulator: Simulator, layer: Workload) -> Compiled:
+    """Return a plan's programs for a layer, compiled on one replica of the experts, with the grid of all ranks."""
+    on_cpu = simulator.cluster.host.runs_compute
+    compiled = compile_plan(
+        plan, replica_of(grid), durations=durations_on(simulator, layer), host_runs_compute=on_cpu
+    )  # fmt: skip
     return replace(compiled, grid=replace(grid, etp_inner=compiled.grid.etp_inner))

@@ -252,7 +252,7 @@ def predict(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> Found:
     whole = replace(job, batch_size=groups * layout.micro_batch).step_model(cluster, groups)
     whole = replace(whole, micro_batches=batch // (groups * layout.micro_batch))
     step, simulator = _stage(whole, layout), Simulator(cluster)
-    around, compiled = StepCostModel(step, grid, simulator), compile_on(plan, grid, cluster)
+    around, compiled = StepCostModel(step, grid, simulator), compile_on(plan, grid, simulator, step.layer)
     programs = compiled.forward, compiled.backward
     there, back = (simulator.run(each, step.layer, compiled.grid) for each in programs)
     both = around.beside(*programs, compiled.grid) if step.overlapped else None

@@ -23,7 +23,7 @@ from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import StepCostModel
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
-from moesaic.plan.compile import Compiled, compile_plan
+from moesaic.plan.compile import Compiled, compile_plan, durations_on
 from moesaic.plan.findings import LOSSLESS, Found, Settings
 from moesaic.plan.layouts import Pins
 from moesaic.plan.loads import simulate_counts, simulate_even
@@ -71,8 +71,11 @@ class Predictor:
         self.plans = tuple(plans)
         self._simulator = simulator or Simulator(cluster)
         self._around = StepCostModel(job.step_model(cluster, grid.dp), grid, self._simulator)
-        on_cpu = cluster.host.runs_compute
-        self._compiled: list[Compiled] = [compile_plan(plan, grid, host_runs_compute=on_cpu) for plan in self.plans]
+        how = {
+            "durations": durations_on(self._simulator, self._around.model.layer),
+            "host_runs_compute": cluster.host.runs_compute,
+        }  # fmt: skip
+        self._compiled: list[Compiled] = [compile_plan(plan, grid, **how) for plan in self.plans]  # type: ignore[arg-type]
 
     @classmethod
     def of(

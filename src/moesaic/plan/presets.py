@@ -102,6 +102,18 @@ def _hub() -> dict[str, Job]:
 
 PRESETS: dict[str, Job] = {**_ours(), **_papers(), **_hub()}
 """The sparse models of `moesaic train --preset`, by the same names."""
+CONFIGS: dict[str, dict[str, Any]] = {
+    "deepseek-v3": {
+        "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61, "first_k_dense_replace": 3, "moe_layer_freq": 1, "num_attention_heads": 128,
+        "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1,
+        "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "vocab_size": 129280, "tie_word_embeddings": False,
+        "num_nextn_predict_layers": 1,
+    }
+}  # fmt: skip
+"""Models whose blocks are transformers', and their sizes as its configurations name them: they are planned by name, and trained
+in transformers with our layer (DeepSeek-V3 has latent attention)."""
 
 
 TOKENS = 1 << 22
@@ -122,13 +134,13 @@ def read_job(name: str, *, seq_len: int = 4096, world: int = 1) -> Job:
         InputError: for an unknown preset, a file that does not parse, none of whose fields is known, a misspelt field, or a
             value that cannot be.
     """
-    if not name.endswith((".toml", ".json")):
-        if name not in PRESETS:
-            raise InputError(
-                f"model {name!r} is unknown{suggestion(name, list(PRESETS))}; or give a path that ends in .toml"
-            )
+    if name in PRESETS:
         return PRESETS[name]
-    table = read_table(Path(name))
+    if name not in CONFIGS and not name.endswith((".toml", ".json")):
+        raise InputError(
+            f"model {name!r} is unknown{suggestion(name, [*PRESETS, *CONFIGS])}; or give a path that ends in .toml"
+        )
+    table = CONFIGS[name] if name in CONFIGS else read_table(Path(name))
     if is_hub_config(table):
         shape = read_shape(table, f"model {name}", seq_len=seq_len)
         batches = max(1, round(TOKENS / (world * seq_len)))

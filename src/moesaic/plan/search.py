@@ -204,7 +204,7 @@ class _Search:
         key = (around.grid, plan)
         if key not in self.tried:
             try:
-                compiled = compile_on(plan, around.grid, self.cluster)
+                compiled = compile_on(plan, around.grid, self.simulator, around.model.layer)
                 there, back = self._run(around, compiled)
             except InputError as error:
                 self.refusal = str(error)
@@ -248,7 +248,8 @@ class _Search:
         for number, found in enumerate(some):
             self.progress("simulating under counts", number, len(some))
             around = StepCostModel(self.job.step_model(self.cluster, found.grid.dp), found.grid, self.simulator)
-            compiled, layer = compile_on(found.plan, found.grid, self.cluster), around.model.layer
+            layer = around.model.layer
+            compiled = compile_on(found.plan, found.grid, self.simulator, layer)
             tables = [fit_counts(table, found.grid.dp, layer) for table in counts]
             runs = [simulate_counts(self.simulator, compiled, layer, table) for table in tables]
             again.append(replace(found, estimate=mean_of([around.estimate(there, back) for there, back in runs])))

@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from moesaic.balance.rates import simulator_of
 from moesaic.comm.mesh import ranks_of_a_node
 from moesaic.configfile import override
 from moesaic.errors import InputError
@@ -26,12 +25,11 @@ from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.plan.algorithm1 import choose
 from moesaic.plan.files import MESH, read_planned
 from moesaic.plan.layouts import name_of
-from moesaic.plan.model import job_of
 from moesaic.plan.plan import Crossing, plan_in_words
 from moesaic.plan.predict import Predictor, find_layout
 from moesaic.plan.table import PlanTable, TableSettings
 from moesaic.runtime.auto_plan import AutoPlan
-from moesaic.train.balance import DecisionMeter
+from moesaic.train.balance import DecisionMeter, known_cluster, known_durations
 from moesaic.train.checkpoint import PLAN_TABLE
 from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.link_rates import KINDS, LinkRates
@@ -109,8 +107,7 @@ def _by_rule(config: TrainConfig) -> TrainConfig:
     mesh, planner = Ranks.of(config, "cpu").mesh, config.planner
     if mesh is None:
         return config
-    simulator = simulator_of(mesh.grid, cluster=planner.cluster, profile=planner.profile)
-    layer = job_of(asdict(config), "planner").step_model(simulator.cluster, mesh.grid.dp).layer
+    simulator, layer = known_cluster(config, mesh.grid)
     chosen = choose(planner.rule, simulator, layer, mesh.grid)
     plan = replace(config.layer_plan, schedule=chosen.schedule, overlap_gather=chosen.overlap_gather)
     return replace(config, planner=replace(planner, plan="")).with_layer_plan(plan)
@@ -184,6 +181,8 @@ class AutoPlanner:
         self._compiled: dict[tuple[int, bool], Compiled] = {}
         self._told = 0
         self._load = _even_load(run.config)
+        mesh = run.ranks.mesh
+        self._durations = None if mesh is None else known_durations(run.config, mesh.grid)
         self.table = None if candidates is None else self._make_table(candidates)
         self._auto: AutoPlan | None = None
         if run.config.planner.is_auto and candidates is None:
@@ -328,7 +327,7 @@ class AutoPlanner:
             mesh = self._ranks.mesh
             on_cpu = mesh.transport.device.type == "cpu"
             self._compiled[key] = compile_plan(
-                self.table.plans[number], mesh.grid, bias=key[1], host_runs_compute=on_cpu
+                self.table.plans[number], mesh.grid, bias=key[1], durations=self._durations, host_runs_compute=on_cpu
             )
         return self._compiled[key]
 

@@ -25,11 +25,14 @@ from moesaic.balance.selector.arbiter import Arbiter, CallDecision
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import NoTransport
 from moesaic.cost.alpha_beta import Machine
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.workload import Workload
 from moesaic.layer import MoE
 from moesaic.models.gpt import GPT
 from moesaic.models.moving import MovingGPT
 from moesaic.models.seq2seq import make_language_model
 from moesaic.plan import Compiled, Plan
+from moesaic.plan.compile import Durations, durations_on
 from moesaic.plan.loads import arbiter_for
 from moesaic.plan.model import job_of
 from moesaic.program.grid import Grid
@@ -40,6 +43,24 @@ from moesaic.train.config import TrainConfig
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 """Of what crosses links, by the precision of a run."""
+
+
+def known_cluster(config: TrainConfig, grid: Grid) -> tuple[Simulator, Workload]:
+    """Return the simulator of the cluster that a run names, described or measured, and the run's layer.
+
+    Raises:
+        InputError: if the cluster does not fit the run, or both a cluster and a profile are named.
+    """
+    simulator = simulator_of(grid, cluster=config.planner.cluster, profile=config.planner.profile)
+    return simulator, job_of(asdict(config), "planner").step_model(simulator.cluster, grid.dp).layer
+
+
+def known_durations(config: TrainConfig, grid: Grid) -> Durations | None:
+    """Return the durations by which a run searches an order: those of the cluster or profile that it names, which are looked up
+    where an order asks for them; None where it names none."""
+    if not config.planner.predicts or config.model.ffn == "dense":
+        return None
+    return lambda program, of_grid: durations_on(*known_cluster(config, grid))(program, of_grid)
 
 
 def make_arbiter(config: TrainConfig, compiled: Compiled) -> Arbiter | None:
@@ -54,10 +75,9 @@ def make_arbiter(config: TrainConfig, compiled: Compiled) -> Arbiter | None:
     """
     if not compiled.options:
         return None
-    learn, planner = config.balance.learn, config.planner
-    if planner.cluster or planner.profile:
-        simulator = simulator_of(compiled.grid, cluster=planner.cluster, profile=planner.profile)
-        layer = job_of(asdict(config), "planner").step_model(simulator.cluster, compiled.grid.dp).layer
+    learn = config.balance.learn
+    if config.planner.predicts:
+        simulator, layer = known_cluster(config, compiled.grid)
         return arbiter_for(simulator, compiled, layer, learn=learn)
     matrices = 3 if config.model.moe.experts == "swiglu" else 2
     costs = ReplicationCosts(element_bytes=ELEMENT_BYTES[config.precision], matrices=matrices)
@@ -310,9 +330,7 @@ def _machine(config: TrainConfig, grid: Grid) -> Machine:
     Raises:
         InputError: if the cluster does not fit the run.
     """
-    planner = config.planner
-    if not planner.cluster and not planner.profile:
+    if not config.planner.predicts:
         return Machine()
-    simulator = simulator_of(grid, cluster=planner.cluster, profile=planner.profile)
-    layer = job_of(asdict(config), "planner").step_model(simulator.cluster, grid.dp).layer
+    simulator, layer = known_cluster(config, grid)
     return machine_of(simulator.cluster, grid, layer)

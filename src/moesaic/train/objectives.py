@@ -20,6 +20,8 @@ from moesaic.train.data import Corpus, find_files, load_corpus, make_tokenizer
 
 CATALOGUE = b"\xde\x12\x04\x95"
 """The first bytes of a compiled gettext catalogue, little-endian."""
+LANGUAGES = ("ca", "es", "fr", "it", "pt", "ro")
+"""Of Django's messages, where no pairs are named: one catalogue has some 800 messages, too few to tell two models apart."""
 
 
 def load_for(model: ModelConfig, data: DataConfig, tokenizer_file: Path | None) -> Corpus:
@@ -45,8 +47,9 @@ def load_pairs(data: DataConfig, seq_len: int, tokenizer_file: Path | None) -> C
     """Read pairs of texts: one row of `seq_len` tokens each, as `EncoderDecoder` takes them.
 
     Args:
-        data: `path` names compiled gettext catalogues (.mo) and JSON lines with `source` and `target`; empty: the French
-            catalogues of the installed Django.
+        data: `path` names compiled gettext catalogues (.mo) and JSON lines with `source` and `target`; empty: the
+            catalogues of the installed Django in `LANGUAGES`, the language in front of each message ("fr: Yes"), and no
+            message in both parts, in whatever language.
         seq_len: tokens of a row; pairs that are longer than its halves are left out.
         tokenizer_file: as for `load_corpus`.
 
@@ -54,12 +57,19 @@ def load_pairs(data: DataConfig, seq_len: int, tokenizer_file: Path | None) -> C
         InputError: if there are none, or too few to set some aside.
     """
     files = find_files(data.path, "data.path") if data.path else django_catalogues()
-    # One translation per source, or the same sentence could be in both parts.
-    pairs = sorted(dict(pair for path in files for pair in read_pairs(path)).items())
+    if data.path:
+        # One translation per source, or the same sentence could be in both parts.
+        pairs = sorted(dict(pair for path in files for pair in read_pairs(path)).items())
+    else:
+        told = ((b"%s: %s" % (path.parts[-3].encode(), a), b) for path in files for a, b in read_pairs(path))
+        pairs = sorted(dict(told).items())
     if data.val_path:
         held = sorted(dict(p for path in find_files(data.val_path, "data.val_path") for p in read_pairs(path)).items())
     else:
-        draws = [int.from_bytes(hashlib.sha256(source).digest()[:8], "big") / 2**64 for source, _ in pairs]
+        draws = [
+            int.from_bytes(hashlib.sha256(source if data.path else _message(source)).digest()[:8], "big") / 2**64
+            for source, _ in pairs
+        ]
         held = [pair for pair, draw in zip(pairs, draws) if draw < data.val_share]
         pairs = [pair for pair, draw in zip(pairs, draws) if draw >= data.val_share]
     tokenizer = make_tokenizer(data, [text for pair in pairs for text in pair], tokenizer_file)
@@ -118,7 +128,7 @@ def _messages(content: bytes) -> Iterable[tuple[bytes, bytes]]:
 
 
 def django_catalogues() -> list[Path]:
-    """Return the French message catalogues of the installed Django, which are BSD-licensed.
+    """Return the message catalogues of the installed Django in `LANGUAGES`; they are BSD-licensed.
 
     Raises:
         InputError: if Django is not installed.
@@ -126,7 +136,13 @@ def django_catalogues() -> list[Path]:
     found = find_spec("django")
     if found is None or found.origin is None:
         raise InputError(
-            'data.path: without one, pairs are the French messages of Django: pip install "moesaic[translation]", or name '
+            'data.path: without one, pairs are messages of Django: pip install "moesaic[translation]", or name '
             "catalogues (.mo) or JSON lines with source and target"
         )
-    return sorted(Path(found.origin).parent.rglob("locale/fr/LC_MESSAGES/*.mo"))
+    root = Path(found.origin).parent
+    return sorted(path for each in LANGUAGES for path in root.rglob(f"locale/{each}/LC_MESSAGES/*.mo"))
+
+
+def _message(source: bytes) -> bytes:
+    """Return a message without its language."""
+    return source.partition(b": ")[2]

@@ -32,6 +32,7 @@ from moesaic.models.gpt import GPT, Dense, LearnedPositions
 from moesaic.models.split import LayerNorm, Norm, RowLinear, StackedLinear
 from moesaic.parallel import parallelize_layers, shard_over_data
 from moesaic.plan import Compiled, Plan
+from moesaic.plan.compile import Durations
 from moesaic.train.pipeline import PipelinedGPT
 
 DENSE_SHARDS = {"w1": 1, "w3": 1, "b1": 1, "b3": 1, "w2": 2}
@@ -45,6 +46,7 @@ def parallelize(
     *,
     sequence_parallel: bool = False,
     policy_of: Callable[[Compiled], AbstractReplicationPolicy | None] = lambda _: None,
+    durations: Durations | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
     """Split a model over a mesh, in place.
@@ -56,12 +58,13 @@ def parallelize(
         sequence_parallel: between the layers each rank of a tp group has its part of the positions.
         policy_of: from the compiled plan to what decides which copies are replicated; None takes the policy that the
             plan names.
+        durations: as for `compile_plan`.
         dtype: as for `shard_over_data`.
 
     Raises:
         InputError: for a plan that the mesh or a layer does not allow.
     """
-    parallelize_layers(model, mesh, plan, policy_of)
+    parallelize_layers(model, mesh, plan, policy_of, durations=durations)
     if mesh.grid.tp > 1:
         split_dense(model, mesh.dense["tp"], by_position=sequence_parallel)
     for part in model.parts if isinstance(model, PipelinedGPT) else [model]:

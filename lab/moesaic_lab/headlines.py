@@ -1,0 +1,483 @@
+"""The headline of each of the five papers, and the same comparison here, measured on emulated clusters.
+
+Real messages over shaped links, virtual compute; links and accelerators are such that communication has the share of the
+reference's step that it has in the paper. The methods of a paper run in turn in one run; a ratio is the median over rounds of
+what the alternative takes over what the paper's method takes, forward and backward. Where a paper chooses among plans, or its
+alternative does, the fastest one counts. Published figures are those of `moesaic reproduce`.
+
+    moesaic bench headlines --keep runs/headlines --json benchmarks/results/headlines.json --page docs/papers.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from moesaic.balance.samples import TwoStage
+from moesaic.cost.simulate import Simulator
+from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.plan.algorithm1 import choose
+from moesaic.program.grid import Grid
+from moesaic_lab.balance import run as balance
+from moesaic_lab.balance.config import BalanceBenchConfig, Skewed
+from moesaic_lab.balance.job import BalanceJob
+from moesaic_lab.balance.methods import PLAIN, SMART, BalanceMethod, methods
+from moesaic_lab.benchmark import (
+    Benchmark,
+    BenchmarkOptions,
+    Shown,
+    Told,
+    keeping,
+    kept,
+    notes_of,
+    require_cluster,
+    same,
+)
+from moesaic_lab.claims import Claim
+from moesaic_lab.layer import run as layer
+from moesaic_lab.layer.cells import SINGLES, all_ep
+from moesaic_lab.layer.config import LayerPlace
+from moesaic_lab.layer.job import LayerJob
+from moesaic_lab.measure import TimedCell, Timing
+from moesaic_lab.netmoe import ranks as travel
+from moesaic_lab.netmoe.benchmark import ALWAYS, BED_LAYER, GFLOPS, INTER
+from moesaic_lab.netmoe.setting import Setting, routing
+from moesaic_lab.reproduce.records import PAPERS, read_book
+from moesaic_lab.reproduce_page import table
+from moesaic_lab.tables import Column, percent, share
+from moesaic_testbed.bed import Bed
+from moesaic_testbed.cluster import Launcher
+
+Paper = Literal["parm", "schemoe", "tutel", "netmoe", "fastermoe"]
+TITLES = {"parm": "Parm", "schemoe": "ScheMoE", "tutel": "Tutel", "netmoe": "NetMoE", "fastermoe": "FasterMoE"}
+MISS = 0.25
+"""What a ratio may be off by before the table has to say why."""
+START, END = "<!-- headlines: moesaic_lab/headlines.py -->", "<!-- end of headlines -->"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadlinesOptions(BenchmarkOptions):
+    """What to run."""
+
+    papers: tuple[Paper, ...] = ("parm", "schemoe", "tutel", "netmoe", "fastermoe")
+    """Whose comparisons."""
+    repeats: int = 16
+    """How often each method is timed."""
+    keep: str | None = None
+    """Folder of what was found, a file per comparison, to go on from."""
+    page: str | None = None
+    """Write the table into this page, between its marks."""
+    json: str | None = None
+    """Write the results there; "-" for standard output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headline:
+    """A ratio that a paper prints."""
+
+    cells: tuple[str, ...]
+    """The figure's name in `reproduce/data`; or two, whose quotient it is."""
+    what: str
+    """For people: what over what."""
+    slow: tuple[str, ...]
+    """Methods of the alternative."""
+    fast: tuple[str, ...]
+    """Methods of the paper."""
+    why: str = ""
+    """Why ours is another, where it is."""
+
+    @property
+    def published(self) -> float:
+        """As a ratio of speeds."""
+        book = read_book()
+        values = [book.value(name) for name in self.cells]
+        first = 1 + values[0] / 100 if book.cells[self.cells[0]].unit == "gain %" else values[0]
+        return first / values[1] if len(values) > 1 else first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Methods on one bed, and what a paper says of them."""
+
+    paper: Paper
+    name: str
+    """Unique; of the kept file."""
+    bed: Bed
+    share: float
+    """Of communication in the reference's step, in the paper."""
+    of: str
+    """Where that share is from."""
+    reference: str
+    """The method whose share it is."""
+    headlines: tuple[Headline, ...]
+    """The first of the paper's first comparison is claimed."""
+    run: Callable[[Launcher, int], tuple[TimedCell, float]]
+    """Measure with so many repeats; returns the times, and the reference's computing in seconds."""
+
+
+def of_layer(job: LayerJob, reference: str) -> Callable[[Launcher, int], tuple[TimedCell, float]]:
+    """Return what measures a layer's job."""
+
+    def run(launcher: Launcher, repeats: int) -> tuple[TimedCell, float]:
+        place = replace(job.place, repeats=repeats, pairs=repeats)
+        with launcher.open(place.bed) as ranks:
+            cell = layer.measure(ranks, replace(job, place=place))
+        return cell, cell.charged[reference]
+
+    return run
+
+
+def parm(size: int) -> Comparison:
+    """Return Parm's comparison on its testbed of 32 GPUs, 4 a node: N_MP = N_ESP = size.
+
+    Its 324 layers on 32 GPUs have 68 to 96 % of communication; `configs/layer.toml` derives the bed's share from bytes and
+    operations. Its nodes send 5.7 GB/s, and a rank's MP-AllGather has 5.6 GB/s of output: so here 25 MB/s between nodes,
+    and 62 inside them for four ranks, of which each receives half to three quarters of what a gather gives.
+    """
+    place = LayerPlace(
+        nodes=4, ranks_per_node=4, inter="200mbit", intra="500mbit", gflops=13.4, dim=256, hidden=1024, num_experts=16,
+        top_k=2, tokens_per_rank=48,
+    )  # fmt: skip
+    grid = Grid(world=16, tp=size, ep=16 // size, etp=size, ranks_per_node=4)
+    taken = choose("parm", Simulator(place.cluster), place.workload(size), grid)
+    plans = {"baseline": SINGLES["baseline"], "Parm": taken}
+    return Comparison(
+        paper="parm", name=f"parm-{size}", bed=place.bed, share=0.82, of="the middle of 68 to 96 %, over 324 layers",
+        reference="baseline",
+        headlines=(
+            Headline(
+                cells=(f"parm.chosen.b32.m{size}s{size}",), slow=("baseline",), fast=("Parm",),
+                what=f"a layer, N_MP = N_ESP = {size}: the baseline of equation 1 over Algorithm 1's choice",
+            ),
+        ),
+        run=of_layer(
+            LayerJob(
+                section="headlines", label=f"tp = etp = {size}", place=place, grid=grid,
+                methods={name: compile_plan(plan, grid) for name, plan in plans.items()},
+            ),
+            "baseline",
+        ),
+    )  # fmt: skip
+
+
+SCHEMOE = {"nodes": 2, "ranks_per_node": 2, "dim": 256, "hidden": 1024, "num_experts": 16, "top_k": 1}
+"""Of the layer on which ScheMoE's comparisons run."""
+TUTEL_DEGREES = (1, 2, 4)
+"""Of pipelining, that Tutel tries."""
+
+
+def schemoe_ablation() -> Comparison:
+    """Return ScheMoE's ablation, as `configs/layer.toml` derives its bed from the paper's two times."""
+    place = LayerPlace(
+        **SCHEMOE, inter="100mbit", intra="200mbit", gflops=25, coded_mb_per_second=200, tokens_per_rank=1024
+    )
+    plans = {"naive": Plan(order="fifo"), "+ zfp": Plan(order="fifo", codec="zfp", backward_codec="zfp")}
+    return Comparison(
+        paper="schemoe", name="schemoe-ablation", bed=place.bed, share=0.72, of="computed from its ablation",
+        reference="naive",
+        headlines=(
+            Headline(
+                cells=("schemoe.ablation.naive", "schemoe.ablation.zfp"), slow=("naive",), fast=("+ zfp",),
+                what="the ablation's layer: no codec over zfp",
+            ),
+        ),
+        run=of_layer(_schemoe_job(place, plans), "naive"),
+    )  # fmt: skip
+
+
+def schemoe() -> Comparison:
+    """Return ScheMoE against Tutel, at the share that all-to-alls have of its CT-MoE steps under Tutel (51 to 59 %).
+
+    512 rows x 1 KiB / 2 x 2 ranks, 4 times, at 25 MB/s are 84 ms; computing 1.61 GFLOP at 23.4 GFLOP/s 69 ms. Codecs are as
+    in the ablation.
+    """
+    place = LayerPlace(
+        **SCHEMOE, inter="200mbit", intra="400mbit", gflops=23.4, coded_mb_per_second=400, tokens_per_rank=512
+    )
+    plans = {f"Tutel, degree {n}": Plan(chunks=n) for n in TUTEL_DEGREES}
+    coded = Plan(codec="zfp", backward_codec="zfp", all_to_all="pipelined", chunks=2)
+    return Comparison(
+        paper="schemoe", name="schemoe-tutel", bed=place.bed, share=0.55, of="51 to 59 % of CT-MoE's steps, its Table 1",
+        reference="Tutel, degree 1",
+        headlines=(
+            Headline(
+                cells=("schemoe.layers.gain",), slow=tuple(plans), fast=("ScheMoE",),
+                what="a layer: Tutel at its best degree over zfp, Pipe-A2A and OptSche in two chunks",
+                why="the published figure is the mean of 675 layers, in many of which start-up decides and not bytes",
+            ),
+        ),
+        run=of_layer(_schemoe_job(place, {**plans, "ScheMoE": coded}), "Tutel, degree 1"),
+    )  # fmt: skip
+
+
+def _schemoe_job(place: LayerPlace, plans: Mapping[str, Plan]) -> LayerJob:
+    grid = all_ep(place)
+    made = {name: compile_plan(plan, grid, host_runs_compute=True) for name, plan in plans.items()}
+    return LayerJob(section="headlines", label="ScheMoE", place=place, grid=grid, methods=made)
+
+
+def tutel() -> Comparison:
+    """Return Tutel's layer against Fairseq's, in the proportions of its layer on 16 GPUs: T = 8 H, D = H of 2048, f = 1.
+
+    Fairseq's dispatch and combine are products with (tokens, experts, capacity) masks: 12 * T * copies * D operations a step,
+    which on its GPUs have 100 / 72 of the experts' rate (constants of `moesaic reproduce tutel`). All-to-alls have 34 % of a
+    step without them: 256 rows x 1 KiB / 2 x 4 ranks, 4 times, at 12.5 MB/s are 168 ms; 12.6 MFLOP of experts at 0.0386
+    GFLOP/s 326.
+    """
+    place = LayerPlace(
+        nodes=2, ranks_per_node=4, inter="100mbit", intra="1gbit", gflops=0.0386, dim=256, hidden=16, num_experts=16,
+        top_k=2, tokens_per_rank=128,
+    )  # fmt: skip
+    grid, book = all_ep(place), read_book()
+    copies = place.tokens_per_rank * place.top_k
+    faster = book.constant("tutel.einsum") / book.constant("tutel.tflops")
+    masks = 12.0 * place.tokens_per_rank * copies * place.dim / faster
+    links = ("linear", "hier2d")
+    ours = {f"Tutel, {link}, degree {n}": Plan(all_to_all=link, chunks=n) for link in links for n in TUTEL_DEGREES}
+    made: dict[str, Compiled] = {
+        name: compile_plan(plan, grid, host_runs_compute=True) for name, plan in {"Fairseq": Plan(), **ours}.items()
+    }
+    first = next(iter(ours))
+    job = LayerJob(
+        section="headlines", label="Tutel", place=place, grid=grid, methods=made, beside={"Fairseq": masks}
+    )  # fmt: skip
+    return Comparison(
+        paper="tutel", name="tutel", bed=place.bed, share=0.34, of="189 of 561 ms on 16 GPUs", reference=first,
+        headlines=(
+            Headline(
+                cells=("tutel.layer.16",), slow=("Fairseq",), fast=tuple(ours),
+                what="a layer on 16 GPUs: Fairseq's, which dispatches by products with masks, over Tutel's best plan",
+            ),
+            Headline(
+                cells=("tutel.pipelining.linear1.16",), slow=(first,), fast=tuple(ours),
+                what="adaptive pipelining on 16 GPUs: linear and degree 1 over the best all-to-all and degree",
+            ),
+        ),
+        run=of_layer(job, first),
+    )  # fmt: skip
+
+
+def fastermoe() -> Comparison:
+    """Return FasterMoE's comparison in the proportions of MoE-GPT-S on johnny: an expert per rank, F = 2 D, weights of twice
+    the rows of a rank's copies, and half of all copies for one expert (`moesaic reproduce fastermoe` finds 8.2 of 16).
+
+    Of johnny's constants (50 Gb/s a node, 11.5 TFLOP/s) follows the share at this skew: 32 ms of messages beside 37 of
+    computing. Here 0.71 of 256 rows x 1 KiB x 4 ranks come in at the busiest node, 4 times, at 25 MB/s: 118 ms; 201 MFLOP of
+    the mean rank, 3.9 times, at 5.65 GFLOP/s: 139.
+    """
+    place = Skewed(
+        name="johnny", nodes=2, ranks_per_node=4, inter="200mbit", intra="1gbit", gflops=5.65, dim=256, hidden=256,
+        experts_per_rank=1, max_vio=(2.9,), calls=2, message_us=500,
+    )  # fmt: skip
+    known, groups = methods(place.grid), 4
+    steps = Plan(peer_groups=groups)
+    chosen = {name: known[name] for name in (PLAIN, "ZeRO-3 (r = 0)", "shadow, published", "shadow")}
+    chosen[SMART] = BalanceMethod(plan=steps)
+    chosen["both, published"] = BalanceMethod(plan=replace(steps, replication="published"), is_single=False)
+    chosen["both"] = BalanceMethod(plan=replace(steps, replication="shadow"), is_single=False)
+    both = ("both, published", "both")
+
+    def run(launcher: Launcher, repeats: int) -> tuple[TimedCell, float]:
+        timed = replace(place, repeats=repeats, pairs=repeats)
+        (case,) = BalanceBenchConfig(skewed=(timed,)).cases()
+        with launcher.open(timed.bed) as ranks:
+            (cell,) = balance.measure(ranks, [BalanceJob(case=case, methods=chosen)])
+        return cell, cell.charged[PLAIN]
+
+    return Comparison(
+        paper="fastermoe", name="fastermoe", bed=place.bed, share=0.46, of="computed from johnny's constants at this skew",
+        reference=PLAIN,
+        headlines=(
+            Headline(
+                cells=("fastermoe.both.johnny",), slow=(PLAIN,), fast=both,
+                what="shadowing and smart schedule: FastMoE over both",
+            ),
+            Headline(
+                cells=("fastermoe.shadow.johnny",), slow=(PLAIN,), fast=("shadow, published", "shadow"),
+                what="shadowing alone",
+            ),
+            Headline(cells=("fastermoe.schedule.johnny",), slow=(PLAIN,), fast=(SMART,), what="smart schedule alone"),
+            Headline(
+                cells=("fastermoe.zero3.johnny",), slow=("ZeRO-3 (r = 0)",), fast=both,
+                what="both over ZeRO-3, layers alone, up to",
+            ),
+        ),
+        run=run,
+    )  # fmt: skip
+
+
+LOCALITY, LAYERS = 0.9, 8
+"""Of the samples' choices, so that decisions save what NetMoE's Table 5 says (39 % between nodes); and MoE layers in a row."""
+
+
+def netmoe() -> Comparison:
+    """Return NetMoE's comparison on 2 nodes: MoE layers in a row, samples that go to their experts.
+
+    Its Table 4 has 5.34 ms of scatter beside 1.79 of computing at 4 samples a device, so messages have 86 % of a layer. Here
+    1024 rows x 1 KiB / 2 x 2 ranks, 4 times a layer, at 25 MB/s are 168 ms, and 1.61 GFLOP at 50 GFLOP/s 32.
+    """
+    setting = Setting(nodes=2, per_node=2, slots=8, layer=BED_LAYER, num_layers=LAYERS)
+    bed = Bed(nodes=2, ranks_per_node=2, inter=INTER)
+    fast, faster, placed = "FastMoE", "FasterMoE", "NetMoE"
+
+    def run(launcher: Launcher, repeats: int) -> tuple[TimedCell, float]:
+        trace = routing(setting, LOCALITY, tokens=True)
+        experts = np.stack([trace.experts(layer, 0) for layer in range(LAYERS)])
+        steps = compile_plan(Plan(peer_groups=setting.nodes), setting.grid, host_runs_compute=True)
+        job = travel.TravelJob(
+            grid=setting.grid, compiled=compile_plan(Plan(), setting.grid, host_runs_compute=True),
+            methods={fast: None, faster: None, placed: TwoStage(**ALWAYS)}, plans={faster: steps},
+            experts=torch.from_numpy(experts.astype(np.int64)), length=BED_LAYER.tokens, dim=BED_LAYER.dim,
+            hidden=BED_LAYER.hidden, num_experts=BED_LAYER.num_experts, gflops=GFLOPS, repeats=repeats,
+        )  # fmt: skip
+        with launcher.open(bed) as ranks:
+            found = ranks.run(travel.measure, job)[0]
+        copies = setting.on_a_rank.copies
+        computing = LAYERS * 12.0 * copies * BED_LAYER.dim * BED_LAYER.hidden / (1e9 * GFLOPS)
+        return TimedCell(timings={name: Timing.of(each.seconds) for name, each in found.items()}), computing
+
+    return Comparison(
+        paper="netmoe", name="netmoe", bed=bed, share=0.86, of="its Table 4, 4 samples a device", reference=fast,
+        headlines=(
+            Headline(
+                cells=("netmoe.speedup.fastmoe",), slow=(fast,), fast=(placed,),
+                what=f"{LAYERS} MoE layers in a row: FastMoE over NetMoE, up to",
+                why="39 % less between nodes bounds a step at 1.64; the first scatter and the last gather are not saved",
+            ),
+            Headline(
+                cells=("netmoe.speedup.fastermoe",), slow=(faster,), fast=(placed,),
+                what="FasterMoE over NetMoE, up to (even loads: nothing to shadow)",
+            ),
+            Headline(
+                cells=("netmoe.speedup.smartmoe",), slow=(fast,), fast=(placed,),
+                what="SmartMoE over NetMoE, up to (even loads: no expert moves, so it is FastMoE)",
+            ),
+        ),
+        run=run,
+    )  # fmt: skip
+
+
+COMPARISONS: dict[Paper, tuple[Callable[[], Comparison], ...]] = {
+    "parm": (partial(parm, 4), partial(parm, 2)),
+    "schemoe": (schemoe, schemoe_ablation),
+    "tutel": (tutel,),
+    "netmoe": (netmoe,),
+    "fastermoe": (fastermoe,),
+}
+"""By paper; the first headline of the first one is claimed."""
+
+
+def cases(options: HeadlinesOptions) -> list[Comparison]:
+    """Return what is asked for, on a machine that can run it."""
+    require_cluster()
+    return [make() for paper in options.papers for make in COMPARISONS[paper]]
+
+
+def rows_of(each: Comparison, cell: TimedCell, computing: float) -> list[dict[str, Any]]:
+    """Return a row per headline, and one per method."""
+
+    def fastest(names: Sequence[str]) -> str:
+        return min(names, key=lambda name: cell.timings[name].median)
+
+    here = 1 - computing / cell.timings[each.reference].median
+    rows: list[dict[str, Any]] = []
+    for headline in each.headlines:
+        slow, fast = fastest(headline.slow), fastest(headline.fast)
+        ratio = cell.ratio(slow, fast)
+        rows.append(
+            {
+                "part": "headline", "paper": each.paper, "what": headline.what, "cells": list(headline.cells),
+                "published": headline.published, **ratio.row("here"), "off": ratio.median / headline.published - 1,
+                "slow": slow, "fast": fast, "bed": f"{each.bed.nodes}x{each.bed.ranks_per_node} {each.bed.inter}",
+                "share": each.share, "share_of": each.of, "share_here": here, "why": headline.why,
+            }
+        )  # fmt: skip
+    timed = [
+        {"part": "method", "paper": each.paper, "comparison": each.name, "method": name, **timing.row()}
+        for name, timing in cell.timings.items()
+    ]
+    return rows + timed
+
+
+def measure(options: HeadlinesOptions, found: list[Comparison], told: Told) -> list[dict[str, Any]]:
+    """Run the comparisons, one after another; write the table where it is wanted."""
+    rows: list[dict[str, Any]] = []
+    with keeping(options.keep) as folder, Launcher() as launcher:
+        for each in found:
+            told(each.name)
+
+            def run(each: Comparison = each) -> list[dict[str, Any]]:
+                return rows_of(each, *each.run(launcher, options.repeats))
+
+            rows += kept(folder / f"{each.name}-{options.repeats}.json", run)
+    if options.page:
+        write_page(Path(options.page), rows)
+    return rows
+
+
+def claims(rows: list[dict[str, Any]]) -> list[Claim]:
+    """Return each paper's first headline as it is here, which should reach three quarters of the published one."""
+    made = []
+    for paper in PAPERS:
+        found = [row for row in rows if row["part"] == "headline" and row["paper"] == paper]
+        value, target, reason = None, None, "not run"
+        if found:
+            value, target, reason = found[0]["here"], (1 - MISS) * found[0]["published"], ""
+        name = f"papers.{paper}.headline_here"
+        made.append(Claim(name=name, value=value, unit="x", target=target, op=">=", reason=reason))
+    return made
+
+
+def section(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the page's table."""
+    lines = [
+        [
+            "paper",
+            "its headline, and the same comparison",
+            "published",
+            "here",
+            "communication, paper",
+            "here",
+            "off by",
+        ]
+    ]
+    for row in rows:
+        if row["part"] != "headline":
+            continue
+        low, high = row["here_95"]
+        off = f"{row['off']:+.0%}"
+        if abs(row["off"]) > MISS:
+            off += f": {row['why']}"
+        lines.append(
+            [TITLES[row["paper"]], row["what"], share(row["published"]), f"{row['here']:.2f} ({low:.2f} to {high:.2f})",
+             f"{row['share']:.0%} ({row['share_of']})", f"{row['share_here']:.0%}", off]
+        )  # fmt: skip
+    return table(lines)
+
+
+def write_page(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Put the table between the marks of a page."""
+    text = path.read_text(encoding="utf-8")
+    before, after = text.split(START)[0], text.split(END)[1]
+    path.write_text(f"{before}{START}\n\n{section(rows)}\n\n{END}{after}", encoding="utf-8")
+
+
+COLUMNS = (
+    Column(key="paper", title="paper", is_text=True), Column(key="what", title="comparison", is_text=True),
+    Column(key="published", title="published", show=share), Column(key="here", title="here", show=share),
+    Column(key="pairs", title="pairs"), Column(key="share", title="share", show=percent),
+    Column(key="share_here", title="here", show=percent), Column(key="off", title="off", show=percent),
+)  # fmt: skip
+
+BENCHMARK = Benchmark(
+    name="headlines", description="Repeat the headline of each of the five papers on emulated clusters.",
+    options=HeadlinesOptions, notes=notes_of(__doc__), cases=cases, measure=measure, rows=same, claims=claims,
+    columns=(Shown(title="The papers' headlines, virtual compute", where={"part": ("headline",)}, columns=COLUMNS,
+                   group_by=("paper",)),),
+)  # fmt: skip
