@@ -20,7 +20,7 @@ from moesaic.cost.compute import rates_of
 from moesaic.cost.memory import Memory, layer_memory
 from moesaic.cost.pipeline import PassSeconds
 from moesaic.cost.simulate import Simulator
-from moesaic.cost.step_model import Part, StepModel
+from moesaic.cost.step_model import Part, StageRun, StepModel
 from moesaic.cost.timing import Simulated
 from moesaic.cost.topology import Topology, check_fit
 from moesaic.errors import InputError
@@ -160,7 +160,7 @@ class StepCostModel:
         if self.model.pipeline.ranks > 1:
             busy = sum(parts.values()) - parts["parameters"] - parts["optimizer"]
             apart = busy + count * layers * (1 - at_once) * (there.seconds + back.seconds)
-            laid = self.model.pipeline.laid_out(count, self._passes_of(there, apart / count, busy / count))
+            laid = self.model.pipeline.laid_out(count, self._passes_of(there, back, apart / count, busy / count))
             parts["pipeline"] = laid.seconds - busy
         experts = layers * (self.routing + self.again * there.compute_seconds + back.compute_seconds)
         computing = (
@@ -192,11 +192,23 @@ class StepCostModel:
         durations = self.simulator.durations(both, layer, grid) | known
         return self.simulator.run(search(both, durations).program, layer, grid, known=known)
 
-    def _passes_of(self, there: Simulated, apart: float, together: float) -> PassSeconds:
+    def _run_seconds(self, run: StageRun, there: Simulated, back: Simulated) -> float:
+        """Return the seconds of a micro-batch in a run of layers, forward and backward."""
+        model, once = self.model, self.once
+        dense = (run.blocks - run.sparse) * (3 + self._runs_again("mlp")) * once.dense
+        activated = 0.0 if self.again > 1 else self._activated_again
+        sparse = self.again * there.seconds + back.seconds + activated + self.routing
+        sparse += (3 + self._runs_again("moe", "shared_experts")) * once.shared
+        around = run.blocks * (3 * once.attention + self._attention_again) + dense
+        # Of the output every rank of `model` has a part.
+        return around + run.sparse * sparse + 3 * run.outputs * once.unembed * model.pipeline.ranks
+
+    def _passes_of(self, there: Simulated, back: Simulated, apart: float, together: float) -> PassSeconds:
         """Return the seconds of the passes of one run of layers.
 
         Args:
             there: the forward program of an MoE layer.
+            back: its backward program.
             apart: seconds of a micro-batch, forward and backward.
             together: the same beside another micro-batch.
         """
@@ -209,12 +221,14 @@ class StepCostModel:
         weights += model.moe_layers * (once.shared + self._expert_seconds)
         # Where a schedule has no pairs, what overlapping saves is spread over all passes.
         part = (1.0 if model.pipeline.pairs else together / apart) / model.pipeline.parts
+        each = apart / model.pipeline.parts
         values = model.layer.tokens * model.layer.dim * model.layer.element_bytes
         return PassSeconds(
             forward=part * forward,
             inputs=part * max(apart - forward - weights, 0.0),
             weights=part * weights,
             together=together / model.pipeline.parts,
+            shares=tuple(self._run_seconds(run, there, back) / each for run in model.runs),
             hop=self._hop(values / (self.grid.tp if model.sequence_parallel else 1)),
         )
 
@@ -393,6 +407,10 @@ class StepCostModel:
         inner, hidden, ends = layer.matrices * dim * model.inner, model.shared_hidden, dim * model.vocab / grid.tp
         copies = 10 * tokens * dim * size / grid.tp / self._rates.memory
         scores = float(self._rates.product_seconds(rows, model.scores / grid.tp, 0.0)[0])
+        # Keys and values of every other part of a sequence come by, forward once, backward once more and with their
+        # gradients, behind the scores (ring attention, Liu et al. 2023).
+        others = tokens * (model.key_values or 2 * dim) * size * model.shares_sequence / grid.tp
+        scores = max(scores, reduce_seconds(self.cluster, grid, others, grid.tp, model.shares_sequence) / 2)
         projections, dense = product(model.attention, grid.tp, 2 * dim), product(inner, grid.tp, dim + model.inner)
         return Once(
             attention=projections + scores + copies + over_tp,
