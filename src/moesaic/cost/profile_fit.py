@@ -192,7 +192,7 @@ LEAST = 1e-6
 """Seconds, or of a byte LEAST / 1e3, from which what was found to cost nothing is tried."""
 MOST_STEPS = 20
 """Steps of the search for costs; each tries every cost."""
-TRUST = 0.05
+TRUST = 0.01
 """A cost that is e times what processor time says counts as much as a layer that is off by this."""
 
 
@@ -239,8 +239,7 @@ def calibrate(profile: ClusterProfile, layers: Sequence[TimedLayer]) -> tuple[Cl
     if held.sum() == 0 or (~held).sum() < len(start):
         return profile, before
     fitted = least_squares(
-        errors, np.zeros(len(start)), loss="soft_l1", f_scale=USUAL_ERROR, diff_step=1e-2, xtol=1e-3, ftol=1e-3,
-        max_nfev=MOST_STEPS,
+        errors, np.zeros(len(start)), loss="soft_l1", f_scale=2 * USUAL_ERROR, diff_step=2e-2, max_nfev=MOST_STEPS,
     )  # fmt: skip
     after = float(np.median(np.abs(off(made(fitted.x), held))))
     return (made(fitted.x), after) if after < before else (profile, before)
