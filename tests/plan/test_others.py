@@ -182,6 +182,15 @@ def test_a_distributed_optimizer_keeps_whole_parameters_and_moves_them_once_per_
     assert once.estimate.limits["gathering parameters"] < 0.1 * each.estimate.limits["gathering parameters"]
 
 
+def test_parameters_in_parts_are_gathered_as_wide_as_products_read_them() -> None:
+    step = QWEN.step_model(H100, 32)
+    wide, narrow = (
+        StepCostModel(replace(step, gathered_bytes=size), Grid(world=32, ep=8, ranks_per_node=8), Simulator(H100)).sharding
+        for size in (0, 2)
+    )
+    assert narrow == {name: pytest.approx(seconds * 2 / 3) for name, seconds in wide.items()}
+
+
 def test_runs_of_a_stage_are_given_by_number_or_by_layers() -> None:
     flags = "--pipeline-model-parallel-size 4 --expert-model-parallel-size 8 --num-layers-per-virtual-pipeline-stage"
     by_layers = replace(from_flags(f"{flags} 4"), global_batch=32)

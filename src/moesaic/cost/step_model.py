@@ -51,6 +51,8 @@ class StepModel:
     """Inner width of a shared expert that every token passes in an MoE layer; 0 for none."""
     parameter_bytes: int = 4
     """Of a parameter, of its gradient, and of each of Adam's two moments."""
+    gathered_bytes: int = 0
+    """Of a parameter that lies in parts, on its way to the ranks that compute with it; 0 for `parameter_bytes`."""
     sparse_layers: int | None = None
     """Blocks with an MoE layer; None for those that `moe_every` says."""
     attention_parameters: float = 0.0

@@ -320,6 +320,8 @@ def _stage(step: StepModel, layout: OthersLayout) -> StepModel:
         sequence_parallel=layout.tp > 1,
         sharded=layout.sharded,
         parameter_bytes=4 if layout.float32_states else 2,
+        # FSDP2 and Megatron's gather what products read (mixed precision), not the float32 master.
+        gathered_bytes=step.layer.element_bytes,
     )
 
 
