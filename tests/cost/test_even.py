@@ -225,9 +225,9 @@ def test_axes_that_do_not_nest_are_simulated_rank_by_rank_or_refused() -> None:
     simulator = Simulator(tree(2, 6))
     run = simulator.run(found.forward, WORKLOAD, found.grid)
     assert len(run.ends) == 12
-    large = Grid(world=1200, tp=2, ep=2, etp=3, ranks_per_node=6)
-    with pytest.raises(InputError, match="choose axes that divide one another, or at most 512 ranks"):
-        Simulator(tree(200, 6)).run(found.forward, WORKLOAD, large)
+    large = Grid(world=6000, tp=2, ep=2, etp=3, ranks_per_node=6)
+    with pytest.raises(InputError, match="choose axes that divide one another, or at most 4096 ranks"):
+        Simulator(tree(1000, 6)).run(found.forward, WORKLOAD, large)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -332,6 +332,7 @@ def test_what_is_found_regular_takes_as_long_as_rank_by_rank(
 
 def test_an_irregular_all_to_all_is_refused_where_ranks_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ALL_TO_ALLS, "numbered", Numbered(LOOKS["parity"]))
+    monkeypatch.setattr("moesaic.cost.simulate.MAX_RANKS_APART", 512)
     grid = Grid(world=1024, ep=1024, ranks_per_node=4)
     layer = Workload(tokens=512, num_experts=1024, top_k=2, dim=64, hidden=64)
     found = compiled(grid, all_to_all="numbered")

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from moesaic.cost.cluster import ClusterSpec
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster_file import presets, read_cluster
 from moesaic.plan.answer import SPREAD
 from moesaic_lab.ledger import parts, steps
 from moesaic_lab.ledger.fitting import FITS, fitted
 from moesaic_lab.ledger.page import claims, entries, page, rows
-from moesaic_lab.ledger.records import Entry, counted, median_error, worst_error
+from moesaic_lab.ledger.records import Entry, counted, median_error, read_published, worst_error
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,6 +90,20 @@ def test_every_kind_has_evidence_and_every_claim_a_value(found: list[Entry]) -> 
 def test_no_layer_and_no_step_is_a_fit(found: list[Entry]) -> None:
     assert not any(each.fitted for each in found if each.kind in ("layers", "steps", "memory"))
     assert not any(each.fitted for each in found if each.kind == "products" and not each.what.startswith("fp8"))
+
+
+def test_steps_that_are_far_off_say_why_and_none_that_is_published_is_left_out(found: list[Entry]) -> None:
+    of = [each for each in found if each.kind == "steps"]
+    assert all(each.why for each in of if each.error > 0.16)
+    assert len(of) == len(read_published()["step"]) == 23
+
+
+def test_every_preset_says_what_of_it_was_measured(found: list[Entry]) -> None:
+    text = page(found)
+    for name in presets():
+        spec = read_cluster(name)
+        assert spec.source
+        assert f"| `{name}` | {'; '.join(spec.measured) or 'nothing of it by us'} | {spec.source} |" in text
 
 
 def test_eight_l40s_are_not_predicted_several_times_too_fast(found: list[Entry]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,8 @@ from moesaic.cost.profile import ClusterProfile, HostCosts, LinkCosts, MachineIn
 from moesaic.errors import InputError
 from moesaic_lab.model.claims import case_rows, claims, panels, rows_of
 from moesaic_lab.model.config import BedFields, ModelBenchConfig, ModelCase, narrowed, read_config
-from moesaic_lab.model.run import ModelFound, _path, _profile_path, kept, plans_of, predict
+from moesaic_lab.model.run import ModelFound, _path, _profile_path, kept, kept_earlier, plans_of, predict
 from moesaic_lab.pictures import figure
-from moesaic_lab.simulator import OF_MODEL
 
 BED = BedFields(name="2x2", intra="400mbit")
 CASE = ModelCase(name="tp 2", bed="2x2", tp=2, dim=32, hidden=32)
@@ -45,7 +45,7 @@ def many(count: int, regret: float = 0.0, error: float = 0.1) -> list[ModelFound
 
 
 def value(name: str, cases: list[ModelFound]) -> float | None:
-    return next(claim.value for claim in claims(cases, {2048: 0.1}) if claim.name == name)
+    return next(claim.value for claim in claims(cases) if claim.name == name)
 
 
 def test_the_committed_cases_are_enough_for_the_claims() -> None:
@@ -92,7 +92,7 @@ def test_parts_beds_and_cases_can_be_asked_for() -> None:
     assert narrowed(config, ()) == config
     assert {case.compute for case in narrowed(config, ("real",)).cases} == {"real"}
     assert {case.bed for case in narrowed(config, ("4x2",)).cases} == {"4x2"}
-    assert narrowed(config, ("speed",)).cases == ()
+    assert narrowed(config, ("profile",)).cases == ()
     assert [case.name for case in narrowed(config, (config.cases[1].name,)).cases] == [config.cases[1].name]
     with pytest.raises(InputError, match=r"--only plan: unknown: did you mean plans"):
         narrowed(config, ("plan",))
@@ -140,7 +140,7 @@ def test_regret_is_the_worst_case_and_rests_on_enough_of_them() -> None:
     assert value("model.planner_regret", many(10)) == 0
     assert value("model.planner_regret", many(10, regret=0.05)) == pytest.approx(0.05)
     assert value("model.planner_regret_median", many(10, regret=0.05)) == 0
-    few = next(claim for claim in claims(many(9), {}) if claim.name == "model.planner_regret")
+    few = next(claim for claim in claims(many(9)) if claim.name == "model.planner_regret")
     assert few.value is None
     assert "9 cases" in few.reason
 
@@ -156,15 +156,13 @@ def test_regret_is_among_the_plans_that_were_timed_again() -> None:
 
 
 def test_what_was_not_measured_is_listed_with_its_reason() -> None:
-    made = {claim.name: claim for claim in claims([], {})}
-    assert set(made) >= {
-        "model.median_error", "model.p95_error", "model.rank_correlation", "model.planner_regret",
-        "model.simulate_2048_seconds", "model.simulate_100k_seconds",
+    made = {claim.name: claim for claim in claims([])}
+    targets = {
+        "model.median_error": 0.06, "model.p95_error": 0.15, "model.rank_correlation": 0.97, "model.planner_regret": 0.03,
     }  # fmt: skip
+    for suffix in ("", "_hour_later"):
+        assert {name: made[name + suffix].target for name in targets} == targets
     assert all(claim.value is None and claim.reason for claim in made.values())
-    assert made["model.p95_error"].target == 0.20
-    fast = claims([], {2048: 0.5, 100_352: 11.0})
-    assert [claim.holds for claim in fast[-2:]] == [True, False]
 
 
 def test_rows_and_picture_show_every_plan() -> None:
@@ -180,6 +178,30 @@ def test_rows_and_picture_show_every_plan() -> None:
     assert figure("model", [panel]).axes
 
 
-def test_the_simulators_own_time_is_taken_at_both_sizes() -> None:
-    assert {size.world for size in OF_MODEL} == {2048, 100_352}
-    assert asdict(OF_MODEL[0])["plan"]["schedule"] == "s2"
+def test_regret_counts_cases_of_few_plans_too() -> None:
+    few = found({"a": 1.0, "b": 2.0}, {"a": 0.3, "b": 0.2})
+    assert value("model.planner_regret", [*many(10), few]) == pytest.approx(0.5)
+
+
+def test_profiles_from_an_hour_before_predict_the_same_cases(tmp_path: Path) -> None:
+    keep, before = tmp_path / "now", tmp_path / "before"
+    plans = plans_of(CASE, BED)
+    for folder in (keep, before):
+        folder.mkdir()
+    PROFILE.write(_profile_path(keep, BED))
+    _path(keep, CONFIG, BED, CASE).write_text(
+        json.dumps({"screened": {name: [0.1] for name in plans}, "confirmed": {}})
+    )
+    with pytest.raises(InputError, match="has no profile of 2x2: take one with --only profile"):
+        kept_earlier(CONFIG, keep, before)
+    slower = replace(PROFILE, host=replace(PROFILE.host, task=1e-3))
+    slower.write(_profile_path(before, BED))
+    with pytest.raises(InputError, match="is not an hour older"):
+        kept_earlier(CONFIG, keep, before)
+    os.utime(_profile_path(before, BED), (0, 0))
+    (later,) = kept_earlier(CONFIG, keep, before)
+    assert later.predicted == predict(CASE, plans, slower)
+    assert later.measured == kept(CONFIG, keep)[0].measured
+    named = {claim.name: claim.value for claim in claims(many(10), many(10, error=0.2))}
+    assert named["model.median_error"] == pytest.approx(0.1)
+    assert named["model.median_error_hour_later"] == pytest.approx(0.2)

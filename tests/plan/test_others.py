@@ -11,7 +11,7 @@ from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import StepCostModel, reduce_seconds
 from moesaic.errors import InputError
-from moesaic.plan.findings import Settings
+from moesaic.plan.findings import Found, Settings
 from moesaic.plan.hub import read_shape
 from moesaic.plan.layouts import Pins
 from moesaic.plan.model import DataShape, Job
@@ -107,15 +107,57 @@ def test_layouts_that_cannot_be_are_one_line(layout: OthersLayout, words: str) -
 
 
 def test_a_pipeline_waits_for_its_ends_and_less_with_more_micro_batches_or_virtual_stages() -> None:
-    few = predict(QWEN, H100, OthersLayout(pp=4, ep=8, global_batch=32))
+    alike = job({**QWEN3_30B, "vocab_size": 8})
+    few = predict(alike, H100, OthersLayout(pp=4, ep=8, global_batch=32))
     parts = few.estimate.parts
     busy = few.seconds - parts["pipeline"] - parts.get("parameters", 0.0) - parts["optimizer"]
     hops = parts["pipeline"] - busy * 3 / 4
     assert 0 < hops < 0.05 * busy
-    virtual = predict(QWEN, H100, OthersLayout(pp=4, virtual_pp=3, ep=8, global_batch=32)).estimate.parts
+    virtual = predict(alike, H100, OthersLayout(pp=4, virtual_pp=3, ep=8, global_batch=32)).estimate.parts
     assert virtual["pipeline"] == pytest.approx(parts["pipeline"] / 3, rel=0.15)
-    many = predict(QWEN, H100, OthersLayout(pp=4, ep=8, global_batch=320)).estimate.parts
+    many = predict(alike, H100, OthersLayout(pp=4, ep=8, global_batch=320)).estimate.parts
     assert parts["pipeline"] < many["pipeline"] < 1.2 * parts["pipeline"]
+
+
+def test_the_stage_with_the_output_keeps_a_pipeline_waiting() -> None:
+    """All micro-batches pass the slowest stage one after the other, and the first one the others once (1F1B)."""
+    layout = OthersLayout(pp=4, ep=8, global_batch=320)
+    found, bare = predict(QWEN, H100, layout), predict(job({**QWEN3_30B, "vocab_size": 8}), H100, layout)
+    busy = sum(bare.estimate.parts[part] for part in ("attention", "moe forward", "moe backward"))
+    output = 4 * found.estimate.parts["unembed"]
+    assert found.seconds - bare.seconds == pytest.approx(output, rel=0.1)
+    assert busy + output < found.seconds < (busy + output) * (1 + 3 / 40) * 1.1
+
+
+def test_stages_of_unlike_length_take_their_own_time() -> None:
+    """Nine layers on four stages are three, two, two and two: the first sets the pace, the others pass on sooner."""
+
+    def found(layers: int, batch: int) -> Found:
+        of = job({**QWEN3_30B, "vocab_size": 8, "num_hidden_layers": layers})
+        return predict(of, H100, OthersLayout(pp=4, ep=8, global_batch=batch))
+
+    many = found(9, 3200).estimate.parts
+    assert 0 < many["pipeline"] < 0.01 * sum(many.values())
+    assert found(8, 32).seconds < found(9, 32).seconds < 0.93 * found(12, 32).seconds
+
+
+def test_keys_and_values_of_a_shared_sequence_hide_behind_its_scores_as_far_as_these_last() -> None:
+    long = replace(QWEN, model=replace(QWEN.model, seq_len=65536))
+    slow = H100.with_links("outside", 1e-3).with_links("inside", 1e-3)
+    layout = OthersLayout(cp=8, ep=1, global_batch=128)
+    for of, cluster, hidden in ((long, H100, True), (QWEN, slow, False)):
+        step = replace(of.step_model(cluster, 32), sharded="optimizer")
+        step = replace(step, layer=replace(step.layer, tokens=step.layer.tokens // 8), seq_len=step.seq_len // 8)
+        grid = Grid(world=32, ranks_per_node=8)
+        alone, shared = (
+            StepCostModel(replace(step, shares_sequence=ranks), grid, Simulator(cluster)).once.scores
+            for ranks in (1, 8)
+        )
+        values = 2 * 4 * 128 * step.layer.tokens * 2
+        passing = reduce_seconds(cluster, grid, 8 * values, 1, 8) / 2
+        assert shared == pytest.approx(max(alone, passing))
+        assert (shared == alone) == hidden
+    assert predict(QWEN, slow, layout).seconds > predict(QWEN, slow, replace(layout, cp=1)).seconds / 8
 
 
 def test_overlap_recomputation_and_context_parallelism_do_what_they_are_for() -> None:
@@ -139,6 +181,17 @@ def test_a_distributed_optimizer_keeps_whole_parameters_and_moves_them_once_per_
     assert once.memory.optimizer == pytest.approx(12 * (around / 32 + experts / 32))
     assert each.memory.weights < once.memory.weights
     assert once.estimate.limits["gathering parameters"] < 0.1 * each.estimate.limits["gathering parameters"]
+
+
+def test_parameters_in_parts_are_gathered_as_wide_as_products_read_them() -> None:
+    step = QWEN.step_model(H100, 32)
+    wide, narrow = (
+        StepCostModel(
+            replace(step, gathered_bytes=size), Grid(world=32, ep=8, ranks_per_node=8), Simulator(H100)
+        ).sharding
+        for size in (0, 2)
+    )
+    assert narrow == {name: pytest.approx(seconds * 2 / 3) for name, seconds in wide.items()}
 
 
 def test_runs_of_a_stage_are_given_by_number_or_by_layers() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from moesaic.cost.cluster import ClusterSpec
-from moesaic_lab.ledger.parts import cluster_of, expert_stages, nccl
+from moesaic_lab.ledger.parts import cluster_of, expert_stages, grouped_products, nccl
 from moesaic_lab.ledger.records import Entry
 
 SIZES = (1e6, 16e6, 64e6, 256e6)
@@ -47,6 +47,15 @@ def device(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
     return replace(cluster, device=each)
 
 
+GROUPED_ROWS = (128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0)
+"""As `ROWS`, of grouped products; fewer rows than the first take as long."""
+
+
+def grouped(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
+    """Return a cluster whose devices have shares by rows."""
+    return replace(cluster, device=replace(cluster.device, gemm_rows=GROUPED_ROWS, gemm_share=(*at, 1.0)))
+
+
 def fit(
     make: Make, cluster: ClusterSpec, entries: Callable[[ClusterSpec], Iterable[Entry]], start: Sequence[float]
 ) -> np.ndarray:
@@ -73,6 +82,7 @@ FITS: dict[str, tuple[tuple[Make, Callable[[ClusterSpec], Iterable[Entry]], tupl
         (switched_links, lambda cluster: nccl(lambda _: cluster), (2500, 5, 0.6, 0.75, 0.9)),
         (device, lambda cluster: expert_stages(lambda _: cluster), (800, 0.5, 0.35, 0.7, 0.9)),
     ),
+    "dgx-b200": ((grouped, lambda cluster: grouped_products(lambda _: cluster), (0.3, 0.4, 0.6, 0.75, 0.9)),),
     "8xl40s-pcie": ((shared_bus, lambda cluster: nccl(lambda _: cluster), (360, 0.4, 0.3)),),
 }
 """By preset: what is fitted to which entries, and from where the search begins."""

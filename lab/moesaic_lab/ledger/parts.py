@@ -150,6 +150,19 @@ def expert_stages(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterato
         )
 
 
+def grouped_products(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[Entry]:
+    """Yield the products of gated experts on one device, forward and for both gradients, which are added in float32."""
+    for row in read_figures("grouped_products"):
+        experts, count, dim, hidden = (int(row[name]) for name in ("experts", "rows", "dim", "hidden"))
+        rates = rates_of(machine(row["machine"]), "bf16")
+        found = 3 * rates.product_seconds(np.full(experts, float(count)), 6.0 * dim * hidden, 6.0 * dim * hidden)
+        yield Entry(
+            kind="expert stages", what=f"{experts} experts {dim} x {hidden}, {count:,} rows each, products forward and backward",
+            machine=row["machine"], measured=float(row["us"]), predicted=float(found.sum()) * 1e6, unit="us", source="simumax",
+            fitted=True,
+        )  # fmt: skip
+
+
 def layers() -> Iterator[Entry]:
     """Yield whole layers, forward and backward."""
     for row in read_published()["layer"]:

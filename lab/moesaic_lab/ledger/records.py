@@ -29,6 +29,8 @@ class Entry:
     unit: str
     source: str
     """Key of `SOURCES`."""
+    why: str = ""
+    """Why it is off, as far as anybody knows; empty where it is not, or nobody does."""
     fitted: bool = False
     """A number of the preset rests on it, so it counts as no evidence."""
 
@@ -49,6 +51,7 @@ SOURCES = {
     "megatron": "Megatron-LM, its baseline of module performance, December 2025",
     "laer": "artifact of LAER-MoE (ASPLOS 2026), Apache-2.0: tokens per rank, expert time and all-to-all time on 32 A100",
     "deepseek": "DeepSeek's profile-data, train.json (figures read off it; the trace itself has no licence and is not here)",
+    "simumax": "SimuMax 1.2 (MooreThreads), its system file for B200: grouped products of Transformer Engine 2.11",
     "steps": "published steps, each named in its row",
     "papers": "the five papers of docs/reproduce.md, with the roles that figures have there",
     "beds": "benchmarks/results/model.json: layers on emulated clusters beside their profiles' predictions",

@@ -45,7 +45,7 @@ def steps() -> Iterator[Entry]:
         assumed = f" (assumed: {row['assumed']})" if "assumed" in row else ""
         yield Entry(
             kind="steps", what=f"{row['what']}{assumed}", machine=row["machine"], measured=tokens / row["tokens_per_second"],
-            predicted=tokens / speed, unit="s", source=row["source"],
+            predicted=tokens / speed, unit="s", source=row["source"], why=row.get("why", ""),
         )  # fmt: skip
         if "memory_gib" in row:
             yield Entry(

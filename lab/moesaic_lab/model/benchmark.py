@@ -8,8 +8,7 @@ from pathlib import Path
 from moesaic_lab.benchmark import Benchmark, DrawnOptions, Told, require_cluster, words_of
 from moesaic_lab.model.claims import NOTES, case_rows, case_table, claims, panels, rows_of
 from moesaic_lab.model.config import COMMITTED, ModelBenchConfig, narrowed, read_config
-from moesaic_lab.model.run import ModelFound, kept, run
-from moesaic_lab.simulator import speeds
+from moesaic_lab.model.run import ModelFound, kept, kept_earlier, run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +20,14 @@ class ModelOptions(DrawnOptions):
     keep: str = "model-times"
     """Folder for what was measured. What is there is not measured again: a run can be split and taken up."""
     only: str | None = None
-    """Only these: profile, plans, real, speed, a bed or a case; several as "2x2,speed". The others are read from the folder
-    if they are there."""
+    """Only these: profile, plans, real, a bed or a case; several as "2x2,real". The others are read from the folder if they
+    are there."""
+    earlier: str | None = None
+    """Folder with profiles of the same beds, taken an hour before with --only profile: the cases are predicted from them too."""
 
 
-Timed = tuple[list[ModelFound], dict[int, float]]
-"""The cases, and seconds of one simulation by number of ranks."""
+Timed = tuple[list[ModelFound], list[ModelFound]]
+"""The cases, and the same ones by the earlier profiles."""
 
 
 def cases(options: ModelOptions) -> tuple[ModelBenchConfig, ModelBenchConfig]:
@@ -40,12 +41,11 @@ def cases(options: ModelOptions) -> tuple[ModelBenchConfig, ModelBenchConfig]:
 
 
 def measure(options: ModelOptions, cases: tuple[ModelBenchConfig, ModelBenchConfig], told: Told) -> Timed:
-    """Time simulations, measure what is not kept yet, and predict it."""
+    """Measure what is not kept yet, and predict it."""
     (config, wanted), folder, only = cases, Path(options.keep), words_of(options.only)
-    times = speeds() if not only or "speed" in only else {}
     if wanted.cases or "profile" in only:
         run(wanted, folder, told, profiles="profile" in only)
-    return kept(config, folder), times
+    return kept(config, folder), kept_earlier(config, folder, Path(options.earlier)) if options.earlier else []
 
 
 BENCHMARK = Benchmark(

@@ -14,8 +14,8 @@ from moesaic_lab.benchmark import read_parts
 from moesaic_testbed.bed import Bed
 
 COMMITTED = Path(__file__).parent.parent / "configs" / "model.toml"
-PARTS = ("profile", "plans", "real", "speed")
-"""Parts of the benchmark: what the model may know, every plan of some workloads, real products, the simulator's own time."""
+PARTS = ("profile", "plans", "real")
+"""Parts of the benchmark: what the model may know, every plan of some workloads, real products."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,8 @@ from moesaic_testbed.cluster import Launcher
 SPACE = SearchSpace(gather_weights=(), overlap_gather=(False,))
 """Every schedule, 1, 2 and 4 chunks, every all-to-all; all of them lossless."""
 PROFILE_REPEATS = 5
+EARLIER_SECONDS = 3600.0
+"""By which a profile is older than what it predicts, where it stands for one that was not taken just before."""
 Progress = Callable[[str], object]
 """Told what is measured now."""
 
@@ -90,14 +92,42 @@ def run(config: ModelBenchConfig, keep: Path, progress: Progress, *, profiles: b
                     _measure(keep, config, bed, case, profile, ranks)
 
 
-def kept(config: ModelBenchConfig, keep: Path) -> list[ModelFound]:
-    """Return the cases that a folder has times of, with what the folder's profiles predict."""
+def kept(config: ModelBenchConfig, keep: Path, profiles: Path | None = None) -> list[ModelFound]:
+    """Return the cases that a folder has times of, with what profiles predict.
+
+    Args:
+        config: what is measured.
+        keep: folder of what was measured.
+        profiles: folder of the profiles; None: the same.
+    """
     beds = [(config.bed_of(case), case) for case in config.cases]
+    profiles = profiles or keep
     return [
-        _found(keep, config, bed, case)
+        _found(keep, config, bed, case, read_profile(_profile_path(profiles, bed)))
         for bed, case in beds
-        if _path(keep, config, bed, case).exists() and _profile_path(keep, bed).exists()
+        if _path(keep, config, bed, case).exists() and _profile_path(profiles, bed).exists()
     ]
+
+
+def kept_earlier(config: ModelBenchConfig, keep: Path, profiles: Path) -> list[ModelFound]:
+    """Return the cases that a folder has times of, with what profiles of another folder predict.
+
+    Raises:
+        InputError: if a profile is missing there, or is not an hour older than the case that was timed last.
+    """
+    times = [_path(keep, config, config.bed_of(case), case) for case in config.cases]
+    last = max((path.stat().st_mtime for path in times if path.exists()), default=0.0)
+    for bed in config.beds:
+        path = _profile_path(profiles, bed)
+        if not path.exists():
+            raise InputError(
+                f"--earlier {profiles}: has no profile of {bed.name}: take one with --only profile --keep {profiles}"
+            )
+        if last - path.stat().st_mtime < EARLIER_SECONDS:
+            raise InputError(
+                f"--earlier {profiles}: the profile of {bed.name} is not an hour older than what was timed: wait"
+            )
+    return kept(config, keep, profiles)
 
 
 def plans_of(case: ModelCase, bed: BedFields) -> dict[str, Compiled]:
@@ -158,9 +188,11 @@ def _profile(keep: Path, bed: BedFields, ranks: object, progress: Progress) -> C
     return read_profile(path)
 
 
-def _found(keep: Path, config: ModelBenchConfig, bed: BedFields, case: ModelCase) -> ModelFound:
+def _found(
+    keep: Path, config: ModelBenchConfig, bed: BedFields, case: ModelCase, profile: ClusterProfile
+) -> ModelFound:
     table = json.loads(_path(keep, config, bed, case).read_text(encoding="utf-8"))
-    plans, profile = plans_of(case, bed), read_profile(_profile_path(keep, bed))
+    plans = plans_of(case, bed)
     timed = {part: {name: tuple(times) for name, times in table[part].items()} for part in ("screened", "confirmed")}
     if set(timed["screened"]) != set(plans):
         raise InputError(

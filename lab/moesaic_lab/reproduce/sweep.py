@@ -94,12 +94,11 @@ class Scaled(AbstractVolumes):
             rows[layout] = self._family.first.rows(layout)
         return rows[layout] * self._times(layout)
 
-    def rows_per_expert(self, layout: Layout) -> list[np.ndarray]:
+    def rows_per_expert(self, layout: Layout) -> np.ndarray:
         held = self._family.experts
         if layout not in held:
             held[layout] = self._family.first.rows_per_expert(layout)
-        times = self._times(layout)
-        return [rows * times for rows in held[layout]]
+        return held[layout] * self._times(layout)
 
     def shards(self, weights: Layout) -> float:
         return self._family.first.shards(weights)

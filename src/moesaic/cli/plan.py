@@ -18,7 +18,7 @@ from rich.table import Table
 from moesaic.cli.arguments import parse
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.cluster_file import presets, read_cluster
-from moesaic.cost.memory import GIB
+from moesaic.cost.memory import GIB, usable_bytes
 from moesaic.cost.profile import read_profile
 from moesaic.cost.profile_simulate import profiled_simulator
 from moesaic.cost.simulate import Simulator
@@ -30,7 +30,7 @@ from moesaic.plan.candidates import SearchSpace
 from moesaic.plan.files import write_planned
 from moesaic.plan.findings import LOSSLESS, LOSSY, Found, OfEp, Result, Settings
 from moesaic.plan.hub import HubShape
-from moesaic.plan.layouts import Pins, name_of
+from moesaic.plan.layouts import Pins, compile_on, name_of
 from moesaic.plan.loads import typical_counts
 from moesaic.plan.model import Job, with_batch
 from moesaic.plan.others import EMITTERS, from_flags, layout_of, longer_by_narrow_rate, predict
@@ -105,11 +105,13 @@ class PlanOptions:
     exhaustive: bool = False
     """On the most promising layouts try every combination: minutes in place of seconds."""
     reserve_gib: float = 1.0
-    """Memory of a device that the framework and fragmentation take."""
+    """Memory of a device that the framework takes, fragments of the allocator not counted."""
     top: int = 10
     """Lines of the ranking."""
     write: str | None = None
     """Write the best mesh and plan to this file (.toml or .json), for moesaic train."""
+    page: str | None = None
+    """Write a page to share to this HTML file: the answer, where a step's time goes, a layer's Gantt chart, memory, roofline."""
     json: bool = False
     """Print one JSON document."""
 
@@ -157,6 +159,8 @@ def run(arguments: Sequence[str]) -> int:
         print("\n".join(lines))
         return 0
     told = [*reasons(result, cluster), *answers(job, cluster, result, options), *_by_rules(job, simulator, result.best)]
+    if options.page is not None:
+        _write_page(options, told, job, result, simulator)
     if options.json:
         print(json.dumps({**as_data(result, cluster), "reasons": told}, indent=2))
         return 0
@@ -166,6 +170,19 @@ def run(arguments: Sequence[str]) -> int:
     if options.write is not None:
         console.print(f"wrote {options.write}", highlight=False, soft_wrap=True)
     return 0
+
+
+def _write_page(options: PlanOptions, told: list[str], job: Job, result: Result, simulator: Simulator) -> None:
+    from moesaic.report.plan_page import write_plan_page
+
+    best, cluster = result.best, simulator.cluster
+    layer, compiled = job.step_model(cluster, best.grid.dp).layer, compile_on(best.plan, best.grid, cluster)
+    timelines = {
+        name: simulator.run(program, layer, compiled.grid).timeline
+        for name, program in (("forward", compiled.forward), ("backward", compiled.backward))
+    }
+    title = f"{options.model} on {cluster.name}, {cluster.world} devices"
+    write_plan_page(title, told, result, cluster, layer, timelines, Path(str(options.page)))
 
 
 def _by_rules(job: Job, simulator: Simulator, best: Found) -> list[str]:
@@ -392,7 +409,7 @@ def _explained(job: Job, cluster: ClusterSpec, ours: Speed, flags: str) -> list[
     sequences = layout.sequences(cluster.world)
     longer = longer_by_narrow_rate(job, cluster, layout)
     speed = speed_of(job, found, cluster, devices=cluster.world, sequences=sequences, longer=longer)
-    gain, fits = ours.tokens_per_second / speed.tokens_per_second, found.memory.total / GIB <= cluster.device.memory_gib
+    gain, fits = ours.tokens_per_second / speed.tokens_per_second, found.memory.total <= usable_bytes(cluster, 0)
     words = (
         f"the layout above reaches {gain:.2f} times as much"
         if gain > 1

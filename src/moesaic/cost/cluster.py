@@ -145,6 +145,8 @@ class Device:
     gemm_share: tuple[float, ...] = (0.006, 0.09, 0.3, 0.6, 0.85, 1.0)
     """Share of `tflops` that a product of so many rows reaches. The default is assumed, not measured: about rows over rows
     plus 170; `moesaic profile` measures it."""
+    score_share: float = 1.0
+    """Share of `tflops` that attention's scores reach, forward and backward together, half of each square counted."""
     activation_traffic: float = 0.0
     """Part of the reading and writing of experts' activations, between one product and the next, that takes time of its own:
     0 where products hide or fuse it all, 1 where each of them and the activation run alone."""
@@ -159,6 +161,7 @@ class Device:
     """Rate of encoding or decoding, in bytes of rows; None: as copies that read rows and write messages."""
 
     def __post_init__(self) -> None:
+        check_above_zero("cluster.device.score_share", self.score_share)
         for name in ("peak_tflops", "activation_traffic", "contention"):
             check_not_negative(f"cluster.device.{name}", getattr(self, name))
         for name in ("memory_gib", "memory_gigabytes_per_second"):

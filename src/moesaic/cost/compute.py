@@ -128,11 +128,11 @@ def _experts(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, ra
     weight_bytes = shape.dim * units * shape.matrices * shape.element_bytes
     passes = 2 if task.op is Op.EXPERT_GRAD else 1
     held = volumes.rows_per_expert(rows.layout)
-    each = [rates.product_seconds(some, per_row, weight_bytes) for some in held]
+    each = rates.product_seconds(held.reshape(-1), per_row, weight_bytes).reshape(held.shape)
     if rates.activation_traffic or rates.cast_bytes:
-        moved = (rates.traffic_seconds(some, shape.dim, units, shape.matrices, shape.element_bytes) for some in held)
-        each = [products + around for products, around in zip(each, moved)]
-    return np.array([float(seconds.sum()) * passes for seconds in each])
+        each += rates.traffic_seconds(held, shape.dim, units, shape.matrices, shape.element_bytes)
+    seconds: np.ndarray = each.sum(axis=1) * passes
+    return seconds
 
 
 def _coding(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rates: Rates) -> np.ndarray:
@@ -140,9 +140,10 @@ def _coding(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rat
     assert task.of is not None
     slot = slots[task.of[0] if task.op is Op.PACK else task.of[1]]
     rows = volumes.rows(slot.layout)
-    plain = np.array([row_bytes(slot, "", float(each), volumes.shape) for each in rows])
+    plain = rows * row_bytes(slot, "", 1.0, volumes.shape)
     codec = task.codec if slot.kind is Kind.ROWS else ""
-    coded = np.array([row_bytes(slot, codec, float(each), volumes.shape) for each in rows])
+    amounts, kind = np.unique(rows, return_inverse=True)
+    coded = np.array([row_bytes(slot, codec, each, volumes.shape) for each in amounts.tolist()])[kind]
     if codec and rates.codec is not None:
         return plain / rates.codec
     return (plain + coded) / rates.memory
@@ -154,5 +155,5 @@ def _bytes(names: tuple[str, ...], slots: Mapping[str, Slot], volumes: AbstractV
     for name in names:
         slot = slots[name]
         if slot.kind is not Kind.PACKETS:
-            total += [row_bytes(slot, "", float(rows), volumes.shape) for rows in volumes.rows(slot.layout)]
+            total += volumes.rows(slot.layout) * row_bytes(slot, "", 1.0, volumes.shape)
     return total

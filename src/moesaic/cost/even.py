@@ -27,7 +27,7 @@ from moesaic.program.grid import Grid
 from moesaic.program.sizes import Move
 from moesaic.program.task import FLOWS, Flow, Layout, Op, Program, Slot, Task
 
-MAX_RANKS_APART = 512
+MAX_RANKS_APART = 4096
 """Ranks that are told apart at most where one cannot stand for the others."""
 
 
@@ -116,11 +116,11 @@ class Even(AbstractVolumes):
             pieces *= pieces_of_step(digits, ahead, layout.step, box, box, ranks, ranks)
         return pieces
 
-    def rows_per_expert(self, layout: Layout) -> list[np.ndarray]:
+    def rows_per_expert(self, layout: Layout) -> np.ndarray:
         """Return the rows of each expert that a rank runs."""
         digits = self._radix(layout)
         held = digits.product(box_of(digits, layout).free_expert) * self._experts_each(layout)
-        return [np.full(held, float(rows) / held) for rows in self.rows(layout)]
+        return np.repeat(self.rows(layout)[:, None] / held, held, axis=1)
 
     def shards(self, weights: Layout) -> float:
         """Return the share of an expert's hidden width that a rank runs."""

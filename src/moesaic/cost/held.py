@@ -131,17 +131,16 @@ class HeldBytes:
     def _of(self, term: _Term, sizes: CallSizes) -> np.ndarray:
         if not isinstance(term, _Hop):
             return sizes.rows_of_ranks(term)
-        moved, found = sizes.moved(term.move), np.zeros(sizes.grid.world, dtype=np.int64)
         source, target, *ends = self._paths(term)
-        np.add.at(found, ends[term.arrives], moved[source, target])
-        return found
+        rows = sizes.moved(term.move).between(source, target)
+        return np.bincount(ends[term.arrives], weights=rows, minlength=sizes.grid.world).astype(np.int64)
 
     def _paths(self, term: _Hop) -> np.ndarray:
         """Return source and target of each packet of a hop, and of its leg, (4, packets) int64."""
         key = (term.link, term.group, term.hop)
         if key not in self._legs:
-            legs = legs_by_hop(ALL_TO_ALLS[term.link], self.shapes.grid, term.group).get(term.hop, [])
-            self._legs[key] = np.array(legs, dtype=np.int64).reshape(-1, 4).T
+            legs = legs_by_hop(ALL_TO_ALLS[term.link], self.shapes.grid, term.group)
+            self._legs[key] = legs.get(term.hop, np.zeros((4, 0), dtype=np.int64))
         return self._legs[key]
 
     @cached_property

@@ -16,8 +16,7 @@ from moesaic.cost.row_bytes import LayerShape, row_bytes
 from moesaic.cost.topology import Load, Topology
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import legs_by_hop
-from moesaic.program.grid import Axis
-from moesaic.program.sizes import CallSizes, Move
+from moesaic.program.sizes import CallSizes, Move, Moved
 from moesaic.program.task import Layout, Op, Program, Slot, Task
 from moesaic.program.validate import reduces
 
@@ -49,8 +48,8 @@ class AbstractVolumes(ABC):
         """Return the rows of a slot of this layout, (actors,) float64."""
 
     @abstractmethod
-    def rows_per_expert(self, layout: Layout) -> list[np.ndarray]:
-        """Return for each actor the rows of each expert that it runs, zeros among them."""
+    def rows_per_expert(self, layout: Layout) -> np.ndarray:
+        """Return for each actor the rows of each expert that it runs, zeros among them, (actors, experts) float64."""
 
     @abstractmethod
     def shards(self, weights: Layout) -> float:
@@ -102,10 +101,6 @@ def connected(source: np.ndarray, target: np.ndarray, num_actors: int) -> list[n
     return np.split(order, np.flatnonzero(np.diff(label[order])) + 1)
 
 
-Legs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""Of a hop: source and target of each packet, and of the leg that it takes."""
-
-
 class Counted(AbstractVolumes):
     """Rows and messages with an actor per rank.
 
@@ -113,12 +108,18 @@ class Counted(AbstractVolumes):
         sizes: of the call, on the grid that the plan wants.
         topology: of the cluster, not folded.
         shape: of the layer.
+        legs: of hops, as far as they are known; what is found is added, for other calls to share.
     """
 
-    def __init__(self, sizes: CallSizes, topology: Topology, shape: LayerShape) -> None:
-        self.sizes, self.topology, self.shape = sizes, topology, shape
+    def __init__(
+        self,
+        sizes: CallSizes,
+        topology: Topology,
+        shape: LayerShape,
+        legs: dict[tuple[object, ...], dict[int, np.ndarray]],
+    ) -> None:
+        self.sizes, self.topology, self.shape, self._legs = sizes, topology, shape, legs
         self._rows: dict[Layout, np.ndarray] = {}
-        self._legs: dict[tuple[str, tuple[Axis, ...]], dict[int, Legs]] = {}
         self._found: dict[tuple[object, ...], list[Movement]] = {}
 
     @property
@@ -132,9 +133,9 @@ class Counted(AbstractVolumes):
             self._rows[layout] = self.sizes.rows_of_ranks(layout).astype(np.float64)
         return self._rows[layout]
 
-    def rows_per_expert(self, layout: Layout) -> list[np.ndarray]:
+    def rows_per_expert(self, layout: Layout) -> np.ndarray:
         """Return for each rank the rows of each expert that it runs."""
-        return [self.sizes.rows_per_expert(layout, rank).astype(np.float64) for rank in range(self.num_actors)]
+        return self.sizes.rows_per_expert_of_ranks(layout).astype(np.float64)
 
     def shards(self, weights: Layout) -> float:
         """Return the share of an expert's hidden width that a rank runs."""
@@ -146,21 +147,18 @@ class Counted(AbstractVolumes):
         source, move = ends_of(task, slots)
         key = (source.kind, move, codec, task.link if task.op is Op.HOP else "", task.hop)
         if key not in self._found:
-            rows = self.sizes.moved(move)
-            if task.op is Op.HOP:
-                s, t, a, b = self._paths(task)
-                joined = np.zeros_like(rows)
-                np.add.at(joined, (a, b), rows[s, t])
-                rows = joined
-            self._found[key] = self._split(rows, source, codec)
+            moved = self.sizes.moved(move)
+            self._found[key] = self._split(
+                moved.on_legs(self._paths(task)) if task.op is Op.HOP else moved, source, codec
+            )
         return self._found[key]
 
-    def _split(self, rows: np.ndarray, slot: Slot, codec: str) -> list[Movement]:
-        """Return the movements that a matrix of rows from rank to rank falls into."""
-        source, target = np.nonzero(rows)
+    def _split(self, moved: Moved, slot: Slot, codec: str) -> list[Movement]:
+        """Return the movements that rows from rank to rank fall into."""
+        source, target = moved.source, moved.target
         if not len(source):
             return []
-        amounts, kind = np.unique(rows[source, target], return_inverse=True)
+        amounts, kind = np.unique(moved.rows, return_inverse=True)
         num_bytes = np.array([row_bytes(slot, codec, each, self.shape) for each in amounts.tolist()])[kind]
         ones = np.ones(len(source))
         posts = np.bincount(source, minlength=self.num_actors) + np.bincount(target, minlength=self.num_actors)
@@ -171,11 +169,8 @@ class Counted(AbstractVolumes):
             found.append(Movement(tuple(actors.tolist()), load, posts[actors].astype(np.float64)))
         return found
 
-    def _paths(self, task: Task) -> Legs:
-        key = (task.link, task.group)
+    def _paths(self, task: Task) -> np.ndarray:
+        key = (task.link, task.group, self.sizes.grid)
         if key not in self._legs:
-            found = legs_by_hop(ALL_TO_ALLS[task.link], self.sizes.grid, task.group)
-            tables = {hop: np.array(legs, dtype=np.int64) for hop, legs in found.items()}
-            self._legs[key] = {hop: (t[:, 0], t[:, 1], t[:, 2], t[:, 3]) for hop, t in tables.items()}
-        nothing = np.zeros(0, dtype=np.int64)
-        return self._legs[key].get(task.hop, (nothing, nothing, nothing, nothing))
+            self._legs[key] = legs_by_hop(ALL_TO_ALLS[task.link], self.sizes.grid, task.group)
+        return self._legs[key].get(task.hop, np.zeros((4, 0), dtype=np.int64))

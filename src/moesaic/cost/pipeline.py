@@ -44,12 +44,16 @@ class PassSeconds:
     """A forward pass beside a whole backward pass of another micro-batch."""
     hop: float = 0.0
     """From a stage to the next one."""
+    shares: tuple[float, ...] = ()
+    """By stage, how many times as long its passes take; () where all are alike."""
 
     def of(self, step: Step) -> float:
         """Return the seconds of a step."""
+        times = sum(self.shares[each.stage] for each in step) / len(step) if self.shares else 1.0
         if len(step) == 2:
-            return self.together
-        return {"F": self.forward, "I": self.inputs, "W": self.weights, "B": self.inputs + self.weights}[step[0].kind]
+            return times * self.together
+        kinds = {"F": self.forward, "I": self.inputs, "W": self.weights, "B": self.inputs + self.weights}
+        return times * kinds[step[0].kind]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from scipy.optimize import least_squares
 
 from moesaic.cost.fit import MAX_SPREAD
 from moesaic.cost.profile import ClusterProfile, HostCosts
-from moesaic.cost.profile_simulate import FEATURES, profiled_simulator
+from moesaic.cost.profile_simulate import FEATURES, Asked, ProfileTiming, profiled_simulator
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
@@ -190,7 +190,9 @@ OF_HOST = ("layer", "task", "wait", "message", "byte", "transport_byte")
 """Costs that are brought to wall times."""
 LEAST = 1e-6
 """Seconds, or of a byte LEAST / 1e3, from which what was found to cost nothing is tried."""
-TRUST = 0.05
+MOST_STEPS = 20
+"""Steps of the search for costs; each tries every cost."""
+TRUST = 0.01
 """A cost that is e times what processor time says counts as much as a layer that is off by this."""
 
 
@@ -223,8 +225,12 @@ def calibrate(profile: ClusterProfile, layers: Sequence[TimedLayer]) -> tuple[Cl
             found = replace(found, **{name: link})
         return found
 
+    asks = [_asks(profile, layer) for layer in layers]
+    seconds = np.array([layer.seconds for layer in layers])
+
     def off(of: ClusterProfile, some: np.ndarray) -> np.ndarray:
-        return np.array([_seconds(of, layers[n]) / layers[n].seconds - 1 for n in np.flatnonzero(some).tolist()])
+        found = [_seconds(of, layers[n], asks[n]) for n in np.flatnonzero(some).tolist()]
+        return np.array(found) / seconds[some] - 1
 
     def errors(logs: np.ndarray) -> np.ndarray:
         return np.concatenate([off(made(logs), ~held), TRUST * logs])
@@ -233,12 +239,22 @@ def calibrate(profile: ClusterProfile, layers: Sequence[TimedLayer]) -> tuple[Cl
     if held.sum() == 0 or (~held).sum() < len(start):
         return profile, before
     fitted = least_squares(
-        errors, np.zeros(len(start)), loss="soft_l1", f_scale=USUAL_ERROR, diff_step=1e-2, xtol=1e-3, ftol=1e-3
-    )
+        errors, np.zeros(len(start)), loss="soft_l1", f_scale=2 * USUAL_ERROR, diff_step=2e-2, max_nfev=MOST_STEPS,
+    )  # fmt: skip
     after = float(np.median(np.abs(off(made(fitted.x), held))))
     return (made(fitted.x), after) if after < before else (profile, before)
 
 
-def _seconds(profile: ClusterProfile, layer: TimedLayer) -> float:
+def _asks(profile: ClusterProfile, layer: TimedLayer) -> list[Asked]:
+    """Return what both passes ask of the machine, which no cost that is fitted changes: worked out once for all trials."""
     simulator = profiled_simulator(profile, virtual_flops=layer.virtual_flops)
-    return simulator.layer_seconds(layer.forward, layer.backward, layer.workload, layer.grid)
+    timing = ProfileTiming(profile, simulator.cluster, layer.virtual_flops)
+    passes = [(each, simulator.volumes(each, layer.workload, layer.grid)) for each in (layer.forward, layer.backward)]
+    return [timing.asked(program, volumes, layer.workload.dtype) for program, volumes in passes]
+
+
+def _seconds(profile: ClusterProfile, layer: TimedLayer, asks: list[Asked]) -> float:
+    timing = ProfileTiming(profile, profile.to_cluster(), layer.virtual_flops)
+    latencies = profile.inside.latency_seconds, profile.outside.latency_seconds
+    ends = [timing.lay_out(asked.with_latencies(*latencies))[0].ends.max(initial=0.0) for asked in asks]
+    return timing.around_seconds + float(sum(ends))

@@ -11,7 +11,7 @@ What a program asks of the host is counted task by task (tasks of each kind, mes
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -125,6 +125,31 @@ Movements = list[list[Movement]]
 """Of each task."""
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a program asks of a machine, whatever its host's costs and its links' latencies and credits are."""
+
+    program: Program
+    volumes: AbstractVolumes
+    movements: Movements
+    features: np.ndarray
+    """As of `host_features`."""
+    compute: np.ndarray
+    """(tasks, actors) seconds of products and codecs."""
+    graph: Graph
+
+    def with_latencies(self, inside: float, outside: float) -> Asked:
+        """Return the same where links have other latencies, seconds; a movement has those of its slowest way."""
+        names = self.volumes.topology.names
+
+        def latency(moved: Movement) -> float:
+            kinds = {names[link].startswith("inside") for link in moved.load.links.tolist()}
+            return max((inside if kind else outside for kind in kinds), default=0.0)
+
+        moved = [[replace(m, load=replace(m.load, latency=latency(m))) for m in parts] for parts in self.movements]
+        return replace(self, movements=moved)
+
+
 class ProfileTiming(AbstractTiming):
     """Times of a machine that was profiled.
 
@@ -160,21 +185,31 @@ class ProfileTiming(AbstractTiming):
         A link is taken for no longer than the program runs: its first kilobytes may be free. What the one thread of a rank
         does counts as computing.
         """
+        asked = self.asked(program, volumes, dtype, known)
+        events, issue = self.lay_out(asked)
+        most = float(events.ends.max(initial=0.0))
+        return account(program, volumes, asked.movements, events, (issue + asked.compute).sum(axis=0), at_most=most)
+
+    def asked(
+        self, program: Program, volumes: AbstractVolumes, dtype: str, known: Mapping[str, float] | None = None
+    ) -> Asked:
+        """Return what a program asks of the machine; arguments as of `run`."""
         movements = movements_of(program, volumes)
         features = host_features(program, volumes, movements)
-        issue = features @ self._costs * self.profile.host.sharing
         slots = {slot.name: slot for slot in program.slots}
-        compute = np.array([self._computing(task, slots, volumes, dtype) for task in program.tasks]).reshape(
-            issue.shape
-        )
+        compute = np.array([self._computing(task, slots, volumes, dtype) for task in program.tasks])
+        compute = compute.reshape(features.shape[:2])
         put_known(compute, program, known)
-        graph = graph_of(program, host_runs_compute=True)
-        first = _run(graph, issue, compute, movements)
-        if program.tasks:
-            issue = issue * self._stretch(first, features, issue, _busy(first, movements))
-        events = _run(graph, issue, compute, self._early(first, volumes, movements, issue))
-        most = float(events.ends.max(initial=0.0))
-        return account(program, volumes, movements, events, (issue + compute).sum(axis=0), at_most=most)
+        return Asked(program, volumes, movements, features, compute, graph_of(program, host_runs_compute=True))
+
+    def lay_out(self, asked: Asked) -> tuple[Events, np.ndarray]:
+        """Return the events of a program that were run, and the seconds of the issuing thread, (tasks, actors)."""
+        issue = asked.features @ self._costs * self.profile.host.sharing
+        first = _run(asked.graph, issue, asked.compute, asked.movements)
+        if asked.program.tasks:
+            issue = issue * self._stretch(first, asked.features, issue, _busy(first, asked.movements))
+        early = self._early(first, asked.volumes, asked.movements, issue)
+        return _run(asked.graph, issue, asked.compute, early), issue
 
     def _computing(self, task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, dtype: str) -> np.ndarray:
         """Return the seconds of products, and of codecs that lose precision, (actors,); the rest is the host's."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from moesaic.cost.call_sizes import sizes_of
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.compute import compute_seconds, rates_of
@@ -59,6 +61,7 @@ class Simulator:
         self.timing = timing or SpecTiming(cluster)
         self._even = even or EvenLayers(cluster)
         self._topologies: dict[tuple[int, int | None], Topology] = {}
+        self._legs: dict[tuple[object, ...], dict[int, np.ndarray]] = {}
 
     def run(
         self,
@@ -128,4 +131,4 @@ class Simulator:
         key = (sizes.grid.world, sizes.grid.ranks_per_node)
         if key not in self._topologies:
             self._topologies[key] = Topology(self.cluster, *key)
-        return Counted(sizes, self._topologies[key], workload.shape)
+        return Counted(sizes, self._topologies[key], workload.shape, self._legs)

@@ -20,7 +20,7 @@ from moesaic.cost.compute import rates_of
 from moesaic.cost.memory import Memory, layer_memory
 from moesaic.cost.pipeline import PassSeconds
 from moesaic.cost.simulate import Simulator
-from moesaic.cost.step_model import Part, StepModel
+from moesaic.cost.step_model import Part, StageRun, StepModel
 from moesaic.cost.timing import Simulated
 from moesaic.cost.topology import Topology, check_fit
 from moesaic.errors import InputError
@@ -160,7 +160,7 @@ class StepCostModel:
         if self.model.pipeline.ranks > 1:
             busy = sum(parts.values()) - parts["parameters"] - parts["optimizer"]
             apart = busy + count * layers * (1 - at_once) * (there.seconds + back.seconds)
-            laid = self.model.pipeline.laid_out(count, self._passes_of(there, apart / count, busy / count))
+            laid = self.model.pipeline.laid_out(count, self._passes_of(there, back, apart / count, busy / count))
             parts["pipeline"] = laid.seconds - busy
         experts = layers * (self.routing + self.again * there.compute_seconds + back.compute_seconds)
         computing = (
@@ -192,11 +192,23 @@ class StepCostModel:
         durations = self.simulator.durations(both, layer, grid) | known
         return self.simulator.run(search(both, durations).program, layer, grid, known=known)
 
-    def _passes_of(self, there: Simulated, apart: float, together: float) -> PassSeconds:
+    def _run_seconds(self, run: StageRun, there: Simulated, back: Simulated) -> float:
+        """Return the seconds of a micro-batch in a run of layers, forward and backward."""
+        model, once = self.model, self.once
+        dense = (run.blocks - run.sparse) * (3 + self._runs_again("mlp")) * once.dense
+        activated = 0.0 if self.again > 1 else self._activated_again
+        sparse = self.again * there.seconds + back.seconds + activated + self.routing
+        sparse += (3 + self._runs_again("moe", "shared_experts")) * once.shared
+        around = run.blocks * (3 * once.attention + self._attention_again) + dense
+        # Of the output every rank of `model` has a part.
+        return around + run.sparse * sparse + 3 * run.outputs * once.unembed * model.pipeline.ranks
+
+    def _passes_of(self, there: Simulated, back: Simulated, apart: float, together: float) -> PassSeconds:
         """Return the seconds of the passes of one run of layers.
 
         Args:
             there: the forward program of an MoE layer.
+            back: its backward program.
             apart: seconds of a micro-batch, forward and backward.
             together: the same beside another micro-batch.
         """
@@ -209,12 +221,14 @@ class StepCostModel:
         weights += model.moe_layers * (once.shared + self._expert_seconds)
         # Where a schedule has no pairs, what overlapping saves is spread over all passes.
         part = (1.0 if model.pipeline.pairs else together / apart) / model.pipeline.parts
+        each = apart / model.pipeline.parts
         values = model.layer.tokens * model.layer.dim * model.layer.element_bytes
         return PassSeconds(
             forward=part * forward,
             inputs=part * max(apart - forward - weights, 0.0),
             weights=part * weights,
             together=together / model.pipeline.parts,
+            shares=tuple(self._run_seconds(run, there, back) / each for run in model.runs),
             hop=self._hop(values / (self.grid.tp if model.sequence_parallel else 1)),
         )
 
@@ -344,7 +358,10 @@ class StepCostModel:
         if self.simulator.timing.starts_early or self.model.overlapped:
             crossing = 0.0
         attention = self.once.attention
-        gathering = [moves * (sum(self._unit_seconds) - attention) * self._in_parts for moves in (1, 2)]
+        gathering = [
+            (moves * sum(self._unit_seconds) - passes * attention) * self._in_parts
+            for passes, moves in ((1, self._gathered), (2, self._gathered + 1))
+        ]
         passes = (self.again - 1) * max(compute, crossing)
         passes += max(compute, crossing, gathering[0]) + max(2 * compute, crossing, gathering[1])
         return self._outside + self.model.micro_batches * self.model.moe_layers * passes
@@ -353,12 +370,12 @@ class StepCostModel:
     def sharding(self) -> dict[str, float]:
         """Seconds per micro-batch of gathering parameters twice and scattering gradients, for each kind of unit, alone."""
         (dense, experts), (dense_copies, expert_copies) = self._unit_seconds, self._copy_seconds
-        model = self.model
+        model, moves = self.model, 2 * self._gathered + 1
         ends = reduce_seconds(self.cluster, self.grid, self._root_bytes, self.grid.tp, self._shards[0]) / 2
         return {
-            "dense": model.num_layers * (3 * dense + dense_copies),
-            "experts": model.moe_layers * (3 * experts + expert_copies),
-            "ends": 3 * ends,
+            "dense": model.num_layers * (moves * dense + dense_copies),
+            "experts": model.moe_layers * (moves * experts + expert_copies),
+            "ends": moves * ends,
         }
 
     @cached_property
@@ -392,10 +409,17 @@ class StepCostModel:
 
         inner, hidden, ends = layer.matrices * dim * model.inner, model.shared_hidden, dim * model.vocab / grid.tp
         copies = 10 * tokens * dim * size / grid.tp / self._rates.memory
+        # Low-rank attention puts queries and keys together from the parts with positions and without.
+        joined = 2 * tokens * model.attention_up_kept * size / grid.tp / self._rates.memory
         scores = float(self._rates.product_seconds(rows, model.scores / grid.tp, 0.0)[0])
+        scores /= self.cluster.device.score_share
+        # Keys and values of every other part of a sequence come by, forward once, backward once more and with their
+        # gradients, behind the scores (ring attention, Liu et al. 2023).
+        others = tokens * (model.key_values or 2 * dim) * size * model.shares_sequence / grid.tp
+        scores = max(scores, reduce_seconds(self.cluster, grid, others, grid.tp, model.shares_sequence) / 2)
         projections, dense = product(model.attention, grid.tp, 2 * dim), product(inner, grid.tp, dim + model.inner)
         return Once(
-            attention=projections + scores + copies + over_tp,
+            attention=projections + scores + copies + joined + over_tp,
             projections=projections,
             scores=scores,
             up=product(model.attention_up, grid.tp, 0.0) if model.attention_up else 0.0,
@@ -418,7 +442,8 @@ class StepCostModel:
             (self.model.moe_layers, dense + experts, dense_copies + expert_copies, (there, back)),
             (self.model.num_layers - self.model.moe_layers, dense, dense_copies, None),
         ):
-            for passes, moved, index in ((1, gathered, 0), (2, 2 * gathered + copied, 1)):
+            share = self._gathered
+            for passes, moved, index in ((1, share * gathered, 0), (2, (share + 1) * gathered + copied, 1)):
                 run = None if inner is None else inner[index]
                 idle = 0.0 if run is None else max(run.seconds - run.communication_seconds, 0.0)
                 hidden = 0.0 if self.cluster.host.runs_compute else idle + passes * self.once.attention
@@ -451,6 +476,11 @@ class StepCostModel:
     def _in_parts(self) -> bool:
         """Whether parameters are gathered for every block of every micro-batch."""
         return self.model.sharded == "parameters"
+
+    @property
+    def _gathered(self) -> float:
+        """Bytes of a parameter that is gathered over those of its gradient."""
+        return (self.model.gathered_bytes or self.model.parameter_bytes) / self.model.parameter_bytes
 
     @property
     def _gatherings(self) -> float:
@@ -568,7 +598,7 @@ class StepCostModel:
         for num_bytes, stride, ranks in units:
             inside = min(ranks, max(1, where // stride))
             total += where / inside * num_bytes * (1 - inside / ranks)
-        return 3 * total * link.devices / where / link.slowest
+        return (2 * self._gathered + 1) * total * link.devices / where / link.slowest
 
     def _run_of(self, link: Link) -> int:
         """Return how many devices leave by a link: of one that only carries what leaves a node, all of the node, evenly."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from moesaic.cost.pipeline import Pipeline
 from moesaic.cost.workload import Workload
@@ -12,6 +12,18 @@ from moesaic.errors import InputError
 Part = Literal["block", "core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
 PARTS: tuple[Part, ...] = get_args(Part)
 """What is computed again in backward: a whole block, or a part of it under the name that Megatron has for it."""
+
+
+class StageRun(NamedTuple):
+    """A run of layers of a pipeline."""
+
+    blocks: int
+    sparse: int
+    """Of them, those with an MoE layer."""
+    outputs: int
+    """How often it computes the output."""
+
+
 Sharded = Literal["parameters", "gradients", "optimizer", "none"]
 """As of `StepModel.sharded`."""
 
@@ -41,6 +53,8 @@ class StepModel:
     """Inner width of a shared expert that every token passes in an MoE layer; 0 for none."""
     parameter_bytes: int = 4
     """Of a parameter, of its gradient, and of each of Adam's two moments."""
+    gathered_bytes: int = 0
+    """Of a parameter that lies in parts, on its way to the ranks that compute with it; 0 for `parameter_bytes`."""
     sparse_layers: int | None = None
     """Blocks with an MoE layer; None for those that `moe_every` says."""
     attention_parameters: float = 0.0
@@ -48,6 +62,10 @@ class StepModel:
     score_operations: float = 0.0
     """Of a token and block where queries meet keys and values, the mean over blocks; 0 for heads as wide as a token that see
     all tokens before it."""
+    key_values: float = 0.0
+    """Values per token of a block's keys and values; 0 for two of a token's width."""
+    shares_sequence: int = 1
+    """Ranks that have a part of each sequence, and pass keys and values round (context parallelism)."""
     attention_kept: float = 0.0
     """Values per token that a block's attention keeps for backward, its input among them, the mean over blocks; 0 for 5.5 times
     a token's width: input, queries, keys, values, result, and the mask of a dropout (Korthikanti et al. 2022, section 4.1)."""
@@ -68,6 +86,8 @@ class StepModel:
     """How often the output is computed for a token: once, and once more for every further token that is predicted."""
     pipeline: Pipeline = field(default_factory=Pipeline)
     """Its stages; `num_layers` are those that a rank works through for a micro-batch, and `vocab` its part."""
+    runs: tuple[StageRun, ...] = ()
+    """Runs of layers of the whole pipeline, where they are unlike; () for equal ones."""
     alive: float = 0.0
     """Micro-batches whose activations a rank keeps at once; 0 for those of the rank of the pipeline that keeps most."""
     replicas: int = 1

@@ -94,20 +94,12 @@ class Digits:
 
     def axis(self, axis: Axis) -> frozenset[int]:
         """Return the digits of an axis."""
-        grid, replica = self.grid, self.grid.ep * self.grid.etp
-        etp_at, ep_at = (1, grid.etp) if grid.innermost == "etp" else (grid.ep, 1)
-        spans = {
-            "tp": (1, grid.tp),
-            "dp": (grid.tp, grid.world),
-            "edp": (replica, grid.world),
-            "ep": (ep_at, ep_at * grid.ep),
-            "etp": (etp_at, etp_at * grid.etp),
-            "etp_inner": (etp_at, etp_at * grid.etp_inner),
-            "etp_outer": (etp_at * grid.etp_inner, etp_at * grid.etp),
-            "node": (self.per_node, max(replica, self.per_node)),
-            "local": (1, min(self.per_node, replica)),
-        }
-        return self.within(*spans[axis])
+        replica = self.grid.ep * self.grid.etp
+        if axis == "node":
+            return self.within(self.per_node, max(replica, self.per_node))
+        if axis == "local":
+            return self.within(1, min(self.per_node, replica))
+        return self.within(*self.grid.spans[axis])
 
     def axes(self, axes: Iterable[Axis]) -> frozenset[int]:
         """Return the digits of several axes."""

@@ -152,7 +152,8 @@ class Topology:
                     on_each = np.bincount(at, weights=num_bytes[used] * times)
                     each = each / np.interp(np.log(on_each[at]), np.log(link.sizes), link.size_share)
                 if link.users:
-                    crowd = [len({*a[used][at == one], *b[used][at == one]}) for one in at]
+                    units, which = np.unique(at, return_inverse=True)
+                    crowd = np.array([len({*a[used][at == one], *b[used][at == one]}) for one in units])[which]
                     each = each / np.interp(crowd, link.users, link.users_share)
                 spent = num_bytes[used] * each + messages[used] * link.message_us * 1e-6
                 np.add.at(total[0], at, spent * times)

@@ -96,7 +96,7 @@ class Settings:
     """Times the best step so far from which on no further plan is tried on a layout after its first one, and times a layout's
     best start from which on another schedule is no start. A smaller number is faster, and may miss a plan."""
     reserve_gib: float = 1.0
-    """Memory that the framework and fragmentation take."""
+    """Memory that the framework takes, fragments of the allocator (`cost/memory.py`) not counted."""
 
     @property
     def compression(self) -> float:

@@ -56,6 +56,8 @@ class HubAttention:
     the sequence."""
     kept: float = 0.0
     """Values per token that backward needs: what products and norms read, queries, keys, values, and the result."""
+    key_values: float = 0.0
+    """Values per token of keys and values."""
     up_kept: float = 0.0
     """Of these, what low-rank attention expands."""
     up: float = 0.0
@@ -92,7 +94,7 @@ class HubShape(ModelShape):
         each = self.attention
         return {
             "attention_parameters": each.parameters, "score_operations": 2 * each.width * self.seq_len / 2,
-            "attention_kept": each.kept, "attention_up_kept": each.up_kept, "attention_up": each.up,
+            "attention_kept": each.kept, "key_values": each.key_values, "attention_up_kept": each.up_kept, "attention_up": each.up,
             "embeddings": 1 if self.tied else 2,
         }  # fmt: skip
 
@@ -214,11 +216,13 @@ def _attention(table: Mapping[str, Any], found: Mapping[str, int], seq_len: int)
         # Each of the two low ranks before its norm and after it; keys and queries alike have both parts.
         up_kept = float(heads * (2 * (nope + rope) + value))
         kept = dim + 2 * query + 2 * rank + rope + up_kept + heads * value
+        key_values = float(heads * (nope + rope + value))
     else:
         each, kv = found.get("head_dim", dim // heads), found.get("kv_heads", heads)
         gates, normed = 2 if table.get("attn_output_gate") else 1, 2 if table.get("use_qk_norm") else 1
         full, width = (1 + gates) * dim * heads * each + 2 * dim * kv * each, 2.0 * heads * each
         kept = dim + normed * (heads + kv) * each + kv * each + gates * heads * each
+        key_values = 2.0 * kv * each
     kinds = table.get("layer_types") or ()
     interval = table.get("full_attention_interval")
     linear = (
@@ -230,7 +234,8 @@ def _attention(table: Mapping[str, Any], found: Mapping[str, int], seq_len: int)
     seen = (window - window**2 / (2 * seq_len)) / (seq_len / 2)
     return HubAttention(
         parameters=((layers - linear) * full + linear * _linear_attention(table, dim)) / layers,
-        width=(layers - linear - sliding * (1 - seen)) * width / layers, kept=kept, up_kept=up_kept, up=up,
+        width=(layers - linear - sliding * (1 - seen)) * width / layers, kept=kept, key_values=key_values,
+        up_kept=up_kept, up=up,
     )  # fmt: skip
 
 

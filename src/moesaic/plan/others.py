@@ -18,7 +18,7 @@ from moesaic.cost.cluster import ELEMENT_BYTES, ClusterSpec
 from moesaic.cost.pipeline import Pipeline
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import StepCostModel
-from moesaic.cost.step_model import PARTS, Part, Sharded, StepModel
+from moesaic.cost.step_model import PARTS, Part, Sharded, StageRun, StepModel
 from moesaic.errors import InputError
 from moesaic.plan.findings import Found
 from moesaic.plan.layouts import compile_on
@@ -215,8 +215,8 @@ def _value(flag: str, given: list[str], make: Any) -> Any:
 def predict(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> Found:
     """Return a step under a layout of another system; its plan is the nearest of ours, without chunks.
 
-    Pipeline stages are equal, and wait for the first and the last micro-batch only. Ranks that share a sequence have a part of
-    its tokens each and the means of its scores; what they send each other hides behind them.
+    Blocks are dealt to the pipeline's stages in runs, of unequal ones the first are longer; the last has the output. Ranks that
+    share a sequence have a part of its tokens each and the means of its scores, and pass keys and values round behind them.
 
     Args:
         job: sizes of the model; its own batch does not count.
@@ -252,11 +252,12 @@ def predict(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> Found:
     whole = replace(job, batch_size=groups * layout.micro_batch).step_model(cluster, groups)
     whole = replace(whole, micro_batches=batch // (groups * layout.micro_batch))
     step, simulator = _stage(whole, layout), Simulator(cluster)
+    step = replace(step, runs=_runs(job, whole, step, layout.mtp))
     around, compiled = StepCostModel(step, grid, simulator), compile_on(plan, grid, simulator, step.layer)
     programs = compiled.forward, compiled.backward
     there, back = (simulator.run(each, step.layer, compiled.grid) for each in programs)
     both = around.beside(*programs, compiled.grid) if step.overlapped else None
-    ranks = [StepCostModel(each, grid, simulator) for each in _ranks(job, whole, step, layout)]
+    ranks = [StepCostModel(each, grid, simulator) for each in _ranks(whole, step)]
     return Found(
         plan=plan,
         grid=grid,
@@ -287,7 +288,7 @@ def longer_by_narrow_rate(job: Job, cluster: ClusterSpec, layout: OthersLayout) 
 
 
 def _stage(step: StepModel, layout: OthersLayout) -> StepModel:
-    """Return the mean rank of a pipeline; the output and further predictions count for all of them alike."""
+    """Return the rank of a pipeline with the most layers; of the output each has an equal part (`StepModel.runs` has the rest)."""
     blocks = step.num_layers + layout.mtp
     layers, runs = -(-blocks // layout.pp), layout.virtual_pp
     if layout.virtual_layers:
@@ -302,12 +303,13 @@ def _stage(step: StepModel, layout: OthersLayout) -> StepModel:
     return replace(
         step,
         num_layers=layers,
-        sparse_layers=max(1, round((step.moe_layers + layout.mtp) / layout.pp)),
+        sparse_layers=-(-(step.moe_layers + layout.mtp) // layout.pp),
         attention_parameters=attention,
         outputs=1 + layout.mtp,
         vocab=step.vocab // layout.pp,
         layer=replace(step.layer, tokens=tokens, products=layout.precision if layout.is_narrow else None),
         seq_len=step.seq_len // layout.cp,
+        shares_sequence=layout.cp,
         score_operations=step.scores,
         recomputed=layout.recompute,
         keeps_activated=True,
@@ -318,32 +320,42 @@ def _stage(step: StepModel, layout: OthersLayout) -> StepModel:
         sequence_parallel=layout.tp > 1,
         sharded=layout.sharded,
         parameter_bytes=4 if layout.float32_states else 2,
+        # FSDP2 and Megatron's gather what products read (mixed precision), not the float32 master.
+        gathered_bytes=step.layer.element_bytes,
     )
 
 
-def _ranks(job: Job, whole: StepModel, step: StepModel, layout: OthersLayout) -> list[StepModel]:
-    """Return every rank of a pipeline with the blocks that it has, and with the embedding or the output if it has them.
+def _runs(job: Job, whole: StepModel, step: StepModel, mtp: int) -> tuple[StageRun, ...]:
+    """Return the runs of layers of a pipeline: blocks in equal numbers, of unequal ones the first are longer; further predictions
+    come last, and the output behind them; () without a pipeline."""
+    count = step.pipeline.num_runs
+    if count == 1:
+        return ()
+    sparse = [job.model.is_sparse(block) for block in range(whole.num_layers)] + [True] * mtp
+    return tuple(
+        StageRun(len(run), int(run.sum()), step.outputs * (number == count - 1))
+        for number, run in enumerate(np.array_split(np.array(sparse), count))
+    )
 
-    Blocks are dealt in equal runs, of unequal ones the first are longer; further predictions come last.
-    """
-    if layout.pp == 1:
+
+def _ranks(whole: StepModel, step: StepModel) -> list[StepModel]:
+    """Return every rank of a pipeline with the blocks that it has, and with the embedding or the output if it has them."""
+    if not step.runs:
         return [step]
-    sparse = [job.model.is_sparse(block) for block in range(whole.num_layers)] + [True] * layout.mtp
     alive, found = step.pipeline.alive(step.micro_batches), []
-    for rank, runs in enumerate(step.pipeline.runs_of_ranks):
-        blocks = [
-            block for run in runs for block in np.array_split(np.arange(len(sparse)), step.pipeline.num_runs)[run]
-        ]
-        embeds, ends = 0 in runs, step.pipeline.num_runs - 1 in runs
+    for rank, numbers in enumerate(step.pipeline.runs_of_ranks):
+        runs = [step.runs[number] for number in numbers]
+        embeds, ends = 0 in numbers, any(run.outputs for run in runs)
         found.append(
             replace(
                 step,
-                num_layers=max(len(blocks), 1),
-                sparse_layers=sum(sparse[block] for block in blocks),
+                num_layers=max(sum(run.blocks for run in runs), 1),
+                sparse_layers=sum(run.sparse for run in runs),
                 vocab=whole.vocab * (embeds or ends),
                 embeddings=max(1, embeds + ends * (whole.embeddings - 1)) if embeds and ends else 1,
                 outputs=step.outputs * ends,
                 pipeline=Pipeline(),
+                runs=(),
                 alive=alive[rank],
             )
         )

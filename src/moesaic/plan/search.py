@@ -17,7 +17,7 @@ import numpy as np
 
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.even import MAX_RANKS_APART
-from moesaic.cost.memory import GIB
+from moesaic.cost.memory import FRAGMENTED, GIB, usable_bytes
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import StepCostModel, mean_of
 from moesaic.cost.timing import Simulated
@@ -111,7 +111,7 @@ class _Search:
 
     @property
     def _memory(self) -> float:
-        return (self.cluster.device.memory_gib - self.settings.reserve_gib) * GIB
+        return usable_bytes(self.cluster, self.settings.reserve_gib)
 
     def _surround(self, grid: Grid, number: int, count: int) -> StepCostModel:
         self.progress("bounding layouts", number, count)
@@ -257,12 +257,12 @@ class _Search:
 
     def _too_large(self, grid: Grid, num_bytes: float) -> InputError:
         device, reserve = self.cluster.device.memory_gib, self.settings.reserve_gib
-        over = num_bytes / GIB + reserve - device
+        over = (num_bytes - self._memory) * FRAGMENTED / GIB
         recompute = "" if self.job.model.checkpoint_activations else "set model.checkpoint_activations, "
         return InputError(
             f"the model fits no layout of {self.cluster.world} ranks: the smallest, {name_of(grid)}, needs "
-            f"{num_bytes / GIB:.1f} GiB and {reserve:g} in reserve, {over:.1f} more than a device of {self.cluster.name} has "
-            f"({device:g}): {recompute}use a smaller batch_size, or more nodes"
+            f"{num_bytes / GIB:.1f} GiB, {FRAGMENTED - 1:.0%} more by fragments and {reserve:g} in reserve, {over:.1f} more than a "
+            f"device of {self.cluster.name} has ({device:g}): {recompute}use a smaller batch_size, or more nodes"
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import lcm
 from typing import Literal
 
 from moesaic.errors import InputError
@@ -80,18 +81,15 @@ class Grid:
     @property
     def shares_tp_and_etp(self) -> bool:
         """Whether the tensor groups are the expert-shard groups, as TED needs."""
-        return all(self.group(rank, ("tp",)) == self.group(rank, ("etp",)) for rank in range(self.world))
+        return self.tp == self.etp and (self.etp == 1 or self.spans["etp"][0] == 1)
 
-    @cached_property
+    @property
     def nodes_per_replica(self) -> int:
         """Nodes over which one copy of the experts is spread; 0 if it is spread unevenly."""
-        replicas = {self.group(rank, ("ep", "etp")) for rank in range(self.world)}
-        shapes = set()
-        for replica in replicas:
-            nodes = [self.node_of(rank) for rank in replica]
-            shapes.add((len(set(nodes)), tuple(sorted({nodes.count(node) for node in nodes}))))
-        regular = len(shapes) == 1 and len(next(iter(shapes))[1]) == 1
-        return next(iter(shapes))[0] if regular else 0
+        replica, per_node = self.ep * self.etp, self.ranks_per_node or self.world
+        if replica % per_node == 0:
+            return replica // per_node
+        return int(per_node % replica == 0)
 
     @property
     def cast_levels(self) -> tuple[int, ...]:
@@ -104,7 +102,7 @@ class Grid:
     @property
     def has_shards_inside_nodes(self) -> bool:
         """Whether all shards of an expert share a node."""
-        return all(len({self.node_of(peer) for peer in self.group(rank, ("etp",))}) == 1 for rank in range(self.world))
+        return self.etp == 1 or (self.ranks_per_node or self.world) % self.spans["etp"][1] == 0
 
     def size(self, axis: Axis) -> int:
         """Return how many ranks an axis has."""
@@ -124,7 +122,13 @@ class Grid:
 
     def coordinate(self, rank: int, axis: Axis) -> int:
         """Return a rank's place on an axis."""
-        return self._coordinates[rank][axis] if axis in self._coordinates[rank] else self._by_node[rank][axis]
+        if axis in self.spans:
+            start, end = self.spans[axis]
+            return rank % end // start
+        first = rank // (self.ep * self.etp) * (self.ep * self.etp)
+        if axis == "node":
+            return self.node_of(rank) - self.node_of(first)
+        return rank - max(first, rank - self.local_of(rank))
 
     def group(self, rank: int, axes: tuple[Axis, ...]) -> tuple[int, ...]:
         """Return the ranks that share `rank`'s place on all other axes of the view, ascending; it is one of them.
@@ -133,42 +137,50 @@ class Grid:
             rank: a member.
             axes: axes of one view; () gives the rank alone.
         """
-        return self._groups[(rank, axes)] if (rank, axes) in self._groups else self._find_group(rank, axes)
+        if (rank, axes) not in self._groups:
+            found = self._find_group(rank, axes)
+            self._groups.update({(member, axes): found for member in found})
+        return self._groups[(rank, axes)]
+
+    def kinds_of_groups(self, axes: tuple[Axis, ...]) -> list[tuple[int, ...]]:
+        """Return the groups over some axes of one view; of those that are equal but for a shift by whole nodes, the first.
+
+        Tensor groups and copies of the experts are runs of neighbours, so how they lie on the nodes repeats.
+        """
+        reaches_far = not {"dp", "edp"}.isdisjoint(axes)
+        return list(dict.fromkeys(self.group(rank, axes) for rank in range(self.world if reaches_far else self.period)))
+
+    @property
+    def period(self) -> int:
+        """Ranks after which tensor groups, copies of the experts and nodes begin together again."""
+        return lcm(self.tp, self.ep * self.etp, self.ranks_per_node or self.world)
+
+    @cached_property
+    def spans(self) -> dict[Axis, tuple[int, int]]:
+        """Of each axis that does not go by nodes: ranks from one place to the next, and from its first place to its end."""
+        inner = self.etp if self.innermost == "etp" else self.ep
+        etp_at, ep_at = (1, inner) if self.innermost == "etp" else (inner, 1)
+        shards = etp_at * self.etp_inner
+        return {
+            "dp": (self.tp, self.world), "tp": (1, self.tp), "edp": (self.ep * self.etp, self.world),
+            "ep": (ep_at, ep_at * self.ep), "etp": (etp_at, etp_at * self.etp),
+            "etp_outer": (shards, etp_at * self.etp), "etp_inner": (etp_at, shards),
+        }  # fmt: skip
 
     @cached_property
     def _groups(self) -> dict[tuple[int, tuple[Axis, ...]], tuple[int, ...]]:
         return {}
 
-    @cached_property
-    def _coordinates(self) -> list[dict[Axis, int]]:
-        table: list[dict[Axis, int]] = []
-        inner, outer = (self.etp, self.ep) if self.innermost == "etp" else (self.ep, self.etp)
-        for rank in range(self.world):
-            edp, within = divmod(rank, inner * outer)
-            high, low = divmod(within, inner)
-            ep, etp = (high, low) if self.innermost == "etp" else (low, high)
-            place: dict[Axis, int] = {"dp": rank // self.tp, "tp": rank % self.tp, "edp": edp, "ep": ep, "etp": etp}
-            place["etp_outer"], place["etp_inner"] = divmod(etp, self.etp_inner)
-            table.append(place)
-        return table
-
-    @cached_property
-    def _by_node(self) -> list[dict[Axis, int]]:
-        table: list[dict[Axis, int]] = [{} for _ in range(self.world)]
-        for rank in range(self.world):
-            replica = self.group(rank, ("ep", "etp"))
-            nodes = sorted({self.node_of(peer) for peer in replica})
-            mates = [peer for peer in replica if self.node_of(peer) == self.node_of(rank)]
-            table[rank] = {"node": nodes.index(self.node_of(rank)), "local": mates.index(rank)}
-        return table
-
     def _find_group(self, rank: int, axes: tuple[Axis, ...]) -> tuple[int, ...]:
         view = next((v for v in VIEWS if set(axes) <= set(v)), None)
         assert view is not None, f"{axes} are not axes of one view"
-        fixed = [axis for axis in view if axis not in axes]
-        members: dict[tuple[int, ...], list[int]] = {}
-        for each in range(self.world):
-            members.setdefault(tuple(self.coordinate(each, axis) for axis in fixed), []).append(each)
-        for group in map(tuple, members.values()):
-            self._groups.update({(member, axes): group for member in group})
-        return self._groups[(rank, axes)]
+        if view == BY_NODE:
+            replica = self.ep * self.etp
+            first = rank // replica * replica
+            ranks = range(self.world) if "edp" in axes else range(first, first + replica)
+            fixed = [(axis, self.coordinate(rank, axis)) for axis in view if axis not in axes]
+            return tuple(each for each in ranks if all(self.coordinate(each, axis) == place for axis, place in fixed))
+        found = [rank - sum(self.coordinate(rank, axis) * self.spans[axis][0] for axis in axes)]
+        for start, end in (self.spans[axis] for axis in axes):
+            found = [each + step for each in found for step in range(0, end, start)]
+        return tuple(sorted(found))

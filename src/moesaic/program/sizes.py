@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -114,30 +115,55 @@ class AbstractLayoutIndex(ABC):
     def received(self, move: Move, rank: int) -> Matched:
         """Return what a rank receives in a movement."""
 
+    def ranks_apart(self, layout: Layout, group: tuple[Axis, ...] = ()) -> int:
+        """Return after how many ranks slots of a layout hold the same pieces again, origins moved by as many ranks.
+
+        Args:
+            layout: of the slots.
+            group: axes over which ranks exchange them.
+        """
+        return self.grid.world
+
     def pieces_of_all(self, layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return rank, origin, expert and chunk of what slots of a layout hold on all ranks, rank after rank."""
         if layout not in self._of_all:
-            found = [self.pieces(layout, rank) for rank in range(self.grid.world)]
-            ranks = np.repeat(np.arange(self.grid.world), [len(each.number) for each in found])
-            names = ("origin", "expert", "chunk")
-            origin, expert, chunk = (np.concatenate([getattr(each, name) for each in found]) for name in names)
-            self._of_all[layout] = ranks, origin, expert, chunk
+            apart = self.ranks_apart(layout)
+            found = [self.pieces(layout, rank) for rank in range(apart)]
+            ranks = np.repeat(np.arange(apart), [len(each.number) for each in found])
+            origin, expert, chunk = (
+                np.concatenate([getattr(each, name) for each in found]) for name in ("origin", "expert", "chunk")
+            )
+            steps = np.arange(0, self.grid.world, apart)
+            by_rank = steps if FLOWS[layout.flow].origins is None else np.zeros_like(steps)
+            self._of_all[layout] = (
+                _further(ranks, steps), _further(origin, by_rank), np.tile(expert, len(steps)), np.tile(chunk, len(steps)),
+            )  # fmt: skip
         return self._of_all[layout]
 
     def sent_by_all(self, move: Move) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return what all ranks send in a movement: source times ranks plus target, origin, expert and chunk of each piece."""
         if move not in self._sent_by_all:
-            world, (ranks, *of_all) = self.grid.world, self.pieces_of_all(move.source)
-            first = np.searchsorted(ranks, np.arange(world))
-            sent = [self.sent(move, rank) for rank in range(world)]
-            pairs = [
-                rank * world + np.repeat(np.array(each.peers, dtype=np.int64), np.diff(each.starts))
-                for rank, each in enumerate(sent)
-            ]
-            places = np.concatenate([start + each.places for start, each in zip(first, sent)])
-            origin, expert, chunk = (values[places] for values in of_all)
-            self._sent_by_all[move] = np.concatenate(pairs), origin, expert, chunk
+            world = self.grid.world
+            apart = max(self.ranks_apart(layout, move.group) for layout in (move.source, move.target))
+            pairs, origin, expert, chunk = self._sent_by(move, apart)
+            steps = np.arange(0, world, apart)
+            by_rank = steps if FLOWS[move.source.flow].origins is None else np.zeros_like(steps)
+            self._sent_by_all[move] = (
+                _further(pairs, steps * (world + 1)), _further(origin, by_rank), np.tile(expert, len(steps)),
+                np.tile(chunk, len(steps)),
+            )  # fmt: skip
         return self._sent_by_all[move]
+
+    def _sent_by(self, move: Move, ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return what the first ranks send, as of `sent_by_all`."""
+        found: list[tuple[np.ndarray, ...]] = []
+        for rank in range(ranks):
+            sent, held = self.sent(move, rank), self.pieces(move.source, rank)
+            target = np.repeat(np.array(sent.peers, dtype=np.int64), np.diff(sent.starts))
+            at = sent.places
+            found.append((rank * self.grid.world + target, held.origin[at], held.expert[at], held.chunk[at]))
+        pairs, origin, expert, chunk = (np.concatenate(values) for values in zip(*found))
+        return pairs, origin, expert, chunk
 
     @abstractmethod
     def tokens_later(self, copies: Layout, rank: int) -> np.ndarray | None:
@@ -246,42 +272,70 @@ class LayoutIndex(AbstractLayoutIndex):
             self._match(move, rank)
         return self._received[(move, rank)]
 
+    def ranks_apart(self, layout: Layout, group: tuple[Axis, ...] = ()) -> int:
+        """Return `Grid.period` for what stays within copies of the experts and tensor groups, else all ranks."""
+        far = not {"dp", "edp"}.isdisjoint((*layout.spread, *group))
+        return self.grid.world if far else self.grid.period
+
     def tokens_later(self, copies: Layout, rank: int) -> np.ndarray | None:
         """Return None: tokens stand where those of their origin start."""
         return None
 
+    def _sent_by(self, move: Move, ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return what the first ranks send, without telling each of them."""
+        found: list[tuple[np.ndarray, ...]] = []
+        for members in dict.fromkeys(self.grid.group(rank, move.group) for rank in range(ranks)):
+            held, of = [self.pieces(move.source, member) for member in members], np.array(members)
+            ends = self._exchanged(move, members)
+            at = ends.there + np.cumsum([0, *(len(each.number) for each in held)])[ends.source]
+            pieces = (
+                np.concatenate([getattr(each, name) for each in held])[at] for name in ("origin", "expert", "chunk")
+            )
+            found.append((of[ends.source] * self.grid.world + of[ends.target], *pieces))
+        pairs, origin, expert, chunk = (np.concatenate(values) for values in zip(*found))
+        return pairs, origin, expert, chunk
+
     def _match(self, move: Move, rank: int) -> None:
-        """Match the pieces of all ranks that exchange with `rank`: all that they hold is sorted, and looked up at once."""
+        """Match the pieces of all ranks that exchange with `rank`."""
         members = self.grid.group(rank, move.group)
-        held = [self.pieces(move.source, member) for member in members]
-        number = np.concatenate([each.number for each in held])
-        holder = np.repeat(np.arange(len(members)), [len(each.number) for each in held])
-        place = np.concatenate([np.arange(len(each.number)) for each in held])
-        order = np.lexsort((holder, number))
-        number, holder, place = number[order], holder[order], place[order]
-        sends: dict[int, list[tuple[int, np.ndarray]]] = {member: [] for member in members}
-        for index, target in enumerate(members):
-            wanted = self.pieces(move.target, target).number
-            first, end = (np.searchsorted(number, wanted, side=side) for side in ("left", "right"))
-            if move.reduce:
-                count = end - first
-                here = np.repeat(np.arange(len(wanted)), count)
-                at = np.arange(len(here)) + np.repeat(first - (count.cumsum() - count), count)
-                source, there = holder[at], place[at]
-            else:  # its own piece, else that of the lowest rank
-                own, here = find(held[index], wanted), np.arange(len(wanted))
-                first = np.minimum(first, max(len(number) - 1, 0))
-                source = np.where(own >= 0, index, holder[first] if len(number) else 0)
-                there = np.where(own >= 0, own, place[first] if len(number) else 0)
-            known = number[end - 1] == wanted if len(number) else np.zeros(len(wanted), dtype=bool)
-            assert known.all(), f"rank {target} wants pieces that no rank of its group holds"
-            by_source = np.argsort(source, kind="stable")
-            splits = np.split(by_source, np.flatnonzero(np.diff(source[by_source])) + 1) if len(by_source) else []
-            self._received[(move, target)] = matched([(members[source[each[0]]], here[each]) for each in splits])
-            for each in splits:
-                sends[members[source[each[0]]]].append((target, there[each]))
-        for member, lots in sends.items():
-            self._sent[(move, member)] = matched(lots)
+        ends = self._exchanged(move, members)
+        for table, mine, peer, places in (
+            (self._sent, ends.source, ends.target, ends.there), (self._received, ends.target, ends.source, ends.here),
+        ):  # fmt: skip
+            order = np.lexsort((peer, mine))
+            cuts = np.searchsorted(mine[order], np.arange(len(members) + 1))
+            for number, member in enumerate(members):
+                of = order[cuts[number] : cuts[number + 1]]
+                starts = (
+                    np.flatnonzero(np.diff(peer[of], prepend=-1, append=-1)) if len(of) else np.zeros(1, dtype=np.int64)
+                )
+                peers = tuple(members[each] for each in peer[of][starts[:-1]].tolist())
+                table[(move, member)] = Matched(peers, starts, places[of])
+
+    def _exchanged(self, move: Move, members: tuple[int, ...]) -> _Exchanged:
+        """Match the pieces of ranks that exchange: all that they hold is sorted, and looked up at once."""
+        held = [self.pieces(move.source, member).number for member in members]
+        wants = [self.pieces(move.target, member).number for member in members]
+        holder, target = (np.repeat(np.arange(len(members)), list(map(len, lists))) for lists in (held, wants))
+        place, here = (np.concatenate([np.arange(len(each)) for each in lists]) for lists in (held, wants))
+        number, wanted = np.concatenate(held), np.concatenate(wants)
+        # Of a piece the lowest rank that holds it comes first.
+        keys = number * len(members) + holder
+        order = np.argsort(keys, kind="stable")
+        keys, number, holder, place = keys[order], number[order], holder[order], place[order]
+        first, end = (np.searchsorted(number, wanted, side=side) for side in ("left", "right"))
+        missing = np.unique(target[first == end]).tolist()
+        assert not missing, f"ranks {[members[each] for each in missing]} want pieces that no rank of their group holds"
+        if move.reduce:
+            count = end - first
+            at = np.arange(count.sum()) + np.repeat(first - (count.cumsum() - count), count)
+            target, here = np.repeat(target, count), np.repeat(here, count)
+        elif len(keys):  # its own piece, else that of the lowest rank
+            own = np.minimum(np.searchsorted(keys, wanted * len(members) + target), len(keys) - 1)
+            at = np.where(keys[own] == wanted * len(members) + target, own, first)
+        else:
+            at = first
+        return _Exchanged(holder[at], target, place[at], here)
 
     def _chunks(self, layout: Layout, rank: int) -> np.ndarray:
         if not FLOWS[layout.flow].is_cut:
@@ -311,6 +365,22 @@ class LayoutIndex(AbstractLayoutIndex):
         at = np.array([self.grid.coordinate(rank, "ep") for rank in range(self.grid.world)])
         home = expert // (self.num_experts // self.grid.ep)
         return (home // each - at[origin] // each) % groups
+
+
+class _Exchanged(NamedTuple):
+    """Pieces that ranks of a group exchange, (n,) each; ranks by their places in the group."""
+
+    source: np.ndarray
+    target: np.ndarray
+    there: np.ndarray
+    """Place in the source's slot."""
+    here: np.ndarray
+    """Place in the target's slot."""
+
+
+def _further(values: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """Return the values again and again, each time another step further, (steps * values,)."""
+    return (steps[:, None] + values).reshape(-1)
 
 
 def find(held: Pieces, wanted: np.ndarray) -> np.ndarray:
@@ -361,6 +431,42 @@ class Runs:
     def are_all_of(self, num_rows: int) -> bool:
         """Whether these are the rows 0, 1, ... num_rows - 1."""
         return self.total == num_rows and not self.offsets[self.sizes > 0].any()
+
+
+@dataclass(frozen=True)
+class Moved:
+    """How many rows each rank sends to each other in a movement; none to itself."""
+
+    world: int
+    source: np.ndarray
+    """(n,) int64, ascending; within one, targets ascend."""
+    target: np.ndarray
+    rows: np.ndarray
+    """(n,) int64, above 0."""
+
+    def between(self, source: np.ndarray, target: np.ndarray) -> np.ndarray:
+        """Return the rows from each of some ranks to another, (pairs,) int64."""
+        if not len(self.rows):
+            return np.zeros(len(source), dtype=np.int64)
+        pairs, wanted = self.source * self.world + self.target, source * self.world + target
+        place = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
+        return np.where(pairs[place] == wanted, self.rows[place], 0)
+
+    def on_legs(self, legs: np.ndarray) -> Moved:
+        """Return the rows of a hop.
+
+        Args:
+            legs: (4, packets) source and target of each packet, and of its leg, as of `legs_by_hop`.
+        """
+        return moved_rows(self.world, legs[2] * self.world + legs[3], self.between(legs[0], legs[1]))
+
+
+def moved_rows(world: int, pairs: np.ndarray, rows: np.ndarray) -> Moved:
+    """Return rows summed by pair of ranks, (source times ranks plus target)."""
+    some = (rows > 0) & (pairs % (world + 1) != 0)
+    found, number = np.unique(pairs[some], return_inverse=True)
+    summed = np.bincount(number, weights=rows[some], minlength=len(found)).astype(np.int64)
+    return Moved(world, found // world, found % world, summed)
 
 
 @dataclass(frozen=True)
@@ -447,7 +553,7 @@ class CallSizes:
         self._near: dict[int, np.ndarray] = {}
         self._outgoing: dict[tuple[Move, int], Splits] = {}
         self._incoming: dict[tuple[Move, int], Splits] = {}
-        self._moved: dict[Move, np.ndarray] = {}
+        self._moved: dict[Move, Moved] = {}
 
     def helped(self, rank: int) -> np.ndarray:
         """Return which experts a rank computes copies of for their homes, (num_experts,) bool."""
@@ -513,6 +619,21 @@ class CallSizes:
         per_expert = np.bincount(expert, weights=rows, minlength=self.num_experts).astype(np.int64)
         return per_expert[self.held(layout, rank)]
 
+    def rows_per_expert_of_ranks(self, layout: Layout) -> np.ndarray:
+        """Return the rows of each expert in slots of copies, (world, experts) int64, from the first expert that a rank has on.
+
+        Ranks that have fewer than others have zeros at the end.
+        """
+        rank, *piece = self.shapes.pieces_of_all(layout)
+        expert = piece[1]
+        first = np.full(self.grid.world, self.num_experts, dtype=np.int64)
+        np.minimum.at(first, rank, expert)
+        place = expert - first[rank]
+        most = int(place.max(initial=0)) + 1
+        rows = self._rows[layout.flow][tuple(piece)]
+        found = np.bincount(rank * most + place, weights=rows, minlength=self.grid.world * most)
+        return found.astype(np.int64).reshape(self.grid.world, most)
+
     def ends(self, layout: Layout, rank: int) -> np.ndarray:
         """Return one past the last row of each expert in a slot of copies, (experts of the layout,) int64."""
         key = (layout, rank)
@@ -555,21 +676,20 @@ class CallSizes:
             self._incoming[key] = self._splits(move.target, move.source, self.shapes.received(move, rank), rank)
         return self._incoming[key]
 
-    def moved(self, move: Move) -> np.ndarray:
-        """Return how many rows each rank sends to each other in a movement, (world, world) int64; none to itself."""
+    def moved(self, move: Move) -> Moved:
+        """Return how many rows each rank sends to each other in a movement."""
         if move not in self._moved:
             world = self.grid.world
-            if move.target.flow in ("weights", "bias"):
-                rows = np.zeros((world, world), dtype=np.int64)
-                for rank in range(world):
-                    splits = self.outgoing(move, rank)
-                    rows[rank, list(splits.peers)] = splits.counts
+            if {move.source.chunk, move.target.chunk}.intersection(("near", "here")):
+                sent = [self.outgoing(move, rank) for rank in range(world)]
+                pairs = np.concatenate(
+                    [rank * world + np.array(each.peers, dtype=np.int64) for rank, each in enumerate(sent)]
+                )
+                rows = np.concatenate([np.array(each.counts, dtype=np.int64) for each in sent])
             else:
-                pair, *piece = self.shapes.sent_by_all(move)
-                sent = self._rows[move.source.flow][tuple(piece)]
-                rows = np.bincount(pair, weights=sent, minlength=world**2).astype(np.int64).reshape(world, world)
-            np.fill_diagonal(rows, 0)
-            self._moved[move] = rows
+                pairs, *piece = self.shapes.sent_by_all(move)
+                rows = self._rows[move.source.flow][tuple(piece)]
+            self._moved[move] = moved_rows(world, pairs, rows)
         return self._moved[move]
 
     def num_moved(self, move: Move, source: int, target: int) -> int:

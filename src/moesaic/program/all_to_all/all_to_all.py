@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import permutations
 
+import numpy as np
+
 from moesaic.errors import InputError
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.task import Lane
@@ -94,22 +96,25 @@ class NodeMap:
         return node // size * size + other % size
 
 
-def legs_by_hop(
-    link: AbstractAllToAll, grid: Grid, group: tuple[Axis, ...]
-) -> dict[int, list[tuple[int, int, int, int]]]:
-    """Return by hop the legs of all packets within the groups over some axes: (source, target) of packet, then of leg."""
+def legs_by_hop(link: AbstractAllToAll, grid: Grid, group: tuple[Axis, ...]) -> dict[int, np.ndarray]:
+    """Return by hop the legs of all packets within the groups over some axes: source and target of packet, then of leg.
+
+    (4, packets) int64 each. A hop that no packet takes is left out.
+    """
     found: dict[int, list[tuple[int, int, int, int]]] = {}
-    for ranks in {grid.group(rank, group) for rank in range(grid.world)}:
+    kinds = grid.kinds_of_groups(group)
+    for ranks in kinds:
         places = NodeMap(grid, ranks)
         for source, target in permutations(ranks, 2):
             for leg in link.path(places, source, target):
                 found.setdefault(leg.hop, []).append((source, target, leg.source, leg.target))
-    return found
+    again = np.arange(0, grid.world, sum(map(len, kinds)))
+    return {hop: (np.array(legs).T[:, None] + again[:, None]).reshape(4, -1) for hop, legs in found.items()}
 
 
 def check_link(link: AbstractAllToAll, name: str, grid: Grid, group: tuple[Axis, ...]) -> None:
     """Raise InputError if an algorithm cannot run within the groups over some axes, all in the same hops."""
-    places = [NodeMap(grid, ranks) for ranks in {grid.group(rank, group) for rank in range(grid.world)}]
+    places = [NodeMap(grid, ranks) for ranks in grid.kinds_of_groups(group)]
     if link.needs_even_nodes and not all(each.is_even for each in places):
         raise InputError(
             f"plan.all_to_all={name} needs equally many ranks of every group over {'+'.join(group)} on each node, "

@@ -101,11 +101,8 @@ def messages_of(task: Task, slots: dict[str, Slot], sizes: CallSizes) -> Iterato
     """
     before, after = _ends(task, slots)
     move = Move(before.layout, after.layout, task.group, reduces(before, after))
-    rows = sizes.moved(move)
+    moved = sizes.moved(move)
     if task.op is Op.HOP:
-        legs = legs_by_hop(ALL_TO_ALLS[task.link], sizes.grid, task.group).get(task.hop, [])
-        of_packets, rows = rows, np.zeros_like(rows)
-        for source, target, from_rank, to_rank in legs:
-            rows[from_rank, to_rank] += of_packets[source, target]
-    for source, target in zip(*(places.tolist() for places in np.nonzero(rows))):
-        yield source, target, int(rows[source, target])
+        legs = legs_by_hop(ALL_TO_ALLS[task.link], sizes.grid, task.group)
+        moved = moved.on_legs(legs.get(task.hop, np.zeros((4, 0), dtype=np.int64)))
+    yield from zip(moved.source.tolist(), moved.target.tolist(), moved.rows.tolist())

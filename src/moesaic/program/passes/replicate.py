@@ -70,14 +70,14 @@ def relays(grid: Grid) -> bool:
     """
     if grid.nodes_per_replica < 2 or _is_alone(grid):
         return False
-    return all(_reached(grid, rank) == set(range(grid.ep)) for rank in range(grid.world))
+    return all(_reached(grid, rank) == set(range(grid.ep)) for rank in range(grid.period))
 
 
 def _is_alone(grid: Grid) -> bool:
     """Whether no rank shares its node with another place of ep."""
     return all(
         grid.coordinate(m, "ep") == grid.coordinate(r, "ep")
-        for r in range(grid.world)
+        for r in range(grid.period)
         for m in grid.group(r, ("local",))
     )
 

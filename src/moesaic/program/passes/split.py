@@ -199,16 +199,12 @@ def groups_inside_nodes(grid: Grid) -> int:
 def _stay_inside(grid: Grid, groups: int, axes: tuple[Axis, ...]) -> bool:
     """Whether the ranks of a group of ep, among those that a movement over these axes connects, share a node."""
     each = grid.ep // groups
-
-    def group_of(rank: int) -> int:
-        return grid.coordinate(rank, "ep") // each
-
-    return all(
-        grid.node_of(rank) == grid.node_of(mate)
-        for rank in range(grid.world)
-        for mate in grid.group(rank, axes)
-        if group_of(rank) == group_of(mate)
-    )
+    for members in grid.kinds_of_groups(axes):
+        nodes: dict[int, int] = {}
+        for rank in members:
+            if nodes.setdefault(grid.coordinate(rank, "ep") // each, grid.node_of(rank)) != grid.node_of(rank):
+                return False
+    return True
 
 
 def _on_its_lane(task: Task, program: Program, groups: int, grid: Grid) -> Task:

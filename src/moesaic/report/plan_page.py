@@ -1,0 +1,116 @@
+"""The page about a plan: what was said, where a step's time goes, one layer as a Gantt chart, memory, and the roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import plotly.graph_objects as go
+
+from moesaic.cost.cluster import ClusterSpec
+from moesaic.cost.compute import rates_of
+from moesaic.cost.memory import GIB
+from moesaic.cost.workload import Workload
+from moesaic.plan.findings import Found, Result
+from moesaic.plan.layouts import name_of
+from moesaic.plan.plan import plan_in_words
+from moesaic.program.timeline import Timeline
+from moesaic.report.gantt import gantt, in_words, unit_of
+from moesaic.report.style import INK, figure, line, rounded, run_colour
+from moesaic.report.template import Drawn, Picture, page_text, write_text
+
+
+def write_plan_page(
+    title: str, told: Sequence[str], result: Result, cluster: ClusterSpec, layer: Workload, timelines: Mapping[str, Timeline],
+    path: Path,
+) -> Path:  # fmt: skip
+    """Write the page; returns its path. The file holds everything that it shows and loads nothing.
+
+    Args:
+        title: of the page.
+        told: the answer in sentences.
+        result: the ranking.
+        cluster: on what.
+        layer: the MoE layers of the best layout.
+        timelines: of its programs, by name.
+        path: of the file.
+
+    Raises:
+        InputError: if the file cannot be written.
+    """
+    best, until = result.best, max(timeline.makespan for timeline in timelines.values())
+    pictures = [
+        Picture("One step", "Seconds by part, of the best plans.", stacked(
+            {_name(found): {part: seconds for part, seconds in found.estimate.parts.items()} for found in result.ranking},
+            "seconds",
+        )),
+        *(
+            Picture(f"One MoE layer of the best plan, {name}", in_words(timeline), gantt(timeline, until))
+            for name, timeline in timelines.items()
+        ),
+        Picture(
+            "Memory of a rank", f"GiB by what holds it; the line is what a device has, {cluster.device.memory_gib:g}.",
+            stacked(
+                {_name(each): {what: size / GIB for what, size in vars(each.memory).items()} for each in result.ranking},
+                "GiB", limit=cluster.device.memory_gib,
+            ),
+        ),
+        Picture(
+            "Roofline of products",
+            "What a device reaches by the rows of a product: at most its memory's rate times the operations that a byte of weights "
+            "serves, and the rate that products were seen to reach. The dot is an expert of the best plan.",
+            roofline(best, cluster, layer),
+        ),
+    ]  # fmt: skip
+    lead = " · ".join(told)
+    return write_text(page_text("charts.html", Drawn(), what="plan", title=title, lead=lead, charts=pictures), path)
+
+
+def stacked(bars: Mapping[str, Mapping[str, float]], unit: str, *, limit: float | None = None) -> go.Figure:
+    """Draw bars of parts that add up.
+
+    Args:
+        bars: by name, the first on top, its parts.
+        unit: of the parts.
+        limit: where a line stands; None for none.
+    """
+    made = figure(unit, "", height=140 + 34 * len(bars), legend=True)
+    for number, part in enumerate(dict.fromkeys(part for parts in bars.values() for part in parts)):
+        values = [rounded(parts.get(part, 0.0)) for parts in bars.values()]
+        made.add_trace(go.Bar(name=part, orientation="h", y=list(bars), x=values, marker={"color": run_colour(number)}))
+    made.update_yaxes(autorange="reversed", nticks=None)
+    made.update_layout(barmode="stack", hovermode="closest")
+    if limit is not None:
+        made.add_vline(x=limit, line={"color": INK, "width": 2, "dash": "dash"})
+    return made
+
+
+def roofline(best: Found, cluster: ClusterSpec, layer: Workload) -> go.Figure:
+    """Draw the rate of an expert's products by its rows: bounds, what the device reaches, and where the plan's experts are."""
+    rates = rates_of(cluster, layer.products or layer.dtype)
+    work = float(layer.matrices * layer.dim * layer.hidden / best.grid.etp)
+    here = best.grid.dp * layer.copies / layer.num_experts / best.grid.edp
+
+    def reached(rows: np.ndarray) -> np.ndarray:
+        seconds = rates.product_seconds(rows, 2 * work, work * layer.element_bytes)
+        found: np.ndarray = rows * 2 * work / seconds / 1e12
+        return found
+
+    rows = np.geomspace(1, max(8192.0, 2 * here), 60)
+    made = figure("rows of an expert", "TFLOP/s", height=340, legend=True, type="log")
+    made.update_xaxes(type="log")
+    memory = np.minimum(2 * rows * rates.memory / layer.element_bytes, rates.flops) / 1e12
+    made.add_trace(line("memory and the best rate", rows.tolist(), memory.tolist(), run_colour(6), width=1.2))
+    made.add_trace(line("reached", rows.tolist(), reached(rows).tolist(), run_colour(0), width=2.4))
+    if cluster.device.peak_tflops:
+        ends = [float(rows[0]), float(rows[-1])]
+        made.add_trace(line("data sheet", ends, [cluster.device.peak_tflops] * 2, run_colour(1), width=1.2))
+    at = float(reached(np.array([here]))[0])
+    made.add_trace(line(f"experts of the best plan, {here:,.0f} rows", [here], [at], INK))
+    return made
+
+
+def _name(found: Found) -> str:
+    unit, length = unit_of(found.seconds)
+    return f"{name_of(found.grid)}, {plan_in_words(found.plan)}: {found.seconds / length:.4g} {unit}"
