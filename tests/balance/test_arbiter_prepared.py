@@ -78,8 +78,8 @@ def test_nothing_left_to_replicate_is_leaving_alone():
     assert made.fit(empty).choice.name == "alone"
 
 
-def test_a_small_call_makes_its_table_from_its_own_counts():
-    weighs, recipe = weigher(GRIDS[0]), RECIPES[2]
+def test_shadows_of_a_small_call_are_found_among_its_own_counts():
+    weighs, recipe = weigher(GRIDS[0]), RECIPES[0]
     made = Prepared(weighs, CallChoice("spill", 1, recipe), False, weighs.replica_loads(load(GRIDS[0], 1)))
     now = load(GRIDS[0], 2)
     found = weighs.replica_loads(now)

@@ -10,6 +10,7 @@ from moesaic.balance.replication.tables import (
     NOTHING,
     Replications,
     full_table,
+    largest,
     rows_of,
     shadows,
     shadows_at,
@@ -275,3 +276,10 @@ def test_a_replica_that_replicates_nothing_beside_one_that_does() -> None:
     assert table is not None
     assert table[found[0].origins].sum() == 4
     assert table[found[1].origins].sum() == 0
+
+
+@pytest.mark.parametrize("count", [1, 5, 16, 63, 64, 300])
+def test_the_largest_are_those_of_a_stable_sort(count: int) -> None:
+    for seed in range(5):
+        values = np.random.default_rng(seed).integers(0, 40, 256)
+        assert (largest(values, count) == np.argsort(-values, kind="stable")[:count]).all()

@@ -148,13 +148,23 @@ def _ranked(replica: ReplicaLoad, at_most: int, tries: int, whole: bool) -> tupl
         hottest = np.argsort(-away.sum(0), kind="stable")[:at_most]
         order = (np.arange(ep)[None, :] * away.shape[1] + hottest[:, None]).reshape(-1)
     else:
-        order = np.argsort(-away.reshape(-1), kind="stable")[:tries]
+        order = largest(away.reshape(-1), tries)
     order = order[away.reshape(-1)[order] > 0]
     place, expert = order // away.shape[1], order % away.shape[1]
     held = np.cumsum(place[:, None] == np.arange(ep)[None, :], axis=0)[np.arange(len(place)), place]
     fits = held <= at_most
     most = np.concatenate([[0], np.maximum.accumulate(held[fits])])
     return place[fits], expert[fits], most
+
+
+def largest(values: np.ndarray, count: int) -> np.ndarray:
+    """Return where the largest values are, (count,) int64, largest first, of equal ones the first; all if there are fewer."""
+    if len(values) < 4 * count:
+        return np.argsort(-values, kind="stable")[:count]
+    least = np.partition(values, len(values) - count)[len(values) - count]
+    among = np.flatnonzero(values >= least)
+    found: np.ndarray = among[np.argsort(-values[among], kind="stable")][:count]
+    return found
 
 
 def _prefix_seconds(replica: ReplicaLoad, place: np.ndarray, expert: np.ndarray, amount: np.ndarray) -> np.ndarray:
@@ -228,12 +238,12 @@ def spread(found: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> 
     for replica, each in zip(found, replicated):
         if each.is_empty:
             continue
-        experts, where = np.unique(each.expert, return_inverse=True)
         ranks = replica.origins.shape[1]
-        by_place = each._replace(expert=where).table(len(experts), len(replica.origins))
         if ranks == 1:
-            table[replica.origins[:, :1], experts] = by_place
+            np.add.at(table, (replica.origins[each.origin, 0], each.expert, each.helper), each.amount)
             continue
+        experts, where = np.unique(each.expert, return_inverse=True)
+        by_place = each._replace(expert=where).table(len(experts), len(replica.origins))
         of_rank = load.copies[replica.origins][:, :, experts]
         cells = of_rank.transpose(0, 2, 1).reshape(-1, ranks), by_place.reshape(-1, by_place.shape[2])
         shared = _overlaps(*cells).reshape(*by_place.shape[:2], ranks, -1).transpose(0, 2, 1, 3)
