@@ -16,8 +16,8 @@ from moesaic.program.grid import Grid
 
 GRIDS = [Grid(world=8, ep=8, ranks_per_node=4), Grid(world=8, ep=4, ranks_per_node=4), Grid(world=8, tp=2, ep=4, etp=2)]
 RECIPES = [
-    Recipe(shadows=True, counts=(6, 6)), Recipe(shadows=True, whole=True, counts=(2, 2)), Recipe(limit=1.1),
-    Recipe(shadows=True, limit=1.25, near_first=True, counts=(3, 3)),
+    Recipe(shadows=True, least=(0.01, 0.01)), Recipe(shadows=True, whole=True, least=(0.1, 0.1)), Recipe(limit=1.1),
+    Recipe(shadows=True, limit=1.25, near_first=True, least=(0.02, 0.02)),
 ]  # fmt: skip
 COSTS = ReplicationCosts(machine=Machine(tflops=0.01))
 

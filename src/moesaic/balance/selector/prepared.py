@@ -24,7 +24,7 @@ from moesaic.balance.selector.options import NO_CHANGE, CallChoice, Weigher
 SMALL = 1024
 """Counts of a call, ranks times experts, up to which shadows are found among them."""
 
-WORSE = 0.25
+WORSE = 0.1
 """Share of the mean load by which the busiest place may be busier than when its table was prepared."""
 
 
@@ -102,7 +102,8 @@ class Prepared:
             return Pick(self.choice, found, None, self.is_trial)
         amounts = None if self._is_quick else self._fitted(load)
         if amounts is None:
-            replicated = self._weigher.tables(self.choice.recipe, found)
+            make = self._weigher.tables if self._is_quick else self._weigher.anew
+            replicated = make(self.choice.recipe, found)
             table = None if replicated is None else spread(found, replicated)
         else:
             table = self._filled(load, amounts)
