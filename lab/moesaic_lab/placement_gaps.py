@@ -125,8 +125,9 @@ def expert_load(ep: int, num_experts: int, skew: float, seed: int) -> ExpertLoad
     tastes = random.dirichlet(20 * popular / popular.mean(), size=ep)
     copies = np.stack([random.multinomial(4096 // ep, taste) for taste in tastes]).astype(np.float64)
     grid = Grid(world=ep, ep=ep, ranks_per_node=2 if ep % 2 == 0 else None)
-    sizes = {"dim": 64, "expert_parameters": 1, "expert_bytes": 1, "steps": 1}
-    return ExpertLoad(grid=grid, copies=copies, order=random.permutation(num_experts), **sizes)
+    return ExpertLoad(
+        grid=grid, copies=copies, order=random.permutation(num_experts), dim=64, expert_parameters=1, expert_bytes=1, steps=1
+    )  # fmt: skip
 
 
 def summary(found: list[float], best: list[float]) -> dict[str, float]:

@@ -24,7 +24,7 @@ def test_a_recipe_with_nothing_left_to_replicate_is_no_option() -> None:
     copies = np.tile(np.array([400, 300, 20, 20, 20, 20, 20, 20]), (4, 1))
     load = CallLoad(grid, copies, 8, 16, 16)
     arbitration.choose(load)
-    arbitration.last = CallChoice("steps+shadow", 3, Recipe(shadows=True, counts=(0,)))  # nothing is worth replication
+    arbitration.last = CallChoice("steps+shadow", 3, Recipe(shadows=True, least=(1.0,)))  # nothing is worth replication
     second = arbitration.choose(load)
     assert second.replicated is None
     assert PLANS[second.program].replication == "none"

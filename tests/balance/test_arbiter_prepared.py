@@ -16,8 +16,8 @@ from moesaic.program.grid import Grid
 
 GRIDS = [Grid(world=8, ep=8, ranks_per_node=4), Grid(world=8, ep=4, ranks_per_node=4), Grid(world=8, tp=2, ep=4, etp=2)]
 RECIPES = [
-    Recipe(shadows=True, counts=(6, 6)), Recipe(shadows=True, whole=True, counts=(2, 2)), Recipe(limit=1.1),
-    Recipe(shadows=True, limit=1.25, near_first=True, counts=(3, 3)),
+    Recipe(shadows=True, least=(0.01, 0.01)), Recipe(shadows=True, whole=True, least=(0.1, 0.1)), Recipe(limit=1.1),
+    Recipe(shadows=True, limit=1.25, near_first=True, least=(0.02, 0.02)),
 ]  # fmt: skip
 COSTS = ReplicationCosts(machine=Machine(tflops=0.01))
 
@@ -78,8 +78,8 @@ def test_nothing_left_to_replicate_is_leaving_alone():
     assert made.fit(empty).choice.name == "alone"
 
 
-def test_a_small_call_makes_its_table_from_its_own_counts():
-    weighs, recipe = weigher(GRIDS[0]), RECIPES[2]
+def test_shadows_of_a_small_call_are_found_among_its_own_counts():
+    weighs, recipe = weigher(GRIDS[0]), RECIPES[0]
     made = Prepared(weighs, CallChoice("spill", 1, recipe), False, weighs.replica_loads(load(GRIDS[0], 1)))
     now = load(GRIDS[0], 2)
     found = weighs.replica_loads(now)

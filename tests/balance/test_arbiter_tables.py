@@ -10,8 +10,11 @@ from moesaic.balance.replication.tables import (
     NOTHING,
     Replications,
     full_table,
+    largest,
+    least_of,
     rows_of,
     shadows,
+    shadows_above,
     shadows_at,
     spills,
     spread,
@@ -275,3 +278,39 @@ def test_a_replica_that_replicates_nothing_beside_one_that_does() -> None:
     assert table is not None
     assert table[found[0].origins].sum() == 4
     assert table[found[1].origins].sum() == 0
+
+
+@pytest.mark.parametrize("count", [1, 5, 16, 63, 64, 300])
+def test_the_largest_are_those_of_a_stable_sort(count: int) -> None:
+    for seed in range(5):
+        values = np.random.default_rng(seed).integers(0, 40, 256)
+        assert (largest(values, count) == np.argsort(-values, kind="stable")[:count]).all()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_shadows_above_the_least_are_the_prefix_they_were_told_from_and_follow_the_counts(whole: bool) -> None:
+    found = 0
+    for seed in range(40):
+        load = draw(seed)
+        for replica in replica_loads(load, ReplicationCosts(machine=QUICK)):
+            best = shadows(replica, whole=whole)
+            if best.is_empty:
+                continue
+            least = least_of(replica, best, whole=whole)
+            again = shadows_above(replica, least, whole=whole)
+            twice = CallLoad(load.grid, 2 * load.copies, load.num_experts, load.units, load.dim)
+            (doubled,) = [
+                each for each in replica_loads(twice, replica.costs) if (each.origins == replica.origins).all()
+            ]
+            equal = {tuple(each) for each in zip(best.origin, best.expert)}
+            more = {tuple(each) for each in zip(again.origin, again.expert)}
+            values = replica.copies.sum(0) if whole else None
+            assert equal <= more, "what was worth it is replicated again"
+            assert whole or all(replica.copies[pair] == best.amount.min() for pair in more - equal), (
+                "but for ties nothing else"
+            )
+            assert values is None or len({expert for _, expert in more}) <= 8
+            same = shadows_above(doubled, least, whole=whole)
+            assert {tuple(each) for each in zip(same.origin, same.expert)} == more, "shares count, not copies"
+            found += 1
+    assert found > 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -211,14 +212,15 @@ def test_groups_go_where_most_of_them_are() -> None:
     """The same parts under other labels are no move at all."""
     load = load_of(np.ones((4, 8)), Grid(world=4, ep=4))
     relabelled = (load.place + 1) % 4
-    end = fewest_between_nodes(load.weight, load.crossing, relabelled, stay=load.place)[-1]
+    end = fewest_between_nodes(load.weight, load.crossing, relabelled, load.slowness, stay=load.place)[-1]
     assert np.array_equal(end, load.place)
 
 
 def test_greedy_as_published() -> None:
     weight = np.array([[8, 7, 6, 5, 4, 3, 2, 1.0]])
-    assert spread_by_load(weight, 4).tolist() == [0, 1, 2, 3, 3, 2, 1, 0]
-    assert spread_by_load(weight, 4, np.array([3, 2, 1, 0, 0, 1, 2, 3])).tolist() == [3, 2, 1, 0, 0, 1, 2, 3]
+    assert spread_by_load(weight, np.ones((1, 4))).tolist() == [0, 1, 2, 3, 3, 2, 1, 0]
+    before = [3, 2, 1, 0, 0, 1, 2, 3]
+    assert spread_by_load(weight, np.ones((1, 4)), np.array(before)).tolist() == before
     equal = load_of(np.ones((4, 8)), order=np.random.default_rng(0).permutation(8))
     assert np.array_equal(SmartMoE().decide(equal), equal.order)
     one_each = load_of([[9, 1, 1, 1]] * 4)  # one expert per place: nothing helps
@@ -227,7 +229,7 @@ def test_greedy_as_published() -> None:
 
 def test_swaps_lower_the_busiest_place_all_the_way() -> None:
     weight = np.array([[9, 9, 1, 1, 1, 1, 1, 1.0]])
-    way = least_busiest(weight, np.arange(8) // 2, 4)
+    way = least_busiest(weight, np.arange(8) // 2, np.ones((len(weight), 4)))
     tops = [np.bincount(place, weights=weight[0]).max() for place in way]
     assert (tops[0], tops[-1]) == (18, 10)
     assert tops == sorted(tops, reverse=True)
@@ -273,3 +275,17 @@ def test_bad_input_is_refused_in_one_line(make, words) -> None:
     with pytest.raises(InputError, match=words) as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+def test_a_slow_rank_gets_experts_that_it_computes_in_the_same_time() -> None:
+    copies = np.tile([40.0, 35, 30, 25, 20, 15, 10, 5], (4, 1))
+    alike, unlike = (load_of(copies, speeds=speeds) for speeds in ((), (1.0, 1.0, 1.0, 0.5)))
+    places = {tuple(np.repeat(np.arange(4), 2)[np.argsort(order)]) for order in permutations(range(8))}
+    least = min(unlike.busiest(np.array(place)) for place in places)
+    found = Balanced(FREE).best(unlike)
+    rows = np.bincount(found, weights=copies.sum(0), minlength=4)
+    assert unlike.busiest(found) == pytest.approx((rows / [1, 1, 1, 0.5]).max())
+    assert unlike.busiest(found) <= 1.02 * least < 0.9 * unlike.busiest(Balanced(FREE).best(alike))
+    assert rows.argmin() == 3
+    order = Balanced(FREE).decide(unlike)
+    assert unlike.busiest(places_of(order, 4)) == pytest.approx(unlike.busiest(found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from moesaic.cost.cluster_file import read_cluster
 from moesaic.errors import InputError
 from moesaic.experts import PlainExperts
 from moesaic.plan import compile_plan
+from moesaic.traces.trace import Trace
 from moesaic_lab.balance import ranks
 from moesaic_lab.balance.claims import claims
 from moesaic_lab.balance.config import (
@@ -33,8 +35,8 @@ from moesaic_lab.balance.job import BalanceFound, BalanceJob, CountedPlan, Decid
 from moesaic_lab.balance.loads import Skew, made_up
 from moesaic_lab.balance.methods import NETMOE, OURS, OURS_PLACED, PLACED, PLAIN, SMART, methods
 from moesaic_lab.balance.run import summed_up
-from moesaic_lab.balance.shares import MADE_UP, RECORDED, SLOW, shares_of_forced
-from moesaic_lab.balance.simulated import machine_of, simulate
+from moesaic_lab.balance.shares import MADE_UP, RECORDED, SLOW, loads_of, shares_of_forced
+from moesaic_lab.balance.simulated import BEST, machine_of, simulate
 from moesaic_testbed import refusal
 
 PLACE = BalancePlace(name="small", dim=8, hidden=4, experts_per_rank=2, samples_per_rank=2, sample_tokens=8, gflops=1e3)
@@ -211,6 +213,30 @@ def test_shares_of_forced_balance_are_of_the_calls_after_the_first(tmp_path: Pat
     assert real[PLAIN].of_forced < 0.9
     assert real[OURS_PLACED].of_forced >= real[OURS].of_forced > 0.9 * real[PLAIN].of_forced
     assert real[OURS].decision_seconds > 0
+    for best, ours in BEST.items():
+        assert real[best].of_forced >= max(0.99 * real[ours].of_forced, real[PLAIN].of_forced)
+
+
+def test_made_up_loads_change_from_call_to_call_about_as_much_as_recorded_ones() -> None:
+    config, trace = read_config().shares, Trace.open(COMMITTED.parent / "laer_e16k4.npz")
+    assert config is not None
+    loads = {load: [each for *_, each in loads_of(config, trace, 32, 21942, load, 0)] for load in (RECORDED, MADE_UP)}
+
+    def changed(calls: list[np.ndarray]) -> float:
+        """Return the share of the copies that another rank computes in the second call."""
+        before, after = (counts.sum(0).reshape(32, -1).sum(1) for counts in calls)
+        return 0.5 * float(np.abs(before - after).sum() / before.sum())
+
+    trace_loads = [trace.samples(layer, step).sum(0) for layer in config.layers for step in trace.steps]
+    steps = len(trace.steps)
+    every = [
+        0.5 * np.abs(a / a.sum() - b / b.sum()).sum()
+        for first in range(0, len(trace_loads), steps)
+        for a, b in pairwise(trace_loads[first : first + steps])
+    ]
+    assert 0.04 < float(np.median(every)) < 0.08
+    assert max(map(changed, loads[RECORDED])) < 0.15
+    assert max(map(changed, loads[MADE_UP])) < max(every) < 0.3
 
 
 def test_policies_see_a_device_s_share_of_the_links() -> None:

@@ -63,8 +63,9 @@ def measure(options: BalanceOptions, config: BalanceBenchConfig, told: Told) -> 
         forecasts = simulate(config.simulated, config.seed, told, forecasts)
     if config.shares_forced:
         assert config.shares is not None
-        decided = decisions()
         shares = shares_of_forced(config.shares, config.folder, config.seed, told, shares)
+    if config.times_decisions:
+        decided = decisions()
     if config.counts_memory:
         held = held or budgets_held(told)
     return BalanceMeasured(cells, forecasts, shares, decided, held)

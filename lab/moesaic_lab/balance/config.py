@@ -22,7 +22,7 @@ from moesaic_lab.benchmark import read_parts
 from moesaic_testbed.bed import Bed
 
 COMMITTED = Path(__file__).parent.parent / "configs" / "balance.toml"
-SIMULATED, SHARES, MEMORY = "simulated", "shares", "memory"
+SIMULATED, SHARES, MEMORY, DECISIONS = "simulated", "shares", "memory", "decisions"
 """The parts of the benchmark that need no bed."""
 ELEMENT_BYTES, MATRICES = 4, 2
 """Of rows and weights on the bed (float32), and of an expert."""
@@ -213,6 +213,8 @@ class SharesOfForced:
     experts_per_rank: int = 4
     top_k: int = 2
     persistence: float = 0.98
+    """Correlation of the experts' places in popularity between two calls: made-up loads then change about as much from call to
+    call as recorded ones do from iteration to iteration."""
     slow_rank: float = 0.5
     """Speed of the last rank's products, over that of the others, under an even load that is simulated besides."""
 
@@ -246,6 +248,8 @@ class BalanceBenchConfig:
     shares: SharesOfForced | None = None
     memory: bool = False
     """Count the bytes that a layer holds under memory budgets."""
+    decisions: bool = False
+    """Time decisions by themselves, which wants a quiet machine."""
     only: tuple[str, ...] = field(default=())
     """Cases, beds or `simulated`; () for everything."""
     folder: Path = Path()
@@ -275,7 +279,7 @@ class BalanceBenchConfig:
             InputError: for a name that is none.
         """
         known = [*([SIMULATED] if self.simulated else []), *([SHARES] if self.shares else [])]
-        known += [MEMORY] if self.memory else []
+        known += [*([MEMORY] if self.memory else []), *([DECISIONS] if self.decisions else [])]
         for place, label, _ in self._all():
             known += [place.name, label]
         for word in only:
@@ -302,6 +306,11 @@ class BalanceBenchConfig:
     def counts_memory(self) -> bool:
         """Whether memory under budgets is asked for."""
         return self.memory and (not self.only or MEMORY in self.only)
+
+    @property
+    def times_decisions(self) -> bool:
+        """Whether decisions by themselves are asked for."""
+        return self.decisions and (not self.only or DECISIONS in self.only)
 
     def _all(self) -> list[tuple[BalancePlace, str, float | None]]:
         found: list[tuple[BalancePlace, str, float | None]] = []

@@ -15,7 +15,7 @@ from moesaic.traces.trace import Trace
 from moesaic_lab.balance.config import SharesOfForced, SimulatedLoads
 from moesaic_lab.balance.loads import Skew, alike, made_up, max_vio, recorded_shares
 from moesaic_lab.balance.methods import NETMOE, PLAIN, methods
-from moesaic_lab.balance.simulated import Larger
+from moesaic_lab.balance.simulated import BEST, Larger
 from moesaic_lab.benchmark import Told
 
 RECORDED, MADE_UP, SLOW = "recorded", "made up", "slow rank"
@@ -74,14 +74,17 @@ def shares_of_forced(
         made: shares that were simulated before.
     """
     trace, found = Trace.open(folder / config.trace), list(made)
-    known = {(each.cluster, each.ranks, each.ratio, each.method) for each in made}
+    known = {(each.cluster, each.ranks, each.ratio, each.load, each.method) for each in made}
     for ranks in config.ranks:
         larger = None
         for cluster in config.clusters:
             first = cluster == config.clusters[0] and ranks == config.ranks[0]
             ratios = dict.fromkeys((config.ratio, *(config.ratios if first else ())))
-            names = names_of(ranks)
-            left = {ratio: [name for name in names if (cluster, ranks, ratio, name) not in known] for ratio in ratios}
+            left = {
+                (ratio, load): [name for name in names_of(ranks) if (cluster, ranks, ratio, load, name) not in known]
+                for ratio in ratios
+                for load in ((RECORDED, MADE_UP, SLOW) if ratio == config.ratio else (RECORDED,))
+            }
             if not any(left.values()):
                 continue
             spec = read_cluster(cluster)
@@ -92,26 +95,28 @@ def shares_of_forced(
                 ),
                 read_cluster(cluster, nodes=ranks // spec.devices_per_node), ranks, larger,
             )  # fmt: skip
-            for ratio, names in left.items():
-                if not names:
-                    continue
-                if ratio == config.ratio:
+            for (ratio, load), names in left.items():
+                if names:
+                    told(f"{cluster}, {ranks} ranks, weights {ratio:g} of the rows, {load}")
+                if names and load == SLOW:
                     found += list(_slow(config, larger, cluster, names))
-                told(f"{cluster}, {ranks} ranks, weights {ratio:g} of the rows")
-                found += list(_of(config, larger, trace, cluster, ratio, seed, names))
+                elif names:
+                    found += list(_of(config, larger, trace, cluster, ratio, load, seed, names))
     return found
 
 
 def names_of(ranks: int) -> list[str]:
     """Return the methods that are simulated on so many ranks."""
     every = {name: method for name, method in methods(Grid(world=ranks, ep=ranks)).items() if name not in UNASKED}
-    return [name for name, method in every.items() if ranks <= MOST_APART or not method.plan.replicates]
+    found = [name for name, method in every.items() if ranks <= MOST_APART or not method.plan.replicates]
+    return [*found, *(name for name, ours in BEST.items() if ours in found)]
 
 
 def _of(
-    config: SharesOfForced, larger: Larger, trace: Trace, cluster: str, ratio: float, seed: int, names: Sequence[str]
+    config: SharesOfForced, larger: Larger, trace: Trace, cluster: str, ratio: float, load: str, seed: int,
+    names: Sequence[str],
 ) -> Iterator[Share]:  # fmt: skip
-    """Yield the shares of methods under all loads on one cluster, with one weight of experts."""
+    """Yield the shares of methods under all loads of a kind on one cluster, with one weight of experts."""
     ranks, each = larger.grid.world, config.experts_per_rank
     tokens = config.tokens(ratio)
     copies = tokens * config.top_k
@@ -119,10 +124,10 @@ def _of(
     forced = {
         name: larger.seconds(name, even, even[0].sum(0), tokens)[-1][0] for name in dict.fromkeys((PLAIN, *names))
     }
-    for load, layer, steps, calls in _loads(config, trace, ranks, copies, ratio, seed):
+    for layer, steps, calls in loads_of(config, trace, ranks, copies, load, seed):
         for name in names:
             found = larger.seconds(name, calls, calls[0].sum(0), tokens)
-            for step, counts, (seconds, deciding, replicated) in list(zip(steps, calls, found))[1:]:
+            for step, counts, (seconds, deciding, replicated) in zip(steps[1:], calls[1:], found):
                 yield Share(
                     cluster=cluster, ranks=ranks, load=load, layer=layer, step=step, max_vio=max_vio(counts, ranks),
                     ratio=ratio, method=name, seconds=seconds, forced_seconds=forced[PLAIN], own_forced_seconds=forced[name],
@@ -148,21 +153,23 @@ def _slow(config: SharesOfForced, larger: Larger, cluster: str, names: Sequence[
         )  # fmt: skip
 
 
-def _loads(
-    config: SharesOfForced, trace: Trace, ranks: int, copies: int, ratio: float, seed: int
-) -> Iterator[tuple[str, int, Sequence[int], list[np.ndarray]]]:
-    """Yield loads: which kind, layer, steps, and calls that follow each other, of which the first only begins."""
+def loads_of(
+    config: SharesOfForced, trace: Trace, ranks: int, copies: int, load: str, seed: int
+) -> Iterator[tuple[int, Sequence[int], list[np.ndarray]]]:
+    """Yield loads of a kind: layer, steps, and calls that follow each other, of which the first only begins."""
     each = config.experts_per_rank
-    for layer in config.layers:
-        shares = [recorded_shares(trace, layer, step, ranks, each) for step in config.steps]
-        yield RECORDED, layer, config.steps, [alike(of_step, ranks, copies) for of_step in shares]
-    for load in config.max_vio if ratio == config.ratio else ():
+    if load == RECORDED:
+        for layer in config.layers:
+            shares = [recorded_shares(trace, layer, step, ranks, each) for step in config.steps]
+            yield layer, config.steps, [alike(of_step, ranks, copies) for of_step in shares]
+        return
+    for skew in config.max_vio:
         samples = -(-copies // (config.top_k * 512))
         routes = made_up(
             Skew(
                 ranks=ranks, num_experts=ranks * each, top_k=config.top_k, samples=samples * ranks, sample_tokens=512,
-                max_vio=load, calls=2, persistence=config.persistence, locality=0.0, seed=seed,
+                max_vio=skew, calls=2, persistence=config.persistence, locality=0.0, seed=seed,
             )
         )  # fmt: skip
         totals = [routes.counts(call, ranks, ranks * each).sum(0) for call in range(2)]
-        yield MADE_UP, -1, (0, 1), [alike(total / total.sum(), ranks, copies) for total in totals]
+        yield -1, (0, 1), [alike(total / total.sum(), ranks, copies) for total in totals]

@@ -4,7 +4,7 @@ would send, every rank apart. No torch."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -29,8 +29,12 @@ from moesaic.program.placed import PlacedIndex, placed_sizes
 from moesaic.program.sizes import CallSizes, LayoutIndex
 from moesaic_lab.balance.config import SimulatedLoads
 from moesaic_lab.balance.loads import Routes, Skew, made_up
-from moesaic_lab.balance.methods import OURS, BalanceMethod, methods, placed_by, policy_of
+from moesaic_lab.balance.methods import OURS, OURS_PLACED, BalanceMethod, methods, placed_by, policy_of
 from moesaic_lab.benchmark import Told
+
+BEST = {"best option": OURS, "best option, experts placed": OURS_PLACED}
+"""What nobody can have, to hold the arbiter against: of its options the one that is fastest by simulation, from the call's own
+counts. By name: the method whose options these are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +113,7 @@ class Larger:
             like._plans if like is not None and like.grid == self.grid else compiled_once(self.methods, self.grid)
         )
         self._slots: LayoutIndex | None = None
+        self._known: dict[tuple[int, int, bytes, bytes], float] = {}
 
     def forecasts(self, routes: Routes, max_vio: float) -> Iterator[Forecast]:
         """Yield what each method takes for a case's calls."""
@@ -117,9 +122,8 @@ class Larger:
             deciding = Deciding(policy, self._plans[name])
             spans, replicated, decided = [], [], []
             for call in range(len(routes.experts)):
-                copies = self._copies(
-                    routes.counts(call, self.grid.world, self.layer.num_experts), routes.history, method
-                )
+                counts = routes.counts(call, self.grid.world, self.layer.num_experts)
+                (copies,) = self._copies([counts], routes.history, method)
                 load = CallLoad(self.grid, copies, self.layer.num_experts, self.layer.hidden, self.layer.dim)
                 compiled, table = deciding(load)
                 decided.append(deciding.seconds)
@@ -148,30 +152,59 @@ class Larger:
     def seconds(
         self, name: str, calls: Sequence[np.ndarray], history: np.ndarray, tokens: int
     ) -> list[tuple[float, float, int]]:
-        """Return what each call takes, forward and backward, what deciding it takes, and the experts that are replicated.
+        """Return what each call but the first takes, forward and backward, what deciding it takes, and the experts that are
+        replicated. Policies that decide a call ahead begin with the first one.
 
         Args:
-            name: of the method.
+            name: of the method, or one of `BEST`.
             calls: (ranks, num_experts) int64 copies of each, one after the other.
             history: (num_experts,) what expert placement knows.
             tokens: of a rank.
         """
-        method, found = self.methods[name], []
+        method = self.methods[BEST.get(name, name)]
+        loads = [
+            CallLoad(self.grid, copies, self.layer.num_experts, self.layer.hidden, self.layer.dim)
+            for copies in self._copies(calls, history, method)
+        ]
+        if name in BEST:
+            return [self._best(load, tokens) for load in loads[1:]]
         arbitrates = method.plan.replication == "arbiter"
         policy = self._arbiter if arbitrates else policy_of(name, method, self._costs)
-        deciding = Deciding(policy, self._plans[name])
-        for counts in calls:
-            copies = self._copies(counts, history, method)
-            load = CallLoad(self.grid, copies, self.layer.num_experts, self.layer.hidden, self.layer.dim)
+        deciding, found = Deciding(policy, self._plans[name]), []
+        if arbitrates:
+            deciding(loads[0])
+        for load in loads[1:]:
             compiled, table = deciding(load)
-            there, back = self._run(compiled, copies, table, None, tokens)
-            helped = 0 if table is None else int(table.any(axis=(0, 2)).sum())
-            found.append((there.seconds + back.seconds, deciding.seconds, helped))
+            found.append((self._took(compiled, load, table, tokens), deciding.seconds, _helped(table)))
         return found
 
-    def _copies(self, counts: np.ndarray, history: np.ndarray, method: BalanceMethod) -> np.ndarray:
-        """Return the copies that each rank has for each place of an expert, (ranks, num_experts) int64."""
-        return counts[:, np.argsort(placed_by(history, self.grid))] if method.places_experts else counts
+    def _best(self, load: CallLoad, tokens: int) -> tuple[float, float, int]:
+        """Return what a call takes under the option of the arbiter that is fastest by simulation, its counts known."""
+        compiled = self._plans[OURS]
+        offers = self._arbiter.start(compiled.plan, [each.plan for each in compiled.options]).offers(load)
+        took = [
+            (self._took(compiled.options[option.choice.program], load, table, tokens), 0.0, _helped(table))
+            for option, table in offers
+        ]
+        return min(took)
+
+    def _took(self, compiled: Compiled, load: CallLoad, replicated: np.ndarray | None, tokens: int) -> float:
+        """Return what a call takes, forward and backward; the same programs and counts are simulated once."""
+        cells = (
+            b"" if replicated is None else np.flatnonzero(replicated).tobytes() + replicated[replicated > 0].tobytes()
+        )
+        key = (id(compiled), tokens, load.copies.tobytes(), cells)
+        if key not in self._known:
+            there, back = self._run(compiled, load.copies, replicated, None, tokens)
+            self._known[key] = there.seconds + back.seconds
+        return self._known[key]
+
+    def _copies(self, calls: Iterable[np.ndarray], history: np.ndarray, method: BalanceMethod) -> list[np.ndarray]:
+        """Return the copies that each rank has for each place of an expert, (ranks, num_experts) int64, call by call."""
+        if not method.places_experts:
+            return list(calls)
+        order = np.argsort(placed_by(history, self.grid))
+        return [counts[:, order] for counts in calls]
 
     def _run(
         self, compiled: Compiled, copies: np.ndarray, replicated: np.ndarray | None, sizes: CallSizes | None,
@@ -203,6 +236,11 @@ class Larger:
         shapes = PlacedIndex(self._slots, lambda: before.targets(after), length)
         copies = samples.reshape(self.grid.world, slots, -1)
         return placed_sizes(self.grid, copies, shapes, self.layer.hidden)
+
+
+def _helped(replicated: np.ndarray | None) -> int:
+    """Return how many experts some other rank computes."""
+    return 0 if replicated is None else int(replicated.any(axis=(0, 2)).sum())
 
 
 def compiled_once(methods: Mapping[str, BalanceMethod], grid: Grid) -> dict[str, Compiled]:

@@ -1,10 +1,12 @@
 """Plans under uneven loads: counts brought to a layout's groups and tokens, and a plan simulated under them.
 
 An arbiter's model is held against simulations of the programs that it may run. A call cannot wait for one; so each program is
-simulated beforehand under two skewed loads, and what that says is kept as a factor on the closed form.
+simulated beforehand under a few skewed loads, and what that says is kept as a factor on the closed form.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
@@ -149,11 +151,11 @@ def typical_counts(trace: Trace, count: int) -> list[np.ndarray]:
     return [trace.counts(*tables[place][1]) for place in chosen]
 
 
-SKEWS = (0.3, 0.8)
-"""Exponents of the loads under which programs are simulated: a mild one and a heavy one. What the model is off by at one load
-alone is no measure of another: weights matter more the milder a load is."""
+PROBES = ((0.5, 0), (0.5, 1), (0.8, 0), (0.8, 1))
+"""Exponents and seeds of the loads under which programs are simulated: milder ones and heavier ones. What the model is off by
+at one load alone is no measure of another: it depends on how much weights matter, and more on which rank is the hottest."""
 BOUNDS = (0.8, 1.25)
-"""Factors are held between these: simulations of two loads do not know better than that."""
+"""Factors are held between these: simulations of a few loads do not know better than that."""
 
 
 def arbiter_for(simulator: Simulator, compiled: Compiled, layer: Workload, **settings: float) -> Arbiter:
@@ -177,19 +179,20 @@ def arbiter_for(simulator: Simulator, compiled: Compiled, layer: Workload, **set
     )
     arbiter = Arbiter(costs=costs, part_us=0.0, learn=False)
     off: dict[str, list[float]] = {}
-    for skew in SKEWS:
-        found = _off_by(simulator, compiled, layer, arbiter, skew)
+    for skew, seed in PROBES:
+        found = _off_by(simulator, compiled, layer, arbiter, skew, seed)
         for name, each in found.items():
             off.setdefault(name, []).append(each / found[ALONE])
     held = {name: float(np.clip(np.exp(np.mean(np.log(each))), *BOUNDS)) for name, each in off.items()}
-    return Arbiter(costs=costs, factors=held, **settings)  # type: ignore[arg-type]
+    known: dict[str, Any] = {"part_us": 0.0, **settings}  # what a part costs the host is in the simulations
+    return Arbiter(costs=costs, factors=held, **known)
 
 
 def _off_by(
-    simulator: Simulator, compiled: Compiled, layer: Workload, arbiter: Arbiter, skew: float
+    simulator: Simulator, compiled: Compiled, layer: Workload, arbiter: Arbiter, skew: float, seed: int
 ) -> dict[str, float]:
     """Return by option what it takes by a simulation of one load, over what the model says."""
-    grid, counts = compiled.grid, zipf_counts(compiled.grid.dp, layer, exponent=skew, seed=0)
+    grid, counts = compiled.grid, zipf_counts(compiled.grid.dp, layer, exponent=skew, seed=seed)
     copies = copies_by_rank(compiled.forward, grid, counts)
     load = CallLoad(grid, copies, layer.num_experts, max(1, layer.hidden // grid.etp), layer.dim)
     arbitration = arbiter.start(compiled.plan, [each.plan for each in compiled.options])

@@ -6,7 +6,6 @@ import copy
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from meshes import make_layer, step, tokens_of
@@ -201,11 +200,13 @@ def test_what_needs_no_gradient_is_never_told() -> None:
 
 def test_a_time_counts_when_all_ranks_have_told_it_and_then_the_slowest_one() -> None:
     clock = CallClock(3)
-    assert clock.hear(np.array([[7, 0.3, 1], [7, 0.5, 1], [6, 0.4, 1]])) == ({}, True)
-    assert clock.hear(np.array([[8, 0.2, 1], [8, 0.1, 0], [7, 0.4, 1]])) == ({7: 0.5}, False)
-    assert clock.hear(np.array([[0, 0.0, 1], [0, 0.0, 1], [8, 0.9, 1]])) == ({8: 0.9}, True)
+    assert clock.hear([[7, 0.3, 1], [7, 0.5, 1], [6, 0.4, 1]]) == {}
+    assert clock.hear([[8, 0.2, 1], [8, 0.1, 0], [7, 0.4, 1]]) == {7: 0.5}
+    assert clock.hear([[0, 0.0, 1], [0, 0.0, 1], [8, 0.9, 1]]) == {8: 0.9}
+    assert clock.is_timed([[7, 0.3, 1], [7, 0.5, 1]])
+    assert not clock.is_timed([[8, 0.2, 1], [8, 0.1, 0]])
     for number in range(10, 300):
-        clock.hear(np.array([[number, 1.0, 1], [0, 0.0, 1], [0, 0.0, 1]]))
+        clock.hear([[number, 1.0, 1], [0, 0.0, 1], [0, 0.0, 1]])
     assert len(clock._heard) <= OPEN
 
 

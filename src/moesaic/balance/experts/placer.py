@@ -53,6 +53,8 @@ class ExpertLoad:
     """Of one shard of an expert on one rank, with all that moves with it."""
     steps: int
     """Until the next decision: what a move gains is gained so often."""
+    speeds: tuple[float, ...] = ()
+    """Of each rank's products, over that of the rates; () for all alike."""
 
     def __post_init__(self) -> None:
         num_experts = len(self.order)
@@ -82,6 +84,14 @@ class ExpertLoad:
         return found
 
     @cached_property
+    def slowness(self) -> np.ndarray:
+        """(edp, ep) float64: time of a row at each place of each copy of the experts, of its slowest shard, over that of the
+        rates."""
+        speeds = np.array(self.speeds or (1.0,))
+        found: np.ndarray = (1 / speeds[self.ranks % len(speeds)]).max(2)
+        return found
+
+    @cached_property
     def node(self) -> np.ndarray:
         """(world,) int64: the node of each rank."""
         return nodes_of(self.grid)
@@ -97,8 +107,10 @@ class ExpertLoad:
         return found
 
     def busiest(self, place: np.ndarray) -> float:
-        """Return the rows at the busiest place of any copy of the experts; `place` is that of each expert."""
-        return float(max(np.bincount(place, weights=rows, minlength=self.grid.ep).max() for rows in self.weight))
+        """Return the rows at the place of any copy of the experts that takes longest, in rows of a rank that is as fast as the
+        rates; `place` is that of each expert."""
+        loads = np.stack([np.bincount(place, weights=rows, minlength=self.grid.ep) for rows in self.weight])
+        return float((loads * self.slowness).max())
 
     def between_nodes(self, place: np.ndarray) -> float:
         """Return the rows that go between nodes, one way."""

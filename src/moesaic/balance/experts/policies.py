@@ -33,16 +33,16 @@ class Balanced(AbstractExpertPlacer):
     def decide(self, load: ExpertLoad) -> np.ndarray:
         """Return the order of the least modelled time until the next decision, its move included."""
         seconds = ExpertSeconds(load, self.rates)
-        way = least_busiest(load.weight, load.place, load.grid.ep)
-        way += fewest_between_nodes(load.weight, load.crossing, way[-1])
+        way = least_busiest(load.weight, load.place, load.slowness)
+        way += fewest_between_nodes(load.weight, load.crossing, way[-1], load.slowness)
         return load.order_at(min([*way, self.best(load)], key=seconds.in_all))  # the first is to stay: it wins ties
 
     def best(self, load: ExpertLoad) -> np.ndarray:
         """Return the place of each expert, (num_experts,) int64, if moving cost nothing."""
-        ep = load.grid.ep
-        starts = (load.place, spread_by_load(load.weight, ep))
-        ends = [least_busiest(load.weight, start, ep)[-1] for start in starts]
-        found = [fewest_between_nodes(load.weight, load.crossing, end, stay=load.place)[-1] for end in ends]
+        slowness = load.slowness
+        starts = (load.place, spread_by_load(load.weight, slowness))
+        ends = [least_busiest(load.weight, start, slowness)[-1] for start in starts]
+        found = [fewest_between_nodes(load.weight, load.crossing, end, slowness, stay=load.place)[-1] for end in ends]
         return min(found, key=lambda place: (load.busiest(place), load.between_nodes(place)))
 
 
@@ -54,23 +54,23 @@ class SmartMoE(AbstractExpertPlacer):
 
     def decide(self, load: ExpertLoad) -> np.ndarray:
         """Return the greedy order if its busiest place has fewer rows."""
-        place = spread_by_load(load.weight, load.grid.ep, load.place)
+        place = spread_by_load(load.weight, np.ones_like(load.slowness), load.place)
         return load.order_at(place) if load.busiest(place) < load.busiest(load.place) else load.order
 
 
-def spread_by_load(weight: np.ndarray, ep: int, before: np.ndarray | None = None) -> np.ndarray:
+def spread_by_load(weight: np.ndarray, slowness: np.ndarray, before: np.ndarray | None = None) -> np.ndarray:
     """Return the place of each expert, (num_experts,) int64: by descending load to the least loaded place with room.
 
     Args:
         weight: (copies, num_experts) rows of each expert.
-        ep: how many places there are.
+        slowness: (copies, ep) time of a row at each place.
         before: (num_experts,) the place of each expert now, which wins where places are equal.
     """
-    num_experts = weight.shape[1]
+    num_experts, ep = weight.shape[1], slowness.shape[1]
     found, load = np.empty(num_experts, dtype=np.int64), np.zeros((len(weight), ep))
     room = np.full(ep, num_experts // ep)
     for expert in np.argsort(-weight.sum(0), kind="stable"):
-        after = np.where(room > 0, (load + weight[:, expert, None]).max(0), np.inf)
+        after = np.where(room > 0, ((load + weight[:, expert, None]) * slowness).max(0), np.inf)
         place = int(after.argmin())
         if before is not None and after[before[expert]] <= after[place]:
             place = int(before[expert])
@@ -80,36 +80,39 @@ def spread_by_load(weight: np.ndarray, ep: int, before: np.ndarray | None = None
     return found
 
 
-def least_busiest(weight: np.ndarray, start: np.ndarray, ep: int) -> list[np.ndarray]:
+def least_busiest(weight: np.ndarray, start: np.ndarray, slowness: np.ndarray) -> list[np.ndarray]:
     """Return a way of swaps from a placement to one whose busiest place no swap makes less busy; `start` comes first.
 
-    Each swap is the one of an expert of the busiest place with any other that leaves the fuller of the two places least full,
-    so the sorted loads fall and the way ends.
+    Each swap is the one of an expert of the busiest place, which takes longest, with any other that leaves the fuller of the
+    two places least full, so the sorted loads fall and the way ends.
 
     Args:
         weight: (copies, num_experts) rows of each expert.
         start: (num_experts,) the place of each expert.
-        ep: how many places there are.
+        slowness: (copies, ep) time of a row at each place.
     """
     way = [start]
     while len(way) <= 4 * len(start):
         place = way[-1]
-        load = _loads(weight, place, ep)
-        _, busiest = np.unravel_index(load.argmax(), load.shape)
+        load = _loads(weight, place, slowness.shape[1])
+        times = load * slowness
+        _, busiest = np.unravel_index(times.argmax(), times.shape)
         here, there = np.flatnonzero(place == busiest), np.flatnonzero(place != busiest)
         if not len(there):
             break
         more = weight[:, None, there] - weight[:, here, None]
-        after = np.maximum(load[:, busiest, None, None] + more, load[:, place[there]][:, None, :] - more).max(0)
+        mine = (load[:, busiest, None, None] + more) * slowness[:, busiest, None, None]
+        theirs = (load[:, place[there]][:, None, :] - more) * slowness[:, place[there]][:, None, :]
+        after = np.maximum(mine, theirs).max(0)
         one, other = np.unravel_index(after.argmin(), after.shape)
-        if not after[one, other] < load.max() * (1 - SLACK):
+        if not after[one, other] < times.max() * (1 - SLACK):
             break
         way.append(_swapped(place, int(here[one]), int(there[other])))
     return way
 
 
 def fewest_between_nodes(
-    weight: np.ndarray, crossing: np.ndarray, start: np.ndarray, stay: np.ndarray | None = None
+    weight: np.ndarray, crossing: np.ndarray, start: np.ndarray, slowness: np.ndarray, stay: np.ndarray | None = None
 ) -> list[np.ndarray]:
     """Return a way to fewer rows between nodes that leaves the busiest place as busy as it is; its end comes last.
 
@@ -117,18 +120,22 @@ def fewest_between_nodes(
         weight: (copies, num_experts) rows of each expert.
         crossing: (num_experts, ep) rows between nodes if an expert were at a place.
         start: (num_experts,) the place of each expert.
+        slowness: (copies, ep) time of a row at each place.
         stay: (num_experts,) where experts are now: first of all, what is together at a place goes to the best place for it,
-            and where several are as good to that from which most of it comes. None to leave out this step.
+            and where several are as good to that from which most of it comes. None to leave out this step, which only places
+            that are alike allow.
     """
     ep = crossing.shape[1]
-    place = start if stay is None else _labelled(crossing, start, stay)
+    alike = bool((slowness == slowness[:, :1]).all())
+    place = _labelled(crossing, start, stay) if stay is not None and alike else start
     way = [place]
-    most = _loads(weight, place, ep).max() * (1 + SLACK)
+    most = (_loads(weight, place, ep) * slowness).max() * (1 + SLACK)
     everyone = np.arange(len(place))
     while len(way) <= SWAPS_MOST:
         place = way[-1]
         load = _loads(weight, place, ep)[:, place]
-        fits = load[:, :, None] - weight[:, :, None] + weight[:, None, :] <= most
+        after = (load[:, :, None] - weight[:, :, None] + weight[:, None, :]) * slowness[:, place][:, :, None]
+        fits = after <= most
         possible = fits.all(0) & fits.all(0).T & (place[:, None] != place[None, :])
         cost = crossing[:, place] - crossing[everyone, place][:, None]
         saved = np.where(possible, -(cost + cost.T), -np.inf)

@@ -121,19 +121,43 @@ def shadows_at(
     return [Replications(place[:end], expert[:end], place[:end], amount[:end]) for end in ends]
 
 
-def first_shadows(replica: ReplicaLoad, count: int, *, at_most: int = 8, whole: bool = False) -> Replications:
-    """Return the first so many pairs, or experts that are replicated whole, of those of which `shadows` takes the best prefix.
+def shadows_above(replica: ReplicaLoad, least: float, *, at_most: int = 8, whole: bool = False) -> Replications:
+    """Return the shadows of the (place, expert) pairs, or experts that are replicated whole, that have so many copies away.
 
     Args:
         replica, at_most, whole: as for `shadows`.
-        count: of pairs or experts.
+        least: share of all copies, as `least_of` returns it.
     """
-    place, expert, _ = _ranked(replica, at_most, max(2 * count, 16), whole)
+    away, total = _away(replica), int(replica.copies.sum())
     if whole:
-        new = np.concatenate([[0], expert[1:] != expert[:-1]]) if len(expert) else expert
-        count = int(np.searchsorted(np.cumsum(new), count))
-    place, expert = place[:count], expert[:count]
+        hot = np.flatnonzero(away.sum(0) >= least * total)
+        hot = hot[np.argsort(-away.sum(0)[hot], kind="stable")][:at_most]
+        expert, place = (each.reshape(-1) for each in np.meshgrid(hot, np.arange(len(away)), indexing="ij"))
+        here = away[place, expert] > 0
+        place, expert = place[here], expert[here]
+    else:
+        flat = away.reshape(-1)
+        pairs = np.flatnonzero(flat >= max(least * total, 1.0))
+        pairs = pairs[np.argsort(-flat[pairs], kind="stable")]
+        place, expert, _ = _fitting(*np.divmod(pairs, away.shape[1]), len(away), at_most)
     return Replications(place, expert, place, replica.copies[place, expert])
+
+
+def least_of(replica: ReplicaLoad, shadows: Replications, *, whole: bool = False) -> float:
+    """Return the share of all copies from which pairs, or experts that are replicated whole, are shadowed:
+    halfway between the coldest that is and the hottest that is not.
+
+    Args:
+        replica: the load of one replica of the experts.
+        shadows: a prefix that `shadows_at` found under it, with some entry.
+        whole: as for `shadows`.
+    """
+    away, total = _away(replica), max(1, int(replica.copies.sum()))
+    values = away.sum(0) if whole else away.reshape(-1)
+    taken = values[np.unique(shadows.expert)] if whole else shadows.amount
+    coldest, place = int(taken.min()), len(values) - len(taken) - 1
+    hottest = int(np.partition(values, place)[place]) if place >= 0 else 0
+    return (coldest + min(hottest, coldest)) / (2 * total)
 
 
 def _away(replica: ReplicaLoad) -> np.ndarray:
@@ -148,13 +172,29 @@ def _ranked(replica: ReplicaLoad, at_most: int, tries: int, whole: bool) -> tupl
         hottest = np.argsort(-away.sum(0), kind="stable")[:at_most]
         order = (np.arange(ep)[None, :] * away.shape[1] + hottest[:, None]).reshape(-1)
     else:
-        order = np.argsort(-away.reshape(-1), kind="stable")[:tries]
+        order = largest(away.reshape(-1), tries)
     order = order[away.reshape(-1)[order] > 0]
-    place, expert = order // away.shape[1], order % away.shape[1]
+    return _fitting(*np.divmod(order, away.shape[1]), ep, at_most)
+
+
+def _fitting(
+    place: np.ndarray, expert: np.ndarray, ep: int, at_most: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+    """Return the pairs that no place has too many of, and for every prefix of them the most experts of a place."""
     held = np.cumsum(place[:, None] == np.arange(ep)[None, :], axis=0)[np.arange(len(place)), place]
     fits = held <= at_most
     most = np.concatenate([[0], np.maximum.accumulate(held[fits])])
     return place[fits], expert[fits], most
+
+
+def largest(values: np.ndarray, count: int) -> np.ndarray:
+    """Return where the largest values are, (count,) int64, largest first, of equal ones the first; all if there are fewer."""
+    if len(values) < 4 * count:
+        return np.argsort(-values, kind="stable")[:count]
+    least = np.partition(values, len(values) - count)[len(values) - count]
+    among = np.flatnonzero(values >= least)
+    found: np.ndarray = among[np.argsort(-values[among], kind="stable")][:count]
+    return found
 
 
 def _prefix_seconds(replica: ReplicaLoad, place: np.ndarray, expert: np.ndarray, amount: np.ndarray) -> np.ndarray:
@@ -228,12 +268,12 @@ def spread(found: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> 
     for replica, each in zip(found, replicated):
         if each.is_empty:
             continue
-        experts, where = np.unique(each.expert, return_inverse=True)
         ranks = replica.origins.shape[1]
-        by_place = each._replace(expert=where).table(len(experts), len(replica.origins))
         if ranks == 1:
-            table[replica.origins[:, :1], experts] = by_place
+            np.add.at(table, (replica.origins[each.origin, 0], each.expert, each.helper), each.amount)
             continue
+        experts, where = np.unique(each.expert, return_inverse=True)
+        by_place = each._replace(expert=where).table(len(experts), len(replica.origins))
         of_rank = load.copies[replica.origins][:, :, experts]
         cells = of_rank.transpose(0, 2, 1).reshape(-1, ranks), by_place.reshape(-1, by_place.shape[2])
         shared = _overlaps(*cells).reshape(*by_place.shape[:2], ranks, -1).transpose(0, 2, 1, 3)

@@ -26,6 +26,9 @@ from moesaic.program.grid import Grid
 
 JUMP = 0.15
 """Change of the seconds per copy, as a share, from which all limits are tried again, not only neighbours of the last best."""
+REST = 5
+"""Calls from one weighing of all options because the load changed to the next one, at least: a load that changes at every call
+is not weighed at every one. An odd number, since loads may take turns by fours."""
 TRIALS = 8
 """After so many trials, and so many more, the pause between them is twice as long."""
 RAREST = 5
@@ -56,7 +59,8 @@ class CallDecision:
     weight_bytes: int
     """Of weights and their gradients that cross links."""
     decision_seconds: float
-    """What deciding kept this rank from going on."""
+    """Processor time of deciding in the way of the call, and the time for which an earlier decision was waited for. What other
+    processes do on the same core meanwhile does not count."""
     weighing_seconds: float = 0.0
     """What weighing for the next call took beside this one: processor time of a thread of its own."""
     is_trial: bool = False
@@ -78,7 +82,7 @@ def decision_of(
         alone: the option of leaving it alone.
         ran: the option that runs.
         seconds: of every option that was weighed.
-        started: on `time.perf_counter`, if deciding began then.
+        started: on `time.thread_time`, if deciding began then.
     """
     return CallDecision(
         option=pick.choice.name,
@@ -88,7 +92,7 @@ def decision_of(
         rows=(alone.cost.rows, ran.cost.rows),
         token_bytes=(alone.cost.token_bytes, ran.cost.token_bytes),
         weight_bytes=ran.cost.weight_bytes,
-        decision_seconds=0.0 if started is None else time.perf_counter() - started,
+        decision_seconds=0.0 if started is None else time.thread_time() - started,
         is_trial=pick.is_trial,
     )
 
@@ -188,7 +192,7 @@ class Arbitration:
         self._choices: dict[str, CallChoice] = {}
         self._contents: dict[str, bytes] = {}
         self._weighed_at, self._change = 0.0, np.inf
-        self._calls_until = 0
+        self._calls_until, self._since_change = 0, REST
         self.prepared: Prepared | None = None
         """What the next call runs; None before the first one."""
         self._asked: dict[int, _Asked] = {}
@@ -203,7 +207,7 @@ class Arbitration:
         Args:
             load: of the call.
         """
-        started, found = time.perf_counter(), self.weigher.replica_loads(load)
+        started, found = time.thread_time(), self.weigher.replica_loads(load)
         options = [self.weigher.alone(found)]
         if all(is_even(replica, self.settings.margin) for replica in found):
             self._calls_until = 0
@@ -297,9 +301,11 @@ class Arbitration:
 
     def _is_due(self, load: float) -> bool:
         """Whether all options are to be weighed: for another load than last time, or after so many calls."""
-        self._calls_until -= 1
+        self._calls_until, self._since_change = self._calls_until - 1, self._since_change + 1
         self._change = abs(load - self._weighed_at) / self._weighed_at if self._weighed_at else np.inf
-        return self._calls_until <= 0 or self._change > 2 * self.settings.margin
+        changed = self._change > 2 * self.settings.margin and self._since_change >= REST
+        self._since_change = 0 if changed and self._weighed_at else self._since_change
+        return self._calls_until <= 0 or changed
 
     def _all(self, found: Sequence[ReplicaLoad], alone: Option) -> list[Option]:
         """Return all options for a call, leaving it alone first."""

@@ -13,12 +13,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from moesaic.balance.replication.cost import CallLoad, ReplicaLinks, ReplicaLoad, ReplicationCosts, replica_links
 from moesaic.balance.replication.policy import NO_REPLICATION, AnyPlan, PolicyPlan
 from moesaic.balance.replication.spill import LIMITS
-from moesaic.balance.replication.tables import DECIMALS, NOTHING, Replications, first_shadows, shadows_at, spills
+from moesaic.balance.replication.tables import (
+    DECIMALS,
+    NOTHING,
+    Replications,
+    least_of,
+    shadows_above,
+    shadows_at,
+    spills,
+)
 from moesaic.balance.selector.cost import Cost, gathered_cost, replicated_cost, worst
 from moesaic.program.grid import Grid
 
@@ -85,8 +91,9 @@ class Recipe:
     """Spill inside nodes first."""
     threshold: float = 0.0
     """One of `THRESHOLDS`."""
-    counts: tuple[int, ...] = ()
-    """By replica: the pairs, or experts that are replicated whole, that were worth it when this was weighed."""
+    least: tuple[float, ...] = ()
+    """By replica: the share of all copies from which a pair, or an expert that is replicated whole, was worth it when this was
+    weighed; how many have so much, each call's counts say."""
 
     @property
     def policy(self) -> str:
@@ -102,11 +109,11 @@ class Recipe:
         shadow = ("whole shadow" if self.whole else "shadow") + threshold
         return "+".join([shadow] * self.shadows + ["spill"] * (self.limit is not None))
 
-    def table(self, replica: ReplicaLoad, count: int, at_most: int) -> Replications:
-        """Return what it replicates between the places of a replica; `count` is that of the replica."""
+    def table(self, replica: ReplicaLoad, least: float, at_most: int) -> Replications:
+        """Return what it replicates between the places of a replica; `least` is that of the replica."""
         found = NOTHING
-        if self.shadows and count:
-            found = first_shadows(replica, count, at_most=at_most, whole=self.whole)
+        if self.shadows and least < 1:
+            found = shadows_above(replica, least, at_most=at_most, whole=self.whole)
         if self.limit is None:
             return found
         return found.joined(spills(replica, found, self.limit, near_first=self.near_first))
@@ -200,9 +207,18 @@ class Weigher:
     def tables(self, recipe: Recipe, found: Sequence[ReplicaLoad]) -> tuple[Replications, ...] | None:
         """Return what a recipe replicates in a call; None where it would replicate and finds nothing, which no program
         wants."""
-        counts = recipe.counts or (0,) * len(found)
-        replicated = tuple(recipe.table(replica, count, self._at_most) for replica, count in zip(found, counts))
+        each_least = recipe.least or (1.0,) * len(found)
+        replicated = tuple(recipe.table(replica, least, self._at_most) for replica, least in zip(found, each_least))
         return None if recipe.policy and all(each.is_empty for each in replicated) else replicated
+
+    def anew(self, recipe: Recipe, found: Sequence[ReplicaLoad]) -> tuple[Replications, ...] | None:
+        """Return what a recipe replicates under a load that is not the one for which it was weighed: as many shadows as are
+        worth it now. It takes longer than `tables`."""
+        if recipe.shadows:
+            (price,) = self._prices((recipe.threshold,), self.alone(found) if recipe.threshold else None)
+            best = [shadows_at(each, (price,), at_most=self._at_most, whole=recipe.whole)[0] for each in found]
+            recipe = replace(recipe, least=_least_of(found, best, whole=recipe.whole))
+        return self.tables(recipe, found)
 
     def priced(
         self,
@@ -295,13 +311,23 @@ class Weigher:
 
     def _shadowed(self, found: Sequence[ReplicaLoad], alone: Option) -> list[tuple[Recipe, tuple[Replications, ...]]]:
         """Return the shadows of every threshold that replicate anything; for some places first, then whole ones."""
-        told = self._costs.expert_us * 1e-6
-        prices = [told + threshold * alone.seconds for threshold in self._thresholds]
-        kept = []
+        prices, kept = self._prices(self._thresholds, alone), []
         for whole in (False, True):
             by_board = [shadows_at(replica, prices, at_most=self._at_most, whole=whole) for replica in found]
             for threshold, *replicated in zip(self._thresholds, *by_board):
                 if not all(each.is_empty for each in replicated):
-                    counts = tuple(len(np.unique(each.expert)) if whole else len(each.expert) for each in replicated)
-                    kept.append((Recipe(True, whole, threshold=threshold, counts=counts), tuple(replicated)))
+                    least = _least_of(found, replicated, whole=whole)
+                    kept.append((Recipe(True, whole, threshold=threshold, least=least), tuple(replicated)))
         return kept
+
+    def _prices(self, thresholds: Sequence[float], alone: Option | None) -> list[float]:
+        """Return the seconds that each expert must save besides, by threshold."""
+        told = self._costs.expert_us * 1e-6
+        return [told + (threshold * alone.seconds if alone else 0.0) for threshold in thresholds]
+
+
+def _least_of(found: Sequence[ReplicaLoad], shadows: Sequence[Replications], *, whole: bool) -> tuple[float, ...]:
+    """Return by replica from which share of all copies on something is shadowed; 1 for nothing."""
+    return tuple(
+        1.0 if each.is_empty else least_of(replica, each, whole=whole) for replica, each in zip(found, shadows)
+    )

@@ -3,8 +3,9 @@
 To make a table of replicated copies takes milliseconds where ranks and experts are many. So all that can be known before the
 counts is done beforehand: which copies of which origin go to which helper, as shares of the counts of the call before (NetMoE
 and LAER-MoE decide from the call before too), and the memory of the table. What is left is one product per entry, in whole
-numbers, so that all ranks come to the same table. Small tables are made from the counts themselves, which is as quick, and so
-are those of a load that moved so much that the shares of the call before leave some place busier than they did then.
+numbers, so that all ranks come to the same table. Small tables of shadows are made from the counts themselves, which is as
+quick, and so are those of a load that moved so much that the shares of the call before leave some place busier than they did
+then.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from moesaic.balance.replication.tables import NOTHING, Replications, spread
 from moesaic.balance.selector.options import NO_CHANGE, CallChoice, Weigher
 
 SMALL = 1024
-"""Counts of a call, ranks times experts, up to which its table is made from them."""
+"""Counts of a call, ranks times experts, up to which shadows are found among them."""
 
-WORSE = 0.25
+WORSE = 0.1
 """Share of the mean load by which the busiest place may be busier than when its table was prepared."""
 
 
@@ -71,13 +72,13 @@ class Prepared:
         self.choice, self.is_trial, self._weigher = choice, is_trial, weigher
         self._links = [each.links for each in found]
         load = found[0].load
-        self._is_small = load.copies.size <= SMALL
+        self._is_quick = load.copies.size <= SMALL and choice.recipe.limit is None
         self._cells, self._amounts, self._of = (np.zeros(0, dtype=np.int64),) * 3
         self._memory: np.ndarray | None = None
         self._busiest = np.inf
         self._places: tuple[np.ndarray, np.ndarray] | None = None
         text = hashlib.blake2b(f"{choice}{is_trial}".encode(), digest_size=6)
-        replicated = None if self._is_small else weigher.tables(choice.recipe, found)
+        replicated = None if self._is_quick else weigher.tables(choice.recipe, found)
         if replicated is not None:
             self._cells, self._amounts = _entries(found, replicated)
             self._of = load.copies.reshape(-1)[self._cells // load.grid.ep]
@@ -99,9 +100,10 @@ class Prepared:
         found = tuple(ReplicaLoad(load, links) for links in self._links)
         if not self.choice.recipe.policy:
             return Pick(self.choice, found, None, self.is_trial)
-        amounts = None if self._is_small else self._fitted(load)
+        amounts = None if self._is_quick else self._fitted(load)
         if amounts is None:
-            replicated = self._weigher.tables(self.choice.recipe, found)
+            make = self._weigher.tables if self._is_quick else self._weigher.anew
+            replicated = make(self.choice.recipe, found)
             table = None if replicated is None else spread(found, replicated)
         else:
             table = self._filled(load, amounts)

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
+import numpy as np
+
 KEPT = 32
 """Measured calls of an option that are remembered; their median counts, so that one slow call decides nothing."""
 SETTLED = 8
@@ -52,6 +54,20 @@ class _Known:
     """Loads under which it was tried, whether or not anything was measured."""
     summed: tuple[float, int, float] | None = None
     """A load, how often it ran or was tried under about that, and the median of the logarithms; None after a change."""
+    off: list[float] | None = None
+    """What each measured call deviates by from the median of those under about its load; None after a change."""
+
+    def deviations(self) -> list[float]:
+        """Return what each measured call deviates by, as a logarithm, from the median of those under about its load."""
+        if self.off is None:
+            load, ratio = np.array(self.measured).T
+            near = np.abs(load[:, None] - load) <= NEAR * np.maximum(load[:, None], load)
+            self.off = np.abs(ratio - np.nanmedian(np.where(near, ratio, np.nan), axis=1)).tolist()
+        return self.off
+
+    def change(self) -> None:
+        """Forget what followed from the calls so far."""
+        self.summed = self.off = None
 
     def at(self, load: float) -> tuple[int, float]:
         """Return how often it ran or was tried under about a load, and the median of its logarithms."""
@@ -99,7 +115,7 @@ class Times:
         if len(known.measured) >= SETTLED:  # before that the surprise is the option's own
             self._machine += FOLLOW * min(max(surprise, -LEAP), LEAP)
         known.measured.append((load, ratio - self._machine - surprise + min(surprise, OUTLIER)))
-        known.summed = None
+        known.change()
 
     def try_out(self, name: str, program: int, load: float) -> None:
         """Take down that an option is being tried, so that one whose calls are never measured is not tried for ever."""
@@ -152,12 +168,8 @@ class Times:
 
     def noise(self) -> float | None:
         """Return by which share one call deviates from the median of its option; None while no option was measured enough."""
-        found = [
-            abs(ratio - known.at(load)[1])
-            for known in self._known.values()
-            if len(known.measured) >= ENOUGH
-            for load, ratio in known.measured
-        ]
+        enough = (known for known in self._known.values() if len(known.measured) >= ENOUGH)
+        found = [each for known in enough for each in known.deviations()]
         return DEVIATION * median(found) if found else None
 
     def margin(self, margin: float, name: str, other: str, load: float) -> float:

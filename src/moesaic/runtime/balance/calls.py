@@ -82,6 +82,12 @@ def selector_of(calls: AbstractCallPolicy) -> ProgramSelector | None:
     return calls.selector if isinstance(calls, BalancedCalls) else None
 
 
+def speeds_of(calls: AbstractCallPolicy) -> tuple[float, ...]:
+    """Return the speeds of ranks that an arbiter heard last, the same on all ranks; () where nobody measures them."""
+    selector = selector_of(calls)
+    return () if selector is None else selector.speeds
+
+
 def bare_of(calls: AbstractCallPolicy) -> Compiled:
     """Return the programs under which samples may move: the arbiter's without replication, else those of the plan."""
     return calls.compiled.options[0] if calls.compiled.options else calls.compiled

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
@@ -129,13 +129,13 @@ class CallClock:
                 break
         return told
 
-    def hear(self, told: np.ndarray) -> tuple[dict[int, float], bool]:
-        """Return the calls whose time all ranks know now, seconds of the slowest by number; and whether this one is timed.
+    def hear(self, told: Sequence[Sequence[float]]) -> dict[int, float]:
+        """Return the calls whose time all ranks know now, seconds of the slowest by number.
 
         Args:
-            told: (ranks, numbers) float64, what each rank told, first what `tell` returned.
+            told: what each rank told, first what `tell` returned.
         """
-        for rank, (number, seconds, _) in enumerate(told[:, :3].tolist()):
+        for rank, (number, seconds, *_) in enumerate(told):
             if number:
                 self._heard.setdefault(int(number), {})[rank] = seconds
         known = {number: max(each.values()) for number, each in self._heard.items() if len(each) == self._ranks}
@@ -143,7 +143,12 @@ class CallClock:
             del self._heard[number]
         while len(self._heard) > OPEN:
             del self._heard[min(self._heard)]
-        return known, bool(told[:, 2].all())
+        return known
+
+    @staticmethod
+    def is_timed(told: Sequence[Sequence[float]]) -> bool:
+        """Return whether the call that begins has a backward pass on every rank, so that its time will be known."""
+        return all(of_rank[2] for of_rank in told)
 
 
 class WorkMeter:

@@ -30,6 +30,7 @@ from moesaic.experts.experts import is_dtensor
 from moesaic.program.grid import Grid
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routers import TopologyRouter
+from moesaic.runtime.balance.calls import speeds_of
 from moesaic.runtime.expert_order import ExpertOrder
 from moesaic.runtime.expert_parallel import ExpertParallel
 
@@ -290,6 +291,7 @@ class ExpertPlacement:
         self._placer, self._masters = placer or Balanced(), masters or {}
         self._layers = [layer.experts for layer in layers]
         self._orders = [_order_of(layer) for layer in layers]
+        self._on_mesh = [layer.on_mesh for layer in layers if layer.on_mesh is not None]
         for experts, order in zip(self._layers, self._orders):
             order.watches = True
             order.guard(experts)
@@ -398,8 +400,9 @@ class ExpertPlacement:
                 expert_parameters=_shard_parameters(experts, grid.etp),
                 expert_bytes=num_bytes,
                 steps=self.every,
+                speeds=speeds_of(on_mesh.calls),
             )
-            for experts, order, num_bytes in zip(self._layers, self._orders, largest)
+            for experts, order, num_bytes, on_mesh in zip(self._layers, self._orders, largest, self._on_mesh)
         ]
 
 

@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -89,6 +88,8 @@ class ProgramSelector:
         self._arbitration: Arbitration | None = None
         self.learns = False
         """Whether measured times and speeds are told to all ranks, and decided by."""
+        self.speeds: tuple[float, ...] = ()
+        """Of the ranks, as the thread heard them last; () while they are not known."""
         if compiled.options:
             if not isinstance(self._policy, Arbiter):
                 raise InputError(
@@ -101,7 +102,7 @@ class ProgramSelector:
             self.learns = self._policy.learn and self._arbitration.goes_by_times
         self._clock, self.meter = CallClock(compiled.grid.world), WorkMeter()
         self._thread: ThreadPoolExecutor | None = None
-        self._pause = 0.0
+        self._pause = self._waited = 0.0
         self._weighing: Weighing | None = None
         self._made: dict[int, Weighing] = {}
         self._number = 0
@@ -192,16 +193,16 @@ class ProgramSelector:
         arbitration = self._arbitration
         if arbitration is None or record.by_rank in self._of_call:
             return
-        started, load = time.perf_counter(), CallLoad(self.compiled.grid, copies, self.num_experts, units, self.dim)
+        started, self._waited = time.thread_time(), 0.0
+        load = CallLoad(self.compiled.grid, copies, self.num_experts, units, self.dim)
         self._finish()
         if self._hears_all(record):
-            known, _ = self._clock.hear(_told(record))
-            arbitration.hear(known)
+            arbitration.hear(self._clock.hear(_told(record)))
             decision = arbitration.weigh(arbitration.pick(load), call=None)
         else:
             decision = arbitration.choose(load)
         decision = self._moves.note_move(move, decision, self.dim)
-        self._decisions.append((decision, time.perf_counter() - started))
+        self._decisions.append((decision, time.thread_time() - started + self._waited))
         self._of_call[record.by_rank] = _Decided(decision.program, decision.replicated)
 
     def take(self) -> list[CallDecision]:
@@ -222,9 +223,9 @@ class ProgramSelector:
         """Run what was decided during the last call, and begin to decide the next one."""
         assert self._arbitration is not None
         assert record.by_rank is not None
-        started, told = time.perf_counter(), _told(record)
+        started, self._waited, told = time.thread_time(), 0.0, _told(record)
         call = self._clock.start(record.by_rank.device)
-        known, is_timed = self._clock.hear(told)
+        is_timed = self._clock.is_timed(told)
         arbitration = self._arbitration if is_timed else self._evaluating
         prepared = self._agreed(told) if is_timed else None
         if prepared is None:  # the first call, and calls in evaluation, which nobody times
@@ -232,39 +233,64 @@ class ProgramSelector:
         pick = arbitration.pick(load) if prepared is None else prepared.fit(load)
         decided = _Decided(pick.choice.program, pick.table, call)
         self._thread = self._thread or ThreadPoolExecutor(1, "arbiter")
-        self._pause = min([PAUSE * each for each in known.values()], default=self._pause)
-        number = call.number if is_timed else None
-        self.meter.least = int(load.copies.sum()) // (2 * self.compiled.grid.world * max(1, self.compiled.plan.chunks))
-        heard = partial(self._arbitration.hear, known, speeds_of(told[:, -1]))
-        self._weighing = self._thread.submit(_weigh, heard, arbitration, pick, number, self._pause)
+        self._weighing = self._thread.submit(self._weigh, told, arbitration, pick, call.number if is_timed else None)
         if is_timed:
             self._number += 1
             self._made[self._number] = self._weighing
-        self._decisions.append((self._weighing, time.perf_counter() - started))
+        self._decisions.append((self._weighing, time.thread_time() - started + self._waited))
         return decided
 
-    def _agreed(self, told: np.ndarray) -> Prepared | None:
+    def _weigh(
+        self, told: list[list[float]], arbitration: Arbitration, pick: Pick, call: int | None
+    ) -> tuple[CallDecision, Prepared]:
+        """Decide the next call, on the thread, once this call's first messages are on their way: issuing them goes first.
+
+        Args:
+            told: by rank, what each told with the counts of this call.
+            arbitration: decides.
+            pick: what this call runs.
+            call: its number; None if it is not timed.
+        """
+        time.sleep(self._pause)
+        assert self._arbitration is not None
+        load, known = pick.found[0].load, self._clock.hear(told)
+        self._pause = min([PAUSE * each for each in known.values()], default=self._pause)
+        self.meter.least = int(load.copies.sum()) // (2 * self.compiled.grid.world * max(1, self.compiled.plan.chunks))
+        self.speeds = speeds_of(np.array([of_rank[-1] for of_rank in told])) or self.speeds
+        self._arbitration.hear(known, self.speeds)
+        decision = arbitration.weigh(pick, call=call)
+        assert arbitration.prepared is not None
+        return decision, arbitration.prepared
+
+    def _agreed(self, told: list[list[float]]) -> Prepared | None:
         """Return the latest decision that all ranks have; None before the first one.
 
         Args:
-            told: (ranks, NUMBERS) float64, what each rank told with the counts of this call.
+            told: by rank, what each told with the counts of this call.
 
         Raises:
             RuntimeError: on every rank, if ranks told the same decision with different hashes.
         """
-        ready = int(told[:, 3].min())
-        digests = told[told[:, 3] == ready, 4]
-        if (digests != digests[0]).any():
-            ranks = np.flatnonzero((told[:, 3] == ready) & (told[:, 4] != digests[0])).tolist()
+        ready = min(of_rank[3] for of_rank in told)
+        digests = {rank: of_rank[4] for rank, of_rank in enumerate(told) if of_rank[3] == ready}
+        first = next(iter(digests.values()))
+        if others := [rank for rank, digest in digests.items() if digest != first]:
             raise RuntimeError(
-                f"arbiter: ranks {ranks} decided otherwise than the first one after call {ready} of a layer"
+                f"arbiter: ranks {others} decided otherwise than the first one after call {int(ready)} of a layer"
             )
         if not self._number:
             return None
-        taken = max(ready, self._number - LAG, 1)
+        taken = max(int(ready), self._number - LAG, 1)
         for number in [each for each in self._made if each < taken]:
             del self._made[number]
-        return self._made[taken].result()[1]
+        return self._result(self._made[taken])[1]
+
+    def _result(self, weighing: Weighing) -> tuple[CallDecision, Prepared]:
+        """Return what the thread decided; the time for which nobody goes on until it has is kept."""
+        started = time.perf_counter()
+        found = weighing.result()
+        self._waited += time.perf_counter() - started
+        return found
 
     def _decide_now(self, load: CallLoad) -> _Decided:
         """Decide from the counts of the call itself, by the model."""
@@ -277,7 +303,7 @@ class ProgramSelector:
     def _finish(self) -> None:
         """Wait until the last call's thread has decided."""
         if self._weighing is not None:
-            self._moves.note_others(self._weighing.result()[0])
+            self._moves.note_others(self._result(self._weighing)[0])
             self._weighing = None
 
 
@@ -364,21 +390,11 @@ def saved_seconds(move: SampleMove, costs: ReplicationCosts, dim: int) -> float:
     return row_bits * seconds / 1e9 / move.before.ranks
 
 
-def _weigh(
-    hear: Callable[[], None], arbitration: Arbitration, pick: Pick, call: int | None, pause: float
-) -> tuple[CallDecision, Prepared]:
-    """Decide the next call, on the thread, once this call's first messages are on their way: issuing them goes first."""
-    time.sleep(pause)
-    hear()
-    decision = arbitration.weigh(pick, call=call)
-    assert arbitration.prepared is not None
-    return decision, arbitration.prepared
-
-
-def _told(record: RoutingRecord) -> np.ndarray:
-    """Return what the ranks told with a call's counts, (ranks, NUMBERS) float64."""
+def _told(record: RoutingRecord) -> list[list[float]]:
+    """Return what the ranks told with a call's counts, `NUMBERS` numbers of each."""
     assert record.gathered is not None
-    return record.gathered.more_on_host[:, -NUMBERS:]
+    told: list[list[float]] = record.gathered.more_on_host[:, -NUMBERS:].tolist()
+    return told
 
 
 def _named(policy: str) -> AbstractReplicationPolicy:

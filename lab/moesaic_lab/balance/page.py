@@ -1,0 +1,63 @@
+"""Write the tables of docs/balance.md from the result of `moesaic bench balance --json`: none of their figures is typed.
+
+python -m moesaic_lab.balance.page benchmarks/results/balance.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moesaic_lab.balance.benchmark import kept
+from moesaic_lab.balance.config import SharesOfForced
+from moesaic_lab.balance.rows import PARTS, share_rows
+from moesaic_lab.balance.shares import RECORDED, Share
+from moesaic_lab.performance_page import line, table
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "balance.md"
+START, END = "<!-- tables: moesaic_lab/balance/page.py -->", "<!-- end of tables -->"
+
+
+def main() -> int:
+    """Write the tables; returns the exit code."""
+    result = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    before, rest = PAGE.read_text(encoding="utf-8").split(START)
+    PAGE.write_text(f"{before}{START}\n\n{tables(result)}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    return 0
+
+
+def tables(result: dict[str, Any]) -> str:
+    """Return shares of forced balance by load, cluster after cluster, then by how heavy weights are, and the claims."""
+    rows = share_rows(kept(result["rows"], PARTS[1], Share))
+    parts = []
+    for cluster, ranks in dict.fromkeys((row["cluster"], row["ranks"]) for row in rows):
+        here = [row for row in rows if (row["cluster"], row["ranks"]) == (cluster, ranks)]
+        base = [row for row in here if row["ratio"] == SharesOfForced.ratio]
+        parts.append(crossed(f"share of forced balance, `{cluster}`, {ranks} ranks", base, "load"))
+        real = [row for row in here if row["load"] == RECORDED]
+        if len({row["ratio"] for row in real}) > 1:
+            parts.append(
+                crossed(f"recorded loads by an expert's weights over a rank's rows, `{cluster}`", real, "ratio")
+            )
+    lines = [
+        ["claim", "value", "target", "holds"],
+        *(line(each) for each in result["claims"] if each["target"] is not None),
+    ]
+    return "\n\n".join([*parts, table(lines)])
+
+
+def crossed(title: str, rows: Sequence[dict[str, Any]], across: str) -> str:
+    """Return medians as a table: a line for each method, a column for each value of a key."""
+    columns = sorted({row[across] for row in rows})
+    found = {(row["method"], row[across]): f"{row['median']:.2f}" for row in rows}
+    lines = [[title, *(column if isinstance(column, str) else f"{column:g}" for column in columns)]]
+    for method in dict.fromkeys(row["method"] for row in rows):
+        lines.append([method, *(found.get((method, column), "") for column in columns)])
+    return table(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
