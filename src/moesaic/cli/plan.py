@@ -176,7 +176,8 @@ def _write_page(options: PlanOptions, told: list[str], job: Job, result: Result,
     from moesaic.report.plan_page import write_plan_page
 
     best, cluster = result.best, simulator.cluster
-    layer, compiled = job.step_model(cluster, best.grid.dp).layer, compile_on(best.plan, best.grid, cluster)
+    layer = job.step_model(cluster, best.grid.dp).layer
+    compiled = compile_on(best.plan, best.grid, simulator, layer)
     timelines = {
         name: simulator.run(program, layer, compiled.grid).timeline
         for name, program in (("forward", compiled.forward), ("backward", compiled.backward))
