@@ -111,7 +111,7 @@ sys.exit(main(sys.argv[1:]))
 def test_a_rank_that_stops_or_dies_before_its_first_step_is_named(tmp_path, kind, where):
     script = tmp_path / "starts.py"
     script.write_text(STARTS.format(signal=kind, where=where))
-    process = start(tiny(tmp_path, batch_size=4, start_patience=20, mesh={"ep": 2}), tmp_path, script=script)
+    process = start(tiny(tmp_path, batch_size=4, start_patience=6, mesh={"ep": 2}), tmp_path, script=script)
     while process.poll() is None:
         stopped = re.search(r"rank 1 is stopped \(process (\d+)", process.said()[1])
         if stopped:  # torchrun would wait half a minute for it
@@ -123,7 +123,7 @@ def test_a_rank_that_stops_or_dies_before_its_first_step_is_named(tmp_path, kind
     assert process.returncode != 0
     (said,) = ours(err)
     if kind == "SIGSTOP":
-        assert said.startswith("moesaic train: the start has stood still for 20 s: rank 1 is stopped (process ")
+        assert said.startswith("moesaic train: the start has stood still for 6 s: rank 1 is stopped (process ")
         assert re.search(
             r"; rank 0 is at comm/gloo\.py:\d+ in wait, waiting for \d+ bytes of rank 1; start the run again$", said
         )
