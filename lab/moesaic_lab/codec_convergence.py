@@ -62,7 +62,7 @@ class CodecConvergenceOptions(BenchmarkOptions):
     """Preset of the encoder-decoder; empty for none."""
     language: str = "demo"
     """Preset of the language model; empty for none."""
-    translation_steps: int = 300
+    translation_steps: int = 600
     """Optimizer steps of each translation run; the learning rate's schedule ends with them."""
     language_steps: int = 120
     """The same of the language model."""

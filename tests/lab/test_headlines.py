@@ -39,6 +39,7 @@ def test_every_paper_has_a_headline_whose_figure_is_published() -> None:
         assert 0 < each.share < 1
         for headline in each.headlines:
             assert headline.published > 1
+            assert headline.why
             assert set(headline.cells) <= set(read_book().cells)
     assert len({each.name for each in MADE}) == len(MADE)
 

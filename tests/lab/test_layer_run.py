@@ -84,6 +84,19 @@ def test_a_rank_counts_what_its_program_says(factor: float | None) -> None:
         assert sum(found[name].charged for found in of_ranks) == pytest.approx(flops / 1e12)
 
 
+def test_what_a_method_computes_besides_its_experts_is_charged() -> None:
+    def rank(job: LayerJob, transport: AbstractTransport) -> dict[str, float]:
+        recorder = Recorder(transport)
+        runner = ranks.LayerRunner(job, recorder)
+        return {name: ranks.count(runner, recorder, name).charged for name in job.methods}
+
+    plain = run_ranks(4, partial(rank, job_of()))
+    more = run_ranks(4, partial(rank, job_of(beside={"s1": 2e9})))
+    for before, after in zip(plain, more):
+        assert after["s1"] - before["s1"] == pytest.approx(2e9 / (1e9 * PLACE.gflops))
+        assert after["s2"] == pytest.approx(before["s2"])
+
+
 def test_a_switch_sends_nothing_and_makes_no_tensor() -> None:
     job = job_of(factor=1.0)
     for of_rank in run_ranks(4, partial(ranks.switch_costs, job)):

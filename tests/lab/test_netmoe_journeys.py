@@ -188,6 +188,22 @@ def test_ranks_move_samples_as_the_journey_says_and_save_its_bytes() -> None:
         assert not rank["anywhere"][1][0].same_as(journey.homes[0])
 
 
+def test_a_method_may_have_a_plan_of_its_own() -> None:
+    job = job_of(SMALL, 0.2)
+    groups = compile_plan(Plan(peer_groups=2), SMALL.grid, host_runs_compute=True)
+    job = replace(job, methods={"plain": None, "in groups": None}, plans={"in groups": groups})
+
+    def rank(transport: AbstractTransport) -> list[Plan]:
+        stack, plans = Stack(job, transport), []
+        for name in ("plain", "in groups", "plain"):
+            check(stack, name)
+            plans += [layer.on_mesh.compiled.plan for layer in stack.layers]  # type: ignore[union-attr]
+        return plans
+
+    for plans in run_ranks(4, rank):
+        assert [plan.peer_groups for plan in plans] == [1] * 3 + [2] * 3 + [1] * 3
+
+
 def test_the_check_finds_samples_that_end_elsewhere() -> None:
     job = job_of(SMALL, 0.2)
 
