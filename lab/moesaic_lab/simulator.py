@@ -64,9 +64,7 @@ CONCENTRATION = 0.3
 
 def whole(case: SimulatedCase) -> Compiled:
     """Return a case compiled on its whole mesh, as a user compiles it."""
-    return compile_plan(
-        case.plan, Grid(world=case.world, tp=case.tp, ep=case.ep, etp=case.etp, ranks_per_node=8)
-    )
+    return compile_plan(case.plan, Grid(world=case.world, tp=case.tp, ep=case.ep, etp=case.etp, ranks_per_node=8))
 
 
 def layer_of(case: SimulatedCase) -> Workload:

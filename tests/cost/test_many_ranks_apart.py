@@ -53,7 +53,9 @@ def test_pieces_are_matched_for_one_copy_of_the_experts_only(plan: Plan, monkeyp
     asked: list[int] = []
     exchanged = LayoutIndex._exchanged
     monkeypatch.setattr(
-        LayoutIndex, "_exchanged", lambda self, move, members: asked.append(len(members)) or exchanged(self, move, members)
+        LayoutIndex,
+        "_exchanged",
+        lambda self, move, members: asked.append(len(members)) or exchanged(self, move, members),
     )
     matched = []
     for world in (16, 64):

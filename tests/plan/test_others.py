@@ -150,7 +150,8 @@ def test_keys_and_values_of_a_shared_sequence_hide_behind_its_scores_as_far_as_t
         step = replace(step, layer=replace(step.layer, tokens=step.layer.tokens // 8), seq_len=step.seq_len // 8)
         grid = Grid(world=32, ranks_per_node=8)
         alone, shared = (
-            StepCostModel(replace(step, shares_sequence=ranks), grid, Simulator(cluster)).once.scores for ranks in (1, 8)
+            StepCostModel(replace(step, shares_sequence=ranks), grid, Simulator(cluster)).once.scores
+            for ranks in (1, 8)
         )
         values = 2 * 4 * 128 * step.layer.tokens * 2
         passing = reduce_seconds(cluster, grid, 8 * values, 1, 8) / 2
@@ -185,7 +186,9 @@ def test_a_distributed_optimizer_keeps_whole_parameters_and_moves_them_once_per_
 def test_parameters_in_parts_are_gathered_as_wide_as_products_read_them() -> None:
     step = QWEN.step_model(H100, 32)
     wide, narrow = (
-        StepCostModel(replace(step, gathered_bytes=size), Grid(world=32, ep=8, ranks_per_node=8), Simulator(H100)).sharding
+        StepCostModel(
+            replace(step, gathered_bytes=size), Grid(world=32, ep=8, ranks_per_node=8), Simulator(H100)
+        ).sharding
         for size in (0, 2)
     )
     assert narrow == {name: pytest.approx(seconds * 2 / 3) for name, seconds in wide.items()}

@@ -75,7 +75,10 @@ def test_what_groups_have_in_common_is_told_without_looking_at_all(grid: Grid) -
         shapes.add((len(set(nodes)), tuple(sorted({nodes.count(node) for node in nodes}))))
     is_even = len(shapes) == 1 and len(next(iter(shapes))[1]) == 1
     assert grid.nodes_per_replica == (next(iter(shapes))[0] if is_even else 0)
-    of = {axes: [by_definition(table, rank, axes) for rank in ranks] for axes in (("tp",), ("etp",), ("ep",), ("ep", "etp"))}
+    of = {
+        axes: [by_definition(table, rank, axes) for rank in ranks]
+        for axes in (("tp",), ("etp",), ("ep",), ("ep", "etp"))
+    }
     assert grid.shares_tp_and_etp == (of["tp",] == of["etp",])
     assert grid.has_shards_inside_nodes == all(len({*map(grid.node_of, group)}) == 1 for group in of["etp",])
     for axes, groups in of.items():

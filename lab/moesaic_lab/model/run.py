@@ -120,9 +120,13 @@ def kept_earlier(config: ModelBenchConfig, keep: Path, profiles: Path) -> list[M
     for bed in config.beds:
         path = _profile_path(profiles, bed)
         if not path.exists():
-            raise InputError(f"--earlier {profiles}: has no profile of {bed.name}: take one with --only profile --keep {profiles}")
+            raise InputError(
+                f"--earlier {profiles}: has no profile of {bed.name}: take one with --only profile --keep {profiles}"
+            )
         if last - path.stat().st_mtime < EARLIER_SECONDS:
-            raise InputError(f"--earlier {profiles}: the profile of {bed.name} is not an hour older than what was timed: wait")
+            raise InputError(
+                f"--earlier {profiles}: the profile of {bed.name} is not an hour older than what was timed: wait"
+            )
     return kept(config, keep, profiles)
 
 

@@ -112,7 +112,11 @@ class Counted(AbstractVolumes):
     """
 
     def __init__(
-        self, sizes: CallSizes, topology: Topology, shape: LayerShape, legs: dict[tuple[object, ...], dict[int, np.ndarray]]
+        self,
+        sizes: CallSizes,
+        topology: Topology,
+        shape: LayerShape,
+        legs: dict[tuple[object, ...], dict[int, np.ndarray]],
     ) -> None:
         self.sizes, self.topology, self.shape, self._legs = sizes, topology, shape, legs
         self._rows: dict[Layout, np.ndarray] = {}
@@ -144,7 +148,9 @@ class Counted(AbstractVolumes):
         key = (source.kind, move, codec, task.link if task.op is Op.HOP else "", task.hop)
         if key not in self._found:
             moved = self.sizes.moved(move)
-            self._found[key] = self._split(moved.on_legs(self._paths(task)) if task.op is Op.HOP else moved, source, codec)
+            self._found[key] = self._split(
+                moved.on_legs(self._paths(task)) if task.op is Op.HOP else moved, source, codec
+            )
         return self._found[key]
 
     def _split(self, moved: Moved, slot: Slot, codec: str) -> list[Movement]:

@@ -188,9 +188,7 @@ class ProfileTiming(AbstractTiming):
         asked = self.asked(program, volumes, dtype, known)
         events, issue = self.lay_out(asked)
         most = float(events.ends.max(initial=0.0))
-        return account(
-            program, volumes, asked.movements, events, (issue + asked.compute).sum(axis=0), at_most=most
-        )
+        return account(program, volumes, asked.movements, events, (issue + asked.compute).sum(axis=0), at_most=most)
 
     def asked(
         self, program: Program, volumes: AbstractVolumes, dtype: str, known: Mapping[str, float] | None = None

@@ -12,6 +12,8 @@ from moesaic.errors import InputError
 Part = Literal["block", "core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
 PARTS: tuple[Part, ...] = get_args(Part)
 """What is computed again in backward: a whole block, or a part of it under the name that Megatron has for it."""
+
+
 class StageRun(NamedTuple):
     """A run of layers of a pipeline."""
 

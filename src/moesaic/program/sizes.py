@@ -288,7 +288,9 @@ class LayoutIndex(AbstractLayoutIndex):
             held, of = [self.pieces(move.source, member) for member in members], np.array(members)
             ends = self._exchanged(move, members)
             at = ends.there + np.cumsum([0, *(len(each.number) for each in held)])[ends.source]
-            pieces = (np.concatenate([getattr(each, name) for each in held])[at] for name in ("origin", "expert", "chunk"))
+            pieces = (
+                np.concatenate([getattr(each, name) for each in held])[at] for name in ("origin", "expert", "chunk")
+            )
             found.append((of[ends.source] * self.grid.world + of[ends.target], *pieces))
         pairs, origin, expert, chunk = (np.concatenate(values) for values in zip(*found))
         return pairs, origin, expert, chunk
@@ -304,7 +306,9 @@ class LayoutIndex(AbstractLayoutIndex):
             cuts = np.searchsorted(mine[order], np.arange(len(members) + 1))
             for number, member in enumerate(members):
                 of = order[cuts[number] : cuts[number + 1]]
-                starts = np.flatnonzero(np.diff(peer[of], prepend=-1, append=-1)) if len(of) else np.zeros(1, dtype=np.int64)
+                starts = (
+                    np.flatnonzero(np.diff(peer[of], prepend=-1, append=-1)) if len(of) else np.zeros(1, dtype=np.int64)
+                )
                 peers = tuple(members[each] for each in peer[of][starts[:-1]].tolist())
                 table[(move, member)] = Matched(peers, starts, places[of])
 
