@@ -216,7 +216,8 @@ def test_a_model_of_the_hub_is_answered_in_what_people_ask(hub: list[str], capsy
         "tokens/s and device (", "by published steps), a step of 4,194,304 tokens in", "MFU", "change first: ",
         "a MaxVio of 1 (one rank's experts get twice their share in every layer) makes a step",
         "for a trillion tokens at 2 an hour", "yours: ", "the layout above reaches",
-        "your parts: attention", "pipeline", "; memory: weights", "as Megatron shards (parameters whole, the optimizer in parts): ",
+        "your parts: attention", "pipeline", "; memory: weights",
+        "as Megatron shards (parameters whole, the optimizer in parts): ",
     ):  # fmt: skip
         assert words in text
 

@@ -113,7 +113,7 @@ class PlanOptions:
     write: str | None = None
     """Write the best mesh and plan to this file (.toml or .json), for moesaic train."""
     page: str | None = None
-    """Write a page to share to this HTML file: the answer, where a step's time goes, a layer's Gantt chart, memory, roofline."""
+    """Write a page to share to this HTML file: the answer, where a step's time goes, a Gantt chart, memory, roofline."""
     json: bool = False
     """Print one JSON document."""
 
@@ -426,9 +426,10 @@ def _with_stages(job: Job, cluster: ClusterSpec, result: Result, ours: Speed, op
     speed = speed_of(job, step, cluster, devices=cluster.world, sequences=layout.sequences(cluster.world))
     sizes = [f"{name} {getattr(layout, name)}" for name in ("pp", "cp", "tp", "ep") if getattr(layout, name) > 1]
     words = sizes + [layout.schedule] * (layout.pp > 1) + [f"{layout.virtual_pp} runs a rank"] * (layout.virtual_pp > 1)
+    words += ["blocks recomputed"] * bool(layout.recompute)
     emit = f" (--pp {layout.pp} --emit megatron prints it)" * (layout.pp > 1)
     return [
-        f"as Megatron shards (parameters whole, the optimizer in parts): {', '.join(words)}{', blocks recomputed' if layout.recompute else ''}: "
+        f"as Megatron shards (parameters whole, the optimizer in parts): {', '.join(words)}: "
         f"{speed.tokens_per_second:,.0f} tokens/s and device, {step.memory.total / GIB:.1f} GiB, "
         f"{speed.tokens_per_second / ours.tokens_per_second:.2f} times the speed above{emit}"
     ]

@@ -1,8 +1,8 @@
-"""The best layout as Megatron runs them: parameters whole on every rank and only the optimizer in parts, with a pipeline and shared
-sequences where these help. The search of meshes holds none of that.
+"""The best layout as Megatron runs them: parameters whole on every rank and only the optimizer in parts, with a pipeline and
+shared sequences where these help. The search of meshes holds none of that.
 
-Stages, copies of the experts and parts of a sequence are tried in the combinations that fit the ranks, under 1F1B; the schedule is
-chosen on the best of them for each number of stages. Each is predicted as somebody's layout is (`others.py`).
+Stages, copies of the experts and parts of a sequence are tried in the combinations that fit the ranks, under 1F1B; the schedule
+is chosen on the best of them for each number of stages. Each is predicted as somebody's layout is (`others.py`).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _layouts(job: Job, cluster: ClusterSpec, best: Found, stages: int | None) ->
         stage = cluster.world // pp
         sizes = [2**power for power in range(stage.bit_length()) if job.model.moe.num_experts % 2**power == 0]
         yield from (
-            OthersLayout(tp=tp, pp=pp, cp=cp, ep=ep, global_batch=sequences, all_to_all=crossing)  # type: ignore[arg-type]
+            OthersLayout(tp=tp, pp=pp, cp=cp, ep=ep, global_batch=sequences, all_to_all=crossing)
             for ep in sizes
             if stage % ep == 0
         )
