@@ -1,4 +1,4 @@
-"""How long the simulator takes: every size that is timed is one that compiles and simulates, and the claims are the slowest's."""
+"""How long the simulator takes: every size that is timed compiles and simulates, and claims are of the slowest."""
 
 from __future__ import annotations
 

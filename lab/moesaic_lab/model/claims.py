@@ -22,8 +22,8 @@ NOTES = (
     "an accelerator of the given rate would take; real: they multiply. Ranks are bound to cores, under the batch policy. "
     "Predictions use the cluster's own profile, measured on the same bed before and brought to the wall times of other layers; "
     "no constant is fitted to these points. Claims named hour_later use profiles that were taken at least an hour before the "
-    "last case was timed. Regret: the plan that is predicted to be fastest, over the fastest of those that were timed again (the "
-    "fastest of all plans by the first times, and the first ones by prediction), medians of repeats in turn."
+    "last case was timed. Regret: the plan that is predicted to be fastest, over the fastest of those that were timed again "
+    "(the fastest of all plans by the first times, and the first ones by prediction), medians of repeats in turn."
 )
 """What a reader must know to judge the figures."""
 
