@@ -245,6 +245,17 @@ def test_somebodys_layout_is_printed_in_the_words_of_another_system(
     assert "--parallelism.expert_parallel_degree 4" in printed
 
 
+def test_a_price_that_is_missing_is_told_with_one_that_could_stand_in(
+    hub: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    assert main([*hub, "--ep", "8"]) == 0
+    said = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("price: "))
+    assert main([*hub, "--ep", "8", "--price-per-hour", "2.5"]) == 0
+    told = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("price: "))
+    assert "--price-per-hour 2.5 say makes " in said
+    assert told.split()[1] in said
+
+
 def test_the_best_layout_with_a_pipeline_is_printed_in_the_words_of_megatron(
     hub: list[str], capsys: pytest.CaptureFixture
 ) -> None:

@@ -397,10 +397,13 @@ def answers(job: Job, cluster: ClusterSpec, result: Result, options: PlanOptions
         )
     if longer is not None:
         lines.append("unlike ranks make the middle half of steps {:.2f} to {:.2f} times as long".format(*longer))
-    if options.price_per_hour is not None:
-        lines.append(
-            f"price: {speed.price(options.price_per_hour):,.0f} for a trillion tokens at {options.price_per_hour:g} an hour"
-        )
+    hourly = options.price_per_hour
+    lines.append(
+        f"price: not told, since a device's price is not given: --price-per-hour 2.5 say makes {speed.price(2.5):,.0f} of a "
+        "trillion tokens"
+        if hourly is None
+        else f"price: {speed.price(hourly):,.0f} for a trillion tokens at {hourly:g} an hour"
+    )
     lines += _with_stages(job, cluster, result, speed, options)
     if options.explain is not None:
         lines += _explained(job, cluster, speed, options.explain)
