@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import subprocess
 import sys
@@ -132,7 +133,7 @@ def test_recorded_counts_rank_anew(files: list[str], tmp_path: Path, capsys: pyt
         (["--cluster", "25gbe"], "--model is missing: choose one of demo, gpt-tiny, bert-tiny, seq2seq-tiny, gpt-small"),
         (["--model", "demo"], "--cluster is missing: choose one of 100gbe"),
         (["--model", "demo", "--cluster", "25gbe", "--profile", "p.json"], "give one of them"),
-        (["--model", "demo", "--cluster", "25gbe", "--pp", "2"], "--pp 2: pipeline stages are not searched: leave it at 1"),
+        (["--model", "demo", "--cluster", "25gbe", "--pp", "0"], "--pp 0: must be at least 1"),
         (["--model", "demo", "--cluster", "25gbe", "--tp", "0"], "--tp 0: must be at least 1"),
         (["--model", "demo", "--cluster", "25gbe", "--top", "0"], "--top 0: must be at least 1"),
         (["--model", "demo", "--cluster", "25gbe", "--chunks"], "--chunks is empty: name at least one"),
@@ -216,6 +217,7 @@ def test_a_model_of_the_hub_is_answered_in_what_people_ask(hub: list[str], capsy
         "a MaxVio of 1 (one rank's experts get twice their share in every layer) makes a step",
         "for a trillion tokens at 2 an hour", "yours: ", "the layout above reaches",
         "your parts: attention", "pipeline", "; memory: weights",
+        "as Megatron shards (parameters whole, the optimizer in parts): ",
     ):  # fmt: skip
         assert words in text
 
@@ -241,6 +243,38 @@ def test_somebodys_layout_is_printed_in_the_words_of_another_system(
     printed = capsys.readouterr().out
     assert "--parallelism.pipeline_parallel_schedule InterleavedZeroBubble" in printed
     assert "--parallelism.expert_parallel_degree 4" in printed
+
+
+def test_a_price_that_is_missing_is_told_with_one_that_could_stand_in(
+    hub: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    assert main([*hub, "--ep", "8"]) == 0
+    said = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("price: "))
+    assert main([*hub, "--ep", "8", "--price-per-hour", "2.5"]) == 0
+    told = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("price: "))
+    assert "--price-per-hour 2.5 say makes " in said
+    assert told.split()[1] in said
+
+
+def test_the_best_layout_with_a_pipeline_is_printed_in_the_words_of_megatron(
+    hub: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    assert main([*hub, "--ep", "8", "--pp", "2", "--emit", "megatron"]) == 0
+    assert "--pipeline-model-parallel-size 2" in capsys.readouterr().out.splitlines()
+
+
+def test_the_answer_is_a_page_to_share(hub: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("plotly")
+    page = tmp_path / "plan.html"
+    assert main([*hub, "--ep", "8", "--page", str(page)]) == 0
+    told, text = capsys.readouterr().err, page.read_text(encoding="utf-8")
+    for title in ("One step", "One MoE layer of the best plan, forward", "Memory of a rank", "Roofline of products"):
+        assert f"{title}<" in text
+    line = next(line for line in told.splitlines() if line.startswith("change first"))
+    assert html.escape(line, quote=False)[:60] in html.unescape(text)
+    assert "http://" not in text.split("</script>")[-1]
+    assert main([*hub, "--ep", "8", "--page", str(tmp_path)]) == 2
+    assert "is a folder: name a file" in capsys.readouterr().err
 
 
 def test_a_model_that_fits_only_when_blocks_are_recomputed_says_so(

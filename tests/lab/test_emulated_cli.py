@@ -18,7 +18,6 @@ def test_without_torch_the_package_is_named(
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     monkeypatch.setattr(frame, "import_module", import_module)
-    monkeypatch.setattr("moesaic_lab.simulator.OF_MODEL", ())
     assert main(["bench", benchmark]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1

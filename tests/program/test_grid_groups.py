@@ -50,8 +50,8 @@ def by_definition(table: list[dict[Axis, int]], rank: int, axes: tuple[Axis, ...
 
 
 WANTED: list[tuple[Axis, ...]] = [
-    (), ("dp",), ("tp",), ("ep",), ("etp",), ("ep", "etp"), ("edp",), ("edp", "ep"), ("etp_inner",), ("ep", "etp_outer"), ("node",),
-    ("local",), ("node", "local"), ("edp", "local"),
+    (), ("dp",), ("tp",), ("ep",), ("etp",), ("ep", "etp"), ("edp",), ("edp", "ep"), ("etp_inner",), ("ep", "etp_outer"),
+    ("node",), ("local",), ("node", "local"), ("edp", "local"),
 ]  # fmt: skip
 
 

@@ -140,9 +140,9 @@ MISSES = """What is off, and why as far as we know:
 - A ring of eight inside a node is 5 to 10 % faster than an all-to-all of as many bytes, a ring of two 15 % slower than one of
   two, whose messages are the same. So many senders to one receiver are not the reason: a share of the rate for them, fitted to
   the marked rows, is 1. All-reduces of a few megabytes in eight GPUs' switch are slower than its two passes.
-- Of steps, every row that is off by more than 16 % says why, as far as anybody knows. Those of B200 (SimuMax, pith-train) come out 8 to 25 % too
-  fast though its preset rests on measured products, scores and all-to-alls: what is left is some 5 ms per layer and micro-batch, the
-  same for unlike sizes. LAER's steps have no published layout and are not here.
+- Of steps, every row that is off by more than 16 % says why, as far as anybody knows. Those of B200 (SimuMax, pith-train) come
+  out 8 to 25 % too fast though its preset rests on measured products, scores and all-to-alls: what is left is some 5 ms per
+  layer and micro-batch, the same for unlike sizes. LAER's steps have no published layout and are not here.
 - Float8 products of few rows with a scale per block are several times slower than the preset says.
 - DeepSeek's trace has no licence to be committed here: `moesaic bench ledger --trace FILE` holds a copy of it against the
   simulator."""

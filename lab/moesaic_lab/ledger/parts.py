@@ -157,7 +157,8 @@ def grouped_products(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iter
         rates = rates_of(machine(row["machine"]), "bf16")
         found = 3 * rates.product_seconds(np.full(experts, float(count)), 6.0 * dim * hidden, 6.0 * dim * hidden)
         yield Entry(
-            kind="expert stages", what=f"{experts} experts {dim} x {hidden}, {count:,} rows each, products forward and backward",
+            kind="expert stages",
+            what=f"{experts} experts {dim} x {hidden}, {count:,} rows each, products forward and backward",
             machine=row["machine"], measured=float(row["us"]), predicted=float(found.sum()) * 1e6, unit="us", source="simumax",
             fitted=True,
         )  # fmt: skip

@@ -23,7 +23,7 @@ class ModelOptions(DrawnOptions):
     """Only these: profile, plans, real, a bed or a case; several as "2x2,real". The others are read from the folder if they
     are there."""
     earlier: str | None = None
-    """Folder with profiles of the same beds, taken an hour before with --only profile: the cases are predicted from them too."""
+    """Folder with profiles of the same beds, taken an hour before with --only profile: they predict the cases too."""
 
 
 Timed = tuple[list[ModelFound], list[ModelFound]]

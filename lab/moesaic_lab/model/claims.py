@@ -16,14 +16,14 @@ from moesaic_lab.pictures import Panel, PlottedSeries
 from moesaic_lab.tables import Column, milliseconds, table
 
 LEAST_POINTS, LEAST_CASES, LEAST_PLANS = 60, 10, 40
-"""What the claims rest on at least: points; cases for the regret, and plans of each. Cases of fewer plans count besides."""
+"""What the claims rest on at least: points; cases for the regret, and plans of each. Cases of fewer plans count too."""
 NOTES = (
     "A layer on the library's runtime over emulated links, forward and backward. compute virtual: experts sleep for as long as "
     "an accelerator of the given rate would take; real: they multiply. Ranks are bound to cores, under the batch policy. "
     "Predictions use the cluster's own profile, measured on the same bed before and brought to the wall times of other layers; "
-    "no constant is fitted to these points. Claims named hour_later use profiles that were taken at least an hour before the last "
-    "case was timed. Regret: the plan that is predicted to be fastest, over the fastest of those that were timed again (the "
-    "fastest of all plans by the first times, and the first ones by prediction), medians of repeats in turn."
+    "no constant is fitted to these points. Claims named hour_later use profiles that were taken at least an hour before the "
+    "last case was timed. Regret: the plan that is predicted to be fastest, over the fastest of those that were timed again "
+    "(the fastest of all plans by the first times, and the first ones by prediction), medians of repeats in turn."
 )
 """What a reader must know to judge the figures."""
 

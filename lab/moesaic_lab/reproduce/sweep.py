@@ -56,7 +56,7 @@ class _Family:
     def __init__(self, first: AbstractVolumes, second: AbstractVolumes, pieces: tuple[PieceRows, PieceRows]) -> None:
         self.first, self.second, self.pieces = first, second, pieces
         self.rows: dict[Layout, np.ndarray] = {}
-        self.experts: dict[Layout, list[np.ndarray]] = {}
+        self.experts: dict[Layout, np.ndarray] = {}
         self._lines: dict[tuple[object, ...], list[_Line]] = {}
 
     def lines(self, task: Task, slots: Mapping[str, Slot], codec: str) -> list[_Line]:

@@ -33,10 +33,11 @@ from moesaic.plan.hub import HubShape
 from moesaic.plan.layouts import Pins, compile_on, name_of
 from moesaic.plan.loads import typical_counts
 from moesaic.plan.model import Job, with_batch
-from moesaic.plan.others import EMITTERS, from_flags, layout_of, longer_by_narrow_rate, predict
+from moesaic.plan.others import EMITTERS, OthersLayout, from_flags, layout_of, longer_by_narrow_rate, predict
 from moesaic.plan.plan import AllToAll, Codec, Order, Schedule, plan_in_words
 from moesaic.plan.presets import CONFIGS, PRESETS, read_job
 from moesaic.plan.search import search
+from moesaic.plan.stages import best_in_stages
 from moesaic.traces.trace import Trace
 
 if TYPE_CHECKING:
@@ -90,8 +91,9 @@ class PlanOptions:
     """Keep expert tensor parallelism at this."""
     innermost: Literal["etp", "ep"] | None = None
     """Keep the order of etp and ep."""
-    pp: int = 1
-    """Pipeline stages: none are searched, so 1; explain predicts a layout that has them."""
+    pp: int | None = None
+    """Stages of a pipeline of the layout, as Megatron shards, that is compared with the best one of the ranking, which holds no
+    pipelines; above 1, emit prints that layout. 1 leaves pipelines out, None takes the best number."""
     schedules: tuple[Schedule, ...] = LOSSLESS.schedules
     """Schedules to try."""
     all_to_alls: tuple[AllToAll, ...] = LOSSLESS.all_to_alls
@@ -111,16 +113,12 @@ class PlanOptions:
     write: str | None = None
     """Write the best mesh and plan to this file (.toml or .json), for moesaic train."""
     page: str | None = None
-    """Write a page to share to this HTML file: the answer, where a step's time goes, a layer's Gantt chart, memory, roofline."""
+    """Write a page to share to this HTML file: the answer, where a step's time goes, a Gantt chart, memory, roofline."""
     json: bool = False
     """Print one JSON document."""
 
     def __post_init__(self) -> None:
-        if self.pp != 1:
-            raise InputError(
-                f"--pp {self.pp}: pipeline stages are not searched: leave it at 1, and give a layout that has them to --explain"
-            )
-        for name in ("tp", "ep", "etp", "nodes", "gpus", "top", "batch_size", "accumulation", "seq_len"):
+        for name in ("tp", "pp", "ep", "etp", "nodes", "gpus", "top", "batch_size", "accumulation", "seq_len"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"--{name.replace('_', '-')} {value}: must be at least 1")
@@ -153,8 +151,14 @@ def run(arguments: Sequence[str]) -> int:
     if options.write is not None:
         write_planned(result.best, Path(options.write), model=options.model, cluster=cluster.name)
     if options.emit is not None:
-        yours = None if options.explain is None else from_flags(options.explain)
-        best = result.best
+        yours, best = None if options.explain is None else from_flags(options.explain), result.best
+        if yours is None and (options.pp or 1) > 1:
+            found = _in_stages(job, cluster, result, options)
+            if found is None:
+                raise InputError(
+                    f"--pp {options.pp}: no layout of {cluster.world} devices with so many stages fits: try another"
+                )
+            yours = found[0]
         lines = EMITTERS[options.emit](job, yours or layout_of(job, best), None if yours else best)
         print("\n".join(lines))
         return 0
@@ -394,13 +398,45 @@ def answers(job: Job, cluster: ClusterSpec, result: Result, options: PlanOptions
         )
     if longer is not None:
         lines.append("unlike ranks make the middle half of steps {:.2f} to {:.2f} times as long".format(*longer))
-    if options.price_per_hour is not None:
-        lines.append(
-            f"price: {speed.price(options.price_per_hour):,.0f} for a trillion tokens at {options.price_per_hour:g} an hour"
-        )
+    hourly = options.price_per_hour
+    lines.append(
+        f"price: not told, since a device's price is not given: --price-per-hour 2.5 say makes {speed.price(2.5):,.0f} of a "
+        "trillion tokens"
+        if hourly is None
+        else f"price: {speed.price(hourly):,.0f} for a trillion tokens at {hourly:g} an hour"
+    )
+    lines += _with_stages(job, cluster, result, speed, options)
     if options.explain is not None:
         lines += _explained(job, cluster, speed, options.explain)
     return lines
+
+
+def _in_stages(
+    job: Job, cluster: ClusterSpec, result: Result, options: PlanOptions
+) -> tuple[OthersLayout, Found] | None:
+    return best_in_stages(job, cluster, result.best, stages=options.pp, reserve_gib=options.reserve_gib)
+
+
+def _with_stages(job: Job, cluster: ClusterSpec, result: Result, ours: Speed, options: PlanOptions) -> list[str]:
+    """Return what the best layout should reach that keeps parameters whole, with a pipeline or without."""
+    if cluster.world == 1 or not isinstance(job.model, HubShape) or options.profile is not None:
+        return []
+    found = _in_stages(job, cluster, result, options)
+    if found is None:
+        return [
+            "as Megatron shards (parameters whole, the optimizer in parts): no layout fits, with a pipeline or without"
+        ]
+    layout, step = found
+    speed = speed_of(job, step, cluster, devices=cluster.world, sequences=layout.sequences(cluster.world))
+    sizes = [f"{name} {getattr(layout, name)}" for name in ("pp", "cp", "tp", "ep") if getattr(layout, name) > 1]
+    words = sizes + [layout.schedule] * (layout.pp > 1) + [f"{layout.virtual_pp} runs a rank"] * (layout.virtual_pp > 1)
+    words += ["blocks recomputed"] * bool(layout.recompute)
+    emit = f" (--pp {layout.pp} --emit megatron prints it)" * (layout.pp > 1)
+    return [
+        f"as Megatron shards (parameters whole, the optimizer in parts): {', '.join(words)}: "
+        f"{speed.tokens_per_second:,.0f} tokens/s and device, {step.memory.total / GIB:.1f} GiB, "
+        f"{speed.tokens_per_second / ours.tokens_per_second:.2f} times the speed above{emit}"
+    ]
 
 
 def _explained(job: Job, cluster: ClusterSpec, ours: Speed, flags: str) -> list[str]:

@@ -263,12 +263,12 @@ class ClusterSpec:
         if self.devices_per_node > 1 and not self._has_link("inside"):
             raise InputError(
                 f"cluster {self.name}: no link carries messages inside a node of {self.devices_per_node} devices: add one "
-                'with carries = "inside" or "all"'
+                'with carries = "inside" or "all", devices = 1 and gbps = 2484 for NVLink of H100, 200 for PCIe 4 say'
             )
         if self.nodes > 1 and not self._has_link("outside"):
             raise InputError(
                 f"cluster {self.name}: no link carries messages between its {self.nodes} nodes: add one with devices = "
-                f'{self.devices_per_node} and carries = "outside" or "all"'
+                f'{self.devices_per_node}, carries = "outside" or "all", and gbps = 92 for Ethernet of 100 Gb/s say'
             )
 
     @property

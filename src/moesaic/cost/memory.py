@@ -60,8 +60,8 @@ class Memory:
         if over > 0:
             parts = ", ".join(f"{name} {value / GIB:.1f}" for name, value in vars(self).items())
             raise InputError(
-                f"needs {self.total / GIB:.1f} GiB, {FRAGMENTED - 1:.0%} more by fragments and {reserve_gib:g} in reserve, {over:.1f} "
-                f"more than a device of {cluster.name} has ({cluster.device.memory_gib:g}): {parts}"
+                f"needs {self.total / GIB:.1f} GiB, {FRAGMENTED - 1:.0%} more by fragments and {reserve_gib:g} in reserve, "
+                f"{over:.1f} more than a device of {cluster.name} has ({cluster.device.memory_gib:g}): {parts}"
             )
 
 

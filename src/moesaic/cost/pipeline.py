@@ -374,6 +374,8 @@ class Pipeline:
 
     def alive(self, micro_batches: int) -> tuple[float, ...]:
         """Return by rank the most micro-batches whose activations it keeps at once; of a part of its layers a part."""
+        if self.num_runs == 1:
+            return (1.0,)
         alone = PassSeconds(forward=1.0, inputs=1.0, weights=1.0, together=3.0)
         return tuple(
             each * self.ranks / self.copies / self.num_runs for each in self.laid_out(micro_batches, alone).alive

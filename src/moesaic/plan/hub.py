@@ -94,8 +94,8 @@ class HubShape(ModelShape):
         each = self.attention
         return {
             "attention_parameters": each.parameters, "score_operations": 2 * each.width * self.seq_len / 2,
-            "attention_kept": each.kept, "key_values": each.key_values, "attention_up_kept": each.up_kept, "attention_up": each.up,
-            "embeddings": 1 if self.tied else 2,
+            "attention_kept": each.kept, "key_values": each.key_values, "attention_up_kept": each.up_kept,
+            "attention_up": each.up, "embeddings": 1 if self.tied else 2,
         }  # fmt: skip
 
     @property

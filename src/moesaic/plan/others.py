@@ -288,7 +288,7 @@ def longer_by_narrow_rate(job: Job, cluster: ClusterSpec, layout: OthersLayout) 
 
 
 def _stage(step: StepModel, layout: OthersLayout) -> StepModel:
-    """Return the rank of a pipeline with the most layers; of the output each has an equal part (`StepModel.runs` has the rest)."""
+    """Return the rank of a pipeline with the most layers; of the output each has an equal part, as `StepModel.runs` has not."""
     blocks = step.num_layers + layout.mtp
     layers, runs = -(-blocks // layout.pp), layout.virtual_pp
     if layout.virtual_layers:
@@ -326,8 +326,10 @@ def _stage(step: StepModel, layout: OthersLayout) -> StepModel:
 
 
 def _runs(job: Job, whole: StepModel, step: StepModel, mtp: int) -> tuple[StageRun, ...]:
-    """Return the runs of layers of a pipeline: blocks in equal numbers, of unequal ones the first are longer; further predictions
-    come last, and the output behind them; () without a pipeline."""
+    """Return the runs of layers of a pipeline; () without one.
+
+    Blocks are dealt in equal numbers, of unequal ones the first are longer; further predictions come last, and the output.
+    """
     count = step.pipeline.num_runs
     if count == 1:
         return ()

@@ -261,8 +261,8 @@ class _Search:
         recompute = "" if self.job.model.checkpoint_activations else "set model.checkpoint_activations, "
         return InputError(
             f"the model fits no layout of {self.cluster.world} ranks: the smallest, {name_of(grid)}, needs "
-            f"{num_bytes / GIB:.1f} GiB, {FRAGMENTED - 1:.0%} more by fragments and {reserve:g} in reserve, {over:.1f} more than a "
-            f"device of {self.cluster.name} has ({device:g}): {recompute}use a smaller batch_size, or more nodes"
+            f"{num_bytes / GIB:.1f} GiB, {FRAGMENTED - 1:.0%} more by fragments and {reserve:g} in reserve, {over:.1f} more "
+            f"than a device of {self.cluster.name} has ({device:g}): {recompute}use a smaller batch_size, or more nodes"
         )
 
 

@@ -42,7 +42,7 @@ def write_plan_page(
     best, until = result.best, max(timeline.makespan for timeline in timelines.values())
     pictures = [
         Picture("One step", "Seconds by part, of the best plans.", stacked(
-            {_name(found): {part: seconds for part, seconds in found.estimate.parts.items()} for found in result.ranking},
+            {_name(found): found.estimate.parts for found in result.ranking},
             "seconds",
         )),
         *(
@@ -58,8 +58,8 @@ def write_plan_page(
         ),
         Picture(
             "Roofline of products",
-            "What a device reaches by the rows of a product: at most its memory's rate times the operations that a byte of weights "
-            "serves, and the rate that products were seen to reach. The dot is an expert of the best plan.",
+            "What a device reaches by the rows of a product: at most its memory's rate times the operations that a byte of "
+            "weights serves, and the rate that products were seen to reach. The dot is an expert of the best plan.",
             roofline(best, cluster, layer),
         ),
     ]  # fmt: skip
