@@ -18,7 +18,7 @@ from moesaic_lab.balance.methods import BOUNDED, LAER, NETMOE, OURS, OURS_PLACED
 from moesaic_lab.balance.pictures import panels
 from moesaic_lab.balance.rows import NOTES, all_rows, tables
 from moesaic_lab.balance.shares import MADE_UP, RECORDED, SLOW, Share
-from moesaic_lab.balance.simulated import Forecast
+from moesaic_lab.balance.simulated import BEST, Forecast
 from moesaic_lab.pictures import figure
 
 LARGE = BalancePlace(name="4x2", nodes=4)
@@ -69,7 +69,9 @@ def test_every_claim_is_listed_with_a_reason_where_nothing_was_measured() -> Non
         "balance.share_of_forced_real": (">=", 0.97),
         "balance.share_of_forced_real_placed": (">=", None),
         "balance.simulated_share_of_forced": (">=", 0.94),
-        "balance.simulated_share_of_forced_placed": (">=", None),
+        "balance.simulated_share_of_forced_placed": (">=", 0.94),
+        "balance.simulated_share_of_best_option": (">=", None),
+        "balance.shares_over_best_single": ("<=", 1.03),
         "balance.recorded_speedup": (">=", None),
         "balance.simulated_speedup_maxvio2": (">=", None),
         "balance.simulated_over_best_single": ("<=", None),
@@ -179,6 +181,16 @@ def test_shares_of_forced_balance() -> None:
     assert value("balance.simulated_share_of_forced", shares=shares) == 0.5
     assert value("balance.over_laer_policy_0.14", shares=shares) == 0.5
     assert value("balance.over_laer_policy_5", shares=shares) == 1.5
+    best, best_placed = BEST
+    known = [of_forced(best, 1.0, step=step) for step in range(3)] + [
+        of_forced(best_placed, 1.0),
+        of_forced(best, 9.9, load=SLOW),
+    ]
+    assert value("balance.simulated_share_of_best_option", shares=[*shares, *known]) == 0.8
+    singles = [of_forced("shadow", 2.5, load=MADE_UP, max_vio=4.0), of_forced(OURS, 2.0, load=MADE_UP, max_vio=4.0)]
+    assert value("balance.shares_over_best_single", shares=singles) == 0.8
+    singles += [of_forced("spill", 1.6, load=MADE_UP, max_vio=4.0), of_forced(PLACED, 0.1, load=MADE_UP, max_vio=4.0)]
+    assert value("balance.shares_over_best_single", shares=singles) == 1.25
     slow = [of_forced(name, seconds, load=SLOW) for name, seconds in ((PLAIN, 3.0), (OURS, 2.0))]
     assert value("balance.simulated_slow_rank_speedup", shares=[*shares, *slow]) == 1.5
     slower = replace(LARGE, name="slow", slow_rank=0.5)

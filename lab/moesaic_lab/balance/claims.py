@@ -6,13 +6,13 @@ import statistics
 from collections.abc import Sequence
 from functools import partial
 
-from moesaic_lab.balance.config import RecordedLoads
+from moesaic_lab.balance.config import RecordedLoads, SharesOfForced
 from moesaic_lab.balance.decisions import TimedDecision
 from moesaic_lab.balance.memory import BudgetHeld
-from moesaic_lab.balance.methods import BOUNDED, LAER, OURS, OURS_PLACED, PLAIN
+from moesaic_lab.balance.methods import BOUNDED, LAER, OURS, OURS_PLACED, PLACED, PLAIN
 from moesaic_lab.balance.run import BalanceCell
 from moesaic_lab.balance.shares import RECORDED, SLOW, Share
-from moesaic_lab.balance.simulated import Forecast
+from moesaic_lab.balance.simulated import BEST, Forecast
 from moesaic_lab.claims import Claim, claimed, enough, some
 from moesaic_lab.measure import MANY, NEAR, Ratio, paired
 
@@ -43,7 +43,9 @@ def claims(
         claimed("balance.simulated_speedup_maxvio2", lambda: simulated_speedup(forecasts), None, ">="),
         claimed("balance.simulated_over_best_single", lambda: simulated_over_best(forecasts), None),
         claimed("balance.simulated_share_of_forced", lambda: simulated_share(shares, OURS), 0.94, ">="),
-        claimed("balance.simulated_share_of_forced_placed", lambda: simulated_share(shares, OURS_PLACED), None, ">="),
+        claimed("balance.simulated_share_of_forced_placed", lambda: simulated_share(shares, OURS_PLACED), 0.94, ">="),
+        claimed("balance.shares_over_best_single", lambda: shares_over_best(shares), EQUIVALENT),
+        claimed("balance.simulated_share_of_best_option", lambda: share_of_best_option(shares), None, ">="),
         *over_laer(shares),
     ]
 
@@ -115,6 +117,28 @@ def simulated_share(shares: Sequence[Share], method: str) -> float:
     return min(statistics.median(found) for found in by_cluster.values())
 
 
+def share_of_best_option(shares: Sequence[Share]) -> float:
+    """Return the throughput of ours over that of its best option, counts known: of the worst load, median of its calls."""
+    best = {(_call(each), BEST[each.method]): each.seconds for each in shares if each.method in BEST}
+    found: dict[tuple[str, int, str, float, str], list[float]] = {}
+    for each in shares:
+        if (_call(each), each.method) in best:
+            key = (each.cluster, each.ranks, each.load, each.ratio, each.method)
+            found.setdefault(key, []).append(best[_call(each), each.method] / each.seconds)
+    return min(statistics.median(values) for values in some(list(found.values()), "of best options"))
+
+
+def shares_over_best(shares: Sequence[Share]) -> float:
+    """Return our time over that of the fastest single technique with experts where they are, worst over all simulated calls
+    with experts of `SharesOfForced.ratio`."""
+    by_call: dict[tuple[object, ...], dict[str, float]] = {}
+    for each in shares:
+        if each.ratio == SharesOfForced.ratio and each.method not in (PLACED, OURS_PLACED, *BEST):
+            by_call.setdefault(_call(each), {})[each.method] = each.seconds
+    whole = [found for found in by_call.values() if OURS in found and len(found) > 1]
+    return max(found[OURS] / min(s for name, s in found.items() if name != OURS) for found in some(whole, "simulated"))
+
+
 def decision_us(decided: Sequence[TimedDecision]) -> float:
     """Return what a decision kept a rank from going on, microseconds; median over the calls that replicate."""
     return 1e6 * statistics.median(
@@ -180,11 +204,15 @@ def simulated_speedup(forecasts: Sequence[Forecast]) -> float:
 
 
 def simulated_over_best(forecasts: Sequence[Forecast]) -> float:
-    """Return our simulated time over that of the fastest other method, worst over clusters and loads."""
+    """Return our simulated time over that of the fastest other method with experts where they are, worst over clusters and
+    loads."""
     by_case: dict[tuple[int, float], dict[str, float]] = {}
     for each in forecasts:
         by_case.setdefault((each.ranks, each.max_vio), {})[each.method] = each.seconds
-    shares = [found[OURS] / min(s for name, s in found.items() if name != OURS) for found in by_case.values()]
+    shares = [
+        found[OURS] / min(s for name, s in found.items() if name not in (OURS, PLACED, OURS_PLACED))
+        for found in by_case.values()
+    ]
     return max(some(shares, "simulated"))
 
 
@@ -197,8 +225,8 @@ def simulated_slow(shares: Sequence[Share]) -> float:
     return min(some(found, "with a slow rank simulated"))
 
 
-def _call(share: Share) -> tuple[str, int, str, int, int, float]:
-    return share.cluster, share.ranks, share.load, share.layer, share.step, share.ratio
+def _call(share: Share) -> tuple[str, int, str, int, int, float, float]:
+    return share.cluster, share.ranks, share.load, share.layer, share.step, share.ratio, share.max_vio
 
 
 def bounded(cell: BalanceCell, name: str, other: str) -> float:

@@ -118,7 +118,7 @@ class Larger:
     def forecasts(self, routes: Routes, max_vio: float) -> Iterator[Forecast]:
         """Yield what each method takes for a case's calls."""
         for name, method in self.methods.items():
-            policy = policy_of(name, method, self._costs)
+            policy = self._policy(method, name)
             deciding = Deciding(policy, self._plans[name])
             spans, replicated, decided = [], [], []
             for call in range(len(routes.experts)):
@@ -149,6 +149,10 @@ class Larger:
         """What a run on this cluster would have: its model held against a simulation of every program."""
         return arbiter_for(self._simulator, self._plans[OURS], self.layer)
 
+    def _policy(self, method: BalanceMethod, name: str) -> AbstractReplicationPolicy | None:
+        """Return what decides for a method; None where nothing is replicated."""
+        return self._arbiter if method.plan.replication == "arbiter" else policy_of(name, method, self._costs)
+
     def seconds(
         self, name: str, calls: Sequence[np.ndarray], history: np.ndarray, tokens: int
     ) -> list[tuple[float, float, int]]:
@@ -168,10 +172,9 @@ class Larger:
         ]
         if name in BEST:
             return [self._best(load, tokens) for load in loads[1:]]
-        arbitrates = method.plan.replication == "arbiter"
-        policy = self._arbiter if arbitrates else policy_of(name, method, self._costs)
+        policy = self._policy(method, name)
         deciding, found = Deciding(policy, self._plans[name]), []
-        if arbitrates:
+        if isinstance(policy, Arbiter):
             deciding(loads[0])
         for load in loads[1:]:
             compiled, table = deciding(load)

@@ -139,7 +139,8 @@ def shadows_above(replica: ReplicaLoad, least: float, *, at_most: int = 8, whole
         flat = away.reshape(-1)
         pairs = np.flatnonzero(flat >= max(least * total, 1.0))
         pairs = pairs[np.argsort(-flat[pairs], kind="stable")]
-        place, expert, _ = _fitting(*np.divmod(pairs, away.shape[1]), len(away), at_most)
+        place, expert = np.divmod(pairs, away.shape[1])
+        place, expert, _ = _fitting(place, expert, len(away), at_most)
     return Replications(place, expert, place, replica.copies[place, expert])
 
 
@@ -174,12 +175,11 @@ def _ranked(replica: ReplicaLoad, at_most: int, tries: int, whole: bool) -> tupl
     else:
         order = largest(away.reshape(-1), tries)
     order = order[away.reshape(-1)[order] > 0]
-    return _fitting(*np.divmod(order, away.shape[1]), ep, at_most)
+    place, expert = np.divmod(order, away.shape[1])
+    return _fitting(place, expert, ep, at_most)
 
 
-def _fitting(
-    place: np.ndarray, expert: np.ndarray, ep: int, at_most: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+def _fitting(place: np.ndarray, expert: np.ndarray, ep: int, at_most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the pairs that no place has too many of, and for every prefix of them the most experts of a place."""
     held = np.cumsum(place[:, None] == np.arange(ep)[None, :], axis=0)[np.arange(len(place)), place]
     fits = held <= at_most

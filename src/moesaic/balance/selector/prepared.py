@@ -24,7 +24,7 @@ from moesaic.balance.selector.options import NO_CHANGE, CallChoice, Weigher
 SMALL = 1024
 """Counts of a call, ranks times experts, up to which shadows are found among them."""
 
-WORSE = 0.1
+WORSE = 0.15
 """Share of the mean load by which the busiest place may be busier than when its table was prepared."""
 
 
