@@ -119,3 +119,13 @@ def test_the_performance_page_is_short_and_says_what_is_missed() -> None:
     result = {"claims": [claim], "date": "today", "machine": {"cpu": "a CPU", "cores": 2}}
     question = performance_page.Question(title="Is it?", meaning="It says.", results=("one",))
     assert "Missed: `x`." in performance_page.section(question, {"one": result})
+
+
+def test_claims_that_hold_alike_are_one_line_with_the_worst() -> None:
+    def claim(name: str, value: float, target: float = 2) -> dict[str, object]:
+        return {"name": name, "value": value, "target": target, "op": "<=", "holds": value <= target}
+
+    claims = [claim("a.x.time", 1), claim("a.y.time", 1.5), claim("a.z.time", 3), claim("a.v.time", 0.5, 1), claim("b.x.time", 1)]
+    lines = [performance_page.line(alike) for alike in performance_page.families(claims)]
+    assert lines[0] == ["`a.y.time` (the worst of 2 alike)", "1.5", "<= 2", "yes"]
+    assert [cells[0] for cells in lines[1:]] == ["`a.z.time`", "`a.v.time`", "`b.x.time`"]

@@ -166,11 +166,10 @@ def page(results: Mapping[str, dict[str, Any]]) -> str:
 def section(question: Question, results: Mapping[str, dict[str, Any]]) -> str:
     """Return a question's section: what the figures mean, a picture, the claims that have a target."""
     found = [(name, results[name]) for name in question.results if name in results]
-    lines = [["claim", "value", "target", "holds"]]
-    for _, result in found:
-        lines += [line(claim) for claim in result["claims"] if claim["target"] is not None]
-    missed = [entry[0] for entry in lines[1:] if entry[3] == "**no**"]
-    told = f"Missed: {', '.join(missed)}." if len(missed) <= FEW else f"Missed: {len(missed)} of {len(lines) - 1}."
+    claims = [claim for _, result in found for claim in result["claims"] if claim["target"] is not None]
+    lines = [["claim", "value", "target", "holds"], *(line(alike) for alike in families(claims))]
+    missed = [f"`{claim['name']}`" for claim in claims if claim["holds"] is False]
+    told = f"Missed: {', '.join(missed)}." if len(missed) <= FEW else f"Missed: {len(missed)} of {len(claims)}."
     told = told if missed else "Every target holds."
     dates = sorted({result["date"] for _, result in found})
     cores = sorted({f"{result['machine']['cpu']}, {result['machine']['cores']} cores" for _, result in found})
@@ -179,11 +178,23 @@ def section(question: Question, results: Mapping[str, dict[str, Any]]) -> str:
     return "\n\n".join([f"## {question.title}", f"{question.meaning} {told} {where}", *picture, table(lines)]) + "\n"
 
 
-def line(claim: Mapping[str, Any]) -> list[str]:
-    """Return a claim as a table's cells."""
+def families(claims: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Return claims in their order, those that hold together with others of the same first and last word and target."""
+    found: dict[Any, list[Mapping[str, Any]]] = {}
+    for claim in claims:
+        words = claim["name"].split(".")
+        alike = (words[0], words[-1], claim["op"], claim["target"]) if claim["holds"] else claim["name"]
+        found.setdefault(alike, []).append(claim)
+    return list(found.values())
+
+
+def line(alike: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a claim, or the worst of a family that holds, as a table's cells."""
+    claim = (max if alike[0]["op"] == "<=" else min)(alike, key=lambda each: each["value"]) if len(alike) > 1 else alike[0]
     value = f"{claim['value']:.4g}" if claim["value"] is not None else f"not measured: {claim['reason']}"
+    among = f" (the worst of {len(alike)} alike)" if len(alike) > 1 else ""
     holds = {True: "yes", False: "**no**", None: ""}[claim["holds"]]
-    return [f"`{claim['name']}`", value, f"{claim['op']} {claim['target']:g}", holds]
+    return [f"`{claim['name']}`{among}", value, f"{claim['op']} {claim['target']:g}", holds]
 
 
 def table(lines: list[list[str]]) -> str:
