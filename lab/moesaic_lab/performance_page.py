@@ -190,7 +190,8 @@ def families(claims: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]
 
 def line(alike: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a claim, or the worst of a family that holds, as a table's cells."""
-    claim = (max if alike[0]["op"] == "<=" else min)(alike, key=lambda each: each["value"]) if len(alike) > 1 else alike[0]
+    worst = max if alike[0]["op"] == "<=" else min
+    claim = worst(alike, key=lambda each: each["value"]) if len(alike) > 1 else alike[0]
     value = f"{claim['value']:.4g}" if claim["value"] is not None else f"not measured: {claim['reason']}"
     among = f" (the worst of {len(alike)} alike)" if len(alike) > 1 else ""
     holds = {True: "yes", False: "**no**", None: ""}[claim["holds"]]
