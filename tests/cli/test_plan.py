@@ -224,7 +224,12 @@ def test_a_model_of_the_hub_is_answered_in_what_people_ask(hub: list[str], capsy
 
 @pytest.mark.parametrize(
     ("system", "words"),
-    [("megatron", "--expert-model-parallel-size"), ("torchtitan", "expert_parallel_degree"), ("moesaic", "--mesh.ep")],
+    [
+        ("megatron", "--expert-model-parallel-size"),
+        ("torchtitan", "expert_parallel_degree"),
+        ("moesaic", "--mesh.ep"),
+        ("automodel", "--distributed.ep_size 8"),
+    ],
 )
 def test_a_layout_is_printed_in_the_words_of_another_system(
     system: str, words: str, hub: list[str], capsys: pytest.CaptureFixture

@@ -463,3 +463,26 @@ def test_values_that_no_flag_takes_are_one_line(flags: str, words: str) -> None:
         from_flags(flags)
     assert words in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_automodel_is_told_what_its_recipes_have() -> None:
+    layout = OthersLayout(
+        pp=4, virtual_pp=2, ep=8, cp=2, replicas=2, global_batch=512, recompute=("block",), all_to_all="multicast"
+    )
+    assert EMITTERS["automodel"](QWEN, layout, None) == [
+        "--distributed.strategy fsdp2",
+        "--distributed.tp_size 1",
+        "--distributed.cp_size 2",
+        "--distributed.pp_size 4",
+        "--distributed.ep_size 8",
+        "--distributed.dp_replicate_size 2",
+        "--step_scheduler.local_batch_size 4",
+        "--dataset.seq_length 2048",
+        "--step_scheduler.global_batch_size 512",
+        "--distributed.activation_checkpointing true",
+        "--model.backend.dispatcher deepep",
+        "--distributed.pipeline.pp_schedule interleaved1f1b",
+        "--distributed.pipeline.pp_microbatch_size 1",
+    ]
+    with pytest.raises(InputError, match="--emit automodel: it has no etp=2: choose 1, or another system"):
+        EMITTERS["automodel"](QWEN, OthersLayout(ep=4, etp=2), None)

@@ -16,7 +16,7 @@ from moesaic.errors import InputError
 from moesaic.plan import compile_plan
 from moesaic.plan.candidates import SearchSpace
 from moesaic.plan.findings import LOSSLESS, LOSSY, Result, Settings
-from moesaic.plan.layouts import Pins, layouts, replica_of
+from moesaic.plan.layouts import Pins, layouts
 from moesaic.plan.model import DataShape, Job
 from moesaic.plan.model_shape import ModelShape, MoEShape
 from moesaic.plan.plan import Plan
@@ -246,7 +246,7 @@ def test_neighbours_differ_in_one_choice() -> None:
 def test_programs_are_the_same_on_one_copy_of_the_experts(plan: Plan) -> None:
     for tp, ep, etp in ((1, 4, 2), (2, 2, 4), (4, 8, 2)):
         grid = Grid(world=64, tp=tp, ep=ep, etp=etp, ranks_per_node=8)
-        small = replica_of(grid)
+        small = replace(grid, world=grid.period)
         assert small.world == max(8, math.lcm(tp, ep * etp))
         one, other = compile_plan(plan, grid), compile_plan(plan, small)
         assert to_text(one.forward) == to_text(other.forward)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from math import lcm
+from dataclasses import dataclass
 from typing import Literal
 
 from moesaic.cost.cluster import ClusterSpec
@@ -89,20 +88,7 @@ def _refusal(job: Job, grid: Grid) -> str:
     return ""
 
 
-def replica_of(grid: Grid) -> Grid:
-    """Return the smallest mesh of whole nodes with the same axes, on which programs are the same and compile faster."""
-    unit = lcm(grid.tp, grid.ep * grid.etp, grid.ranks_per_node or grid.world)
-    if unit >= grid.world or grid.world % unit:
-        return grid
-    return Grid(
-        world=unit, tp=grid.tp, ep=grid.ep, etp=grid.etp, innermost=grid.innermost, ranks_per_node=grid.ranks_per_node
-    )
-
-
 def compile_on(plan: Plan, grid: Grid, simulator: Simulator, layer: Workload) -> Compiled:
-    """Return a plan's programs for a layer, compiled on one replica of the experts, with the grid of all ranks."""
+    """Return a plan's programs for a layer on a mesh of a simulator's devices."""
     on_cpu = simulator.cluster.host.runs_compute
-    compiled = compile_plan(
-        plan, replica_of(grid), durations=durations_on(simulator, layer), host_runs_compute=on_cpu
-    )  # fmt: skip
-    return replace(compiled, grid=replace(grid, etp_inner=compiled.grid.etp_inner))
+    return compile_plan(plan, grid, durations=durations_on(simulator, layer), host_runs_compute=on_cpu)

@@ -461,14 +461,39 @@ def _torchtitan(job: Job, layout: OthersLayout, found: Found | None) -> list[str
     lines += [f"--parallelism.context_parallel_degree {layout.cp}"] * (layout.cp > 1)
     lines += [f"--parallelism.data_parallel_replicate_degree {layout.replicas}"] * (layout.replicas > 1)
     if layout.pp > 1:
-        names = [name for name, schedule in SCHEDULES.items() if schedule == layout.schedule]
         lines += [
             f"--parallelism.pipeline_parallel_degree {layout.pp}",
-            f"--parallelism.pipeline_parallel_schedule {names[-1 if layout.virtual_pp > 1 else 0]}",
+            f"--parallelism.pipeline_parallel_schedule {_schedule_name(layout)}",
             f"--parallelism.pipeline_parallel_microbatch_size {layout.micro_batch}",
         ]
     kind = CONVERTERS[layout.precision]
     return lines + [f"--model.converters quantize.linear.{kind},quantize.grouped_mm.{kind}"] * bool(kind)
+
+
+def _automodel(job: Job, layout: OthersLayout, found: Found | None) -> list[str]:
+    _only("automodel", layout, schedule=tuple(SCHEDULES.values()), etp=(1,), mtp=(0,), precision=("bf16",),
+          recompute=tuple(MODES.values()))  # fmt: skip
+    sizes = {"tp_size": layout.tp, "cp_size": layout.cp, "pp_size": layout.pp, "ep_size": layout.ep}
+    sizes |= {"dp_replicate_size": layout.replicas} if layout.replicas > 1 else {}
+    # A pipeline cuts the sequences that a data-parallel group has at once into micro-batches.
+    local = max(layout.local_batch, layout.micro_batch * layout.pp)
+    lines = ["--distributed.strategy fsdp2", *(f"--distributed.{name} {size}" for name, size in sizes.items())]
+    lines += [f"--step_scheduler.local_batch_size {local}", f"--dataset.seq_length {job.model.seq_len}"]
+    lines += [f"--step_scheduler.global_batch_size {layout.global_batch}"] * (layout.global_batch > 0)
+    lines += ["--distributed.activation_checkpointing true"] * bool(layout.recompute)
+    lines += ["--model.backend.dispatcher deepep"] * (layout.all_to_all != "linear")
+    if layout.pp > 1:
+        lines += [
+            f"--distributed.pipeline.pp_schedule {_schedule_name(layout).lower()}",
+            f"--distributed.pipeline.pp_microbatch_size {layout.micro_batch}",
+        ]
+    return lines
+
+
+def _schedule_name(layout: OthersLayout) -> str:
+    """Return what PyTorch calls the schedule of a layout."""
+    names = [name for name, schedule in SCHEDULES.items() if schedule == layout.schedule]
+    return names[-1 if layout.virtual_pp > 1 else 0]
 
 
 def _moesaic(job: Job, layout: OthersLayout, found: Found | None) -> list[str]:
@@ -490,7 +515,7 @@ def _moesaic(job: Job, layout: OthersLayout, found: Found | None) -> list[str]:
 
 
 EMITTERS: dict[str, Callable[[Job, OthersLayout, Found | None], list[str]]] = {
-    "megatron": _megatron, "torchtitan": _torchtitan, "moesaic": _moesaic,
+    "megatron": _megatron, "torchtitan": _torchtitan, "automodel": _automodel, "moesaic": _moesaic,
 }  # fmt: skip
 """By the name of a training system: the flags that ask it for a layout and, of one of our plans, for that plan as far as the
 system has it."""
