@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from cli.test_train import has_lines, wait_for
 from forked import Forked
 from moesaic.errors import InputError, TrainingError
 from moesaic.train.checkpoint import list_checkpoints
 from moesaic.train.config import TrainConfig
-from moesaic.train.launch import NEEDED, OTHERS, launch
+from moesaic.train.launch import NEEDED, OTHERS, launch, meet
 from runs import assert_same, losses, parameters, tiny, write_config
 
 FAIL = """
@@ -327,6 +328,12 @@ def test_a_rank_that_nobody_meets_says_where_it_waited(monkeypatch, rank):
     ) as caught:
         launch(2.0)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("rank", "line"), [(0, "rank 1 did not come"), (1, "rank 0 did not answer")])
+def test_who_does_not_come_is_named_where_the_store_lives(rank, line):
+    with pytest.raises(dist.DistStoreError, match=line):
+        meet(dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False), rank, 2, 0.5)
 
 
 @pytest.mark.parametrize("said", [{"RANK": "0", "WORLD_SIZE": "1"}, {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}])

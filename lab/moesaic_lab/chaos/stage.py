@@ -38,6 +38,8 @@ STEPS = 60
 """Of every run."""
 PATIENCE, SLACK = 5.0, 30.0
 """Seconds after which a run that stands still is given up, and what the ranks have to agree on one line and to leave."""
+MEETING_SECONDS = 20.0
+"""After which ranks that wait for one that was killed before it could be known give up."""
 START_SECONDS = 120.0
 """After which ranks that have taken no step count as hung."""
 LASTS_SECONDS = 1.5
@@ -60,6 +62,7 @@ SMALL: dict[str, Any] = {
 """What the demo model is made small by."""
 GONE = "rank {rank} (died|does not answer|is gone)"
 SAYS = {
+    "startup": f"{GONE}|rank {{rank}} did not answer|ranks? .*{{rank}}.* did not come",
     "stop": "rank {rank} is stopped",
     "cut": "rank [{others}] does not answer|links between their nodes|nothing answers where the ranks' store was",
     "disk": "by rank {rank}: .*(the disk is full|File too large)",
@@ -367,7 +370,8 @@ class FaultedRun:
         self._attempts += 1
         logs = self.course.folder / f"attempt-{self._attempts}"
         logs.mkdir()
-        words = ["train", "--config", str(self._given), *([] if paced else ["--save-every", str(STEPS)])]
+        words = ["train", "--config", str(self._given), "--start-patience", str(MEETING_SECONDS)]
+        words += [] if paced else ["--save-every", str(STEPS)]
         attempt = Attempt(logs)
         for rank in range(WORLD):
             environment = launcher_variables(Bed(), rank, port) | {"TORCHELASTIC_RESTART_COUNT": str(restarts)}

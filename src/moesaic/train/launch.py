@@ -151,7 +151,10 @@ def meet(store: Store, rank: int, world: int, patience: float) -> str:
     if rank:
         store.set_timeout(timedelta(seconds=patience))
         store.set(f"moesaic/comes/{rank}", own)
-        attempt = store.get(f"moesaic/answer/{own}").decode()
+        try:
+            attempt = store.get(f"moesaic/answer/{own}").decode()
+        except dist.DistStoreError as error:
+            raise dist.DistStoreError("rank 0 did not answer") from error
         store.set(f"moesaic/{attempt}/came/{rank}", "")
         return attempt
     missing, until = set(range(1, world)), time.monotonic() + patience
@@ -161,7 +164,9 @@ def meet(store: Store, rank: int, world: int, patience: float) -> str:
                 store.set(f"moesaic/answer/{store.get(f'moesaic/comes/{each}').decode()}", own)
         missing = {each for each in missing if not store.check([f"moesaic/{own}/came/{each}"])}
         if time.monotonic() > until:
-            raise dist.DistStoreError(f"ranks {', '.join(map(str, sorted(missing)))} did not come")
+            raise dist.DistStoreError(
+                f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, sorted(missing)))} did not come"
+            )
         time.sleep(0.02)
     return own
 
