@@ -481,7 +481,8 @@ def _automodel(job: Job, layout: OthersLayout, found: Found | None) -> list[str]
     lines += [f"--step_scheduler.local_batch_size {local}", f"--dataset.seq_length {job.model.seq_len}"]
     lines += [f"--step_scheduler.global_batch_size {layout.global_batch}"] * (layout.global_batch > 0)
     lines += ["--distributed.activation_checkpointing true"] * bool(layout.recompute)
-    lines += ["--model.backend.dispatcher deepep"] * (layout.all_to_all != "linear")
+    by_link = Plan(all_to_all=layout.all_to_all).crossing is Crossing.LINK
+    lines += [] if by_link else ["--model.backend.dispatcher deepep"]
     if layout.pp > 1:
         lines += [
             f"--distributed.pipeline.pp_schedule {_schedule_name(layout).lower()}",
