@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ from balance_cells import cell
 from rich.console import Console
 
 from moesaic.plan.plan import Plan
+from moesaic_lab.balance import page
 from moesaic_lab.balance.claims import claims
 from moesaic_lab.balance.config import BalancePlace, RecordedLoads
 from moesaic_lab.balance.decisions import decisions
@@ -260,3 +261,15 @@ def test_tables_and_pictures_show_every_part() -> None:
     assert gain["smart schedule, 4x2"] == ((1.5, 1.5), (1.25, 1.25))
     assert all("virtual compute" in panel.y_title for panel in (made[0], made[2], made[4]))
     assert any("virtual compute" in on.get_ylabel() for on in figure("title", made, NOTES).axes)
+
+
+def test_the_page_has_a_line_for_each_method_and_a_column_for_each_load() -> None:
+    shares = [of_forced(PLAIN, 2.0), of_forced(OURS, 1.25), of_forced(PLAIN, 4.0, load=MADE_UP, layer=-1, max_vio=1.0)]
+    aimed = {"name": "balance.aimed", "value": 0.5, "target": 0.4, "op": ">=", "holds": True}
+    told = {"name": "balance.told", "value": 0.5, "target": None, "op": ">=", "holds": None}
+    text = page.tables({"rows": [{"part": "shares", **asdict(each)} for each in shares], "claims": [aimed, told]})
+    assert "| share of forced balance, `dgx-h100`, 64 ranks | made up, MaxVio 1 | recorded |" in text
+    assert "| plain ep | 0.25 | 0.50 |" in text
+    assert "| ours |  | 0.80 |" in text
+    assert "| `balance.aimed` | 0.5 | >= 0.4 | yes |" in text
+    assert "balance.told" not in text

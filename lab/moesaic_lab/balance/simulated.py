@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 
@@ -114,11 +113,12 @@ class Larger:
         )
         self._slots: LayoutIndex | None = None
         self._known: dict[tuple[int, int, bytes, bytes], float] = {}
+        self._arbiters: dict[int, Arbiter] = {}
 
     def forecasts(self, routes: Routes, max_vio: float) -> Iterator[Forecast]:
         """Yield what each method takes for a case's calls."""
         for name, method in self.methods.items():
-            policy = self._policy(method, name)
+            policy = self._policy(method, name, self.layer.tokens)
             deciding = Deciding(policy, self._plans[name])
             spans, replicated, decided = [], [], []
             for call in range(len(routes.experts)):
@@ -144,14 +144,15 @@ class Larger:
                 decision_seconds=float(np.mean(decided)) if policy else 0.0,
             )
 
-    @cached_property
-    def _arbiter(self) -> Arbiter:
-        """What a run on this cluster would have: its model held against a simulation of every program."""
-        return arbiter_for(self._simulator, self._plans[OURS], self.layer)
+    def _arbiter(self, tokens: int) -> Arbiter:
+        """Return what a run with so many tokens of a rank would have: its model held against a simulation of every program."""
+        if tokens not in self._arbiters:
+            self._arbiters[tokens] = arbiter_for(self._simulator, self._plans[OURS], replace(self.layer, tokens=tokens))
+        return self._arbiters[tokens]
 
-    def _policy(self, method: BalanceMethod, name: str) -> AbstractReplicationPolicy | None:
+    def _policy(self, method: BalanceMethod, name: str, tokens: int) -> AbstractReplicationPolicy | None:
         """Return what decides for a method; None where nothing is replicated."""
-        return self._arbiter if method.plan.replication == "arbiter" else policy_of(name, method, self._costs)
+        return self._arbiter(tokens) if method.plan.replication == "arbiter" else policy_of(name, method, self._costs)
 
     def seconds(
         self, name: str, calls: Sequence[np.ndarray], history: np.ndarray, tokens: int
@@ -172,7 +173,7 @@ class Larger:
         ]
         if name in BEST:
             return [self._best(load, tokens) for load in loads[1:]]
-        policy = self._policy(method, name)
+        policy = self._policy(method, name, tokens)
         deciding, found = Deciding(policy, self._plans[name]), []
         if isinstance(policy, Arbiter):
             deciding(loads[0])
@@ -184,7 +185,7 @@ class Larger:
     def _best(self, load: CallLoad, tokens: int) -> tuple[float, float, int]:
         """Return what a call takes under the option of the arbiter that is fastest by simulation, its counts known."""
         compiled = self._plans[OURS]
-        offers = self._arbiter.start(compiled.plan, [each.plan for each in compiled.options]).offers(load)
+        offers = self._arbiter(tokens).start(compiled.plan, [each.plan for each in compiled.options]).offers(load)
         took = [
             (self._took(compiled.options[option.choice.program], load, table, tokens), 0.0, _helped(table))
             for option, table in offers
