@@ -17,7 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from moesaic import Mesh, ModuleExperts, MoE, Plan, average_gradients, clip_grad_norm_, finish_step
-from moesaic.parallel import clip, gradient_norm, num_copies, prepare_ddp, shard_over_data
+from moesaic.experts import GatedExperts
+from moesaic.experts.stacked import stored_tensors
+from moesaic.parallel import clip, gradient_norm, num_copies, prepare_ddp, shard_dim, shard_over_data
 from worlds import on_ranks, refusal
 
 DIM, HIDDEN, EXPERTS, TOKENS = 4, 6, 8, 5
@@ -244,7 +246,7 @@ def in_bfloat16(mesh_sizes: dict[str, int], *, told: bool) -> dict[str, Any]:
     return {"results": results, "gradients": gradients, "kept": kept, "seen": seen}
 
 
-@pytest.mark.parametrize(("sizes", "kept"), [({}, 0), ({"ep": 2}, 6)], ids=["edp 2", "ep 2"])
+@pytest.mark.parametrize(("sizes", "kept"), [({}, 0), ({"ep": 2}, 4)], ids=["edp 2", "ep 2"])
 def test_mixed_precision_that_casts_less_changes_no_bit(sizes, kept):
     """Copies are gathered in the products' dtype, spread experts cast once a step; without, both are cast in every call."""
     told, untold = (on_ranks(2, partial(in_bfloat16, told=told), sizes) for told in (True, False))
@@ -256,3 +258,35 @@ def test_mixed_precision_that_casts_less_changes_no_bit(sizes, kept):
         for name, gradient in mine["gradients"].items():
             assert gradient.dtype == torch.float32
             assert torch.equal(gradient, its["gradients"][name]), name
+
+
+@pytest.mark.parametrize(("sizes", "dim"), [((1, 2, 3, 5), 0), ((1, 2, 6, 5), 2), ((3, 2, 3, 4), 3), ((2, 2, 6, 4), 0)])
+def test_gate_and_up_are_split_alike(sizes, dim):
+    assert shard_dim(torch.empty(sizes), 2, whole=(1,)) == dim
+
+
+def odd_experts() -> list[tuple[int, Tensor, Tensor]]:
+    """Return where FSDP split gate and up on this rank, a stored half of them, and the same of the whole parameter."""
+    mesh = Mesh.create()
+    torch.manual_seed(0)
+    model = nn.Sequential(MoE(4, 6, 3, 2, shared_hidden=2))
+    expected = {name: value.clone() for name, value in stored_tensors(model).items()}
+    model[0].parallelize(mesh, Plan())
+    shard_over_data(model, mesh)
+    found = []
+    stored = stored_tensors(model)
+    for name, experts in (("experts", model[0].experts), ("shared", model[0].shared)):
+        assert isinstance(experts, GatedExperts)
+        assert isinstance(experts.w13, DTensor)
+        half = stored[f"0.{name}.w3"]
+        assert isinstance(half, DTensor)
+        assert half.to_local().untyped_storage().data_ptr() == experts.w13.to_local().untyped_storage().data_ptr()
+        found.append((experts.w13.placements[0].dim, half.full_tensor().detach(), expected[f"0.{name}.w3"]))
+    return found
+
+
+def test_stored_halves_are_views_of_what_fsdp_left_on_a_rank():
+    """Neither three experts split over two ranks nor a shared one: a width does (etp's is taken), gate and up stay together."""
+    for found in on_ranks(2, odd_experts):
+        assert [dim for dim, _, _ in found] == [3, 2]
+        assert all(torch.equal(half, expected) for _, half, expected in found)

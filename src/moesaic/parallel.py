@@ -13,7 +13,7 @@ FSDP2's own average over edp would be wrong by dp / edp, and torch's `clip_grad_
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -208,11 +208,18 @@ def _shard(
     dtype: torch.dtype | None = None,
 ) -> None:
     """Make a module a unit of FSDP2, gathered in a dtype, whose gradients are summed over `mesh` and divided by `divide_by`."""
+    joined = {
+        parameter
+        for experts in module.modules()
+        if isinstance(experts, StackedExperts)
+        for name, parameter in experts.named_parameters(recurse=False)
+        if len(experts.stored_as(name)) > 1
+    }
     summed_in = None if dtype is None else next(module.parameters()).dtype
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=summed_in, cast_forward_inputs=False)
 
     def place(parameter: nn.Parameter) -> Shard:
-        return Shard(shard_dim(parameter, mesh.size()))
+        return Shard(shard_dim(parameter, mesh.size(), whole=(1,) if parameter in joined else ()))
 
     # The outermost unit too: left whole by an evaluation, it would not see the optimizer step that follows.
     fully_shard(
@@ -228,7 +235,7 @@ def _shard(
     module.set_force_sum_reduction_for_comms(True)  # Gloo knows no other reduction
 
 
-def shard_dim(parameter: Tensor, parts: int) -> int:
+def shard_dim(parameter: Tensor, parts: int, whole: Collection[int] = ()) -> int:
     """Return the dimension to split over data parallel ranks.
 
     One that no model axis splits, where the parts are equal: such shards are plain blocks, which any reader of a
@@ -237,11 +244,12 @@ def shard_dim(parameter: Tensor, parts: int) -> int:
     Args:
         parameter: perhaps split over model axes already.
         parts: how many.
+        whole: dimensions that are never split, such as that of gate and up.
     """
     placements = parameter.placements if isinstance(parameter, DTensor) else ()
     split = {place.dim for place in placements if isinstance(place, Shard)}
     sizes = local_part(parameter).shape
-    even = [dim for dim, size in enumerate(sizes) if size % parts == 0]
+    even = [dim for dim, size in enumerate(sizes) if size % parts == 0 and dim not in whole]
     return next((dim for dim in even if dim not in split), even[0] if even else 0)
 
 

@@ -29,9 +29,9 @@ def expert_ffn_reference(work: ExpertWork) -> Tensor:
             expert += 1
         weight = torch.ones((), dtype=double) if work.gates is None else work.gates[row].double()
         read = x[at] * (weight if work.gates_first else 1)
-        pre = [matrices[expert].double() @ read for matrices in work.ups]
-        if work.up_biases:
-            pre = [part + biases[expert].double() for part, biases in zip(pre, work.up_biases)]
+        pre = [matrix.double() @ read for matrix in work.up[expert]]
+        if work.up_bias is not None:
+            pre = [part + bias.double() for part, bias in zip(pre, work.up_bias[expert])]
         result = work.down[expert].double() @ hidden_rows(pre, work.activation, None, work.clamp)
         if work.down_bias is not None:
             result = result + work.down_bias[expert].double()

@@ -50,14 +50,14 @@ def made(
     return ExpertWork(
         x=leaf(len(expert) if rows else tokens, dim), dispatch=None if rows else order.dispatch,
         gates=None if weigh is None else torch.rand(len(expert)).to(dtype).requires_grad_(),
-        gates_first=weigh == "before", ends=order.ends, ups=[leaf(experts, hidden, dim) for _ in range(ups)],
-        up_biases=[leaf(experts, hidden) for _ in range(ups)] if bias else [], down=leaf(experts, dim, hidden),
+        gates_first=weigh == "before", ends=order.ends, up=leaf(experts, ups, hidden, dim),
+        up_bias=leaf(experts, ups, hidden) if bias else None, down=leaf(experts, dim, hidden),
         down_bias=leaf(experts, dim) if bias else None, activation=activation, clamp=clamp,
     )  # fmt: skip
 
 
 def leaves(work: ExpertWork) -> list[Tensor]:
-    found = [work.x, work.gates, *work.ups, *work.up_biases, work.down, work.down_bias]
+    found = [work.x, work.gates, work.up, work.up_bias, work.down, work.down_bias]
     return [each for each in found if each is not None]
 
 
@@ -187,7 +187,7 @@ def test_backward_keeps_the_input_the_routing_and_the_pre_activations() -> None:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             expert_ffn(work)
-        given = {each.data_ptr() for each in (*work.ups, work.down)}
+        given = {each.data_ptr() for each in (work.up, work.down)}
         found = sum(each.nbytes for at, each in kept.items() if at not in given)
         copies = tokens * top_k
         indices = 8 * copies + 8 * copies + 8 * tokens + 4 * experts

@@ -158,7 +158,7 @@ def test_a_configs_options_reach_the_router() -> None:
 def test_matrices_start_with_their_deviations() -> None:
     model = GPT(config(dim=64, num_layers=2, num_heads=2, moe={"num_experts": 8, "hidden": 64}), 200)
     deviations = {"embedding.weight": 0.02, "blocks.0.attention.out.weight": 0.01, "blocks.1.ffn.experts.w2": 0.01,
-                  "blocks.0.ffn.experts.w1": 0.02, "blocks.0.ffn.router.weight": 0.02}  # fmt: skip
+                  "blocks.0.ffn.experts.w13": 0.02, "blocks.0.ffn.router.weight": 0.02}  # fmt: skip
     for name, deviation in deviations.items():
         assert float(model.get_parameter(name).detach().std()) == pytest.approx(deviation, rel=0.1), name
 

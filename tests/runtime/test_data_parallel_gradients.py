@@ -59,12 +59,12 @@ def test_dense_is_averaged_over_dp_and_experts_are_summed_over_their_copies_and_
             if parameter.requires_grad and parameter is not module.unused:
                 parameter.grad = torch.full_like(parameter, float(2**transport.rank))
         average_gradients(module, Mesh(grid, transport))
-        assert module.shared.w1.grad is not None
+        assert module.shared.w13.grad is not None
         assert module.dense.grad is not None
-        assert module.experts.w1.grad is not None
-        torch.testing.assert_close(module.shared.w1.grad[0, 0, 0], module.dense.grad[0])
+        assert module.experts.w13.grad is not None
+        torch.testing.assert_close(module.shared.w13.grad[0, 0, 0, 0], module.dense.grad[0])
         assert torch.equal(module.unused.grad, torch.zeros(3))  # type: ignore[arg-type]
-        return module.dense.grad, module.experts.w1.grad, module.experts.w2.grad, module.frozen.grad  # type: ignore[return-value]
+        return module.dense.grad, module.experts.w13.grad, module.experts.w2.grad, module.frozen.grad  # type: ignore[return-value]
 
     for at, (dense, w1, w2, frozen) in enumerate(run_ranks(grid.world, rank)):
         over_dp = sum(2.0**peer for peer in range(at % grid.tp, grid.world, grid.tp)) / grid.dp

@@ -125,7 +125,7 @@ def test_gradients_accumulate(plan: str) -> None:
         layer, grads = on_mesh(whole, GRID, transport, PLANS[plan]), []
         for _ in range(2):
             layer(x).sin().sum().backward()
-            grads.append(layer.experts.w1.grad.clone())
+            grads.append(layer.experts.w13.grad.clone())
         assert x.grad is not None
         return [*grads, x.grad]
 
@@ -266,12 +266,12 @@ def test_ranks_without_tokens_take_part() -> None:
         y = layer(x)
         y.sum().backward()
         assert layer.router.weight.grad is not None
-        return y.detach(), layer.experts.w1.grad
+        return y.detach(), layer.experts.w13.grad
 
     found = run_ranks(4, rank)
     alone_x = torch.cat([tokens_of(rank, count=5) for rank in (0, 3)])
     whole(alone_x).sum().backward()
-    torch.testing.assert_close(torch.cat([grad for _, grad in found]), whole.experts.w1.grad)
+    torch.testing.assert_close(torch.cat([grad for _, grad in found]), whole.experts.w13.grad)
     assert [len(y) for y, _ in found] == [5, 0, 0, 5]
 
 

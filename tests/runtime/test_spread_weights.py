@@ -47,7 +47,7 @@ WEIGHTS: dict[str, tuple[Callable[[bool], MoE], str]] = {
     "router": (lambda odd: spoiled("router.weight") if odd else layer(shared_hidden=8), "weights.router.weight"),
     "bias": (lambda odd: spoiled("router.bias") if odd else layer(shared_hidden=8), "weights.router.bias"),
     "experts": (lambda odd: spoiled("experts.w2") if odd else layer(shared_hidden=8), "weights.experts.w2"),
-    "shared": (lambda odd: spoiled("shared.w3") if odd else layer(shared_hidden=8), "weights.shared.w3"),
+    "shared": (lambda odd: spoiled("shared.w13") if odd else layer(shared_hidden=8), "weights.shared.w13"),
     "modules": (
         lambda odd: layer(experts=lambda *_: own_expert(int(odd))),
         "weights.experts.experts.0.weight",
@@ -173,7 +173,7 @@ def on_meta(transport: TransportName) -> list[str]:
 def test_meta_weights_are_not_compared():
     with torch.device("meta"):
         moe = MoE(4, 8, 4, 2)
-    assert described(moe, values=True)["experts.w1"] == "float32 (4, 8, 4) on meta"
+    assert described(moe, values=True)["experts.w13"] == "float32 (4, 2, 8, 4) on meta"
     assert on_ranks(2, on_meta, "gloo") == [["", ""], ["", ""]]
 
 

@@ -16,9 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from moesaic.errors import InputError
+from moesaic.experts.stacked import stored_tensors
 from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.gpt import GPT
 from moesaic.train import checkpoint as checkpoint_module
@@ -86,7 +88,7 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path, background):
     model = save(tmp_path, 7, background=background)
     loaded = load_checkpoint(tmp_path, pytest.fail)
     assert (loaded.step, loaded.vocab_size, loaded.model_config, loaded.extra) == (7, VOCABULARY, SHAPE, {"seen": 7})
-    assert_same(loaded.model, model.state_dict())
+    assert_same(loaded.model, stored_tensors(model))
     assert "blocks.0.ffn.router.bias" in loaded.model
     other = GPT(SHAPE, VOCABULARY)
     load_into(other, loaded, SHAPE, VOCABULARY)
@@ -100,6 +102,27 @@ def test_the_optimizer_comes_back_as_it_was():
     fresh, other = make(seed=1)
     load_optimizer(fresh, other, tensors)
     assert_same(optimizer_tensors(fresh, other), tensors)
+
+
+def test_gate_and_up_are_two_matrices_in_a_checkpoint(tmp_path):
+    """As they were in the first ones: the names, the shapes and the optimizer's state of each."""
+    folder = tmp_path / "step-00000001"
+    model, optimizer = make()
+    save(tmp_path, 1)
+    weights, state = (load_file(folder / f"{part}.safetensors") for part in ("model", "optimizer"))
+    experts, at = model.blocks[0].ffn.experts, "blocks.0.ffn.experts."
+    parts = {"w1": experts.w1, "w3": experts.w3, "w2": experts.w2}
+    assert {name: list(each.shape) for name, each in weights.items() if at in name} == {
+        f"{at}{name}": list(each.shape) for name, each in parts.items()
+    }
+    assert {name for name in state if at in name} == {
+        f"{at}{name}.{key}" for name in parts for key in ("step", "exp_avg", "exp_avg_sq")
+    }
+    of_both = optimizer.state[experts.w13]
+    for number, name in enumerate(("w1", "w3")):
+        assert torch.equal(weights[at + name], experts.w13[:, number])
+        assert torch.equal(state[f"{at}{name}.exp_avg"], of_both["exp_avg"][:, number])
+        assert state[f"{at}{name}.step"] == of_both["step"] == 1
 
 
 def test_only_the_newest_are_kept(tmp_path):
@@ -204,7 +227,7 @@ def test_a_damaged_checkpoint_that_was_to_be_replaced_does_not_cost_the_one_befo
     shutil.copytree(tmp_path / ".replaced-00000004-0", tmp_path / "step-00000004")
     flip(tmp_path / "step-00000004" / "model.safetensors")
     said: list[str] = []
-    assert_same(load_checkpoint(tmp_path, said.append).model, expected.state_dict())
+    assert_same(load_checkpoint(tmp_path, said.append).model, stored_tensors(expected))
     assert "taking .replaced-00000004-0 instead" in said[0]
     save(tmp_path, 4, keep_last=1)
     assert names(tmp_path) == ["step-00000004"]
@@ -298,7 +321,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said_so(tmp_path, damage):
     said: list[str] = []
     loaded = load_checkpoint(tmp_path, said.append)
     assert loaded.step == 1
-    assert_same(loaded.model, expected.state_dict())
+    assert_same(loaded.model, stored_tensors(expected))
     assert len(said) == 1
     assert "step-00000002" in said[0]
     assert reason in said[0]

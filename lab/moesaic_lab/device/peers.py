@@ -55,9 +55,8 @@ class HuggingFaceLayer(nn.Module):
         self.weight = nn.Parameter(layer.router.weight.detach().clone())
         ours = layer.experts
         with torch.no_grad():
-            self.experts.to(ours.get_parameter("w1").dtype)
-            gate_up = torch.cat([ours.get_parameter("w1"), ours.get_parameter("w3")], dim=1)
-            self.experts.gate_up_proj.copy_(gate_up)
+            self.experts.to(ours.get_parameter("w13").dtype)
+            self.experts.gate_up_proj.copy_(ours.get_parameter("w13").flatten(1, 2))
             self.experts.down_proj.copy_(ours.get_parameter("w2"))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,7 +82,7 @@ def _deepspeed(layer: MoE) -> nn.Module:
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=_host_store(), rank=0, world_size=1)
-    dtype = layer.experts.get_parameter("w1").dtype
+    dtype = layer.experts.get_parameter("w2").dtype
     group = dist.group.WORLD
     assert group is not None
     made = DeepSpeedLayer(layer, TorchExchange(group)).to(dtype)

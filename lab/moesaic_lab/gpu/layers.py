@@ -28,10 +28,8 @@ class Inputs:
 
     x: Tensor
     """(T, D)."""
-    w1: Tensor
-    """(E, I, D), the gate."""
-    w3: Tensor
-    """(E, I, D)."""
+    w13: Tensor
+    """(E, 2, I, D), the gate and what it gates."""
     w2: Tensor
     """(E, D, I)."""
     weight: Tensor
@@ -44,7 +42,7 @@ class Inputs:
     @property
     def leaves(self) -> tuple[Tensor, ...]:
         """What is differentiated."""
-        return self.x, self.w1, self.w3, self.w2, self.weight
+        return self.x, self.w13, self.w2, self.weight
 
     @staticmethod
     def random(layer: GpuLayer, device: str, dtype: torch.dtype, seed: int = 0) -> Inputs:
@@ -60,8 +58,7 @@ class Inputs:
         x = torch.randn(layer.tokens, layer.dim, **made).to(dtype).requires_grad_()
         return Inputs(
             x=x,
-            w1=leaf(layer.num_experts, layer.hidden, layer.dim),
-            w3=leaf(layer.num_experts, layer.hidden, layer.dim),
+            w13=leaf(layer.num_experts, 2, layer.hidden, layer.dim),
             w2=leaf(layer.num_experts, layer.dim, layer.hidden),
             weight=best.values.softmax(1).detach().requires_grad_(),
             expert=best.indices.to(torch.int32),
@@ -73,13 +70,11 @@ class Inputs:
         """Return tensors of a layer's shapes that hold nothing, for a compiler: no memory is touched."""
         tokens, dim, hidden, experts = layer.tokens, layer.dim, layer.hidden, layer.num_experts
         expert = torch.zeros(tokens, layer.top_k, dtype=torch.int32)
-        x, w1, w3, w2, dy = (
+        x, w13, w2, dy = (
             torch.empty(sizes, dtype=torch.bfloat16)
-            for sizes in (
-                (tokens, dim), (experts, hidden, dim), (experts, hidden, dim), (experts, dim, hidden), (tokens, dim),
-            )
-        )  # fmt: skip
-        return Inputs(x=x, w1=w1, w3=w3, w2=w2, weight=torch.zeros(tokens, layer.top_k), expert=expert, dy=dy)
+            for sizes in ((tokens, dim), (experts, 2, hidden, dim), (experts, dim, hidden), (tokens, dim))
+        )
+        return Inputs(x=x, w13=w13, w2=w2, weight=torch.zeros(tokens, layer.top_k), expert=expert, dy=dy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +93,9 @@ def ours(of: Inputs, tiles: Mapping[str, Any] | None) -> Way:
     from moesaic_lab.gpu.mlp import moe_mlp
 
     def forward() -> Tensor:
-        order = sort(of.expert.view(-1), len(of.w1))
+        order = sort(of.expert.view(-1), len(of.w13))
         top_k = of.expert.shape[1]
-        matrices = (of.x, of.w1, of.w3, of.w2)
-        return moe_mlp(*matrices, of.weight.view(-1), *order, top_k=top_k, activation="silu", tiles=tiles)
+        return moe_mlp(of.x, of.w13, of.w2, of.weight.view(-1), *order, top_k=top_k, activation="silu", tiles=tiles)
 
     return Way(forward=forward, leaves=of.leaves)
 
@@ -110,7 +104,7 @@ def grouped_mm(of: Inputs) -> Way:
     """Return the way of torch's own `grouped_mm`, one operation after the other."""
 
     def forward() -> Tensor:
-        y: Tensor = _WholeBatch.apply(of.x, of.w1, of.w3, of.w2, of.weight, of.expert)
+        y: Tensor = _WholeBatch.apply(of.x, of.w13, of.w2, of.weight, of.expert)
         return y
 
     return Way(forward=forward, leaves=of.leaves)
@@ -123,7 +117,7 @@ def liger(of: Inputs) -> Way:
         ImportError: the package is not there.
     """
     function = import_module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
-    gate_up = torch.cat([of.w1.detach(), of.w3.detach()], dim=1).requires_grad_()
+    gate_up = of.w13.detach().flatten(1, 2).requires_grad_()
 
     def forward() -> Tensor:
         y: Tensor = function.apply(of.x, gate_up, of.w2, of.expert, of.weight)
@@ -136,11 +130,11 @@ def layer_of(of: Inputs) -> Way:
     """Return the library's own layer, router and load-balance loss among it, with these experts and its own routing."""
     from moesaic.layer import MoE
 
-    num_experts, hidden, dim = of.w1.shape
+    num_experts, _, hidden, dim = of.w13.shape
     layer = MoE(dim, hidden, num_experts, of.expert.shape[1]).to(of.x.device, of.x.dtype)
     with torch.no_grad():
-        for name in ("w1", "w2", "w3"):
-            getattr(layer.experts, name).copy_(getattr(of, name))
+        for name in ("w13", "w2"):
+            layer.experts.get_parameter(name).copy_(getattr(of, name))
     return Way(forward=lambda: layer(of.x), leaves=(of.x, *layer.parameters()))
 
 
@@ -153,9 +147,9 @@ def errors(of: Inputs, y: Tensor, grads: tuple[Tensor | None, ...]) -> dict[str,
         grads: of `of.leaves`, for `of.dy`; None for one that is not compared.
 
     Returns:
-        by name: y, x and weight of some tokens, w1, w3 and w2 of one expert.
+        by name: y, x and weight of some tokens, w13 and w2 of one expert.
     """
-    d_x, d_w1, d_w3, d_w2, d_weight = grads
+    d_x, d_w13, d_w2, d_weight = grads
     tokens = torch.linspace(0, len(of.x) - 1, SAMPLE, device=of.x.device).long()
     found = {"y": y[tokens], "x": None if d_x is None else d_x[tokens]}
     found["weight"] = None if d_weight is None else d_weight[tokens]
@@ -165,7 +159,8 @@ def errors(of: Inputs, y: Tensor, grads: tuple[Tensor | None, ...]) -> dict[str,
             x, weight = (each[token].detach().float().requires_grad_() for each in (of.x, of.weight))
             result = torch.zeros_like(x)
             for slot, e in enumerate(of.expert[token].tolist()):
-                hidden = F.silu(of.w1[e].detach().float() @ x) * (of.w3[e].detach().float() @ x)
+                gate, up = of.w13[e].detach().float() @ x
+                hidden = F.silu(gate) * up
                 result = result + weight[slot] * (of.w2[e].detach().float() @ hidden)
         gradients = torch.autograd.grad(result, (x, weight), of.dy[token].float())
         for name, value in zip(exact, (result.detach(), *gradients)):
@@ -175,7 +170,7 @@ def errors(of: Inputs, y: Tensor, grads: tuple[Tensor | None, ...]) -> dict[str,
     }
     e = int(of.expert[0, 0])
     of_expert = _expert_gradients(of, e)
-    mine = {"w1": d_w1, "w3": d_w3, "w2": d_w2}
+    mine = {"w13": d_w13, "w2": d_w2}
     return result_errors | {name: relative(each[e], of_expert[name]) for name, each in mine.items() if each is not None}
 
 
@@ -189,12 +184,12 @@ def relative(found: Tensor | None, exact: Tensor) -> float:
 def _expert_gradients(of: Inputs, e: int) -> dict[str, Tensor]:
     """Return the gradients of one expert's matrices in float32."""
     token, slot = (of.expert == e).nonzero(as_tuple=True)
-    w1, w3, w2 = (each[e].detach().float().requires_grad_() for each in (of.w1, of.w3, of.w2))
+    w13, w2 = (each[e].detach().float().requires_grad_() for each in (of.w13, of.w2))
     x = of.x.detach()[token].float()
     with torch.enable_grad():
-        rows = (F.silu(x @ w1.T) * (x @ w3.T)) @ w2.T
+        rows = (F.silu(x @ w13[0].T) * (x @ w13[1].T)) @ w2.T
         weighted = rows * of.weight.detach()[token, slot, None]
-    return dict(zip(("w1", "w3", "w2"), torch.autograd.grad(weighted, (w1, w3, w2), of.dy[token].float())))
+    return dict(zip(("w13", "w2"), torch.autograd.grad(weighted, (w13, w2), of.dy[token].float())))
 
 
 class _WholeBatch(torch.autograd.Function):
@@ -203,24 +198,24 @@ class _WholeBatch(torch.autograd.Function):
         work = _work(*tensors)
         y, pre = whole_batch.forward(work, work.x.dtype)
         ctx.work = work
-        ctx.save_for_backward(*pre)
+        ctx.save_for_backward(pre)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        found = whole_batch.backward(ctx.work, ctx.saved_tensors, dy, Wanted())
+        found = whole_batch.backward(ctx.work, ctx.saved_tensors[0], dy, Wanted())
         by_token = ctx.work.dispatch.by_token
         assert found.gates is not None
         d_weight = found.gates.index_select(0, by_token).view(len(dy), -1)
-        return found.x, *found.ups, found.down, d_weight, None
+        return found.x, found.up, found.down, d_weight, None
 
 
-def _work(x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, weight: Tensor, expert: Tensor) -> ExpertWork:
+def _work(x: Tensor, w13: Tensor, w2: Tensor, weight: Tensor, expert: Tensor) -> ExpertWork:
     token = torch.arange(len(x), device=x.device).repeat_interleave(expert.shape[1])
     flat = expert.view(-1).long()
-    counts = torch.zeros(len(w1), dtype=torch.int64, device=x.device).scatter_add_(0, flat, torch.ones_like(flat))
+    counts = torch.zeros(len(w13), dtype=torch.int64, device=x.device).scatter_add_(0, flat, torch.ones_like(flat))
     permutation = sort_by_expert(token, flat, counts, len(x), expert.shape[1])
     return ExpertWork(
         x=x, dispatch=permutation.dispatch, gates=weight.view(-1)[permutation.order], gates_first=False,
-        ends=permutation.ends, ups=[w1, w3], up_biases=[], down=w2, down_bias=None, activation="silu",
+        ends=permutation.ends, up=w13, up_bias=None, down=w2, down_bias=None, activation="silu",
     )  # fmt: skip

@@ -33,69 +33,64 @@ def as_numbers(tiles: Mapping[str, Tile]) -> list[int]:
 
 @torch.library.custom_op("moesaic::triton_mlp", mutates_args=())
 def mlp_forward(
-    x: Tensor, w1: Tensor, w3: Tensor | None, w2: Tensor, weight: Tensor, copy: Tensor, row: Tensor, ends: Tensor,
+    x: Tensor, up: Tensor, down: Tensor, weight: Tensor, copy: Tensor, row: Tensor, ends: Tensor,
     top_k: int, activation: str, tiles: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the tokens' results, (T, D), and the pre-activations; the second is empty without a gate."""
-    work = _work(x, w1, w3, w2, weight, copy, row, ends, top_k, activation)
-    y, pre = expert_stage.forward(work, x.dtype, _unpack(tiles))
-    return y, pre[0], pre[1] if w3 is not None else x.new_empty(0)
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the tokens' results, (T, D), and the pre-activations, (T K, C I)."""
+    work = _work(x, up, down, weight, copy, row, ends, top_k, activation)
+    return expert_stage.forward(work, x.dtype, _unpack(tiles))
 
 
 @mlp_forward.register_fake
 def _(
-    x: Tensor, w1: Tensor, w3: Tensor | None, w2: Tensor, weight: Tensor, copy: Tensor, row: Tensor, ends: Tensor,
+    x: Tensor, up: Tensor, down: Tensor, weight: Tensor, copy: Tensor, row: Tensor, ends: Tensor,
     top_k: int, activation: str, tiles: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    pre = x.new_empty(copy.shape[0], w1.shape[1])
-    return x.new_empty(x.shape), pre, x.new_empty(0) if w3 is None else torch.empty_like(pre)
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return x.new_empty(x.shape), x.new_empty(copy.shape[0], up.shape[1] * up.shape[2])
 
 
 @register_flop_formula(torch.ops.moesaic.triton_mlp)
-def _(x, w1, w3, w2, weight, copy, *_, **__) -> int:  # type: ignore[no-untyped-def]
+def _(x, up, down, weight, copy, *_, **__) -> int:  # type: ignore[no-untyped-def]
     """One product per matrix, of all copies, those that are not sent among them; arguments are shapes."""
-    return (2 if w3 is None else 3) * 2 * copy[0] * w1[1] * w1[2]
+    return (up[1] + 1) * 2 * copy[0] * down[1] * down[2]
 
 
 @torch.library.custom_op("moesaic::triton_mlp_backward", mutates_args=())
 def mlp_backward(
-    dy: Tensor, x: Tensor, w1: Tensor, w3: Tensor | None, w2: Tensor, weight: Tensor, copy: Tensor, row: Tensor,
-    ends: Tensor, pre: Tensor, second: Tensor, top_k: int, activation: str, tiles: list[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of x, w1, w3 (empty without a gate), w2 and weight."""
-    work = _work(x, w1, w3, w2, weight, copy, row, ends, top_k, activation)
-    kept = [pre] if w3 is None else [pre, second]
-    found = expert_stage.backward(work, kept, dy.contiguous(), Wanted(), _unpack(tiles))
+    dy: Tensor, x: Tensor, up: Tensor, down: Tensor, weight: Tensor, copy: Tensor, row: Tensor,
+    ends: Tensor, pre: Tensor, top_k: int, activation: str, tiles: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of x, up, down and weight."""
+    work = _work(x, up, down, weight, copy, row, ends, top_k, activation)
+    found = expert_stage.backward(work, pre, dy.contiguous(), Wanted(), _unpack(tiles))
     assert found.x is not None
+    assert found.up is not None
     assert found.down is not None
     assert found.gates is not None
     is_sent = row >= 0
     d_weight = found.gates.index_select(0, row.clamp(0, max(len(row) - 1, 0)))
     d_weight = d_weight.masked_fill(~is_sent, 0.0).to(weight.dtype)
-    d_w1, *d_w3 = found.ups
-    return found.x, d_w1, d_w3[0] if d_w3 else x.new_empty(0), found.down, d_weight
+    return found.x, found.up, found.down, d_weight
 
 
 @mlp_backward.register_fake
 def _(
-    dy: Tensor, x: Tensor, w1: Tensor, w3: Tensor | None, w2: Tensor, weight: Tensor, copy: Tensor, row: Tensor,
-    ends: Tensor, pre: Tensor, second: Tensor, top_k: int, activation: str, tiles: list[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    d_w3 = x.new_empty(0) if w3 is None else w3.new_empty(w3.shape)
-    return x.new_empty(x.shape), w1.new_empty(w1.shape), d_w3, w2.new_empty(w2.shape), weight.new_empty(weight.shape)
+    dy: Tensor, x: Tensor, up: Tensor, down: Tensor, weight: Tensor, copy: Tensor, row: Tensor,
+    ends: Tensor, pre: Tensor, top_k: int, activation: str, tiles: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return x.new_empty(x.shape), up.new_empty(up.shape), down.new_empty(down.shape), weight.new_empty(weight.shape)
 
 
 @register_flop_formula(torch.ops.moesaic.triton_mlp_backward)
-def _(dy, x, w1, w3, w2, weight, copy, *_, **__) -> int:  # type: ignore[no-untyped-def]
+def _(dy, x, up, down, weight, copy, *_, **__) -> int:  # type: ignore[no-untyped-def]
     """Twice as many products as forward; arguments are shapes."""
-    return (4 if w3 is None else 6) * 2 * copy[0] * w1[1] * w1[2]
+    return 2 * (up[1] + 1) * 2 * copy[0] * down[1] * down[2]
 
 
 def moe_mlp(
     x: Tensor,
-    w1: Tensor,
-    w3: Tensor | None,
-    w2: Tensor,
+    up: Tensor,
+    down: Tensor,
     weight: Tensor,
     copy: Tensor,
     row: Tensor,
@@ -109,9 +104,8 @@ def moe_mlp(
 
     Args:
         x: (T, D) tokens.
-        w1: (E, I, D), reads the token; its activation gates what w3 reads, if there is a w3.
-        w3: (E, I, D) or None.
-        w2: (E, D, I), writes the result.
+        up: (E, C, I, D): one matrix that reads the token, or two; the first one's activation gates the second.
+        down: (E, D, I), writes the result.
         weight: (T K,) float32 routing weights, token after token.
         copy: (T K,) int32, from `sort`.
         row: (T K,) int32, from `sort`.
@@ -124,43 +118,42 @@ def moe_mlp(
         (T, D) in the dtype of `x`.
     """
     assert activation in ACTIVATIONS, activation
-    assert x.dtype == w1.dtype == w2.dtype, (x.dtype, w1.dtype, w2.dtype)
+    assert x.dtype == up.dtype == down.dtype, (x.dtype, up.dtype, down.dtype)
     assert len(weight) == len(copy) == len(row) == len(x) * top_k, (weight.shape, copy.shape, x.shape, top_k)
     if tiles is None:
         device = device_of(x.device)
-        of_layer = shapes(len(copy), len(ends), x.shape[1], w1.shape[1], x.itemsize, gated=w3 is not None)
+        of_layer = shapes(len(copy), len(ends), x.shape[1], up.shape[2], x.itemsize, gated=up.shape[1] == 2)
         tiles = {name: default_tile(shape, device) for name, shape in of_layer.items()}
-    y: Tensor = mlp_forward(x, w1, w3, w2, weight, copy, row, ends, top_k, activation, as_numbers(tiles))[0]
+    y: Tensor = mlp_forward(x, up, down, weight, copy, row, ends, top_k, activation, as_numbers(tiles))[0]
     return y
 
 
-def _keep(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _keep(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.top_k, ctx.activation, ctx.tiles = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.save_for_backward(*tensors, output[1])
 
 
 def _gradients(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dy is None:
-        return (None,) * 11
-    d_x, d_w1, d_w3, d_w2, d_weight = mlp_backward(dy, *ctx.saved_tensors, ctx.top_k, ctx.activation, ctx.tiles)
-    has_gate = ctx.saved_tensors[2] is not None
-    return d_x, d_w1, d_w3 if has_gate else None, d_w2, d_weight, None, None, None, None, None, None
+        return (None,) * 10
+    gradients = mlp_backward(dy, *ctx.saved_tensors, ctx.top_k, ctx.activation, ctx.tiles)
+    return (*gradients, None, None, None, None, None, None)
 
 
 mlp_forward.register_autograd(_gradients, setup_context=_keep)
 
 
 def _work(
-    x: Tensor, w1: Tensor, w3: Tensor | None, w2: Tensor, weight: Tensor, copy: Tensor, row: Tensor, ends: Tensor,
+    x: Tensor, up: Tensor, down: Tensor, weight: Tensor, copy: Tensor, row: Tensor, ends: Tensor,
     top_k: int, activation: str,
 ) -> ExpertWork:  # fmt: skip
     """Return the call as the stage takes it: weights in expert order, a token's rows in the order of its copies."""
     starts = torch.arange(0, len(row), top_k, device=row.device)
     return ExpertWork(
         x=x, dispatch=Dispatch(token=copy // top_k, by_token=row, starts=starts, per_token=top_k),
-        gates=weight.index_select(0, copy), gates_first=False, ends=ends, ups=[w1] if w3 is None else [w1, w3],
-        up_biases=[], down=w2, down_bias=None, activation=activation,
+        gates=weight.index_select(0, copy), gates_first=False, ends=ends, up=up,
+        up_bias=None, down=down, down_bias=None, activation=activation,
     )  # fmt: skip
 
 

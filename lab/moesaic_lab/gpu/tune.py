@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from moesaic.kernels.triton.down_grad import down_grad
 from moesaic.kernels.triton.expert_stage import shapes
@@ -31,20 +30,19 @@ def products(of: Inputs, *, is_compiling: bool = False) -> dict[str, Callable[[T
         is_compiling: nobody runs the products, so nothing is drawn.
     """
     top_k = of.expert.shape[1]
-    x, w1, w3, w2, dy = (each.detach() for each in (of.x, of.w1, of.w3, of.w2, of.dy))
-    copy, _, ends = sort(of.expert.view(-1), len(w1))
+    x, w13, w2, dy = (each.detach() for each in (of.x, of.w13, of.w2, of.dy))
+    copy, _, ends = sort(of.expert.view(-1), len(w13))
     token, weight = copy // top_k, of.weight.detach().view(-1)[copy.long()]
-    hidden = x.new_empty(len(copy), w1.shape[1])
-    pre: list[Tensor] = [hidden, torch.empty_like(hidden)]
+    hidden, pre = x.new_empty(len(copy), w13.shape[2]), x.new_empty(len(copy), 2 * w13.shape[2])
     if len(of.x) and not is_compiling:
         hidden.normal_()
-        pre[1].normal_()
+        pre.normal_()
     return {
-        "up": lambda tile: up(x, [w1, w3], ends, tile, activation="silu", weight=weight, token=token),
-        "down": lambda tile: rows_times([hidden], [w2], ends, tile, transposed=True),
+        "up": lambda tile: up(x, w13, ends, tile, activation="silu", weight=weight, token=token),
+        "down": lambda tile: rows_times(hidden, w2, ends, tile, transposed=True),
         "down_grad": lambda tile: down_grad(dy, w2, pre, ends, tile, activation="silu", weight=weight, token=token),
-        "rows_grad": lambda tile: rows_times(pre, [w1, w3], ends, tile, transposed=False),
-        "weight_grad": lambda tile: outer_products(pre[0], x, ends, tile, q_token=token),
+        "rows_grad": lambda tile: rows_times(pre, w13.flatten(1, 2), ends, tile, transposed=False),
+        "weight_grad": lambda tile: outer_products(pre, x, ends, tile, q_token=token),
         "weight_grad_down": lambda tile: outer_products(dy, hidden, ends, tile, p_token=token),
     }
 
@@ -93,7 +91,7 @@ def breakdown(layer: GpuLayer, of: Inputs, tuned: Tuned) -> dict[str, dict[str, 
     found = {}
     for name, shape in shapes(*sizes, gated=True).items():
         seconds = _seconds_with(run[name], tuned.tile(shape))
-        doubled = 2 if shape.is_doubled or shape.is_paired else 1
+        doubled = 2 if name in ("up", "rows_grad", "weight_grad") else 1  # of gate and up at once
         found[name] = {"ms": seconds * 1e3, "tflops": flops * doubled / seconds / 1e12}
     order = sort(of.expert.view(-1), layer.num_experts)
     starts = torch.arange(0, num_rows, layer.top_k, device=of.x.device)

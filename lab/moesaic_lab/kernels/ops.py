@@ -163,16 +163,16 @@ def _coding(chosen: Tensor, experts: int, x: Tensor, gates: Tensor) -> list[Kern
 def _experts(shape: DeviceShape, order: Permutation, gates: Tensor, made: Callable[..., Tensor]) -> KernelOp:
     """The expert stage forward and backward, SwiGLU: what comes back is the gradient of the tokens."""
     experts, dim, hidden = shape.experts, shape.dim, shape.hidden
-    ups, down = [made(experts, hidden, dim) * dim**-0.5 for _ in range(2)], made(experts, dim, hidden) * hidden**-0.5
+    up, down = made(experts, 2, hidden, dim) * dim**-0.5, made(experts, dim, hidden) * hidden**-0.5
     x, dy = made(shape.tokens, dim), made(shape.tokens, dim)
     work = ExpertWork(
-        x=x, dispatch=order.dispatch, gates=gates, gates_first=False, ends=order.ends, ups=ups, up_biases=[], down=down,
+        x=x, dispatch=order.dispatch, gates=gates, gates_first=False, ends=order.ends, up=up, up_bias=None, down=down,
         down_bias=None, activation="silu",
     )  # fmt: skip
     rows = len(order.token)
     return KernelOp(
         name="experts, both passes",
-        inputs=(x, gates, *ups, down, dy),
+        inputs=(x, gates, up, down, dy),
         run=lambda *inputs: _backward(work, inputs, expert_ffn),
         plain=lambda *inputs: _backward(work, inputs, _one_by_one),
         flops=3.0 * 3 * 2 * rows * dim * hidden,
@@ -182,7 +182,7 @@ def _experts(shape: DeviceShape, order: Permutation, gates: Tensor, made: Callab
 
 def _backward(work: ExpertWork, inputs: Any, run: Callable[[ExpertWork], Tensor]) -> Tensor:
     x, gates, *weights, dy = (each.detach().requires_grad_() for each in inputs)
-    run(replace(work, x=x, gates=gates, ups=weights[:2], down=weights[2])).backward(dy.detach())
+    run(replace(work, x=x, gates=gates, up=weights[0], down=weights[1])).backward(dy.detach())
     assert x.grad is not None
     return x.grad
 
@@ -194,7 +194,7 @@ def _one_by_one(work: ExpertWork) -> Tensor:
     y, start = torch.zeros_like(work.x), 0
     for expert, end in enumerate(work.ends.tolist()):
         token, weight = work.dispatch.token[start:end], work.gates[start:end].unsqueeze(1)
-        gate, up = (work.x[token] @ matrices[expert].T for matrices in work.ups)
+        gate, up = (work.x[token] @ matrices[expert].T for matrices in work.up.unbind(1))
         y = y.index_add(0, token, (F.silu(gate) * up) @ work.down[expert].T * weight)
         start = end
     return y

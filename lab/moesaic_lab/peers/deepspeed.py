@@ -57,7 +57,7 @@ class DeepSpeedLayer(nn.Module):
             moe.gate.wg.weight.copy_(router.weight)
             for number, expert in enumerate(moe.experts.deepspeed_experts[:each]):
                 for name in ("w1", "w3", "w2"):
-                    getattr(expert, name).copy_(experts.get_parameter(name)[first + number])
+                    getattr(expert, name).copy_(getattr(experts, name)[first + number])
         if not self.is_own:
             del moe.experts.deepspeed_experts[each:]
             moe.experts.num_local_experts = each

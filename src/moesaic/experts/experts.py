@@ -244,19 +244,8 @@ class AbstractExperts(nn.Module, ABC):
         return grads[0], None if gate is None else grads[-1], grads[1:cut], grads[cut : len(leaves)]
 
 
-def stacked(
-    num_experts: int,
-    out_width: int,
-    in_width: int,
-    device: torch.device | str | int | None = None,
-    dtype: torch.dtype | None = None,
-) -> nn.Parameter:
-    """Return uninitialised matrices, (num_experts, out_width, in_width), each as `nn.Linear` stores it."""
-    return nn.Parameter(torch.empty(num_experts, out_width, in_width, device=device, dtype=dtype))
-
-
 @torch.no_grad()
-def init_stacked(weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+def init_stacked(weight: Tensor, bias: Tensor | None) -> None:
     """Initialise each expert as `nn.Linear` would: uniform in +-1/sqrt(in_width), the bias too.
 
     Args:
@@ -264,17 +253,22 @@ def init_stacked(weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         bias: (num_experts, out_width) or None.
     """
     bound = 1 / math.sqrt(weight.shape[2])
-    weight.uniform_(-bound, bound)
-    if bias is not None:
-        bias.uniform_(-bound, bound)
+    for each in (weight, bias):
+        if each is not None:
+            each.copy_(_side_by_side(each).uniform_(-bound, bound))
 
 
 @torch.no_grad()
-def init_stacked_normal(weight: nn.Parameter, bias: nn.Parameter | None, std: float) -> None:
+def init_stacked_normal(weight: Tensor, bias: Tensor | None, std: float) -> None:
     """Initialise matrices from N(0, std), biases to zero; shapes as for `init_stacked`."""
-    weight.normal_(std=std)
+    weight.copy_(_side_by_side(weight).normal_(std=std))
     if bias is not None:
         bias.zero_()
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    """Return the tensor itself where its numbers lie side by side, else one like it: generators draw others into views."""
+    return x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

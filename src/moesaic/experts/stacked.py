@@ -1,8 +1,11 @@
-"""Built-in experts: stacked 3-D weights, so that one grouped matmul serves all experts and one tensor shards over them."""
+"""Built-in experts: stacked weights, so that one grouped product serves all experts and one tensor shards over them.
+
+Gate and up of gated experts are one parameter, (experts, 2, hidden, dim): the bytes of Hugging Face's `gate_up_proj`, of which
+both are views. A split of the hidden width, over ranks or for a message, is a plain one of its third dimension.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +21,6 @@ from moesaic.experts.experts import (
     compute_dtype,
     init_stacked,
     init_stacked_normal,
-    stacked,
 )
 from moesaic.kernels.activation import ACTIVATIONS, Clamp
 from moesaic.kernels.expert_ffn import expert_ffn, expert_gradients, run_experts
@@ -39,7 +41,8 @@ class StackedExperts(AbstractExperts):
     """
 
     ups: tuple[str, ...]
-    """Names of the matrices that read the token; the bias of w1 is b1."""
+    """Names of the matrices that read the token; the bias of w1 is b1. Two, w1 and w3, are one parameter, w13, with b13."""
+    w2: nn.Parameter
     activation: str
     """Between the products; of two matrices that read the token the first, activated, gates the second."""
     clamp: Clamp | None = None
@@ -60,22 +63,56 @@ class StackedExperts(AbstractExperts):
         super().__init__(dim, num_experts)
         self.bias = bias
         self._casts: dict[str, _KeptCast] = {}
-        for name in self.ups:
-            self.register_parameter(name, stacked(num_experts, hidden, dim, device, dtype))
-        self.w2 = stacked(num_experts, dim, hidden, device, dtype)
-        for name in (*self.ups, "w2"):
-            width = dim if name == "w2" else hidden
-            added = nn.Parameter(torch.empty(num_experts, width, device=device, dtype=dtype)) if bias else None
-            self.register_parameter(_bias_of(name), added)
+        parts = () if len(self.ups) == 1 else (len(self.ups),)
+        shapes: dict[str, tuple[int, ...]] = {self._up: (*parts, hidden, dim), "w2": (dim, hidden)}
+        shapes |= {_bias_of(name): shape[:-1] for name, shape in shapes.items()}
+        for name, shape in shapes.items():
+            is_left_out = name.startswith("b") and not bias
+            made = None if is_left_out else torch.empty(num_experts, *shape, device=device, dtype=dtype)
+            self.register_parameter(name, None if made is None else nn.Parameter(made))
         self.reset_parameters()
 
     @property
+    def _up(self) -> str:
+        """The name of the parameter that holds all matrices that read the token."""
+        return "w" + "".join(name.removeprefix("w") for name in self.ups)
+
+    @property
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        biases = tuple(map(_bias_of, self.ups))
-        return (*self.ups, "w2", *(biases if self.bias else ())), ("b2",) if self.bias else ()
+        return (self._up, "w2", *((_bias_of(self._up),) if self.bias else ())), ("b2",) if self.bias else ()
 
     def shard_dim(self, name: str) -> int | None:
-        return {"w2": 2, "b2": None}.get(name, 1)
+        return {"w2": 2, "b2": None}.get(name, len(self.ups))
+
+    def stored_as(self, name: str) -> tuple[str, ...]:
+        """Return the names of a parameter in checkpoints: its own, or those of its parts along the second dimension."""
+        if len(self.ups) == 1 or name not in (self._up, _bias_of(self._up)):
+            return (name,)
+        return tuple(map(_bias_of, self.ups)) if name.startswith("b") else self.ups
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any
+    ) -> None:
+        replaces = local_metadata.get("assign_to_params_buffers", False)
+        replaces |= torch.__future__.get_swap_module_params_on_conversion()
+        own = dict(self._parameters)
+        for name, parameter in own.items():
+            parts = self.stored_as(name)
+            keys = [prefix + part for part in parts]
+            if parameter is None or len(parts) == 1 or not any(key in state_dict for key in keys):
+                continue
+            if not replaces:  # each part is a tensor of its own meanwhile, with its own complaints
+                del self._parameters[name]
+                views = (parameter.detach().select(1, number) for number in range(len(parts)))
+                self._parameters.update(zip(parts, views))  # type: ignore[arg-type]
+            elif all(key in state_dict for key in keys):
+                state_dict[prefix + name] = torch.stack([state_dict.pop(key) for key in keys], 1)
+        try:
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+        finally:
+            now = dict(self._parameters)
+            self._parameters.clear()
+            self._parameters.update((name, now.get(name, parameter)) for name, parameter in own.items())
 
     def begin_step(self) -> None:
         """Drop what was cast in the step before, and keep what will be cast in this one."""
@@ -112,12 +149,12 @@ class StackedExperts(AbstractExperts):
     def reset_parameters(self) -> None:
         """Initialise every matrix and bias uniformly in +-1/sqrt(its input width)."""
         for name in (*self.ups, "w2"):
-            init_stacked(self.get_parameter(name), getattr(self, _bias_of(name)))
+            init_stacked(getattr(self, name), getattr(self, _bias_of(name)))
 
     def init_normal(self, std: float, out_std: float) -> None:
         for name in (*self.ups, "w2"):
             deviation = out_std if name == "w2" else std
-            init_stacked_normal(self.get_parameter(name), getattr(self, _bias_of(name)), deviation)
+            init_stacked_normal(getattr(self, name), getattr(self, _bias_of(name)), deviation)
 
     def compute(
         self, sharded: Weights, common: Weights, rows: Tensor, gates: Tensor | None, ends: Tensor, shards: int = 1
@@ -145,9 +182,9 @@ class StackedExperts(AbstractExperts):
     def run(
         self, sharded: Weights, common: Weights, rows: Tensor, gates: Tensor | None, ends: Tensor, shards: int = 1
     ) -> tuple[Tensor, Weights]:
-        """Run; kept is what the `ups` give."""
+        """Run; kept is what the matrices that read the token give."""
         out, pre = run_experts(self._work(sharded, common, rows, gates, ends, shards))
-        return out, tuple(pre)
+        return out, (pre,)
 
     def gradients(
         self,
@@ -163,28 +200,31 @@ class StackedExperts(AbstractExperts):
     ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
         """Return the gradients by explicit products."""
         work = self._work(sharded, common, rows, gates, ends, shards)
-        found = expert_gradients(work, kept, dy, deferred_wgrad=deferred_wgrad is not None)
+        found = expert_gradients(work, kept[0], dy, deferred_wgrad=deferred_wgrad is not None)
         assert found.x is not None
+        assert found.up is not None
         assert found.down is not None
         if deferred_wgrad is not None and found.finish is not None:
             deferred_wgrad.append(found.finish)
         d_common = () if found.down_bias is None else (found.down_bias / shards,)
-        return found.x, found.gates, (*found.ups, found.down, *found.up_biases), d_common
+        up = found.up.view(sharded[0].shape)
+        up_bias = () if found.up_bias is None else (found.up_bias.view(sharded[2].shape),)
+        return found.x, found.gates, (up, found.down, *up_bias), d_common
 
     def _work(
         self, sharded: Weights, common: Weights, rows: Tensor, gates: Tensor | None, ends: Tensor, shards: int
     ) -> ExpertWork:
         """Return one call as the kernels take it."""
-        ups = len(self.ups)
+        up, down, up_bias = self._together(sharded)
         return ExpertWork(
             x=rows,
             dispatch=None,
             gates=gates,
             gates_first=False,
             ends=ends,
-            ups=sharded[:ups],
-            up_biases=sharded[ups + 1 :],
-            down=sharded[ups],
+            up=up,
+            up_bias=up_bias,
+            down=down,
             down_bias=common[0] / shards if common else None,
             activation=self.activation,
             clamp=self.clamp,
@@ -193,7 +233,7 @@ class StackedExperts(AbstractExperts):
 
     def num_units(self, sharded: Weights) -> int:
         """Return the hidden width of (a shard of) an expert."""
-        return sharded[0].shape[1]
+        return sharded[1].shape[2]
 
     def sizes(self, sharded: Weights, dtype: torch.dtype) -> ExpertSizes:
         """See `ExpertSizes.stacked`."""
@@ -202,23 +242,69 @@ class StackedExperts(AbstractExperts):
 
     def pack(self, sharded: Weights) -> Tensor:
         """Return (num_experts * hidden, columns): a hidden unit's row of every matrix, and its biases."""
-        reading, biases = self._reading(sharded)
-        columns = [*reading, sharded[len(self.ups)].transpose(1, 2)]
-        columns += [bias.unsqueeze(2) for bias in biases if bias is not None]
+        up, down, bias = self._together(sharded)
+        columns = [up.transpose(1, 2).flatten(2), down.transpose(1, 2)]
+        columns += [] if bias is None else [bias.transpose(1, 2)]
         return torch.cat(columns, dim=2).flatten(0, 1)
 
     def unpack(self, rows: Tensor, num_experts: int) -> Weights:
         """Return the parameters from rows of `pack`, as views."""
-        matrices = len(self.ups) + 1
-        widths = [self.dim] * matrices + [1] * (len(self.ups) if self.bias else 0)
-        columns = rows.view(num_experts, -1, sum(widths)).split(widths, dim=2)
-        read = [columns[i] if i + 1 < matrices else columns[i].transpose(1, 2) for i in range(matrices)]
-        return (*read, *(column.squeeze(2) for column in columns[matrices:]))
-
-    def _reading(self, sharded: Weights) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
-        """Return the matrices that read the token, and their biases."""
         ups = len(self.ups)
-        return sharded[:ups], sharded[ups + 1 :] if self.bias else (None,) * ups
+        widths = [ups * self.dim, self.dim, *([ups] if self.bias else [])]
+        up, down, *biases = rows.view(num_experts, -1, sum(widths)).split(widths, dim=2)
+        found = (up.unflatten(2, (ups, self.dim)).transpose(1, 2), *(bias.transpose(1, 2) for bias in biases))
+        up, *biases = found if ups > 1 else (each.squeeze(1) for each in found)
+        return (up, down.transpose(1, 2), *biases)
+
+    def _together(self, sharded: Weights) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return what reads the token, (experts, 1 or 2, hidden, dim), what writes, and the biases of what reads."""
+        up, down, *biases = sharded
+        bias = biases[0] if biases else None
+        if len(self.ups) > 1:
+            return up, down, bias
+        return up.unsqueeze(1), down, None if bias is None else bias.unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """What a checkpoint has under a name."""
+
+    parameter: nn.Parameter
+    part: int | None
+    """Along the second dimension, of which the name means one place; None for the whole parameter."""
+
+    def of(self, value: Tensor) -> Tensor:
+        """Return what the name means of a tensor of the parameter's shape, as a view; of other shapes all."""
+        return value if self.part is None or value.shape != self.parameter.shape else value.select(1, self.part)
+
+
+def stored_names(model: nn.Module, name: str) -> tuple[str, ...]:
+    """Return the names that checkpoints have for what a model's state dict has under a name; see `StackedExperts.stored_as`."""
+    path, dot, own = name.rpartition(".")
+    module = model.get_submodule(path)
+    return tuple(
+        path + dot + part for part in (module.stored_as(own) if isinstance(module, StackedExperts) else (own,))
+    )
+
+
+def stored_parameters(model: nn.Module) -> dict[str, StoredParameter]:
+    """Return a model's parameters by the names that checkpoints have for them."""
+    found: dict[str, StoredParameter] = {}
+    for name, parameter in model.named_parameters():
+        names = stored_names(model, name)
+        parts = range(len(names)) if len(names) > 1 else (None,)
+        found |= {each: StoredParameter(parameter, part) for each, part in zip(names, parts)}
+    return found
+
+
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's parameters and persistent buffers by the names that checkpoints have for them, as views."""
+    found: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        names = stored_names(model, name)
+        parts = [value] if len(names) == 1 else [value.select(1, part) for part in range(len(names))]
+        found |= zip(names, parts)
+    return found
 
 
 @dataclass
@@ -277,6 +363,9 @@ class PlainExperts(StackedExperts):
 class GatedExperts(StackedExperts):
     """Three matrices: `(act(x @ w1.T + b1) * (x @ w3.T + b3)) @ w2.T + b2`, with silu SwiGLU; the names are Mixtral's.
 
+    The parameters are w13, (num_experts, 2, hidden, dim), w2, (num_experts, dim, hidden), and with biases b13, (num_experts,
+    2, hidden), and b2; w1, w3, b1 and b3 are views. Checkpoints hold these, and `load_state_dict` takes either.
+
     Args:
         dim: width of a token.
         hidden: inner width of one expert.
@@ -292,6 +381,8 @@ class GatedExperts(StackedExperts):
     """
 
     ups = ("w1", "w3")
+    w13: nn.Parameter
+    b13: nn.Parameter | None
 
     def __init__(
         self,
@@ -309,6 +400,26 @@ class GatedExperts(StackedExperts):
         self.activation, self.clamp = _known(activation), clamp
         if clamp is not None and activation != "silu":
             raise InputError(f"GatedExperts: clamp belongs to silu, not to {activation}: leave one of the two out")
+
+    @property
+    def w1(self) -> Tensor:
+        """(num_experts, hidden, dim): the gate, a view of `w13`."""
+        return self.w13.select(1, 0)
+
+    @property
+    def w3(self) -> Tensor:
+        """(num_experts, hidden, dim): what is gated, a view of `w13`."""
+        return self.w13.select(1, 1)
+
+    @property
+    def b1(self) -> Tensor | None:
+        """(num_experts, hidden): the gate's bias, a view of `b13`; None where there is none."""
+        return None if self.b13 is None else self.b13.select(1, 0)
+
+    @property
+    def b3(self) -> Tensor | None:
+        """(num_experts, hidden): the bias of what is gated, a view of `b13`; None where there is none."""
+        return None if self.b13 is None else self.b13.select(1, 1)
 
 
 def _known(activation: str) -> str:

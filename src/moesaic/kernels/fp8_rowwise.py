@@ -8,30 +8,13 @@ scaling itself rounds nothing. An error is at most 2^-4 of each factor, or 2^-10
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from moesaic.kernels import whole_batch
-from moesaic.kernels.pick import require
-from moesaic.kernels.work import ExpertWork, Gradients, Wanted
+from moesaic.kernels.whole_batch import by_products
 
 LARGEST = 448.0
 """Of float8_e4m3fn."""
-check = partial(require, name="fp8", majors=(9,), multiple=16)
-
-
-def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """Run the experts; see `ExpertKernel.forward`."""
-    check(work)
-    return whole_batch.forward(work, out_dtype, rows_times)
-
-
-def backward(work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, wanted: Wanted) -> Gradients:
-    """Run the transpose; see `ExpertKernel.backward`."""
-    return whole_batch.backward(work, pre, dy, wanted, rows_times)
 
 
 def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -65,3 +48,6 @@ def exponents(x: Tensor) -> Tensor:
     largest = x.abs().amax(-1).float()
     mantissa, exponent = torch.frexp(largest / LARGEST)
     return (exponent - (mantissa == 0.5).int()).clamp(-126, 127).masked_fill(~largest.isfinite(), 128)
+
+
+forward, backward = by_products("fp8", (9,), 16, rows_times)

@@ -7,34 +7,17 @@ factors layout"), each expert's rows from a tile's first row on. Where they go i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.kernels import whole_batch
 from moesaic.kernels.fp8_rowwise import exponents, powers
-from moesaic.kernels.pick import require
-from moesaic.kernels.work import ExpertWork, Gradients, Wanted
+from moesaic.kernels.whole_batch import by_products
 
 BLOCK = 32
 """Values that share a scale."""
 TILE = 128
 """Rows of a tile of scales."""
-check = partial(require, name="mxfp8", majors=(10,), multiple=BLOCK)
-
-
-def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """Run the experts; see `ExpertKernel.forward`."""
-    check(work)
-    return whole_batch.forward(work, out_dtype, rows_times)
-
-
-def backward(work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, wanted: Wanted) -> Gradients:
-    """Run the transpose; see `ExpertKernel.backward`."""
-    return whole_batch.backward(work, pre, dy, wanted, rows_times)
 
 
 def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -77,3 +60,6 @@ def _places(ends: Tensor, num_rows: int) -> Tensor:
     row = torch.arange(num_rows, dtype=ends.dtype, device=ends.device)
     expert = torch.searchsorted(ends, row, right=True).clamp_max(len(ends) - 1)
     return row + shift.index_select(0, expert)
+
+
+forward, backward = by_products("mxfp8", (10,), BLOCK, rows_times)

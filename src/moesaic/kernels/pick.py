@@ -8,7 +8,7 @@ and nowhere else: the expert stage (`expert_kernel`), the order of rows and thei
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -48,9 +48,9 @@ def _runs_triton(device: torch.device) -> bool:
 class ExpertKernel:
     """One implementation of the expert stage."""
 
-    forward: Callable[[ExpertWork, torch.dtype], tuple[Tensor, list[Tensor]]]
-    """(work, dtype of the result) -> (T, D), or (R, D) without dispatch, and the pre-activations: (R, H) per `ups`."""
-    backward: Callable[[ExpertWork, Sequence[Tensor], Tensor, Wanted], Gradients]
+    forward: Callable[[ExpertWork, torch.dtype], tuple[Tensor, Tensor]]
+    """(work, dtype of the result) -> (T, D), or (R, D) without dispatch, and the pre-activations, what `up` gives: (R, C H)."""
+    backward: Callable[[ExpertWork, Tensor, Tensor, Wanted], Gradients]
     """(work, pre-activations, gradient of the result in the dtype of `work.x`, what is wanted) -> gradients."""
 
 

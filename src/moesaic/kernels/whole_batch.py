@@ -1,11 +1,12 @@
 """The expert stage on any device: one operation after the other over all rows, none of which waits for the host.
 
-The grouped products are arguments, so that a tier that multiplies otherwise (`pick.TIERS`) is a function or two.
+The grouped products are arguments: a tier that multiplies otherwise (`pick.TIERS`) is a function or two (`by_products`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from moesaic.kernels.activation import hidden_gradient_into, hidden_rows, hidden_rows_into
 from moesaic.kernels.grouped_matmul import outer_products, rows_times
 from moesaic.kernels.permute import dot_rows, sum_rows
+from moesaic.kernels.pick import require
 from moesaic.kernels.work import ExpertWork, Gradients, Wanted
 
 GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -20,17 +22,16 @@ GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @torch.no_grad()
-def forward(
-    work: ExpertWork, out_dtype: torch.dtype, rows_times: GroupedProduct = rows_times
-) -> tuple[Tensor, list[Tensor]]:
+def forward(work: ExpertWork, out_dtype: torch.dtype, rows_times: GroupedProduct = rows_times) -> tuple[Tensor, Tensor]:
     """Run the experts; see `ExpertKernel.forward`."""
     read = _taken(work.x, work)
     if work.before is not None:
         read = read * work.before.unsqueeze(1)
-    pre = [rows_times(read, matrices.transpose(1, 2), work.ends) for matrices in work.ups]
-    for part, biases in zip(pre, work.up_biases):
-        part += _per_row(biases, work)
-    results = rows_times(hidden_rows(pre, work.activation, None, work.clamp), work.down.transpose(1, 2), work.ends)
+    pre = rows_times(read, work.up.flatten(1, 2).transpose(1, 2), work.ends)
+    if work.up_bias is not None:
+        pre += _per_row(work.up_bias.flatten(1), work)
+    hidden = hidden_rows(work.halves(pre), work.activation, None, work.clamp)
+    results = rows_times(hidden, work.down.transpose(1, 2), work.ends)
     if work.down_bias is not None:
         results = results + _per_row(work.down_bias, work)
     if work.dispatch is not None:
@@ -41,7 +42,7 @@ def forward(
 @torch.no_grad()
 def backward(
     work: ExpertWork,
-    pre: Sequence[Tensor],
+    pre: Tensor,
     dy: Tensor,
     wanted: Wanted,
     rows_times: GroupedProduct = rows_times,
@@ -49,9 +50,10 @@ def backward(
 ) -> Gradients:
     """Run the transpose; see `ExpertKernel.backward`."""
     dy_rows = _taken(dy, work).contiguous()
-    hidden, *gate = [torch.empty_like(part) for part in pre]
+    hidden, d_pre, parts = pre.new_empty(len(pre), work.hidden), torch.empty_like(pre), work.halves(pre)
+    first, *gate = work.halves(d_pre)
     kept = gate[0] if gate else None
-    hidden_rows_into(pre, work.activation, hidden, kept, work.clamp)
+    hidden_rows_into(parts, work.activation, hidden, kept, work.clamp)
     grad = rows_times(dy_rows, work.down, work.ends)
     d_gates = None
     if work.after is not None:
@@ -59,14 +61,14 @@ def backward(
             d_gates = dot_rows(grad, hidden)
             if work.down_bias is not None:
                 d_gates = d_gates + (dy_rows * _per_row(work.down_bias, work)).sum(1)
-        grad, dy_rows = grad * work.after.unsqueeze(1), dy_rows * work.after.unsqueeze(1)
-    hidden_gradient_into(pre, work.activation, grad, kept, work.clamp)
-    grads = [grad, *gate]
+        torch.mul(grad, work.after.unsqueeze(1), out=first)
+        dy_rows = dy_rows * work.after.unsqueeze(1)
+    else:
+        first.copy_(grad)
+    hidden_gradient_into(parts, work.activation, first, kept, work.clamp)
     read, d_rows = _taken(work.x, work), None
     if wanted.x or (wanted.gates and work.before is not None):
-        d_rows = rows_times(grads[0], work.ups[0], work.ends)
-        for each, matrices in zip(grads[1:], work.ups[1:]):
-            d_rows += rows_times(each, matrices, work.ends)
+        d_rows = rows_times(d_pre, work.up.flatten(1, 2), work.ends)
     if work.before is not None:
         if d_rows is not None:
             d_gates = dot_rows(d_rows, read) if wanted.gates else None
@@ -78,11 +80,33 @@ def backward(
     return Gradients(
         x=d_rows if wanted.x else None,
         gates=None if d_gates is None or work.gates is None else of_sent(d_gates, work).to(work.gates.dtype),
-        ups=[outer_products(each, read, work.ends) for each in grads] if weights else [],
-        up_biases=[_sums(each, work) for each in grads] if weights and work.up_biases else [],
+        up=outer_products(d_pre, read, work.ends).view(work.up.shape) if weights else None,
+        up_bias=_sums(d_pre, work).view(work.up_bias.shape) if weights and work.up_bias is not None else None,
         down=outer_products(dy_rows, hidden, work.ends) if weights else None,
         down_bias=_sums(dy_rows, work) if weights and work.down_bias is not None else None,
     )
+
+
+def by_products(
+    name: str,
+    majors: tuple[int, ...],
+    multiple: int,
+    rows_times: GroupedProduct,
+    outer_products: GroupedProduct = outer_products,
+) -> tuple[Callable[[ExpertWork, torch.dtype], tuple[Tensor, Tensor]], Callable[..., Gradients]]:
+    """Return forward and backward of a tier that has grouped products of its own, as `ExpertKernel` has them.
+
+    Args:
+        name, majors, multiple: what it needs, as `require` takes it.
+        rows_times: its product of rows.
+        outer_products: its product for the weights' gradients.
+    """
+
+    def checked(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        require(work, name, majors, multiple)
+        return forward(work, out_dtype, rows_times)
+
+    return checked, partial(backward, rows_times=rows_times, outer_products=outer_products)
 
 
 def of_sent(d_gates: Tensor, work: ExpertWork) -> Tensor:

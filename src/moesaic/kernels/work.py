@@ -30,7 +30,7 @@ class Dispatch:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertWork:
-    """One call of the experts. T tokens, R rows, D dim, H hidden, E experts."""
+    """One call of the experts. T tokens, R rows, D dim, H hidden, E experts, C matrices that read the token."""
 
     x: Tensor
     """(T, D) tokens, or (R, D) rows in expert order where there is no `dispatch`."""
@@ -42,10 +42,10 @@ class ExpertWork:
     """Whether the routing weight multiplies the expert's input rather than its result."""
     ends: Tensor
     """(E,) int32: one past the last row of each expert; the last is R, or less where `dispatch.has_unsent`."""
-    ups: Sequence[Tensor]
-    """(E, H, D) each: one matrix that reads the token, or two, where the first gates the second."""
-    up_biases: Sequence[Tensor]
-    """(E, H) each, of all `ups` or none."""
+    up: Tensor
+    """(E, C, H, D): what reads the token, C matrices of an expert: one, or two, where the first gates the second."""
+    up_bias: Tensor | None
+    """(E, C, H) or None."""
     down: Tensor
     """(E, D, H): writes the result."""
     down_bias: Tensor | None
@@ -66,6 +66,10 @@ class ExpertWork:
     def hidden(self) -> int:
         """H."""
         return self.down.shape[2]
+
+    def halves(self, pre: Tensor) -> Sequence[Tensor]:
+        """Return the C parts, (R, H) each, of what `up` gives, (R, C H), as views."""
+        return pre.chunk(self.up.shape[1], 1)
 
     @property
     def before(self) -> Tensor | None:
@@ -94,21 +98,21 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """What backward found; a gradient that was not wanted, or whose input is not there, is None or an empty list."""
+    """What backward found; a gradient that was not wanted, or whose input is not there, is None."""
 
     x: Tensor | None
     gates: Tensor | None
-    ups: list[Tensor]
-    up_biases: list[Tensor]
+    up: Tensor | None
+    up_bias: Tensor | None
     down: Tensor | None
     down_bias: Tensor | None
     finish: Callable[[], None] | None = None
-    """Writes what is left of the gradients of `ups` and `down`; None where nothing is."""
+    """Writes what is left of the gradients of `up` and `down`; None where nothing is."""
 
     @property
     def weights(self) -> list[Tensor]:
         """The gradients of all parameters that were found, in the order of `ExpertWork`."""
-        found = [*self.ups, *self.up_biases, self.down, self.down_bias]
+        found = [self.up, self.up_bias, self.down, self.down_bias]
         return [gradient for gradient in found if gradient is not None]
 
 

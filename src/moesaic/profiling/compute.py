@@ -88,7 +88,7 @@ def expert_step(
         sizes: dim, hidden, experts.
         device: that runs them.
     """
-    dim, hidden, held = sizes
+    dim, _, held = sizes
     experts = EXPERTS["swiglu"](*sizes)
     sharded_names, _ = experts.names
     sharded = tuple(getattr(experts, name).detach().to(device, dtype) for name in sharded_names)
@@ -100,4 +100,4 @@ def expert_step(
         out, kept = experts.run(sharded, (), tokens, gates, ends)
         experts.gradients(sharded, (), tokens, gates, ends, kept, out)
 
-    return once, 3 * 2 * rows * held * dim * hidden * len(sharded_names)
+    return once, 3 * 2 * rows * sum(weight.numel() for weight in sharded)

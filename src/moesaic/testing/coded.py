@@ -80,8 +80,8 @@ def _shard_output(twin: MoE, expert: int, shard: int, shards: int, row: Tensor, 
         row = weight * row
 
     def read(name: str) -> Tensor:
-        out = experts.get_parameter(f"w{name}")[expert].chunk(shards)[shard] @ row
-        return out + experts.get_parameter(f"b{name}")[expert].chunk(shards)[shard] if experts.bias else out
+        out: Tensor = getattr(experts, f"w{name}")[expert].chunk(shards)[shard] @ row
+        return out + getattr(experts, f"b{name}")[expert].chunk(shards)[shard] if experts.bias else out
 
     hidden = F.silu(read("1")) * read("3") if isinstance(experts, GatedExperts) else F.gelu(read("1"))
     out: Tensor = experts.w2[expert].chunk(shards, 1)[shard] @ hidden

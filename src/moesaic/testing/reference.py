@@ -160,8 +160,8 @@ def reference_expert(experts: AbstractExperts, expert: int, row: Tensor) -> Tens
     assert isinstance(experts, (GatedExperts, PlainExperts)), f"no reference for {type(experts).__name__}"
 
     def linear(number: int, inputs: Tensor) -> Tensor:
-        bias = experts.get_parameter(f"b{number}")[expert] if experts.bias else torch.zeros((), dtype=inputs.dtype)
-        return inputs @ experts.get_parameter(f"w{number}")[expert].T + bias
+        bias = getattr(experts, f"b{number}")[expert] if experts.bias else torch.zeros((), dtype=inputs.dtype)
+        return inputs @ getattr(experts, f"w{number}")[expert].T + bias
 
     hidden, clamp = linear(1, row), experts.clamp
     if clamp is not None:

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moesaic.configfile import override
 from moesaic.errors import InputError
+from moesaic.experts.stacked import stored_parameters, stored_tensors
 from moesaic.models.config import ModelConfig
 from moesaic.routing.routers import ON_MESH, ROUTERS, options_of
 from moesaic.train.distributed_checkpoint import SHARDS, read_whole, restore, stage, write_shards
@@ -178,7 +179,7 @@ def save_checkpoint(
     state = {
         "format": FORMAT, "step": step, "model_config": asdict(model_config), "vocab_size": vocab_size, "extra": extra
     }  # fmt: skip
-    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    tensors = {f"model.{name}": tensor for name, tensor in stored_tensors(model).items()}
     tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(model, optimizer).items()}
     with _refusing(target, aside, ranks):
         if ranks.is_first:
@@ -402,11 +403,10 @@ _STEER_TRAINING = (
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the optimizer's state as `<parameter>.<state>` to tensor."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     return {
-        f"{names[parameter]}.{key}": torch.as_tensor(value).contiguous()
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
+        f"{name}.{key}": stored.of(torch.as_tensor(value)).contiguous()
+        for name, stored in stored_parameters(model).items()
+        for key, value in optimizer.state.get(stored.parameter, {}).items()
     }
 
 
@@ -416,16 +416,21 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
     Raises:
         InputError: if the model has no parameter of such a name and shape.
     """
-    parameters = dict(model.named_parameters())
+    parameters, made = stored_parameters(model), dict[tuple[nn.Parameter, str], Tensor]()
     for place, value in tensors.items():
         name, _, key = place.rpartition(".")
-        parameter = parameters.get(name)
-        if parameter is None or value.shape not in ((), parameter.shape):
+        stored = parameters.get(name)
+        if stored is None or value.shape not in ((), stored.of(stored.parameter).shape):
             raise InputError(
                 f"the optimizer of the checkpoint has {place} of {list(value.shape)}, for which this model has no parameter: "
                 "use the version that wrote it, or choose another run folder"
             )
-        optimizer.state[parameter][key] = value.to(parameter.device)  # "step" too: fused AdamW counts on the device
+        parameter = stored.parameter
+        found = value.to(parameter.device)  # "step" too: fused AdamW counts on the device
+        if stored.part is not None and value.dim():
+            found = made.setdefault((parameter, key), torch.zeros_like(parameter.detach(), dtype=value.dtype))
+            stored.of(found).copy_(value)
+        optimizer.state[parameter][key] = found
 
 
 class _DamagedError(Exception):

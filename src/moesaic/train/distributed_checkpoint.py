@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
+from moesaic.experts.stacked import stored_parameters, stored_tensors
 from moesaic.models.split import local_part
 from moesaic.parallel import num_copies
 from moesaic.train.durable import checksum, flush, require_read_back
@@ -32,6 +33,10 @@ SHARDS = "shards"
 
 def stage(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return copies in the CPU's memory that training does not change, sharded as they are."""
+    # PyTorch's stager (2.13) takes the offset of a DTensor that is a view, such as half of gate and up, for an address.
+    tensors = {
+        n: each.clone() if isinstance(each, DTensor) and each.storage_offset() else each for n, each in tensors.items()
+    }
     stager = DefaultStager(StagingOptions(False, False, False, False))
     try:
         staged: dict[str, Tensor] = stager.stage(tensors)  # type: ignore[assignment]
@@ -111,7 +116,7 @@ def restore(
         ValueError: if the names of the checkpoint's tensors are not those of the model; says which.
     """
     sizes = _listed(folder) if sharded else _listed_whole(folder)
-    targets: dict[str, Tensor] = {f"model.{name}": tensor.detach() for name, tensor in model.state_dict().items()}
+    targets: dict[str, Tensor] = {f"model.{name}": tensor.detach() for name, tensor in stored_tensors(model).items()}
     saved = {name for name in sizes if name.startswith("model.")}
     wanted = targets.keys() if names is None else {f"model.{name}" for name in names}
     if saved != wanted:
@@ -149,17 +154,19 @@ def _empty_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, sizes: dict[str, tuple[torch.Size, torch.dtype]]
 ) -> dict[str, Tensor]:
     """Give every parameter the optimizer state that is listed, sharded as the parameter is; returns it by name."""
-    parameters = dict(model.named_parameters())
+    parameters = stored_parameters(model)
     found: dict[str, Tensor] = {}
     optimizer.state.clear()
     for place, (size, dtype) in sizes.items():
         name, _, key = place.removeprefix("optimizer.").rpartition(".")
         if name not in parameters:  # of another pipeline stage
             continue
-        parameter = parameters[name]
+        stored, parameter = parameters[name], parameters[name].parameter
         scalar = torch.zeros((), dtype=dtype, device=parameter.device)  # fused AdamW counts steps on the device
-        state = torch.zeros_like(parameter.detach()) if size else scalar
-        optimizer.state[parameter][key] = found[place] = state
+        state = optimizer.state[parameter]
+        if key not in state:
+            state[key] = torch.zeros_like(parameter.detach()) if size else scalar
+        found[place] = stored.of(state[key])
     return found
 
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from moesaic.errors import TrainingError
 from moesaic.experts import AbstractExperts
+from moesaic.experts.stacked import stored_parameters
 from moesaic.models.split import local_part
 from moesaic.parallel import num_copies
 from moesaic.routing.routing import Routing
@@ -133,17 +134,16 @@ def find_origin(model: nn.Module, ranks: Ranks, repeat: Callable[[], object]) ->
 def not_finite(model: nn.Module) -> list[tuple[str, list[int]]]:
     """Return the parameters of which this rank's part is not finite, each with the experts that are meant, if it has any."""
     found = []
-    for place, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            local = local_part(parameter.detach())
-            if bool(local.isfinite().all()):
-                continue
-            rows: list[int] = []
-            if isinstance(module, AbstractExperts) and parameter.shape[0] == module.num_experts:
-                first = _first_row(parameter)
-                wrong = (~local.isfinite()).flatten(1).any(1).nonzero().flatten()
-                rows = (wrong + first).tolist()
-            found.append((f"{place}.{name}", rows))
+    for name, stored in stored_parameters(model).items():
+        own = stored.of(stored.parameter.detach())
+        local, module = local_part(own), model.get_submodule(name.rpartition(".")[0])
+        if bool(local.isfinite().all()):
+            continue
+        rows: list[int] = []
+        if isinstance(module, AbstractExperts) and own.shape[0] == module.num_experts:
+            wrong = (~local.isfinite()).flatten(1).any(1).nonzero().flatten()
+            rows = (wrong + _first_row(own)).tolist()
+        found.append((name, rows))
     return found
 
 

@@ -35,9 +35,6 @@ from moesaic.plan import Compiled, Plan
 from moesaic.plan.compile import Durations
 from moesaic.train.pipeline import PipelinedGPT
 
-DENSE_SHARDS = {"w1": 1, "w3": 1, "b1": 1, "b3": 1, "w2": 2}
-"""Which dimension of the parameters of a dense layer is its inner width."""
-
 
 def parallelize(
     model: GPT | PipelinedGPT,
@@ -99,7 +96,9 @@ def split_dense(model: GPT | PipelinedGPT, tp: DeviceMesh, *, by_position: bool)
         elif isinstance(module, RowLinear):
             styles[name] = SplitParameters({"weight": 1}, takes=None, gives=outside)
         elif isinstance(module, Dense):
-            styles[name] = SplitParameters(DENSE_SHARDS, takes=outside, gives=outside)
+            experts = module.expert
+            dims = {own: dim for own in experts.names[0] if (dim := experts.shard_dim(own)) is not None}
+            styles[name] = SplitParameters(dims, takes=outside, gives=outside)
         elif isinstance(module, Attention) and module.q_norm is not None and module.k_norm is not None:
             module.q_norm.different_over = module.k_norm.different_over = tp
     parallelize_module(model, tp, styles, src_data_rank=None)

@@ -7,7 +7,7 @@ One that is none of them stays the family's own and runs between Moesaic's produ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +40,10 @@ class Gate:
 class Matrices:
     """An experts module's parameters as the kernels take them: views, differentiable. E experts, D dim, H hidden."""
 
-    ups: tuple[Tensor, ...]
-    """(E, H, D) each."""
-    up_biases: tuple[Tensor, ...]
-    """(E, H) each, or none."""
+    up: Tensor
+    """(E, C, H, D): one matrix that reads the token, or two, the first of which gates the second."""
+    up_bias: Tensor | None
+    """(E, C, H)."""
     down: Tensor
     """(E, D, H)."""
     down_bias: Tensor | None
@@ -57,15 +57,14 @@ class Matrices:
         if module.is_transposed:
             up, down = up.transpose(1, 2), down.transpose(1, 2)
         biases = [getattr(module, f"{name}_bias") for name in names] if module.has_bias else [None, None]
-        cut = _halves(module) if module.has_gate else lambda whole: (whole,)
-        return cls(cut(up), () if biases[0] is None else cut(biases[0]), down, biases[1])
+        return cls(_apart(module, up), None if biases[0] is None else _apart(module, biases[0]), down, biases[1])
 
 
-def _halves(module: Any) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """Return what cuts (E, 2H, ...) into the gate's rows and the others; backward writes one tensor."""
-    if module.is_concatenated:
-        return lambda whole: whole.chunk(2, 1)
-    return lambda whole: whole.unflatten(1, (-1, 2)).unbind(2)
+def _apart(module: Any, whole: Tensor) -> Tensor:
+    """Return (E, C H, ...) as (E, C, H, ...), the gate's rows first."""
+    if not module.has_gate:
+        return whole.unsqueeze(1)
+    return whole.unflatten(1, (2, -1)) if module.is_concatenated else whole.unflatten(1, (-1, 2)).transpose(1, 2)
 
 
 def refusal(module: Any) -> str | None:
@@ -142,14 +141,13 @@ def run_tokens(module: Any, x: Tensor, weight: Tensor, permutation: Permutation)
         (tokens, dim) in the dtype of `x`.
     """
     dtype, gate, matrices = compute_dtype(x.dtype, x.device), gate_of(module), Matrices.of(module)
-    ups, biases = ([each.to(dtype) for each in found] for found in (matrices.ups, matrices.up_biases))
-    down, down_bias = (None if each is None else each.to(dtype) for each in (matrices.down, matrices.down_bias))
-    assert down is not None
+    up, down = matrices.up.to(dtype), matrices.down.to(dtype)
+    up_bias, down_bias = (None if each is None else each.to(dtype) for each in (matrices.up_bias, matrices.down_bias))
     gates, ends = weight.index_select(0, permutation.order), permutation.ends
     if gate is not None:
         work = ExpertWork(
-            x=x.to(dtype), dispatch=permutation.dispatch, gates=gates, gates_first=False, ends=ends, ups=ups,
-            up_biases=biases, down=down, down_bias=down_bias, activation=gate.activation, clamp=gate.clamp,
+            x=x.to(dtype), dispatch=permutation.dispatch, gates=gates, gates_first=False, ends=ends, up=up,
+            up_bias=up_bias, down=down, down_bias=down_bias, activation=gate.activation, clamp=gate.clamp,
         )  # fmt: skip
         return expert_ffn(work, x.dtype)
     counts = permutation.counts
@@ -159,12 +157,10 @@ def run_tokens(module: Any, x: Tensor, weight: Tensor, permutation: Permutation)
         return out if bias is None else out + bias.repeat_interleave(counts, dim=0, output_size=len(rows))
 
     rows = permute(x.to(dtype), permutation)
-    of_ups: list[Tensor | None] = [*biases] or [None] * len(ups)
-    pre = [product(rows, up, bias) for up, bias in zip(ups, of_ups)]
-    if module.has_gate:
-        hidden = module._apply_gate(torch.cat(pre, 1) if module.is_concatenated else torch.stack(pre, 2).flatten(1))
-    else:
-        hidden = module.act_fn(pre[0])
+    pre = product(rows, up.flatten(1, 2), None if up_bias is None else up_bias.flatten(1))
+    if module.has_gate and not module.is_concatenated:
+        pre = pre.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
+    hidden = module._apply_gate(pre) if module.has_gate else module.act_fn(pre)
     out = product(hidden, down, down_bias)
     if module.has_post_expert_norm:
         out = module.post_expert_norm(out)
@@ -192,7 +188,10 @@ class FamilyExperts(StackedExperts):
     def weights(self) -> tuple[Weights, Weights]:
         found = Matrices.of(self._module[0])
         common = () if found.down_bias is None else (found.down_bias,)
-        return (*found.ups, found.down, *found.up_biases), common
+        reading = [
+            each if len(self.ups) > 1 else each.squeeze(1) for each in (found.up, found.up_bias) if each is not None
+        ]
+        return (reading[0], found.down, *reading[1:]), common
 
     def weights_in(self, dtype: torch.dtype) -> tuple[Weights, Weights]:
         return self.weights()

@@ -154,13 +154,13 @@ def hub_values(model: GPT) -> dict[str, Tensor]:
         values[f"{at}.post_attention_layernorm.weight"] = block.ffn_norm.weight
         values |= {f"{at}.self_attn.{name}": value for name, value in _attention(block.attention).items()}
         if isinstance(block.ffn, MoE):
-            experts = dict(block.ffn.experts.named_parameters())
+            experts = block.ffn.experts
             values[f"{at}.mlp.gate.weight"] = block.ffn.router.get_parameter("weight")
-            values[f"{at}.mlp.experts.gate_up_proj"] = torch.cat([experts["w1"], experts["w3"]], dim=1)
-            values[f"{at}.mlp.experts.down_proj"] = experts["w2"]
+            values[f"{at}.mlp.experts.gate_up_proj"] = experts.get_parameter("w13").flatten(1, 2)
+            values[f"{at}.mlp.experts.down_proj"] = experts.get_parameter("w2")
         else:
             names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-            dense: Mapping[str, Tensor] = dict(block.ffn.expert.named_parameters())
+            dense: Mapping[str, Tensor] = block.ffn.expert.state_dict()
             values |= {f"{at}.mlp.{theirs}.weight": dense[ours][0] for theirs, ours in names.items()}
     found: dict[str, Tensor] = {name: value.detach() for name, value in values.items()}
     return found

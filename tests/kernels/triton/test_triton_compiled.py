@@ -39,10 +39,10 @@ def zeros(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def run_layer(dtype: torch.dtype, *, gated: bool) -> None:
     """Run a layer forward and backward, on zeros."""
     order = sort(torch.zeros(TOKENS * TOP_K, dtype=torch.int32), EXPERTS)
-    w1, w3 = zeros(EXPERTS, HIDDEN, DIM, dtype=dtype), zeros(EXPERTS, HIDDEN, DIM, dtype=dtype) if gated else None
-    w2, weight = zeros(EXPERTS, DIM, HIDDEN, dtype=dtype), zeros(TOKENS * TOP_K, dtype=torch.float32)
+    up = zeros(EXPERTS, 2 if gated else 1, HIDDEN, DIM, dtype=dtype)
+    down, weight = zeros(EXPERTS, DIM, HIDDEN, dtype=dtype), zeros(TOKENS * TOP_K, dtype=torch.float32)
     x, activation = zeros(TOKENS, DIM, dtype=dtype), "silu" if gated else "gelu"
-    moe_mlp(x, w1, w3, w2, weight, *order, top_k=TOP_K, activation=activation).sum().backward()
+    moe_mlp(x, up, down, weight, *order, top_k=TOP_K, activation=activation).sum().backward()
 
 
 def check(found: list[CompiledKernel], capability: int) -> set[str]:
@@ -85,8 +85,8 @@ def test_hopper_fetches_weights_by_descriptor(tmp_path):
     tile = Tile(rows=128, columns=128, depth=64, warps=8, stages=3, programs=1, descriptors=1)
     ends = torch.tensor([TOKENS], dtype=torch.int32)
     with compiling_for(90, tmp_path) as found, torch.no_grad():
-        rows_times([zeros(TOKENS, DIM)], [zeros(1, HIDDEN, DIM)], ends, tile, transposed=True)
-        up(zeros(TOKENS, DIM), [zeros(1, HIDDEN, DIM)], ends, tile, activation="silu")
+        rows_times(zeros(TOKENS, DIM), zeros(1, HIDDEN, DIM), ends, tile, transposed=True)
+        up(zeros(TOKENS, DIM), zeros(1, 1, HIDDEN, DIM), ends, tile, activation="silu")
     assert check(found, 90) == {"_rows_kernel", "_up_kernel"}
     assert all("cp.async.bulk.tensor" in kernel.ptx for kernel in found if kernel.name in PRODUCTS)
 

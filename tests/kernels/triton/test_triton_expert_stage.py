@@ -35,8 +35,8 @@ def work_of(
         gates=torch.rand(len(token), device=device),
         gates_first=False,
         ends=permutation.ends,
-        ups=[torch.randn(EXPERTS, HIDDEN, DIM, **made) / DIM**0.5 for _ in range(2 if gated else 1)],
-        up_biases=[],
+        up=torch.randn(EXPERTS, 2 if gated else 1, HIDDEN, DIM, **made) / DIM**0.5,
+        up_bias=None,
         down=torch.randn(EXPERTS, DIM, HIDDEN, **made) / HIDDEN**0.5,
         down_bias=None,
         activation="gelu",
@@ -44,7 +44,7 @@ def work_of(
 
 
 def flat(found: object) -> list[Tensor]:
-    gradients = [found.x, found.gates, *found.ups, *found.up_biases, found.down, found.down_bias]  # type: ignore[attr-defined]
+    gradients = [found.x, found.gates, found.up, found.up_bias, found.down, found.down_bias]  # type: ignore[attr-defined]
     return [each for each in gradients if each is not None]
 
 
@@ -54,7 +54,7 @@ def check(work: ExpertWork, wanted: Wanted, tolerance: float) -> None:
     dy = torch.randn_like(y)
     mine = flat(expert_stage.backward(work, pre, dy, wanted))
     exact = flat(whole_batch.backward(work, exact_pre, dy, wanted))
-    for found, true in zip([y, *pre, *mine], [expected, *exact_pre, *exact], strict=True):
+    for found, true in zip([y, pre, *mine], [expected, exact_pre, *exact], strict=True):
         assert (found.shape, found.dtype) == (true.shape, true.dtype)
         torch.testing.assert_close(found, true, atol=tolerance * max(1.0, float(true.abs().max())), rtol=0)
 
@@ -87,7 +87,7 @@ def test_what_has_no_kernel_runs_as_the_whole_batch_does(device):
     work = work_of(device)
     for other in (
         replace(work, gates_first=True),
-        replace(work, up_biases=[torch.randn(EXPERTS, HIDDEN, device=device) for _ in range(2)]),
+        replace(work, up_bias=torch.randn(EXPERTS, 2, HIDDEN, device=device)),
         replace(work, down_bias=torch.randn(EXPERTS, DIM, device=device)),
         work_of(device, dtype=torch.float64),
     ):

@@ -26,22 +26,22 @@ SIZES = [
     (6, 2, 40, 16, 16),
 ]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-LEAVES = ("x", "w1", "w3", "w2", "weight")
+LEAVES = ("x", "up", "down", "weight")
 
 
 def moe_mlp_reference(
-    x: Tensor, w1: Tensor, w3: Tensor | None, w2: Tensor, weight_TK: Tensor, expert_TK: Tensor, activation: str
+    x: Tensor, up: Tensor, down: Tensor, weight_TK: Tensor, expert_TK: Tensor, activation: str
 ) -> Tensor:
     """Run one copy after the other, in float64, differentiable; a negative expert is a copy that is not sent."""
-    x, w1, w2, weight_TK = (each.double() for each in (x, w1, w2, weight_TK))
+    x, up, down, weight_TK = (each.double() for each in (x, up, down, weight_TK))
     results = []
     for token, experts in enumerate(expert_TK.tolist()):
         total = torch.zeros_like(x[token])
         for slot, e in enumerate(experts):
             if e >= 0:
-                hidden = ACTIVATIONS[activation](w1[e] @ x[token])
-                hidden = hidden if w3 is None else hidden * (w3[e].double() @ x[token])
-                total = total + weight_TK[token, slot] * (w2[e] @ hidden)
+                first, *other = up[e] @ x[token]
+                hidden = ACTIVATIONS[activation](first) * (other[0] if other else 1.0)
+                total = total + weight_TK[token, slot] * (down[e] @ hidden)
         results.append(total)
     return torch.stack(results) if results else x * 1.0
 
@@ -54,29 +54,23 @@ def layer(
     expert[expert == 0] = -1 if dropped or num_experts == 1 else min(1, num_experts - 1)  # expert 0 gets nothing
     if num_experts == 1 and not dropped:
         expert.zero_()
-    w1, w3 = (torch.randn(num_experts, hidden, dim, device=device) / dim**0.5 for _ in range(2))
     return {
         "x": torch.randn(num_tokens, dim, device=device).to(dtype),
-        "w1": w1.to(dtype),
-        "w3": w3.to(dtype) if gated else None,
-        "w2": (torch.randn(num_experts, dim, hidden, device=device) / hidden**0.5).to(dtype),
+        "up": (torch.randn(num_experts, 2 if gated else 1, hidden, dim, device=device) / dim**0.5).to(dtype),
+        "down": (torch.randn(num_experts, dim, hidden, device=device) / hidden**0.5).to(dtype),
         "weight": torch.rand(num_tokens * top_k, device=device),
         "expert": expert,
     }
 
 
-def leaves_of(of: dict[str, Any], dtype: torch.dtype | None = None) -> dict[str, Tensor | None]:
+def leaves_of(of: dict[str, Any], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Return what is differentiated, as leaves, in another dtype if one is given."""
-    leaves = {}
-    for name in LEAVES:
-        leaf = of[name]
-        leaves[name] = None if leaf is None else leaf.detach().clone().to(dtype or leaf.dtype).requires_grad_()
-    return leaves
+    return {name: of[name].detach().clone().to(dtype or of[name].dtype).requires_grad_() for name in LEAVES}
 
 
-def run(of: dict[str, Any], activation: str, tile: Tile | None = None) -> tuple[Tensor, dict[str, Tensor | None]]:
+def run(of: dict[str, Any], activation: str, tile: Tile | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     leaves, expert = leaves_of(of), of["expert"]
-    order = sort(expert.reshape(-1).to(of["x"].device), len(of["w1"]))
+    order = sort(expert.reshape(-1).to(of["x"].device), len(of["up"]))
     tiles = None if tile is None else dict.fromkeys(TILES, tile)
     return moe_mlp(*leaves.values(), *order, top_k=expert.shape[1], activation=activation, tiles=tiles), leaves
 
@@ -84,13 +78,13 @@ def run(of: dict[str, Any], activation: str, tile: Tile | None = None) -> tuple[
 def check(of: dict[str, Any], activation: str, tile: Tile | None = None) -> None:
     y, leaves = run(of, activation, tile)
     exact, expert = leaves_of(of, torch.float64), of["expert"]
-    matrices = [exact[name] for name in ("x", "w1", "w3", "w2")]
+    matrices = [exact[name] for name in ("x", "up", "down")]
     expected = moe_mlp_reference(*matrices, exact["weight"].view(expert.shape), expert, activation)
     dy = torch.randn_like(y)
     y.backward(dy)
     expected.backward(dy.double())
     pairs = [("y", y, expected)]
-    pairs += [(name, leaf.grad, exact[name].grad) for name, leaf in leaves.items() if leaf is not None]
+    pairs += [(name, leaf.grad, exact[name].grad) for name, leaf in leaves.items()]
     for name, found, true in pairs:
         true = torch.zeros_like(found).double() if true is None else true
         scale = max(1.0, float(true.abs().max())) if true.numel() else 1.0
@@ -138,7 +132,7 @@ def test_the_same_bits_every_time(device):
     for _ in range(2):
         y, leaves = run(of, "silu")
         y.square().sum().backward()
-        results.append([y, *(leaf.grad for leaf in leaves.values() if leaf is not None)])
+        results.append([y, *(leaf.grad for leaf in leaves.values())])
     assert all(torch.equal(one, two) for one, two in zip(*results))
 
 
@@ -149,7 +143,7 @@ def test_backward_keeps_the_input_the_routing_and_the_pre_activation(device):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t.nbytes) and t, lambda t: t):
         run(of, "silu")
     copies = num_tokens * top_k
-    weights = sum(of[name].nbytes for name in ("w1", "w3", "w2"))
+    weights = sum(of[name].nbytes for name in ("up", "down"))
     activations = 2 * (num_tokens * dim + copies * 2 * hidden)
     routing = 4 * (3 * copies + num_experts)
     assert sum(kept.values()) == weights + activations + routing
@@ -161,7 +155,7 @@ def test_operators_compile_and_export(device):
     order = sort(of["expert"].reshape(-1).to(device), 4)
 
     def block(x: Tensor) -> Tensor:
-        matrices = [of[name] for name in ("w1", "w3", "w2")]
+        matrices = [of[name] for name in ("up", "down")]
         return moe_mlp(x * 2, *matrices, of["weight"], *order, top_k=2, activation="silu") + 1
 
     eager, compiled = (of["x"].clone().requires_grad_() for _ in range(2))
@@ -186,4 +180,4 @@ def test_fake_tensors_have_the_shapes_of_the_results(device):
 def test_shapes_name_every_tile():
     found = shapes(80, 4, 40, 24, 2, gated=True)
     assert tuple(found) == TILES
-    assert (found["rows_grad"].columns, found["rows_grad"].depth) == (40, 24)
+    assert (found["rows_grad"].columns, found["rows_grad"].depth) == (40, 48)

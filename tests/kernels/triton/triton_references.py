@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -20,14 +18,15 @@ def rows_times_reference(x: Tensor, w: Tensor, ends: Tensor, token: Tensor | Non
 
 
 def down_grad_reference(
-    dy: Tensor, down: Tensor, pre: Sequence[Tensor], ends: Tensor, *, activation: str, weight: Tensor
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Return (d_pre, hidden, d_weight) of rows in expert order by autograd, in float64."""
+    dy: Tensor, down: Tensor, pre: Tensor, ends: Tensor, *, activation: str, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (d_pre, hidden, d_weight) of rows in expert order by autograd, in float64; `pre` is (R, I) or (R, 2 I)."""
     with torch.enable_grad():
-        *pre, weight = (each.detach().double().requires_grad_() for each in (*pre, weight))
-        hidden = ACTIVATIONS[activation](pre[0]) * (pre[1] if len(pre) == 2 else 1.0) * weight[:, None]
+        pre, weight = (each.detach().double().requires_grad_() for each in (pre, weight))
+        first, *other = pre.split(down.shape[2], 1)
+        hidden = ACTIVATIONS[activation](first) * (other[0] if other else 1.0) * weight[:, None]
         d_hidden = rows_times_reference(dy, down.transpose(1, 2), ends)
-        *d_pre, d_weight = torch.autograd.grad(hidden, (*pre, weight), d_hidden)
+        d_pre, d_weight = torch.autograd.grad(hidden, (pre, weight), d_hidden)
     return d_pre, hidden.detach(), d_weight
 
 
@@ -59,9 +58,9 @@ def sort_reference(expert: Tensor, num_experts: int) -> RowOrder:
 
 
 def up_reference(
-    x: Tensor, matrices: Sequence[Tensor], ends: Tensor, *, activation: str, weight: Tensor | None = None
-) -> tuple[list[Tensor], Tensor]:
-    """Return what `up` must, of rows that stand in expert order, in float64."""
-    pre = [rows_times_reference(x, each, ends) for each in matrices]
+    x: Tensor, matrices: Tensor, ends: Tensor, *, activation: str, weight: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return what `up` must, of rows that stand in expert order, in float64; matrices are (E, 1 or 2, I, D)."""
+    pre = [rows_times_reference(x, each, ends) for each in matrices.unbind(1)]
     hidden = ACTIVATIONS[activation](pre[0]) * (pre[1] if len(pre) == 2 else 1.0)
-    return pre, hidden if weight is None else hidden * weight.double()[:, None]
+    return torch.cat(pre, 1), hidden if weight is None else hidden * weight.double()[:, None]

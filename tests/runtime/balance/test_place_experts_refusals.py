@@ -33,7 +33,7 @@ def test_refusals_are_one_line_and_move_nothing() -> None:
         for orders in wrong:
             said.append(refusal(lambda orders=orders: placement.place(orders)))
         step(layer, mesh, optimizer, 0)
-        w1 = layer.experts.get_parameter("w1")
+        w1 = layer.experts.get_parameter("w13")
         before, state = w1.detach().clone(), optimizer.state[w1]
         for strange in (torch.zeros(7), [torch.zeros(2)]):
             optimizer.state[w1] = {**state, "odd": strange}
@@ -48,7 +48,7 @@ def test_refusals_are_one_line_and_move_nothing() -> None:
     assert one == two
     expected = [
         "must name each of 0 to 3 once, got", "0 orders for 1 layers: give one each", "layer 0 order differs",
-        "the optimizer's weight.odd of w1, (7,), cannot be cut by expert", "keeps a list as its odd", "differs",
+        "the optimizer's weight.odd of w13, (7,), cannot be cut by expert", "keeps a list as its odd", "differs",
     ]  # fmt: skip
     for text, words in zip(one, expected, strict=True):
         assert words in text

@@ -20,25 +20,25 @@ from moesaic.kernels.work import ExpertWork, Gradients, Wanted, counts
 
 
 @torch.no_grad()
-def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Run the experts; see `ExpertKernel.forward`."""
     x, before, after = work.x, work.before, work.after
     blocks = Blocks(work, 1, 1)
-    pre = [empty((work.num_rows, work.hidden), x.dtype, x.device) for _ in work.ups]
+    pre = empty((work.num_rows, work.up.shape[1] * work.hidden), x.dtype, x.device)
     results = Results(work, blocks, after)
     source, weights = Source(x, work, blocks), None if before is None else blocks.cut(before)
-    pre_of, pre_at = list(map(blocks.cut, pre)), list(map(blocks.segments, pre))
-    ups, down = [matrices.transpose(1, 2).unbind() for matrices in work.ups], work.down.transpose(1, 2).unbind()
+    pre_of, pre_at = blocks.cut(pre), blocks.segments(pre)
+    up, down = work.up.unbind(), work.down.transpose(1, 2).unbind()
+    up_bias = () if work.up_bias is None else work.up_bias.flatten(1).unbind()
     taken, wide = Scratch(blocks, x.shape[1], x), Scratch(blocks, work.hidden, x)
     for block in blocks.all:
         read = source.take(block, taken, None if weights is None else weights[block.index])
         hidden = wide.of(block)
-        for up, (matrices, part) in enumerate(zip(ups, pre_at)):
-            for segment, rows in zip(block.segments, read.segments):
-                torch.mm(rows, matrices[segment.expert], out=part[segment.index])
-                if work.up_biases:
-                    part[segment.index].add_(work.up_biases[up][segment.expert])
-        hidden_rows_into([part[block.index] for part in pre_of], work.activation, hidden.rows, clamp=work.clamp)
+        for segment, rows in zip(block.segments, read.segments):
+            torch.mm(rows, _as_one(up[segment.expert]).t(), out=pre_at[segment.index])
+            if up_bias:
+                pre_at[segment.index].add_(up_bias[segment.expert])
+        hidden_rows_into(work.halves(pre_of[block.index]), work.activation, hidden.rows, clamp=work.clamp)
         for segment, rows, out in zip(block.segments, hidden.segments, results.of(block).segments):
             torch.mm(rows, down[segment.expert], out=out)
             if work.down_bias is not None:
@@ -52,7 +52,7 @@ SMALLEST_DIVISOR = 1e-10
 
 
 @torch.no_grad()
-def backward(work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, wanted: Wanted) -> Gradients:
+def backward(work: ExpertWork, pre: Tensor, dy: Tensor, wanted: Wanted) -> Gradients:
     """Run the transpose; see `ExpertKernel.backward`."""
     run = _Backward(work, pre, dy, wanted)
     for block in run.blocks.all:
@@ -63,16 +63,16 @@ def backward(work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, wanted: Wanted
 class _Backward:
     """One backward pass: inputs cut into blocks, scratch memory, room for the gradients."""
 
-    def __init__(self, work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, wanted: Wanted) -> None:
+    def __init__(self, work: ExpertWork, pre: Tensor, dy: Tensor, wanted: Wanted) -> None:
         x = work.x
         self.work, self.wanted = work, wanted
-        self.blocks = blocks = Blocks(work, 1 + len(pre), 2)
-        self.pre, self.x, self.dy = list(map(blocks.cut, pre)), Source(x, work, blocks), Source(dy, work, blocks)
+        self.blocks = blocks = Blocks(work, 1 + work.up.shape[1], 2)
+        self.pre, self.x, self.dy = blocks.cut(pre), Source(x, work, blocks), Source(dy, work, blocks)
         before, after = work.before, work.after
         self.before = None if before is None else blocks.cut(before)
         self.after = None if after is None else blocks.cut(after)
-        self.ups, self.down = [matrices.unbind() for matrices in work.ups], work.down.unbind()
-        self.wide = [Scratch(blocks, work.hidden, x) for _ in range(1 + len(pre))]
+        self.up, self.down = work.up.unbind(), work.down.unbind()
+        self.hidden, self.d_pre = Scratch(blocks, work.hidden, x), Scratch(blocks, pre.shape[1], x)
         self.taken, self.weighted = (Scratch(blocks, x.shape[1], x) for _ in range(2))
         self.each = torch.arange(blocks.most_rows)
         wants_gates = wanted.gates and work.gates is not None
@@ -81,11 +81,11 @@ class _Backward:
         self.weighs_early = after is not None and (not wants_gates or _can_divide_by(after))
         reaches_rows = wanted.x or (wants_gates and work.gates_first)
         self.d_rows = Results(work, blocks, before) if reaches_rows else None
-        self.d_ups = list(map(_like, work.ups)) if wanted.weights else []
-        self.d_up_biases = list(map(_like, work.up_biases)) if wanted.weights else []
-        self.d_down = _like(work.down) if wanted.weights else None
-        self.d_down_bias = _like(work.down_bias) if wanted.weights and work.down_bias is not None else None
-        self.d_ups_of = [gradients.unbind() for gradients in self.d_ups]
+        weights = (work.up, work.up_bias, work.down, work.down_bias)
+        self.d_up, self.d_up_bias, self.d_down, self.d_down_bias = (
+            _like(each) if wanted.weights and each is not None else None for each in weights
+        )
+        self.d_up_of = () if self.d_up is None else self.d_up.flatten(1, 2).unbind()
         self.d_down_of = () if self.d_down is None else self.d_down.unbind()
         may_wait = wanted.deferred_wgrad and work.dispatch is None  # a gather of x would overwrite that of dy
         self.last = blocks.all[-1] if blocks.all and may_wait else None
@@ -94,13 +94,13 @@ class _Backward:
 
     def work_on(self, block: RowBlock) -> None:
         """Work on one block."""
-        parts = [part[block.index] for part in self.pre]
-        hidden, grad, *gate = (scratch.of(block) for scratch in self.wide)
-        kept = gate[0].rows if gate else None
+        parts, hidden, d_pre = self.work.halves(self.pre[block.index]), self.hidden.of(block), self.d_pre.of(block)
+        first, *gate = self.work.halves(d_pre.rows)
+        kept = gate[0] if gate else None
         hidden_rows_into(parts, self.work.activation, hidden.rows, kept, self.work.clamp)
-        self._through_down(block, hidden, grad)
-        hidden_gradient_into(parts, self.work.activation, grad.rows, kept, self.work.clamp)
-        self._through_ups(block, [grad, *gate])
+        self._through_down(block, hidden, BlockRows.of(first, block))
+        hidden_gradient_into(parts, self.work.activation, first, kept, self.work.clamp)
+        self._through_up(block, d_pre)
 
     def found(self) -> Gradients:
         """Return the gradients, once all blocks are done."""
@@ -108,8 +108,8 @@ class _Backward:
         return Gradients(
             x=self.d_rows.summed(work.x.dtype) if self.d_rows is not None and self.wanted.x else None,
             gates=None if self.d_gates is None or work.gates is None else self.d_gates.to(work.gates.dtype),
-            ups=self.d_ups,
-            up_biases=self.d_up_biases,
+            up=self.d_up,
+            up_bias=self.d_up_bias,
             down=self.d_down,
             down_bias=self.d_down_bias,
             finish=partial(_finish, self.left) if self.left else None,
@@ -154,17 +154,13 @@ class _Backward:
                 out += torch.mv(rows, self.work.down_bias[segment.expert])
         return dots
 
-    def _through_ups(self, block: RowBlock, grads: list[BlockRows]) -> None:
+    def _through_up(self, block: RowBlock, d_pre: BlockRows) -> None:
         """Find the gradients of the matrices that read, of the rows and of weights before them."""
         read = self.x.take(block, self.taken)
         if self.d_rows is not None:
             d_rows = self.d_rows.of(block)
-            for index, (grad, matrices) in enumerate(zip(grads, self.ups)):
-                for segment, rows, out in zip(block.segments, grad.segments, d_rows.segments):
-                    if index:
-                        out.addmm_(rows, matrices[segment.expert])
-                    else:
-                        torch.mm(rows, matrices[segment.expert], out=out)
+            for segment, rows, out in zip(block.segments, d_pre.segments, d_rows.segments):
+                torch.mm(rows, _as_one(self.up[segment.expert]), out=out)
             if self.before is not None and self.d_gates_of is not None:
                 self.d_gates_of[block.index].copy_(dot_rows(d_rows.rows, read.rows, self.each[: block.rows]))
             self.d_rows.finish(block)
@@ -172,14 +168,14 @@ class _Backward:
             weighted = self.weighted.of(block)
             torch.mul(read.rows, self.before[block.index].unsqueeze(1), out=weighted.rows)
             read = weighted
-        for grad, gradients in zip(grads, self.d_ups_of):
-            self._write(grad, read, gradients, block)
-        for grad, of_biases in zip(grads, self.d_up_biases):
-            _column_sums(grad, of_biases, block)
+        if self.d_up is not None:
+            self._write(d_pre, read, self.d_up_of, block)
+        if self.d_up_bias is not None:
+            _column_sums(d_pre, self.d_up_bias.flatten(1), block)
 
     def _clear_idle(self) -> None:
         """Set the gradients of experts without rows to zero."""
-        gradients = [*self.d_ups, *self.d_up_biases, self.d_down, self.d_down_bias]
+        gradients = [self.d_up, self.d_up_bias, self.d_down, self.d_down_bias]
         idle = [expert for expert, rows in enumerate(counts(self.work.ends)) if not rows]
         for gradient in gradients:
             if gradient is not None:
@@ -199,6 +195,14 @@ def _can_divide_by(weights: Tensor) -> bool:
     if torch.finfo(weights.dtype).tiny > SMALLEST_DIVISOR or not weights.numel():
         return False
     return float(weights.abs().min()) >= SMALLEST_DIVISOR
+
+
+def _as_one(matrices: Tensor) -> Tensor:
+    """Return an expert's matrices that read the token, (C, H, D), as one, (C H, D).
+
+    It is a copy where others lie between their rows: of weights that were sent, or that a checkpoint interleaves.
+    """
+    return matrices.flatten(0, 1)
 
 
 def _like(weights: Tensor) -> Tensor:

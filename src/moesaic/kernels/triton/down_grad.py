@@ -10,8 +10,6 @@ FLOPs: 2 R D I. Bytes: R D + 2 R C I + R I + E D I elements at least, C being 2 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -19,27 +17,27 @@ from torch import Tensor
 
 from moesaic.kernels.triton.grouped import matrix_tile, rows_tile
 from moesaic.kernels.triton.parts import act, halves, max_tiles, place, row_tiles, rows_of_tile, slope
-from moesaic.kernels.triton.rows.launch import KernelLaunch, as_operands, dot_precision, unit_stride
+from moesaic.kernels.triton.rows.launch import KernelLaunch, as_operand, dot_precision, unit_stride
 from moesaic.kernels.triton.rows.tiles import Tile, num_bites
 
 
 def down_grad(
     dy: Tensor,
     down: Tensor,
-    pre: Sequence[Tensor],
+    pre: Tensor,
     ends: Tensor,
     tile: Tile,
     *,
     activation: str,
     weight: Tensor | None = None,
     token: Tensor | None = None,
-) -> tuple[list[Tensor], Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradient of the pre-activations, the hidden rows again, and the routing weights' gradient in parts.
 
     Args:
         dy: (R, D) in expert order, or with `token` the (T, D) gradient of the tokens' results.
         down: (E, D, I).
-        pre: one or two of (R, I), from `up`.
+        pre: (R, C I), from `up`.
         ends: (E,) int32, one past the last row of each expert.
         tile: how the work is cut.
         activation: as in `up`.
@@ -47,25 +45,26 @@ def down_grad(
         token: (R,) int32, the token that each row is.
 
     Returns:
-        d(pre), of the shapes of `pre`; the hidden rows times their weights, (R, I); (R, P) float32, whose sum over the
+        d(pre), (R, C I); the hidden rows times their weights, (R, I); (R, P) float32, whose sum over the
         P column tiles is the gradient of each row's weight.
     """
-    num_rows, width = pre[0].shape
+    num_rows, width = len(pre), down.shape[2]
     column_tiles = triton.cdiv(width, tile.columns)
-    *d_pre, hidden = (torch.empty_like(each) for each in (*pre, pre[0]))
-    parts = pre[0].new_empty(num_rows, column_tiles, dtype=torch.float32)
+    d_pre, hidden = torch.empty_like(pre), pre.new_empty(num_rows, width)
+    parts = pre.new_empty(num_rows, column_tiles, dtype=torch.float32)
     if num_rows == 0 or width == 0:
         return d_pre, hidden, parts.zero_()
     dy, down = dy.contiguous(), unit_stride(down)
-    bites = num_bites(tile, is_long=activation == "gelu")
+    gated = pre.shape[1] > width
+    bites = num_bites(tile, is_long=gated or activation == "gelu")
     capacity = max_tiles(num_rows, len(ends), tile.rows)
     launch = KernelLaunch.of(tile, capacity * column_tiles, dy.device)
-    (matrix,), by_descriptor = as_operands((down,), (1, tile.depth, tile.columns), tile)
-    (rows,), rows_by_descriptor = as_operands((dy,), (tile.rows, tile.depth), tile if token is None else None)
+    matrix, by_descriptor = as_operand(down, (1, tile.depth, tile.columns), tile)
+    rows, rows_by_descriptor = as_operand(dy, (tile.rows, tile.depth), tile if token is None else None)
     _down_grad_kernel[(launch.programs,)](
-        rows, matrix, pre[0].contiguous(), pre[-1].contiguous(), d_pre[0], d_pre[-1], hidden, parts,
+        rows, matrix, pre.contiguous(), d_pre, hidden, parts,
         dy if token is None else token, dy if weight is None else weight, row_tiles(ends, num_rows, tile.rows), capacity,
-        width, dy.shape[1], dy.stride(0), down.stride(0), down.stride(1), ACTIVATION=activation, GATED=len(pre) == 2,
+        width, dy.shape[1], dy.stride(0), down.stride(0), down.stride(1), ACTIVATION=activation, PARTS=2 if gated else 1,
         WEIGHTED=weight is not None, GATHERED=token is not None, ROWS_BY_DESCRIPTOR=rows_by_descriptor,
         BY_DESCRIPTOR=by_descriptor, PRECISION=dot_precision(dy.dtype), FLATTEN=launch.flatten, BITES=bites,
         BLOCK_R=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=tile.group, num_warps=tile.warps,
@@ -78,10 +77,8 @@ def down_grad(
 def _down_grad_kernel(
     dy: tl.tensor,
     down: tl.tensor,
-    pre_one: tl.tensor,
-    pre_two: tl.tensor,
-    d_one: tl.tensor,
-    d_two: tl.tensor,
+    pre: tl.tensor,
+    d_pre: tl.tensor,
     hidden: tl.tensor,
     parts: tl.tensor,
     token: tl.tensor,
@@ -94,7 +91,7 @@ def _down_grad_kernel(
     stride_expert: tl.tensor,
     stride_w: tl.tensor,
     ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
+    PARTS: tl.constexpr,
     WEIGHTED: tl.constexpr,
     GATHERED: tl.constexpr,
     ROWS_BY_DESCRIPTOR: tl.constexpr,
@@ -124,8 +121,8 @@ def _down_grad_kernel(
         if WEIGHTED:
             factor = tl.load(weight + row, mask=is_row, other=0.0).to(tl.float32)
         d_row = in_bites(
-            d_hidden, factor, pre_one, pre_two, d_one, d_two, hidden, row, is_row, start, width,
-            ACTIVATION, GATED, BLOCK_R, BLOCK_N, BITES,
+            d_hidden, factor, pre, d_pre, hidden, row, is_row, start, width,
+            ACTIVATION, PARTS, BLOCK_R, BLOCK_N, BITES,
         )  # fmt: skip
         tl.store(parts + row.to(tl.int64) * column_tiles + column_tile, d_row, mask=is_row)
 
@@ -134,17 +131,15 @@ def _down_grad_kernel(
 def in_bites(
     d_hidden: tl.tensor,
     factor: tl.tensor,
-    pre_one: tl.tensor,
-    pre_two: tl.tensor,
-    d_one: tl.tensor,
-    d_two: tl.tensor,
+    pre: tl.tensor,
+    d_pre: tl.tensor,
     hidden: tl.tensor,
     row: tl.tensor,
     is_row: tl.tensor,
     start: tl.tensor,
     width: tl.tensor,
     ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BITES: tl.constexpr,
@@ -154,29 +149,27 @@ def in_bites(
         d_row = activation_grad(
             d_hidden,
             factor,
-            pre_one,
-            pre_two,
-            d_one,
-            d_two,
+            pre,
+            d_pre,
             hidden,
             row,
             is_row,
             start,
             width,
             ACTIVATION,
-            GATED,
+            PARTS,
             BLOCK_N,
         )
     else:
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = halves(d_hidden, BLOCK_R, BLOCK_N)
         d_row = in_bites(
-            left, factor, pre_one, pre_two, d_one, d_two, hidden, row, is_row, start, width,
-            ACTIVATION, GATED, BLOCK_R, HALF, BITES // 2,
+            left, factor, pre, d_pre, hidden, row, is_row, start, width,
+            ACTIVATION, PARTS, BLOCK_R, HALF, BITES // 2,
         )  # fmt: skip
         d_row += in_bites(
-            right, factor, pre_one, pre_two, d_one, d_two, hidden, row, is_row, start + HALF, width,
-            ACTIVATION, GATED, BLOCK_R, HALF, BITES // 2,
+            right, factor, pre, d_pre, hidden, row, is_row, start + HALF, width,
+            ACTIVATION, PARTS, BLOCK_R, HALF, BITES // 2,
         )  # fmt: skip
     return d_row
 
@@ -185,32 +178,32 @@ def in_bites(
 def activation_grad(
     d_hidden: tl.tensor,
     factor: tl.tensor,
-    pre_one: tl.tensor,
-    pre_two: tl.tensor,
-    d_one: tl.tensor,
-    d_two: tl.tensor,
+    pre: tl.tensor,
+    d_pre: tl.tensor,
     hidden: tl.tensor,
     row: tl.tensor,
     is_row: tl.tensor,
     start: tl.tensor,
     width: tl.tensor,
     ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tl.tensor:
     """Write a tile of d(pre) and of the weighted hidden rows; return the tile's part of each row's weight gradient."""
     column = start + tl.arange(0, BLOCK_N)
     inside = is_row[:, None] & (column < width)[None, :]
-    at = row.to(tl.int64)[:, None] * width + column[None, :]
-    one = tl.load(pre_one + at, mask=inside, other=0.0).to(tl.float32)
+    first = row.to(tl.int64)[:, None] * width
+    from_pre, to_pre, to_hidden = pre + first * PARTS, d_pre + first * PARTS, hidden + first
+    at = column[None, :]
+    one = tl.load(from_pre + at, mask=inside, other=0.0).to(tl.float32)
     active = act(one, ACTIVATION)
     d_active = d_hidden * factor[:, None]
     d_first = d_active * slope(one, ACTIVATION)
-    if GATED:
-        two = tl.load(pre_two + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(d_two + at, (d_active * active).to(d_two.dtype.element_ty), mask=inside)
+    if PARTS == 2:
+        two = tl.load(from_pre + at + width, mask=inside, other=0.0).to(tl.float32)
+        tl.store(to_pre + at + width, (d_active * active).to(d_pre.dtype.element_ty), mask=inside)
         d_first *= two
         active *= two
-    tl.store(d_one + at, d_first.to(d_one.dtype.element_ty), mask=inside)
-    tl.store(hidden + at, (active * factor[:, None]).to(hidden.dtype.element_ty), mask=inside)
+    tl.store(to_pre + at, d_first.to(d_pre.dtype.element_ty), mask=inside)
+    tl.store(to_hidden + at, (active * factor[:, None]).to(hidden.dtype.element_ty), mask=inside)
     return tl.sum(tl.where(inside, d_hidden * active, 0.0), 1)

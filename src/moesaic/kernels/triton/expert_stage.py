@@ -1,11 +1,11 @@
 """The expert stage by these kernels: what `kernels/pick.py` picks for a GPU, in the signatures of `ExpertKernel`.
 
-    up         hidden = act(x[token] @ ups[e].T) * gate          product "up"
+    up         hidden = act(x[token] @ up[e].T) * gate           product "up"
     down       rows = hidden @ down[e].T, y[token] += rows       product "down", then a sum over each token's rows
     down_grad  d(pre), hidden again, d(gate)                     product "down_grad"
     d(down)    dy[token].T @ hidden                              product "weight_grad_down"
-    d(ups)     d(pre).T @ x[token]                               product "weight_grad", for each
-    d(x)       d(pre) @ ups[e], then the sum                     product "rows_grad"
+    d(up)      d(pre).T @ x[token]                               product "weight_grad"
+    d(x)       d(pre) @ up[e], then the sum                      product "rows_grad"
 
 Backward keeps x, the routing and the pre-activations: the tokens are gathered again, the hidden rows are made again, and
 the experts' output is never needed (SonicMoE, Guo et al. 2025, section 4). FLOPs: 6 R D I forward and 12 R D I backward
@@ -15,7 +15,7 @@ activations, runs as `whole_batch` does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -48,10 +48,10 @@ def shapes(num_rows: int, num_experts: int, dim: int, hidden: int, itemsize: int
         itemsize: bytes of an element.
         gated: whether two matrices read the token.
     """
-    per_expert = max(1, num_rows // max(1, num_experts))
+    per_expert, parts = max(1, num_rows // max(1, num_experts)), 2 if gated else 1
     sizes = {
         "up": ("up", hidden, dim), "down": ("down", dim, hidden), "down_grad": ("down_grad", hidden, dim),
-        "rows_grad": ("rows_grad", dim, hidden), "weight_grad": ("weight_grad", dim, per_expert),
+        "rows_grad": ("rows_grad", dim, parts * hidden), "weight_grad": ("weight_grad", dim, per_expert),
         "weight_grad_down": ("weight_grad", hidden, per_expert),
     }  # fmt: skip
     return {
@@ -67,19 +67,17 @@ def default_tiles(work: ExpertWork) -> dict[str, Tile]:
     """Return the tiles of a call without a search."""
     sizes = (work.num_rows, len(work.ends), work.x.shape[1], work.hidden, work.x.itemsize)
     device = device_of(work.x.device)
-    return {name: default_tile(shape, device) for name, shape in shapes(*sizes, gated=len(work.ups) == 2).items()}
+    return {name: default_tile(shape, device) for name, shape in shapes(*sizes, gated=work.up.shape[1] == 2).items()}
 
 
 def has_form_for(work: ExpertWork) -> bool:
     """Say whether these kernels compute this call."""
-    is_plain = not work.up_biases and work.down_bias is None and not work.gates_first
+    is_plain = work.up_bias is None and work.down_bias is None and not work.gates_first
     return is_plain and work.x.dtype in DTYPES and work.activation in FORMS and work.clamp is None
 
 
 @torch.no_grad()
-def forward(
-    work: ExpertWork, out_dtype: torch.dtype, tiles: Mapping[str, Tile] | None = None
-) -> tuple[Tensor, list[Tensor]]:
+def forward(work: ExpertWork, out_dtype: torch.dtype, tiles: Mapping[str, Tile] | None = None) -> tuple[Tensor, Tensor]:
     """Run the experts; see `ExpertKernel.forward`.
 
     Args:
@@ -91,16 +89,14 @@ def forward(
         return whole_batch.forward(work, out_dtype)
     tile = default_tiles(work) if tiles is None else tiles
     token = _token(work)
-    pre, hidden = up(
-        work.x, work.ups, work.ends, tile["up"], activation=work.activation, weight=work.gates, token=token
-    )
-    rows = rows_times([hidden], [work.down], work.ends, tile["down"], transposed=True)
+    pre, hidden = up(work.x, work.up, work.ends, tile["up"], activation=work.activation, weight=work.gates, token=token)
+    rows = rows_times(hidden, work.down, work.ends, tile["down"], transposed=True)
     return _summed(rows, work, out_dtype), pre
 
 
 @torch.no_grad()
 def backward(
-    work: ExpertWork, pre: Sequence[Tensor], dy: Tensor, wanted: Wanted, tiles: Mapping[str, Tile] | None = None
+    work: ExpertWork, pre: Tensor, dy: Tensor, wanted: Wanted, tiles: Mapping[str, Tile] | None = None
 ) -> Gradients:
     """Run the transpose; see `ExpertKernel.backward`.
 
@@ -120,18 +116,18 @@ def backward(
     )
     if wanted.gates and work.gates is not None:
         d_gates = whole_batch.of_sent(parts.sum(1), work).to(work.gates.dtype)
-    d_down, d_ups = None, []
+    d_down = d_up = None
     if wanted.weights:
         order = longest_first(ends)
         d_down = outer_products(dy, hidden, ends, tile["weight_grad_down"], p_token=token, order=order)
     del hidden
     if wanted.weights:
-        d_ups = [outer_products(each, work.x, ends, tile["weight_grad"], q_token=token, order=order) for each in d_pre]
+        d_up = outer_products(d_pre, work.x, ends, tile["weight_grad"], q_token=token, order=order).view(work.up.shape)
     if wanted.x:
-        rows = rows_times(d_pre, work.ups, ends, tile["rows_grad"], transposed=False)
+        rows = rows_times(d_pre, work.up.flatten(1, 2), ends, tile["rows_grad"], transposed=False)
         del d_pre
         d_x = _summed(rows, work, work.x.dtype)
-    return Gradients(x=d_x, gates=d_gates, ups=d_ups, up_biases=[], down=d_down, down_bias=None)
+    return Gradients(x=d_x, gates=d_gates, up=d_up, up_bias=None, down=d_down, down_bias=None)
 
 
 def rows_times_any(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -141,7 +137,7 @@ def rows_times_any(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         product="down", rows=len(x), num_experts=len(ends), columns=w.shape[2], depth=w.shape[1], itemsize=x.itemsize
     )
     tile = default_tile(shape, device_of(x.device))
-    return rows_times([x], [w.transpose(1, 2) if transposed else w], ends, tile, transposed=transposed)
+    return rows_times(x, w.transpose(1, 2) if transposed else w, ends, tile, transposed=transposed)
 
 
 def outer_products_any(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:

@@ -9,32 +9,29 @@ same time share its matrix and its rows in L2. Accumulated in float32, in one or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from moesaic.kernels.triton.parts import max_tiles, place, row_tiles, rows_of_tile
-from moesaic.kernels.triton.rows.launch import KernelLaunch, as_operands, dot_precision, unit_stride
+from moesaic.kernels.triton.rows.launch import KernelLaunch, as_operand, dot_precision, unit_stride
 from moesaic.kernels.triton.rows.tiles import Tile
 
 
 def rows_times(
-    rows: Sequence[Tensor],
-    matrices: Sequence[Tensor],
+    x: Tensor,
+    w: Tensor,
     ends: Tensor,
     tile: Tile,
     *,
     transposed: bool,
     token: Tensor | None = None,
 ) -> Tensor:
-    """Multiply each expert's rows by its matrix, or two kinds of rows by a matrix each, and add.
+    """Multiply each expert's rows by its matrix.
 
     Args:
-        rows: one or two of (R, K) rows in expert order, or with `token` one of (T, K) tokens.
-        matrices: for each (E, N, K) if `transposed`, as `nn.Linear` stores it, else (E, K, N); the last dimension has
-            stride 1.
+        x: (R, K) rows in expert order, or with `token` (T, K) tokens.
+        w: (E, N, K) if `transposed`, as `nn.Linear` stores it, else (E, K, N).
         ends: (E,) int32, one past the last row of each expert.
         tile: how the work is cut.
         transposed: multiply by the transpose of each matrix.
@@ -43,24 +40,21 @@ def rows_times(
     Returns:
         (R, N) in the dtype of the rows; rows from `ends[-1]` on are left as they come.
     """
-    x, w = rows[0].contiguous(), unit_stride(matrices[0])
+    x, w = x.contiguous(), unit_stride(w)
     num_rows = len(x) if token is None else len(token)
     columns, depth = (w.shape[1], w.shape[2]) if transposed else (w.shape[2], w.shape[1])
     out = x.new_empty(num_rows, columns)
     if num_rows == 0 or columns == 0:
         return out
-    other_x, other_w = rows[-1].contiguous(), unit_stride(matrices[-1])
     capacity = max_tiles(num_rows, len(ends), tile.rows)
     launch = KernelLaunch.of(tile, capacity * triton.cdiv(columns, tile.columns), x.device)
     block = (1, tile.columns, tile.depth) if transposed else (1, tile.depth, tile.columns)
-    (matrix, other), by_descriptor = as_operands((w, other_w), block, tile)
-    (source, other_source), rows_by_descriptor = as_operands(
-        (x, other_x), (tile.rows, tile.depth), tile if token is None else None
-    )
+    matrix, by_descriptor = as_operand(w, block, tile)
+    source, rows_by_descriptor = as_operand(x, (tile.rows, tile.depth), tile if token is None else None)
     _rows_kernel[(launch.programs,)](
-        source, other_source, matrix, other, out, x if token is None else token, row_tiles(ends, num_rows, tile.rows),
-        capacity, columns, depth, x.stride(0), w.stride(0), w.stride(1), other_w.stride(0), other_w.stride(1),
-        TRANSPOSED=transposed, PAIRED=len(rows) == 2, GATHERED=token is not None, ROWS_BY_DESCRIPTOR=rows_by_descriptor,
+        source, matrix, out, x if token is None else token, row_tiles(ends, num_rows, tile.rows),
+        capacity, columns, depth, x.stride(0), w.stride(0), w.stride(1),
+        TRANSPOSED=transposed, GATHERED=token is not None, ROWS_BY_DESCRIPTOR=rows_by_descriptor,
         BY_DESCRIPTOR=by_descriptor, PRECISION=dot_precision(x.dtype), FLATTEN=launch.flatten,
         BLOCK_R=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=tile.group,
         num_warps=tile.warps, num_stages=tile.stages,
@@ -71,9 +65,7 @@ def rows_times(
 @triton.jit
 def _rows_kernel(
     x: tl.tensor,
-    other_x: tl.tensor,
     w: tl.tensor,
-    other_w: tl.tensor,
     out: tl.tensor,
     token: tl.tensor,
     schedule: tl.tensor,
@@ -83,10 +75,7 @@ def _rows_kernel(
     stride_x: tl.tensor,
     stride_expert: tl.tensor,
     stride_w: tl.tensor,
-    stride_other_expert: tl.tensor,
-    stride_other_w: tl.tensor,
     TRANSPOSED: tl.constexpr,
-    PAIRED: tl.constexpr,
     GATHERED: tl.constexpr,
     ROWS_BY_DESCRIPTOR: tl.constexpr,
     BY_DESCRIPTOR: tl.constexpr,
@@ -111,14 +100,6 @@ def _rows_kernel(
                 stride_w, TRANSPOSED, BY_DESCRIPTOR, BLOCK_N, BLOCK_K,
             )  # fmt: skip
             total = tl.dot(a, b, total, input_precision=PRECISION)
-        if PAIRED:  # a loop of its own: two products into one sum in a step would wait for each other
-            for k in tl.range(0, depth, BLOCK_K):
-                a = rows_tile(other_x, first, source, is_row, k, depth, stride_x, ROWS_BY_DESCRIPTOR, BLOCK_K)
-                b = matrix_tile(
-                    other_w, expert, start, k, columns, depth, stride_other_expert, stride_other_w, TRANSPOSED,
-                    BY_DESCRIPTOR, BLOCK_N, BLOCK_K,
-                )  # fmt: skip
-                total = tl.dot(a, b, total, input_precision=PRECISION)
         column = start + tl.arange(0, BLOCK_N)
         to = out + row.to(tl.int64)[:, None] * columns + column[None, :]
         tl.store(to, total.to(out.dtype.element_ty), mask=is_row[:, None] & (column < columns)[None, :])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -54,22 +53,20 @@ def _gpu(index: int) -> TileDevice:
     )
 
 
-def as_operands(
-    tensors: Sequence[Tensor], block: tuple[int, ...], tile: Tile | None
-) -> tuple[list[Tensor | TensorDescriptor], bool]:
-    """Return a kernel's operands, as descriptors where the tile asks for them and the tensors' alignment allows it.
+def as_operand(x: Tensor, block: tuple[int, ...], tile: Tile | None) -> tuple[Tensor | TensorDescriptor, bool]:
+    """Return a kernel's operand, as a descriptor where the tile asks for it and the tensor's alignment allows it.
 
     Args:
-        tensors: of one shape; the last dimension has stride 1.
+        x: whose last dimension has stride 1.
         block: the part that one load fetches.
-        tile: None for operands that are gathered, which go through pointers.
+        tile: None for an operand that is gathered, which goes through pointers.
 
     Returns:
-        The operands and whether they are descriptors.
+        The operand and whether it is a descriptor.
     """
-    if tile is None or not tile.descriptors or not all(map(_is_aligned, tensors)):
-        return list(tensors), False
-    return [TensorDescriptor(x, list(x.shape), list(x.stride()), list(block)) for x in tensors], True
+    if tile is None or not tile.descriptors or not _is_aligned(x):
+        return x, False
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block)), True
 
 
 def unit_stride(x: Tensor) -> Tensor:

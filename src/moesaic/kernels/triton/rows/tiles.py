@@ -84,11 +84,6 @@ class Shape:
         return self.gated and self.product == "up"
 
     @property
-    def is_paired(self) -> bool:
-        """Whether a tile is a sum of two products, the gate's and that of what it gates, one after the other."""
-        return self.gated and self.product == "rows_grad"
-
-    @property
     def rows_per_expert(self) -> int:
         """Mean rows of an expert, at least 1."""
         return max(1, self.rows // self.num_experts)
