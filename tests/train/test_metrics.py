@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 from pathlib import Path
 
 import pytest
@@ -154,3 +155,17 @@ def test_a_line_that_is_none_of_ours_is_named(tmp_path, line):
     ) as caught:
         read_metrics(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_disk_that_is_full_is_one_error_and_the_file_still_closes(tmp_path):
+    metrics = Metrics(tmp_path, start_step=0, tensorboard=False)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        metrics.write("train", 1, {"loss": 4.0})
+        with pytest.raises(InputError, match="File too large"):
+            metrics.write("train", 2, {"loss": "x" * 100})
+        metrics.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert Metrics(tmp_path, start_step=1, tensorboard=False).has("train", 1)

@@ -48,7 +48,7 @@ class Metrics:
         try:
             aside.write_text(text, encoding="utf-8")
             os.replace(aside, self.path)
-            self._file = self.path.open("a", encoding="utf-8")
+            self._file = self.path.open("ab", buffering=0)  # what a full disk refused is not tried again when it closes
             self._opened = os.stat(self.path)
         except OSError as error:
             aside.unlink(missing_ok=True)
@@ -68,9 +68,9 @@ class Metrics:
         try:
             if not os.path.samestat(os.stat(self.path), self._opened):
                 raise FileNotFoundError(errno.ENOENT, "another file took its place")
-            line = json.dumps({"kind": kind, "step": step, **values}) + "\n"
-            self._file.write(line)
-            self._file.flush()
+            left = (json.dumps({"kind": kind, "step": step, **values}) + "\n").encode()
+            while left:
+                left = left[self._file.write(left) :]
         except OSError as error:
             raise _unwritable(self.path, error) from error
         self._written.add((kind, step))
