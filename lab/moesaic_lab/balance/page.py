@@ -44,7 +44,7 @@ def tables(result: dict[str, Any]) -> str:
             )
     lines = [
         ["claim", "value", "target", "holds"],
-        *(line(each) for each in result["claims"] if each["target"] is not None),
+        *(line([each]) for each in result["claims"] if each["target"] is not None),
     ]
     return "\n\n".join([*parts, table(lines)])
 
