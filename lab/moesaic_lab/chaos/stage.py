@@ -65,7 +65,7 @@ SAYS = {
     "startup": f"{GONE}|rank {{rank}} did not answer|ranks? .*{{rank}}.* did not come",
     "stop": "rank {rank} is stopped",
     "cut": "rank [{others}] does not answer|links between their nodes|nothing answers where the ranks' store was",
-    "disk": "by rank {rank}: .*(the disk is full|File too large)",
+    "disk": "(by rank {rank}: .*|metrics .* could not be written, )(the disk is full|File too large)",
     "damage": "a checkpoint is damaged .*: taking step-",
 }
 """What the line about a fault must hold, where it is not `GONE`."""
