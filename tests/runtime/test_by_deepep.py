@@ -173,7 +173,7 @@ def test_it_computes_what_the_programs_compute(capacity: Capacity | None) -> Non
         run_ranks(4, lambda transport, plan=plan: run(transport, plan, capacity))
         for plan in (Plan(), Plan(all_to_all="deepep"))
     )
-    agree(found, plain, 6)
+    agree(found, plain, 5)
 
 
 def test_the_layers_of_a_mesh_share_a_buffer(opened: list[Buffer]) -> None:
@@ -204,7 +204,7 @@ def test_a_larger_call_leaves_earlier_ones_their_buffer(opened: list[Buffer]) ->
     plain, found = (
         run_ranks(4, lambda transport, plan=plan: work(plan, transport)) for plan in (Plan(), Plan(all_to_all="deepep"))
     )
-    agree(found, plain, 12)
+    agree(found, plain, 11)
     assert sorted(buffer.num_max_tokens_per_rank for buffer in opened) == [3] * 4 + [5] * 4
 
 

@@ -82,7 +82,7 @@ def test_a_layer_that_switches_equals_one_that_does_not(
         return list(zip(switched, steps(whole, grid, transport, plans, False, capacity), strict=True))
 
     for pairs in run_ranks(grid.world, rank):
-        assert len(pairs) == len(plans) * 6
+        assert len(pairs) == len(plans) * 5
         for number, (switched, plain) in enumerate(pairs):
             torch.testing.assert_close(switched, plain, rtol=1e-9, atol=1e-10, msg=lambda m, n=number: f"{n}: {m}")
 

@@ -8,7 +8,6 @@ training; the hub's models drop nothing.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import transformers
 from torch import Tensor
 
 from moesaic.errors import InputError
+from moesaic.experts.stacked import stored_tensors
 from moesaic.layer import MoE
 from moesaic.models.attention import Attention
 from moesaic.models.config import ModelConfig
@@ -160,7 +160,7 @@ def hub_values(model: GPT) -> dict[str, Tensor]:
             values[f"{at}.mlp.experts.down_proj"] = experts.get_parameter("w2")
         else:
             names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-            dense: Mapping[str, Tensor] = block.ffn.expert.state_dict()
+            dense = stored_tensors(block.ffn.expert)
             values |= {f"{at}.mlp.{theirs}.weight": dense[ours][0] for theirs, ours in names.items()}
     found: dict[str, Tensor] = {name: value.detach() for name, value in values.items()}
     return found
