@@ -162,6 +162,8 @@ def test_keys_that_are_missing_or_unknown_are_named(tmp_path: Path) -> None:
 def test_what_is_asked_for_must_make_sense(hub: Path, tmp_path: Path) -> None:
     assert "choose of hf, moesaic, torchtitan, megatron" in refusal(hub, tmp_path / "o", to="gguf")
     assert "is there and not empty" in refusal(hub, hub, to="moesaic")
+    assert "is there and no folder" in refusal(hub, hub / "config.json", to="moesaic")
+    assert "config.json: is there and no folder" in refusal(hub, hub / "config.json" / "below", to="moesaic")
     assert "no folder there" in refusal(tmp_path / "none", tmp_path / "o", to="moesaic")
     (tmp_path / "empty").mkdir()
     assert "no checkpoint of hf, moesaic" in refusal(tmp_path / "empty", tmp_path / "o", to="moesaic")

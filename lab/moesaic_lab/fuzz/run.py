@@ -138,7 +138,7 @@ def work(line: Connection, folder: Path, engine: str, only: Sequence[str]) -> No
     warnings.simplefilter("ignore")
     make_bases(folder)
     os.chdir(folder)
-    sys.stdout = sys.stderr = io.StringIO()
+    sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - until the process ends; some ask for its number
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     held = (
         int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() if sys.platform == "linux" else 0

@@ -61,6 +61,9 @@ def convert(
     for name in (to, source_format or to):
         if name not in FORMATS:
             raise InputError(f"{name} is no format: choose of {', '.join(FORMATS)}")
+    for each in (target, *target.parents):
+        if each.exists() and not each.is_dir():
+            raise InputError(f"{each}: is there and no folder: choose another one")
     if target.exists() and any(target.iterdir()):
         raise InputError(f"{target}: is there and not empty: choose another folder, or delete it")
     came_from = source_format or format_of(folder)
