@@ -19,7 +19,7 @@ from moesaic.errors import InputError
 
 if TYPE_CHECKING:
     from moesaic_testbed import Bed, Change
-    from moesaic_testbed.measure import Speed
+    from moesaic_testbed.measure import Transferred
 
 USAGE = """usage: moesaic testbed run [options] -- COMMAND ...
        moesaic testbed info [--measure] [--json]
@@ -178,7 +178,7 @@ def _info(arguments: Sequence[str]) -> int:
     return 0 if reason is None else 1
 
 
-def _measure() -> list[Speed]:
+def _measure() -> list[Transferred]:
     from moesaic_testbed import Bed, Launcher
     from moesaic_testbed.measure import measure_all_to_all, measure_inside, measure_stream
 
@@ -192,7 +192,7 @@ def _measure() -> list[Speed]:
     return found
 
 
-def _fact(speed: Speed) -> dict[str, Any]:
+def _fact(speed: Transferred) -> dict[str, Any]:
     return {
         "what": speed.name,
         "limit_seconds": speed.limit_seconds,

@@ -18,7 +18,7 @@ MEBIBYTE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speed:
+class Transferred:
     """Times of one exchange beside the least that its links allow."""
 
     name: str
@@ -45,7 +45,7 @@ class Speed:
         return self.bytes / self.median_seconds
 
 
-def measure_stream(cluster: Cluster, megabytes: int = 4, repeats: int = REPEATS) -> Speed:
+def measure_stream(cluster: Cluster, megabytes: int = 4, repeats: int = REPEATS) -> Transferred:
     """Send from the first rank of node 0 to the first of node 1.
 
     Args:
@@ -56,25 +56,27 @@ def measure_stream(cluster: Cluster, megabytes: int = 4, repeats: int = REPEATS)
     size = megabytes * MEBIBYTE
     limit = size / min(cluster.bed.inter_bytes_per_second(node) for node in (0, 1))
     spans = cluster.run(_timed, _stream_parts, (size, cluster.bed.ranks_per_node), repeats)
-    return Speed(name=f"stream {megabytes} MiB", limit_seconds=limit, seconds=_lasted(spans), bytes=size)
+    return Transferred(name=f"stream {megabytes} MiB", limit_seconds=limit, seconds=_lasted(spans), bytes=size)
 
 
-def measure_inside(cluster: Cluster, megabytes: int = 4, repeats: int = REPEATS) -> Speed:
+def measure_inside(cluster: Cluster, megabytes: int = 4, repeats: int = REPEATS) -> Transferred:
     """Let the two first ranks of each node swap data, each sending `megabytes` MiB; both directions share the rate."""
     size, rate = megabytes * MEBIBYTE, cluster.bed.intra_bytes_per_second
     spans = cluster.run(_timed, _inside_parts, (size, cluster.bed.ranks_per_node), repeats)
     limit = None if rate is None else 2 * size / rate
-    return Speed(name=f"inside a node {megabytes} MiB", limit_seconds=limit, seconds=_lasted(spans), bytes=2 * size)
+    return Transferred(
+        name=f"inside a node {megabytes} MiB", limit_seconds=limit, seconds=_lasted(spans), bytes=2 * size
+    )
 
 
-def measure_all_to_all(cluster: Cluster, megabytes: int = 4, repeats: int = REPEATS) -> Speed:
+def measure_all_to_all(cluster: Cluster, megabytes: int = 4, repeats: int = REPEATS) -> Transferred:
     """Let every rank send each other rank its part of `megabytes` MiB, receives posted first."""
     bed = cluster.bed
     part = megabytes * MEBIBYTE // bed.world
     spans = cluster.run(_timed, _all_to_all_parts, (part,), repeats)
     name = f"all-to-all {bed.nodes}x{bed.ranks_per_node} {megabytes} MiB"
     crossing = part * bed.ranks_per_node * (bed.world - bed.ranks_per_node)
-    return Speed(name=name, limit_seconds=_limit(bed, part), seconds=_lasted(spans), bytes=crossing)
+    return Transferred(name=name, limit_seconds=_limit(bed, part), seconds=_lasted(spans), bytes=crossing)
 
 
 def _limit(bed: Bed, part: int) -> float:
