@@ -6,6 +6,7 @@ import ast
 import gzip
 import io
 import json
+import multiprocessing
 import os
 import sys
 import zipfile
@@ -180,3 +181,16 @@ def test_without_atheris_one_line_says_how_to_install_it(monkeypatch: pytest.Mon
     monkeypatch.setattr(benchmark, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r'needs the package atheris: pip install "\./lab\[fuzz\]"'):
         BENCHMARK.run(["--engine", "both"])
+
+
+def test_a_slow_reader_goes_on_beside_a_command_that_has_had_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(target: run.Target, count: int, number: int) -> None:
+        target.inputs += count
+        target.seconds += target.name.startswith("read")
+
+    monkeypatch.setitem(run.ENGINES, "counting", (take, 10))
+    targets = [run.Target("read slow", st.none(), repr), run.Target("command quick", st.none(), repr)]
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        run._batch(theirs, targets, "counting", 100, 0)
+    assert sum(target.inputs for target in targets) >= 100

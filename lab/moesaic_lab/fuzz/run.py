@@ -163,17 +163,22 @@ def _batch(line: Connection, targets: list[Target], engine: str, inputs: int, nu
     has_readers = any(target.name.startswith("read") for target in targets)
     rounds = 0
     while sum(target.inputs for target in targets) < inputs:
-        for target in targets:
-            # Where an input takes long, fewer are taken: each target gets its share of the time, and some inputs at least.
-            share = sum(each.seconds for each in targets) / len(targets)
-            enough = has_readers and target.name.startswith("command") and target.inputs > MOST_OF_A_COMMAND * inputs
-            if rounds == 0 or (target.seconds <= share and not enough):
+        left = [each for each in targets if not (has_readers and _has_enough(each, inputs))]
+        # Where an input takes long, fewer are taken: each target gets its share of the time, and some inputs at least.
+        share = sum(each.seconds for each in left) / len(left)
+        for target in targets if rounds == 0 else left:
+            if rounds == 0 or target.seconds <= share:
                 line.send((target.name, target.inputs))
                 fit = int(target.inputs / max(target.seconds, 0.01)) + 1
                 started = sum(os.times()[:4])
                 take(target, min(at_once, fit) if rounds else FIRST, number * 1_000_003 + rounds)
                 target.seconds += sum(os.times()[:4]) - started
         rounds += 1
+
+
+def _has_enough(target: Target, inputs: int) -> bool:
+    """Whether a command has had what one command gets of all inputs."""
+    return target.name.startswith("command") and target.inputs > MOST_OF_A_COMMAND * inputs
 
 
 def _stop(number: int, frame: Any) -> None:
