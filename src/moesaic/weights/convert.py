@@ -61,11 +61,7 @@ def convert(
     for name in (to, source_format or to):
         if name not in FORMATS:
             raise InputError(f"{name} is no format: choose of {', '.join(FORMATS)}")
-    for each in (target, *target.parents):
-        if each.exists() and not each.is_dir():
-            raise InputError(f"{each}: is there and no folder: choose another one")
-    if target.exists() and any(target.iterdir()):
-        raise InputError(f"{target}: is there and not empty: choose another folder, or delete it")
+    _require_room(target)
     came_from = source_format or format_of(folder)
     model = Architecture(read_config(folder, None if config is None else Path(config)))
     before = open_checkpoint(folder, came_from, model)
@@ -89,6 +85,14 @@ def convert(
     receipt["logits"] = _compared(folder, before, after, target, upcycle is None, (came_from, to)) if run else None
     (target / RECEIPT).write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
     return receipt
+
+
+def _require_room(target: Path) -> None:
+    for each in (target, *target.parents):
+        if each.exists() and not each.is_dir():
+            raise InputError(f"{each}: is there and no folder: choose another one")
+    if target.exists() and any(target.iterdir()):
+        raise InputError(f"{target}: is there and not empty: choose another folder, or delete it")
 
 
 def _named(before: Checkpoint, layout: Layout, format: AbstractFormat) -> tuple[dict[str, Readable], list[str]]:
