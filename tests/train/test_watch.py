@@ -13,6 +13,7 @@ from contextlib import suppress
 import pytest
 import torch.distributed as dist
 
+from forked import Forked
 from moesaic.cli.main import main
 from moesaic.errors import InputError
 from moesaic.train.checkpoint import list_checkpoints
@@ -50,12 +51,8 @@ sys.exit(main(sys.argv[1:]))
 """Does something on the second rank in its third step, where a function of Moesaic is called."""
 
 
-def say(folder, what, where="loop.Trainer._accumulate", **changes):
-    """Return what two ranks say of which the second is disturbed, and the run's folder."""
-    script, run = folder / "disturbed.py", folder / "run"
-    script.write_text(ON_RANK_1.format(what=what, where=where, metrics=str(run / "metrics.jsonl")))
-    config = tiny(folder, steps=1_000_000, batch_size=4, save_every=1, patience=3, mesh={"ep": 2}, **changes)
-    process = start(config, folder, script=script)
+def said_by_a_run_that_fails(process: Forked) -> str:
+    """Return what a run says; rank 1 is killed once it is said to be stopped."""
     while process.poll() is None:
         stopped = re.search(r"rank 1 is stopped \(process (\d+)", process.said()[1])
         if stopped:  # torchrun would wait half a minute for it
@@ -65,6 +62,16 @@ def say(folder, what, where="loop.Trainer._accumulate", **changes):
         time.sleep(0.1)
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0
+    return err
+
+
+def say(folder, what, where="loop.Trainer._accumulate", **changes):
+    """Return what two ranks say of which the second is disturbed, and the run's folder."""
+    script, run = folder / "disturbed.py", folder / "run"
+    script.write_text(ON_RANK_1.format(what=what, where=where, metrics=str(run / "metrics.jsonl")))
+    config = tiny(folder, steps=1_000_000, batch_size=4, save_every=1, patience=3, mesh={"ep": 2}, **changes)
+    process = start(config, folder, script=script)
+    err = said_by_a_run_that_fails(process)
     return err, run
 
 
@@ -112,15 +119,7 @@ def test_a_rank_that_stops_or_dies_before_its_first_step_is_named(tmp_path, kind
     script = tmp_path / "starts.py"
     script.write_text(STARTS.format(signal=kind, where=where))
     process = start(tiny(tmp_path, batch_size=4, start_patience=6, mesh={"ep": 2}), tmp_path, script=script)
-    while process.poll() is None:
-        stopped = re.search(r"rank 1 is stopped \(process (\d+)", process.said()[1])
-        if stopped:  # torchrun would wait half a minute for it
-            with suppress(ProcessLookupError):
-                os.kill(int(stopped[1]), signal.SIGKILL)
-            break
-        time.sleep(0.1)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode != 0
+    err = said_by_a_run_that_fails(process)
     (said,) = ours(err)
     if kind == "SIGSTOP":
         assert said.startswith("moesaic train: the start has stood still for 6 s: rank 1 is stopped (process ")

@@ -16,7 +16,7 @@ from moesaic.cost.row_bytes import LayerShape, row_bytes
 from moesaic.cost.topology import Load, Topology
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import legs_by_hop
-from moesaic.program.sizes import CallSizes, Move, Moved
+from moesaic.program.sizes import CallSizes, Move, MovedRows
 from moesaic.program.task import Layout, Op, Program, Slot, Task
 from moesaic.program.validate import reduces
 
@@ -153,7 +153,7 @@ class Counted(AbstractVolumes):
             )
         return self._found[key]
 
-    def _split(self, moved: Moved, slot: Slot, codec: str) -> list[Movement]:
+    def _split(self, moved: MovedRows, slot: Slot, codec: str) -> list[Movement]:
         """Return the movements that rows from rank to rank fall into."""
         source, target = moved.source, moved.target
         if not len(source):

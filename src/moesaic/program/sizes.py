@@ -434,7 +434,7 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class Moved:
+class MovedRows:
     """How many rows each rank sends to each other in a movement; none to itself."""
 
     world: int
@@ -452,7 +452,7 @@ class Moved:
         place = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
         return np.where(pairs[place] == wanted, self.rows[place], 0)
 
-    def on_legs(self, legs: np.ndarray) -> Moved:
+    def on_legs(self, legs: np.ndarray) -> MovedRows:
         """Return the rows of a hop.
 
         Args:
@@ -461,12 +461,12 @@ class Moved:
         return moved_rows(self.world, legs[2] * self.world + legs[3], self.between(legs[0], legs[1]))
 
 
-def moved_rows(world: int, pairs: np.ndarray, rows: np.ndarray) -> Moved:
+def moved_rows(world: int, pairs: np.ndarray, rows: np.ndarray) -> MovedRows:
     """Return rows summed by pair of ranks, (source times ranks plus target)."""
     some = (rows > 0) & (pairs % (world + 1) != 0)
     found, number = np.unique(pairs[some], return_inverse=True)
     summed = np.bincount(number, weights=rows[some], minlength=len(found)).astype(np.int64)
-    return Moved(world, found // world, found % world, summed)
+    return MovedRows(world, found // world, found % world, summed)
 
 
 @dataclass(frozen=True)
@@ -553,7 +553,7 @@ class CallSizes:
         self._near: dict[int, np.ndarray] = {}
         self._outgoing: dict[tuple[Move, int], Splits] = {}
         self._incoming: dict[tuple[Move, int], Splits] = {}
-        self._moved: dict[Move, Moved] = {}
+        self._moved: dict[Move, MovedRows] = {}
 
     def helped(self, rank: int) -> np.ndarray:
         """Return which experts a rank computes copies of for their homes, (num_experts,) bool."""
@@ -676,7 +676,7 @@ class CallSizes:
             self._incoming[key] = self._splits(move.target, move.source, self.shapes.received(move, rank), rank)
         return self._incoming[key]
 
-    def moved(self, move: Move) -> Moved:
+    def moved(self, move: Move) -> MovedRows:
         """Return how many rows each rank sends to each other in a movement."""
         if move not in self._moved:
             world = self.grid.world
