@@ -179,11 +179,15 @@ def section(question: Question, results: Mapping[str, dict[str, Any]]) -> str:
 
 
 def families(claims: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Return claims in their order, those that hold together with others of the same first and last word and target."""
+    """Return claims in their order, those that hold together with others of the same first and last word and target.
+
+    Claims of one benchmark that count what must not happen (target 0) are alike whatever their last word.
+    """
     found: dict[Any, list[Mapping[str, Any]]] = {}
     for claim in claims:
         words = claim["name"].split(".")
-        alike = (words[0], words[-1], claim["op"], claim["target"]) if claim["holds"] else claim["name"]
+        counted = "" if (claim["op"], claim["target"]) == ("<=", 0) else words[-1]
+        alike = (words[0], counted, claim["op"], claim["target"]) if claim["holds"] else claim["name"]
         found.setdefault(alike, []).append(claim)
     return list(found.values())
 
