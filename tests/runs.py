@@ -32,7 +32,7 @@ TINY: dict[str, Any] = {
     "eval_every": 100,
     "eval_sequences": 4,
     "save_every": 100,
-    "tensorboard": False,
+    "trackers": (),
     "model": {
         "dim": 16,
         "num_layers": 2,

@@ -61,7 +61,7 @@ def test_unreadable_files_are_refused(tmp_path, name, content, message):
         ({"steps": 3.0}, "here: steps must be a whole number, got 3.0"),
         ({"steps": True}, "here: steps must be a whole number, got True"),
         ({"steps": None}, "here: steps must be a whole number, got None"),
-        ({"tensorboard": 1}, "here: tensorboard must be true or false, got 1"),
+        ({"save_in_background": 1}, "here: save_in_background must be true or false, got 1"),
         ({"out": 3}, "here: out must be text, got 3"),
         ({"optimizer": {"lr": "high"}}, "here: optimizer.lr must be a number, got 'high'"),
         ({"optimizer": {"lr": 10**400}}, "here: optimizer.lr is a number above 1.797"),

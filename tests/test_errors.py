@@ -135,10 +135,11 @@ CASES: dict[str, Case] = {
     ),
     "hidden": (lambda f: base(f, "--model.moe.hidden", "0"), ["model.moe.hidden=0: must be at least 1"]),
     "capacity factor": (
-        lambda f: base(f, "--model.moe.capacity", "fixed", "--model.moe.capacity-factor", "-1"),
-        ["model.moe.capacity_factor=-1.0", "above 0"],
+        lambda f: base(f, "--model.moe.capacity", "fixed:-1"), ["model.moe.capacity=fixed:-1", "above 0"],
     ),
-    "negative loss": (lambda f: base(f, "--model.moe.z-loss", "-1"), ["model.moe.z_loss=-1.0: must be at least 0"]),
+    "negative loss": (lambda f: base(f, "--model.moe.losses", "z_loss", "-1"), ["z_loss=-1.0: must be at least 0"]),
+    "flag of before": (lambda f: base(f, "--model.moe.z-loss=1"), ["--model.moe.z-loss is now model.moe.losses, as z_loss"]),
+    "other flag of before": (lambda f: base(f, "--no-tensorboard"), ["--no-tensorboard is now trackers"]),
     # Numbers of a run
     "no steps": (lambda f: base(f, "--steps", "0"), ["steps=0: must be at least 1"]),
     "seed": (lambda f: base(f, "--seed", "-1"), ["seed=-1: choose 0 or more"]),
@@ -176,7 +177,7 @@ CASES: dict[str, Case] = {
     ),
     "odd bytes": (
         lambda f: base(f, "--data.path", written(f, "odd.bin", "odd")),
-        ["odd.bin has 3 bytes", "uint16", "check data.bin_dtype"],
+        ["odd.bin has 3 bytes", "uint16", "check data.vocab_size"],
     ),
     "bytes and a vocabulary": (
         lambda f: base(f, "--data.vocab-size", "280"), ["data.vocab_size=280", "256 tokens as bytes", "at least 300"],

@@ -103,7 +103,7 @@ def configuration(name: str, out: Path, steps: int, seed: int, codecs: str, devi
         log_every=steps,
         eval_every=steps,
         save_every=steps,
-        tensorboard=False,
+        trackers=(),
         threads=1,
         device=device,
         mesh=MeshConfig() if is_dense else MeshConfig(ep=WORLD),

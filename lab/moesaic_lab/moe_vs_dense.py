@@ -51,7 +51,7 @@ def one_run(name: str, seed: int, lr: float, steps: int | None, folder: Path) ->
         steps=steps or preset.steps,
         eval_every=10**9,
         save_every=10**9,
-        tensorboard=False,
+        trackers=(),
         optimizer=replace(preset.optimizer, lr=lr),
     )
     result = train(config, console=Console(quiet=True))

@@ -86,7 +86,7 @@ def configuration(steps: int, batch_size: int, changes: dict[str, Any] | None = 
     """Return the demo's configuration with shorter sequences, on four ranks in two nodes, changed by tables."""
     plain = demo()
     config = replace(
-        plain, steps=steps, batch_size=batch_size, precision="float32", device="cpu", threads=1, tensorboard=False,
+        plain, steps=steps, batch_size=batch_size, precision="float32", device="cpu", threads=1, trackers=(),
         log_every=1, eval_every=steps, save_every=steps, model=replace(plain.model, seq_len=128),
         mesh=MeshConfig(ep=4, ranks_per_node=2),
     )  # fmt: skip

@@ -74,7 +74,7 @@ def configuration(
         eval_every=steps,
         eval_sequences=8,
         save_every=10 * steps,
-        tensorboard=False,
+        trackers=(),
         threads=1,
         device="cpu",
         mesh=mesh,

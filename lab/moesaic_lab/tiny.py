@@ -52,7 +52,7 @@ def one_run(model: str, ffn: str, seed: int, steps: int | None) -> dict[str, Any
             loss = 1 - train_images(options, say=lambda _: None)["accuracy"]
         else:
             config = override(preset(model), {"model": {"ffn": ffn}, "precision": "float32"}, source=model)
-            config = replace(config, out=folder, existing="replace", seed=seed, tensorboard=False, eval_every=10**9)
+            config = replace(config, out=folder, existing="replace", seed=seed, trackers=(), eval_every=10**9)
             config = replace(config, steps=steps or config.steps, save_every=10**9)
             loss = train(config, console=Console(quiet=True)).val_nats_per_byte
     return {"model": model, "ffn": ffn, "seed": seed, "loss": loss}

@@ -37,7 +37,7 @@ LAYER = Workload(tokens=512, num_experts=8, top_k=2, dim=64, hidden=128, dtype="
 def cluster(folder: Path, text: str = CLUSTER) -> Simulator:
     path = folder / "cluster.toml"
     path.write_text(text)
-    return simulator_of(GRID, cluster=str(path), profile="")
+    return simulator_of(str(path), GRID.world, GRID.ranks_per_node or GRID.world)
 
 
 def test_rates_are_those_that_a_rank_sees_while_all_send(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_one_node_keeps_the_usual_rates_between_nodes(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(text)
     grid = Grid(world=4, ep=4)
-    machine = machine_of(simulator_of(grid, cluster=str(path), profile="").cluster, grid, LAYER)
+    machine = machine_of(simulator_of(str(path), grid.world, grid.ranks_per_node or grid.world).cluster, grid, LAYER)
     assert machine.intra_gbps == pytest.approx(40)
     assert machine.inter_gbps == 25.0
 
@@ -88,4 +88,4 @@ def test_a_machine_that_does_not_overlap_makes_steps_dearer(tmp_path: Path) -> N
 def test_clusters_of_other_nodes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "cluster.toml").write_text(CLUSTER)
     with pytest.raises(InputError, match=r"planner\.cluster=.* has nodes of 2 devices, this run 4 ranks on a node"):
-        simulator_of(Grid(world=4, ep=4), cluster=str(tmp_path / "cluster.toml"), profile="")
+        simulator_of(str(tmp_path / "cluster.toml"), 4, 4)

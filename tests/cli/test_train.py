@@ -107,10 +107,10 @@ def test_without_anything_the_defaults_hold(taken):
 
 
 def test_several_paths_and_none(taken):
-    assert main(["train", "--data.path", "a.txt", "b", "--threads", "2", "--no-tensorboard"]) == 0
+    assert main(["train", "--data.path", "a.txt", "b", "--threads", "2", "--trackers"]) == 0
     assert main(["train", "--threads", "None"]) == 0
     assert taken[0].data.path == ("a.txt", "b")
-    assert (taken[0].threads, taken[0].tensorboard) == (2, False)
+    assert (taken[0].threads, taken[0].trackers) == (2, ())
     assert taken[1].threads is None
 
 

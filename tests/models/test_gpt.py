@@ -12,8 +12,10 @@ from helpers import TOP_K
 from moesaic import MoE
 from moesaic.errors import InputError
 from moesaic.models.attention import KeyValueCache
-from moesaic.models.config import ModelConfig, MoEConfig, RouterName
+from moesaic.models.config import LOSSES, ModelConfig, MoEConfig, RouterName
 from moesaic.models.gpt import GPT, GPTOutput, make_moe
+from moesaic.plan.model_shape import LIMITED
+from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.routers import ON_MESH, ROUTERS, GroupLimited, SigmoidTopK
 
 VOCAB = 11
@@ -109,7 +111,9 @@ def test_padded_tokens_are_in_no_count_and_move_no_other() -> None:
 @pytest.mark.parametrize("capacity", ["dropless", "fixed"])
 @pytest.mark.parametrize("router", ["softmax", "noisy", "sigmoid", "gshard"])
 def test_checkpointing_gives_identical_loss_gradients_and_counts(router: str, capacity: str) -> None:
-    plain = GPT(config(moe={"router": router, "capacity": capacity, "z_loss": 0.01}), VOCAB)
+    plain = GPT(
+        config(moe={"router": router, "capacity": capacity, "losses": {"load_balance": 0.01, "z_loss": 0.01}}), VOCAB
+    )
     again = GPT(dataclasses.replace(plain.config, checkpoint_activations=True), VOCAB)
     again.load_state_dict(plain.state_dict())
     batch, outputs = tokens(), []
@@ -183,6 +187,23 @@ def test_the_names_of_routers_are_those_of_the_table() -> None:
     assert get_args(RouterName) == (*ROUTERS, *ON_MESH)
 
 
+def test_losses_have_the_names_of_the_table() -> None:
+    made = MoEConfig(losses=dict.fromkeys(LOSSES, 0.5)).make_losses()
+    assert [loss.name for loss in made] == list(LOSSES)
+    assert {loss.coefficient for loss in made} == {0.5}
+    assert MoEConfig(losses={"z_loss": 0.0}).make_losses() == ()
+
+
+@pytest.mark.parametrize(("text", "capacity"), [
+    ("dropless", Dropless()), ("fixed", Capacity.fixed(1.25)), ("fixed:2", Capacity.fixed(2.0)),
+    ("fixed:0.5:rank", Capacity.fixed(0.5, scope="rank")), ("fitted:3:score", Capacity.fitted(at_most=3.0, order="score")),
+    ("fixed:score:rank", Capacity.fixed(1.25, order="score", scope="rank")),
+    ("padded:1.5", Capacity.fixed(1.5, scope="rank", padded=True)),
+])  # fmt: skip
+def test_a_capacity_is_written_in_one_word(text: str, capacity: AbstractCapacity) -> None:
+    assert MoEConfig(capacity=text).make_capacity() == capacity
+
+
 def test_a_dense_model_does_not_judge_how_experts_fit() -> None:
     assert config(ffn="dense", moe={"top_k": 5}).active_hidden == 80
 
@@ -191,12 +212,17 @@ BAD = [
     *((lambda name=name: MoEConfig(**{name: 0}), f"model.moe.{name}=0: must be at least 1")
       for name in ("num_experts", "top_k", "hidden", "every")),
     (lambda: MoEConfig(shared_hidden=-1), "model.moe.shared_hidden=-1: must be at least 0"),
-    *((lambda name=name, bad=bad: MoEConfig(**{name: bad}), f"model.moe.{name}={bad}: must be at least 0 and finite")
-      for name in ("balance_loss", "importance_loss", "z_loss")
+    *((lambda name=name, bad=bad: MoEConfig(losses={name: bad}),
+       f"model.moe.losses: {name}={bad}: must be at least 0 and finite")
+      for name in LOSSES
       for bad in (-1.0, float("nan"), float("inf"))),
-    *((lambda bad=bad: MoEConfig(capacity_factor=bad),
-       f'model.moe.capacity_factor={bad}: must be a finite number above 0; .* model.moe.capacity="dropless"')
+    (lambda: MoEConfig(losses={"z": 0.1}), "model.moe.losses: 'z' is unknown: choose of load_balance, "),
+    *((lambda kind=kind, bad=bad: MoEConfig(capacity=f"{kind}:{bad}"),
+       f"model.moe.capacity={kind}:{bad}: the factor must be a finite number above 0; .* write dropless")
+      for kind in LIMITED
       for bad in (0.0, -1.0, float("nan"), float("inf"))),
+    *((lambda bad=bad: MoEConfig(capacity=bad), f"model.moe.capacity='{bad}': write dropless, or fixed, fitted, padded with")
+      for bad in ("", "fix", "dropless:2", "fixed:", "fixed:x", "fixed:1:ranks", "fixed:rank:rank", "fixed:1:2")),
     (lambda: config(dense_hidden=0), "model.dense_hidden=0: must be at least 1"),
     (lambda: config(dim=0), "model.dim=0: must be at least 1"),
     (lambda: config(dim=18, num_heads=4), "model.dim=18 does not split into model.num_heads=4 .* multiple of 8"),

@@ -97,7 +97,7 @@ def test_the_simulator_is_told_a_micro_batch_of_one_group() -> None:
     assert (found.layer.tokens, found.layer.matrices, found.moe_layers, found.micro_batches) == (4 * 256, 2, 2, 3)
     assert found.inner == 2 * 256 + 7
     assert job.dense_layers == 2
-    padded = replace(job, model=replace(job.model, moe=MoEShape(capacity="padded", capacity_factor=1.5)))
+    padded = replace(job, model=replace(job.model, moe=MoEShape(capacity="padded:1.5")))
     assert padded.step_model(CLUSTER, 4).layer.copies == 1.5 * 4 * 256 * 2
     with pytest.raises(InputError, match="batch_size=16 does not split over 3"):
         job.step_model(CLUSTER, 3)

@@ -154,7 +154,7 @@ def test_a_plan_table_starts_with_the_times_of_the_profile(tmp_path: Path) -> No
     PROFILE.write(path)
     config = {"batch_size": 8, "model": {"dim": 32, "num_layers": 2, "num_heads": 2, "seq_len": 64,
                                          "moe": {"num_experts": 4, "hidden": 32}}}  # fmt: skip
-    predictor = Predictor.of(config, GRID, Plan(chunks=2), cluster="", profile=str(path), plans=3)
+    predictor = Predictor.of(config, GRID, Plan(chunks=2), cluster=str(path), plans=3)
     assert predictor.plans[0] == Plan(chunks=2)
     job = replace(PRESETS["gpt-tiny"], batch_size=8)
     simulator = profiled_simulator(PROFILE)

@@ -151,9 +151,9 @@ def test_slower_links_are_searched_as_a_slower_cluster_is(tmp_path) -> None:
     config = asdict(runs_of(tmp_path)["switched"])
     grid = Grid(world=2, **MESH, etp=1)
     path = cluster(tmp_path)
-    times = Predictor.of(config, grid, Plan(), cluster=path, profile="", plans=4, times={"outside": 0.25})
+    times = Predictor.of(config, grid, Plan(), cluster=path, plans=4, times={"outside": 0.25})
     Path(path).write_text(Path(path).read_text().replace("gbps = 0.2", "gbps = 0.05"))
-    slower = Predictor.of(config, grid, Plan(), cluster=path, profile="", plans=4)
+    slower = Predictor.of(config, grid, Plan(), cluster=path, plans=4)
     assert times.plans == slower.plans
     assert times(64.0) == slower(64.0)
 
@@ -266,8 +266,3 @@ def test_a_plan_file_with_another_mesh_table_is_refused(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text("version = 1\n[mesh]\npp = 2\n[plan]\n")
     with pytest.raises(InputError, match=r"\[mesh\] must be a table of tp, ep, etp, innermost"):
         with_planned(tiny(tmp_path, planner={"plan": str(tmp_path / "plan.toml")}))
-
-
-def test_a_cluster_and_a_profile_are_refused_together(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"predicts from planner.cluster or from planner.profile, not from both"):
-        tiny(tmp_path, planner={"plan": "auto", "cluster": "25gbe", "profile": "p.json"})

@@ -373,8 +373,8 @@ def test_recomputing_activations_is_no_other_architecture(tmp_path):
 
 
 KNOBS = {
-    "balance_loss": 0.5, "balance_level": "sequence", "z_loss": 0.1, "importance_loss": 0.1,
-    "capacity": "fixed", "capacity_factor": 2.0, "admit_by": "score", "router_options": {"bias_rate": 0.1},
+    "losses": {"load_balance_sequence": 0.5, "z_loss": 0.1, "importance": 0.1}, "capacity": "fixed:2:score",
+    "router_options": {"bias_rate": 0.1},
 }  # fmt: skip
 
 

@@ -259,14 +259,16 @@ def test_the_fingerprint_of_many_tokens_is_that_of_some_blocks(monkeypatch):
 def test_bin_files_are_little_endian_integers(tmp_path, dtype, largest):
     ids = [*range(99), largest]
     path = tokens_file(tmp_path / "a.bin", ids, dtype)
-    corpus = load_corpus(data(path, bin_dtype=dtype, vocab_size=largest + 1, val_share=0.1))
+    if dtype == "uint8":  # the others follow from the vocabulary
+        path.with_suffix(".json").write_text('{"dtype": "uint8"}')
+    corpus = load_corpus(data(path, vocab_size=largest + 1, val_share=0.1))
     assert corpus.train.tolist() == ids[:90]
     assert corpus.val.tolist() == ids[90:]
     assert isinstance(corpus.train, np.memmap)
     assert corpus.vocab_size == largest + 1
     assert corpus.val_bytes == 10
     with pytest.raises(InputError) as caught:
-        load_corpus(data(path, bin_dtype=dtype, vocab_size=largest))
+        load_corpus(data(path, vocab_size=largest))
     for part in (str(path), f"holds token {largest}", f"data.vocab_size is {largest}", f"set it above {largest}"):
         assert part in str(caught.value)
 
@@ -284,7 +286,7 @@ def test_several_bin_files_stand_in_a_row(tmp_path):
 def test_a_bin_file_of_odd_size_is_an_error(tmp_path, size):
     path = tmp_path / "a.bin"
     path.write_bytes(b"\0" * size)
-    with pytest.raises(InputError, match=f"has {size} bytes, not a whole number of uint16: check data.bin_dtype"):
+    with pytest.raises(InputError, match=f"has {size} bytes, not a whole number of uint16: check data.vocab_size"):
         load_corpus(data(path))
 
 

@@ -15,7 +15,7 @@ from runs import lines, losses, run_quietly, signal_after, tiny
 
 
 def write(folder: Path, *steps: int, start_step: int = 0) -> None:
-    metrics = Metrics(folder, start_step=start_step, tensorboard=False)
+    metrics = Metrics(folder, start_step=start_step)
     for step in steps:
         metrics.write("train", step, {"loss": step / 4})
     metrics.close()
@@ -28,7 +28,7 @@ def test_lines_come_back_in_order(tmp_path):
 
 
 def test_lines_can_be_read_while_they_are_written(tmp_path):
-    metrics = Metrics(tmp_path, start_step=0, tensorboard=False)
+    metrics = Metrics(tmp_path, start_step=0)
     metrics.write("eval", 1, {"val_loss": 2.0})
     assert len(read_metrics(tmp_path)) == 1
     metrics.close()
@@ -81,13 +81,13 @@ def test_a_full_disk_on_resuming_leaves_the_file_as_it_was(tmp_path, monkeypatch
 
     monkeypatch.setattr(Path, "write_text", fill)
     with pytest.raises(InputError, match=r"metrics.jsonl could not be written, the disk is full: free space"):
-        Metrics(tmp_path, start_step=2, tensorboard=False)
+        Metrics(tmp_path, start_step=2)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_full_disk_while_writing_is_an_error(tmp_path, monkeypatch):
-    metrics = Metrics(tmp_path, start_step=0, tensorboard=False)
+    metrics = Metrics(tmp_path, start_step=0)
 
     class Full:
         def write(self, text: str) -> None:
@@ -105,7 +105,7 @@ def events(folder: Path) -> EventAccumulator:
 
 
 def test_tensorboard_holds_the_scalars_of_a_run(tmp_path):
-    run_quietly(tiny(tmp_path, tensorboard=True, eval_every=2))
+    run_quietly(tiny(tmp_path, trackers=["tensorboard"], eval_every=2))
     found = events(tmp_path / "run")
     assert [event.step for event in found.Scalars("train/loss")] == [1, 2, 3, 4]
     for event, (step, loss) in zip(found.Scalars("train/loss"), losses(tmp_path / "run")):
@@ -118,8 +118,8 @@ def test_tensorboard_holds_the_scalars_of_a_run(tmp_path):
 def test_tensorboard_of_a_resumed_run_has_every_step_once(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         signal_after(patch, 2)
-        run_quietly(tiny(tmp_path, tensorboard=True))
-    run_quietly(tiny(tmp_path, tensorboard=True, existing="resume"))
+        run_quietly(tiny(tmp_path, trackers=["tensorboard"]))
+    run_quietly(tiny(tmp_path, trackers=["tensorboard"], existing="resume"))
     assert [event.step for event in events(tmp_path / "run").Scalars("train/loss")] == [1, 2, 3, 4]
 
 
@@ -129,12 +129,12 @@ def test_tensorboard_can_be_turned_off(tmp_path):
 
 
 def test_metrics_know_what_stands_there(tmp_path):
-    metrics = Metrics(tmp_path, start_step=0, tensorboard=False)
+    metrics = Metrics(tmp_path, start_step=0)
     assert not metrics.has("eval", 2)
     for kind, step in (("eval", 2), ("train", 3), ("eval", 4)):
         metrics.write(kind, step, {})
     metrics.close()
-    again = Metrics(tmp_path, start_step=3, tensorboard=False)
+    again = Metrics(tmp_path, start_step=3)
     assert [again.has(*line) for line in (("eval", 2), ("train", 3), ("eval", 3), ("eval", 4))] == [
         True,
         True,
@@ -158,7 +158,7 @@ def test_a_line_that_is_none_of_ours_is_named(tmp_path, line):
 
 
 def test_a_disk_that_is_full_is_one_error_and_the_file_still_closes(tmp_path):
-    metrics = Metrics(tmp_path, start_step=0, tensorboard=False)
+    metrics = Metrics(tmp_path, start_step=0)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
@@ -168,4 +168,4 @@ def test_a_disk_that_is_full_is_one_error_and_the_file_still_closes(tmp_path):
         metrics.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert Metrics(tmp_path, start_step=1, tensorboard=False).has("train", 1)
+    assert Metrics(tmp_path, start_step=1).has("train", 1)

@@ -22,8 +22,8 @@ FULL = {
     "model": {
         "checkpoint_activations": True,
         "moe": {
-            "router": "sigmoid", "router_options": {"bias_rate": 0.01}, "balance_level": "global_batch",
-            "z_loss": 0.01, "shared_hidden": 8, "capacity": "fixed", "capacity_factor": 1.0,
+            "router": "sigmoid", "router_options": {"bias_rate": 0.01}, "shared_hidden": 8, "capacity": "fixed:1",
+            "losses": {"load_balance_global_batch": 0.01, "z_loss": 0.01},
         },
     },
 }  # fmt: skip

@@ -11,7 +11,13 @@ from moesaic.train.config import TrainConfig
 from runs import run_quietly, skip_measuring, tiny
 from train.worlds import Outcome, assert_same_run, train_on
 
-MOE = {"every": 2, "num_experts": 4, "top_k": 2, "hidden": 16, "z_loss": 0.01, "balance_level": "global_batch"}
+MOE = {
+    "every": 2,
+    "num_experts": 4,
+    "top_k": 2,
+    "hidden": 16,
+    "losses": {"load_balance_global_batch": 0.01, "z_loss": 0.01},
+}
 MODEL = {"num_layers": 9, "moe": MOE}
 BASE = {
     "batch_size": 4, "accumulation": 4, "steps": 2, "precision": "float64", "eval_sequences": 5, "model": MODEL,

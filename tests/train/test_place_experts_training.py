@@ -25,7 +25,12 @@ from worlds import start
 BASE = {"batch_size": 4, "precision": "float64", "eval_sequences": 5, "eval_every": 2, "log_every": 1, "steps": 6}
 MODEL = {
     "num_heads": 4,
-    "moe": {"num_experts": 8, "router": "sigmoid", "router_options": {"bias_rate": 0.01}, "z_loss": 0.01},
+    "moe": {
+        "num_experts": 8,
+        "router": "sigmoid",
+        "router_options": {"bias_rate": 0.01},
+        "losses": {"load_balance": 0.01, "z_loss": 0.01},
+    },
 }
 CASES = {
     "solved, ep 4": ({"ep": 4, "ranks_per_node": 2}, {"chunks": 2}, {"experts": "balanced", "experts_every": 1}, {}),

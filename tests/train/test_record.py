@@ -26,10 +26,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "accumulated": {"accumulation": 2},
     "recomputed": {"model": {"checkpoint_activations": True, "moe": {"router": "noisy"}}},
     "sigmoid": {
-        "model": {"moe": {"router": "sigmoid", "router_options": {"bias_rate": 0.01}, "balance_level": "global_batch"}}
+        "model": {
+            "moe": {
+                "router": "sigmoid",
+                "router_options": {"bias_rate": 0.01},
+                "losses": {"load_balance_global_batch": 0.01},
+            }
+        }
     },
     "gshard": {"model": {"moe": {"router": "gshard"}}},
-    "dropped": {"model": {"moe": {"capacity": "fixed", "capacity_factor": 0.6, "admit_by": "score"}}},
+    "dropped": {"model": {"moe": {"capacity": "fixed:0.6:score"}}},
     "every second": {"model": {"num_layers": 3, "moe": {"every": 2}}},
 }
 

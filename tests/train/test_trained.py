@@ -90,9 +90,7 @@ def test_what_the_hub_has_no_model_for_is_one_line(changes: dict[str, Any], word
 def test_one_command_makes_a_model_of_the_hub_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, run, out = tmp_path / "text.txt", tmp_path / "run", tmp_path / "hub"
     text.write_text("one and two and three. " * 400)
-    flags = (
-        f"--preset gpt-tiny --out {run} --steps 2 --data.path {text} --model.conv-width 1 --device cpu --no-tensorboard"
-    )
+    flags = f"--preset gpt-tiny --out {run} --steps 2 --data.path {text} --model.conv-width 1 --device cpu --trackers"
     assert main(["train", *flags.split()]) == 0
     assert main(["convert", str(run), str(out), "--to", "hf"]) == 0
     assert "MixtralForCausalLM" in capsys.readouterr().out
@@ -169,7 +167,7 @@ def test_weights_and_biases_hears_what_tensorboard_hears(tmp_path: Path, monkeyp
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for start in (0, 1):
-        metrics = Metrics(tmp_path, start_step=start, tensorboard=True, wandb="mine")
+        metrics = Metrics(tmp_path, start_step=start, trackers=("tensorboard", "wandb:mine"))
         metrics.write("train", start + 1, {"loss": 2.5, "layers": [{"drop": 0.25}], "note": "text", "is": True})
         metrics.close()
     assert fake.logged == [({"train/loss": 2.5, "train/layers/layer0/drop": 0.25}, step) for step in (1, 2)]
@@ -180,5 +178,5 @@ def test_weights_and_biases_hears_what_tensorboard_hears(tmp_path: Path, monkeyp
 
 def test_weights_and_biases_without_its_package_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(InputError, match="wandb=mine needs the package wandb: pip install wandb"):
-        Metrics(tmp_path, start_step=0, tensorboard=False, wandb="mine")
+    with pytest.raises(InputError, match="trackers: wandb:mine needs the package wandb: pip install wandb"):
+        Metrics(tmp_path, start_step=0, trackers=("wandb:mine",))

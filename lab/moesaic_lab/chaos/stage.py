@@ -55,7 +55,7 @@ SMALL: dict[str, Any] = {
     "eval_every": STEPS,
     "eval_sequences": 4,
     "save_every": INTERVAL,
-    "tensorboard": False,
+    "trackers": [],
     "model": {"dim": 16, "num_layers": 2, "num_heads": 2, "seq_len": 16, "moe": {"num_experts": 8, "hidden": 16}},
     "mesh": {"ep": 2, "etp": 2},
 }
@@ -370,7 +370,7 @@ class FaultedRun:
         self._attempts += 1
         logs = self.course.folder / f"attempt-{self._attempts}"
         logs.mkdir()
-        words = ["train", "--config", str(self._given), "--start-patience", str(MEETING_SECONDS)]
+        words = ["train", "--config", str(self._given), "--patience", str(2 * MEETING_SECONDS)]
         words += [] if paced else ["--save-every", str(STEPS)]
         attempt = Attempt(logs)
         for rank in range(WORLD):

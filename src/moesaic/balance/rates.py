@@ -22,32 +22,33 @@ PROBE_BYTES = 1 << 20
 """Of the messages by which links are tried out."""
 
 
-def simulator_of(grid: Grid, *, cluster: str, profile: str) -> Simulator:
+def simulator_of(cluster: str, world: int, per_node: int) -> Simulator:
     """Return the simulator of the cluster that a run names.
 
     Args:
-        grid: of the run.
-        cluster: a preset or a file; "" for the profile.
-        profile: a file that `moesaic profile` wrote.
+        cluster: a preset, a description that ends in .toml, or what `moesaic profile` wrote, which ends in .json.
+        world: ranks of the run.
+        per_node: ranks of a node.
 
     Raises:
-        InputError: if its nodes are others than the run's, or both are named.
+        InputError: if its nodes are others than the run's.
     """
-    if cluster and profile:
-        raise InputError("planner.cluster and planner.profile both say what the machine is: leave one out")
-    per_node = grid.ranks_per_node or grid.world
-    nodes = grid.world // per_node
-    source = f"planner.cluster={cluster}" if cluster else f"planner.profile={profile}"
-    if cluster:
-        found = Simulator(read_cluster(cluster, nodes=nodes))
+    nodes = world // per_node
+    if is_measured(cluster):
+        found = profiled_simulator(read_profile(Path(cluster), any_machine=True), nodes=nodes)
     else:
-        found = profiled_simulator(read_profile(Path(profile), any_machine=True), nodes=nodes)
+        found = Simulator(read_cluster(cluster, nodes=nodes))
     if found.cluster.devices_per_node != per_node:
         raise InputError(
-            f"{source} has nodes of {found.cluster.devices_per_node} devices, this run {per_node} ranks on a node: choose a "
-            "cluster of such nodes, or set mesh.ranks_per_node"
+            f"planner.cluster={cluster} has nodes of {found.cluster.devices_per_node} devices, this run {per_node} ranks on a "
+            "node: choose a cluster of such nodes, or set mesh.ranks_per_node"
         )
     return found
+
+
+def is_measured(cluster: str) -> bool:
+    """Whether a run's cluster is a file that `moesaic profile` wrote, not a preset or a description."""
+    return cluster.endswith(".json")
 
 
 def machine_of(spec: ClusterSpec, grid: Grid, layer: Workload) -> Machine:

@@ -52,8 +52,5 @@ def run(arguments: Sequence[str]) -> int:
     for source, tokens, documents in zip(options.path, packed.tokens, packed.documents):
         print(f"{source}: {tokens:,} tokens of {documents:,} documents")
     named = f" --data.tokenizer {packed.tokenizer}" if packed.tokenizer else ""
-    print(
-        f"train on it with moesaic train --data.path {packed.path} --data.bin-dtype {packed.dtype} "
-        f"--data.vocab-size {packed.vocab_size}{named}"
-    )
+    print(f"train on it with moesaic train --data.path {packed.path} --data.vocab-size {packed.vocab_size}{named}")
     return 0

@@ -32,7 +32,7 @@ def run(arguments: Sequence[str]) -> int:
     from moesaic.train.launch import launch
     from moesaic.train.loop import train
 
-    place = launch(_start_patience(arguments))
+    place = launch(_patience(arguments) / 2)
     try:
         result = train(_configured(arguments))
     except Exception as error:
@@ -56,23 +56,27 @@ def _should_say(place: Launch, error: Exception) -> bool:
         return False
 
 
-def _start_patience(arguments: Sequence[str]) -> float:
+def _patience(arguments: Sequence[str]) -> float:
     """Return what a flag says of it; the configuration is read when the ranks have met, so that one refuses it for all."""
-    from moesaic.train.config import START_PATIENCE, TrainConfig
+    from moesaic.train.config import PATIENCE, TrainConfig
 
     try:
-        chosen = _take(list(arguments), ("--start-patience",))[1].values()
-        return TrainConfig(start_patience=float(*chosen)).start_patience if chosen else START_PATIENCE
+        chosen = _take(list(arguments), ("--patience",))[1].values()
+        return TrainConfig(patience=float(*chosen)).patience if chosen else PATIENCE
     except ValueError:
-        return START_PATIENCE
+        return PATIENCE
 
 
 def _configured(arguments: Sequence[str]) -> TrainConfig:
     """Return the configuration that a command line describes."""
     from moesaic.configfile import override, suggestion
-    from moesaic.train.config import TrainConfig
+    from moesaic.train.config import RENAMED, TrainConfig, of_today
     from moesaic.train.presets import PRESETS
 
+    for word in arguments:
+        name = word.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
+        if word.startswith("--") and name in RENAMED:
+            raise InputError(f"{word.partition('=')[0]} is now {RENAMED[name]}")
     words, chosen = _take(list(arguments), ("--preset", "--config", "--plan"))
     if "--plan" in chosen:
         words = ["--planner.plan", chosen["--plan"], *words]
@@ -84,7 +88,7 @@ def _configured(arguments: Sequence[str]) -> TrainConfig:
         config = PRESETS[name]()
     if "--config" in chosen:
         path = Path(chosen["--config"])
-        config = override(config, _table(path), source=str(path))
+        config = override(config, of_today(_table(path), str(path)), source=str(path))
     description = DESCRIPTION.replace("PRESETS", ", ".join(PRESETS))
     return parse(TrainConfig, words, prog="moesaic train", description=description, default=config)
 

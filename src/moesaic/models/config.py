@@ -6,12 +6,13 @@ capacity or a loss is made, so that `moesaic train --help` needs none.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from moesaic.errors import InputError
-from moesaic.plan.model_shape import ModelShape, MoEShape, check_at_least
-from moesaic.routing.routers import ON_MESH, ROUTERS
+from moesaic.plan.model_shape import LIMITED, ModelShape, MoEShape, check_at_least
+from moesaic.routing.routers import ON_MESH, ROUTERS, options_of
 
 if TYPE_CHECKING:
     from moesaic.routing.capacity import AbstractCapacity
@@ -21,6 +22,14 @@ if TYPE_CHECKING:
 else:
     RouterName = Literal[tuple(ROUTERS | ON_MESH)]
 """A name of the registries; a command line lists them as choices."""
+LOSSES: dict[str, tuple[str, dict[str, str]]] = {
+    "load_balance": ("LoadBalance", {}),
+    "load_balance_sequence": ("LoadBalance", {"level": "sequence"}),
+    "load_balance_global_batch": ("LoadBalance", {"level": "global_batch"}),
+    "importance": ("Importance", {}),
+    "z_loss": ("ZLoss", {}),
+}
+"""The auxiliary losses by their `name`: a class of `routing/losses.py` and its options."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,23 +40,18 @@ class MoEConfig(MoEShape):
     """Who chooses the experts; docs/layer.md describes each."""
     router_options: dict[str, int | float | bool | str] = field(default_factory=dict)
     """Options of that router by its argument names: bias_rate of sigmoid, num_groups and top_groups of group_limited."""
-    capacity_scope: Literal["mesh", "rank"] = "mesh"
-    """Whose copies fixed and fitted count: those of all ranks, or each rank its own."""
-    admit_by: Literal["position", "score"] = "position"
-    """Who gets in when an expert is full (never, when dropless): earlier tokens, or tokens with larger weights."""
-    balance_loss: float = 0.01
-    """Coefficient of the load-balance loss; 0 turns it off."""
-    balance_level: Literal["micro_batch", "sequence", "global_batch"] = "micro_batch"
-    """Over which tokens the load-balance loss is taken."""
-    importance_loss: float = 0.0
-    """Coefficient of the importance loss."""
-    z_loss: float = 0.0
-    """Coefficient of the z-loss on the router's logits; 0.001 is usual."""
+    losses: dict[str, float] = field(default_factory=lambda: {"load_balance": 0.01})
+    """Coefficients of the auxiliary losses, by their names in the metrics. load_balance is taken over a micro-batch,
+    load_balance_sequence over each sequence, load_balance_global_batch over all ranks and micro-batches of a step; importance;
+    z_loss keeps the router's logits small, 0.001 is usual. What is not named has none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("balance_loss", "importance_loss", "z_loss"):
-            check_at_least("model.moe", self, name, 0)
+        for name, coefficient in self.losses.items():
+            if name not in LOSSES:
+                raise InputError(f"model.moe.losses: {name!r} is unknown: choose of {', '.join(LOSSES)}")
+            if not 0 <= coefficient < math.inf:
+                raise InputError(f"model.moe.losses: {name}={coefficient}: must be at least 0 and finite")
         if self.router not in ROUTERS | ON_MESH:
             raise InputError(
                 f"model.moe.router={self.router!r} is unknown: choose one of {', '.join(ROUTERS | ON_MESH)}"
@@ -57,24 +61,26 @@ class MoEConfig(MoEShape):
         """Return the capacity rule that the fields describe."""
         from moesaic.routing.capacity import Capacity, Dropless
 
-        if self.capacity == "fixed":
-            return Capacity.fixed(self.capacity_factor, order=self.admit_by, scope=self.capacity_scope)
-        if self.capacity == "fitted":
-            return Capacity.fitted(at_most=self.capacity_factor, order=self.admit_by, scope=self.capacity_scope)
-        if self.capacity == "padded":
-            return Capacity.fixed(self.capacity_factor, order=self.admit_by, scope="rank", padded=True)
-        return Dropless()
+        rule = self.capacity_rule
+        if rule.kind == "dropless":
+            return Dropless()
+        return Capacity(
+            factor=rule.factor,
+            fit=rule.kind == "fitted",
+            order="score" if rule.by_score else "position",
+            scope="rank" if rule.by_rank else "mesh",
+            padded=rule.kind == "padded",
+        )
 
     def make_losses(self) -> tuple[AbstractLoss, ...]:
         """Return the auxiliary losses whose coefficient is not 0."""
-        from moesaic.routing.losses import Importance, LoadBalance, ZLoss
+        from moesaic.routing import losses
 
-        losses = (
-            LoadBalance(self.balance_loss, level=self.balance_level),
-            Importance(self.importance_loss),
-            ZLoss(self.z_loss),
-        )
-        return tuple(loss for loss in losses if loss.coefficient != 0)
+        made = []
+        for name, (kind, options) in LOSSES.items():
+            if self.losses.get(name):
+                made.append(getattr(losses, kind)(self.losses[name], **options))
+        return tuple(made)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,3 +95,27 @@ class ModelConfig(ModelShape):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least("model", self, "conv_width", 1)
+
+
+def model_of_today(model: dict[str, Any]) -> dict[str, Any]:
+    """Return a table of `ModelConfig`'s fields under this version's names.
+
+    Earlier ones had options of routers beside the other fields, four fields for capacities, and four for losses.
+    """
+    moe = dict(model["moe"])
+    options = {name: moe.pop(name) for name in ("bias_rate", "num_groups", "top_groups") if name in moe}
+    if options:
+        known = options_of((ROUTERS | ON_MESH)[moe["router"]])
+        moe["router_options"] = {name: value for name, value in options.items() if name in known}
+    if "capacity" in moe:
+        factor, scope, order = (moe.pop(name, None) for name in ("capacity_factor", "capacity_scope", "admit_by"))
+        if moe["capacity"] in LIMITED and factor is not None:
+            words = ["rank"] * (scope == "rank") + ["score"] * (order == "score")
+            moe["capacity"] = ":".join([moe["capacity"], str(factor), *words])
+    level = moe.pop("balance_level", "micro_batch")
+    balance = "load_balance" if level == "micro_batch" else f"load_balance_{level}"
+    names = {"balance_loss": balance, "importance_loss": "importance", "z_loss": "z_loss"}
+    losses = {names[name]: moe.pop(name) for name in names if name in moe}
+    if losses:
+        moe["losses"] = {balance: 0.01, **losses}
+    return model | {"moe": moe}

@@ -12,6 +12,54 @@ from typing import Literal
 
 from moesaic.errors import InputError
 
+LIMITED = ("fixed", "fitted", "padded")
+"""Kinds of capacity that have a factor."""
+PREFERENCES = ("rank", "score")
+"""What may stand behind the factor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityRule:
+    """How many rows an expert takes, and whose."""
+
+    kind: str
+    """dropless, or one of `LIMITED`."""
+    factor: float = 1.0
+    """Rows per expert over the mean load."""
+    by_rank: bool = False
+    """Each rank counts its own copies, in place of all ranks together."""
+    by_score: bool = False
+    """Tokens with larger weights get in first, in place of earlier ones."""
+
+
+def read_capacity(text: str) -> CapacityRule:
+    """Return what the text of `MoEShape.capacity` says.
+
+    Raises:
+        InputError: if it says nothing that is known.
+    """
+    kind, *words = text.split(":")
+    if kind == "dropless" and not words:
+        return CapacityRule(kind=kind)
+    factor = 1.25
+    try:
+        if words and words[0] not in PREFERENCES:
+            factor = float(words.pop(0))
+        if kind not in LIMITED or len(words) > len(set(words)) or set(words) - set(PREFERENCES):
+            raise ValueError(text)
+    except ValueError as error:
+        raise InputError(
+            f"model.moe.capacity={text!r}: write dropless, or {', '.join(LIMITED)} with a factor, such as fixed:1.25, and "
+            "behind it :rank or :score"
+        ) from error
+    if not 0 < factor < math.inf:
+        raise InputError(
+            f"model.moe.capacity={text}: the factor must be a finite number above 0; to drop nothing write dropless"
+        )
+    return CapacityRule(
+        kind=kind, factor=factor, by_rank="rank" in words or kind == "padded", by_score="score" in words
+    )
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoEShape:
@@ -29,21 +77,22 @@ class MoEShape:
     """Each how-many-th block has an MoE layer, counted from the last block; the others are dense."""
     experts: Literal["swiglu", "gelu", "relu"] = "swiglu"
     """Three-matrix SwiGLU, or two matrices with GELU or ReLU; the dense blocks use the same."""
-    capacity: Literal["dropless", "fixed", "fitted", "padded"] = "dropless"
-    """dropless serves every copy; fixed drops above capacity_factor; fitted takes what is needed, at most that; padded is
-    fixed on each rank, which sends always as many rows, so that no size waits for counts."""
-    capacity_factor: float = 1.25
-    """Rows per expert over the mean load, for all but dropless."""
+    capacity: str = "dropless"
+    """dropless serves every copy. fixed:1.25 drops what is above 1.25 times an expert's mean load; fitted:1.25 takes what is
+    needed, at most that; padded:1.25 is fixed on each rank, which sends always as many rows, so that no size waits for
+    counts. Behind the factor, :rank has each rank count its own copies in place of those of all, and :score lets tokens with
+    larger weights in first, in place of earlier ones."""
 
     def __post_init__(self) -> None:
+        read_capacity(self.capacity)
         for name in ("num_experts", "top_k", "hidden", "every"):
             check_at_least("model.moe", self, name, 1)
         check_at_least("model.moe", self, "shared_hidden", 0)
-        if not 0 < self.capacity_factor < math.inf:
-            raise InputError(
-                f"model.moe.capacity_factor={self.capacity_factor}: must be a finite number above 0; to drop nothing "
-                'set model.moe.capacity="dropless"'
-            )
+
+    @property
+    def capacity_rule(self) -> CapacityRule:
+        """What `capacity` says."""
+        return read_capacity(self.capacity)
 
 
 @dataclass(frozen=True, kw_only=True)

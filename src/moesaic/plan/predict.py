@@ -9,20 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from moesaic.balance.rates import simulator_of
 from moesaic.cost.cluster import ClusterSpec, Device, Host, Link, Tflops
-from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.emulated import CPU
-from moesaic.cost.profile import read_profile
-from moesaic.cost.profile_simulate import profiled_simulator
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import StepCostModel
 from moesaic.cost.workload import Workload
-from moesaic.errors import InputError
 from moesaic.plan.compile import Compiled, compile_plan, durations_on
 from moesaic.plan.findings import LOSSLESS, Found, Settings
 from moesaic.plan.layouts import Pins
@@ -85,7 +81,6 @@ class Predictor:
         first: Plan,
         *,
         cluster: str,
-        profile: str,
         plans: int,
         times: Mapping[Literal["inside", "outside"], float] | None = None,
     ) -> Predictor:
@@ -95,15 +90,14 @@ class Predictor:
             config: of the run, as a table.
             grid: its mesh.
             first: the plan that it is configured with, the first of the candidates.
-            cluster: a preset or a file; "" for the profile.
-            profile: a file that `moesaic profile` wrote.
+            cluster: as for `simulator_of`.
             plans: how many others.
             times: links of the cluster inside or between nodes that are so many times as fast as it says.
 
         Raises:
             InputError: if the cluster is not one of such nodes, or the search finds nothing.
         """
-        simulator = _known_simulator(cluster, profile, grid.world, grid.ranks_per_node or grid.world)
+        simulator = simulator_of(cluster, grid.world, grid.ranks_per_node or grid.world)
         for carries, faster in (times or {}).items():
             simulator = Simulator(simulator.cluster.with_links(carries, faster))
         spec = simulator.cluster
@@ -156,43 +150,25 @@ class Predictor:
         return found
 
 
-def find_layout(
-    config: dict[str, Any], world: int, per_node: int, *, cluster: str, profile: str, on_cpu: bool
-) -> Found:
+def find_layout(config: dict[str, Any], world: int, per_node: int, *, cluster: str, on_cpu: bool) -> Found:
     """Search the mesh and the plan of a run for the ranks that there are; the same on every machine.
 
     Args:
         config: of the run, as a table; its mesh and plan do not count.
         world: ranks.
         per_node: of a node.
-        cluster, profile: as for `Predictor.of`; both empty: usual links are assumed, and memory enough.
+        cluster: as for `simulator_of`; empty: usual links are assumed, and memory enough.
         on_cpu: the ranks compute on CPUs.
 
     Raises:
         InputError: if no mesh of so many ranks holds the model and its batch, or the cluster is not one of such nodes.
     """
-    if cluster or profile:
-        simulator = _known_simulator(cluster, profile, world, per_node)
+    if cluster:
+        simulator = simulator_of(cluster, world, per_node)
     else:
         grid = Grid(world=world, tp=1, ep=1, etp=1, ranks_per_node=per_node)
         simulator = Simulator(assumed_cluster(grid, GBPS[on_cpu][1], on_cpu=on_cpu))
     return search(job_of(config, "planner"), simulator.cluster, Settings(keep=1), simulator=simulator).best
-
-
-def _known_simulator(cluster: str, profile: str, world: int, per_node: int) -> Simulator:
-    """Return a simulator of a described or measured cluster, whose nodes must be like those of the ranks."""
-    nodes = world // per_node
-    if cluster:
-        source, simulator = f"planner.cluster={cluster}", Simulator(read_cluster(cluster, nodes=nodes))
-    else:
-        measured = read_profile(Path(profile), any_machine=True)
-        source, simulator = f"planner.profile={profile}", profiled_simulator(measured, nodes=nodes)
-    if simulator.cluster.devices_per_node != per_node:
-        raise InputError(
-            f"{source} has nodes of {simulator.cluster.devices_per_node} devices, this run {per_node} ranks on a node: choose "
-            "a cluster of such nodes, or set mesh.ranks_per_node"
-        )
-    return simulator
 
 
 def _pins(grid: Grid) -> Pins:

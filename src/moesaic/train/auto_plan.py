@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from moesaic.balance.rates import is_measured
 from moesaic.comm.mesh import ranks_of_a_node
 from moesaic.configfile import override
 from moesaic.errors import InputError
@@ -78,7 +79,7 @@ def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: Non
     on_cpu = config.device == "cpu" or not torch.cuda.is_available()
     found = find_layout(
         asdict(config), world, ranks_of_a_node(grid.ranks_per_node),
-        cluster=settings.cluster, profile=settings.profile, on_cpu=on_cpu,
+        cluster=settings.cluster, on_cpu=on_cpu,
     )  # fmt: skip
     say(
         f"planner: {world} ranks take {name_of(found.grid)} and {plan_in_words(found.plan)}, a predicted step of "
@@ -138,7 +139,7 @@ def find_candidates(config: TrainConfig) -> Candidates | None:
     ranks = Ranks.of(config, "cpu")
     with ranks.together():
         _check(config, ranks)
-    return _searched(config, ranks, config.layer_plan, {}) if settings.predicts else None
+    return _searched(config, ranks, config.layer_plan, {}) if settings.cluster else None
 
 
 def _searched(
@@ -152,7 +153,7 @@ def _searched(
             assert ranks.mesh is not None
             predictor = Predictor.of(
                 asdict(config), ranks.mesh.grid, first,
-                cluster=config.planner.cluster, profile=config.planner.profile, plans=PLANS, times=times,
+                cluster=config.planner.cluster, plans=PLANS, times=times,
             )  # fmt: skip
             tables = [asdict(plan) for plan in predictor.plans]
     told = ranks.first_says(tables)
@@ -173,7 +174,8 @@ class AutoPlanner:
     ) -> None:
         self._run, self._ranks, self._say = run, run.ranks, say
         self._lost = ""
-        watches = candidates is not None and bool(run.config.planner.cluster)
+        cluster = run.config.planner.cluster
+        watches = candidates is not None and not is_measured(cluster)
         self._rates = LinkRates(run.ranks) if watches else None
         self._times: dict[Literal["inside", "outside"], float] = {}
         self._steps = 0
@@ -347,11 +349,11 @@ def _check(config: TrainConfig, ranks: Ranks) -> None:
         )
     if config.model.ffn == "dense":
         raise InputError('planner.plan=auto: model.ffn="dense" has no MoE layers to plan: leave it off')
-    if moe.capacity == "padded" or (moe.capacity != "dropless" and moe.capacity_scope == "rank"):
+    if moe.capacity_rule.by_rank:
         raise InputError(
             "planner.plan=auto clashes with a capacity counted on each rank "
             f"(model.moe.capacity={moe.capacity}), where what is dropped depends on the plan: "
-            'choose "dropless", or model.moe.capacity_scope="mesh"'
+            "choose dropless, or fixed or fitted without :rank"
         )
     if config.plan.crossing is Crossing.DEEPEP:
         raise InputError(

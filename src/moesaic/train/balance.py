@@ -49,34 +49,34 @@ def known_cluster(config: TrainConfig, grid: Grid) -> tuple[Simulator, Workload]
     """Return the simulator of the cluster that a run names, described or measured, and the run's layer.
 
     Raises:
-        InputError: if the cluster does not fit the run, or both a cluster and a profile are named.
+        InputError: if the cluster does not fit the run.
     """
-    simulator = simulator_of(grid, cluster=config.planner.cluster, profile=config.planner.profile)
+    simulator = simulator_of(config.planner.cluster, grid.world, grid.ranks_per_node or grid.world)
     return simulator, job_of(asdict(config), "planner").step_model(simulator.cluster, grid.dp).layer
 
 
 def known_durations(config: TrainConfig, grid: Grid) -> Durations | None:
-    """Return the durations by which a run searches an order: those of the cluster or profile that it names, which are looked up
+    """Return the durations by which a run searches an order: those of the cluster that it names, which are looked up
     where an order asks for them; None where it names none."""
-    if not config.planner.predicts or config.model.ffn == "dense":
+    if not config.planner.cluster or config.model.ffn == "dense":
         return None
     return lambda program, of_grid: durations_on(*known_cluster(config, grid))(program, of_grid)
 
 
 def make_arbiter(config: TrainConfig, compiled: Compiled) -> Arbiter | None:
-    """Return the arbiter of a run's layers, with the rates of the cluster or profile that `planner` names, if any.
+    """Return the arbiter of a run's layers, with the rates of the cluster that `planner` names, if any.
 
     Args:
         config: of the run, its precision resolved.
         compiled: the plan of the layers.
 
     Raises:
-        InputError: if the cluster does not fit the run, or both a cluster and a profile are named.
+        InputError: if the cluster does not fit the run.
     """
     if not compiled.options:
         return None
     learn = config.balance.learn
-    if config.planner.predicts:
+    if config.planner.cluster:
         simulator, layer = known_cluster(config, compiled.grid)
         return arbiter_for(simulator, compiled, layer, learn=learn)
     matrices = 3 if config.model.moe.experts == "swiglu" else 2
@@ -311,7 +311,7 @@ def _placer(config: TrainConfig, grid: Grid) -> AbstractPlacer:
 
 
 def rates_of(config: TrainConfig, grid: Grid, element_bytes: int) -> ExpertRates:
-    """Return what rows cost in a run: by the cluster or profile that `planner` names, else by the usual `Machine`.
+    """Return what rows cost in a run: by the cluster that `planner` names, else by the usual `Machine`.
 
     Args:
         config: of the run.
@@ -325,12 +325,12 @@ def rates_of(config: TrainConfig, grid: Grid, element_bytes: int) -> ExpertRates
 
 
 def _machine(config: TrainConfig, grid: Grid) -> Machine:
-    """Return the rates of the cluster or profile that the run names; `cost.Machine`'s where it names none.
+    """Return the rates of the cluster that the run names; `cost.Machine`'s where it names none.
 
     Raises:
         InputError: if the cluster does not fit the run.
     """
-    if not config.planner.predicts:
+    if not config.planner.cluster:
         return Machine()
     simulator, layer = known_cluster(config, grid)
     return machine_of(simulator.cluster, grid, layer)

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from moesaic.configfile import override
 from moesaic.errors import InputError
 from moesaic.experts.stacked import stored_parameters, stored_tensors
-from moesaic.models.config import ModelConfig
+from moesaic.models.config import ModelConfig, model_of_today
 from moesaic.routing.routers import ON_MESH, ROUTERS, options_of
 from moesaic.train.distributed_checkpoint import SHARDS, read_whole, restore, stage, write_shards
 from moesaic.train.durable import checksum, flush, require_read_back
@@ -395,8 +395,7 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
 
 
 _STEER_TRAINING = (
-    "seq_len", "checkpoint_activations", "block.dropout", "router_options.bias_rate", "capacity", "capacity_factor", "admit_by",
-    "balance_loss", "balance_level", "importance_loss", "z_loss",
+    "seq_len", "checkpoint_activations", "block.dropout", "router_options.bias_rate", "capacity", "losses",
 )  # fmt: skip
 """Fields of a model's configuration that may change on resuming; a field that is new counts as architecture."""
 
@@ -455,7 +454,7 @@ def _read(path: Path, with_tensors: bool) -> Checkpoint:
         state = _checked_state(path)
         return Checkpoint(
             step=state["step"],
-            model_config=override(ModelConfig(), _of_today(state["model_config"]), source=str(path / STATE)),
+            model_config=override(ModelConfig(), model_of_today(state["model_config"]), source=str(path / STATE)),
             vocab_size=state["vocab_size"],
             model=_whole(path, "model", state["format"]) if with_tensors else {},
             optimizer=_whole(path, "optimizer", state["format"]) if with_tensors else {},
@@ -468,16 +467,6 @@ def _read(path: Path, with_tensors: bool) -> Checkpoint:
         if isinstance(error, InputError):
             raise
         raise _DamagedError(f"{type(error).__name__}: {error}") from error
-
-
-def _of_today(model: dict[str, Any]) -> dict[str, Any]:
-    """Return a model's fields as this version has them: earlier ones had options of routers beside the other fields."""
-    moe = dict(model["moe"])
-    before = {name: moe.pop(name) for name in ("bias_rate", "num_groups", "top_groups") if name in moe}
-    if before:
-        known = options_of((ROUTERS | ON_MESH)[moe["router"]])
-        moe["router_options"] = {name: value for name, value in before.items() if name in known}
-    return model | {"moe": moe}
 
 
 def _checked_state(path: Path) -> dict[str, Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from functools import reduce
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from moesaic.balance.policies import EXPERT_PLACERS, SAMPLE_PLACERS
 from moesaic.balance.replication.policy import NO_REPLICATION
 from moesaic.comm import TransportName
 from moesaic.errors import InputError
-from moesaic.models.config import ModelConfig
+from moesaic.models.config import ModelConfig, model_of_today
 from moesaic.plan.algorithm1 import RULES
 from moesaic.plan.plan import Plan, Replication, StaticPlan, check_replication
 
@@ -25,8 +26,10 @@ else:
 """Names of registries; a command line lists them as choices."""
 MOST_PATIENCE = 1500.0
 """Seconds. Gloo gives up by itself after 1,800, and does not say for whom it waited."""
-START_PATIENCE = 300.0
+PATIENCE = 600.0
 """Seconds, where nobody says another number."""
+TENSORBOARD, WANDB = "tensorboard", "wandb"
+"""Trackers; the project stands behind the second one and a colon."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +49,11 @@ class DataConfig:
     """Share of the files, or of the tokens, that is set aside for validation."""
     vocab_size: int = 256
     """Tokens. 256: one per byte of text. 300 and more: a byte-level BPE, trained on the training files, kept in the run folder.
-    Of `.bin` files: the largest id plus one."""
+    Of `.bin` files: the largest id plus one. Their integers have the type that the .json file of the same name says, which
+    moesaic tokenize writes; without one they have 16 bits, and 32 where vocab_size is above 65,536."""
     tokenizer: str = ""
     """A tokenizer.json of the tokenizers library, as models of the hub have it; its vocabulary counts. Empty: as vocab_size
     says."""
-    bin_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
-    """Integer type of `.bin` files."""
 
     def __post_init__(self) -> None:
         if not 0 < self.val_share < 1:
@@ -140,20 +142,12 @@ class PlannerConfig:
     steps time them); the mesh is searched where the configured one does not fit the ranks. parm, parm_printed: S1
     or S2 by Parm's Algorithm 1, corrected or as printed, from the cluster or the profile. --plan says the same."""
     cluster: str = ""
-    """A preset or a file that ends in .toml, from which times are predicted: for plan=auto, and for policies in `balance`."""
-    profile: str = ""
-    """What moesaic profile measured, in place of a cluster."""
+    """From which times are predicted, for plan=auto and for policies in `balance`: a preset, a description that ends in .toml,
+    or what moesaic profile measured, which ends in .json. Empty: usual links are assumed where some are needed."""
 
     def __post_init__(self) -> None:
-        if self.rule and bool(self.cluster) == bool(self.profile):
-            raise InputError(
-                f"planner.plan={self.plan} takes the times of collectives from planner.cluster or planner.profile: name one"
-            )
-        if (self.is_auto or self.searches) and self.cluster and self.profile:
-            raise InputError(
-                f"planner.plan={self.plan} predicts from planner.cluster or from planner.profile, not from both: leave one "
-                "out, or both to have usual links assumed"
-            )
+        if self.rule and not self.cluster:
+            raise InputError(f"planner.plan={self.plan} takes the times of collectives from planner.cluster: name one")
 
     @property
     def is_auto(self) -> bool:
@@ -169,11 +163,6 @@ class PlannerConfig:
     def rule(self) -> str:
         """The rule that chooses the schedule; empty for none."""
         return self.plan if self.plan in RULES else ""
-
-    @property
-    def predicts(self) -> bool:
-        """Whether anything is known from which times can be predicted."""
-        return bool(self.cluster or self.profile)
 
     @property
     def file(self) -> str:
@@ -244,6 +233,56 @@ class NumbersConfig:
             raise InputError(f"numbers.most_skipped={self.most_skipped}: must be at least 1")
 
 
+RENAMED = {
+    "start_patience": "patience, half of which holds until the first step",
+    "tensorboard": "trackers, to which tensorboard belongs by default",
+    "wandb": "trackers, as wandb:PROJECT",
+    "data.bin_dtype": "the dtype in the .json file beside a .bin file, where vocab_size does not tell it",
+    "planner.profile": "planner.cluster, which takes a profile too",
+    "model.moe.capacity_factor": "model.moe.capacity, as fixed:1.25",
+    "model.moe.capacity_scope": "model.moe.capacity, as fixed:1.25:rank",
+    "model.moe.admit_by": "model.moe.capacity, as fixed:1.25:score",
+    "model.moe.balance_loss": "model.moe.losses, as load_balance",
+    "model.moe.balance_level": "model.moe.losses, as load_balance, load_balance_sequence or load_balance_global_batch",
+    "model.moe.importance_loss": "model.moe.losses, as importance",
+    "model.moe.z_loss": "model.moe.losses, as z_loss",
+}
+"""Fields of earlier versions, and what stands for them now."""
+
+
+def of_today(table: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return a table of `TrainConfig`'s fields under this version's names, as far as one stands for the other.
+
+    Args:
+        table: as a file has it.
+        source: where it comes from, for messages.
+
+    Raises:
+        InputError: for another field of an earlier version, in a line that says what stands for it.
+    """
+    sections = ("model", "data", "planner")
+    if not all(isinstance(table.get(name, {}), dict) for name in sections):
+        return table
+    found = table | {name: dict(table[name]) for name in sections if name in table}
+    found.pop("start_patience", None)
+    if "tensorboard" in found or "wandb" in found:
+        is_on, project = found.pop("tensorboard", True), found.pop("wandb", "")
+        found["trackers"] = [TENSORBOARD] * bool(is_on) + [f"{WANDB}:{project}"] * bool(project)
+    if isinstance(found.get("model", {}).get("moe"), dict):
+        found["model"] = model_of_today(found["model"])
+    data, planner = found.get("data", {}), found.get("planner", {})
+    if data.get("bin_dtype") == ("uint32" if data.get("vocab_size", 0) > 1 << 16 else "uint16"):
+        del data["bin_dtype"]
+    profile = planner.pop("profile", "")
+    if profile:
+        planner["cluster"] = profile
+    for path, now in RENAMED.items():
+        *outer, name = path.split(".")
+        if name in reduce(lambda inside, key: inside.get(key, {}), outer, found):
+            raise InputError(f"{source}: {path} is now {now}")
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A training run."""
@@ -267,10 +306,9 @@ class TrainConfig:
     parameters too, for comparing runs."""
     threads: int | None = None
     """CPU threads; None leaves torch's choice."""
-    patience: float = 600.0
-    """Seconds that a rank of several may stand at one place before all end, with a line that says who is missing."""
-    start_patience: float = START_PATIENCE
-    """The same until the first step. As a flag it is also how long ranks wait for each other to come."""
+    patience: float = PATIENCE
+    """Seconds that a rank of several may stand at one place before all end, with a line that says who is missing; half as many
+    until the first step. As a flag, half of it is also how long ranks wait for each other to come."""
     log_every: int = 10
     """Steps between lines of metrics."""
     eval_every: int = 100
@@ -283,10 +321,8 @@ class TrainConfig:
     """Checkpoints to keep."""
     save_in_background: bool = False
     """Copy what is saved into the CPU's memory and write it while training goes on."""
-    tensorboard: bool = True
-    """Also write TensorBoard event files."""
-    wandb: str = ""
-    """Also tell this project of Weights & Biases; empty for none."""
+    trackers: tuple[str, ...] = (TENSORBOARD,)
+    """Who is told the metrics besides: tensorboard writes event files, wandb:PROJECT tells Weights & Biases."""
     record_routing: Literal["none", "counts", "tokens"] = "none"
     """Write a trace of the routing into the run folder: copies per sequence, rank and expert; or every token's experts."""
     replay_routing: str | None = None
@@ -317,11 +353,14 @@ class TrainConfig:
                 raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
         if not 0 <= self.seed < 2**63:
             raise InputError(f"seed={self.seed}: choose 0 or more, below 2**63")
-        for name in ("patience", "start_patience"):
-            if not 1 <= getattr(self, name) <= MOST_PATIENCE:
-                raise InputError(f"{name}={getattr(self, name)}: choose from 1 to {MOST_PATIENCE:g} seconds")
+        if not 1 <= self.patience <= MOST_PATIENCE:
+            raise InputError(f"patience={self.patience}: choose from 1 to {MOST_PATIENCE:g} seconds")
         if self.threads is not None and self.threads < 1:
             raise InputError(f"threads={self.threads}: must be at least 1")
+        for tracker in self.trackers:
+            name, _, project = tracker.partition(":")
+            if tracker != TENSORBOARD and not (name == WANDB and project):
+                raise InputError(f"trackers: {tracker!r} is unknown: write {TENSORBOARD}, or {WANDB}:PROJECT")
         if self.model.num_heads % self.mesh.tp:
             raise InputError(
                 f"mesh.tp={self.mesh.tp} does not divide model.num_heads={self.model.num_heads}: "
@@ -429,6 +468,11 @@ class TrainConfig:
         static = StaticPlan(**{each.name: getattr(plan, each.name) for each in fields(StaticPlan)})
         balance = replace(self.balance, replication=plan.replication, memory_budget=plan.memory_budget)
         return replace(self, plan=static, balance=balance)
+
+    @property
+    def start_patience(self) -> float:
+        """`patience` until the first step, in seconds."""
+        return self.patience / 2
 
     @property
     def tokens_per_step(self) -> int:

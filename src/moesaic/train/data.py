@@ -11,11 +11,13 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moesaic.configfile import read_table
 from moesaic.errors import InputError
 from moesaic.train.config import DataConfig
 from moesaic.train.documents import holds_table, is_left_out, read_documents
@@ -29,6 +31,8 @@ FINGERPRINT_BLOCKS, FINGERPRINT_BLOCK_BYTES = 64, 64 * 1024
 """What of the training data is hashed at most."""
 HIDDEN_SHARE = 0.15
 """Of the tokens that an encoder is to find (BERT)."""
+BIN_DTYPES = ("uint8", "uint16", "uint32")
+"""Of the integers of `.bin` files."""
 ID_CHECK_BLOCKS, ID_CHECK_BLOCK_BYTES = 256, 1024 * 1024
 """What of a `.bin` file is searched at most for ids outside the vocabulary: all of it up to 256 MiB."""
 
@@ -327,12 +331,28 @@ def _load_bin(config: DataConfig, files: list[Path], val_files: list[Path], toke
     return Corpus(train, val, tokenizer, config.vocab_size, max(len(val), 1), f"{len(files)} token files")
 
 
+def _bin_dtype(path: Path, config: DataConfig) -> np.dtype[Any]:
+    """Return the type of a file's integers: what the description beside it says, else what the vocabulary needs."""
+    beside = path.with_suffix(".json")
+    name = (
+        read_table(beside).get("dtype", "")
+        if beside.exists()
+        else "uint16"
+        if config.vocab_size <= 65_536
+        else "uint32"
+    )
+    if name not in BIN_DTYPES:
+        raise InputError(f"data: {beside}: dtype={name!r}: write one of {', '.join(BIN_DTYPES)}")
+    return np.dtype(name).newbyteorder("<")
+
+
 def _map_bin(path: Path, config: DataConfig) -> np.ndarray:
-    dtype = np.dtype(config.bin_dtype).newbyteorder("<")
+    dtype = _bin_dtype(path, config)
     size = path.stat().st_size
     if size == 0 or size % dtype.itemsize:
         raise InputError(
-            f"data: {path} has {size} bytes, not a whole number of {config.bin_dtype}: check data.bin_dtype"
+            f"data: {path} has {size} bytes, not a whole number of {dtype.name}: check data.vocab_size, or the dtype in "
+            f"{path.with_suffix('.json')}"
         )
     tokens = np.memmap(path, dtype=dtype, mode="r")
     block = ID_CHECK_BLOCK_BYTES // dtype.itemsize

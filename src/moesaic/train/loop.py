@@ -440,8 +440,7 @@ class Trainer:
         return Metrics(
             state.folder,
             start_step=state.step,
-            tensorboard=config.tensorboard,
-            wandb=config.wandb,
+            trackers=config.trackers,
             say=self._say,
         )
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from moesaic.errors import InputError
+from moesaic.train.config import TENSORBOARD
 
 METRICS = "metrics.jsonl"
 """The file, in a run folder."""
@@ -26,8 +27,7 @@ class Metrics:
     Args:
         run_folder: the run.
         start_step: lines of later steps are cut off first, so that a resumed run has each step once.
-        tensorboard: also write event files below `run_folder/tensorboard`.
-        wandb: also tell this project of Weights & Biases; empty for none.
+        trackers: who is told the numbers besides, as `TrainConfig.trackers` names them.
         say: is given a line where a line of the file is damaged; the others are kept.
     """
 
@@ -36,8 +36,7 @@ class Metrics:
         run_folder: Path,
         *,
         start_step: int,
-        tensorboard: bool,
-        wandb: str = "",
+        trackers: Sequence[str] = (),
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.path = run_folder / METRICS
@@ -54,10 +53,13 @@ class Metrics:
             aside.unlink(missing_ok=True)
             raise _unwritable(self.path, error) from error
         self._trackers: list[Tracker] = []
-        if tensorboard:
-            self._trackers.append(TensorBoard(run_folder / "tensorboard", start_step))
-        if wandb:
-            self._trackers.append(WeightsAndBiases(run_folder, start_step, wandb))
+        for tracker in trackers:
+            project = tracker.partition(":")[2]
+            self._trackers.append(
+                WeightsAndBiases(run_folder, start_step, project)
+                if project
+                else TensorBoard(run_folder / TENSORBOARD, start_step)
+            )
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Append a line; trackers are told its numbers, those in lists of per-layer dicts too.
@@ -125,7 +127,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise InputError(
-                "tensorboard=True needs the package tensorboard: pip install tensorboard, or --no-tensorboard"
+                "trackers: tensorboard needs the package tensorboard: pip install tensorboard, or --trackers without it"
             ) from error
         self._writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None)
 
@@ -156,7 +158,7 @@ class WeightsAndBiases:
             import wandb
         except ImportError as error:
             raise InputError(
-                f"wandb={project} needs the package wandb: pip install wandb, or leave wandb empty"
+                f"trackers: wandb:{project} needs the package wandb: pip install wandb, or --trackers tensorboard"
             ) from error
         kept = folder / WANDB_ID
         known = kept.read_text(encoding="utf-8", errors="replace").strip() if start_step and kept.exists() else None

@@ -30,7 +30,7 @@ from moesaic.train.checkpoint import (
     load_sharded,
     require_architecture,
 )
-from moesaic.train.config import OptimizerConfig, TrainConfig
+from moesaic.train.config import OptimizerConfig, TrainConfig, of_today
 from moesaic.train.data import Batches, Corpus, even_windows, fingerprint
 from moesaic.train.machine import pick_device, pick_precision, precision_name
 from moesaic.train.objectives import load_for
@@ -334,7 +334,7 @@ def _warn_of_changes(config: TrainConfig, saved: Checkpoint, folder: Path, say: 
     if not is_marked(folder / CONFIG):
         say(f"{folder / CONFIG}: was lost or damaged, and is written anew")
     try:
-        before = override(TrainConfig(), read_table(path), source=str(path))
+        before = override(TrainConfig(), of_today(read_table(path), str(path)), source=str(path))
     except InputError as error:
         say(f"{folder}: the run's earlier settings cannot be compared with these ({error})")
         return
@@ -344,8 +344,8 @@ def _warn_of_changes(config: TrainConfig, saved: Checkpoint, folder: Path, say: 
 
 
 _DECIDE_THE_COURSE = (
-    "seed", "batch_size", "accumulation", "optimizer.", "model.seq_len", "model.moe.balance", "model.moe.z_loss",
-    "model.moe.importance_loss", "model.moe.router_options", "model.moe.capacity", "model.moe.admit_by",
+    "seed", "batch_size", "accumulation", "optimizer.", "model.seq_len", "model.moe.losses", "model.moe.router_options",
+    "model.moe.capacity",
 )  # fmt: skip
 """Starts of the fields whose change on resuming is worth a warning; more steps are asked for on purpose."""
 

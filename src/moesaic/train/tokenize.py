@@ -84,9 +84,7 @@ def pack(
     tokenizer = saved_tokenizer(data, None) or BPETokenizer.train(
         (document for source in sources for document in source.once()), data.vocab_size
     )
-    dtype = np.dtype(
-        "uint8" if tokenizer.vocab_size <= 256 else "uint16" if tokenizer.vocab_size <= 65_536 else "uint32"
-    )
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     counts = np.zeros((len(sources), 2), dtype=np.int64)
     with out.open("wb") as file:
         for index, document in _mixed(sources, weights, counts, num_tokens):

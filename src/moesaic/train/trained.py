@@ -11,7 +11,7 @@ from moesaic.errors import InputError
 from moesaic.models.gpt import GPT
 from moesaic.models.seq2seq import make_language_model
 from moesaic.train.checkpoint import CONFIG, load_checkpoint, load_into
-from moesaic.train.config import TrainConfig
+from moesaic.train.config import TrainConfig, of_today
 from moesaic.train.machine import pick_device
 from moesaic.train.run_folder import CHECKPOINTS, read_config
 from moesaic.train.state import tokenizer_of
@@ -61,7 +61,7 @@ def load_trained(folder: Path, device: str = "auto") -> Trained:
         table = read_config(folder / CONFIG, say)
     except InputError as error:
         raise InputError(f"{error}: name the folder that moesaic train wrote") from error
-    config = override(TrainConfig(), table, source=str(folder / CONFIG))
+    config = override(TrainConfig(), of_today(table, str(folder / CONFIG)), source=str(folder / CONFIG))
     saved = load_checkpoint(folder / CHECKPOINTS, say)
     tokenizer = saved_tokenizer(config.data, tokenizer_of(saved, folder)) if saved.extra.get("has_text", True) else None
     model = make_language_model(config.model, saved.vocab_size)
