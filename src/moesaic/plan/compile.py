@@ -61,6 +61,8 @@ class Compiled:
     """What the plan's policy chooses from at each call, the plan without replication first; empty for most."""
     again: Program | None = None
     """Of a plan with a memory budget: what a slice that was not kept runs once more before its backward program."""
+    is_assumed: bool = False
+    """Whether the exact order was searched by the durations of a middling layer."""
 
     @cached_property
     def is_multicast(self) -> bool:
@@ -172,7 +174,8 @@ def compile_plan(
     again = None if plan.memory_budget is None else up_to_experts(programs[0], saved(logical))
     if again is not None:
         validate(again)
-    return Compiled(plan, grid, logical, programs[0], programs[1], unreplicated, again=again)
+    is_assumed = plan.order == "exact" and durations is None
+    return Compiled(plan, grid, logical, programs[0], programs[1], unreplicated, again=again, is_assumed=is_assumed)
 
 
 def moving(compiled: Compiled) -> Compiled:
