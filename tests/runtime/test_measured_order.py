@@ -1,4 +1,5 @@
-"""An exact order without a cluster or profile: searched by what tasks take in the run, on all ranks alike, computing the same."""
+"""An exact order without a cluster or profile: searched by what tasks take in the run, the same on all ranks and computing the
+same."""
 
 from __future__ import annotations
 

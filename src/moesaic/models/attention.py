@@ -137,8 +137,8 @@ class RecentTokens:
 
 
 class ShortConv(nn.Module):
-    """`y_t = x_t + sum_k w_k * x_{t-k}` for k from 1 to `width - 1`; starts as the identity. Where it is not causal, k goes over
-    1, -1, 2, -2 and so on, `width - 1` of them.
+    """`y_t = x_t + sum_k w_k * x_{t-k}` for k from 1 to `width - 1`, or 1, -1, 2, -2 and so on where it is not causal; starts
+    as the identity.
 
     Args:
         dim: width of the residual stream.
