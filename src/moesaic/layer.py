@@ -184,6 +184,7 @@ class MoE(InjectsLosses, RoutingCached):
         from moesaic.runtime.auto_plan import AutoPlan
         from moesaic.runtime.balance.calls import calls_under
         from moesaic.runtime.expert_parallel import ExpertParallel  # imports torch's compiler, which takes seconds
+        from moesaic.runtime.measured_order import MeasuredOrder
 
         mesh = Mesh.of(mesh)
         is_auto, chosen = self._is_auto(plan, mesh), plan if isinstance(plan, Plan | Compiled) else Plan()
@@ -200,8 +201,9 @@ class MoE(InjectsLosses, RoutingCached):
             self.router.check(self.top_k)
         shard_experts(self.experts, mesh.grid, mesh.rank, mesh.expert_mesh)
         self.on_mesh = on_mesh
-        if is_auto:
-            AutoPlan.of(mesh).join(on_mesh, self.experts, self.hidden, self.parameters)
+        if is_auto or on_mesh.compiled.is_assumed:
+            chooser = AutoPlan.of(mesh) if is_auto else MeasuredOrder.of(mesh)
+            chooser.join(on_mesh, self.experts, self.hidden, self.parameters)
 
     def use_plan(self, plan: Plan | Compiled) -> None:
         """Run under another plan of the same mesh from the next call on: another schedule, another r, other chunks.
@@ -223,7 +225,7 @@ class MoE(InjectsLosses, RoutingCached):
         if self.on_mesh is None:
             raise InputError("MoE.use_plan: the layer is on no mesh: call parallelize(mesh, plan) first")
         self.on_mesh.use(plan, self.experts)
-        self.on_mesh.auto = None
+        self.on_mesh.auto = self.on_mesh.clock = None
 
     @overload
     def __call__(self, x: Tensor, *, return_routing: Literal[True], **options: object) -> tuple[Tensor, Routing]: ...

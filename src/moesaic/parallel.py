@@ -265,8 +265,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients in place so that their norm is at most `max_norm`, as torch's function of this name does.
 
-    Parameters may be plain tensors and DTensors of several meshes. With experts that are spread over a mesh all ranks call
-    this together and get the same number, that of the model in one process; one message. Without, it is torch's function.
+    Parameters may be plain tensors and DTensors of several meshes. With those, and with experts that are spread over a mesh,
+    all ranks call this together and get the same number, that of the model in one process; one message. Else it is torch's
+    function.
 
     Args:
         model: a model or its parameters, after gradients were averaged over data parallelism.
@@ -279,7 +280,8 @@ def clip_grad_norm_(
         the norm before, ().
     """
     parameters = list(model.parameters() if isinstance(model, nn.Module) else model)
-    if mesh is group is None and not any(_is_spread(parameter) for parameter in parameters):
+    places = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in parameters}
+    if mesh is group is None and len(places) < 2 and not any(_is_spread(parameter) for parameter in parameters):
         norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
     norm = gradient_norm(parameters, norm_type, mesh=mesh, group=group)

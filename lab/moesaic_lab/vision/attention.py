@@ -11,6 +11,11 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+
+from moesaic.models.split import RowLinear, StackedLinear
+from moesaic.train.parallel import move
 
 SHARPEST = 100.0
 """Largest factor on the cosines (section 3.2: a temperature of at least 0.01)."""
@@ -38,16 +43,18 @@ class WindowAttention(nn.Module):
         super().__init__()
         self.num_heads, self.window, self.shift = num_heads, window, shift
         self.per_side = resolution // window
-        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.qkv = StackedLinear(3, dim, dim)
         # A bias of the keys would turn them all; Swin V2 has none.
         self.q_bias, self.v_bias = nn.Parameter(torch.zeros(dim)), nn.Parameter(torch.zeros(dim))
         self.log_scale = nn.Parameter(torch.full((num_heads,), math.log(10.0)))
         self.position_bias = nn.Sequential(nn.Linear(2, 512), nn.ReLU(), nn.Linear(512, num_heads, bias=False))
-        self.out = nn.Linear(dim, dim)
+        self.out = RowLinear(dim, dim, bias=True)
         self.register_buffer("coordinates", log_coordinates(window), persistent=False)
         self.register_buffer("pairs", pair_index(window), persistent=False)
         hidden = strangers(resolution, window, shift) if shift else None
         self.register_buffer("hidden", hidden, persistent=False)
+        self.tp: DeviceMesh | None = None
+        """Over which ranks the heads are split; None for not at all."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend.
@@ -65,19 +72,23 @@ class WindowAttention(nn.Module):
 
     def _attend(self, x: Tensor) -> Tensor:
         """Attend within windows: (batch, windows, tokens, dim) to the same shape."""
-        bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
-        qkv = F.linear(x, self.qkv.weight, bias).unflatten(-1, (3, self.num_heads, -1))
+        bias = torch.stack([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
+        qkv = (self.qkv(x) + self._mine(bias, 1)).unflatten(-1, (-1, len(self.q_bias) // self.num_heads))
         # Windows and heads make one axis: the bias then has no batch axis to be copied over.
         q, k, v = qkv.permute(3, 0, 1, 4, 2, 5).flatten(2, 3)
-        scale = self.log_scale.clamp(max=math.log(SHARPEST)).exp().repeat(x.shape[1])[:, None, None]
+        scale = self._mine(self.log_scale, 0).clamp(max=math.log(SHARPEST)).exp().repeat(x.shape[1])[:, None, None]
         q, k = F.normalize(q, dim=-1) * scale.to(q.dtype), F.normalize(k, dim=-1)
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=self._bias(x.shape[1]).to(q.dtype), scale=1.0)
-        return self.out(attended.unflatten(1, (x.shape[1], self.num_heads)).transpose(2, 3).flatten(3))
+        return self.out(attended.unflatten(1, (x.shape[1], -1)).transpose(2, 3).flatten(3))
+
+    def _mine(self, x: Tensor, dim: int) -> Tensor:
+        """Return this rank's heads of what all ranks have whole, along a dimension."""
+        return x if self.tp is None else move(x, self.tp, Replicate(), Shard(dim))
 
     def _bias(self, num_windows: int) -> Tensor:
         """Return what is added to the similarities, (1, windows * heads, tokens, tokens)."""
         table = BIAS_RANGE * self.position_bias(self.coordinates).sigmoid()
-        bias = table[self.pairs].permute(2, 0, 1).expand(num_windows, -1, -1, -1)
+        bias = self._mine(table[self.pairs].permute(2, 0, 1), 0).expand(num_windows, -1, -1, -1)
         if self.hidden is not None:
             bias = bias.masked_fill(self.hidden[:, None], -math.inf)
         return bias.flatten(0, 1)[None]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from moesaic.errors import InputError
 from moesaic.experts import PlainExperts
 from moesaic.layer import MoE
+from moesaic.models.split import StackedLinear
 from moesaic.routing.losses import LoadBalance
 from moesaic.routing.routers import ROUTERS, CosineTopK, RouterFactory
 from moesaic.runtime.routing_cache import checkpoint
@@ -146,7 +147,7 @@ class SwinMoE(nn.Module):
     def reset_parameters(self) -> None:
         """Draw all weights anew; see the class."""
         for module in self.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear | StackedLinear):
                 module.weight.normal_(std=INIT_STD)
                 if module.bias is not None:
                     module.bias.zero_()

@@ -27,13 +27,14 @@ from moesaic.cli.arguments import parse
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
 from moesaic.layer import balance_on_step
-from moesaic.parallel import clip_grad_norm_, parallelize_model, parameter_groups, shard_over_data
+from moesaic.parallel import clip_grad_norm_, parallelize_layers, parameter_groups, shard_over_data
 from moesaic.plan import Plan
 from moesaic.routing.capacity import Capacity
 from moesaic.train.launch import launch
 from moesaic_lab.vision.config import PRESETS, SwinConfig
 from moesaic_lab.vision.data import ImageBatches, Images, load_digits, load_folder
 from moesaic_lab.vision.swin import SwinMoE
+from moesaic_lab.vision.tensor_parallel import split_dense
 from moesaic_lab.vision.timm import from_timm, is_timm
 
 TIMED_STEPS = 10
@@ -85,6 +86,8 @@ class VisionOptions:
     """Also fit a linear probe on the features of so many images per class."""
     throughput: bool = False
     """Also measure images per second, in training and in inference."""
+    tp: int = 1
+    """Tensor parallelism: so many ranks hold the same images, and each a part of the heads and of dense layers."""
     ep: int = 1
     """Expert parallelism."""
     etp: int = 1
@@ -161,13 +164,16 @@ def train(options: VisionOptions, say: Any = print) -> dict[str, Any]:
 def spread(model: SwinMoE, options: VisionOptions, device: Literal["cpu", "cuda"]) -> tuple[int, int]:
     """Put the model on the ranks; returns which part of a batch this one takes, of how many."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        if options.ep * options.etp > 1:
-            raise InputError(f"ep={options.ep}, etp={options.etp}: this is one process, start with torchrun")
+        if options.tp * options.ep * options.etp > 1:
+            raise InputError(
+                f"tp={options.tp}, ep={options.ep}, etp={options.etp}: this is one process, start with torchrun"
+            )
         return 0, 1
-    mesh = Mesh.create(ep=options.ep, etp=options.etp, device_type=device)
-    if model.moe_layers():
-        parallelize_model(model, mesh, Plan(schedule=options.schedule), fsdp=options.fsdp)
-    else:
+    mesh = Mesh.create(tp=options.tp, ep=options.ep, etp=options.etp, device_type=device)
+    parallelize_layers(model, mesh, Plan(schedule=options.schedule))
+    if options.tp > 1:
+        split_dense(model, mesh.dense["tp"])
+    if options.fsdp:
         shard_over_data(model, mesh, model.blocks)
     return mesh.grid.coordinate(mesh.rank, "dp"), mesh.grid.dp
 
@@ -277,6 +283,8 @@ def load_weights(model: SwinMoE, path: Path) -> None:
         weights = from_timm(weights, model)
     for name in [name for name in weights if name.startswith("head.") and weights[name].shape != own[name].shape]:
         weights[name] = own[name]
+    for name in [name for name in weights if name.endswith(".qkv.weight") and name in own]:
+        weights[name] = weights[name].unflatten(0, (3, -1)) if weights[name].dim() == 2 else weights[name]
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:

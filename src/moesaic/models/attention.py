@@ -137,32 +137,36 @@ class RecentTokens:
 
 
 class ShortConv(nn.Module):
-    """`y_t = x_t + sum_k w_k * x_{t-k}` for k from 1 to `width - 1`; starts as the identity.
+    """`y_t = x_t + sum_k w_k * x_{t-k}` for k from 1 to `width - 1`, or 1, -1, 2, -2 and so on where it is not causal; starts
+    as the identity.
 
     Args:
         dim: width of the residual stream.
         width: positions that an output sees, its own included.
+        causal: they are its own and those before it.
     """
 
-    def __init__(self, dim: int, width: int) -> None:
+    def __init__(self, dim: int, width: int, *, causal: bool = True) -> None:
         super().__init__()
         self.taps = nn.Parameter(torch.zeros(width - 1, dim))
+        self.offsets = range(1, width) if causal else [k // 2 if k % 2 == 0 else -(k // 2) for k in range(2, width + 1)]
 
-    def forward(self, x: Tensor, recent: RecentTokens | None = None) -> Tensor:
-        """Mix each position with the ones before it.
+    def forward(self, x: Tensor, recent: RecentTokens | None = None, mask: Tensor | None = None) -> Tensor:
+        """Mix each position with its neighbours.
 
         Args:
             x: (batch, positions, dim).
-            recent: what came before x; zeros where nothing did.
+            recent: what came before x, where it is causal; zeros where nothing did.
+            mask: (batch, positions) bool, False for positions that are zeros to the others.
         """
-        reach, length = len(self.taps), x.shape[1]
+        reach, after, length = max(self.offsets), -min(*self.offsets, 0), x.shape[1]
         if recent is not None and recent.inputs is not None:
             padded = torch.cat([recent.inputs, x], dim=1)
         else:
-            padded = F.pad(x, (0, 0, reach, 0))
+            padded = F.pad(x if mask is None else x * mask[..., None], (0, 0, reach, after))
         if recent is not None:
             recent.inputs = padded[:, length:]
         y = x
-        for k in range(1, reach + 1):
-            y = y + padded[:, reach - k : reach - k + length] * self.taps[k - 1].to(x.dtype)
+        for k, tap in zip(self.offsets, self.taps):
+            y = y + padded[:, reach - k : reach - k + length] * tap.to(x.dtype)
         return y

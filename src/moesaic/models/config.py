@@ -88,7 +88,8 @@ class ModelConfig(ModelShape):
     """A transformer; sizes as of `ModelShape`."""
 
     conv_width: int = 4
-    """Positions that the short causal convolution in front of each decoder block sees, its own included; 1 for none."""
+    """Positions that the short convolution in front of each block sees, its own included: in a decoder those before it, in an
+    encoder those around it; 1 for none."""
     moe: MoEConfig = field(default_factory=MoEConfig)
     """The sparse layers."""
 

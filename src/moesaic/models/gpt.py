@@ -77,7 +77,7 @@ NORMS: dict[str, type[Norm] | type[LayerNorm]] = {"rms": Norm, "layer": LayerNor
 
 
 class TransformerBlock(nn.Module):
-    """A short convolution, attention, cross attention (some blocks have neither), a dense or sparse feed-forward layer.
+    """A short convolution, attention, cross attention (some blocks lack one), a dense or sparse feed-forward layer.
 
     Args:
         config: the model's shape.
@@ -89,7 +89,7 @@ class TransformerBlock(nn.Module):
         dim, block, decodes = config.dim, config.block, config.is_decoder(layer)
         norm = NORMS[block.norm]
         self.post_norm, self.dropout = block.norm == "post_layer", block.dropout
-        self.conv = ShortConv(dim, config.conv_width) if decodes and config.conv_width > 1 else None
+        self.conv = ShortConv(dim, config.conv_width, causal=decodes) if config.conv_width > 1 else None
         self.attention_norm = norm(dim)
         self.attention = Attention(dim, config.num_heads, block, causal=decodes)
         crosses = decodes and block.kind == "encoder_decoder"
@@ -128,7 +128,7 @@ class TransformerBlock(nn.Module):
     def attend(self, x: Tensor, cache: KeyValueCache | None, mask: Tensor | None = None) -> Tensor:
         """Return what stands in front of the next layer's norm: (batch, positions, dim), as x is."""
         if self.conv is not None:
-            x = self.conv(x, None if cache is None else cache.recent)
+            x = self.conv(x, None if cache is None else cache.recent, None if self.attention.causal else mask)
         return self.add(x, self.attention_norm, partial(self.attention, cache=cache, mask=mask))
 
     def add(self, x: Tensor, norm: nn.Module, layer: Callable[[Tensor], Tensor]) -> Tensor:

@@ -61,6 +61,8 @@ class Compiled:
     """What the plan's policy chooses from at each call, the plan without replication first; empty for most."""
     again: Program | None = None
     """Of a plan with a memory budget: what a slice that was not kept runs once more before its backward program."""
+    is_assumed: bool = False
+    """Whether its order was searched by the durations of a middling layer."""
 
     @cached_property
     def is_multicast(self) -> bool:
@@ -156,7 +158,13 @@ def compile_plan(
         bare = replace(plan, replication=NO_REPLICATION)
         unreplicated = compile_plan(bare, grid, bias=bias, durations=durations, host_runs_compute=host_runs_compute)
     logical, grid = _logical(plan, grid, bias)
-    programs = []
+    programs, is_assumed = [], False
+
+    def seconds(program: Program) -> Mapping[str, float]:
+        nonlocal is_assumed
+        is_assumed = durations is None
+        return (durations or _nominal)(program, grid)
+
     for program, codec in ((logical, plan.codec), (transpose(logical), plan.backward_codec)):
         is_forward = program is logical
         program = halve_reduce(program)
@@ -164,15 +172,14 @@ def compile_plan(
             program = overlap_gather(program, grid, required=is_forward)
         program = route_all_to_all(program, plan.link, grid)
         program = compress(program, codec, grid)
-        seconds = partial(durations or _nominal, program, grid)
-        program = ORDERS[plan.order](program, seconds, host_runs_compute=host_runs_compute)
+        program = ORDERS[plan.order](program, partial(seconds, program), host_runs_compute=host_runs_compute)
         program = side_by_side(program)
         validate(program)
         programs.append(program)
     again = None if plan.memory_budget is None else up_to_experts(programs[0], saved(logical))
     if again is not None:
         validate(again)
-    return Compiled(plan, grid, logical, programs[0], programs[1], unreplicated, again=again)
+    return Compiled(plan, grid, logical, programs[0], programs[1], unreplicated, again=again, is_assumed=is_assumed)
 
 
 def moving(compiled: Compiled) -> Compiled:

@@ -2,10 +2,8 @@
 
 After two steps the first rank searches candidates for the layers' sizes; nothing needs to be known of the links. Then every
 candidate runs for a few steps, all layers under the same one, and the ranks agree on what the slowest of them took. The plan
-table (`plan/table.py`) says when to switch, which moves no weight. Plans are equivalent, so times decide what runs and not what
-is computed.
-
-A step ends where an optimizer has stepped and a layer is called again with gradients. All ranks step together.
+table (`plan/table.py`) says when to switch, which moves no weight. Plans are equivalent, so times decide what runs and not
+what is computed.
 """
 
 from __future__ import annotations
@@ -13,27 +11,21 @@ from __future__ import annotations
 import json
 import logging
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from moesaic.comm.collectives import all_reduce_max, broadcast
 from moesaic.comm.mesh import Mesh
 from moesaic.configfile import override
 from moesaic.errors import InputError
-from moesaic.experts.experts import AbstractExperts
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.plan.plan import plan_in_words
 from moesaic.plan.predict import Predictor, layer_job
 from moesaic.plan.table import PlanTable, TableSettings
-from moesaic.runtime.expert_parallel import AbstractPlanChooser, ExpertParallel
-from moesaic.runtime.routing_cache import is_recomputing
+from moesaic.runtime.step_chooser import AbstractStepChooser
 
 PLANS = 7
 """Candidates beside the plan that layers begin with: a race of eight takes 52 steps."""
@@ -46,7 +38,7 @@ RACE = TableSettings(race=True)
 LOG = logging.getLogger("moesaic")
 
 
-class AutoPlan(AbstractPlanChooser):
+class AutoPlan(AbstractStepChooser):
     """Chooses the plan of all layers on a mesh that asked for it. Get it with `AutoPlan.of`.
 
     Args:
@@ -55,74 +47,21 @@ class AutoPlan(AbstractPlanChooser):
     """
 
     def __init__(self, mesh: Mesh, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._grid, self._transport, self.clock = mesh.grid, mesh.transport, clock
-        self._everyone = tuple(range(mesh.grid.world))
-        self._layers: list[tuple[weakref.ref[ExpertParallel], weakref.ref[AbstractExperts], dict[str, int]]] = []
-        self._parameters: list[Callable[[], Iterable[Tensor]]] = []
+        super().__init__(mesh)
+        self.clock = clock
         self._compiled: dict[tuple[int, bool], Compiled] = {}
-        self._ours: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-        self._call = (0, 1, 4)
-        self._steps = self._untold = 0
-        self._stepped = False
+        self._untold = 0
         self._since = 0.0
         self.table: PlanTable | None = None
         """None until the candidates are known."""
         self.said: list[str] = []
         """A line for each time that a plan was found."""
-        me = weakref.ref(self)
-        handle = register_optimizer_step_post_hook(lambda optimizer, *_: _note_step(me(), optimizer))
-        weakref.finalize(self, handle.remove)
 
-    @classmethod
-    def of(cls, mesh: Mesh) -> AutoPlan:
-        """Return the one of a mesh."""
-        found: AutoPlan = mesh.shared.setdefault(cls, None) or cls(mesh)
-        mesh.shared[cls] = found
-        return found
-
-    def join(
-        self, on_mesh: ExpertParallel, experts: AbstractExperts, hidden: int, parameters: Callable[[], Iterable[Tensor]]
-    ) -> None:
-        """Take a layer in. What was found before is forgotten: it was found for other layers.
-
-        Args:
-            on_mesh: how the layer runs; it calls `begin` before each of its calls.
-            experts: its experts.
-            hidden: inner width of one of them, whole.
-            parameters: those of the layer, when asked: wrappers put others in their place.
-        """
-        if self._grid.world == 1:
-            return
-        sizes = {"dim": experts.dim, "hidden": hidden, "num_experts": experts.num_experts}
-        self._layers.append((weakref.ref(on_mesh), weakref.ref(experts), sizes))
-        self._parameters.append(parameters)
-        self.table, self._steps = None, 0
+    def _forget(self) -> None:
+        self.table = None
         self._compiled.clear()
-        self._ours.clear()
-        on_mesh.auto = self
-
-    def begin(self, tokens: int, top_k: int, dtype: torch.dtype) -> None:
-        if not torch.is_grad_enabled() or is_recomputing():
-            return
-        self._call = (tokens, top_k, dtype.itemsize)
-        if self._stepped:
-            self._stepped = False
-            self._end_step()
-
-    def note_step(self, optimizer: Optimizer) -> None:
-        """Hear of an optimizer's step; those of optimizers that hold none of the layers' trained parameters do not count.
-
-        Args:
-            optimizer: any of this process.
-        """
-        if optimizer not in self._ours:
-            trained = {id(each) for found in self._parameters for each in found() if each.requires_grad}
-            held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-            self._ours[optimizer] = not trained or bool(trained & held)
-        self._stepped = self._stepped or self._ours[optimizer]
 
     def _end_step(self) -> None:
-        self._steps += 1
         if self._steps < WARM_UP:
             return
         if self.table is None:
@@ -148,13 +87,6 @@ class AutoPlan(AbstractPlanChooser):
         if self._transport.device.type == "cuda":
             torch.cuda.synchronize(self._transport.device)
         return self.clock()
-
-    def _members(self) -> Iterator[tuple[ExpertParallel, AbstractExperts, dict[str, int]]]:
-        """Yield the layers that are still there, and still want to be chosen for."""
-        for of_layer, of_experts, sizes in self._layers:
-            on_mesh, experts = of_layer(), of_experts()
-            if on_mesh is not None and experts is not None and on_mesh.auto is self:
-                yield on_mesh, experts, sizes
 
     def _candidates(self, first: Plan) -> tuple[list[Plan], Callable[[float], list[float]]]:
         """Return plans and their predicted seconds, as the first rank finds them; the first is the one that runs."""
@@ -202,8 +134,3 @@ class AutoPlan(AbstractPlanChooser):
         )
         if self._transport.rank == 0:
             LOG.warning(self.said[-1])
-
-
-def _note_step(auto: AutoPlan | None, optimizer: Optimizer) -> None:
-    if auto is not None:
-        auto.note_step(optimizer)

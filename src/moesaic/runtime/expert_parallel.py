@@ -39,7 +39,7 @@ from moesaic.runtime.by_deepep import run_by_deepep
 from moesaic.runtime.executor import LayerRun, run_program
 from moesaic.runtime.expert_order import ExpertOrder
 from moesaic.runtime.spread import compiled_for, fitting
-from moesaic.runtime.tasks import Call, Codecs, Indices, Meter, known_codec
+from moesaic.runtime.tasks import Call, Codecs, Indices, Meter, TaskClock, known_codec
 
 T = TypeVar("T")
 
@@ -198,6 +198,8 @@ class ExpertParallel:
         """What encodes rows; a benchmark may put others in their place that lay messages out alike."""
         self.auto: AbstractPlanChooser | None = None
         """Hears of every call and chooses the plan; None where the plan is given."""
+        self.clock: TaskClock | None = None
+        """Takes the time of every task, each alone; None where nobody asks."""
         self._order: ExpertOrder | None = None
         self._weight_first = weight_first
         self._tensor_group = grid.group(self.rank, ("tp",))
@@ -215,7 +217,7 @@ class ExpertParallel:
         other = object.__new__(ExpertParallel)
         memo[id(self)] = other
         other.__dict__.update(self.__dict__)
-        other.auto = None  # it goes on under the plan that it has
+        other.auto = other.clock = None  # it goes on under the plan that it has
         other._order = copy.deepcopy(self._order, memo)
         other._ways = {key: other._prepare(way.compiled, way.deepep) for key, way in self._ways.items()}
         other._enter(next(way for way in other._ways.values() if way.compiled is self.compiled))
@@ -400,7 +402,7 @@ class ExpertParallel:
                 self._padded[key] = known
             call = Call(
                 self.rank, known[0], experts, 0, self._weight_first, key is not None, True, self.codecs,
-                self.calls.meter, known[1],
+                self.calls.meter, known[1], self.clock,
             )  # fmt: skip
             indices = {"index": token.unsqueeze(1)} if of_call is None else dict(of_call.indices)
             work = LayerRun(compiled, self.transport, call, 0, indices)

@@ -14,12 +14,15 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moesaic.comm.collectives import all_reduce_max
+from moesaic.comm.transport import AbstractTransport
 from moesaic.comm.transport import Lane as TransportLane
 from moesaic.experts.experts import AbstractExperts, DeferredWgrad, Weights
 from moesaic.kernels.codecs import AbstractCodec, codec_named
@@ -27,7 +30,7 @@ from moesaic.kernels.memory import uploaded
 from moesaic.kernels.permute import sum_rows
 from moesaic.kernels.work import Dispatch
 from moesaic.program.sizes import CallSizes, Move, Runs
-from moesaic.program.task import Kind, Lane, Op, Slot, State, Task
+from moesaic.program.task import Kind, Lane, Op, Program, Slot, State, Task
 from moesaic.routing.capacity import count
 from moesaic.routing.peers import stable_order
 
@@ -110,6 +113,36 @@ def _as_numbers(table: Runs | np.ndarray) -> np.ndarray:
     return np.concatenate([table.offsets, table.sizes]) if isinstance(table, Runs) else table
 
 
+class TaskClock:
+    """What the tasks of programs take on this rank, each alone.
+
+    Args:
+        transport: between the ranks, which begin every task together.
+    """
+
+    def __init__(self, transport: AbstractTransport) -> None:
+        self._transport = transport
+        self._everyone = tuple(range(transport.world))
+        self.seconds: dict[tuple[str, str], list[float]] = {}
+        """Of each call, by the names of program and task."""
+
+    def start(self) -> float:
+        """Wait for the other ranks, and return the time."""
+        all_reduce_max(self._transport, self._everyone, torch.zeros(1, device=self._transport.device))
+        return self._now()
+
+    def stop(self, program: Program, tasks: Sequence[Task], since: float) -> None:
+        """Take down what tasks took whose messages are there; those whose messages travel as one share the time evenly."""
+        each = (self._now() - since) / len(tasks)
+        for task in tasks:
+            self.seconds.setdefault((program.name, task.name), []).append(each)
+
+    def _now(self) -> float:
+        if self._transport.device.type == "cuda":
+            torch.cuda.synchronize(self._transport.device)
+        return perf_counter()
+
+
 @dataclass
 class Call:
     """What one rank brings to one run of a program."""
@@ -132,6 +165,8 @@ class Call:
     """Takes the time of the experts' tasks; None where nobody asks."""
     indices: Indices = field(default_factory=Indices, repr=False, compare=False)
     """Of the rows that move, on the device that computes; a call of the same sizes may have the same ones."""
+    clock: TaskClock | None = None
+    """Takes the time of every task, each alone; None where nobody asks."""
     known: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What tasks have worked out from counts and indices, for those that come after them, the backward pass among them. A
     call that is made from another one by `replace` starts without."""

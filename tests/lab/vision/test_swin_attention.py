@@ -34,7 +34,7 @@ def by_pixel_pairs(layer: WindowAttention, image: Tensor) -> Tensor:
     Two pixels see each other if the same lines of the grid, which the shift moves, lie around both.
     """
     side, window, heads = len(image), layer.window, layer.num_heads
-    weights = layer.qkv.weight.chunk(3)
+    weights = layer.qkv.weight.unbind()
     q, k, v = (image @ weights[0].T + layer.q_bias, image @ weights[1].T, image @ weights[2].T + layer.v_bias)
     width = image.shape[2] // heads
     scale = layer.log_scale.exp().clamp(max=100)

@@ -58,7 +58,7 @@ def copy_weights(source: nn.Module, model: SwinMoE) -> None:
         for name, parameter in model.named_parameters():
             owner, _, leaf = name.rpartition(".")
             if owner in names:
-                parameter.copy_(weights[f"{names[owner]}.{leaf}"])
+                parameter.copy_(weights[f"{names[owner]}.{leaf}"].view_as(parameter))
         for index, block in enumerate(model.blocks):
             assert isinstance(block, SwinBlock)
             attention = names[f"blocks.{index}.attention.qkv"].removesuffix(".qkv")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,19 +34,33 @@ def on_rank(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = FileStore(f"{folder}/store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=200))
-    train(options(Path(folder) / "four", ep=2, etp=1), say=lambda _: None)
+    for name, changes in MESHES[world].items():
+        train(options(Path(folder) / name, **changes), say=lambda _: None)
     leave()
 
 
-def test_four_ranks_train_as_one_and_write_the_same_weights(tmp_path: Path) -> None:
-    alone = train(options(tmp_path / "one"), say=lambda _: None)
-    start(4, on_rank, 4, str(tmp_path))
-    together = json.loads((tmp_path / "four" / "results.json").read_text())
-    assert together["accuracy"] == alone["accuracy"]
-    one, four = weights(tmp_path / "one"), weights(tmp_path / "four")
-    assert one.keys() == four.keys()
-    for name, tensor in one.items():
-        torch.testing.assert_close(four[name], tensor, rtol=1e-3, atol=1e-4)
+MESHES: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "tp": {"tp": 2, "ep": 2},
+        "tp, no FSDP": {"tp": 2, "etp": 2, "schedule": "s2", "fsdp": False},
+        "dense, tp": {"tp": 2, "ffn": "dense"},
+    },
+    4: {"ep": {"ep": 2}, "tp and dp": {"tp": 2, "ep": 2}},
+}
+"""What is trained, by the number of ranks and by name."""
+
+
+@pytest.mark.parametrize("world", MESHES)
+def test_ranks_train_as_one_and_write_the_same_weights(tmp_path: Path, world: int) -> None:
+    start(world, on_rank, world, str(tmp_path))
+    for name, changes in MESHES[world].items():
+        alone = train(options(tmp_path / "one", ffn=changes.get("ffn", "preset")), say=lambda _: None)
+        together = json.loads((tmp_path / name / "results.json").read_text())
+        assert together["accuracy"] == alone["accuracy"]
+        one, several = weights(tmp_path / "one"), weights(tmp_path / name)
+        assert one.keys() == several.keys()
+        for key, tensor in one.items():
+            torch.testing.assert_close(several[key], tensor, rtol=1e-3, atol=1e-4)
 
 
 def test_weights_go_on_and_moe_layers_stay_where_they_are_frozen(tmp_path: Path, capsys) -> None:
