@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable, Sequence
+from operator import getitem
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,6 +23,30 @@ from moesaic.testing.reference import Reference, in_float64, reference
 def seeds(drawn: range, every: int) -> list[Any]:
     """Return seeds for `parametrize` of which `make test` runs one in so many, `make test-random` the others."""
     return [pytest.param(seed, marks=pytest.mark.random if number % every else ()) for number, seed in enumerate(drawn)]
+
+
+def seed_ranges(count: int, quick: int) -> list[Any]:
+    """Return seeds for a test that goes through them: `make test` runs the first ones, `make test-random` the others."""
+    return [range(quick), pytest.param(range(quick, count), marks=pytest.mark.random)]
+
+
+def pairwise(*axes: Sequence[Any], fits: Callable[..., bool] = lambda *_: True) -> list[Any]:
+    """Return the product of axes for `parametrize`, of which `make test` runs a part and `make test-random` the rest.
+
+    Every pair is met in the part: of any two axes, each two values that meet at all. It is chosen greedily.
+
+    Args:
+        axes: the values of each parameter.
+        fits: whether values go together; combinations that do not are left out.
+    """
+    rows = [row for row in itertools.product(*map(range, map(len, axes))) if fits(*map(getitem, axes, row))]
+    met = {row: set(itertools.combinations(enumerate(row), 2)) for row in rows}
+    missing, chosen = set().union(*met.values()), set()
+    while missing:
+        row = max(rows, key=lambda row: len(met[row] & missing))
+        chosen.add(row)
+        missing -= met[row]
+    return [pytest.param(*map(getitem, axes, row), marks=() if row in chosen else pytest.mark.random) for row in rows]
 
 
 def _trains(name: str, dim: int, num_experts: int, top_k: int) -> bool:

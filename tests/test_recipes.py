@@ -6,6 +6,7 @@ import re
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,12 +62,17 @@ def alone() -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("name", EQUAL)
+def with_packages(recipes: dict[str, tuple[int, tuple[str, ...]]]) -> list[Any]:
+    """Return names of recipes: `make test` runs those that need PyTorch alone, `make test-random` the others too."""
+    return [pytest.param(name, marks=pytest.mark.random if packages else ()) for name, (_, packages) in recipes.items()]
+
+
+@pytest.mark.parametrize("name", with_packages(EQUAL))
 def test_a_recipe_trains_as_one_process_does(name, alone):
     assert losses(run(name, *EQUAL[name])) == pytest.approx(alone, abs=2e-5)
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", with_packages(OTHERS))
 def test_a_recipe_trains(name, alone):
     found = losses(run(name, *OTHERS[name]))
     assert len(found) == 8

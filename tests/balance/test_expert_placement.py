@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers import seed_ranges
 from moesaic.balance.experts import (
     Balanced,
     ExpertLoad,
@@ -169,17 +170,18 @@ def test_the_cost_of_a_step_is_rows_at_the_busiest_place_and_on_the_busiest_link
 
 @pytest.mark.parametrize("skew", [0.3, 0.8, 1.2])
 @pytest.mark.parametrize("grid", GRIDS[:4], ids=str)
-def test_the_gap_to_the_optimum_is_small(grid: Grid, skew: float) -> None:
+@pytest.mark.parametrize("seeds", seed_ranges(6, 1))
+def test_the_gap_to_the_optimum_is_small(grid: Grid, skew: float, seeds: range) -> None:
     gaps = []
-    for seed in range(6):
+    for seed in seeds:
         load = drawn(seed, grid, 12 // grid.ep, skew)
         best, place = best_experts(load), Balanced().best(load)
         assert evenly(best, grid.ep)
         assert load.busiest(best) <= load.busiest(place) * (1 + 1e-6)
         if load.busiest(place) <= load.busiest(best) * (1 + 1e-9):
             assert load.between_nodes(best) <= load.between_nodes(place) + 1e-6
-        assert expert_gap(load) == pytest.approx(load.busiest(place) / load.busiest(best) - 1)
-        gaps.append(expert_gap(load))
+        gaps.append(load.busiest(place) / load.busiest(best) - 1)
+    assert expert_gap(load) == pytest.approx(gaps[-1])
     assert max(gaps) < 0.05
     assert np.mean(gaps) < 0.01
 

@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from helpers import seed_ranges
 from moesaic.balance.policies import REPLICATION_POLICIES
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts, replica_loads
 from moesaic.balance.replication.eplb import EPLB
@@ -46,8 +47,9 @@ def by_place(load: CallLoad, replicated: np.ndarray) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("costs", [FAST_WEIGHTS, DEAR_WEIGHTS, ReplicationCosts()], ids=["fast", "dear", "middling"])
 @pytest.mark.parametrize("name", REPLICATION_POLICIES)
-def test_what_is_replicated_is_there_and_never_at_home(name: str, costs: ReplicationCosts):
-    for seed in range(60):
+@pytest.mark.parametrize("seeds", seed_ranges(60, 10))
+def test_what_is_replicated_is_there_and_never_at_home(name: str, costs: ReplicationCosts, seeds: range):
+    for seed in seeds:
         load = draw(seed)
         policy = REPLICATION_POLICIES[name](costs)
         replicated = policy.decide(load)

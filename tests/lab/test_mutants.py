@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from moesaic.testing.equivalence import failures, run_case
 from moesaic.testing.processes import ProcessCase, run_on_gloo
@@ -13,8 +16,20 @@ from moesaic_lab.planted.mutants import CASES, GLOO, MUTANTS, judge, judge_on_gl
 
 IN_PROCESS = [mutant for mutant in MUTANTS if mutant.case != "gloo"]
 FIRST_OF_A_KIND = {(mutant.caught_by, mutant.looks_like): mutant.name for mutant in reversed(IN_PROCESS)}.values()
-"""Names of the first bug caught in each way and with each factor; `make test-all` plants the others too."""
+"""Names of the first bug caught in each way and with each factor of each quantity; `make test-all` plants the others too."""
+verdict_of = functools.cache(judge)
 PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
+
+
+def planted() -> Iterator[ParameterSet]:
+    """Yield the bugs: in `make test` each catcher, quantity and factor has one, in `make test-random` one of a kind."""
+    met: set[tuple[str, str]] = set()
+    for mutant in IN_PROCESS:
+        quantity, factor = mutant.looks_like or ("", "")
+        kinds = {("catcher", mutant.caught_by), ("quantity", quantity), ("factor", factor)}
+        marks = () if kinds - met else pytest.mark.random if mutant.name in FIRST_OF_A_KIND else pytest.mark.slow
+        met |= kinds
+        yield pytest.param(mutant, id=mutant.name, marks=marks)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -22,15 +37,9 @@ def test_the_cases_pass_without_a_bug(name):
     assert failures(CASES[name], run_case(CASES[name])) == {}
 
 
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        pytest.param(mutant, id=mutant.name, marks=() if mutant.name in FIRST_OF_A_KIND else pytest.mark.slow)
-        for mutant in IN_PROCESS
-    ],
-)
+@pytest.mark.parametrize("mutant", planted())
 def test_a_planted_bug_is_caught_and_its_factor_named(mutant):
-    verdict = judge(mutant)
+    verdict = verdict_of(mutant)
     assert verdict.caught_by == mutant.caught_by, verdict.how
     assert verdict.how
     assert verdict.looks_like == mutant.looks_like, [str(finding) for finding in verdict.findings]
@@ -40,7 +49,7 @@ def test_a_planted_bug_is_caught_and_its_factor_named(mutant):
 @pytest.mark.parametrize("mutant", [m for m in IN_PROCESS if m.caught_by == "crash"], ids=lambda mutant: mutant.name)
 def test_what_crashes_is_the_library_and_not_the_planting(mutant):
     """A planted function that no longer fits what it replaces would be "caught" for ever."""
-    assert not judge(mutant).how.startswith(("TypeError", "AttributeError", "NameError"))
+    assert not verdict_of(mutant).how.startswith(("TypeError", "AttributeError", "NameError"))
 
 
 @pytest.mark.parametrize("mutant", IN_PROCESS[::10], ids=lambda mutant: mutant.name)

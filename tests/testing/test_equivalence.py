@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -22,8 +23,10 @@ LEAST = 15
 
 
 @pytest.fixture(scope="module")
-def drawn() -> list[Case]:
-    return [draw_case(seed) for seed in range(300)]
+def replicating() -> list[Case]:
+    """The first twelve cases that replicate experts, on at most four ranks."""
+    drawn = (draw_case(seed, world=world) for seed in itertools.count() for world in (2, 4))
+    return list(itertools.islice((case for case in drawn if case.plan.replication != "none" and case.grid.ep > 1), 12))
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +125,7 @@ def test_what_answers_skewed_routing_is_named():
 
 
 @pytest.mark.parametrize("replication", ["shadow", "published", "spill", "least_loaded", "arbiter"])
-def test_policies_replicate_where_they_decide(replication, drawn, monkeypatch):
+def test_policies_replicate_where_they_decide(replication, replicating, monkeypatch):
     """Cases in which a policy would leave all copies at home check nothing."""
     replicated = []
     plain = ProgramSelector.choose
@@ -133,8 +136,7 @@ def test_policies_replicate_where_they_decide(replication, drawn, monkeypatch):
         return compiled, table
 
     monkeypatch.setattr(ProgramSelector, "choose", choose)
-    cases = [case for case in drawn if case.plan.replication != "none" and case.grid.ep > 1][:12]
-    for case in cases:
+    for case in replicating:
         plan = dataclasses.replace(case.plan, replication=replication)
         decided = dataclasses.replace(case, plan=plan, by_policy=True, placement="none")
         assert failures(decided, run_case(decided)) == {}

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
+from helpers import pairwise
 from moesaic.errors import InputError
 from moesaic.experts.stacked import stored_tensors
 from moesaic.models.config import ModelConfig, MoEConfig
@@ -171,9 +172,7 @@ def killing() -> Callable[[int | None], Iterator[list[str]]]:
     return killed_at
 
 
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("keep_last", [1, 2])
-@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize(("keep_last", "again", "background"), pairwise((1, 2), (True, False), (False, True)))
 def test_a_kill_at_any_instant_of_a_save_leaves_a_whole_checkpoint(tmp_path, killing, keep_last, again, background):
     put = partial(save, background=background)
     step = 4 if again else 5

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -197,12 +196,19 @@ def test_a_rank_that_dies_says_why_and_the_others_leave(tmp_path, error, said):
     assert re.search(r"error_file: /\S+error.json", summary)
 
 
-@pytest.mark.parametrize("rendezvous", ["c10d", pytest.param("static", marks=pytest.mark.slow)])
-def test_a_run_that_is_killed_twice_is_started_anew_and_ends_as_if_undisturbed(tmp_path, rendezvous):
-    config = tiny(tmp_path, steps=7, batch_size=4, save_every=1, existing="resume", mesh={"ep": 2})
-    whole = start(replace(config, out=str(tmp_path / "whole")), tmp_path)
-    _, err = whole.communicate(timeout=120)
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    """The folder of a run of seven steps that nobody kills."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    whole = start(tiny(folder, steps=7, batch_size=4, save_every=7, mesh={"ep": 2}), folder)
+    _, err = whole.communicate(timeout=300)
     assert whole.returncode == 0, err
+    return folder / "run"
+
+
+@pytest.mark.parametrize("rendezvous", ["c10d", pytest.param("static", marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_twice_is_started_anew_and_ends_as_if_undisturbed(tmp_path, rendezvous, undisturbed):
+    config = tiny(tmp_path, steps=7, batch_size=4, save_every=1, existing="resume", mesh={"ep": 2})
     script = tmp_path / "die.py"
     script.write_text(DIE)
     elastic = ("--standalone",) if rendezvous == "c10d" else ("--master-port", str(free_port()))
@@ -213,17 +219,14 @@ def test_a_run_that_is_killed_twice_is_started_anew_and_ends_as_if_undisturbed(t
         process.kill()
     assert process.returncode == 0, err
     assert out.count("done: ") == 1
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "run") == losses(undisturbed)
     assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, 8))
-    assert_same(parameters(tmp_path / "run"), parameters(tmp_path / "whole"))
+    assert_same(parameters(tmp_path / "run"), parameters(undisturbed))
 
 
-def test_kills_in_the_threads_that_write_checkpoints_cost_nothing_but_the_steps_since_the_last(tmp_path):
+def test_kills_in_the_threads_that_write_checkpoints_cost_nothing_but_the_steps_since_the_last(tmp_path, undisturbed):
     changes = {"steps": 7, "batch_size": 4, "save_every": 1, "save_in_background": True, "keep_last": 1}
     config = tiny(tmp_path, **changes, existing="resume", mesh={"ep": 2})
-    whole = start(replace(config, out=str(tmp_path / "whole"), save_every=7), tmp_path)
-    _, err = whole.communicate(timeout=300)
-    assert whole.returncode == 0, err
     script = tmp_path / "die.py"
     script.write_text(DIE_IN_BACKGROUND)
     process = start(config, tmp_path, script=script, elastic=("--standalone", "--max-restarts", "3"))
@@ -233,9 +236,9 @@ def test_kills_in_the_threads_that_write_checkpoints_cost_nothing_but_the_steps_
         process.kill()
     assert process.returncode == 0, err
     assert re.findall("killed in (.*)", out) == ["flush", "checksum", "require_read_back"]
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "run") == losses(undisturbed)
     assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, 8))
-    assert_same(parameters(tmp_path / "run"), parameters(tmp_path / "whole"))
+    assert_same(parameters(tmp_path / "run"), parameters(undisturbed))
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000007"]
 
 

@@ -22,7 +22,7 @@ from train import worlds
 from train.worlds import Outcome, assert_same_run
 from worlds import start
 
-BASE = {"batch_size": 4, "precision": "float64", "eval_sequences": 5, "eval_every": 2, "log_every": 1, "steps": 6}
+BASE = {"batch_size": 4, "precision": "float64", "eval_sequences": 5, "eval_every": 2, "log_every": 1, "steps": 4}
 MODEL = {
     "num_heads": 4,
     "moe": {
@@ -93,13 +93,13 @@ def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
             run_quietly(plain)
         runs = {name: meshed for name, (_, meshed) in pairs.items()}
         whole = runs["random, edp 2"]
-        parts = replace(whole, out=str(folder / "parts"), existing="resume", save_every=3)
+        parts = replace(whole, out=str(folder / "parts"), existing="resume", save_every=2)
         constant = replace(whole.optimizer, warmup_steps=0, final_share=1.0)
-        runs["first half"] = replace(parts, steps=3, optimizer=constant)
+        runs["first half"] = replace(parts, steps=2, optimizer=constant)
         runs["second half"] = replace(parts, optimizer=constant)
         runs["without"] = replace(parts, out=str(folder / "without"), balance=BalanceConfig(), optimizer=constant)
         outcomes = train_on(4, list(runs.values()))
-        away = replace(tiny(folder, **BASE, model=MODEL, out=str(folder / "parts")), existing="resume", steps=7)
+        away = replace(tiny(folder, **BASE, model=MODEL, out=str(folder / "parts")), existing="resume", steps=5)
         stayed = replace(away, out=str(folder / "without"))
         for config in (away, stayed):
             run_quietly(replace(config, optimizer=constant))
@@ -113,7 +113,7 @@ def test_training_with_moving_experts_is_training_on_one_process(world, name):
     plain, meshed = one_and_four(folder, name)
     assert_same_run(Path(plain.out), Path(meshed.out))
     told = [line["place_experts"] for line in lines(Path(meshed.out), "train") if "place_experts" in line]
-    assert len(told) == 6 // meshed.balance.experts_every
+    assert len(told) == 4 // meshed.balance.experts_every
     assert sum(each["experts"] for each in told) > 0
     assert sum(each["bytes"] for each in told) > 0
     for each in told:
@@ -130,7 +130,7 @@ def test_a_run_goes_on_from_a_checkpoint_in_the_middle_and_on_one_process(world)
     folder, outcomes = world
     assert [o.refusal for half in ("first half", "second half", "without") for o in outcomes[half]] == [""] * 12
     moved = [line for line in lines(folder / "parts", "train") if line.get("place_experts", {}).get("experts")]
-    assert len(moved) == 6
+    assert len(moved) == 4
     assert_same_run(
         folder / "parts", folder / "without", kinds=("train",)
     )  # the first half ends with an evaluation more

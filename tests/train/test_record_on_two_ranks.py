@@ -12,7 +12,7 @@ from moesaic.train.config import TrainConfig
 from runs import losses, parameters, run_quietly, skip_measuring, tiny
 from train.worlds import Outcome, assert_same_run, difference, train_on
 
-BASE = {"batch_size": 4, "precision": "float64", "eval_sequences": 4, "accumulation": 2}
+BASE = {"batch_size": 4, "precision": "float64", "eval_sequences": 4, "accumulation": 2, "steps": 2}
 MESHES = {
     "ep": ({"ep": 2}, {"chunks": 2}),
     "tp, s2": ({"tp": 2, "ep": 2}, {"schedule": "s2"}),
@@ -82,7 +82,7 @@ def test_a_trace_does_not_depend_on_the_mesh(world, name, holds):
     folder, outcomes = world
     assert [outcome.refusal for outcome in outcomes[f"{name} {holds}"]] == ["", ""]
     one, two = Trace.open(Path(plain(folder, holds).out)), Trace.open(Path(on_mesh(folder, name, holds).out))
-    assert one.steps == two.steps == [0, 1, 2, 3]
+    assert one.steps == two.steps == [0, 1]
     for a, b in zip(one.segments(), two.segments(), strict=True):
         assert (a.table == b.table).all()
     groups = 1 if "tp" in name else 2

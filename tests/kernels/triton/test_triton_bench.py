@@ -51,6 +51,7 @@ def no_gpu(monkeypatch, device):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
 
+@pytest.mark.random
 def test_measure_from_checks_to_claims_and_once_more_from_its_files(no_gpu, tmp_path):
     options = GpuOptions(folder=tmp_path, stages=("check", "measure"), repeats=2)
     found = measure(options)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from triton_references import down_grad_reference, outer_products_reference, rows_times_reference, up_reference
 
+from helpers import pairwise
 from moesaic.kernels.triton.down_grad import down_grad
 from moesaic.kernels.triton.grouped import rows_times
 from moesaic.kernels.triton.outer import longest_first, outer_products
@@ -22,8 +23,6 @@ TILES = {
     "persistent": replace(SMALL, programs=1, descriptors=1, group=3),
 }
 COUNTS = [[0], [1], [5, 40, 0, 3], [0, 0, 16]]
-tiles = pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
-counts = pytest.mark.parametrize("counts", COUNTS, ids=str)
 
 
 def ends_of(counts: list[int], device: str) -> Tensor:
@@ -35,19 +34,20 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
     torch.testing.assert_close(found.double(), expected.double(), atol=tolerance * max(scale, 1.0), rtol=0)
 
 
-@tiles
-@counts
-@pytest.mark.parametrize("transposed", [True, False], ids=["(E, N, K)", "(E, K, N)"])
-@pytest.mark.parametrize(("dim", "width"), [(40, 24), (17, 33)])
-def test_rows_times(tile, counts, transposed, dim, width, device):
-    ends = ends_of(counts, device)
+@pytest.mark.parametrize(
+    ("tile", "counts", "order", "size"),
+    pairwise(tuple(TILES), COUNTS, ("(E, N, K)", "(E, K, N)"), ((40, 24), (17, 33))),
+    ids=str,
+)
+def test_rows_times(tile, counts, order, size, device):
+    ends, tile, transposed, (dim, width) = ends_of(counts, device), TILES[tile], order == "(E, N, K)", size
     x, w = torch.randn(sum(counts) + 3, dim, device=device), torch.randn(len(counts), width, dim, device=device)
     stored = w if transposed else w.transpose(1, 2).contiguous()
     found = rows_times(x, stored, ends, tile, transposed=transposed)
     close(found[: sum(counts)], rows_times_reference(x, w, ends))
 
 
-@tiles
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 def test_rows_times_of_gathered_tokens_and_a_slice_of_wider_weights(tile, device):
     ends, token = ends_of([4, 0, 6], device), torch.randint(0, 5, (10,), device=device).to(torch.int32)
     x, wide = torch.randn(5, 24, device=device), torch.randn(3, 40, 24, device=device)
@@ -56,11 +56,9 @@ def test_rows_times_of_gathered_tokens_and_a_slice_of_wider_weights(tile, device
     close(found, rows_times_reference(x, w, ends, token))
 
 
-@tiles
-@counts
-@pytest.mark.parametrize("gathered", ["p", "q", None])
+@pytest.mark.parametrize(("tile", "counts", "gathered"), pairwise(tuple(TILES), COUNTS, ("p", "q", None)), ids=str)
 def test_outer_products(tile, counts, gathered, device):
-    ends = ends_of(counts, device)
+    ends, tile = ends_of(counts, device), TILES[tile]
     num_rows = sum(counts)
     token = torch.randint(0, max(1, num_rows), (num_rows,), device=device).to(torch.int32)
     p, q = torch.randn(num_rows, 40, device=device), torch.randn(num_rows, 24, device=device)
@@ -73,7 +71,7 @@ def test_outer_products(tile, counts, gathered, device):
     close(found, outer_products_reference(sides["p"], sides["q"], ends))
 
 
-@tiles
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 @pytest.mark.parametrize("gathered", ["p", "q", None])
 def test_outer_products_see_the_rows_of_their_expert_alone(tile, gathered, device):
     """Rows of an expert that overflowed, and what stands behind all experts' rows, leave no NaN in another's gradient."""
@@ -89,12 +87,15 @@ def test_outer_products_see_the_rows_of_their_expert_alone(tile, gathered, devic
     close(found[[0, 2]], exact[[0, 2]])
 
 
-@tiles
-@counts
-@pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("gelu", False), ("relu", False), ("gelu", True)])
-def test_up_and_the_gradient_of_down(tile, counts, activation, gated, device):
+@pytest.mark.parametrize(
+    ("tile", "counts", "form"),
+    pairwise(tuple(TILES), COUNTS, (("silu", True), ("gelu", False), ("relu", False), ("gelu", True))),
+    ids=str,
+)
+def test_up_and_the_gradient_of_down(tile, counts, form, device):
     """Rows that stand in expert order already, as a distributed layer gets them: no gather, a weight per row."""
     ends, num_rows, dim, width = ends_of(counts, device), sum(counts), 40, 24
+    tile, (activation, gated) = TILES[tile], form
     x = torch.randn(num_rows, dim, device=device)
     matrices = torch.randn(len(counts), 2 if gated else 1, width, dim, device=device) / dim**0.5
     options = {"activation": activation, "weight": torch.rand(num_rows, device=device)}

@@ -12,7 +12,14 @@ import pytest
 pytest.importorskip("triton", reason="the GPU extra is not installed: pip install 'moesaic[gpu]'")
 
 
-@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "which",
+    [
+        "not slow and not random",
+        pytest.param("random and not slow", marks=pytest.mark.random),
+        pytest.param("slow", marks=pytest.mark.slow),
+    ],
+)
 def test_kernels_under_the_interpreter(which):
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", str(Path(__file__).parent), "-m", which, "-x", "-p", "no:cacheprovider"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers import pairwise
 from moesaic.kernels.triton.rows.permute import sum_tokens
 
 SIZES = [(0, 2, 8), (1, 1, 1), (5, 2, 40), (9, 8, 24), (6, 3, 1030)]
@@ -20,11 +21,14 @@ def by_token_of(num_tokens: int, top_k: int, *, varying: bool, dropped: bool) ->
     return by_token, counts.cumsum(0) - counts
 
 
-@pytest.mark.parametrize(("num_tokens", "top_k", "dim"), SIZES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize(("varying", "dropped"), [(False, False), (False, True), (True, False)])
-def test_each_token_gets_the_sum_of_its_rows(num_tokens, top_k, dim, dtype, weighted, varying, dropped, device):
+@pytest.mark.parametrize(
+    ("size", "dtype", "form", "copies"),
+    pairwise(SIZES, tuple(DTYPES), ("plain", "weighted"), ("all", "some dropped", "varying")),
+    ids=str,
+)
+def test_each_token_gets_the_sum_of_its_rows(size, dtype, form, copies, device):
+    num_tokens, top_k, dim = size
+    weighted, varying, dropped = form == "weighted", copies == "varying", copies == "some dropped"
     by_token, starts = by_token_of(num_tokens, top_k, varying=varying, dropped=dropped)
     rows = torch.randn(len(by_token), dim).to(dtype)
     rows[~torch.isin(torch.arange(len(rows)), by_token)] = torch.nan  # rows that nobody sent must not be read

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from helpers import ODD_LOGITS, TOP_K, ids_for, make_router
+from helpers import ODD_LOGITS, TOP_K, ids_for, make_router, pairwise
 from moesaic import Capacity, GatedExperts, MoE, PlainExperts
 from moesaic.kernels import pick
 from moesaic.kernels.codecs import codec_named
@@ -119,13 +119,18 @@ def test_odd_rows_are_ranked_as_on_a_cpu(device, picked):
     assert torch.equal(top_k_indices(rows.to(device), 5).cpu(), top_k_indices_reference(rows, 5))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(
-    ("tokens", "per_token", "dim"), [(0, 2, 5), (7, 2, 40), (5, 3, 1100), (9, None, 40), (6, None, 3)]
+    ("size", "weighted", "dtype"),
+    pairwise(
+        ((0, 2, 5), (7, 2, 40), (5, 3, 1100), (9, None, 40), (6, None, 3)),
+        (False, True),
+        (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    ),
+    ids=str,
 )
-def test_order_and_sums_equal_the_cpus(tokens, per_token, dim, weighted, dtype, device, request):
+def test_order_and_sums_equal_the_cpus(size, weighted, dtype, device, request):
     """Whether every token has as many rows or not, tokens without a row among them."""
+    tokens, per_token, dim = size
     token = torch.arange(tokens).repeat_interleave(per_token or 2)
     expert = torch.randint(0, 4, (len(token),))
     if per_token is None:

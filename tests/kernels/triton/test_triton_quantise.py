@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers import pairwise
 from moesaic.kernels.codecs import Fp8, Int8
 from moesaic.kernels.codecs.codec import split
 from moesaic.kernels.triton.quantise import fp8_decode, fp8_encode, int8_decode, int8_encode
@@ -25,11 +26,11 @@ def bad_rows(num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
     return rows.to(dtype)
 
 
-@pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("num_rows", "dim"), [(1, 1), (9, 300), (8, 128), (7, 1100)])
-def test_bytes_and_rows_are_the_oracles(name, dtype, num_rows, dim, device):
-    codec, encode, decode = OPS[name]
+@pytest.mark.parametrize(
+    ("name", "dtype", "size"), pairwise(tuple(OPS), DTYPES, ((1, 1), (9, 300), (8, 128), (7, 1100))), ids=str
+)
+def test_bytes_and_rows_are_the_oracles(name, dtype, size, device):
+    (codec, encode, decode), (num_rows, dim) = OPS[name], size
     rows = bad_rows(num_rows, dim, dtype)
     expected = codec.encode(rows)
     message = torch.full_like(expected, 77, device=device)

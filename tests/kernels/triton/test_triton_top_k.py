@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers import ODD_LOGITS, ranked
+from helpers import ODD_LOGITS, pairwise, ranked
 from moesaic.kernels.triton.rows.sort import RowOrder, sort
 from moesaic.kernels.triton.rows.top_k import top_k_columns
 from moesaic.routing.router import top_k_indices_reference
@@ -15,12 +15,13 @@ from moesaic.routing.routing import Scores
 SIZES = [(0, 4, 2), (1, 1, 1), (3, 5, 5), (7, 5, 2), (40, 64, 8), (300, 16, 1)]
 
 
-@pytest.mark.parametrize(("num_rows", "num_columns", "top_k"), SIZES)
-@pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_chooses_as_a_stable_sort_does(num_rows, num_columns, top_k, ties, dtype, device):
+@pytest.mark.parametrize(
+    ("size", "values", "dtype"), pairwise(SIZES, ("distinct", "ties"), (torch.float32, torch.bfloat16)), ids=str
+)
+def test_chooses_as_a_stable_sort_does(size, values, dtype, device):
+    num_rows, num_columns, top_k = size
     rank_by = torch.randn(num_rows, num_columns)
-    rank_by = (rank_by.round() * 0.5 if ties else rank_by).to(dtype)
+    rank_by = (rank_by.round() * 0.5 if values == "ties" else rank_by).to(dtype)
     found = top_k_columns(rank_by.to(device), top_k)
     assert found.dtype == torch.int32
     assert torch.equal(found.long().cpu(), top_k_indices_reference(rank_by.double(), top_k))
