@@ -137,7 +137,7 @@ CASES: dict[str, Case] = {
     "capacity factor": (
         lambda f: base(f, "--model.moe.capacity", "fixed:-1"), ["model.moe.capacity=fixed:-1", "above 0"],
     ),
-    "negative loss": (lambda f: base(f, "--model.moe.losses", "z_loss", "-1"), ["z_loss=-1.0: must be at least 0"]),
+    "negative loss": (lambda f: base(f, "--model.moe.losses", "z_loss:-1"), ["'z_loss:-1'", "coefficient of at least 0"]),
     "flag of before": (lambda f: base(f, "--model.moe.z-loss=1"), ["--model.moe.z-loss is now model.moe.losses, as z_loss"]),
     "other flag of before": (lambda f: base(f, "--no-tensorboard"), ["--no-tensorboard is now trackers"]),
     # Numbers of a run

@@ -56,7 +56,7 @@ def configuration(folder: Path, name: str, steps: int, mesh: MeshConfig) -> Trai
     if not text.exists():
         text.write_text(" ".join(str(number * number) for number in range(4000)), encoding="utf-8")
     moe = MoEConfig(
-        every=2, num_experts=8, top_k=2, hidden=32, losses={"load_balance_global_batch": 0.01, "z_loss": 0.001}
+        every=2, num_experts=8, top_k=2, hidden=32, losses=("load_balance_global_batch:0.01", "z_loss:0.001")
     )
     return TrainConfig(
         out=str(folder / name), steps=steps, batch_size=4, accumulation=4, precision="float64", device="cpu", log_every=1,

@@ -280,7 +280,11 @@ class MoE(InjectsLosses, RoutingCached):
 
         Args:
             compute: from the routed call to y of x's shape: all that the experts add, the shared one among them.
-            x, mask, token_ids, top_k, capacity: as for `forward`.
+            x: as for `forward`.
+            mask: as for `forward`.
+            token_ids: as for `forward`.
+            top_k: as for `forward`.
+            capacity: as for `forward`.
 
         Returns:
             (y, routing).

@@ -274,7 +274,8 @@ def clip_grad_norm_(
         max_norm: the largest norm; `math.inf` only measures.
         norm_type: p of the p-norm; `math.inf` for the largest absolute value.
         error_if_nonfinite: raise RuntimeError if the norm is not finite.
-        mesh, group: as for `gradient_norm`, of a model whose mesh is a part of the world.
+        mesh: as for `gradient_norm`, of a model whose mesh is a part of the world.
+        group: as for `gradient_norm`.
 
     Returns:
         the norm before, ().

@@ -112,7 +112,7 @@ def test_padded_tokens_are_in_no_count_and_move_no_other() -> None:
 @pytest.mark.parametrize("router", ["softmax", "noisy", "sigmoid", "gshard"])
 def test_checkpointing_gives_identical_loss_gradients_and_counts(router: str, capacity: str) -> None:
     plain = GPT(
-        config(moe={"router": router, "capacity": capacity, "losses": {"load_balance": 0.01, "z_loss": 0.01}}), VOCAB
+        config(moe={"router": router, "capacity": capacity, "losses": ["load_balance:0.01", "z_loss:0.01"]}), VOCAB
     )
     again = GPT(dataclasses.replace(plain.config, checkpoint_activations=True), VOCAB)
     again.load_state_dict(plain.state_dict())
@@ -188,10 +188,10 @@ def test_the_names_of_routers_are_those_of_the_table() -> None:
 
 
 def test_losses_have_the_names_of_the_table() -> None:
-    made = MoEConfig(losses=dict.fromkeys(LOSSES, 0.5)).make_losses()
+    made = MoEConfig(losses=tuple(f"{name}:0.5" for name in LOSSES)).make_losses()
     assert [loss.name for loss in made] == list(LOSSES)
     assert {loss.coefficient for loss in made} == {0.5}
-    assert MoEConfig(losses={"z_loss": 0.0}).make_losses() == ()
+    assert MoEConfig(losses=("z_loss:0.0",)).make_losses() == ()
 
 
 @pytest.mark.parametrize(("text", "capacity"), [
@@ -212,11 +212,12 @@ BAD = [
     *((lambda name=name: MoEConfig(**{name: 0}), f"model.moe.{name}=0: must be at least 1")
       for name in ("num_experts", "top_k", "hidden", "every")),
     (lambda: MoEConfig(shared_hidden=-1), "model.moe.shared_hidden=-1: must be at least 0"),
-    *((lambda name=name, bad=bad: MoEConfig(losses={name: bad}),
-       f"model.moe.losses: {name}={bad}: must be at least 0 and finite")
-      for name in LOSSES
-      for bad in (-1.0, float("nan"), float("inf"))),
-    (lambda: MoEConfig(losses={"z": 0.1}), "model.moe.losses: 'z' is unknown: choose of load_balance, "),
+    *((lambda bad=bad: MoEConfig(losses=("load_balance:0.01", *bad)),
+       f"model.moe.losses: '{bad[-1]}': write each of load_balance, .* once at most, with a coefficient of at least 0")
+      for bad in (
+          ("z_loss:-1",), ("z_loss:nan",), ("importance:inf",), ("z_loss:x",), ("z_loss",), ("z_loss:",), ("z:0.1",), ("",),
+          ("load_balance:0.01",),
+      )),
     *((lambda kind=kind, bad=bad: MoEConfig(capacity=f"{kind}:{bad}"),
        f"model.moe.capacity={kind}:{bad}: the factor must be a finite number above 0; .* write dropless")
       for kind in LIMITED

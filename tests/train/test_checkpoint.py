@@ -372,7 +372,7 @@ def test_recomputing_activations_is_no_other_architecture(tmp_path):
 
 
 KNOBS = {
-    "losses": {"load_balance_sequence": 0.5, "z_loss": 0.1, "importance": 0.1}, "capacity": "fixed:2:score",
+    "losses": ("load_balance_sequence:0.5", "z_loss:0.1", "importance:0.1"), "capacity": "fixed:2:score",
     "router_options": {"bias_rate": 0.1},
 }  # fmt: skip
 

@@ -112,7 +112,7 @@ def test_files_of_earlier_versions_say_the_same_under_todays_names():
     assert found.trackers == ("wandb:mine",)
     assert (found.model.dim, found.planner.cluster) == (32, "p.json")
     assert found.model.moe == MoEConfig(
-        capacity="fitted:2.0:rank:score", losses={"load_balance_sequence": 0.02, "importance": 0.0, "z_loss": 0.001},
+        capacity="fitted:2.0:rank:score", losses=("load_balance_sequence:0.02", "importance:0.0", "z_loss:0.001"),
         router="sigmoid", router_options={"bias_rate": 0.1},
     )  # fmt: skip
     assert {name: table[name] for name in kept} == kept, "the table of the caller stays as it was"

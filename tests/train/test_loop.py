@@ -33,7 +33,7 @@ from runs import (
 VARIANTS = {
     "noisy": {"model": {"moe": {"router": "noisy"}}},
     "sigmoid": {"model": {"moe": {"router": "sigmoid", "router_options": {"bias_rate": 0.01}}}},
-    "global batch": {"model": {"moe": {"losses": {"load_balance_global_batch": 0.01}}}},
+    "global batch": {"model": {"moe": {"losses": ["load_balance_global_batch:0.01"]}}},
     "bpe": {"data": {"vocab_size": 300}, "model": {"moe": {"router": "noisy"}}},
     "recomputed": {"model": {"checkpoint_activations": True, "moe": {"router": "noisy"}}},
 }
@@ -177,7 +177,7 @@ def test_evaluating_and_logging_change_nothing(tmp_path):
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
 def test_accumulation_is_one_larger_batch(tmp_path, z_loss):
-    moe = {"losses": {"z_loss": z_loss}}
+    moe = {"losses": [f"z_loss:{z_loss}"]}
     large = tiny(tmp_path, steps=1, batch_size=4, model={"moe": moe})
     run_quietly(large)
     run_quietly(replace(large, out=str(tmp_path / "small"), batch_size=2, accumulation=2))
@@ -194,7 +194,7 @@ def test_accumulation_is_one_larger_batch(tmp_path, z_loss):
 def test_the_z_loss_reaches_the_gradient(tmp_path):
     for name, z_loss in (("without", 0.0), ("with", 0.1)):
         out = str(tmp_path / name)
-        run_quietly(tiny(tmp_path, steps=1, out=out, model={"moe": {"losses": {"z_loss": z_loss}}}))
+        run_quietly(tiny(tmp_path, steps=1, out=out, model={"moe": {"losses": [f"z_loss:{z_loss}"]}}))
     assert losses(tmp_path / "without") == losses(tmp_path / "with")
     moments = [
         load_checkpoint(tmp_path / name / "checkpoints", pytest.fail).optimizer["blocks.0.ffn.router.weight.exp_avg"]
@@ -255,7 +255,7 @@ def test_parameters_that_are_not_finite_are_not_saved(tmp_path, monkeypatch):
 
 
 def test_metrics_hold_every_figure_per_layer(tmp_path):
-    run_quietly(tiny(tmp_path, accumulation=2, model={"moe": {"losses": {"load_balance": 0.01, "z_loss": 0.01}}}))
+    run_quietly(tiny(tmp_path, accumulation=2, model={"moe": {"losses": ["load_balance:0.01", "z_loss:0.01"]}}))
     found = lines(tmp_path / "run", "train")
     assert len(found) == 4
     for line in found:
@@ -281,7 +281,7 @@ def test_a_dense_model_has_no_expert_figures(tmp_path):
 
 
 def test_auxiliary_losses_are_means_over_all_micro_batches(tmp_path):
-    config = tiny(tmp_path, steps=1, accumulation=3, model={"moe": {"losses": {"load_balance": 0.01, "z_loss": 0.01}}})
+    config = tiny(tmp_path, steps=1, accumulation=3, model={"moe": {"losses": ["load_balance:0.01", "z_loss:0.01"]}})
     state = open_run(replace(config, out=str(tmp_path / "open")), pytest.fail)
     found: dict[str, list[float]] = {"load_balance": [], "z_loss": []}
     for micro in range(3):

@@ -23,7 +23,7 @@ FULL = {
         "checkpoint_activations": True,
         "moe": {
             "router": "sigmoid", "router_options": {"bias_rate": 0.01}, "shared_hidden": 8, "capacity": "fixed:1",
-            "losses": {"load_balance_global_batch": 0.01, "z_loss": 0.01},
+            "losses": ["load_balance_global_batch:0.01", "z_loss:0.01"],
         },
     },
 }  # fmt: skip

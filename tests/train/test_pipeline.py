@@ -16,7 +16,7 @@ MOE = {
     "num_experts": 4,
     "top_k": 2,
     "hidden": 16,
-    "losses": {"load_balance_global_batch": 0.01, "z_loss": 0.01},
+    "losses": ["load_balance_global_batch:0.01", "z_loss:0.01"],
 }
 MODEL = {"num_layers": 9, "moe": MOE}
 BASE = {

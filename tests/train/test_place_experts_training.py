@@ -29,7 +29,7 @@ MODEL = {
         "num_experts": 8,
         "router": "sigmoid",
         "router_options": {"bias_rate": 0.01},
-        "losses": {"load_balance": 0.01, "z_loss": 0.01},
+        "losses": ["load_balance:0.01", "z_loss:0.01"],
     },
 }
 CASES = {

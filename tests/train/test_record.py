@@ -30,7 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "moe": {
                 "router": "sigmoid",
                 "router_options": {"bias_rate": 0.01},
-                "losses": {"load_balance_global_batch": 0.01},
+                "losses": ["load_balance_global_batch:0.01"],
             }
         }
     },

@@ -20,7 +20,7 @@ MESHES = {
 }
 HOLDS = ("counts", "tokens")
 RECORDED = [("ep", "counts"), ("ep", "tokens"), ("tp, s2", "counts"), ("tp, s1", "counts"), ("tp, s1", "tokens")]
-NOISY = {"model": {"moe": {"router": "gshard", "losses": {"load_balance_global_batch": 0.01}}, "seq_len": 15}}
+NOISY = {"model": {"moe": {"router": "gshard", "losses": ["load_balance_global_batch:0.01"]}, "seq_len": 15}}
 """A router that draws other second choices on another mesh, so that only a replay agrees; sequences that two ranks do not
 split evenly."""
 

@@ -260,13 +260,13 @@ def test_other_settings_are_said_in_one_line(tmp_path):
         "batch_size": 1,
         "accumulation": 2,
         "optimizer": {"lr": 0.5},
-        "model": {"moe": {"losses": {"load_balance": 0.01, "z_loss": 0.1}}},
+        "model": {"moe": {"losses": ["load_balance:0.01", "z_loss:0.1"]}},
     }
     open_run(tiny(tmp_path, existing="resume", **changes), said.append)
     (line,) = said
     for part in ("seed (3 and 0)", "batch_size (1 and 2)", "accumulation (2 and 1)", "optimizer.lr (0.5 and 0.01)"):
         assert part in line
-    assert "model.moe.losses ({'load_balance': 0.01, 'z_loss': 0.1} and {'load_balance': 0.01})" in line
+    assert "model.moe.losses (('load_balance:0.01', 'z_loss:0.1') and ('load_balance:0.01',))" in line
     open_run(tiny(tmp_path, existing="resume", steps=9, eval_every=1), pytest.fail)  # those of the checkpoint
 
 

@@ -1,43 +1,52 @@
-"""Every balancing policy by its name. To add one: a new file, and a line here; everything that lists policies reads this."""
+"""Every balancing policy by its name. To add one: a new file, and a line here; everything that lists policies reads this.
+
+Policies are imported when they are built: a command line lists their names without them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from moesaic.balance.experts import AbstractExpertPlacer, Balanced, ExpertRates, SmartMoE
-from moesaic.balance.replication.cost import ReplicationCosts
-from moesaic.balance.replication.eplb import EPLB
-from moesaic.balance.replication.laer import LAER
-from moesaic.balance.replication.lplb import LPLB
-from moesaic.balance.replication.policy import AbstractReplicationPolicy
-from moesaic.balance.replication.shadow import Published, Shadow
-from moesaic.balance.replication.spill import LeastLoaded, Spill
-from moesaic.balance.samples import AbstractPlacer, PlacerOptions, Stay, TwoStage, Weighed
-from moesaic.balance.selector.arbiter import Arbiter
+if TYPE_CHECKING:
+    from moesaic.balance.experts import AbstractExpertPlacer, ExpertRates
+    from moesaic.balance.replication.cost import ReplicationCosts
+    from moesaic.balance.replication.policy import AbstractReplicationPolicy
+    from moesaic.balance.samples import AbstractPlacer, PlacerOptions
+
+
+def _make(place: str, *arguments: Any, **options: Any) -> Any:
+    """Build the policy of `file.Class` in this folder."""
+    file, _, name = place.rpartition(".")
+    return getattr(import_module(f"moesaic.balance.{file}"), name)(*arguments, **options)
+
 
 REPLICATION_POLICIES: dict[str, Callable[[ReplicationCosts], AbstractReplicationPolicy]] = {
-    "shadow": Shadow,
-    "published": Published,
-    "spill": Spill,
-    "least_loaded": lambda _: LeastLoaded(),
-    "eplb": lambda _: EPLB(),
-    "lplb": lambda _: LPLB(),
-    "laer": lambda _: LAER(),
-    "arbiter": lambda costs: Arbiter(costs=costs),
+    "shadow": lambda costs: _make("replication.shadow.Shadow", costs),
+    "published": lambda costs: _make("replication.shadow.Published", costs),
+    "spill": lambda costs: _make("replication.spill.Spill", costs),
+    "least_loaded": lambda _: _make("replication.spill.LeastLoaded"),
+    "eplb": lambda _: _make("replication.eplb.EPLB"),
+    "lplb": lambda _: _make("replication.lplb.LPLB"),
+    "laer": lambda _: _make("replication.laer.LAER"),
+    "arbiter": lambda costs: _make("selector.arbiter.Arbiter", costs=costs),
 }
 """Which experts are replicated: what builds a policy from the rates of a machine and a layer, by the name that
 `Plan.replication` takes."""
 
 SAMPLE_PLACERS: dict[str, Callable[[PlacerOptions], AbstractPlacer]] = {
-    "stay": lambda _: Stay(),
-    "two_stage": lambda options: TwoStage(options.least_gain, rest=options.rest),
-    "weighed": lambda options: Weighed(options.machine, least_gain=options.least_gain, rest=options.rest),
+    "stay": lambda _: _make("samples.placer.Stay"),
+    "two_stage": lambda options: _make("samples.policies.TwoStage", options.least_gain, rest=options.rest),
+    "weighed": lambda options: _make(
+        "samples.policies.Weighed", options.machine, least_gain=options.least_gain, rest=options.rest
+    ),
 }
 """Where samples live after a layer: what builds a policy from the options of the run, by the name that `balance.samples`
 takes."""
 
 EXPERT_PLACERS: dict[str, Callable[[ExpertRates], AbstractExpertPlacer]] = {
-    "balanced": Balanced,
-    "smartmoe": lambda _: SmartMoE(),
+    "balanced": lambda rates: _make("experts.policies.Balanced", rates),
+    "smartmoe": lambda _: _make("experts.policies.SmartMoE"),
 }
 """Where experts live: what builds a policy from the rates of the run, by the name that `balance.experts` takes."""

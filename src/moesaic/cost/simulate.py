@@ -80,7 +80,8 @@ class Simulator:
         """Return how long a layer takes, forward and backward pass, routing where it was measured.
 
         Args:
-            forward, backward: of a compiled plan.
+            forward: of a compiled plan.
+            backward: of the same plan.
             workload: of the layer, even routing.
             grid: of the compiled plan.
         """

@@ -40,18 +40,14 @@ class MoEConfig(MoEShape):
     """Who chooses the experts; docs/layer.md describes each."""
     router_options: dict[str, int | float | bool | str] = field(default_factory=dict)
     """Options of that router by its argument names: bias_rate of sigmoid, num_groups and top_groups of group_limited."""
-    losses: dict[str, float] = field(default_factory=lambda: {"load_balance": 0.01})
-    """Coefficients of the auxiliary losses, by their names in the metrics. load_balance is taken over a micro-batch,
+    losses: tuple[str, ...] = ("load_balance:0.01",)
+    """The auxiliary losses, each by its name in the metrics with its coefficient. load_balance is taken over a micro-batch,
     load_balance_sequence over each sequence, load_balance_global_batch over all ranks and micro-batches of a step; importance;
-    z_loss keeps the router's logits small, 0.001 is usual. What is not named has none."""
+    z_loss:0.001 keeps the router's logits small."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, coefficient in self.losses.items():
-            if name not in LOSSES:
-                raise InputError(f"model.moe.losses: {name!r} is unknown: choose of {', '.join(LOSSES)}")
-            if not 0 <= coefficient < math.inf:
-                raise InputError(f"model.moe.losses: {name}={coefficient}: must be at least 0 and finite")
+        self.coefficients()
         if self.router not in ROUTERS | ON_MESH:
             raise InputError(
                 f"model.moe.router={self.router!r} is unknown: choose one of {', '.join(ROUTERS | ON_MESH)}"
@@ -77,10 +73,32 @@ class MoEConfig(MoEShape):
         from moesaic.routing import losses
 
         made = []
-        for name, (kind, options) in LOSSES.items():
-            if self.losses.get(name):
-                made.append(getattr(losses, kind)(self.losses[name], **options))
+        for name, coefficient in self.coefficients().items():
+            kind, options = LOSSES[name]
+            if coefficient:
+                made.append(getattr(losses, kind)(coefficient, **options))
         return tuple(made)
+
+    def coefficients(self) -> dict[str, float]:
+        """Return the coefficient of each loss that `losses` names.
+
+        Raises:
+            InputError: for what names no loss, one twice, or a coefficient that cannot be.
+        """
+        found = {}
+        for text in self.losses:
+            name, _, number = text.partition(":")
+            try:
+                coefficient = float(number)
+            except ValueError:
+                coefficient = math.nan
+            if name not in LOSSES or name in found or not 0 <= coefficient < math.inf:
+                raise InputError(
+                    f"model.moe.losses: {text!r}: write each of {', '.join(LOSSES)} once at most, with a coefficient of at "
+                    "least 0 behind a colon, such as z_loss:0.001"
+                )
+            found[name] = coefficient
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,5 +136,5 @@ def model_of_today(model: dict[str, Any]) -> dict[str, Any]:
     names = {"balance_loss": balance, "importance_loss": "importance", "z_loss": "z_loss"}
     losses = {names[name]: moe.pop(name) for name in names if name in moe}
     if losses:
-        moe["losses"] = {balance: 0.01, **losses}
+        moe["losses"] = [f"{name}:{coefficient}" for name, coefficient in ({balance: 0.01} | losses).items()]
     return model | {"moe": moe}

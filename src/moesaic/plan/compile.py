@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from moesaic.balance.policies import REPLICATION_POLICIES
+from moesaic.balance.replication import NO_REPLICATION
 from moesaic.balance.replication.cost import ReplicationCosts
-from moesaic.balance.replication.policy import NO_REPLICATION
 from moesaic.codecs import codec_spec
 from moesaic.cost.alpha_beta import Machine
 from moesaic.cost.held import ExpertSizes, HeldBytes

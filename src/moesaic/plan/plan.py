@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from moesaic.balance.policies import REPLICATION_POLICIES
-from moesaic.balance.replication.policy import NO_REPLICATION
+from moesaic.balance.replication import NO_REPLICATION
 from moesaic.codecs import NO_CODEC, codec_spec, is_coded
 from moesaic.errors import InputError
 from moesaic.program.all_to_all import ALL_TO_ALLS

@@ -8,11 +8,10 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from moesaic.balance.policies import EXPERT_PLACERS, SAMPLE_PLACERS
-from moesaic.balance.replication.policy import NO_REPLICATION
+from moesaic.balance.replication import NO_REPLICATION
 from moesaic.comm import TransportName
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig, model_of_today
-from moesaic.plan.algorithm1 import RULES
 from moesaic.plan.plan import Plan, Replication, StaticPlan, check_replication
 
 UNMOVED = "none"
@@ -162,6 +161,10 @@ class PlannerConfig:
     @property
     def rule(self) -> str:
         """The rule that chooses the schedule; empty for none."""
+        if not self.plan or self.is_auto or self.searches:
+            return ""
+        from moesaic.plan.algorithm1 import RULES  # the simulator with it
+
         return self.plan if self.plan in RULES else ""
 
     @property

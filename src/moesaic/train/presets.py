@@ -22,7 +22,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "seq2seq-tiny": {"steps": 600, "eval_sequences": 512, "optimizer": {"lr": 5e-3}},
     "gpt-small": {
         "steps": 20_000, "eval_every": 500, "save_every": 1000, "optimizer": WARM,
-        "model": {"moe": {"losses": {"load_balance": 0.01, "z_loss": 1e-3}}},
+        "model": {"moe": {"losses": ["load_balance:0.01", "z_loss:0.001"]}},
     },
 }  # fmt: skip
 """How a model is trained, by its name; PUBLISHED for those that are not here."""

@@ -77,7 +77,7 @@ def test_only_samples_that_leave_cross_links() -> None:
 
 def gpt_config(**options: Any) -> ModelConfig:
     moe = MoEConfig(
-        num_experts=4, top_k=2, hidden=8, losses={"load_balance": 0.01, "z_loss": 0.01}, **options.pop("moe", {})
+        num_experts=4, top_k=2, hidden=8, losses=("load_balance:0.01", "z_loss:0.01"), **options.pop("moe", {})
     )
     return ModelConfig(**{"dim": 8, "num_layers": 4, "num_heads": 2, "seq_len": 6, "moe": moe, **options})
 

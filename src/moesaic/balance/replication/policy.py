@@ -12,11 +12,9 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
+from moesaic.balance.replication import NO_REPLICATION
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.program.grid import Grid
-
-NO_REPLICATION = "none"
-"""In place of the name of a policy that replicates experts."""
 
 
 class PolicyPlan(Protocol):

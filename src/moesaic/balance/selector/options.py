@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from moesaic.balance.replication import NO_REPLICATION
 from moesaic.balance.replication.cost import CallLoad, ReplicaLinks, ReplicaLoad, ReplicationCosts, replica_links
-from moesaic.balance.replication.policy import NO_REPLICATION, AnyPlan, PolicyPlan
+from moesaic.balance.replication.policy import AnyPlan, PolicyPlan
 from moesaic.balance.replication.spill import LIMITS
 from moesaic.balance.replication.tables import (
     DECIMALS,
