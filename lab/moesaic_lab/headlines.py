@@ -60,7 +60,9 @@ CORES = "the ranks share two cores, and what a message costs these both sides pa
 STEPS = "the ranks share two cores, and every further part of an exchange costs these a message more"
 """Why an emulated cluster gains less."""
 MISS = 0.25
-"""What a ratio may be off by before the table has to say why."""
+"""What a ratio may be below the published one."""
+SAID = 0.05
+"""What it may be off by before the table has to say why."""
 START, END = "<!-- headlines: moesaic_lab/headlines.py -->", "<!-- end of headlines -->"
 
 
@@ -312,7 +314,8 @@ def fastermoe() -> Comparison:
             Headline(
                 cells=("fastermoe.zero3.johnny",), slow=("ZeRO-3 (r = 0)",), fast=both,
                 what="both over ZeRO-3, layers alone, up to",
-                why="the paper's bar is of DeepSpeed 0.4.4, which gathers tensor by tensor",
+                why="a rank fetches every expert from its owner, so a "
+                "node's link carries each one four times; the paper's rings carry it once",
             ),
         ),
         run=run,
@@ -460,7 +463,7 @@ def section(rows: Sequence[Mapping[str, Any]]) -> str:
             continue
         low, high = row["here_95"]
         off = f"{row['off']:+.0%}"
-        if abs(row["off"]) > MISS:
+        if abs(row["off"]) > SAID:
             off += f": {row['why']}"
         lines.append(
             [TITLES[row["paper"]], row["what"], share(row["published"]), f"{row['here']:.2f} ({low:.2f} to {high:.2f})",

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from moesaic_lab import headlines
-from moesaic_lab.headlines import COMPARISONS, MISS, Comparison, Headline, Paper, claims, rows_of, section, write_page
+from moesaic_lab.headlines import COMPARISONS, SAID, Comparison, Headline, Paper, claims, rows_of, section, write_page
 from moesaic_lab.measure import TimedCell, Timing
 from moesaic_lab.reproduce.records import read_book
 from moesaic_testbed.bed import Bed
@@ -99,4 +99,4 @@ def test_the_page_has_the_table_of_the_results_and_a_reason_for_every_miss() -> 
     text = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
     between = text.split(headlines.START)[1].split(headlines.END)[0].strip()
     assert between == (section(rows) if rows else "")
-    assert all(row["why"] for row in rows if row["part"] == "headline" and abs(row["off"]) > MISS)
+    assert all(row["why"] for row in rows if row["part"] == "headline" and abs(row["off"]) > SAID)

