@@ -95,7 +95,7 @@ def test_no_layer_and_no_step_is_a_fit(found: list[Entry]) -> None:
 def test_steps_that_are_far_off_say_why_and_none_that_is_published_is_left_out(found: list[Entry]) -> None:
     of = [each for each in found if each.kind == "steps"]
     assert all(each.why for each in of if each.error > 0.16)
-    assert len(of) == len(read_published()["step"]) == 23
+    assert len(of) == len(read_published()["step"]) == 28
 
 
 def test_every_preset_says_what_of_it_was_measured(found: list[Entry]) -> None:

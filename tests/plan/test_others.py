@@ -54,8 +54,13 @@ def test_megatrons_flags_say_how_a_model_is_split() -> None:
         global_batch=512,
         recompute=("block",),
         overlapped=True,
+        hides_parameters=False,
+        hides_gradients=False,
+        fused_loss=False,
     )
     assert from_flags("--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1").etp == 1
+    told = "--overlap-param-gather --overlap-grad-reduce --cross-entropy-loss-fusion"
+    assert from_flags(f"--expert-model-parallel-size 8 {told}") == OthersLayout(ep=8, sharded="none")
 
 
 @pytest.mark.parametrize(
@@ -234,11 +239,42 @@ def test_what_lies_in_parts_decides_memory_and_what_moves_in_a_step() -> None:
         assert memory.weights == pytest.approx(2 * whole)
         assert memory.gradients == pytest.approx(4 * gradients)
         assert memory.optimizer == pytest.approx(12 * stepped)
-        assert of[name].estimate.parts["optimizer"] == pytest.approx(stepped * 7 * 4 / 2850e9)
+        # Ten times four bytes and a copy from four bytes to two of what is stepped; four times four of whole gradients.
+        passes = stepped * (10 * 4 + 6) + whole * 4 * 4
+        assert of[name].estimate.parts["optimizer"] == pytest.approx(passes / 2850e9)
     # Reduced once and gathered once at half the width; both at full width; reduced ten times and gathered once.
     moved = {name: found.estimate.limits["gathering parameters"] for name, found in of.items()}
     assert moved["none"] / moved["optimizer"] == pytest.approx(2 / 1.5)
     assert moved["gradients"] / moved["optimizer"] == pytest.approx(10.5 / 1.5)
+
+
+def test_what_hides_behind_computing_takes_no_time_of_its_own() -> None:
+    """On one node both hide; gradients of four bytes take twice as long as parameters of two."""
+    layout, node = OthersLayout(ep=8, global_batch=320), read_cluster("dgx-h100", nodes=1)
+    hidden = predict(QWEN, node, layout).estimate
+    apart = [
+        predict(QWEN, node, replace(layout, **{name: False})).estimate for name in ("hides_parameters", "hides_gradients")
+    ]
+    assert "parameters" not in hidden.parts
+    gathered, reduced = (found.parts["parameters"] for found in apart)
+    assert reduced == pytest.approx(2 * gathered)
+    assert gathered + reduced == pytest.approx(hidden.limits["gathering parameters"])
+    assert [found.seconds - hidden.seconds for found in apart] == pytest.approx([gathered, reduced])
+
+
+def test_a_loss_that_is_not_fused_goes_over_float32_copies_of_the_logits() -> None:
+    layout = OthersLayout(ep=8, global_batch=320)
+    fused, apart = (predict(QWEN, H100, replace(layout, fused_loss=each)).estimate.parts for each in (True, False))
+    logits = 10 * 2048 * QWEN.model.vocab
+    assert apart["unembed"] - fused["unembed"] == pytest.approx(logits * (52 - 10) / 2850e9)
+
+
+def test_norms_and_rotations_of_queries_and_keys_read_and_write_them() -> None:
+    """Qwen3 norms and rotates 32 + 4 heads of 128; without norms half of that is left."""
+    plain = job(QWEN3_30B | {"use_qk_norm": False})
+    normed, less = (predict(of, H100, OthersLayout(ep=8)).estimate.parts["attention"] for of in (QWEN, plain))
+    moved = 3 * 48 * 2048 * 2 * (32 + 4) * 128 * 2
+    assert normed - less == pytest.approx(moved / 2850e9)
 
 
 def test_sums_of_sequence_parallelism_go_by_rings_whatever_the_switch_adds_up() -> None:

@@ -21,7 +21,7 @@ RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 
 def predicted_step(row: dict[str, Any], models: dict[str, Any]) -> tuple[Found, float]:
     """Return a published step as predicted, and its tokens per second and device."""
-    shape = read_shape(models[row["model"]], row["model"], seq_len=row["seq_len"])
+    shape = read_shape(models[row["model"]] | row.get("routing", {}), row["model"], seq_len=row["seq_len"])
     cluster = (
         cluster_of(row["machine"]).of_devices(row["gpus"])
         if row["gpus"] <= 32

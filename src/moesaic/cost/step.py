@@ -43,13 +43,13 @@ class Once:
     up: float
     """What low-rank attention expands."""
     copies: float
-    """Norms, residuals and rotations."""
+    """Norms and residuals."""
     dense: float
     """A dense feed-forward layer."""
     dense_product: float
     """Of that: products."""
     unembed: float
-    """The output."""
+    """The output, and a third of the loss, forward and backward."""
     shared: float
     """Shared experts of a layer, which every rank of a tensor group computes whole."""
 
@@ -380,9 +380,18 @@ class StepCostModel:
 
     @cached_property
     def optimizer_seconds(self) -> float:
-        """Seconds of reading and writing parameters and moments and reading gradients, each rank its part if it has one."""
-        per_parameter = 7 * self.model.parameter_bytes
-        return self._stepped_parameters * per_parameter / self._rates.memory
+        """Seconds of what the step of an optimizer reads and writes.
+
+        Of what a rank steps, gradients are read for their norm, read and written to clip them, and read with parameters and two
+        moments, which are written. Where parameters as products read them lie beside their masters, they are written from these,
+        and whole gradients lie in a buffer, which is averaged, looked through for what is no number, and zeroed (Megatron-LM,
+        `core/optimizer` and `core/distributed/param_and_grad_buffer.py`).
+        """
+        size, stepped = self.model.parameter_bytes, self._stepped_parameters
+        moved = stepped * 10 * size
+        if not self._in_parts:
+            moved += stepped * (size + self.model.layer.element_bytes) + self._whole_parameters * 4 * size
+        return moved / self._rates.memory
 
     @property
     def _outside(self) -> float:
@@ -407,26 +416,26 @@ class StepCostModel:
             each = rates.product_seconds(rows, 2 * weights / split, weights * size / split)
             return float(each[0]) + tokens * read * rates.cast_bytes / split / rates.memory
 
-        inner, hidden, ends = layer.matrices * dim * model.inner, model.shared_hidden, dim * model.vocab / grid.tp
+        inner, hidden, logits = layer.matrices * dim * model.inner, model.shared_hidden, model.vocab / grid.tp
         copies = 10 * tokens * dim * size / grid.tp / self._rates.memory
-        # Low-rank attention puts queries and keys together from the parts with positions and without.
-        joined = 2 * tokens * model.attention_up_kept * size / grid.tp / self._rates.memory
+        between = tokens * model.attention_copied * size / grid.tp / self._rates.memory
         scores = float(self._rates.product_seconds(rows, model.scores / grid.tp, 0.0)[0])
         scores /= self.cluster.device.score_share
         # Keys and values of every other part of a sequence come by, forward once, backward once more and with their
         # gradients, behind the scores (ring attention, Liu et al. 2023).
         others = tokens * (model.key_values or 2 * dim) * size * model.shares_sequence / grid.tp
         scores = max(scores, reduce_seconds(self.cluster, grid, others, grid.tp, model.shares_sequence) / 2)
+        loss = tokens * logits * model.loss_bytes / self._rates.memory / 3
         projections, dense = product(model.attention, grid.tp, 2 * dim), product(inner, grid.tp, dim + model.inner)
         return Once(
-            attention=projections + scores + copies + joined + over_tp,
+            attention=projections + scores + copies + between + over_tp,
             projections=projections,
             scores=scores,
             up=product(model.attention_up, grid.tp, 0.0) if model.attention_up else 0.0,
             copies=copies,
             dense=dense + copies / 2 + over_tp,
             dense_product=dense,
-            unembed=float(self._rates.product_seconds(rows, 2 * ends, ends * size)[0]) if model.vocab else 0.0,
+            unembed=float(self._rates.product_seconds(rows, 2 * dim * logits, dim * logits * size)[0]) + loss if logits else 0.0,
             shared=product(layer.matrices * dim * hidden, 1, dim + hidden) if hidden else 0.0,
         )
 
@@ -454,22 +463,23 @@ class StepCostModel:
         """Return the seconds of a step in which gradients or parameters move for the optimizer and nothing else goes on.
 
         Gradients are reduced behind the last micro-batch's backward pass, or in parts behind each, parameters gathered behind
-        the first forward pass; without parts gradients are gathered where they were reduced.
+        the first forward pass, if the system does so; without parts gradients are gathered where they were reduced.
         """
         (dense, experts), (dense_copies, expert_copies) = self._unit_seconds, self._copy_seconds
         held = self.model.pipeline.copies
-        units = held * (self.model.num_layers * dense + self.model.moe_layers * experts) + self.sharding["ends"] / 3
+        units = held * (self.model.num_layers * dense + self.model.moe_layers * experts) + self.sharding["ends"] / (2 * self._gathered + 1)
         copied = held * (self.model.num_layers * dense_copies + self.model.moe_layers * expert_copies)
         total, attention = 0.0, self.model.num_layers * self.once.attention
         whole, each_time = self.model.sharded == "none", self.model.sharded == "gradients"
         # Gradients have parameter_bytes each, parameters element_bytes.
-        for run, passes, share, times in (
-            (there, 1, 0.0 if whole else self.model.layer.element_bytes / self.model.parameter_bytes, 1),
-            (back, 2, 2.0 if whole else 1.0, self.model.micro_batches if each_time else 1),
+        model, narrow = self.model, self.model.layer.element_bytes / self.model.parameter_bytes
+        for hides, run, passes, share, times in (
+            (model.hides_parameters, there, 1, 0.0 if whole else narrow, 1),
+            (model.hides_gradients, back, 2, 2.0 if whole else 1.0, model.micro_batches if each_time else 1),
         ):
             idle = passes * attention + self.model.moe_layers * max(run.seconds - run.communication_seconds, 0.0)
             moved = share * units + (copied if run is back else 0.0)
-            total += times * max(moved - (0.0 if self.cluster.host.runs_compute else idle), 0.0)
+            total += times * max(moved - (hides and not self.cluster.host.runs_compute) * idle, 0.0)
         return total
 
     @property
@@ -484,11 +494,10 @@ class StepCostModel:
 
     @property
     def _gatherings(self) -> float:
-        """How often per step all parameters are gathered twice and gradients scattered once, float32 all."""
-        count = self.model.micro_batches
-        return {"parameters": count, "gradients": (count + 0.5) / 3, "optimizer": 0.5, "none": 2 / 3}[
-            self.model.sharded
-        ]
+        """How often per step all parameters are gathered twice and gradients scattered once, or as many bytes are moved."""
+        count, gathered = self.model.micro_batches, self._gathered
+        moves = {"gradients": count + gathered, "optimizer": 1 + gathered, "none": 2.0}
+        return moves[self.model.sharded] / (2 * gathered + 1) if self.model.sharded in moves else count
 
     @property
     def _stepped_parameters(self) -> float:

@@ -71,6 +71,9 @@ class StepModel:
     a token's width: input, queries, keys, values, result, and the mask of a dropout (Korthikanti et al. 2022, section 4.1)."""
     attention_up_kept: float = 0.0
     """Of these, what low-rank attention expands, which `mla_up_proj` computes again."""
+    attention_copied: float = 0.0
+    """Values per token that a block reads and writes between projections and scores: norms of queries and keys, rotations, and
+    putting together what low-rank attention has in parts."""
     attention_up: float = 0.0
     """Parameters of a block that expand them."""
     keeps_activated: bool = False
@@ -94,6 +97,13 @@ class StepModel:
     """Copies of what lies in parts, which all-reduce their gradients: HSDP, or instances of a distributed optimizer."""
     overlapped: bool = False
     """All-to-alls run beside another micro-batch's computing."""
+    hides_parameters: bool = True
+    """Parameters that are gathered once per step come behind the first forward pass, rather than before it."""
+    hides_gradients: bool = True
+    """Gradients that are reduced once per step go behind the last backward pass, rather than after it."""
+    loss_bytes: int = 36
+    """Read and written per logit by the loss, forward and backward: 36 by PyTorch's cross entropy of a float32 copy (the copy
+    and its gradient 6 each, log-softmax 8 and 12, zeros 4)."""
     sequence_parallel: bool = False
     """Norms and residuals see a part of the positions, so that tensor parallelism scatters its sums and gathers them again in
     place of an all-reduce."""

@@ -62,6 +62,8 @@ class HubAttention:
     """Of these, what low-rank attention expands."""
     up: float = 0.0
     """Parameters that expand them."""
+    copied: float = 0.0
+    """Values per token that are read and written between projections and scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +97,7 @@ class HubShape(ModelShape):
         return {
             "attention_parameters": each.parameters, "score_operations": 2 * each.width * self.seq_len / 2,
             "attention_kept": each.kept, "key_values": each.key_values, "attention_up_kept": each.up_kept,
-            "attention_up": each.up, "embeddings": 1 if self.tied else 2,
+            "attention_up": each.up, "attention_copied": each.copied, "embeddings": 1 if self.tied else 2,
         }  # fmt: skip
 
     @property
@@ -217,12 +219,14 @@ def _attention(table: Mapping[str, Any], found: Mapping[str, int], seq_len: int)
         up_kept = float(heads * (2 * (nope + rope) + value))
         kept = dim + 2 * query + 2 * rank + rope + up_kept + heads * value
         key_values = float(heads * (nope + rope + value))
+        copied = 2 * up_kept
     else:
         each, kv = found.get("head_dim", dim // heads), found.get("kv_heads", heads)
         gates, normed = 2 if table.get("attn_output_gate") else 1, 2 if table.get("use_qk_norm") else 1
         full, width = (1 + gates) * dim * heads * each + 2 * dim * kv * each, 2.0 * heads * each
         kept = dim + normed * (heads + kv) * each + kv * each + gates * heads * each
         key_values = 2.0 * kv * each
+        copied = 2.0 * normed * (heads + kv) * each
     kinds = table.get("layer_types") or ()
     interval = table.get("full_attention_interval")
     linear = (
@@ -235,7 +239,7 @@ def _attention(table: Mapping[str, Any], found: Mapping[str, int], seq_len: int)
     return HubAttention(
         parameters=((layers - linear) * full + linear * _linear_attention(table, dim)) / layers,
         width=(layers - linear - sliding * (1 - seen)) * width / layers, kept=kept, key_values=key_values,
-        up_kept=up_kept, up=up,
+        up_kept=up_kept, up=up, copied=copied,
     )  # fmt: skip
 
 

@@ -67,6 +67,12 @@ class OthersLayout:
     """What comes nearest to its dispatcher among ours."""
     overlapped: bool = False
     """All-to-alls run beside another micro-batch's computing."""
+    hides_parameters: bool = True
+    """As of `StepModel`."""
+    hides_gradients: bool = True
+    """As of `StepModel`."""
+    fused_loss: bool = True
+    """The loss is one kernel or few, which read logits as they are."""
     float32_states: bool = True
     """Gradients and moments have four bytes."""
 
@@ -92,6 +98,9 @@ class OthersLayout:
                 raise InputError(f"layout: {each.name}={value}: must be at least {least}")
 
 
+FUSED_LOSS_BYTES, LOSS_BYTES = 10, 52
+"""Read and written per logit of two bytes by a loss of Transformer Engine's, which goes over them five times, and by that of
+Megatron without it, in eight steps on a float32 copy."""
 STRATEGIES: dict[str, Sharded] = {
     "no_shard": "none", "optim": "optimizer", "optim_grads": "gradients", "optim_grads_params": "parameters",
 }  # fmt: skip
@@ -135,6 +144,9 @@ MEGATRON: dict[str, tuple[str, Any]] = {
     "use-distributed-optimizer": ("sharded", Alone("optimizer", yields=True)),
     "num-distributed-optimizer-instances": ("replicas", int),
     "data-parallel-sharding-strategy": ("sharded", STRATEGIES),
+    "overlap-param-gather": ("hides_parameters", Alone(True)),
+    "overlap-grad-reduce": ("hides_gradients", Alone(True)),
+    "cross-entropy-loss-fusion": ("fused_loss", Alone(True)),
     "moe-enable-deepep": ("all_to_all", Alone("multicast", yields=True)),
     "moe-token-dispatcher-type": ("all_to_all", lambda word: "multicast" if word == "flex" else "linear"),
     "fp8-format": ("precision", lambda word: "fp8"),
@@ -142,6 +154,8 @@ MEGATRON: dict[str, tuple[str, Any]] = {
 }
 """Flags of Megatron, and of what is built on it (zero bubbles, DualPipeV), that say how a model is split: the field, and how a
 word becomes its value, or what each word means; `list` for several words."""
+APART = ("hides_parameters", "hides_gradients", "fused_loss")
+"""Fields that Megatron has to be told."""
 TORCHTITAN: dict[str, tuple[str, Any]] = {
     "parallelism.tensor-parallel-degree": ("tp", int),
     "parallelism.pipeline-parallel-degree": ("pp", int),
@@ -191,8 +205,9 @@ def from_flags(flags: str) -> OthersLayout:
         micro = local if found.get("pp", 1) == 1 else found.get("micro_batch", 1)
         sharded: Sharded = "parameters" if found.get("pp", 1) == 1 else "gradients"
         return OthersLayout(**{"sharded": sharded, **found, "local_batch": local, "micro_batch": micro})
-    # Megatron splits experts as it splits attention, and keeps all of the optimizer on every rank, unless it is told otherwise.
-    return OthersLayout(**{"etp": found.get("tp", 1), "sharded": "none", **found})
+    # Megatron splits experts as it splits attention, keeps all of the optimizer on every rank, hides no parameters and gradients,
+    # and computes the loss step by step, unless it is told otherwise.
+    return OthersLayout(**{"etp": found.get("tp", 1), "sharded": "none", **dict.fromkeys(APART, False), **found})
 
 
 def _value(flag: str, given: list[str], make: Any) -> Any:
@@ -316,6 +331,9 @@ def _stage(step: StepModel, layout: OthersLayout) -> StepModel:
         pipeline=pipeline,
         replicas=layout.replicas,
         overlapped=layout.overlapped or pipeline.pairs,
+        hides_parameters=layout.hides_parameters,
+        hides_gradients=layout.hides_gradients,
+        loss_bytes=FUSED_LOSS_BYTES if layout.fused_loss else LOSS_BYTES,
         # Megatron asks for it wherever a model has experts and tensor parallelism.
         sequence_parallel=layout.tp > 1,
         sharded=layout.sharded,
@@ -418,7 +436,7 @@ def _megatron(job: Job, layout: OthersLayout, found: Found | None) -> list[str]:
         f"--seq-length {model.seq_len}", f"--num-experts {moe.num_experts}", f"--moe-router-topk {moe.top_k}",
         f"--moe-ffn-hidden-size {moe.hidden}", "--moe-grouped-gemm", "--moe-token-dispatcher-type "
         + ("alltoall" if Plan(all_to_all=layout.all_to_all).crossing is Crossing.LINK else "flex --moe-enable-deepep"),
-        "--bf16", "--overlap-grad-reduce", "--overlap-param-gather",
+        "--bf16",
     ]  # fmt: skip
     numbers = {
         "global-batch-size": (layout.global_batch, 0), "context-parallel-size": (layout.cp, 1),
@@ -427,6 +445,7 @@ def _megatron(job: Job, layout: OthersLayout, found: Found | None) -> list[str]:
         "num-layers-per-virtual-pipeline-stage": (layout.virtual_layers, 0),
     }  # fmt: skip
     lines += [f"--{flag} {number}" for flag, (number, usual) in numbers.items() if number != usual]
+    lines += [f"--{flag}" for flag, (name, _) in MEGATRON.items() if name in APART and getattr(layout, name)]
     if layout.sharded == "optimizer":
         lines.append("--use-distributed-optimizer")
     elif layout.sharded != "none":
