@@ -35,7 +35,17 @@ from moesaic_lab.balance.job import BalanceFound, BalanceJob, CountedPlan, Decid
 from moesaic_lab.balance.loads import Skew, made_up
 from moesaic_lab.balance.methods import NETMOE, OURS, OURS_PLACED, PLACED, PLAIN, SMART, methods
 from moesaic_lab.balance.run import summed_up
-from moesaic_lab.balance.shares import MADE_UP, RECORDED, SLOW, loads_of, shares_of_forced
+from moesaic_lab.balance.shares import (
+    MADE_UP,
+    RECORDED,
+    SLOW,
+    WHOLE,
+    LoadCase,
+    calls_of,
+    loads_on,
+    names_of,
+    shares_of_forced,
+)
 from moesaic_lab.balance.simulated import BEST, machine_of, simulate
 from moesaic_testbed import refusal
 
@@ -203,6 +213,12 @@ def test_shares_of_forced_balance_are_of_the_calls_after_the_first(tmp_path: Pat
     assert {(each.load, each.ratio) for each in found} == kinds
     again = shares_of_forced(config, COMMITTED.parent, 0, pytest.fail, found)  # type: ignore[arg-type]
     assert again == found, "what is there is not made again"
+    lost = [each for each in found if (each.load, each.method) != (MADE_UP, SMART)]
+    told: list[str] = []
+    assert shares_of_forced(config, COMMITTED.parent, 0, told.append, lost)[len(lost) :] == [
+        each for each in found if each not in lost
+    ]
+    assert told == ["dgx-h100, 8 ranks, weights 0.14 of the rows, made up 0"], "one load is made again by itself"
     slow = {each.method: each for each in found if each.load == SLOW}
     assert slow[PLAIN].of_forced < 0.95
     assert slow[OURS].of_forced >= 0.99 * slow[PLAIN].of_forced
@@ -217,10 +233,20 @@ def test_shares_of_forced_balance_are_of_the_calls_after_the_first(tmp_path: Pat
         assert real[best].of_forced >= max(0.99 * real[ours].of_forced, real[PLAIN].of_forced)
 
 
+def test_on_many_ranks_every_method_is_simulated_under_fewer_loads() -> None:
+    config = SharesOfForced()
+    few, many = ([*loads_on(config, ranks)] for ranks in (WHOLE, 2 * WHOLE))
+    assert set(few) - set(many) == {(RECORDED, 5), (RECORDED, 17), (SLOW, 0.0)}
+    assert set(names_of(WHOLE)) - set(names_of(2 * WHOLE)) == set(BEST)
+
+
 def test_made_up_loads_change_from_call_to_call_about_as_much_as_recorded_ones() -> None:
     config, trace = read_config().shares, Trace.open(COMMITTED.parent / "laer_e16k4.npz")
     assert config is not None
-    loads = {load: [each for *_, each in loads_of(config, trace, 32, 21942, load, 0)] for load in (RECORDED, MADE_UP)}
+    loads: dict[str, list[list[np.ndarray]]] = {}
+    for load, which in loads_on(config, 32):
+        case = LoadCase("dgx-h100", 32, config.ratio, load, which)
+        loads.setdefault(load, []).append(calls_of(config, trace, case, 21942, 0)[2] if load != SLOW else [])
 
     def changed(calls: list[np.ndarray]) -> float:
         """Return the share of the copies that another rank computes in the second call."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,9 +21,9 @@ from moesaic_lab.benchmark import Told
 
 RECORDED, MADE_UP, SLOW = "recorded", "made up", "slow rank"
 """Kinds of loads; under the last all experts get alike, and the last rank is slower."""
-MOST_APART = 128
-"""Ranks up to which methods that replicate are simulated: their programs tell copies apart by origin, expert and helper, and
-that is half a gigabyte a call at 256 ranks. Beyond, no such table is built, and the others are simulated alone."""
+WHOLE = 128
+"""Ranks up to which everything is simulated. On more, where a call of one method takes seconds, of recorded loads the middle
+layer, and neither the best options, each of which is some ten programs, nor a slow rank."""
 UNASKED = (NETMOE, "smart + shadow")
 """Methods that are left out: samples are not told apart in these loads, and two techniques together are no baseline."""
 
@@ -74,17 +75,18 @@ def shares_of_forced(
         made: shares that were simulated before.
     """
     trace, found = Trace.open(folder / config.trace), list(made)
-    known = {(each.cluster, each.ranks, each.ratio, each.load, each.method) for each in made}
+    known = {key_of(each) for each in made}
     for ranks in config.ranks:
-        larger = None
+        larger, names = None, names_of(ranks)
         for cluster in config.clusters:
             first = cluster == config.clusters[0] and ranks == config.ranks[0]
-            ratios = dict.fromkeys((config.ratio, *(config.ratios if first else ())))
-            left = {
-                (ratio, load): [name for name in names_of(ranks) if (cluster, ranks, ratio, load, name) not in known]
-                for ratio in ratios
-                for load in ((RECORDED, MADE_UP, SLOW) if ratio == config.ratio else (RECORDED,))
-            }
+            cases = [
+                LoadCase(cluster, ranks, ratio, load, which)
+                for ratio in dict.fromkeys((config.ratio, *(config.ratios if first else ())))
+                for load, which in loads_on(config, ranks)
+                if load == RECORDED or ratio == config.ratio
+            ]
+            left = {case: [name for name in names if (case, name) not in known] for case in cases}
             if not any(left.values()):
                 continue
             spec = read_cluster(cluster)
@@ -95,44 +97,70 @@ def shares_of_forced(
                 ),
                 read_cluster(cluster, nodes=ranks // spec.devices_per_node), ranks, larger,
             )  # fmt: skip
-            for (ratio, load), names in left.items():
-                if names:
-                    told(f"{cluster}, {ranks} ranks, weights {ratio:g} of the rows, {load}")
-                if names and load == SLOW:
-                    found += list(_slow(config, larger, cluster, names))
-                elif names:
-                    found += list(_of(config, larger, trace, cluster, ratio, load, seed, names))
+            forced: dict[tuple[float, str], float] = {}
+            for case, wanted in left.items():
+                if wanted:
+                    told(f"{cluster}, {ranks} ranks, weights {case.ratio:g} of the rows, {case.load} {case.which:g}")
+                if wanted and case.load == SLOW:
+                    found += list(_slow(config, larger, cluster, wanted))
+                elif wanted:
+                    found += list(_of(config, larger, trace, case, seed, wanted, forced))
     return found
+
+
+class LoadCase(NamedTuple):
+    """One load on one cluster."""
+
+    cluster: str
+    ranks: int
+    ratio: float
+    load: str
+    which: float
+    """Layer of a recorded load, MaxVio of others, as it was asked for."""
+
+
+def key_of(share: Share) -> tuple[LoadCase, str]:
+    """Return the load of a share, and its method."""
+    which = share.layer if share.load == RECORDED else round(2 * share.max_vio) / 2
+    return LoadCase(share.cluster, share.ranks, share.ratio, share.load, which), share.method
+
+
+def loads_on(config: SharesOfForced, ranks: int) -> Iterator[tuple[str, float]]:
+    """Yield the loads that are simulated on so many ranks: kind, and layer or MaxVio."""
+    layers = config.layers if ranks <= WHOLE else config.layers[len(config.layers) // 2 :][:1]
+    yield from ((RECORDED, layer) for layer in layers)
+    yield from ((MADE_UP, skew) for skew in config.max_vio)
+    if ranks <= WHOLE:
+        yield SLOW, 0.0
 
 
 def names_of(ranks: int) -> list[str]:
     """Return the methods that are simulated on so many ranks."""
-    every = {name: method for name, method in methods(Grid(world=ranks, ep=ranks)).items() if name not in UNASKED}
-    found = [name for name, method in every.items() if ranks <= MOST_APART or not method.plan.replicates]
-    return [*found, *(name for name, ours in BEST.items() if ours in found)]
+    found = [name for name in methods(Grid(world=ranks, ep=ranks)) if name not in UNASKED]
+    return [*found, *(BEST if ranks <= WHOLE else ())]
 
 
 def _of(
-    config: SharesOfForced, larger: Larger, trace: Trace, cluster: str, ratio: float, load: str, seed: int,
-    names: Sequence[str],
+    config: SharesOfForced, larger: Larger, trace: Trace, case: LoadCase, seed: int, names: Sequence[str],
+    forced: dict[tuple[float, str], float],
 ) -> Iterator[Share]:  # fmt: skip
-    """Yield the shares of methods under all loads of a kind on one cluster, with one weight of experts."""
-    ranks, each = larger.grid.world, config.experts_per_rank
+    """Yield the shares of methods under one load on one cluster, with one weight of experts; `forced` is added to."""
+    cluster, ranks, ratio, load, _ = case
     tokens = config.tokens(ratio)
-    copies = tokens * config.top_k
-    even = [alike(np.full(ranks * each, 1 / (ranks * each)), ranks, copies)] * 2
-    forced = {
-        name: larger.seconds(name, even, even[0].sum(0), tokens)[-1][0] for name in dict.fromkeys((PLAIN, *names))
-    }
-    for layer, steps, calls in loads_of(config, trace, ranks, copies, load, seed):
-        for name in names:
-            found = larger.seconds(name, calls, calls[0].sum(0), tokens)
-            for step, counts, (seconds, deciding, replicated) in zip(steps[1:], calls[1:], found):
-                yield Share(
-                    cluster=cluster, ranks=ranks, load=load, layer=layer, step=step, max_vio=max_vio(counts, ranks),
-                    ratio=ratio, method=name, seconds=seconds, forced_seconds=forced[PLAIN], own_forced_seconds=forced[name],
-                    decision_seconds=deciding, replicated_experts=replicated,
-                )  # fmt: skip
+    copies, experts = tokens * config.top_k, ranks * config.experts_per_rank
+    even = [alike(np.full(experts, 1 / experts), ranks, copies)] * 2
+    layer, steps, calls = calls_of(config, trace, case, copies, seed)
+    for name in dict.fromkeys((PLAIN, *names)):
+        if (ratio, name) not in forced:
+            forced[ratio, name] = larger.seconds(name, even, even[0].sum(0), tokens)[-1][0]
+    for name in names:
+        found = larger.seconds(name, calls, calls[0].sum(0), tokens)
+        for step, counts, (seconds, deciding, replicated) in zip(steps[1:], calls[1:], found):
+            yield Share(
+                cluster=cluster, ranks=ranks, load=load, layer=layer, step=step, max_vio=max_vio(counts, ranks),
+                ratio=ratio, method=name, seconds=seconds, forced_seconds=forced[ratio, PLAIN], own_forced_seconds=forced[ratio, name],
+                decision_seconds=deciding, replicated_experts=replicated,
+            )  # fmt: skip
 
 
 def _slow(config: SharesOfForced, larger: Larger, cluster: str, names: Sequence[str]) -> Iterator[Share]:
@@ -153,23 +181,21 @@ def _slow(config: SharesOfForced, larger: Larger, cluster: str, names: Sequence[
         )  # fmt: skip
 
 
-def loads_of(
-    config: SharesOfForced, trace: Trace, ranks: int, copies: int, load: str, seed: int
-) -> Iterator[tuple[int, Sequence[int], list[np.ndarray]]]:
-    """Yield loads of a kind: layer, steps, and calls that follow each other, of which the first only begins."""
-    each = config.experts_per_rank
-    if load == RECORDED:
-        for layer in config.layers:
-            shares = [recorded_shares(trace, layer, step, ranks, each) for step in config.steps]
-            yield layer, config.steps, [alike(of_step, ranks, copies) for of_step in shares]
-        return
-    for skew in config.max_vio:
-        samples = -(-copies // (config.top_k * 512))
-        routes = made_up(
-            Skew(
-                ranks=ranks, num_experts=ranks * each, top_k=config.top_k, samples=samples * ranks, sample_tokens=512,
-                max_vio=skew, calls=2, persistence=config.persistence, locality=0.0, seed=seed,
-            )
-        )  # fmt: skip
-        totals = [routes.counts(call, ranks, ranks * each).sum(0) for call in range(2)]
-        yield -1, (0, 1), [alike(total / total.sum(), ranks, copies) for total in totals]
+def calls_of(
+    config: SharesOfForced, trace: Trace, case: LoadCase, copies: int, seed: int
+) -> tuple[int, Sequence[int], list[np.ndarray]]:
+    """Return a load: layer, steps, and calls that follow each other, of which the first only begins."""
+    ranks, each = case.ranks, config.experts_per_rank
+    if case.load == RECORDED:
+        layer = int(case.which)
+        shares = [recorded_shares(trace, layer, step, ranks, each) for step in config.steps]
+        return layer, config.steps, [alike(of_step, ranks, copies) for of_step in shares]
+    samples = -(-copies // (config.top_k * 512))
+    routes = made_up(
+        Skew(
+            ranks=ranks, num_experts=ranks * each, top_k=config.top_k, samples=samples * ranks, sample_tokens=512,
+            max_vio=case.which, calls=2, persistence=config.persistence, locality=0.0, seed=seed,
+        )
+    )  # fmt: skip
+    totals = [routes.counts(call, ranks, ranks * each).sum(0) for call in range(2)]
+    return -1, (0, 1), [alike(total / total.sum(), ranks, copies) for total in totals]

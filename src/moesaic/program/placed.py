@@ -8,12 +8,12 @@ not when copies do: whoever decides them works while tokens travel and experts r
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from moesaic.program.grid import Grid
-from moesaic.program.sizes import AbstractLayoutIndex, CallSizes, LayoutIndex, Matched, Move, Pieces, find, matched
+from moesaic.program.sizes import AbstractLayoutIndex, CallSizes, Held, LayoutIndex, Matched, Move, Pieces, find, matched
 from moesaic.program.task import Layout
 
 Targets = Callable[[], tuple[np.ndarray, np.ndarray]]
@@ -60,6 +60,11 @@ class PlacedIndex(AbstractLayoutIndex):
     def received(self, move: Move, rank: int) -> Matched:
         """Return what a rank receives in a movement."""
         return self._match(move, rank)[1] if _is_placed(move) else self._of_all_calls.received(move, rank)
+
+    def held(self, layout: Layout) -> Held:
+        """Return which pieces slots of a layout hold; of those that are placed, the new home of their sample holds them."""
+        found = self._of_all_calls.held(layout)
+        return replace(found, homes=self._targets()[0]) if isinstance(layout, Placed) else found
 
     def tokens_later(self, copies: Layout, rank: int) -> np.ndarray | None:
         """Return how much later the new home has a sample's tokens than its origin had them; see the base class."""

@@ -78,6 +78,44 @@ class Matched:
         return np.array_equal(self.places, np.arange(len(self.places)))
 
 
+@dataclass(frozen=True)
+class Held:
+    """Which pieces slots of a layout hold on each rank: all of its origins, experts and chunks, as far as they are inside."""
+
+    origins: np.ndarray
+    """(ranks, origins) bool."""
+    experts: np.ndarray
+    """(ranks, experts) bool."""
+    chunks: np.ndarray
+    """(ranks, chunks) bool."""
+    inside: np.ndarray | None = None
+    """(origins, experts) bool: of a step; None for all."""
+    homes: np.ndarray | None = None
+    """(origins, chunks) int64: the only rank that holds these; None where that makes no difference."""
+
+    def by(self, origin: np.ndarray, expert: np.ndarray, chunk: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return who holds what, (found,) int64 each: ranks, and places among some pieces.
+
+        Args:
+            origin, expert, chunk: (n,) of the pieces.
+        """
+        piece = np.arange(len(origin)) if self.inside is None else np.flatnonzero(self.inside[origin, expert])
+        axes = [(self.origins, origin), (self.experts, expert), (self.chunks, chunk)]
+        if self.homes is None:  # by the axis on which fewest ranks are in question
+            counts = [table.sum(0)[number[piece]] for table, number in axes]
+            fewest = min(range(3), key=lambda axis: int(counts[axis].sum()))
+            table, number = axes.pop(fewest)
+            value, ranks = np.nonzero(table.T)
+            starts = np.searchsorted(value, number[piece])
+            rank, piece = ranks[runs(starts, counts[fewest])], np.repeat(piece, counts[fewest])
+        else:
+            rank = self.homes[origin[piece], chunk[piece]]
+        for table, number in axes:
+            holds = table[rank, number[piece]]
+            rank, piece = rank[holds], piece[holds]
+        return rank, piece
+
+
 class AbstractLayoutIndex(ABC):
     """The pieces of every slot and movement on a mesh.
 
@@ -100,8 +138,6 @@ class AbstractLayoutIndex(ABC):
         self._all_chunks = num_chunks + grid.ep * replicates
         self._base = max(num_experts, grid.nodes_per_replica)
         self._stays: dict[tuple[Move, int], bool] = {}
-        self._sent_by_all: dict[Move, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = {}
-        self._of_all: dict[Layout, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = {}
 
     @abstractmethod
     def pieces(self, layout: Layout, rank: int) -> Pieces:
@@ -115,55 +151,9 @@ class AbstractLayoutIndex(ABC):
     def received(self, move: Move, rank: int) -> Matched:
         """Return what a rank receives in a movement."""
 
-    def ranks_apart(self, layout: Layout, group: tuple[Axis, ...] = ()) -> int:
-        """Return after how many ranks slots of a layout hold the same pieces again, origins moved by as many ranks.
-
-        Args:
-            layout: of the slots.
-            group: axes over which ranks exchange them.
-        """
-        return self.grid.world
-
-    def pieces_of_all(self, layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return rank, origin, expert and chunk of what slots of a layout hold on all ranks, rank after rank."""
-        if layout not in self._of_all:
-            apart = self.ranks_apart(layout)
-            found = [self.pieces(layout, rank) for rank in range(apart)]
-            ranks = np.repeat(np.arange(apart), [len(each.number) for each in found])
-            origin, expert, chunk = (
-                np.concatenate([getattr(each, name) for each in found]) for name in ("origin", "expert", "chunk")
-            )
-            steps = np.arange(0, self.grid.world, apart)
-            by_rank = steps if FLOWS[layout.flow].origins is None else np.zeros_like(steps)
-            self._of_all[layout] = (
-                _further(ranks, steps), _further(origin, by_rank), np.tile(expert, len(steps)), np.tile(chunk, len(steps)),
-            )  # fmt: skip
-        return self._of_all[layout]
-
-    def sent_by_all(self, move: Move) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return what all ranks send in a movement: source times ranks plus target, origin, expert and chunk of each piece."""
-        if move not in self._sent_by_all:
-            world = self.grid.world
-            apart = max(self.ranks_apart(layout, move.group) for layout in (move.source, move.target))
-            pairs, origin, expert, chunk = self._sent_by(move, apart)
-            steps = np.arange(0, world, apart)
-            by_rank = steps if FLOWS[move.source.flow].origins is None else np.zeros_like(steps)
-            self._sent_by_all[move] = (
-                _further(pairs, steps * (world + 1)), _further(origin, by_rank), np.tile(expert, len(steps)),
-                np.tile(chunk, len(steps)),
-            )  # fmt: skip
-        return self._sent_by_all[move]
-
-    def _sent_by(self, move: Move, ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return what the first ranks send, as of `sent_by_all`."""
-        found: list[tuple[np.ndarray, ...]] = []
-        for rank in range(ranks):
-            sent, held = self.sent(move, rank), self.pieces(move.source, rank)
-            target = np.repeat(np.array(sent.peers, dtype=np.int64), np.diff(sent.starts))
-            at = sent.places
-            found.append((rank * self.grid.world + target, held.origin[at], held.expert[at], held.chunk[at]))
-        pairs, origin, expert, chunk = (np.concatenate(values) for values in zip(*found))
-        return pairs, origin, expert, chunk
+    @abstractmethod
+    def held(self, layout: Layout) -> Held:
+        """Return which pieces slots of a layout hold, rank by rank, without a list of them."""
 
     @abstractmethod
     def tokens_later(self, copies: Layout, rank: int) -> np.ndarray | None:
@@ -245,6 +235,7 @@ class LayoutIndex(AbstractLayoutIndex):
         self._pieces: dict[tuple[Layout, int], Pieces] = {}
         self._sent: dict[tuple[Move, int], Matched] = {}
         self._received: dict[tuple[Move, int], Matched] = {}
+        self._held: dict[Layout, Held] = {}
 
     def pieces(self, layout: Layout, rank: int) -> Pieces:
         """Return what a slot of a layout holds on a rank."""
@@ -272,28 +263,30 @@ class LayoutIndex(AbstractLayoutIndex):
             self._match(move, rank)
         return self._received[(move, rank)]
 
-    def ranks_apart(self, layout: Layout, group: tuple[Axis, ...] = ()) -> int:
-        """Return `Grid.period` for what stays within copies of the experts and tensor groups, else all ranks."""
-        far = not {"dp", "edp"}.isdisjoint((*layout.spread, *group))
-        return self.grid.world if far else self.grid.period
+    def held(self, layout: Layout) -> Held:
+        """Return which pieces slots of a layout hold."""
+        if layout not in self._held:
+            ranks = range(self.grid.world)
+            flow, size = FLOWS[layout.flow], self.grid.size
+            widths = (
+                self.grid.world if flow.origins is None else prod(map(size, flow.origins)),
+                self.num_experts if flow.is_per_expert else prod(map(size, flow.homes)),
+                self._all_chunks if flow.is_cut else 1,
+            )
+            tables = [np.zeros((self.grid.world, width), dtype=bool) for width in widths]
+            for table, numbers in zip(tables, (self._origins, self.experts, self._chunks)):
+                for rank in ranks:
+                    table[rank, numbers(layout, rank)] = True
+            inside = None
+            if layout.step is not None:
+                origin, expert = np.ogrid[: widths[0], : widths[1]]
+                inside = self._ahead(origin, expert, layout.step[1]) == layout.step[0]
+            self._held[layout] = Held(*tables, inside)
+        return self._held[layout]
 
     def tokens_later(self, copies: Layout, rank: int) -> np.ndarray | None:
         """Return None: tokens stand where those of their origin start."""
         return None
-
-    def _sent_by(self, move: Move, ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return what the first ranks send, without telling each of them."""
-        found: list[tuple[np.ndarray, ...]] = []
-        for members in dict.fromkeys(self.grid.group(rank, move.group) for rank in range(ranks)):
-            held, of = [self.pieces(move.source, member) for member in members], np.array(members)
-            ends = self._exchanged(move, members)
-            at = ends.there + np.cumsum([0, *(len(each.number) for each in held)])[ends.source]
-            pieces = (
-                np.concatenate([getattr(each, name) for each in held])[at] for name in ("origin", "expert", "chunk")
-            )
-            found.append((of[ends.source] * self.grid.world + of[ends.target], *pieces))
-        pairs, origin, expert, chunk = (np.concatenate(values) for values in zip(*found))
-        return pairs, origin, expert, chunk
 
     def _match(self, move: Move, rank: int) -> None:
         """Match the pieces of all ranks that exchange with `rank`."""
@@ -328,7 +321,7 @@ class LayoutIndex(AbstractLayoutIndex):
         assert not missing, f"ranks {[members[each] for each in missing]} want pieces that no rank of their group holds"
         if move.reduce:
             count = end - first
-            at = np.arange(count.sum()) + np.repeat(first - (count.cumsum() - count), count)
+            at = runs(first, count)
             target, here = np.repeat(target, count), np.repeat(here, count)
         elif len(keys):  # its own piece, else that of the lowest rank
             own = np.minimum(np.searchsorted(keys, wanted * len(members) + target), len(keys) - 1)
@@ -378,9 +371,9 @@ class _Exchanged(NamedTuple):
     """Place in the target's slot."""
 
 
-def _further(values: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """Return the values again and again, each time another step further, (steps * values,)."""
-    return (steps[:, None] + values).reshape(-1)
+def runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return the numbers of runs of neighbours, one run after the other, (sum of counts,) int64."""
+    return np.arange(counts.sum()) + np.repeat(starts - (counts.cumsum() - counts), counts)
 
 
 def find(held: Pieces, wanted: np.ndarray) -> np.ndarray:
@@ -554,6 +547,7 @@ class CallSizes:
         self._outgoing: dict[tuple[Move, int], Splits] = {}
         self._incoming: dict[tuple[Move, int], Splits] = {}
         self._moved: dict[Move, MovedRows] = {}
+        self._some: dict[tuple[Flow, bool], tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def helped(self, rank: int) -> np.ndarray:
         """Return which experts a rank computes copies of for their homes, (num_experts,) bool."""
@@ -592,11 +586,8 @@ class CallSizes:
 
     def rows_of_ranks(self, layout: Layout) -> np.ndarray:
         """Return how many rows a slot of this layout has on each rank, (world,) int64."""
-        if layout.chunk in ("near", "here") and layout.flow in ("weights", "bias"):
-            return np.array([self.num_rows(layout, rank) for rank in range(self.grid.world)])
-        rank, *piece = self.shapes.pieces_of_all(layout)
-        rows = self._rows[layout.flow][tuple(piece)]
-        return np.bincount(rank, weights=rows, minlength=self.grid.world).astype(np.int64)
+        rank, piece = self._held_by(layout)
+        return np.bincount(rank, self._pieces(layout)[3][piece], self.grid.world).astype(np.int64)
 
     def offsets(self, layout: Layout, rank: int) -> np.ndarray:
         """Return where each piece of a slot starts, and where the last one ends, (pieces + 1,) int64."""
@@ -624,14 +615,12 @@ class CallSizes:
 
         Ranks that have fewer than others have zeros at the end.
         """
-        rank, *piece = self.shapes.pieces_of_all(layout)
-        expert = piece[1]
-        first = np.full(self.grid.world, self.num_experts, dtype=np.int64)
-        np.minimum.at(first, rank, expert)
-        place = expert - first[rank]
-        most = int(place.max(initial=0)) + 1
-        rows = self._rows[layout.flow][tuple(piece)]
-        found = np.bincount(rank * most + place, weights=rows, minlength=self.grid.world * most)
+        experts = self.shapes.held(layout).experts
+        first, num_experts = experts.argmax(1), experts.shape[1]
+        most = int((num_experts - experts[:, ::-1].argmax(1) - first).max())
+        rank, piece = self._held_by(layout, by_expert=True)
+        _, expert, _, rows = self._pieces(layout, by_expert=True)
+        found = np.bincount(rank * most + expert[piece] - first[rank], rows[piece], self.grid.world * most)
         return found.astype(np.int64).reshape(self.grid.world, most)
 
     def ends(self, layout: Layout, rank: int) -> np.ndarray:
@@ -679,18 +668,55 @@ class CallSizes:
     def moved(self, move: Move) -> MovedRows:
         """Return how many rows each rank sends to each other in a movement."""
         if move not in self._moved:
-            world = self.grid.world
-            if {move.source.chunk, move.target.chunk}.intersection(("near", "here")):
-                sent = [self.outgoing(move, rank) for rank in range(world)]
-                pairs = np.concatenate(
-                    [rank * world + np.array(each.peers, dtype=np.int64) for rank, each in enumerate(sent)]
-                )
-                rows = np.concatenate([np.array(each.counts, dtype=np.int64) for each in sent])
-            else:
-                pairs, *piece = self.shapes.sent_by_all(move)
-                rows = self._rows[move.source.flow][tuple(piece)]
-            self._moved[move] = moved_rows(world, pairs, rows)
+            self._moved[move] = moved_rows(self.grid.world, *self._exchanged(move))
         return self._moved[move]
+
+    def _exchanged(self, move: Move) -> tuple[np.ndarray, np.ndarray]:
+        """Return what all ranks send each other: source times ranks plus target, and rows, (n,) int64 each."""
+        world, rows = self.grid.world, self._pieces(move.source)[3]
+        group = np.array([self.grid.group(rank, move.group)[0] for rank in range(world)])
+        (holder, held), (target, wanted) = (self._held_by(layout) for layout in (move.source, move.target))
+        have, want = group[holder] * len(rows) + held, group[target] * len(rows) + wanted
+        order = np.lexsort((holder, have))
+        holder, have = holder[order], have[order]
+        if not move.reduce:  # its own piece, else that of the lowest rank
+            others = ~np.isin(want * world + target, have * world + holder)
+            target, wanted, want = target[others], wanted[others], want[others]
+            have, lowest = np.unique(have, return_index=True)
+            holder = holder[lowest]
+        first, end = (np.searchsorted(have, want, side=side) for side in ("left", "right"))
+        asked_for = {move.source.chunk, move.target.chunk}.intersection(("near", "here"))  # weights that nobody may want
+        assert asked_for or (first < end).all(), "ranks want pieces that no rank of their group holds"
+        count = end - first
+        return holder[runs(first, count)] * world + np.repeat(target, count), np.repeat(rows[wanted], count)
+
+    def _pieces(
+        self, layout: Layout, *, by_expert: bool = False
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return origin, expert, chunk and rows of all pieces of a flow that have rows, (n,) each.
+
+        Experts of one home are always held together, so the first of them stands for all, but for weights of which only those
+        that are replicated are held, and where `by_expert` tells them apart.
+        """
+        flow = layout.flow
+        by_expert = by_expert or flow in ("weights", "bias")
+        if (flow, by_expert) not in self._some:
+            each = 1 if by_expert or not FLOWS[flow].is_per_expert else self.num_experts // self.grid.ep
+            rows = self._rows[flow]
+            together = rows.reshape(len(rows), -1, each, rows.shape[2]).sum(2) if each > 1 else rows
+            origin, home, chunk = np.nonzero(together)
+            self._some[flow, by_expert] = origin, home * each, chunk, together[origin, home, chunk]
+        return self._some[flow, by_expert]
+
+    def _held_by(self, layout: Layout, *, by_expert: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Return who holds which of `_pieces`, (found,) int64 each: ranks, and places among these."""
+        origin, expert, chunk, _ = self._pieces(layout, by_expert=by_expert)
+        rank, piece = self.shapes.held(layout).by(origin, expert, chunk)
+        if layout.chunk in ("near", "here") and layout.flow in ("weights", "bias"):
+            tables = np.stack([self._wanted(layout, each) for each in range(self.grid.world)])
+            wanted = tables[rank, expert[piece]]
+            rank, piece = rank[wanted], piece[wanted]
+        return rank, piece
 
     def num_moved(self, move: Move, source: int, target: int) -> int:
         """Return how many rows one rank sends to another in a movement."""

@@ -140,8 +140,8 @@ class ReplicaLinks:
 
     @cached_property
     def weight_links(self) -> np.ndarray:
-        """The same of a byte of weights."""
-        return self._links(weights=True)
+        """The same of a byte of weights; where places are single ranks both take the same way."""
+        return self.row_links if self.origins.shape[1] == 1 else self._links(weights=True)
 
     @cached_property
     def row_parts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:

@@ -98,13 +98,9 @@ class Giving:
         self._staying = replica.copies - replicated.sum(2)
         self.helped = replicated.sum(0) > 0
         """(num_experts, ep) bool: which places are replicated an expert."""
-
-    @property
-    def loads(self) -> np.ndarray:
-        """Copies that each place computes, (ep,) int64."""
         at_home = np.bincount(self._home, weights=self._staying.sum(0), minlength=len(self._places)).astype(np.int64)
-        loads: np.ndarray = at_home + self.replicated.sum((0, 1))
-        return loads
+        self.loads: np.ndarray = at_home + replicated.sum((0, 1))
+        """(ep,) int64: copies that each place computes."""
 
     def give(self, giver: int, room: np.ndarray, weights: int = 0) -> bool:
         """Replicate what a place has too much of, as far as one expert and one helper go; returns whether any was.
@@ -125,6 +121,7 @@ class Giving:
             return False
         _give(self._staying[:, expert], self.replicated[:, expert, helper], helper, amount)
         self.helped[expert, helper] = True
+        self.loads[[giver, helper]] += -amount, amount
         return True
 
 
