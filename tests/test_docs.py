@@ -88,7 +88,8 @@ def test_python_blocks_of_pages_run(page: Path, tmp_path: Path, monkeypatch: pyt
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)  # quiet, it would count no warning
+    # Quiet, it would count no warning.
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     pages = [page for page in (ROOT / "docs").rglob("*.md") if page.name != "index.md"]
     unlisted = [

@@ -253,7 +253,8 @@ def test_what_hides_behind_computing_takes_no_time_of_its_own() -> None:
     layout, node = OthersLayout(ep=8, global_batch=320), read_cluster("dgx-h100", nodes=1)
     hidden = predict(QWEN, node, layout).estimate
     apart = [
-        predict(QWEN, node, replace(layout, **{name: False})).estimate for name in ("hides_parameters", "hides_gradients")
+        predict(QWEN, node, replace(layout, **{name: False})).estimate
+        for name in ("hides_parameters", "hides_gradients")
     ]
     assert "parameters" not in hidden.parts
     gathered, reduced = (found.parts["parameters"] for found in apart)

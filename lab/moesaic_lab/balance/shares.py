@@ -158,8 +158,8 @@ def _of(
         for step, counts, (seconds, deciding, replicated) in zip(steps[1:], calls[1:], found):
             yield Share(
                 cluster=cluster, ranks=ranks, load=load, layer=layer, step=step, max_vio=max_vio(counts, ranks),
-                ratio=ratio, method=name, seconds=seconds, forced_seconds=forced[ratio, PLAIN], own_forced_seconds=forced[ratio, name],
-                decision_seconds=deciding, replicated_experts=replicated,
+                ratio=ratio, method=name, seconds=seconds, forced_seconds=forced[ratio, PLAIN],
+                own_forced_seconds=forced[ratio, name], decision_seconds=deciding, replicated_experts=replicated,
             )  # fmt: skip
 
 

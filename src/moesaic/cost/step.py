@@ -382,10 +382,10 @@ class StepCostModel:
     def optimizer_seconds(self) -> float:
         """Seconds of what the step of an optimizer reads and writes.
 
-        Of what a rank steps, gradients are read for their norm, read and written to clip them, and read with parameters and two
-        moments, which are written. Where parameters as products read them lie beside their masters, they are written from these,
-        and whole gradients lie in a buffer, which is averaged, looked through for what is no number, and zeroed (Megatron-LM,
-        `core/optimizer` and `core/distributed/param_and_grad_buffer.py`).
+        Of what a rank steps, gradients are read for their norm, read and written to clip them, and read with parameters and
+        two moments, which are written. Where parameters as products read them lie beside their masters, they are written from
+        these, and whole gradients lie in a buffer, which is averaged, looked through for what is no number, and zeroed
+        (Megatron-LM, `core/optimizer` and `core/distributed/param_and_grad_buffer.py`).
         """
         size, stepped = self.model.parameter_bytes, self._stepped_parameters
         moved = stepped * 10 * size
@@ -435,7 +435,9 @@ class StepCostModel:
             copies=copies,
             dense=dense + copies / 2 + over_tp,
             dense_product=dense,
-            unembed=float(self._rates.product_seconds(rows, 2 * dim * logits, dim * logits * size)[0]) + loss if logits else 0.0,
+            unembed=loss + float(self._rates.product_seconds(rows, 2 * dim * logits, dim * logits * size)[0])
+            if logits
+            else 0.0,
             shared=product(layer.matrices * dim * hidden, 1, dim + hidden) if hidden else 0.0,
         )
 
@@ -467,7 +469,8 @@ class StepCostModel:
         """
         (dense, experts), (dense_copies, expert_copies) = self._unit_seconds, self._copy_seconds
         held = self.model.pipeline.copies
-        units = held * (self.model.num_layers * dense + self.model.moe_layers * experts) + self.sharding["ends"] / (2 * self._gathered + 1)
+        units = held * (self.model.num_layers * dense + self.model.moe_layers * experts)
+        units += self.sharding["ends"] / (2 * self._gathered + 1)
         copied = held * (self.model.num_layers * dense_copies + self.model.moe_layers * expert_copies)
         total, attention = 0.0, self.model.num_layers * self.once.attention
         whole, each_time = self.model.sharded == "none", self.model.sharded == "gradients"

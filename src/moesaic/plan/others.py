@@ -205,8 +205,8 @@ def from_flags(flags: str) -> OthersLayout:
         micro = local if found.get("pp", 1) == 1 else found.get("micro_batch", 1)
         sharded: Sharded = "parameters" if found.get("pp", 1) == 1 else "gradients"
         return OthersLayout(**{"sharded": sharded, **found, "local_batch": local, "micro_batch": micro})
-    # Megatron splits experts as it splits attention, keeps all of the optimizer on every rank, hides no parameters and gradients,
-    # and computes the loss step by step, unless it is told otherwise.
+    # Megatron splits experts as it splits attention, keeps all of the optimizer on every rank, hides no parameters and
+    # gradients, and computes the loss step by step, unless it is told otherwise.
     return OthersLayout(**{"etp": found.get("tp", 1), "sharded": "none", **dict.fromkeys(APART, False), **found})
 
 

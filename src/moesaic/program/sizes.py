@@ -685,7 +685,8 @@ class CallSizes:
             have, lowest = np.unique(have, return_index=True)
             holder = holder[lowest]
         first, end = (np.searchsorted(have, want, side=side) for side in ("left", "right"))
-        asked_for = {move.source.chunk, move.target.chunk}.intersection(("near", "here"))  # weights that nobody may want
+        # Nobody may want some weights.
+        asked_for = {move.source.chunk, move.target.chunk}.intersection(("near", "here"))
         assert asked_for or (first < end).all(), "ranks want pieces that no rank of their group holds"
         count = end - first
         return holder[runs(first, count)] * world + np.repeat(target, count), np.repeat(rows[wanted], count)
