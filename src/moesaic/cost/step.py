@@ -426,6 +426,7 @@ class StepCostModel:
         others = tokens * (model.key_values or 2 * dim) * size * model.shares_sequence / grid.tp
         scores = max(scores, reduce_seconds(self.cluster, grid, others, grid.tp, model.shares_sequence) / 2)
         loss = tokens * logits * model.loss_bytes / self._rates.memory / 3
+        output = float(self._rates.product_seconds(rows, 2 * dim * logits, dim * logits * size)[0])
         projections, dense = product(model.attention, grid.tp, 2 * dim), product(inner, grid.tp, dim + model.inner)
         return Once(
             attention=projections + scores + copies + between + over_tp,
@@ -435,9 +436,7 @@ class StepCostModel:
             copies=copies,
             dense=dense + copies / 2 + over_tp,
             dense_product=dense,
-            unembed=loss + float(self._rates.product_seconds(rows, 2 * dim * logits, dim * logits * size)[0])
-            if logits
-            else 0.0,
+            unembed=loss + output if logits else 0.0,
             shared=product(layer.matrices * dim * hidden, 1, dim + hidden) if hidden else 0.0,
         )
 

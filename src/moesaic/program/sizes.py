@@ -273,15 +273,15 @@ class LayoutIndex(AbstractLayoutIndex):
                 self.num_experts if flow.is_per_expert else prod(map(size, flow.homes)),
                 self._all_chunks if flow.is_cut else 1,
             )
-            tables = [np.zeros((self.grid.world, width), dtype=bool) for width in widths]
-            for table, numbers in zip(tables, (self._origins, self.experts, self._chunks)):
+            origins, experts, chunks = (np.zeros((self.grid.world, width), dtype=bool) for width in widths)
+            for table, numbers in ((origins, self._origins), (experts, self.experts), (chunks, self._chunks)):
                 for rank in ranks:
                     table[rank, numbers(layout, rank)] = True
             inside = None
             if layout.step is not None:
                 origin, expert = np.ogrid[: widths[0], : widths[1]]
                 inside = self._ahead(origin, expert, layout.step[1]) == layout.step[0]
-            self._held[layout] = Held(*tables, inside)
+            self._held[layout] = Held(origins, experts, chunks, inside)
         return self._held[layout]
 
     def tokens_later(self, copies: Layout, rank: int) -> np.ndarray | None:
