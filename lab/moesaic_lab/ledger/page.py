@@ -141,7 +141,7 @@ MISSES = """What is off, and why as far as we know:
   two, whose messages are the same. So many senders to one receiver are not the reason: a share of the rate for them, fitted to
   the marked rows, is 1. All-reduces of a few megabytes in eight GPUs' switch are slower than its two passes.
 - Of steps, every row that is off by more than 16 % says why, as far as anybody knows. Layouts are those of the recipes that are
-  published beside the figures (Megatron-Bridge, `scripts/performance`; NeMo Automodel, `examples/benchmark`; SimuMax,
+  published beside the figures (Megatron-Bridge, `scripts/performance`; the benchmark examples of NeMo Automodel; SimuMax,
   `simu_tools/megatron_scripts`; the threads named). Frameworks of fused kernels come out within 10 %, eager ones up to 40 % too
   fast: what their small kernels take is not predicted. LAER's steps have no published layout, and Megatron-Bridge's releases
   before 26.04 ran slower on the same machines than those after them; neither is here.
