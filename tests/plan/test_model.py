@@ -84,7 +84,9 @@ def test_bad_files_are_one_line(text: str, words: str, tmp_path: Path) -> None:
 
 def test_a_capacity_of_earlier_versions_is_read(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
-    path.write_text('[model.moe]\ncapacity = "padded"\ncapacity_factor = 1.5\ncapacity_scope = "mesh"\nadmit_by = "score"\n')
+    path.write_text(
+        '[model.moe]\ncapacity = "padded"\ncapacity_factor = 1.5\ncapacity_scope = "mesh"\nadmit_by = "score"\n'
+    )
     assert read_job(str(path)).model.moe.capacity == "padded:1.5:score"
 
 
