@@ -82,6 +82,14 @@ def test_bad_files_are_one_line(text: str, words: str, tmp_path: Path) -> None:
     assert "\n" not in str(refusal.value)
 
 
+def test_a_capacity_of_earlier_versions_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(
+        '[model.moe]\ncapacity = "padded"\ncapacity_factor = 1.5\ncapacity_scope = "mesh"\nadmit_by = "score"\n'
+    )
+    assert read_job(str(path)).model.moe.capacity == "padded:1.5:score"
+
+
 def test_no_field_that_only_training_reads_is_taken_for_a_misspelt_one() -> None:
     job_of(asdict(TrainConfig()), "defaults")
 

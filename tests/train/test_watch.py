@@ -118,7 +118,7 @@ sys.exit(main(sys.argv[1:]))
 def test_a_rank_that_stops_or_dies_before_its_first_step_is_named(tmp_path, kind, where):
     script = tmp_path / "starts.py"
     script.write_text(STARTS.format(signal=kind, where=where))
-    process = start(tiny(tmp_path, batch_size=4, patience=12, mesh={"ep": 2}), tmp_path, script=script)
+    process = start(tiny(tmp_path, batch_size=4, start_patience=6, mesh={"ep": 2}), tmp_path, script=script)
     err = said_by_a_run_that_fails(process)
     (said,) = ours(err)
     if kind == "SIGSTOP":

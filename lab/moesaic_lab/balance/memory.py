@@ -1,6 +1,6 @@
 """How much memory a step holds at once: bytes of all tensors alive, watched operation by operation.
 
-`bench/device_memory.py` counts the same by torch's profiler, which takes a second to start in each of many ranks that
+`moesaic_lab/device/memory.py` counts the same by torch's profiler, which takes a second to start in each of many ranks that
 share two cores, and writes on their output.
 """
 

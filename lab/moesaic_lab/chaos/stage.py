@@ -370,7 +370,7 @@ class FaultedRun:
         self._attempts += 1
         logs = self.course.folder / f"attempt-{self._attempts}"
         logs.mkdir()
-        words = ["train", "--config", str(self._given), "--patience", str(2 * MEETING_SECONDS)]
+        words = ["train", "--config", str(self._given), "--start-patience", str(MEETING_SECONDS)]
         words += [] if paced else ["--save-every", str(STEPS)]
         attempt = Attempt(logs)
         for rank in range(WORLD):

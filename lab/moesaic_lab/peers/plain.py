@@ -1,6 +1,6 @@
 """Expert parallelism as the field writes it today, without a compiler: the yardstick of `moesaic bench train`.
 
-The stages are those of torchtitan's expert parallelism (torchtitan, `distributed/expert_parallel.py` and `models/moe`, 2026):
+The stages are those of torchtitan's expert parallelism (2026):
 sort token copies by expert, exchange the counts, send the rows, order what arrived by expert, run the experts as one grouped
 product, send the results back, undo the sort, add up each token's copies by their routing weights. Autograd makes the backward
 pass. One step follows another; nothing overlaps.

@@ -176,7 +176,7 @@ class Book:
     def constant(self, name: str) -> float:
         """Return a constant's value."""
         if name not in self.constants:
-            raise InputError(f"constant {name} is unknown: see src/moesaic/reproduce/data/constants.toml")
+            raise InputError(f"constant {name} is unknown: see lab/moesaic_lab/reproduce/data/constants.toml")
         return self.constants[name].value
 
     def role(self, name: str) -> Role:

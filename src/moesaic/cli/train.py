@@ -32,7 +32,7 @@ def run(arguments: Sequence[str]) -> int:
     from moesaic.train.launch import launch
     from moesaic.train.loop import train
 
-    place = launch(_patience(arguments) / 2)
+    place = launch(_start_patience(arguments))
     try:
         result = train(_configured(arguments))
     except Exception as error:
@@ -56,15 +56,15 @@ def _should_say(place: Launch, error: Exception) -> bool:
         return False
 
 
-def _patience(arguments: Sequence[str]) -> float:
+def _start_patience(arguments: Sequence[str]) -> float:
     """Return what a flag says of it; the configuration is read when the ranks have met, so that one refuses it for all."""
-    from moesaic.train.config import PATIENCE, TrainConfig
+    from moesaic.train.config import START_PATIENCE, TrainConfig
 
     try:
-        chosen = _take(list(arguments), ("--patience",))[1].values()
-        return TrainConfig(patience=float(*chosen)).patience if chosen else PATIENCE
+        chosen = _take(list(arguments), ("--start-patience",))[1].values()
+        return TrainConfig(start_patience=float(*chosen)).start_patience if chosen else START_PATIENCE
     except ValueError:
-        return PATIENCE
+        return START_PATIENCE
 
 
 def _configured(arguments: Sequence[str]) -> TrainConfig:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from moesaic.errors import InputError
-from moesaic.plan.model_shape import LIMITED, ModelShape, MoEShape, check_at_least
+from moesaic.plan.model_shape import ModelShape, MoEShape, capacity_of_today, check_at_least
 from moesaic.routing.routers import ON_MESH, ROUTERS, options_of
 
 if TYPE_CHECKING:
@@ -126,11 +126,7 @@ def model_of_today(model: dict[str, Any]) -> dict[str, Any]:
     if options:
         known = options_of((ROUTERS | ON_MESH)[moe["router"]])
         moe["router_options"] = {name: value for name, value in options.items() if name in known}
-    if "capacity" in moe:
-        factor, scope, order = (moe.pop(name, None) for name in ("capacity_factor", "capacity_scope", "admit_by"))
-        if moe["capacity"] in LIMITED and factor is not None:
-            words = ["rank"] * (scope == "rank") + ["score"] * (order == "score")
-            moe["capacity"] = ":".join([moe["capacity"], str(factor), *words])
+    moe = capacity_of_today(moe)
     level = moe.pop("balance_level", "micro_batch")
     balance = "load_balance" if level == "micro_batch" else f"load_balance_{level}"
     names = {"balance_loss": balance, "importance_loss": "importance", "z_loss": "z_loss"}

@@ -15,7 +15,7 @@ from moesaic.cost.cluster import ClusterSpec, Dtype
 from moesaic.cost.step_model import StepModel
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
-from moesaic.plan.model_shape import ModelShape
+from moesaic.plan.model_shape import ModelShape, capacity_of_today
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +144,7 @@ def _known(shape: Any, table: dict[str, Any], source: str, prefix: str = "") -> 
                 raise InputError(f"{source}: unknown field {prefix}{name}: did you mean {near[0]}?")
             continue
         nested = getattr(shape, name)
-        inner = is_dataclass(nested) and isinstance(value, dict)
-        found[name] = _known(nested, value, source, f"{prefix}{name}.") if inner else value
+        if is_dataclass(nested) and isinstance(value, dict):
+            value = _known(nested, capacity_of_today(value), source, f"{prefix}{name}.")
+        found[name] = value
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from moesaic.errors import InputError
 
@@ -59,6 +59,18 @@ def read_capacity(text: str) -> CapacityRule:
     return CapacityRule(
         kind=kind, factor=factor, by_rank="rank" in words or kind == "padded", by_score="score" in words
     )
+
+
+def capacity_of_today(moe: dict[str, Any]) -> dict[str, Any]:
+    """Return a table of `MoEShape`'s fields with one word for the capacity, where an earlier version wrote four fields."""
+    fields = ("capacity_factor", "capacity_scope", "admit_by")
+    if "capacity" not in moe or moe.keys().isdisjoint(fields):
+        return moe
+    found = {name: value for name, value in moe.items() if name not in fields}
+    if found["capacity"] in LIMITED:
+        words = ["rank"] * (moe.get("capacity_scope") == "rank") + ["score"] * (moe.get("admit_by") == "score")
+        found["capacity"] = ":".join([found["capacity"], str(moe.get("capacity_factor", 1.25)), *words])
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

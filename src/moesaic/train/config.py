@@ -25,7 +25,7 @@ else:
 """Names of registries; a command line lists them as choices."""
 MOST_PATIENCE = 1500.0
 """Seconds. Gloo gives up by itself after 1,800, and does not say for whom it waited."""
-PATIENCE = 600.0
+START_PATIENCE = 300.0
 """Seconds, where nobody says another number."""
 TENSORBOARD, WANDB = "tensorboard", "wandb"
 """Trackers; the project stands behind the second one and a colon."""
@@ -237,7 +237,6 @@ class NumbersConfig:
 
 
 RENAMED = {
-    "start_patience": "patience, half of which holds until the first step",
     "tensorboard": "trackers, to which tensorboard belongs by default",
     "wandb": "trackers, as wandb:PROJECT",
     "data.bin_dtype": "the dtype in the .json file beside a .bin file, where vocab_size does not tell it",
@@ -267,7 +266,6 @@ def of_today(table: dict[str, Any], source: str) -> dict[str, Any]:
     if not all(isinstance(table.get(name, {}), dict) for name in sections):
         return table
     found = table | {name: dict(table[name]) for name in sections if name in table}
-    found.pop("start_patience", None)
     if "tensorboard" in found or "wandb" in found:
         is_on, project = found.pop("tensorboard", True), found.pop("wandb", "")
         found["trackers"] = [TENSORBOARD] * bool(is_on) + [f"{WANDB}:{project}"] * bool(project)
@@ -309,9 +307,10 @@ class TrainConfig:
     parameters too, for comparing runs."""
     threads: int | None = None
     """CPU threads; None leaves torch's choice."""
-    patience: float = PATIENCE
-    """Seconds that a rank of several may stand at one place before all end, with a line that says who is missing; half as many
-    until the first step. As a flag, half of it is also how long ranks wait for each other to come."""
+    patience: float = 600.0
+    """Seconds that a rank of several may stand at one place before all end, with a line that says who is missing."""
+    start_patience: float = START_PATIENCE
+    """The same until the first step. As a flag it is also how long ranks wait for each other to come."""
     log_every: int = 10
     """Steps between lines of metrics."""
     eval_every: int = 100
@@ -356,8 +355,9 @@ class TrainConfig:
                 raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
         if not 0 <= self.seed < 2**63:
             raise InputError(f"seed={self.seed}: choose 0 or more, below 2**63")
-        if not 1 <= self.patience <= MOST_PATIENCE:
-            raise InputError(f"patience={self.patience}: choose from 1 to {MOST_PATIENCE:g} seconds")
+        for name in ("patience", "start_patience"):
+            if not 1 <= getattr(self, name) <= MOST_PATIENCE:
+                raise InputError(f"{name}={getattr(self, name)}: choose from 1 to {MOST_PATIENCE:g} seconds")
         if self.threads is not None and self.threads < 1:
             raise InputError(f"threads={self.threads}: must be at least 1")
         for tracker in self.trackers:
@@ -471,11 +471,6 @@ class TrainConfig:
         static = StaticPlan(**{each.name: getattr(plan, each.name) for each in fields(StaticPlan)})
         balance = replace(self.balance, replication=plan.replication, memory_budget=plan.memory_budget)
         return replace(self, plan=static, balance=balance)
-
-    @property
-    def start_patience(self) -> float:
-        """`patience` until the first step, in seconds."""
-        return self.patience / 2
 
     @property
     def tokens_per_step(self) -> int:

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
 from moesaic.errors import InputError, TrainingError
-from moesaic.train.config import PATIENCE
+from moesaic.train.config import START_PATIENCE
 from moesaic.train.roll import ANSWER_SECONDS, Roll, answered, telling
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Launch:
             os._exit(0)
 
 
-def launch(patience: float = PATIENCE / 2) -> Launch:
+def launch(patience: float = START_PATIENCE) -> Launch:
     """Join the processes that a launcher started, Gloo on CPUs and NCCL on GPUs, each rank of a node with its own GPU.
 
     CPU tensors stay on Gloo where there are GPUs: what ranks agree on step by step then waits for no GPU. Where torchrun
@@ -125,7 +125,7 @@ def launch(patience: float = PATIENCE / 2) -> Launch:
         raise TrainingError(
             f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} did not meet the others at "
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {patience:g} s "
-            f"({_first_line(error)}): see that every rank was started and reaches that port, or raise --patience"
+            f"({_first_line(error)}): see that every rank was started and reaches that port, or raise --start-patience"
         ) from error
     dist.distributed_c10d._set_pg_timeout(dist.default_pg_timeout)  # the watch over a run gives up before that
     return Launch(roll)

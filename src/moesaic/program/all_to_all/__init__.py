@@ -1,4 +1,4 @@
-"""All-to-all algorithms, one a file. A movement over ep is lowered to one of them by `passes/route_all_to_all.py`.
+"""All-to-all algorithms. A movement over ep is lowered to one of them by `passes/route_all_to_all.py`.
 
 `multicast` is not among them: it changes what is sent, not only how, and is a pass (`passes/multicast.py`). What each name of
 `Plan.all_to_all` is, says `Crossing` (`plan/plan.py`).
@@ -7,12 +7,8 @@
 from __future__ import annotations
 
 from moesaic.program.all_to_all.all_to_all import AbstractAllToAll
-from moesaic.program.all_to_all.hier1d import Hier1D
-from moesaic.program.all_to_all.hier2d import Hier2D
-from moesaic.program.all_to_all.hier3d import Hier3D
-from moesaic.program.all_to_all.linear import Linear
-from moesaic.program.all_to_all.naive import NaiveAggregation
-from moesaic.program.all_to_all.pipelined import Pipelined
+from moesaic.program.all_to_all.hierarchical import Hier1D, Hier2D, Hier3D, NaiveAggregation
+from moesaic.program.all_to_all.straight import Linear, Pipelined
 
 ALL_TO_ALLS: dict[str, AbstractAllToAll] = {
     "linear": Linear(),

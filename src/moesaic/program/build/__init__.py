@@ -1,4 +1,4 @@
-"""The schedules: where tensor parallelism pauses around the layer. One a file; each is a function that returns a program.
+"""The schedules: where tensor parallelism pauses around the layer. Each is a function that returns a program.
 
 Every schedule reads `x`, the tokens, `gates`, the routing weights, and `w`, the experts' weights (with `bias` also `b`,
 what the shards of an expert hold in common), and writes `y`. Parm's papers call tp MP and etp ESP.
@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moesaic.program.build.baseline import baseline
-from moesaic.program.build.s1 import s1
-from moesaic.program.build.s2 import s2
-from moesaic.program.build.s3 import s3
-from moesaic.program.build.ted import ted
+from moesaic.program.build.baselines import baseline, ted
+from moesaic.program.build.parm import s1, s2, s3
 from moesaic.program.task import Program
 
 SCHEDULES: dict[str, Callable[[bool], Program]] = {"baseline": baseline, "ted": ted, "s1": s1, "s2": s2, "s3": s3}

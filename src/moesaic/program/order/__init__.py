@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from moesaic.program.order.early import early
 from moesaic.program.order.exact import exact
-from moesaic.program.order.fifo import fifo
+from moesaic.program.order.fixed import early, fifo
 from moesaic.program.order.optsche import optsche
 from moesaic.program.task import Program
 

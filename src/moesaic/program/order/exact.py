@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from operator import le
 
-from moesaic.program.order.early import early
-from moesaic.program.order.fifo import fifo
+from moesaic.program.order.fixed import early, fifo
 from moesaic.program.order.graph import chunk_numbers, predecessors, successors
 from moesaic.program.order.optsche import optsche
 from moesaic.program.task import Lane, Layout, Program

@@ -1,8 +1,4 @@
-"""Issue every movement as soon as what it reads is there, and compute in the order of the chunks meanwhile.
-
-Where movements are not encoded this comes close to ScheMoE's order (see `optsche.py`): all dispatches first, then expert by
-expert, each result sent off at once. With encoding it waits for each chunk before it encodes the next.
-"""
+"""The orders without a method: as built, and every movement as early as can be. They read nothing but the program."""
 
 from __future__ import annotations
 
@@ -13,10 +9,21 @@ from moesaic.program.order.graph import brings_replicated_weights, chunk_numbers
 from moesaic.program.task import Lane, Op, Program, Task
 
 
+def fifo(
+    program: Program, seconds: Callable[[], Mapping[str, float]] | None = None, *, host_runs_compute: bool = False
+) -> Program:
+    """Return the program as it was built, chunk after chunk: what a layer does that was cut into chunks and nothing else."""
+    return program
+
+
 def early(
     program: Program, seconds: Callable[[], Mapping[str, float]] | None = None, *, host_runs_compute: bool = False
 ) -> Program:
-    """Return the program in that order; the same on all ranks, since it reads nothing but the program."""
+    """Return the program with every movement issued as soon as what it reads is there, and computing chunk after chunk.
+
+    Where movements are not encoded this comes close to ScheMoE's order (see `optsche.py`): all dispatches first, then expert by
+    expert, each result sent off at once. With encoding it waits for each chunk before it encodes the next.
+    """
     slots = {slot.name: slot for slot in program.slots}
     number, is_replicated = chunk_numbers(program), brings_replicated_weights(program)
 
