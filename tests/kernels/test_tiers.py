@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from dataclasses import replace
@@ -10,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moesaic import MoE
 from moesaic.errors import InputError
@@ -195,6 +197,24 @@ def test_quack_takes_the_arguments_that_it_is_given():
     )
     torch.testing.assert_close(found[[0, 2]], expected[[0, 2]])
     assert {"cu_seqlens_m", "cu_seqlens_k", "tuned"} <= set(inspect.signature(interface.gemm).parameters)
+
+
+def test_quack_compiles_both_products_for_hopper(monkeypatch):
+    """The real package up to the launch, which alone needs a GPU: it takes our operands, and its compiler makes the kernels."""
+    package = pytest.importorskip("quack.gemm", reason="quack-kernels is not installed")
+    monkeypatch.setenv("QUACK_ARCH", "sm_90")
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    monkeypatch.setattr(package, "get_max_active_clusters", lambda *_, **__: 66)  # which asks the driver
+    compiled = []
+    monkeypatch.setattr(package, "launch_gemm", lambda plan, *_, **__: compiled.append(plan.compiled_fn))
+    quack = importlib.import_module("moesaic.kernels.quack")
+    with FakeTensorMode():
+        x, dy = (torch.empty(9, width, dtype=torch.bfloat16, device="cuda") for width in (16, 8))
+        ends, w = torch.empty(3, dtype=torch.int32, device="cuda"), x.new_empty(3, 16, 8)
+        rows, outer = quack.rows_times(x, w, ends), quack.outer_products(dy, x, ends)
+    assert (rows.shape, outer.shape) == ((9, 8), (3, 8, 16))
+    assert len(compiled) == 2
+    assert all(callable(each) for each in compiled)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moesaic_lab.device import benchmark
 from moesaic_lab.device.bound import Bound, RouterBound
 from moesaic_lab.device.cases import SHAPES, DeviceCase, DeviceShape, cases, step
 from moesaic_lab.device.claims import claims, merged
@@ -133,3 +134,25 @@ def test_methods_are_repeated_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found.seconds["same"]) in (2, 5, 7)
     assert found.absent == {"gone": "not installed"}
     assert found.growth_bytes[LAYER] > 0
+
+
+@pytest.mark.parametrize("has_instructions", [False, True])
+def test_bfloat16_is_measured_where_the_processor_has_it(
+    monkeypatch: pytest.MonkeyPatch, has_instructions: bool
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_instructions)
+    measured: list[DeviceCase] = []
+
+    def one(chosen: DeviceCase, *_: object) -> DeviceCell:
+        measured.append(chosen)
+        return cell(1.1, dtype=chosen.dtype)
+
+    monkeypatch.setattr(benchmark.run, "measure", one)
+    options = benchmark.DeviceOptions(
+        only="e8 gelu balanced", keep_freed_memory=False, threads=torch.get_num_threads()
+    )
+    told: list[str] = []
+    rows = benchmark.measure(options, benchmark.cases(options), told.append)
+    assert {row["dtype"] for row in rows} == {each.dtype for each in measured}
+    assert [each.dtype for each in measured] == ["float32", "bfloat16"][: 1 + has_instructions]
+    assert sum("no instructions for bfloat16" in line for line in told) == (not has_instructions)

@@ -196,7 +196,7 @@ def statistics(with_importance: bool = True, dtype: torch.dtype = torch.float32,
     logits = torch.zeros(3, 2, dtype=dtype)
     choice = token_choice(torch.tensor([[0, 1], [1, 0], [0, 1]]))
     arguments = {"alive_N": torch.tensor([True] * 5 + [False]), "valid_T": None, "num_sequences": 1}
-    arguments |= {"earlier_counts_E": None, "with_importance": with_importance, **changes}
+    arguments |= {"earlier_counts_E": None, "with_importance": with_importance, "with_logsumexp": False, **changes}
     weight = torch.arange(1.0, 7.0, dtype=dtype, requires_grad=True)
     return RouterStatistics.of(Scores(logits, logits.softmax(-1), logits, logits), choice, weight, **arguments)
 
@@ -213,6 +213,12 @@ def test_importance_sums_the_living_weights_when_a_loss_asks() -> None:
     assert taken.importance_E.requires_grad
     assert statistics(with_importance=False).importance_E is None
     assert [loss.name for loss in ALL_LOSSES if loss.needs_importance] == ["importance"]
+
+
+def test_the_logsumexp_is_summed_when_a_loss_asks() -> None:
+    assert float(statistics(with_logsumexp=True).logsumexp_squared) == pytest.approx(3 * math.log(2) ** 2)
+    assert float(statistics().logsumexp_squared) == 0
+    assert [loss.name for loss in ALL_LOSSES if loss.needs_logsumexp] == ["z_loss"]
 
 
 def test_only_the_global_batch_reads_the_counts_of_the_step() -> None:

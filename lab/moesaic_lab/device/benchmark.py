@@ -62,6 +62,9 @@ def measure(options: DeviceOptions, cases: tuple[list[DeviceCase], Rows], told: 
     setting = {"threads": options.threads, "kept_memory": kept}
     torch.set_num_threads(options.threads)
     for number, case in enumerate(chosen, 1):
+        if case.dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            told(f"{number} of {len(chosen)}  {case.name}: left out, this CPU has no instructions for bfloat16")
+            continue  # beside its products, seventy times as long, a layer is nothing
         cell = run.measure(case, options.repeats, options.peers, options.given_routing)
         told(f"{number} of {len(chosen)}  {summary(cell)}")
         rows = merged(rows, [row | setting for row in cell.rows()])

@@ -56,6 +56,11 @@ class DeviceCase:
     routed: Routed
 
     @property
+    def name(self) -> str:
+        """As progress names it."""
+        return f"{self.shape.name} {self.dtype} {self.activation} {self.routed}"
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """Of activations and weights; a router computes in float32."""
         return DTYPES[self.dtype]

@@ -103,8 +103,7 @@ def device_table(rows: Sequence[Row]) -> Table:
 
 def summary(cell: DeviceCell) -> str:
     """Return a case in one line, for progress."""
-    case = cell.case
     parts = [f"{cell.ratio(LAYER, LB).median:.3f} LB"]
     if cell.best_peer is not None:
         parts.append(f"best peer {cell.best_peer} {cell.ratio(cell.best_peer, LB).median:.2f} LB")
-    return f"{case.shape.name} {case.dtype} {case.activation} {case.routed}: " + ", ".join(parts)
+    return f"{cell.case.name}: " + ", ".join(parts)

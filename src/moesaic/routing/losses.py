@@ -39,7 +39,7 @@ class RouterStatistics:
     importance_E: Tensor | None
     """(E,): summed routing weights, differentiable; None where no loss asks for them."""
     logsumexp_squared: Tensor
-    """(): summed squares of the logits' logsumexp, differentiable."""
+    """(): summed squares of the logits' logsumexp, differentiable; 0 where no loss asks for them."""
     step_counts_E: Tensor
     """(E,) float: copies of the whole optimizer step so far, this call included."""
 
@@ -55,6 +55,7 @@ class RouterStatistics:
         num_sequences: int,
         earlier_counts_E: Tensor | None,
         with_importance: bool,
+        with_logsumexp: bool,
         first_token: int = 0,
         sequence_length: int | None = None,
     ) -> RouterStatistics:
@@ -69,6 +70,7 @@ class RouterStatistics:
             num_sequences: G.
             earlier_counts_E: (E,) int64 copies counted since the last optimizer step, without this call.
             with_importance: sum the routing weights too.
+            with_logsumexp: sum the squares of the logits' logsumexp too.
             first_token: where these tokens start in the batch, if they are a slice of it that may cut sequences.
             sequence_length: how many tokens a sequence of the batch has; None if these tokens are the whole of it.
         """
@@ -76,9 +78,12 @@ class RouterStatistics:
         dtype, device = scores.probs.dtype, scores.probs.device
         valid = torch.ones(num_tokens, dtype=dtype, device=device) if valid_T is None else valid_T.to(dtype)
         copies_N = torch.ones_like(choice.expert) if alive_N is None else alive_N.long()
-        length = max(num_tokens // num_sequences, 1) if sequence_length is None else sequence_length
-        sequence_T = (torch.arange(num_tokens, device=device) + first_token) // length
-        cell = sequence_T[choice.token] * num_experts + choice.expert
+        sequence_T, cell = None, choice.expert
+        if num_sequences > 1:
+            length = max(num_tokens // num_sequences, 1) if sequence_length is None else sequence_length
+            sequence_T = (torch.arange(num_tokens, device=device) + first_token) // length
+            cell = sequence_T[choice.token] * num_experts + choice.expert
+            sequence_T = None if sequence_length is None else sequence_T
         counts_GE = copies_N.new_zeros(num_sequences * num_experts).scatter_add(0, cell, copies_N)
         counts_GE = counts_GE.view(num_sequences, num_experts)
         step_counts_E = counts_GE.sum(0) if earlier_counts_E is None else counts_GE.sum(0) + earlier_counts_E
@@ -88,12 +93,16 @@ class RouterStatistics:
             pair = choice.token * num_experts + choice.expert
             weight_TE = weight_N.new_zeros(num_tokens * num_experts).scatter(0, pair, weight_N * copies_N.to(dtype))
             importance_E = weight_TE.view(num_tokens, num_experts).sum(0)
+        logsumexp_squared = valid.new_zeros(())
+        if with_logsumexp:
+            logsumexp_squared = (scores.logits.logsumexp(-1).square() * valid).sum()
+        probs = scores.probs if valid_T is None else scores.probs * valid.unsqueeze(1)
         return cls(
             counts_GE=counts_GE.to(dtype),
-            probs_GE=_sum_by(sequence_T, num_sequences, scores.probs * valid.unsqueeze(1), sequence_length is None),
-            tokens_G=_sum_by(sequence_T, num_sequences, valid.unsqueeze(1), sequence_length is None).squeeze(1),
+            probs_GE=_sum_by(sequence_T, num_sequences, probs),
+            tokens_G=_sum_by(sequence_T, num_sequences, valid.unsqueeze(1)).squeeze(1),
             importance_E=importance_E,
-            logsumexp_squared=(scores.logits.logsumexp(-1).square() * valid).sum(),
+            logsumexp_squared=logsumexp_squared,
             step_counts_E=step_counts_E.to(dtype),
         )
 
@@ -127,9 +136,15 @@ class RouterStatistics:
         )
 
 
-def _sum_by(sequence_T: Tensor, num_sequences: int, values: Tensor, is_whole: bool) -> Tensor:
-    """Return the sum of (T, n) values per sequence, (G, n); no atomics, so the order of the sum is fixed."""
-    if is_whole:
+def _sum_by(sequence_T: Tensor | None, num_sequences: int, values: Tensor) -> Tensor:
+    """Return the sum of (T, n) values per sequence, (G, n); no atomics, so the order of the sum is fixed.
+
+    Args:
+        sequence_T: each token's sequence; None for sequences of equal length, one after the other.
+        num_sequences: G.
+        values: (T, n).
+    """
+    if sequence_T is None:
         return values.view(num_sequences, len(values) // num_sequences, values.shape[1]).sum(1)
     member = sequence_T == torch.arange(num_sequences, device=values.device).unsqueeze(1)
     return member.to(values.dtype) @ values
@@ -166,6 +181,11 @@ class AbstractLoss(ABC):
     @property
     def needs_importance(self) -> bool:
         """True if the loss reads the experts' summed routing weights."""
+        return False
+
+    @property
+    def needs_logsumexp(self) -> bool:
+        """True if the loss reads the logits' logsumexp."""
         return False
 
     @abstractmethod
@@ -205,18 +225,18 @@ class LoadBalance(AbstractLoss):
         return self.level == "global_batch"
 
     def value(self, statistics: RouterStatistics) -> Tensor:
-        num_experts = statistics.counts_GE.shape[1]
         if self.level == "sequence":
-            counts, probs, tokens = statistics.counts_GE, statistics.probs_GE, statistics.tokens_G
+            counts = statistics.counts_GE
+        elif self.level == "global_batch":
+            counts = statistics.step_counts_E.unsqueeze(0)
         else:
-            counts, probs = statistics.counts_GE.sum(0, keepdim=True), statistics.probs_GE.sum(0, keepdim=True)
-            tokens = statistics.tokens_G.sum(0, keepdim=True)
-            if self.level == "global_batch":
-                counts = statistics.step_counts_E.unsqueeze(0)
+            counts = statistics.counts_GE.sum(0, keepdim=True)
         share = counts / counts.sum(1, keepdim=True).clamp_min(1)
-        weighed = _TimesOfFirstPass.apply(probs, share) if self.level == "global_batch" else share * probs
-        per_group = num_experts * weighed.sum(1) / tokens.clamp_min(1)
-        return (per_group * tokens).sum() / tokens.sum().clamp_min(1)
+        slope = counts.shape[1] * share / statistics.tokens_G.sum().clamp_min(1)  # the loss is linear in the probabilities
+        probs = statistics.probs_GE
+        weighed = _TimesOfFirstPass.apply(probs, slope) if self.level == "global_batch" else probs * slope
+        total: Tensor = weighed.sum()
+        return total
 
 
 class _TimesOfFirstPass(torch.autograd.Function):
@@ -262,6 +282,10 @@ class ZLoss(AbstractLoss):
     @property
     def name(self) -> str:
         return "z_loss"
+
+    @property
+    def needs_logsumexp(self) -> bool:
+        return True
 
     def value(self, statistics: RouterStatistics) -> Tensor:
         return statistics.logsumexp_squared / statistics.tokens_G.sum().clamp_min(1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -301,6 +303,7 @@ def _sums(
         num_sequences=batch.num_sequences if by_sequence else 1,
         earlier_counts_E=earlier_counts,
         with_importance=any(loss.needs_importance for loss in losses),
+        with_logsumexp=any(loss.needs_logsumexp for loss in losses),
         first_token=batch.first_token if by_sequence else 0,
         sequence_length=batch.sequence_length if by_sequence else None,
     )
@@ -311,5 +314,5 @@ def _evaluate(losses: Sequence[AbstractLoss], sums: RouterStatistics | None) -> 
     if sums is None:
         return None, {}
     values = [loss.value(sums) for loss in losses]
-    total = torch.stack([loss.coefficient * value for loss, value in zip(losses, values)]).sum()
+    total = reduce(add, [loss.coefficient * value for loss, value in zip(losses, values)])
     return total, {loss.name: value.detach() for loss, value in zip(losses, values)}

@@ -23,6 +23,8 @@ from moesaic.routing.routing import Choice, Scores
 
 MOST_COLUMNS, MOST_CHOICES = 2048, 32
 """What the Triton kernel holds of a row, and how many times it looks for the largest; more goes by sorting."""
+MOST_PASSES = 8
+"""Up to so many choices are found one after the other where Triton does not run; measured, docs/kernels.md."""
 
 
 class KeepsFloat32(nn.Module):
@@ -260,8 +262,9 @@ def top_k_indices(rank_by: Tensor, top_k: int) -> Tensor:
     So a token whose scores are NaN has valid experts, distinct ones, and a weight of NaN that shows in its own result.
 
     `torch.topk` leaves the order of ties open, so two runs, or a run and its recomputation, may differ. Here a float32
-    is mapped to an integer of the same order and the index is appended: no two keys of a row are equal. The key has
-    32 + log2(E) bits and is exact in a float64, whose `topk` is fast on every device.
+    is mapped to an integer of the same order. Few choices are found by `argmax` one after the other, which takes the first of
+    equal ones; for many the index is appended, so that no two keys of a row are equal: a key has 32 + log2(E) bits and is exact
+    in a float64, whose `topk` is fast on every device.
 
     Args:
         rank_by: (rows, columns), float32 or float64.
@@ -276,8 +279,14 @@ def top_k_indices(rank_by: Tensor, top_k: int) -> Tensor:
         from moesaic.kernels.triton.rows.top_k import top_k_columns
 
         return top_k_columns(rank_by, top_k).long()
-    bits = rank_by.masked_fill(rank_by == 0, 0.0).contiguous().view(torch.int32)  # -0.0 equals 0.0
+    bits = (rank_by + 0.0).contiguous().view(torch.int32)  # -0.0 becomes 0.0, which it equals
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).masked_fill_(rank_by.isnan(), 0x7FFFFFFF)
+    if 0 < top_k <= MOST_PASSES:
+        chosen = [ordered.argmax(1, keepdim=True)]
+        for _ in range(top_k - 1):
+            ordered.scatter_(1, chosen[-1], torch.iinfo(torch.int32).min)  # below every number's integer
+            chosen.append(ordered.argmax(1, keepdim=True))
+        return torch.cat(chosen, 1)
     columns = rank_by.shape[-1]
     tie_break = torch.arange(columns - 1, -1, -1, device=rank_by.device)
     return (ordered.double() * columns + tie_break).topk(top_k, dim=-1).indices
