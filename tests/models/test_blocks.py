@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from moesaic.errors import InputError
-from moesaic.models.attention import KeyValueCache
+from moesaic.models.attention import KeyValueCache, ShortConv
 from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.gpt import GPT
 from moesaic.models.seq2seq import EncoderDecoder, make_language_model, translate
@@ -41,6 +41,31 @@ def copy(into: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
     assert all("cls.predictions.transform" in name or "token_type" in name or "tied" in name for name in missing), (
         missing
     )
+
+
+@pytest.mark.parametrize(("width", "causal", "seen"), [(3, True, (-1, -2)), (4, False, (-1, 1, -2)), (2, False, (-1,))])
+def test_a_short_convolution_mixes_the_positions_before_it_or_around_it(
+    width: int, causal: bool, seen: tuple[int, ...]
+) -> None:
+    conv, x = ShortConv(3, width, causal=causal).double(), torch.randn(2, 7, 3, dtype=torch.float64)
+    torch.testing.assert_close(conv(x), x)
+    torch.nn.init.normal_(conv.taps)
+    mask = torch.rand(2, 7) < 0.7
+    for given in (None, mask):
+        expected = x.clone()
+        for batch in range(2):
+            for at in range(7):
+                for tap, offset in zip(conv.taps, seen):
+                    if 0 <= at + offset < 7 and (given is None or given[batch, at + offset]):
+                        expected[batch, at] += tap * x[batch, at + offset]
+        torch.testing.assert_close(conv(x, mask=given), expected)
+
+
+def test_padding_moves_nothing_in_an_encoder_with_convolutions() -> None:
+    ours, tokens = build(BlockConfig(kind="encoder"), conv_width=4), ids(2, LENGTH)
+    mask = torch.arange(LENGTH).expand(2, -1) < torch.tensor([[LENGTH], [7]])
+    other = torch.where(mask, tokens, ids(2, LENGTH))
+    torch.testing.assert_close(ours(tokens, mask=mask).logits[mask], ours(other, mask=mask).logits[mask])
 
 
 def test_the_block_of_gpt2_is_that_of_gpt2() -> None:
