@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from moesaic.cost.call_sizes import node_tokens_per_node
 from moesaic.cost.simulate import Simulator
+from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
-from moesaic.profiling.idle import BalancedRouter, balanced_choice
+from moesaic.profiling.idle import BalancedRouter, balanced_choice, visits
 from moesaic.program.grid import Grid
 from moesaic.program.task import Op
 from moesaic_lab.bounds import program_messages
@@ -129,6 +131,19 @@ def test_the_pattern_follows_the_seed() -> None:
     assert not torch.equal(one, other)
     with pytest.raises(InputError, match="10 tokens do not spread evenly over num_experts=4"):
         balanced_choice(10, 2, 4, 0)
+
+
+def test_visits_are_counted_and_told_to_the_model() -> None:
+    """By hand, and in place of what is estimated for drawn experts."""
+    expert = balanced_choice(64, 2, 16, seed=0).expert.view(64, 2).tolist()
+    known = dict(visits(64, 2, 16, seed=0))
+    assert sorted(known) == [1, 2, 4, 8, 16]
+    for places in known:
+        assert known[places] == pytest.approx(sum(len({e * places // 16 for e in row}) for row in expert) / 64)
+    layer = Workload(tokens=64, num_experts=16, top_k=2, dim=8, hidden=8, visits=visits(64, 2, 16, seed=0))
+    assert node_tokens_per_node(layer, 4, 1) == pytest.approx(64 * known[4] / 4)
+    drawn = node_tokens_per_node(replace(layer, visits=()), 4, 1)
+    assert drawn == pytest.approx(64 * (1 - 12 * 11 / (16 * 15))) != pytest.approx(64 * known[4] / 4)
 
 
 def test_weights_share_a_token() -> None:

@@ -49,7 +49,7 @@ def test_megatrons_flags_say_how_a_model_is_split() -> None:
         etp=2,
         pp=4,
         ep=8,
-        all_to_all="multicast",
+        all_to_all="deepep",
         micro_batch=1,
         global_batch=512,
         recompute=("block",),
@@ -278,6 +278,24 @@ def test_norms_and_rotations_of_queries_and_keys_read_and_write_them() -> None:
     assert normed - less == pytest.approx(moved / 2850e9)
 
 
+def test_narrow_products_keep_two_copies_of_weights_and_less_of_what_they_read() -> None:
+    """Beside bfloat16 weights a byte by rows and one by columns; of normed inputs, experts' rows and results of activations one
+    byte in place of two."""
+    layout = OthersLayout(ep=8, micro_batch=2, global_batch=320)
+    b200 = read_cluster("dgx-b200", nodes=4)
+    wide, fp8, mxfp8 = (predict(QWEN, b200, replace(layout, precision=each)).memory for each in ("bf16", "fp8", "mxfp8"))
+    shape = QWEN.model
+    router = shape.num_layers * shape.dim * shape.moe.num_experts
+    experts = shape.num_layers * 3 * shape.dim * shape.moe.hidden * shape.moe.num_experts
+    multiplied = shape.parameters() - experts * 7 / 8 - 2 * shape.vocab * shape.dim - router
+    assert fp8.weights - wide.weights == pytest.approx(2 * multiplied)
+    assert mxfp8.weights - wide.weights == pytest.approx(2 * multiplied * (1 + 1 / 32))
+    tokens, copies = 2 * 2048, 2 * 2048 * shape.moe.top_k
+    read = shape.num_layers * (tokens * shape.dim + copies * (shape.dim + shape.moe.hidden))
+    assert wide.activations - fp8.activations == pytest.approx(read)
+    assert (fp8.gradients, fp8.optimizer) == (wide.gradients, wide.optimizer)
+
+
 def test_sums_of_sequence_parallelism_go_by_rings_whatever_the_switch_adds_up() -> None:
     rings = replace(H100, links=tuple(replace(link, adds=False) for link in H100.links))
     layout = OthersLayout(tp=8, ep=8, global_batch=128)
@@ -442,7 +460,7 @@ LAYOUTS = [
     OthersLayout(ep=8, pp=4, schedule="zb-h1", micro_batch=2, global_batch=512),
     OthersLayout(ep=8, pp=4, schedule="zb-v", cp=2, recompute=("core_attn", "moe_act", "layernorm")),
     OthersLayout(ep=8, etp=2, tp=4, replicas=2, precision="fp8", mtp=1, recompute=("block",)),
-    OthersLayout(ep=16, pp=2, virtual_pp=4, sharded="gradients", overlapped=True, all_to_all="multicast"),
+    OthersLayout(ep=16, pp=2, virtual_pp=4, sharded="gradients", overlapped=True, all_to_all="deepep"),
     OthersLayout(ep=16, precision="mxfp8", schedule="dualpipev", pp=2, sharded="none"),
 ]
 

@@ -16,7 +16,9 @@ from moesaic.cost.step import all_reduce_seconds
 from moesaic.cost.topology import Topology
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan
+from moesaic.program.forwarding import in_pieces
 from moesaic.program.grid import Grid
+from moesaic.program.task import Op, Stage
 from moesaic_lab.ledger.records import Entry, read_figures, read_published
 
 FITTED_GPUS = {"dgx-h200": ("2", "8"), "8xl40s-pcie": ("2", "4", "8")}
@@ -96,6 +98,29 @@ def deepep() -> Iterator[Entry]:
                 unit="us",
                 source="aiconfigurator",
             )
+
+
+def deepep_across() -> Iterator[Entry]:
+    """Yield what DeepEP's second version reports between nodes and inside one: 8,192 tokens, float8 there, bfloat16 back.
+
+    Its bandwidth is logical: of a token's rows for all nodes (inside one node, for all ranks), the own one among them.
+    """
+    for row in read_published()["deepep"]:
+        nodes, tokens, dim = row["nodes"], 8192, 7168
+        layer = Workload(tokens=tokens, num_experts=256, top_k=8, dim=dim, hidden=1)
+        grid = Grid(world=8 * nodes, ep=8 * nodes, ranks_per_node=8)
+        program = in_pieces(compile_plan(Plan(all_to_all="multicast", order="fifo"), grid).forward, "fp8")
+        simulated = Simulator(cluster_of(row["machine"], nodes=nodes)).run(program, layer, grid)
+        moves = {task.name for task in program.tasks if task.op is Op.MOVE and task.of is not None}
+        places = nodes if nodes > 1 else 8
+        rows = node_tokens_per_node(layer, places, 1) * places
+        for what, stage, size in (("dispatch", Stage.DISPATCH, 1 + 4 / 128), ("combine", Stage.COMBINE, 2)):
+            busy = [each for each in simulated.timeline.spans if each.stage is stage and each.task in moves]
+            yield Entry(
+                kind="collectives", what=f"DeepEP V2 {what}, 8,192 tokens of 7168, 8 x {nodes}, {row['sms']} SMs",
+                machine=row["machine"], measured=rows * size * dim / row[what] / 1e3, unit="us", source="deepep",
+                predicted=(max(each.end for each in busy) - min(each.start for each in busy)) * 1e6,
+            )  # fmt: skip
 
 
 def products() -> Iterator[Entry]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from moesaic.cost.profile import ClusterProfile, read_profile
 from moesaic.cost.profile_simulate import profiled_simulator
+from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan
 from moesaic.plan.candidates import SearchSpace, candidates
@@ -141,14 +142,25 @@ def plans_of(case: ModelCase, bed: BedFields) -> dict[str, Compiled]:
     return found
 
 
-def predict(case: ModelCase, plans: Mapping[str, Compiled], profile: ClusterProfile) -> dict[str, float]:
-    """Return the predicted seconds of every plan."""
+def predict(
+    case: ModelCase, plans: Mapping[str, Compiled], profile: ClusterProfile, seed: int = 0
+) -> dict[str, float]:
+    """Return the predicted seconds of every plan; which nodes tokens visit is told, as it depends on the pattern of the seed."""
     virtual = 1e9 * case.gflops if case.compute == "virtual" else None
     simulator = profiled_simulator(profile, virtual_flops=virtual)
     return {
-        name: simulator.layer_seconds(each.forward, each.backward, case.layer(each.grid.tp), each.grid)
+        name: simulator.layer_seconds(each.forward, each.backward, _routed(case, each, seed), each.grid)
         for name, each in plans.items()
     }
+
+
+def _routed(case: ModelCase, compiled: Compiled, seed: int) -> Workload:
+    """Return the layer of a case under a plan, as it is routed."""
+    from moesaic.profiling.idle import visits
+
+    layer = case.layer(compiled.grid.tp)
+    tokens = case.tokens_per_rank if compiled.routes_slices else layer.tokens
+    return replace(layer, visits=visits(tokens, case.top_k, case.num_experts, seed))
 
 
 def described(plan: Plan) -> str:
@@ -165,7 +177,7 @@ def _measure(
 
     assert isinstance(ranks, Cluster)
     plans = plans_of(case, bed)
-    predicted = predict(case, plans, profile)
+    predicted = predict(case, plans, profile, config.seed)
     favourites = sorted(predicted, key=lambda name: predicted[name])[: config.favourites]
     job = model_ranks.ModelJob(
         case=case, grid=case.grid(bed.bed), plans=plans, favourites=tuple(favourites), repeats=config.repeats,
@@ -198,7 +210,7 @@ def _found(
         raise InputError(
             f"{_path(keep, config, bed, case)} has other plans than this version: measure again in a new folder"
         )
-    predicted = predict(case, plans, profile)
+    predicted = predict(case, plans, profile, config.seed)
     return ModelFound(case=case, bed=bed, predicted=predicted, screened=timed["screened"], confirmed=timed["confirmed"])
 
 

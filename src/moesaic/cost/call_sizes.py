@@ -100,8 +100,9 @@ def node_tokens_per_node(workload: Workload, nodes: int, chunks: int) -> float:
     """
     experts = workload.reachable
     size, here = workload.num_experts // workload.groups, workload.num_experts // nodes
-    nowhere = 0.0
-    for share, met in _groups_met(workload, size, here):
+    known = dict(workload.visits).get(nodes)
+    nowhere = 0.0 if known is None else 1 - known / nodes
+    for share, met in () if known is not None else _groups_met(workload, size, here):
         missed = share
         for taken in range(workload.top_k):
             missed *= max(experts - met - taken, 0) / (experts - taken)

@@ -108,7 +108,8 @@ def compute_seconds(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolu
     if task.op in (Op.EXPERT, Op.EXPERT_GRAD):
         return _experts(task, slots, volumes, rates)
     read, written = (_bytes(names, slots, volumes) for names in (task.reads, task.writes))
-    if task.op is Op.HOP or (task.op is Op.SCALE and task.power == 0):
+    of_kernel = task.op is Op.MOVE and task.of is not None
+    if task.op is Op.HOP or of_kernel or (task.op is Op.SCALE and task.power == 0):
         return np.zeros(volumes.num_actors)
     if task.op in (Op.PACK, Op.UNPACK):
         return _coding(task, slots, volumes, rates)

@@ -77,7 +77,7 @@ def movements_of(program: Program, volumes: AbstractVolumes) -> list[list[Moveme
     slots = {slot.name: slot for slot in program.slots}
     codecs = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}
     return [
-        volumes.movements(task, slots, codecs.get(task.of, "")) if task.op in (Op.MOVE, Op.HOP) else []
+        volumes.movements(task, slots, codecs.get(task.of, task.codec)) if task.op in (Op.MOVE, Op.HOP) else []
         for task in program.tasks
     ]
 

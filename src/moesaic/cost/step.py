@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from moesaic.cost.call_sizes import node_tokens_per_node
-from moesaic.cost.cluster import ClusterSpec, Link
+from moesaic.cost.cluster import ELEMENT_BYTES, ClusterSpec, Link
 from moesaic.cost.compute import rates_of
 from moesaic.cost.memory import Memory, layer_memory
 from moesaic.cost.pipeline import PassSeconds
@@ -245,7 +245,9 @@ class StepCostModel:
         """Return what a rank needs.
 
         What a block keeps besides its feed-forward layer: what attention keeps, and the inputs of two norms (Korthikanti et al.
-        2022, section 4.1, with fused scores). Of what is computed again only what it is computed from is kept.
+        2022, section 4.1, with fused scores). Of what is computed again only what it is computed from is kept. Narrow products
+        read weights by rows and by columns, two copies beside the wide ones, and keep what they read by columns only, in place
+        of wide values that nobody else needs (Transformer Engine, "FP8 weight caching" and "Handling transposes").
 
         Args:
             forward: the lowered program of an MoE layer.
@@ -256,12 +258,13 @@ class StepCostModel:
         model, layer = self.model, self.model.layer
         kept, buffers = layer_memory(forward, backward, self.simulator.volumes(forward, layer, grid), memory_budget)
         activations = self._kept(kept)
+        narrow = 2 * self._narrow_bytes
         logits = layer.tokens * model.vocab * 4 / grid.tp if model.outputs else 0.0
         size, held = model.parameter_bytes, self._held_parameters
         if not self._in_parts:
             whole = self._whole_parameters
             return Memory(
-                weights=whole * layer.element_bytes,
+                weights=whole * layer.element_bytes + narrow * self._multiplied_parameters,
                 # Of gradients in parts a block's are whole while they are reduced.
                 gradients=(held + sum(self._block_parameters) if model.sharded == "gradients" else whole) * size,
                 optimizer=self._stepped_parameters * 3 * size,
@@ -277,8 +280,8 @@ class StepCostModel:
             gradients=held * size,
             optimizer=held * 2 * size,
             activations=activations + kept_casts * cast,
-            # two blocks' parameters, one block's gradients
-            buffers=buffers + logits + 3 * gathered * size,
+            # two blocks' parameters, one block's gradients, and of one what its products read
+            buffers=buffers + logits + 3 * gathered * size + narrow * (dense + experts),
         )
 
     def _kept(self, kept: float) -> float:
@@ -289,12 +292,15 @@ class StepCostModel:
         """
         model, layer, again = self.model, self.model.layer, self.model.recomputed
         row, dim = layer.tokens * layer.element_bytes / self.grid.tp, layer.dim
+        # What a product reads and keeps takes so much of a wide value: a block's normed input, experts' rows, what activations give.
+        read = self._narrow_bytes / layer.element_bytes or 1.0
         attention = (model.attention_kept or 5.5 * dim) - model.attention_up_kept * ("mla_up_proj" in again)
-        around = (attention + 2 * dim - dim * ("layernorm" in again)) * row
-        inner = layer.matrices - 1 + model.keeps_activated
+        around = (attention + 2 * dim - dim * ("layernorm" in again) - dim * (1 - read)) * row
+        inner = layer.matrices - 1 + model.keeps_activated * read
         dense = (dim + inner * model.inner * ("mlp" not in again)) * row
         shared = inner * model.shared_hidden * layer.tokens * layer.element_bytes * ("shared_experts" not in again)
-        activated = self._activated_values * layer.element_bytes * (model.keeps_activated and "moe_act" not in again)
+        activated = self._activated_values * layer.element_bytes * (model.keeps_activated and "moe_act" not in again) * read
+        activated -= self._activated_values / layer.hidden * self.grid.etp * dim * layer.element_bytes * (1 - read)
         sparse = dim * row if "moe" in again else kept + activated + shared
         less = dim * row * ("layernorm" in again)
         alive = model.alive or model.pipeline.copies * max(model.pipeline.alive(model.micro_batches))
@@ -303,6 +309,21 @@ class StepCostModel:
         dense_layers = model.num_layers - model.moe_layers
         blocks = model.num_layers * (around - less) + model.moe_layers * sparse + dense_layers * dense
         return alive * blocks
+
+    @property
+    def _narrow_bytes(self) -> float:
+        """Bytes of a value that narrow products read, its share of a scale among them; 0 where products are not narrow."""
+        products = self.model.layer.products
+        if products is None or ELEMENT_BYTES[products] >= self.model.layer.element_bytes:
+            return 0.0
+        return ELEMENT_BYTES[products] * (1 + (1 / 32 if products == "mxfp8" else 0.0))
+
+    @property
+    def _multiplied_parameters(self) -> float:
+        """Parameters of a rank that narrow products read: all but embeddings, output and routers."""
+        model = self.model
+        wide = model.embeddings * model.vocab * model.layer.dim + model.moe_layers * model.layer.dim * model.layer.num_experts
+        return self._whole_parameters - model.pipeline.copies * wide / self.grid.tp
 
     @property
     def _activated_values(self) -> float:

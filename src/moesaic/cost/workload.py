@@ -45,6 +45,9 @@ class Workload:
     """Groups of consecutive experts; a token's experts are of `top_groups` of them."""
     top_groups: int = 1
     """As of `groups`."""
+    visits: tuple[tuple[int, float], ...] = ()
+    """Where it is known on how many of so many nodes, or places of ep, a token has an expert on average: (number, mean); of other
+    numbers it is estimated."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "num_experts", "top_k", "dim", "hidden", "matrices", "groups", "top_groups"):

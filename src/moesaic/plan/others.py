@@ -24,6 +24,7 @@ from moesaic.plan.findings import Found
 from moesaic.plan.layouts import compile_on
 from moesaic.plan.model import Job
 from moesaic.plan.plan import AllToAll, Crossing, Plan
+from moesaic.program.forwarding import in_pieces
 from moesaic.program.grid import Grid
 
 
@@ -64,7 +65,8 @@ class OthersLayout:
     precision: Literal["bf16", "fp8", "mxfp8"] = "bf16"
     """Of products with parameters."""
     all_to_all: AllToAll = "linear"
-    """What comes nearest to its dispatcher among ours."""
+    """What comes nearest to its dispatcher among ours; deepep for those whose kernels forward between nodes and inside them at
+    once (DeepEP, HybridEP)."""
     overlapped: bool = False
     """All-to-alls run beside another micro-batch's computing."""
     hides_parameters: bool = True
@@ -147,8 +149,8 @@ MEGATRON: dict[str, tuple[str, Any]] = {
     "overlap-param-gather": ("hides_parameters", Alone(True)),
     "overlap-grad-reduce": ("hides_gradients", Alone(True)),
     "cross-entropy-loss-fusion": ("fused_loss", Alone(True)),
-    "moe-enable-deepep": ("all_to_all", Alone("multicast", yields=True)),
-    "moe-token-dispatcher-type": ("all_to_all", lambda word: "multicast" if word == "flex" else "linear"),
+    "moe-enable-deepep": ("all_to_all", Alone("deepep", yields=True)),
+    "moe-token-dispatcher-type": ("all_to_all", lambda word: "deepep" if word == "flex" else "linear"),
     "fp8-format": ("precision", lambda word: "fp8"),
     "fp8-recipe": ("precision", RECIPES),
 }
@@ -263,15 +265,18 @@ def predict(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> Found:
     grid = Grid(
         world=stage, tp=layout.tp, ep=layout.ep, etp=layout.etp, ranks_per_node=min(cluster.devices_per_node, stage)
     )
-    plan = Plan(all_to_all=layout.all_to_all if layout.ep > 1 else "linear", order="fifo")
+    by_deepep = layout.all_to_all == "deepep" and layout.ep > 1
+    crossing = "multicast" if by_deepep else layout.all_to_all
+    plan = Plan(all_to_all=crossing if layout.ep > 1 else "linear", order="fifo")
     whole = replace(job, batch_size=groups * layout.micro_batch).step_model(cluster, groups)
     whole = replace(whole, micro_batches=batch // (groups * layout.micro_batch))
     step, simulator = _stage(whole, layout), Simulator(cluster)
     step = replace(step, runs=_runs(job, whole, step, layout.mtp))
     around, compiled = StepCostModel(step, grid, simulator), compile_on(plan, grid, simulator, step.layer)
     programs = compiled.forward, compiled.backward
-    there, back = (simulator.run(each, step.layer, compiled.grid) for each in programs)
-    both = around.beside(*programs, compiled.grid) if step.overlapped else None
+    moved = tuple(map(in_pieces, programs)) if by_deepep else programs
+    there, back = (simulator.run(each, step.layer, compiled.grid) for each in moved)
+    both = around.beside(*moved, compiled.grid) if step.overlapped else None
     ranks = [StepCostModel(each, grid, simulator) for each in _ranks(whole, step)]
     return Found(
         plan=plan,

@@ -10,7 +10,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,7 +20,7 @@ from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, Plan, compile_plan
-from moesaic.profiling.idle import BalancedRouter, IdleExperts
+from moesaic.profiling.idle import BalancedRouter, IdleExperts, visits
 from moesaic.profiling.together import gathered
 from moesaic.program.grid import Grid
 
@@ -150,6 +150,14 @@ class Calibration:
     def tokens(self) -> int:
         """Of a tensor group."""
         return self.workload.tokens
+
+    @property
+    def routed(self) -> Workload:
+        """The workload, with what is known of how the balanced router routes it."""
+        tokens = self.tokens // (self.mesh.tp if self.compiled.routes_slices else 1)
+        return replace(
+            self.workload, visits=visits(tokens, self.workload.top_k, self.workload.num_experts, seed=0)
+        )
 
 
 def calibrations(world: int, ranks_per_node: int) -> Iterator[Calibration]:

@@ -6,6 +6,7 @@ not.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import final
 
@@ -128,6 +129,17 @@ class BalancedRouter(AbstractRouter):
 
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
         return torch.full_like(choice.expert, 1 / top_k, dtype=scores.gates.dtype)
+
+
+@functools.lru_cache
+def visits(num_tokens: int, top_k: int, num_experts: int, seed: int) -> tuple[tuple[int, float], ...]:
+    """Return on how many of every number of places that divides the experts a token of the pattern has one, as `Workload.visits`."""
+    expert = balanced_choice(num_tokens, top_k, num_experts, seed).expert.view(num_tokens, top_k)
+    found = []
+    for places in (each for each in range(1, num_experts + 1) if num_experts % each == 0):
+        there = torch.zeros(num_tokens, places).scatter_(1, expert // (num_experts // places), 1.0)
+        found.append((places, float(there.sum(1).mean())))
+    return tuple(found)
 
 
 def balanced_choice(num_tokens: int, top_k: int, num_experts: int, seed: int) -> Choice:

@@ -119,7 +119,7 @@ def profile_of(measured: MeasuredMachine) -> ClusterProfile:
     layers = [
         TimedLayer(
             forward=each.compiled.forward, backward=each.compiled.backward, grid=each.compiled.grid,
-            workload=each.workload, seconds=statistics.median(step.wall), virtual_flops=NO_TIME,
+            workload=each.routed, seconds=statistics.median(step.wall), virtual_flops=NO_TIME,
         ) for each, step in measured.steps
     ]  # fmt: skip
     calibrated, layer_error = calibrate(profile, layers)
@@ -144,7 +144,7 @@ def layer_errors(profile: ClusterProfile, measured: MeasuredMachine) -> tuple[fl
     found = []
     for each, step in measured.steps:
         compiled = each.compiled
-        predicted = simulator.layer_seconds(compiled.forward, compiled.backward, each.workload, compiled.grid)
+        predicted = simulator.layer_seconds(compiled.forward, compiled.backward, each.routed, compiled.grid)
         found.append(predicted / statistics.median(step.wall) - 1)
     return tuple(found)
 
@@ -152,7 +152,7 @@ def layer_errors(profile: ClusterProfile, measured: MeasuredMachine) -> tuple[fl
 def _features(simulator: Simulator, each: Calibration) -> np.ndarray:
     total = layer_features()
     for program in (each.compiled.forward, each.compiled.backward):
-        volumes = simulator.volumes(program, each.workload, each.compiled.grid)
+        volumes = simulator.volumes(program, each.routed, each.compiled.grid)
         total += host_features(program, volumes, movements_of(program, volumes)).mean(axis=1).sum(axis=0)
     assert total.shape == (len(FEATURES),)
     return total

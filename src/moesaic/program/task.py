@@ -187,11 +187,12 @@ class Task:
     link: str = ""
     """Of a lowered movement: the name of its all-to-all in `ALL_TO_ALLS`."""
     codec: str = ""
-    """Of a pack or unpack: the name of its codec, "" for none."""
+    """Of a pack or unpack: the name of its codec, "" for none; of a move whose kernel codes rows on the way, the same."""
     hop: int = 0
     """Of a hop: which one of the all-to-all's."""
     of: tuple[str, str] | None = None
-    """Of a pack, hop or unpack: source and target slot of the movement that it is a part of."""
+    """Of a pack, hop or unpack: source and target slot of the movement that it is a part of; of a move by a kernel that needs no
+    copies before and after it, its own."""
     power: int = 0
     """Of a scale."""
     dual_power: int = 0
