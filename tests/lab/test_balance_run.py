@@ -368,6 +368,30 @@ def test_a_machine_without_rights_can_still_simulate(
     assert next(c["value"] for c in told["claims"] if c["name"] == "balance.simulated_speedup_maxvio2") > 1
 
 
+def test_keep_leaves_the_beds_that_are_not_run_and_what_is_claimed_of_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, results = tmp_path / "small.toml", tmp_path / "found.json"
+    config.write_text("memory = true\n[[skewed]]\nmax_vio = [0.0, 1.0]\n[simulated]\nranks = [8]\nmax_vio = [2.0]\n")
+    bed = {"part": "bed", "case": "bed-0", "method": OURS, "peak_bytes": 7}
+    claim = {"name": "balance.over_best_single", "value": 1.01, "unit": "1", "target": 1.03, "op": "<=", "holds": True}
+    other = {**claim, "name": "balance.simulated_over_best_single", "value": 9.0}
+    results.write_text(json.dumps({"rows": [bed], "claims": [claim, other]}))
+    flags = ["--config", str(config), "--json", str(results), "--keep"]
+    monkeypatch.setattr("moesaic_lab.balance.benchmark.simulate", lambda *_: [])
+    assert main(["bench", "balance", *flags, "--only", "simulated"]) == 0
+    told = json.loads(results.read_text())
+    claims = {each["name"]: each for each in told["claims"]}
+    assert told["rows"] == [bed]
+    assert claims["balance.over_best_single"] == claim
+    assert claims["balance.simulated_over_best_single"]["value"] is None, "only what beds said is kept"
+    assert "over_best_single" in capsys.readouterr().out
+    monkeypatch.setattr("moesaic_testbed.refusal", lambda: None)
+    assert main(["bench", "balance", *flags, "--only", "bed-1"]) == 2
+    assert "--only bed-1 --keep: claims rest on every bed: name all of them (bed), or none" in capsys.readouterr().err
+    assert json.loads(results.read_text()) == told
+
+
 SMALL = """
 [[skewed]]
 name = "small"

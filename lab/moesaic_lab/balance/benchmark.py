@@ -13,11 +13,12 @@ from moesaic_lab.balance.config import BalanceBenchConfig, read_config
 from moesaic_lab.balance.decisions import TimedDecision, decisions
 from moesaic_lab.balance.memory import BudgetHeld, budgets_held
 from moesaic_lab.balance.pictures import panels
-from moesaic_lab.balance.rows import NOTES, PARTS, all_rows, tables
+from moesaic_lab.balance.rows import BED, NO_BEDS, NOTES, PARTS, KeptBeds, all_rows, tables
 from moesaic_lab.balance.run import BalanceCell, run
 from moesaic_lab.balance.shares import Share, shares_of_forced
 from moesaic_lab.balance.simulated import Forecast, simulate
 from moesaic_lab.benchmark import Benchmark, EmulatedOptions, Told, require_cluster, words_of
+from moesaic_lab.claims import Claim
 
 T = TypeVar("T")
 
@@ -27,7 +28,8 @@ class BalanceOptions(EmulatedOptions):
     """What the benchmark can be asked for."""
 
     keep: bool = False
-    """Take what the file of --json has of simulated shares, forecasts and counted memory, rather than make that again."""
+    """Take what the file of --json has of simulated shares, forecasts and counted memory, rather than make that again, and
+    where no bed is run its beds, with what is claimed of them."""
 
 
 class BalanceMeasured(NamedTuple):
@@ -38,6 +40,7 @@ class BalanceMeasured(NamedTuple):
     shares: list[Share]
     decided: list[TimedDecision]
     held: list[BudgetHeld]
+    beds: KeptBeds = NO_BEDS
 
 
 def cases(options: BalanceOptions) -> BalanceBenchConfig:
@@ -45,8 +48,11 @@ def cases(options: BalanceOptions) -> BalanceBenchConfig:
     if options.keep and options.json in (None, "-"):
         raise InputError("--keep takes rows from the file of --json: name that file")
     config = read_config(Path(options.config)) if options.config else read_config()
-    config = config.narrowed(only=words_of(options.only), repeats=options.repeats)
-    if config.cases():
+    whole, config = config, config.narrowed(only=words_of(options.only), repeats=options.repeats)
+    if config.labels:
+        if options.keep and config.labels != whole.labels:
+            names = ", ".join(dict.fromkeys(whole.labels.values()))
+            raise InputError(f"--only {options.only} --keep: claims rest on every bed: name all of them ({names}), or none")
         require_cluster()
     return config
 
@@ -54,10 +60,12 @@ def cases(options: BalanceOptions) -> BalanceBenchConfig:
 def measure(options: BalanceOptions, config: BalanceBenchConfig, told: Told) -> BalanceMeasured:
     """Measure on one bed after the other, then simulate."""
     there = Path(options.json) if options.keep and options.json else None
-    rows = json.loads(there.read_text(encoding="utf-8"))["rows"] if there is not None and there.exists() else []
+    before = json.loads(there.read_text(encoding="utf-8")) if there is not None and there.exists() else {}
+    rows = before.get("rows", [])
     forecasts, shares = kept(rows, PARTS[0], Forecast), kept(rows, PARTS[1], Share)
     decided, held = kept(rows, PARTS[2], TimedDecision), kept(rows, PARTS[3], BudgetHeld)
     cells = run(config, told)
+    beds = NO_BEDS if cells else kept_beds(rows, before.get("claims", []))
     if config.simulates:
         assert config.simulated is not None
         forecasts = simulate(config.simulated, config.seed, told, forecasts)
@@ -68,7 +76,14 @@ def measure(options: BalanceOptions, config: BalanceBenchConfig, told: Told) -> 
         decided = decisions()
     if config.counts_memory:
         held = held or budgets_held(told)
-    return BalanceMeasured(cells, forecasts, shares, decided, held)
+    return BalanceMeasured(cells, forecasts, shares, decided, held, beds)
+
+
+def kept_beds(rows: list[dict[str, Any]], claims: list[dict[str, Any]]) -> KeptBeds:
+    """Return the beds of a file of results, and its claims."""
+    found = [row for row in rows if row["part"] == BED]
+    fields_of = [each.name for each in fields(Claim)]
+    return KeptBeds(found, [Claim(**{k: v for k, v in each.items() if k in fields_of}) for each in claims if found])
 
 
 def kept(rows: list[dict[str, Any]], part: str, kind: type[T]) -> list[T]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from moesaic_lab.balance.config import RecordedLoads, SharesOfForced
 from moesaic_lab.balance.decisions import TimedDecision
 from moesaic_lab.balance.memory import BudgetHeld
 from moesaic_lab.balance.methods import BOUNDED, LAER, OURS, OURS_PLACED, PLACED, PLAIN
+from moesaic_lab.balance.rows import NO_BEDS, KeptBeds, rows_of
 from moesaic_lab.balance.run import BalanceCell
 from moesaic_lab.balance.shares import RECORDED, SLOW, Share
 from moesaic_lab.balance.simulated import BEST, Forecast
@@ -22,24 +24,29 @@ EQUIVALENT = 1.03
 
 def claims(
     cells: Sequence[BalanceCell], forecasts: Sequence[Forecast] = (), shares: Sequence[Share] = (),
-    decided: Sequence[TimedDecision] = (), held: Sequence[BudgetHeld] = (),
+    decided: Sequence[TimedDecision] = (), held: Sequence[BudgetHeld] = (), beds: KeptBeds = NO_BEDS,
 ) -> list[Claim]:  # fmt: skip
-    """Return all claims, also those that this run did not measure."""
-    return [
+    """Return all claims, also those that this run did not measure; of beds that it did not run, those that are kept."""
+    kept = {each.name: each for each in beds.claims}
+    of_beds = [
         claimed("balance.speedup_maxvio2", lambda: speedup(cells, 2.0), 1.8, ">="),
         claimed("balance.over_best_single", lambda: over_best_single(cells), EQUIVALENT),
         claimed("balance.equivalent_to_best_single", lambda: equivalent(cells), None, ">="),
         claimed("balance.slow_rank_speedup", lambda: slow_rank_speedup(cells), None, ">="),
-        claimed("balance.simulated_slow_rank_speedup", lambda: simulated_slow(shares), None, ">="),
         claimed("balance.share_of_forced_real", lambda: share_of_forced(cells, OURS), 0.97, ">="),
         claimed("balance.share_of_forced_real_placed", lambda: share_of_forced(cells, OURS_PLACED), None, ">="),
         claimed("balance.overhead_maxvio0", lambda: overhead(cells), 0.01),
-        claimed("balance.memory_worst", lambda: memory_worst(held, cells), 1.1),
-        claimed("balance.memory_worst_unbounded", lambda: memory_unbounded(held), None),
         claimed("balance.budget_speedup_maxvio4", lambda: budget_speedup(cells), None, ">="),
         claimed("balance.decision_share", lambda: decision_share(cells), 0.005),
-        claimed("balance.decision_us_64", lambda: decision_us(decided), 100, unit="us"),
         claimed("balance.recorded_speedup", lambda: recorded_speedup(cells), None, ">="),
+    ]
+    bed_rows = [*beds.rows, *(row for cell in cells for row in rows_of(cell))]
+    return [
+        *(kept.get(each.name, each) if each.value is None else each for each in of_beds),
+        claimed("balance.memory_worst", lambda: memory_worst(held, bed_rows), 1.1),
+        claimed("balance.memory_worst_unbounded", lambda: memory_unbounded(held), None),
+        claimed("balance.decision_us_64", lambda: decision_us(decided), 100, unit="us"),
+        claimed("balance.simulated_slow_rank_speedup", lambda: simulated_slow(shares), None, ">="),
         claimed("balance.simulated_speedup_maxvio2", lambda: simulated_speedup(forecasts), None, ">="),
         claimed("balance.simulated_over_best_single", lambda: simulated_over_best(forecasts), None),
         claimed("balance.simulated_share_of_forced", lambda: simulated_share(shares, OURS), 0.94, ">="),
@@ -170,12 +177,10 @@ def budget_speedup(cells: Sequence[BalanceCell]) -> float:
     return min(some(found, "with MaxVio 4 and a memory budget"))
 
 
-def memory_worst(held: Sequence[BudgetHeld], cells: Sequence[BalanceCell]) -> float:
+def memory_worst(held: Sequence[BudgetHeld], bed_rows: Sequence[dict[str, Any]]) -> float:
     """Return the bytes that a rank held under a memory budget over the budget, worst over loads, plans and beds."""
     counted = [each.peak_bytes / each.promised_bytes for each in some(list(held), "of memory under budgets")]
-    for cell in cells:
-        budget = cell.job.methods[BOUNDED].plan.memory_budget if BOUNDED in cell.peak_bytes else None
-        counted += [] if budget is None else [cell.peak_bytes[BOUNDED] / budget]
+    counted += [row["peak_bytes"] / row["promised_bytes"] for row in bed_rows if row.get("promised_bytes")]
     return max(counted)
 
 

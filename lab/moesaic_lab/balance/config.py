@@ -293,6 +293,11 @@ class BalanceBenchConfig:
         return replace(self, only=only, skewed=skewed, recorded=recorded, loads=loads)
 
     @property
+    def labels(self) -> dict[str, str]:
+        """Cases on beds that are asked for, each with the name of its bed."""
+        return {label: place.name for place, label, _ in self._all() if self._wants(place, label)}
+
+    @property
     def simulates(self) -> bool:
         """Whether larger clusters are asked for."""
         return self.simulated is not None and (not self.only or SIMULATED in self.only)

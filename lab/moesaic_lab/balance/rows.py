@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
@@ -15,6 +15,7 @@ from moesaic_lab.balance.methods import PLAIN
 from moesaic_lab.balance.run import BalanceCell
 from moesaic_lab.balance.shares import RECORDED, Share
 from moesaic_lab.balance.simulated import Forecast
+from moesaic_lab.claims import Claim
 from moesaic_lab.tables import Column, byte_size, milliseconds, share, table
 
 NOTES = (
@@ -34,19 +35,32 @@ NOTES = (
 """What a reader must know to judge the figures."""
 
 
+BED = "bed"
 PARTS = ("simulated", "shares", "decision", "memory")
 """Of the rows, besides those of beds: forecasts, shares of forced balance, decisions by themselves, memory under budgets."""
 
 
+class KeptBeds(NamedTuple):
+    """What a file of results says of beds, where none is run."""
+
+    rows: list[dict[str, Any]]
+    claims: list[Claim]
+    """All of the file's; those that rest on beds are kept."""
+
+
+NO_BEDS = KeptBeds([], [])
+
+
 def all_rows(
     cells: Sequence[BalanceCell], forecasts: Sequence[Forecast], shares: Sequence[Share] = (),
-    decided: Sequence[TimedDecision] = (), held: Sequence[BudgetHeld] = (),
+    decided: Sequence[TimedDecision] = (), held: Sequence[BudgetHeld] = (), beds: KeptBeds = NO_BEDS,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return everything that was measured and simulated, as plain data."""
     simulated = [{"part": PARTS[1], **asdict(each), "of_forced": each.of_forced} for each in shares]
     alone = [{"part": PARTS[2], **asdict(each)} for each in decided]
     counted = [{"part": PARTS[3], **asdict(each)} for each in held]
-    return [row for cell in cells for row in rows_of(cell)] + forecast_rows(forecasts) + simulated + alone + counted
+    measured = [row for cell in cells for row in rows_of(cell)]
+    return [*measured, *beds.rows, *forecast_rows(forecasts), *simulated, *alone, *counted]
 
 
 def rows_of(cell: BalanceCell) -> list[dict[str, Any]]:
@@ -54,7 +68,7 @@ def rows_of(cell: BalanceCell) -> list[dict[str, Any]]:
     place = cell.job.case.place
     best = min(cell.timings, key=lambda name: cell.timings[name].median)
     shape = {
-        "part": "bed",
+        "part": BED,
         "case": cell.job.case.label,
         "max_vio": statistics.mean(cell.max_vio),
         "bed": f"{place.nodes}x{place.ranks_per_node} {place.inter}, lo {place.intra}",
@@ -77,6 +91,7 @@ def _figures(cell: BalanceCell, name: str) -> dict[str, Any]:
         "computing_seconds": cell.charged[name],
         "across_bytes": cell.across_bytes[name],
         "peak_bytes": cell.peak_bytes[name],
+        "promised_bytes": cell.job.methods[name].plan.memory_budget,
         "error": cell.error[name],
         "replicated_experts": statistics.mean(decided.replicated_experts) if decided else 0.0,
         "replicated_copies": statistics.mean(decided.replicated_copies) if decided else 0.0,
