@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from operator import getitem
 from typing import Any, NamedTuple
 
@@ -30,15 +30,16 @@ def seed_ranges(count: int, quick: int) -> list[Any]:
     return [range(quick), pytest.param(range(quick, count), marks=pytest.mark.random)]
 
 
-def pairwise(*axes: Sequence[Any], fits: Callable[..., bool] = lambda *_: True) -> list[Any]:
+def pairwise(*values: Iterable[Any], fits: Callable[..., bool] = lambda *_: True) -> list[Any]:
     """Return the product of axes for `parametrize`, of which `make test` runs a part and `make test-random` the rest.
 
     Every pair is met in the part: of any two axes, each two values that meet at all. It is chosen greedily.
 
     Args:
-        axes: the values of each parameter.
+        values: those of each parameter.
         fits: whether values go together; combinations that do not are left out.
     """
+    axes = list(map(list, values))
     rows = [row for row in itertools.product(*map(range, map(len, axes))) if fits(*map(getitem, axes, row))]
     met = {row: set(itertools.combinations(enumerate(row), 2)) for row in rows}
     missing, chosen = set().union(*met.values()), set()

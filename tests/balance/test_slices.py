@@ -86,9 +86,7 @@ def rows_at_experts(work: Compiled, copies: np.ndarray, replicated: np.ndarray |
     return np.array([sum(sizes.num_rows(each, rank) for each in layouts) for rank in range(work.grid.world)])
 
 
-@pytest.mark.parametrize(
-    ("grid", "plan", "budget"), pairwise(tuple(GRIDS), tuple(PLANS), (1, 7, 40, 10_000), fits=fits)
-)
+@pytest.mark.parametrize(("grid", "plan", "budget"), pairwise(GRIDS, PLANS, (1, 7, 40, 10_000), fits=fits))
 def test_no_slice_puts_more_than_the_budget_at_any_ranks_experts(grid: str, plan: str, budget: int) -> None:
     work = compiled(grid, plan)
     copies, replicated = draw(work, seed=budget)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers import Scripted, agree
+from helpers import Scripted, agree, pairwise
 from moesaic import GatedExperts, ModuleExperts, MoE, PlainExperts
 from moesaic.errors import InputError
 from moesaic.experts import EXPERTS, AbstractExperts
@@ -22,9 +22,7 @@ FACTORIES = {
 COUNTS = [[0], [3], [0, 0], [2, 0, 3], [1, 1, 1, 1]]
 
 
-@pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-@pytest.mark.parametrize("name", list(FACTORIES))
+@pytest.mark.parametrize(("name", "counts", "weighted"), pairwise(FACTORIES, COUNTS, (True, False)), ids=str)
 def test_rows_equal_the_reference_row_by_row(name: str, counts: list[int], weighted: bool) -> None:
     experts = FACTORIES[name](6, 5, len(counts)).double()
     rows = torch.randn(sum(counts), 6, dtype=torch.float64)

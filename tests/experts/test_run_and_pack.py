@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers import pairwise
 from moesaic.errors import InputError
 from moesaic.experts import AbstractExperts, GatedExperts, ModuleExperts, PlainExperts
 from moesaic.experts.experts import Weights
@@ -55,10 +56,9 @@ def weights_of(experts: AbstractExperts) -> tuple[Weights, Weights]:
     return tuple(w.detach() for w in sharded), tuple(w.detach() for w in common)
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize(
+    ("kind", "counts", "weighted", "shards"), pairwise(MAKERS, COUNTS, (True, False), (1, 2)), ids=str
+)
 def test_explicit_products_equal_autograd(kind: str, counts: list[int], weighted: bool, shards: int) -> None:
     experts = MAKERS[kind](len(counts)).double()
     rows, dy = torch.randn(2, sum(counts), DIM, dtype=torch.float64)

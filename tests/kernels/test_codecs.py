@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from helpers import pairwise
 from moesaic.codecs import CODECS as CODEC_SPECS
 from moesaic.codecs import codec_spec
 from moesaic.errors import InputError
@@ -171,9 +172,9 @@ def test_codecs_are_outside_of_autograd(name: str) -> None:
     assert not codec.error_bound(rows).requires_grad
 
 
-@codecs
-@dtypes
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize(
+    ("name", "dtype", "value"), pairwise(CODECS, FLOATS, (torch.inf, -torch.inf, torch.nan)), ids=str
+)
 def test_what_is_not_finite_never_comes_back_finite(name: str, dtype: torch.dtype, value: float) -> None:
     codec, rows = make(name), torch.randn(6, 260).to(dtype)
     rows[3, 7] = value

@@ -10,6 +10,7 @@ import torch
 from kernel_references import expert_ffn_reference
 from torch import Tensor
 
+from helpers import pairwise
 from moesaic.kernels import pick
 from moesaic.kernels.activation import ACTIVATIONS, Clamp
 from moesaic.kernels.by_expert import blocks
@@ -19,8 +20,8 @@ from moesaic.kernels.work import ExpertWork, Wanted
 
 SHAPES = [(0, 4, 8, 2, 2), (1, 4, 4, 1, 1), (7, 5, 6, 4, 2), (13, 8, 8, 5, 5), (9, 8, 4, 3, 1)]
 """(tokens, dim, hidden, experts, top_k); all but one expert can be chosen, so one stays empty where it can."""
-WAYS = list(itertools.product((1, 2), (False, True), (None, "after", "before"), (True, False)))
-"""(matrices that read the token, biases, where the routing weight goes, dropless)."""
+WAYS = ((1, 2), (False, True), (None, "after", "before"), (True, False))
+"""Matrices that read the token, biases, where the routing weight goes, dropless."""
 
 
 def made(
@@ -80,11 +81,10 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("rows", [False, True], ids=["tokens", "rows"])
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_values_and_gradients_equal_the_reference(shape, way, rows: bool) -> None:
-    ups, bias, weigh, dropless = way
+@pytest.mark.parametrize(
+    ("shape", "ups", "bias", "weigh", "dropless", "rows"), pairwise(SHAPES, *WAYS, (False, True)), ids=str
+)
+def test_values_and_gradients_equal_the_reference(shape, ups, bias, weigh, dropless, rows) -> None:
     compare(made(shape, ups=ups, bias=bias, weigh=weigh, dropless=dropless, rows=rows))
 
 
@@ -96,15 +96,17 @@ def test_every_activation_equals_the_reference(activation: str, clamp: Clamp | N
         compare(made((7, 5, 6, 4, 2), ups=ups, bias=bias, activation=activation, clamp=clamp))
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_cutting_experts_into_blocks_changes_nothing(way, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("shape", "ups", "bias", "weigh", "dropless", "limit"), pairwise(SHAPES, *WAYS, (0, 2**25)), ids=str
+)
+def test_cutting_experts_into_blocks_changes_nothing(
+    shape, ups, bias, weigh, dropless, limit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients are added up block by block, and side by side where they fit the limit."""
     monkeypatch.setattr(blocks, "CACHE_BYTES", 0)
     monkeypatch.setattr(blocks, "MIN_ROWS", 2)
-    ups, bias, weigh, dropless = way
-    for limit in (0, 2**25):  # added up block by block, and side by side
-        monkeypatch.setattr(blocks, "SIDE_BY_SIDE_BYTES", limit)
-        for shape in SHAPES:
-            compare(made(shape, ups=ups, bias=bias, weigh=weigh, dropless=dropless))
+    monkeypatch.setattr(blocks, "SIDE_BY_SIDE_BYTES", limit)
+    compare(made(shape, ups=ups, bias=bias, weigh=weigh, dropless=dropless))
 
 
 @pytest.mark.parametrize("smallest", [0.0, 1e-30, 1e-3])

@@ -37,7 +37,7 @@ def test_the_cases_pass_without_a_bug(name):
     assert failures(CASES[name], run_case(CASES[name])) == {}
 
 
-@pytest.mark.parametrize("mutant", planted())
+@pytest.mark.parametrize("mutant", list(planted()))
 def test_a_planted_bug_is_caught_and_its_factor_named(mutant):
     verdict = verdict_of(mutant)
     assert verdict.caught_by == mutant.caught_by, verdict.how

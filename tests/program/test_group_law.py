@@ -17,29 +17,33 @@ def divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-MESHES = [
-    (world, p, s, inner)
-    for world in (1, 2, 3, 4, 6, 8, 12, 16)
-    for p in divisors(world)
-    for s in divisors(world // p)
-    for inner in ("etp", "ep")
-]
+WORLDS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
-@pytest.mark.parametrize(("world", "p", "s", "inner"), MESHES)
-def test_sparse_groups_are_blocks_and_strides(world: int, p: int, s: int, inner: str) -> None:
-    grid = Grid(world=world, ep=p, etp=s, innermost=inner)
-    near, far = (s, p) if inner == "etp" else (p, s)
-    for r in range(world):
-        start = p * s * (r // (p * s))
-        block = tuple(near * (r // near) + j for j in range(near))
-        strided = tuple(start + (r - start) % near + near * j for j in range(far))
-        by_name = {"etp": block, "ep": strided} if inner == "etp" else {"etp": strided, "ep": block}
-        assert grid.group(r, ("etp",)) == by_name["etp"]
-        assert grid.group(r, ("ep",)) == by_name["ep"]
-        assert grid.group(r, ("ep", "etp")) == tuple(range(start, start + p * s))
-        assert grid.group(r, ("edp",)) == tuple(range(r % (p * s), world, p * s))
-        assert grid.group(r, ()) == (r,)
+def meshes(world: int) -> list[Grid]:
+    return [
+        Grid(world=world, ep=p, etp=s, innermost=inner)
+        for p in divisors(world)
+        for s in divisors(world // p)
+        for inner in ("etp", "ep")
+    ]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_sparse_groups_are_blocks_and_strides(world: int) -> None:
+    for grid in meshes(world):
+        p, s = grid.ep, grid.etp
+        near, far = (s, p) if grid.innermost == "etp" else (p, s)
+        for r in range(world):
+            start = p * s * (r // (p * s))
+            block = tuple(near * (r // near) + j for j in range(near))
+            strided = tuple(start + (r - start) % near + near * j for j in range(far))
+            by_name = {"etp": block, "ep": strided} if grid.innermost == "etp" else {"etp": strided, "ep": block}
+            assert grid.group(r, ("etp",)) == by_name["etp"], grid
+            assert grid.group(r, ("ep",)) == by_name["ep"], grid
+            assert grid.group(r, ("ep", "etp")) == tuple(range(start, start + p * s)), grid
+            assert grid.group(r, ("edp",)) == tuple(range(r % (p * s), world, p * s)), grid
+            assert grid.group(r, ()) == (r,)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8, 12])

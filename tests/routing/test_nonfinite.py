@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 
-from helpers import ODD_LOGITS, TOP_K, ids_for, make_router, ranked
+from helpers import ODD_LOGITS, TOP_K, ids_for, make_router, pairwise, ranked
 from moesaic import Capacity, LoadBalance, Mesh, MoE, Plan
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.transport import AbstractTransport
@@ -48,17 +49,18 @@ def test_nan_ranks_above_every_number_whatever_its_sign(row: str, dtype: torch.d
     assert top_k_indices_reference(logits, 5).tolist() == [ranked(ODD_LOGITS[row])]
 
 
-@pytest.mark.parametrize("row", ODD_LOGITS)
-@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize(
-    "router",
-    [
-        SoftmaxTopK(1, 5), SigmoidTopK(1, 5), GShardTop2(1, 5), GShardTop2(1, 5, second="random_dispatch"),
-        GroupLimited(SoftmaxTopK(1, 5), num_groups=1, top_groups=1),
-    ],
-    ids=["softmax", "sigmoid", "gshard", "gshard random_dispatch", "group_limited"],
-)  # fmt: skip
-def test_a_token_goes_to_different_experts_whatever_its_logits(router: AbstractRouter, train: bool, row: str) -> None:
+OF_FIVE: dict[str, Callable[[], AbstractRouter]] = {
+    "softmax": lambda: SoftmaxTopK(1, 5),
+    "sigmoid": lambda: SigmoidTopK(1, 5),
+    "gshard": lambda: GShardTop2(1, 5),
+    "gshard random_dispatch": lambda: GShardTop2(1, 5, second="random_dispatch"),
+    "group_limited": lambda: GroupLimited(SoftmaxTopK(1, 5), num_groups=1, top_groups=1),
+}
+
+
+@pytest.mark.parametrize(("name", "train", "row"), pairwise(OF_FIVE, (True, False), ODD_LOGITS))
+def test_a_token_goes_to_different_experts_whatever_its_logits(name: str, train: bool, row: str) -> None:
+    router = OF_FIVE[name]()
     logits = torch.tensor([ODD_LOGITS[row]])
     scores = Scores(logits, logits.softmax(1), logits.sigmoid(), logits)
     router.train(train)
@@ -67,9 +69,7 @@ def test_a_token_goes_to_different_experts_whatever_its_logits(router: AbstractR
     assert 0 <= min(expert) <= max(expert) < 5
 
 
-@pytest.mark.parametrize("odd", ODD_TOKENS)
-@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("name", [*ROUTERS, *ON_MESH])
+@pytest.mark.parametrize(("name", "train", "odd"), pairwise((*ROUTERS, *ON_MESH), (True, False), ODD_TOKENS))
 def test_an_odd_token_spoils_its_own_result_alone(name: str, train: bool, odd: str) -> None:
     layer = layer_of(name).train(train)
     x = torch.randn(TOKENS, DIM)

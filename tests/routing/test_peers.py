@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import TOP_K, make_router
+from helpers import TOP_K, make_router, pairwise
 from moesaic import Mesh, MoE, Plan
 from moesaic.comm.collectives import share_of
 from moesaic.comm.loopback import run_ranks
@@ -106,9 +106,7 @@ def rows(routed: Routed, first: int = 0) -> list[tuple[int, int, float]]:
     return sorted(zip((routing.token + first).tolist(), routing.expert.tolist(), routing.weight.tolist()))
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("capacity", CAPACITIES)
-@pytest.mark.parametrize("name", ONE_TOKEN_AT_A_TIME)
+@pytest.mark.parametrize(("name", "capacity", "seed"), pairwise(ONE_TOKEN_AT_A_TIME, CAPACITIES, range(3)))
 def test_ranks_send_what_one_process_with_all_tokens_sends(name: str, capacity: str, seed: int) -> None:
     rng = random.Random(seed)
     world = rng.choice([2, 3, 4])

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from helpers import DETERMINISTIC, TOP_K, agree, ids_for, make_layer, make_router, run
+from helpers import DETERMINISTIC, TOP_K, agree, ids_for, make_layer, make_router, pairwise, run
 from moesaic import Capacity, finish_step
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routers import ROUTERS
@@ -24,9 +24,7 @@ def ask(
     return scores, router.choose(scores, top_k, valid, noise), noise
 
 
-@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("tokens", [0, 1, 7])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "tokens", "train"), pairwise(NAMES, (0, 1, 7), (True, False)))
 def test_scores_choice_and_weights_have_their_shapes(name: str, tokens: int, train: bool) -> None:
     router, top_k = make_router(name).train(train), TOP_K.get(name, 2)
     scores, choice, _ = ask(router, torch.randn(tokens, 8), top_k)
@@ -83,9 +81,11 @@ def test_16_bit_tokens_are_routed_in_float32(name: str, low: torch.dtype) -> Non
     assert torch.equal(actual.weight, expected.weight)
 
 
-@pytest.mark.parametrize("capacity", [None, Capacity.fixed(0.75), Capacity.fixed(0.75, order="score")], ids=str)
-@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "train", "capacity"),
+    pairwise(NAMES, (True, False), (None, Capacity.fixed(0.75), Capacity.fixed(0.75, order="score"))),
+    ids=str,
+)
 def test_the_layer_equals_the_reference(name: str, train: bool, capacity: Capacity | None) -> None:
     layer = make_layer(name, shared_hidden=4).double().train(train)
     x = torch.randn(2, 5, 8, dtype=torch.float64)

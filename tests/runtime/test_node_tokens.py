@@ -8,6 +8,7 @@ import pytest
 import torch
 from meshes import make_layer, on_mesh, tokens_of
 
+from helpers import pairwise
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.transport import AbstractTransport
 from moesaic.plan import Plan
@@ -29,9 +30,7 @@ Cell = tuple[int, int]
 """A node or a place of ep, and a chunk."""
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3])
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("grid", "chunks", "seed"), pairwise(GRIDS, (1, 2, 3), range(6)), ids=str)
 def test_stops_and_node_tokens_are_the_distinct_tokens_of_every_place_node_and_chunk(
     grid: Grid, chunks: int, seed: int
 ) -> None:

@@ -206,6 +206,7 @@ def undisturbed(tmp_path_factory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.random
 @pytest.mark.parametrize("rendezvous", ["c10d", pytest.param("static", marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_twice_is_started_anew_and_ends_as_if_undisturbed(tmp_path, rendezvous, undisturbed):
     config = tiny(tmp_path, steps=7, batch_size=4, save_every=1, existing="resume", mesh={"ep": 2})

@@ -23,7 +23,7 @@ def by_token_of(num_tokens: int, top_k: int, *, varying: bool, dropped: bool) ->
 
 @pytest.mark.parametrize(
     ("size", "dtype", "form", "copies"),
-    pairwise(SIZES, tuple(DTYPES), ("plain", "weighted"), ("all", "some dropped", "varying")),
+    pairwise(SIZES, DTYPES, ("plain", "weighted"), ("all", "some dropped", "varying")),
     ids=str,
 )
 def test_each_token_gets_the_sum_of_its_rows(size, dtype, form, copies, device):

@@ -27,7 +27,7 @@ def bad_rows(num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "size"), pairwise(tuple(OPS), DTYPES, ((1, 1), (9, 300), (8, 128), (7, 1100))), ids=str
+    ("name", "dtype", "size"), pairwise(OPS, DTYPES, ((1, 1), (9, 300), (8, 128), (7, 1100))), ids=str
 )
 def test_bytes_and_rows_are_the_oracles(name, dtype, size, device):
     (codec, encode, decode), (num_rows, dim) = OPS[name], size
