@@ -50,6 +50,42 @@ def test_links_and_paths_in_pages_exist(page: Path) -> None:
         assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 
+TEXTS = [
+    page for page in [*PAGES, *(ROOT / "src").rglob("*.py"), *(ROOT / "lab").rglob("*.py")] if page.name != "log.md"
+]  # fmt: skip
+
+
+def test_files_that_pages_and_docstrings_name_exist() -> None:
+    """A file may be named by the end of its path."""
+    files = [
+        path.relative_to(ROOT).parts
+        for top in ("src", "lab", "docs", "tests", "examples")
+        for path in (ROOT / top).rglob("*.*")
+    ]
+    ends = {"/".join(parts[at:]) for parts in files for at in range(len(parts))}
+    named = {
+        (path, text.name)
+        for text in TEXTS
+        for path in re.findall(
+            r"(?<![\w./{<*-])((?:\w+/)+\w+\.(?:py|md))\b",
+            re.sub(r"```python\n.*?```", "", text.read_text("utf-8"), flags=re.DOTALL),
+        )
+    }
+    assert {(path, where) for path, where in named if path not in ends} == set()
+
+
+def test_errata_that_are_cited_are_listed() -> None:
+    listed = set(re.findall(r"^\| ([FNPST]\d) \|", (ROOT / "docs" / "papers.md").read_text("utf-8"), re.MULTILINE))
+    cited = {
+        number
+        for text in TEXTS
+        for numbers in re.findall(r"\berrat(?:a|um) ((?:[FNPST]\d(?: to | and |, )?)+)", text.read_text("utf-8"))
+        for number in re.findall(r"[FNPST]\d", numbers)
+    }
+    assert len(cited) >= 8
+    assert cited <= listed
+
+
 def test_readme_names_every_command() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert all(f"`{command}`" in readme or f"moesaic {command}" in readme for command in [*COMMANDS, *LABORATORY])

@@ -52,7 +52,9 @@ def cases(options: BalanceOptions) -> BalanceBenchConfig:
     if config.labels:
         if options.keep and config.labels != whole.labels:
             names = ", ".join(dict.fromkeys(whole.labels.values()))
-            raise InputError(f"--only {options.only} --keep: claims rest on every bed: name all of them ({names}), or none")
+            raise InputError(
+                f"--only {options.only} --keep: claims rest on every bed: name all of them ({names}), or none"
+            )
         require_cluster()
     return config
 

@@ -232,7 +232,9 @@ class LoadBalance(AbstractLoss):
         else:
             counts = statistics.counts_GE.sum(0, keepdim=True)
         share = counts / counts.sum(1, keepdim=True).clamp_min(1)
-        slope = counts.shape[1] * share / statistics.tokens_G.sum().clamp_min(1)  # the loss is linear in the probabilities
+        slope = (
+            counts.shape[1] * share / statistics.tokens_G.sum().clamp_min(1)
+        )  # the loss is linear in the probabilities
         probs = statistics.probs_GE
         weighed = _TimesOfFirstPass.apply(probs, slope) if self.level == "global_batch" else probs * slope
         total: Tensor = weighed.sum()
