@@ -47,8 +47,8 @@ class LedgerOptions(BenchmarkOptions):
 def entries() -> Iterator[Entry]:
     """Yield the whole ledger."""
     for each in (
-        parts.nccl, parts.deepep, parts.deepep_across, parts.products, parts.narrow_products, parts.expert_stages, parts.grouped_products,
-        parts.layers, parts.laer,
+        parts.nccl, parts.deepep, parts.deepep_across, parts.products, parts.narrow_products, parts.expert_stages,
+        parts.grouped_products, parts.layers, parts.laer,
         steps.steps, steps.memory, steps.papers, steps.beds,
     ):  # fmt: skip
         yield from each()

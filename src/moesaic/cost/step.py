@@ -292,14 +292,16 @@ class StepCostModel:
         """
         model, layer, again = self.model, self.model.layer, self.model.recomputed
         row, dim = layer.tokens * layer.element_bytes / self.grid.tp, layer.dim
-        # What a product reads and keeps takes so much of a wide value: a block's normed input, experts' rows, what activations give.
+        # What a product reads and keeps takes so much of a wide value: normed inputs, experts' rows, what activations give.
         read = self._narrow_bytes / layer.element_bytes or 1.0
         attention = (model.attention_kept or 5.5 * dim) - model.attention_up_kept * ("mla_up_proj" in again)
         around = (attention + 2 * dim - dim * ("layernorm" in again) - dim * (1 - read)) * row
         inner = layer.matrices - 1 + model.keeps_activated * read
         dense = (dim + inner * model.inner * ("mlp" not in again)) * row
         shared = inner * model.shared_hidden * layer.tokens * layer.element_bytes * ("shared_experts" not in again)
-        activated = self._activated_values * layer.element_bytes * (model.keeps_activated and "moe_act" not in again) * read
+        activated = (
+            self._activated_values * layer.element_bytes * (model.keeps_activated and "moe_act" not in again) * read
+        )
         activated -= self._activated_values / layer.hidden * self.grid.etp * dim * layer.element_bytes * (1 - read)
         sparse = dim * row if "moe" in again else kept + activated + shared
         less = dim * row * ("layernorm" in again)
@@ -322,7 +324,10 @@ class StepCostModel:
     def _multiplied_parameters(self) -> float:
         """Parameters of a rank that narrow products read: all but embeddings, output and routers."""
         model = self.model
-        wide = model.embeddings * model.vocab * model.layer.dim + model.moe_layers * model.layer.dim * model.layer.num_experts
+        wide = (
+            model.embeddings * model.vocab * model.layer.dim
+            + model.moe_layers * model.layer.dim * model.layer.num_experts
+        )
         return self._whole_parameters - model.pipeline.copies * wide / self.grid.tp
 
     @property

@@ -155,9 +155,7 @@ class Calibration:
     def routed(self) -> Workload:
         """The workload, with what is known of how the balanced router routes it."""
         tokens = self.tokens // (self.mesh.tp if self.compiled.routes_slices else 1)
-        return replace(
-            self.workload, visits=visits(tokens, self.workload.top_k, self.workload.num_experts, seed=0)
-        )
+        return replace(self.workload, visits=visits(tokens, self.workload.top_k, self.workload.num_experts, seed=0))
 
 
 def calibrations(world: int, ranks_per_node: int) -> Iterator[Calibration]:
