@@ -143,7 +143,7 @@ def plans_of(case: ModelCase, bed: BedFields) -> dict[str, Compiled]:
 
 
 def predict(case: ModelCase, plans: Mapping[str, Compiled], profile: ClusterProfile, seed: int = 0) -> dict[str, float]:
-    """Return the predicted seconds of every plan; which nodes tokens visit is that of the seed's pattern."""
+    """Return the predicted seconds of every plan; on how many nodes tokens have experts is told, by the seed's pattern."""
     virtual = 1e9 * case.gflops if case.compute == "virtual" else None
     simulator = profiled_simulator(profile, virtual_flops=virtual)
     return {

@@ -292,7 +292,7 @@ class StepCostModel:
         """
         model, layer, again = self.model, self.model.layer, self.model.recomputed
         row, dim = layer.tokens * layer.element_bytes / self.grid.tp, layer.dim
-        # What a product reads and keeps takes so much of a wide value: a block's normed input, experts' rows, what activations give.
+        # What a product reads and keeps takes so much of a wide value: normed inputs, experts' rows, what activations give.
         read = self._narrow_bytes / layer.element_bytes or 1.0
         attention = (model.attention_kept or 5.5 * dim) - model.attention_up_kept * ("mla_up_proj" in again)
         around = (attention + 2 * dim - dim * ("layernorm" in again) - dim * (1 - read)) * row

@@ -133,7 +133,7 @@ class BalancedRouter(AbstractRouter):
 
 @functools.lru_cache
 def visits(num_tokens: int, top_k: int, num_experts: int, seed: int) -> tuple[tuple[int, float], ...]:
-    """Return on how many of every number of places that divides the experts a token of the pattern has one, as `Workload.visits`."""
+    """Return on how many places a token of the pattern has an expert, for every number of places, as `Workload.visits`."""
     expert = balanced_choice(num_tokens, top_k, num_experts, seed).expert.view(num_tokens, top_k)
     found = []
     for places in (each for each in range(1, num_experts + 1) if num_experts % each == 0):

@@ -191,8 +191,8 @@ class Task:
     hop: int = 0
     """Of a hop: which one of the all-to-all's."""
     of: tuple[str, str] | None = None
-    """Of a pack, hop or unpack: source and target slot of the movement that it is a part of; of a move by a kernel that needs no
-    copies before and after it, its own."""
+    """Of a pack, hop or unpack: source and target slot of the movement that it is a part of; of a move by a kernel that needs
+    no copies before and after it, its own."""
     power: int = 0
     """Of a scale."""
     dual_power: int = 0
