@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.errors import InputError
 from moesaic_lab.gpu import command, profile
+from moesaic_lab.gpu.checks import graph_error, padded_graph_error
 from moesaic_lab.gpu.command import FILES, GpuStep, run
 from moesaic_lab.gpu.shapes import LAYERS
 
@@ -68,6 +70,11 @@ def test_the_steps_fit_the_time_and_the_files(tmp_path: Path) -> None:
     assert [each.name for each in planned if each.name.startswith("layer.")] == [
         f"layer.{each.name}" for each in LAYERS
     ]
+
+
+@pytest.mark.parametrize("find", [padded_graph_error, partial(graph_error, "bfloat16", {"capacity": 0.75})])
+def test_a_step_has_nothing_that_a_graph_cannot_hold(find) -> None:
+    assert find(dry=True) == 0
 
 
 @pytest.mark.slow

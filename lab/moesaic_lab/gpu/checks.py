@@ -23,10 +23,11 @@ from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
+from moesaic.program.grid import Grid
 from moesaic.routing.capacity import Capacity
 from moesaic_lab.claims import Claim
 from moesaic_lab.gpu import waits
-from moesaic_lab.gpu.stand_in import StandIn, pretending, to_device, values
+from moesaic_lab.gpu.stand_in import DEVICE, StandIn, pretending, to_device, values
 from moesaic_lab.gpu.waits import WaitCase, cases, count_waits
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -69,6 +70,7 @@ def _checks(*, dry: bool) -> Iterator[tuple[str, float, Callable[[], float]]]:
             if router == ROUTERS[0]:
                 yield f"waits.{name}", 0, partial(waits_of, *arguments)
                 yield f"graph_error.{name}", most, partial(graph_error, *arguments)
+    yield "graph_error.padded_plan", ERRORS["bfloat16"], partial(padded_graph_error, dry)
     of_plans = {case.name: case for case in cases()}
     for plan in PLANS[1:2] if dry else PLANS:
         yield f"host_waits.{plan}", max(of_plans[plan].most), partial(_waits_of_plan, of_plans[plan])
@@ -133,9 +135,25 @@ def graph_error(dtype: str, options: dict[str, Any], dry: bool) -> float:
 
     Without a GPU: how many waits and uploads a step has, which no graph can hold.
     """
-    layer, x = _layer(dtype, options)
+    return _replayed(*_layer(dtype, options), dry)
+
+
+def padded_graph_error(dry: bool) -> float:
+    """Return what `graph_error` does, of a layer on a mesh of one rank under a padded capacity: a plan's tasks, no message."""
+    layer, x = _layer("bfloat16", {"capacity": waits.CAPACITIES["padded"]})
+
+    def rank(transport: AbstractTransport) -> float:
+        layer.parallelize(Mesh(Grid(world=1), transport))
+        return _replayed(layer, x, dry, transport)
+
+    return run_ranks(1, rank)[0]
+
+
+def _replayed(layer: MoE, x: Tensor, dry: bool, transport: AbstractTransport | None = None) -> float:
     with _device(dry) as (device, move, stand_in):
         layer, x = move(layer), x.to(device)
+        if transport is not None:
+            transport.device = DEVICE if dry else torch.device("cuda")
         if stand_in is not None:
             _step(layer, x)
             stand_in.record.clear()

@@ -56,13 +56,23 @@ def check(found: list[CompiledKernel], capability: int) -> set[str]:
     return {kernel.name for kernel in found if wanted in kernel.ptx}
 
 
-@pytest.mark.slow
-@capabilities
-@pytest.mark.parametrize(("dtype", "gated"), [(torch.bfloat16, True), (torch.float16, False)], ids=str)
+HOPPER = (90, torch.bfloat16, True)
+"""The layer that every run of the tests compiles."""
+LAYERS = [(capability, *form) for capability in DEVICES for form in ((torch.bfloat16, True), (torch.float16, False))]
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "gated"),
+    [pytest.param(*layer, marks=[] if layer == HOPPER else pytest.mark.slow) for layer in LAYERS],
+    ids=str,
+)
 def test_a_layer_runs_on_the_tensor_cores(capability, dtype, gated, tmp_path):
     with compiling_for(capability, tmp_path) as found:
         run_layer(dtype, gated=gated)
     assert check(found, capability) == PRODUCTS
+    if capability == 90:
+        widths = {each.name: set(re.findall(r"wgmma\.mma_async\.\S*?m64n(\d+)k", each.ptx)) for each in found}
+        assert widths["_up_kernel"] == {"128"}, "gate and up in one instruction, whose operands shared memory can feed"
 
 
 @pytest.mark.slow
