@@ -148,9 +148,7 @@ def test_bfloat16_is_measured_where_the_processor_has_it(
         return cell(1.1, dtype=chosen.dtype)
 
     monkeypatch.setattr(benchmark.run, "measure", one)
-    options = benchmark.DeviceOptions(
-        only="e8 gelu balanced", keep_freed_memory=False, threads=torch.get_num_threads()
-    )
+    options = benchmark.DeviceOptions(only="e8 gelu balanced", keep_freed_memory=False, threads=torch.get_num_threads())
     told: list[str] = []
     rows = benchmark.measure(options, benchmark.cases(options), told.append)
     assert {row["dtype"] for row in rows} == {each.dtype for each in measured}

@@ -283,7 +283,9 @@ def test_narrow_products_keep_two_copies_of_weights_and_less_of_what_they_read()
     byte in place of two."""
     layout = OthersLayout(ep=8, micro_batch=2, global_batch=320)
     b200 = read_cluster("dgx-b200", nodes=4)
-    wide, fp8, mxfp8 = (predict(QWEN, b200, replace(layout, precision=each)).memory for each in ("bf16", "fp8", "mxfp8"))
+    wide, fp8, mxfp8 = (
+        predict(QWEN, b200, replace(layout, precision=each)).memory for each in ("bf16", "fp8", "mxfp8")
+    )
     shape = QWEN.model
     router = shape.num_layers * shape.dim * shape.moe.num_experts
     experts = shape.num_layers * 3 * shape.dim * shape.moe.hidden * shape.moe.num_experts

@@ -48,7 +48,9 @@ def test_neighbouring_floats_are_told_apart_beside_many_columns() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "columns", "top_k"), [(0, 4, 2), (3, 1, 1), (5, 7, 7), (4, 0, 0), (1, 300, 8), (6, 40, 20)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "top_k"), [(0, 4, 2), (3, 1, 1), (5, 7, 7), (4, 0, 0), (1, 300, 8), (6, 40, 20)]
+)
 def test_odd_shapes_equal_the_stable_sort(dtype: torch.dtype, rows: int, columns: int, top_k: int) -> None:
     scores = torch.randint(-3, 3, (rows, columns)).to(dtype)
     indices = top_k_indices(scores, top_k)
