@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.current
 PEERS := $(VENV)/.peers
 # A worker more than there are cores, since tests that wait for links or patience leave theirs idle; a file on one worker, in the
-# order of the names, lest the longest files, which have few tests, come last; ranks and workers have one thread each.
+# order of the names, lest the longest files, which have few tests, come last; ranks and workers have one thread each. Bytecode is
+# kept wherever the machine says otherwise: processes of tests would compile the library anew.
 WORKERS := $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup demo test test-random test-all test-triton lint bench bench-all chaos fuzz soak docs site clean
 
@@ -29,10 +30,10 @@ setup: $(STAMP)  ## make the virtual environment
 demo: $(STAMP)  ## train a sparse and a dense GPT, compare them, sample, write the report
 	$(BIN)/moesaic demo
 
-test: $(STAMP)  ## the tests
+test: $(STAMP)  ## the tests: every pair of parameters, the first seeds
 	$(PYTEST) -m "not slow and not random"
 
-test-random: $(STAMP)  ## the tests that draw thousands of random cases
+test-random: $(STAMP)  ## what make test leaves out and CI runs: the other combinations, thousands of random cases
 	$(PYTEST) -m "random and not slow"
 
 test-all: $(STAMP)  ## the tests, the random and the slow ones too

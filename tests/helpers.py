@@ -41,7 +41,7 @@ def pairwise(*values: Iterable[Any], fits: Callable[..., bool] = lambda *_: True
     """
     axes = list(map(list, values))
     rows = [row for row in itertools.product(*map(range, map(len, axes))) if fits(*map(getitem, axes, row))]
-    met = {row: set(itertools.combinations(enumerate(row), 2)) for row in rows}
+    met = {row: set(itertools.combinations(enumerate(row), min(2, len(axes)))) for row in rows}
     missing, chosen = set().union(*met.values()), set()
     while missing:
         row = max(rows, key=lambda row: len(met[row] & missing))

@@ -27,7 +27,8 @@ def _fresh_dynamo() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("router", ["softmax", "sigmoid", "cosine", "group_limited"])
+# Of the others the test below compiles the whole graph.
+@pytest.mark.parametrize("router", ["cosine", "group_limited"])
 def test_there_is_no_graph_break(router: str) -> None:
     layer = layer_for(router, torch.float32)
     explanation = torch._dynamo.explain(layer)(torch.randn(2, 6, 8))
@@ -35,8 +36,14 @@ def test_there_is_no_graph_break(router: str) -> None:
     assert explanation.graph_count == 1
 
 
-@pytest.mark.parametrize("mode", list(MODES))
-@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    ("router", "mode"),
+    [
+        *(("softmax", mode) for mode in MODES),
+        ("sigmoid", "float32"),
+        *(pytest.param("sigmoid", mode, marks=pytest.mark.random) for mode in ("float64", "autocast")),
+    ],
+)
 def test_forward_and_backward_equal_eager(router: str, mode: str) -> None:
     dtype, autocast = MODES[mode]
     layer = layer_for(router, dtype)

@@ -202,6 +202,7 @@ def hub(tmp_path: Path) -> list[str]:
         "1",
         "--etp",
         "1",
+        *FEW,
     ]
 
 

@@ -86,16 +86,27 @@ def runs_of(folder: Path) -> dict[str, TrainConfig]:
     }  # fmt: skip
 
 
+MORE = ("timed", "lossy", "other")
+"""Runs that `make test-random` trains besides."""
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Outcome]]]:
-    """Train everything on two ranks; return the folder and the outcomes by name."""
+    """Train on two ranks; return the folder and the outcomes by name."""
     folder = tmp_path_factory.mktemp("auto")
+    runs = {name: run for name, run in runs_of(folder).items() if name not in MORE}
+    return folder, dict(zip(runs, train_on(2, list(runs.values()), few_plans)))
+
+
+@pytest.fixture(scope="module")
+def more(world: tuple[Path, dict[str, list[Outcome]]]) -> tuple[Path, dict[str, list[Outcome]]]:
+    """Train the others too, in the same folder."""
+    folder, _ = world
     runs = runs_of(folder)
-    others = {name: runs.pop(name) for name in ("lossy", "other")}
-    found = dict(zip(runs, train_on(2, list(runs.values()), few_plans)))
-    found |= dict(zip(others, train_on(2, list(others.values()), other_table)))
-    drifted = replace(runs["switched"], out=str(folder / "drifted"))
-    return folder, found | {"drifted": train_on(2, [drifted], slower_links)[0]}
+    timed = train_on(2, [runs["timed"]], few_plans)
+    others = train_on(2, [runs["lossy"], runs["other"]], other_table)
+    drifted = train_on(2, [replace(runs["switched"], out=str(folder / "drifted"))], slower_links)
+    return folder, dict(zip((*MORE, "drifted"), (*timed, *others, *drifted)))
 
 
 def kept_table(run: Path, number: int) -> dict:
@@ -119,8 +130,9 @@ def test_a_run_that_switches_is_the_run_that_does_not(world) -> None:
     assert_same_run(folder / "plain", folder / "switched")
 
 
-def test_a_run_that_knows_nothing_times_plans_and_is_the_run_that_does_not(world) -> None:
-    folder, outcomes = world
+@pytest.mark.random
+def test_a_run_that_knows_nothing_times_plans_and_is_the_run_that_does_not(more) -> None:
+    folder, outcomes = more
     assert [outcome.refusal for outcome in outcomes["timed"]] == [""] * 2
     made = decisions(folder / "timed")
     assert len({plan for _, _, _, plan in made}) >= 4, "several plans ran"
@@ -130,8 +142,9 @@ def test_a_run_that_knows_nothing_times_plans_and_is_the_run_that_does_not(world
     assert "planner: plans are found and timed during the first 60 steps" in outcomes["timed"][0].said
 
 
-def test_links_that_became_slower_have_plans_searched_again(world) -> None:
-    folder, outcomes = world
+@pytest.mark.random
+def test_links_that_became_slower_have_plans_searched_again(more) -> None:
+    folder, outcomes = more
     assert [outcome.refusal for outcome in outcomes["drifted"]] == ["", ""]
     said = outcomes["drifted"][0].said
     assert said.count("plans are searched again") == 1, "one slow look is no drift, and a new rate is usual afterwards"
@@ -187,8 +200,9 @@ def test_a_run_taken_up_again_knows_what_it_knew(world) -> None:
     assert_same_run(folder / "plain", folder / "parts", kinds=("train",))
 
 
-def test_a_table_with_other_buckets_starts_anew_with_a_line(world) -> None:
-    first, other = world[1]["other"]
+@pytest.mark.random
+def test_a_table_with_other_buckets_starts_anew_with_a_line(more) -> None:
+    first, other = more[1]["other"]
     assert (first.refusal, other.refusal) == ("", "")
     assert (
         "planner: what the checkpoint knew of plans is of no use (has version 1 and buckets of 16.0 rows" in first.said
@@ -196,8 +210,9 @@ def test_a_table_with_other_buckets_starts_anew_with_a_line(world) -> None:
     assert "they are timed anew" in first.said
 
 
-def test_no_codec_runs_that_the_user_did_not_name(world) -> None:
-    folder, outcomes = world
+@pytest.mark.random
+def test_no_codec_runs_that_the_user_did_not_name(more) -> None:
+    folder, outcomes = more
     assert outcomes["lossy"][0].refusal == ""
     saved = kept_table(folder / "lossy", -1)
     assert {plan["codec"] for plan in saved["plans"]} <= {"int8", "none"}

@@ -99,17 +99,16 @@ def test_a_layer_that_fails_is_a_row_with_its_reason(no_gpu, tmp_path, monkeypat
     assert all("ZeroDivisionError" in claim.reason for claim in found.claims)
 
 
-@pytest.mark.parametrize("spoilt", range(5))
-def test_wrong_results_are_found(spoilt, device):
+def test_wrong_results_are_found(device):
     of = Inputs.random(TINY, device, torch.float32)
     way = ours(of, None)
     y = way.forward()
     results = [y.detach(), *torch.autograd.grad(y, way.leaves, of.dy)]
     assert max(errors(of, results[0], tuple(results[1:])).values()) < 1e-4
-    results[spoilt] = results[spoilt] * 1.1
-    found = errors(of, results[0], tuple(results[1:]))
-    name = ("y", "x", "w13", "w2", "weight")[spoilt]
-    assert {key for key, error in found.items() if error > gpu_layers.TOLERANCE} == {name}
+    for number, name in enumerate(("y", "x", "w13", "w2", "weight")):
+        spoilt = [*results[:number], results[number] * 1.1, *results[number + 1 :]]
+        found = errors(of, spoilt[0], tuple(spoilt[1:]))
+        assert {key for key, error in found.items() if error > gpu_layers.TOLERANCE} == {name}
 
 
 def test_the_way_of_grouped_mm_is_the_same_layer(device):

@@ -13,6 +13,7 @@ import torch
 from meshes import make_layer, step, tokens_of
 from torch import Tensor
 
+from helpers import pairwise
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.balance.replication.shadow import Shadow
@@ -54,9 +55,7 @@ def lean(layer: MoE, by: float) -> None:
         weight[0] += by
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("schedule", ["s1", "s2"])
+@pytest.mark.parametrize(("grid", "schedule", "recompute"), pairwise(GRIDS, ("s1", "s2"), (False, True)))
 def test_any_sequence_of_choices_equals_leaving_alone(grid: str, schedule: str, recompute: bool) -> None:
     mesh, whole = GRIDS[grid], make_layer()
 

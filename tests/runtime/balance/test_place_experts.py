@@ -11,6 +11,7 @@ import torch
 from meshes import every_rank, make_layer, on_mesh, part_of, tokens_of
 from torch import Tensor
 
+from helpers import pairwise
 from moesaic.balance.experts import AbstractExpertPlacer, Balanced, ExpertLoad, ExpertRates, GivenOrders
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
@@ -113,9 +114,9 @@ def assert_same_training(
     return [moves for *_, moves in results]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("kind", ["swiglu", "biases", "modules"])
-@pytest.mark.parametrize("grid", [TWO, FOUR, COPIES], ids=str)
+@pytest.mark.parametrize(
+    ("grid", "kind", "optimizer"), pairwise((TWO, FOUR, COPIES), ("swiglu", "biases", "modules"), OPTIMIZERS), ids=str
+)
 def test_training_with_moving_experts_is_training_without(grid: Grid, kind: str, optimizer: str) -> None:
     whole = make_layer(kind, losses=(LoadBalance(0.1),), router="sigmoid")
     assert_same_training(whole, grid, [Plan()], OPTIMIZERS[optimizer])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers import pairwise
 from moesaic.balance.samples import AbstractPlacer, Given, Homes, SampleLoad, TwoStage
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
@@ -212,10 +213,9 @@ def check(case: Case, *, seed: int = 0) -> None:
             torch.testing.assert_close(each[name], expected, **close, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@pytest.mark.parametrize("placer", SAMPLE_PLACERS)
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
-@pytest.mark.parametrize("norm", ["before", "after"])
-@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize(
+    ("placer", "dropout", "norm", "top_k"), pairwise(SAMPLE_PLACERS, (0.0, 0.4), ("before", "after"), (1, 2))
+)
 def test_moving_samples_changes_nothing(placer: str, dropout: float, norm: str, top_k: int) -> None:
     check(Case(placer=placer, dropout=dropout, norm=norm, top_k=top_k))
 
