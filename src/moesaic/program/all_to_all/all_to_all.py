@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import groupby, permutations
 
 import numpy as np
 
@@ -69,8 +69,7 @@ class NodeMap:
 
     def __init__(self, grid: Grid, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
-        numbers = sorted({grid.node_of(rank) for rank in ranks})
-        self.nodes = [[rank for rank in ranks if grid.node_of(rank) == number] for number in numbers]
+        self.nodes = [list(node) for _, node in groupby(ranks, grid.node_of)]
         """Ranks of the group by node."""
         self._at = {rank: (n, i) for n, node in enumerate(self.nodes) for i, rank in enumerate(node)}
 
