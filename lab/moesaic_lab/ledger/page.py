@@ -141,9 +141,9 @@ MISSES = """What is off, and why as far as we know:
   two, whose messages are the same. So many senders to one receiver are not the reason: a share of the rate for them, fitted to
   the marked rows, is 1. All-reduces of a few megabytes in eight GPUs' switch are slower than its two passes.
 - Of steps, every row that is off by more than 16 % says why, as far as anybody knows. Layouts are those of the recipes that are
-  published beside the figures (Megatron-Bridge, `scripts/performance`; the benchmark examples of NeMo Automodel; SimuMax,
-  `simu_tools/megatron_scripts`; the threads named). Frameworks of fused kernels come out within 10 %, eager ones up to 40 % too
-  fast: what their small kernels take is not predicted. LAER's steps have no published layout, and Megatron-Bridge's releases
+  published beside the figures (performance recipes of Megatron-Bridge, benchmark recipes of NeMo Automodel, launch scripts of
+  SimuMax, the threads named). Frameworks of fused kernels come out 5 to 18 % too fast, eager ones up to 40 %: what small
+  kernels take is not predicted. LAER's steps have no published layout, and Megatron-Bridge's releases
   before 26.04 ran slower on the same machines than those after them; neither is here.
 - Float8 products of few rows with a scale per block are several times slower than the preset says.
 - DeepSeek's trace has no licence to be committed here: `moesaic bench ledger --trace FILE` holds a copy of it against the

@@ -104,8 +104,8 @@ def predicted() -> float:
     model = replace(model, layer=replace(model.layer, products="fp8"))
     around = StepCostModel(model, grid, Simulator(cluster))
     compiled = compile_plan(Plan(all_to_all="multicast", order="fifo"), grid)
-    programs = (in_pieces(each, dispatched="fp8") for each in (compiled.forward, compiled.backward))
-    both = around.beside(*programs, compiled.grid)
+    forward, backward = (in_pieces(each, dispatched="fp8") for each in (compiled.forward, compiled.backward))
+    both = around.beside(forward, backward, compiled.grid)
     return LAYERS * (both.seconds + 3 * around.once.shared)
 
 

@@ -265,7 +265,7 @@ def predict(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> Found:
     grid = Grid(
         world=stage, tp=layout.tp, ep=layout.ep, etp=layout.etp, ranks_per_node=min(cluster.devices_per_node, stage)
     )
-    by_deepep = layout.all_to_all == "deepep" and layout.ep > 1
+    by_deepep = Plan(all_to_all=layout.all_to_all).crossing is Crossing.DEEPEP and layout.ep > 1
     crossing = "multicast" if by_deepep else layout.all_to_all
     plan = Plan(all_to_all=crossing if layout.ep > 1 else "linear", order="fifo")
     whole = replace(job, batch_size=groups * layout.micro_batch).step_model(cluster, groups)
@@ -274,9 +274,9 @@ def predict(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> Found:
     step = replace(step, runs=_runs(job, whole, step, layout.mtp))
     around, compiled = StepCostModel(step, grid, simulator), compile_on(plan, grid, simulator, step.layer)
     programs = compiled.forward, compiled.backward
-    moved = tuple(map(in_pieces, programs)) if by_deepep else programs
-    there, back = (simulator.run(each, step.layer, compiled.grid) for each in moved)
-    both = around.beside(*moved, compiled.grid) if step.overlapped else None
+    forward, backward = map(in_pieces, programs) if by_deepep else programs
+    there, back = (simulator.run(each, step.layer, compiled.grid) for each in (forward, backward))
+    both = around.beside(forward, backward, compiled.grid) if step.overlapped else None
     ranks = [StepCostModel(each, grid, simulator) for each in _ranks(whole, step)]
     return Found(
         plan=plan,
