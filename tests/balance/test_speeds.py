@@ -71,7 +71,8 @@ def test_an_arbiter_goes_by_the_speeds_that_it_hears() -> None:
 def test_an_arbiter_goes_by_the_links_that_it_hears(described: bool) -> None:
     fast, slow = (Machine(inter_gbps=gbps, inter_latency_us=0, intra_latency_us=0) for gbps in (25.0, 2.5))
     told, wanted = (
-        ReplicationCosts(machine=machine, cluster=machine.to_cluster(GRID) if described else None) for machine in (fast, slow)
+        ReplicationCosts(machine=machine, cluster=machine.to_cluster(GRID) if described else None)
+        for machine in (fast, slow)
     )
     plan = BarePlan(replication="spill")
     heard, other = (Arbiter(costs=each).start(plan, [BarePlan(), plan]) for each in (told, wanted))

@@ -208,7 +208,8 @@ class AutoPlanner:
 
     def _tell_links(self) -> bool:
         """Let arbiters that learn go by the links as they are; returns whether there are any."""
-        return any([hear_links(each.on_mesh.calls, self._times) for each in self._layers if each.on_mesh is not None])
+        heard = [hear_links(each.on_mesh.calls, self._times) for each in self._layers if each.on_mesh is not None]
+        return any(heard)
 
     def note_load(self) -> None:
         """Look at the load of the step, before its optimizer step, where layers still know it."""

@@ -245,9 +245,7 @@ class Arbitration:
             assert self.prepared is not None
         return self.prepared.fit(load)
 
-    def hear(
-        self, told: Mapping[int, float], speeds: tuple[float, ...] = (), links: LinkTimes | None = None
-    ) -> None:
+    def hear(self, told: Mapping[int, float], speeds: tuple[float, ...] = (), links: LinkTimes | None = None) -> None:
         """Take down what earlier calls took; all ranks are told the same.
 
         Args:
