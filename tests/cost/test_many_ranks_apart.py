@@ -1,4 +1,4 @@
-"""Uneven loads on many ranks: what all of them hold and send is counted at once (`tests/program/test_sizes_of_all_ranks.py`)."""
+"""Uneven loads on many ranks: what all hold and send is counted at once (`tests/program/test_sizes_of_all_ranks.py`)."""
 
 from __future__ import annotations
 
