@@ -9,7 +9,7 @@ from moesaic.balance.replication.cost import CallLoad, ReplicationCosts, replica
 from moesaic.balance.replication.policy import BarePlan
 from moesaic.balance.replication.spill import Spill
 from moesaic.balance.replication.tables import NOTHING, spills
-from moesaic.balance.selector.arbiter import Arbiter
+from moesaic.balance.selector.arbiter import Arbiter, Arbitration
 from moesaic.balance.selector.cost import is_even, replicated_cost
 from moesaic.cost.alpha_beta import Machine
 from moesaic.program.grid import Grid
@@ -65,3 +65,25 @@ def test_an_arbiter_goes_by_the_speeds_that_it_hears() -> None:
     assert rows[3] < 600 < min(rows[:3])
     arbitration.hear({}, (1.0,) * 4)
     assert arbitration.choose(EVEN).rows[1][3] >= 800
+
+
+@pytest.mark.parametrize("described", [False, True], ids=["machine", "cluster"])
+def test_an_arbiter_goes_by_the_links_that_it_hears(described: bool) -> None:
+    fast, slow = (Machine(inter_gbps=gbps, inter_latency_us=0, intra_latency_us=0) for gbps in (25.0, 2.5))
+    told, wanted = (
+        ReplicationCosts(machine=machine, cluster=machine.to_cluster(GRID) if described else None)
+        for machine in (fast, slow)
+    )
+    plan = BarePlan(replication="spill")
+    heard, other = (Arbiter(costs=each).start(plan, [BarePlan(), plan]) for each in (told, wanted))
+
+    def alone(arbitration: Arbitration) -> float:
+        return arbitration.weigher.alone(arbitration.weigher.replica_loads(EVEN)).seconds
+
+    before = alone(heard)
+    heard.hear({}, SPEEDS, {"outside": 0.1})
+    other.hear({}, SPEEDS)
+    assert alone(heard) == alone(other) > 5 * before
+    heard.hear({}, (), {"outside": 0.5, "inside": 2.0})
+    heard.hear({}, (1.0,) * 4, {})
+    assert alone(heard) == before, "times are of what was told at the start"

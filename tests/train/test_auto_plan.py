@@ -18,7 +18,7 @@ from moesaic.program.grid import Grid
 from moesaic.train import auto_plan, link_rates
 from moesaic.train.auto_plan import with_planned
 from moesaic.train.checkpoint import PLAN_TABLE, list_checkpoints
-from moesaic.train.config import TrainConfig
+from moesaic.train.config import BalanceConfig, TrainConfig
 from runs import lines, tiny
 from train.worlds import Outcome, assert_same_run, train_on
 
@@ -106,7 +106,9 @@ def more(world: tuple[Path, dict[str, list[Outcome]]]) -> tuple[Path, dict[str, 
     timed = train_on(2, [runs["timed"]], few_plans)
     others = train_on(2, [runs["lossy"], runs["other"]], other_table)
     drifted = train_on(2, [replace(runs["switched"], out=str(folder / "drifted"))], slower_links)
-    return folder, dict(zip((*MORE, "drifted"), (*timed, *others, *drifted)))
+    arbiter = replace(runs["plain"], out=str(folder / "balanced"), balance=BalanceConfig(replication="arbiter"))
+    balanced = train_on(2, [arbiter], slower_links)
+    return folder, dict(zip((*MORE, "drifted", "balanced"), (*timed, *others, *drifted, *balanced)))
 
 
 def kept_table(run: Path, number: int) -> dict:
@@ -158,6 +160,16 @@ def test_links_that_became_slower_have_plans_searched_again(more) -> None:
         "nothing is measured yet in the first step of a table, and the slower links are in its predictions"
     )
     assert_same_run(folder / "plain", folder / "drifted")
+
+
+@pytest.mark.random
+def test_an_arbiter_hears_of_links_that_became_slower(more) -> None:
+    folder, outcomes = more
+    assert [outcome.refusal for outcome in outcomes["balanced"]] == ["", ""]
+    assert "balance: links between nodes are 0.25 times as fast as they were: the arbiter goes by that" in (
+        outcomes["balanced"][0].said
+    )
+    assert_same_run(folder / "plain", folder / "balanced")
 
 
 def test_slower_links_are_searched_as_a_slower_cluster_is(tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""Write the tables of docs/balance.md from the result of `moesaic bench balance --json`: none of their figures is typed.
+"""Write the tables and the picture of docs/balance.md from the result of `moesaic bench balance --json`: no figure is typed.
 
 python -m moesaic_lab.balance.page benchmarks/results/balance.json
 """
@@ -13,19 +13,26 @@ from typing import Any
 
 from moesaic_lab.balance.benchmark import kept
 from moesaic_lab.balance.config import SharesOfForced
+from moesaic_lab.balance.pictures import panels
 from moesaic_lab.balance.rows import PARTS, share_rows
 from moesaic_lab.balance.shares import RECORDED, Share
 from moesaic_lab.performance_page import line, table
+from moesaic_lab.pictures import write_picture
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "balance.md"
+PICTURE = PAGE.parent / "images" / "bench" / "balance_shares.svg"
+DRAWN = 64
+"""Ranks of what is drawn: those of the claims."""
 START, END = "<!-- tables: moesaic_lab/balance/page.py -->", "<!-- end of tables -->"
 
 
 def main() -> int:
-    """Write the tables; returns the exit code."""
+    """Write tables and picture; returns the exit code."""
     result = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     before, rest = PAGE.read_text(encoding="utf-8").split(START)
     PAGE.write_text(f"{before}{START}\n\n{tables(result)}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    shares = [each for each in kept(result["rows"], PARTS[1], Share) if each.ranks == DRAWN]
+    write_picture(PICTURE, "Share of forced balance, simulated", panels([], [], shares), result["notes"])
     return 0
 
 

@@ -30,6 +30,7 @@ from moesaic.plan.plan import Crossing, plan_in_words
 from moesaic.plan.predict import Predictor, find_layout
 from moesaic.plan.table import PlanTable, TableSettings
 from moesaic.runtime.auto_plan import AutoPlan
+from moesaic.runtime.balance.calls import hear_links
 from moesaic.train.balance import DecisionMeter, known_cluster, known_durations
 from moesaic.train.checkpoint import PLAN_TABLE
 from moesaic.train.config import MeshConfig, TrainConfig
@@ -174,12 +175,11 @@ class AutoPlanner:
     ) -> None:
         self._run, self._ranks, self._say = run, run.ranks, say
         self._lost = ""
-        cluster = run.config.planner.cluster
-        watches = candidates is not None and not is_measured(cluster)
-        self._rates = LinkRates(run.ranks) if watches else None
         self._times: dict[Literal["inside", "outside"], float] = {}
-        self._steps = 0
         self._layers = [module for module in run.model.modules() if isinstance(module, MoE)]
+        watches = candidates is not None and not is_measured(run.config.planner.cluster)
+        self._rates = LinkRates(run.ranks) if self._tell_links() or watches else None
+        self._steps = 0
         self._compiled: dict[tuple[int, bool], Compiled] = {}
         self._told = 0
         self._load = _even_load(run.config)
@@ -204,6 +204,12 @@ class AutoPlanner:
         if chosen != before:
             for layer in self._layers:
                 layer.use_plan(self._compile(chosen, layer))
+            self._tell_links()
+
+    def _tell_links(self) -> bool:
+        """Let arbiters that learn go by the links as they are; returns whether there are any."""
+        heard = [hear_links(each.on_mesh.calls, self._times) for each in self._layers if each.on_mesh is not None]
+        return any(heard)
 
     def note_load(self) -> None:
         """Look at the load of the step, before its optimizer step, where layers still know it."""
@@ -229,19 +235,24 @@ class AutoPlanner:
             self._steps += 1
 
     def _look_at_links(self, rates: LinkRates) -> None:
-        """Search the plans again where links carry more or less than they did; what was timed before says nothing then."""
+        """Where links carry more or less than they did, let arbiters go by that, and search the plans again: what was timed
+        before says nothing then."""
         drift = rates.drift()
-        if not drift or self.table is None or self.table.running is None:
+        if not drift:
             return
         for kind, times in drift.items():
             self._times[kind] = self._times.get(kind, 1.0) * times
+        changes = " and ".join(
+            f"links {KINDS[kind]} are {times:.2f} times as fast as they were" for kind, times in drift.items()
+        )
+        if self._tell_links():
+            self._say(f"balance: {changes}: the arbiter goes by that")
+        if self.table is None or self.table.running is None:
+            return
         running = self.table.plans[self.table.running]
         found = _searched(self._run.config, self._ranks, running, self._times)
         self.table, self._told = self._made_table(found), 0
         self._compiled.clear()
-        changes = " and ".join(
-            f"links {KINDS[kind]} are {times:.2f} times as fast as they were" for kind, times in drift.items()
-        )
         self._say(f"planner: {changes}: plans are searched again; {self.describe()[-1]}")
 
     def values(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from meshes import make_layer, step, tokens_of
 from torch import Tensor
 
-from moesaic.balance.replication.cost import ReplicationCosts
+from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.replication.shadow import Shadow
 from moesaic.balance.selector import prepared
 from moesaic.balance.selector.arbiter import Arbiter
@@ -21,10 +21,12 @@ from moesaic.comm.transport import AbstractTransport
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.layer import MoE
-from moesaic.plan import Plan
+from moesaic.plan import Plan, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.runtime.balance import clock as arbiter_clock
+from moesaic.runtime.balance.calls import hear_links
 from moesaic.runtime.balance.clock import OPEN, CallClock, TimedCall
+from moesaic.runtime.expert_parallel import PlainCalls
 
 GRIDS = {
     "ep": Grid(world=4, ep=4, ranks_per_node=2),
@@ -100,6 +102,28 @@ def test_ranks_that_decided_otherwise_are_refused_on_every_rank() -> None:
 
     said = run_ranks(4, rank)
     assert said == ["arbiter: ranks [2] decided otherwise than the first one after call 1 of a layer"] * 4
+
+
+def test_links_are_heard_of_from_the_same_call_on_by_all_ranks() -> None:
+    mesh, calls = GRIDS["ep"], 8
+
+    def rank(transport: AbstractTransport) -> tuple[list[str], list[float]]:
+        layer = layer_on(transport, mesh, Arbiter(costs=DEAR, optimism=0.9))
+        assert layer.on_mesh is not None
+        for number in range(calls):
+            step(layer, tokens_of(transport.rank, count=8, seed=number).abs())
+            if number == 3:
+                assert hear_links(layer.on_mesh.calls, {"outside": 0.5, "inside": 4.0})
+        selector = layer.on_mesh.calls.selector
+        made = selector.take()
+        load = CallLoad(mesh, torch.ones(4, 8, dtype=torch.int64).numpy(), 8, 8, 8)
+        (found,) = selector._arbitration.weigher.replica_loads(load)
+        return [each.option for each in made], [found.costs.machine.inter_gbps, found.costs.machine.intra_gbps]
+
+    found = run_ranks(4, rank)
+    assert all(each == found[0] for each in found)
+    assert found[0][1] == [0.5e-3, 4e-3]
+    assert not hear_links(PlainCalls(compile_plan(Plan(), mesh)), {})
 
 
 def test_evaluation_and_inference_are_not_timed_try_nothing_and_change_nothing() -> None:

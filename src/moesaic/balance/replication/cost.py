@@ -6,9 +6,10 @@ travel are counted beside the weights, bytes are bytes, and links have the rates
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 
 Seconds = TypeVar("Seconds", float, np.ndarray)
+LinkTimes: TypeAlias = Mapping[Literal["inside", "outside"], float]
+"""How many times as fast links inside nodes, or between them, are as somebody said; those that are left out are as said."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,15 @@ class ReplicationCosts:
                 raise InputError(f"replication.{name}={getattr(self, name)}: must be at least 1")
         if self.cluster is not None:
             self.cluster.device.tflops.of(self.dtype)
+
+    def with_links(self, times: LinkTimes) -> ReplicationCosts:
+        """Return the rates where links inside nodes, or between them, are so many times as fast."""
+        machine, cluster = self.machine, self.cluster
+        inside, outside = (times.get(kind, 1.0) for kind in ("inside", "outside"))
+        machine = replace(machine, intra_gbps=machine.intra_gbps * inside, inter_gbps=machine.inter_gbps * outside)
+        for kind, faster in times.items():
+            cluster = None if cluster is None else cluster.with_links(kind, faster)
+        return replace(self, machine=machine, cluster=cluster)
 
     @property
     def dtype(self) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts
+from moesaic.balance.replication.cost import CallLoad, LinkTimes, ReplicaLoad, ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicationPolicy, AnyPlan, BarePlan, PolicyPlan
 from moesaic.balance.replication.tables import spread
 from moesaic.balance.selector.cost import is_even
@@ -245,15 +245,15 @@ class Arbitration:
             assert self.prepared is not None
         return self.prepared.fit(load)
 
-    def hear(self, told: Mapping[int, float], speeds: tuple[float, ...] = ()) -> None:
+    def hear(self, told: Mapping[int, float], speeds: tuple[float, ...] = (), links: LinkTimes | None = None) -> None:
         """Take down what earlier calls took; all ranks are told the same.
 
         Args:
             told: by number of a call, its seconds, forward and backward, on the slowest rank.
             speeds: of the ranks, where they were measured; () for what the costs say.
+            links: inside nodes or between them, how many times as fast as the costs say.
         """
-        if speeds:
-            self.weigher.hear_speeds(speeds)
+        self.weigher.hear(speeds, links or {})
         for number, seconds in told.items():
             asked = self._asked.pop(number, None)
             if asked is not None:

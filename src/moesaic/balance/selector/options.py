@@ -14,7 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moesaic.balance.replication import NO_REPLICATION
-from moesaic.balance.replication.cost import CallLoad, ReplicaLinks, ReplicaLoad, ReplicationCosts, replica_links
+from moesaic.balance.replication.cost import (
+    CallLoad,
+    LinkTimes,
+    ReplicaLinks,
+    ReplicaLoad,
+    ReplicationCosts,
+    replica_links,
+)
 from moesaic.balance.replication.policy import AnyPlan, PolicyPlan
 from moesaic.balance.replication.spill import LIMITS
 from moesaic.balance.replication.tables import (
@@ -184,15 +191,20 @@ class Weigher:
         self._part_us, self._factors, self._thresholds = part_us, factors, tuple(thresholds)
         self._limits: dict[bool, int] = {}
         self._links: tuple[Grid, list[ReplicaLinks]] | None = None
+        self._told = costs
+        self._times: LinkTimes = {}
 
-    def hear_speeds(self, speeds: tuple[float, ...]) -> None:
-        """Go by other speeds of ranks from the next call on.
+    def hear(self, speeds: tuple[float, ...], links: LinkTimes) -> None:
+        """Go by other speeds of ranks, and of links, from the next call on.
 
         Args:
-            speeds: as `ReplicationCosts.speeds`.
+            speeds: as `ReplicationCosts.speeds`; () for those that it goes by.
+            links: inside nodes or between them, over what the costs say at the start.
         """
-        if speeds != self._costs.speeds:
-            self._costs, self._links = replace(self._costs, speeds=speeds), None
+        speeds = speeds or self._costs.speeds
+        if speeds != self._costs.speeds or links != self._times:
+            self._costs, self._links = replace(self._told.with_links(links), speeds=speeds), None
+            self._times = dict(links)
 
     def replica_loads(self, load: CallLoad) -> list[ReplicaLoad]:
         """Return the load of each replica in a call; what stays the same from call to call is made once."""

@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
+from moesaic.balance.replication.cost import LinkTimes
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.balance.selector.arbiter import CallDecision
 from moesaic.plan import Compiled
@@ -86,6 +87,18 @@ def speeds_of(calls: AbstractCallPolicy) -> tuple[float, ...]:
     """Return the speeds of ranks that an arbiter heard last, the same on all ranks; () where nobody measures them."""
     selector = selector_of(calls)
     return () if selector is None else selector.speeds
+
+
+def hear_links(calls: AbstractCallPolicy, times: LinkTimes) -> bool:
+    """Let an arbiter that learns go by links as they are now, over what it was told at the start; returns whether there is one.
+
+    All ranks call it between the same calls.
+    """
+    selector = selector_of(calls)
+    if selector is None or not selector.learns:
+        return False
+    selector.links = dict(times)
+    return True
 
 
 def bare_of(calls: AbstractCallPolicy) -> Compiled:

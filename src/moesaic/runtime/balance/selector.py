@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from moesaic.balance.policies import REPLICATION_POLICIES
-from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
+from moesaic.balance.replication.cost import CallLoad, LinkTimes, ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.balance.selector.arbiter import Arbiter, Arbitration, CallDecision
 from moesaic.balance.selector.options import ALONE
@@ -90,6 +90,8 @@ class ProgramSelector:
         """Whether measured times and speeds are told to all ranks, and decided by."""
         self.speeds: tuple[float, ...] = ()
         """Of the ranks, as the thread heard them last; () while they are not known."""
+        self.links: LinkTimes = {}
+        """How many times as fast as the costs say links are, from the next call on; set on all ranks between the same calls."""
         if compiled.options:
             if not isinstance(self._policy, Arbiter):
                 raise InputError(
@@ -233,7 +235,8 @@ class ProgramSelector:
         pick = arbitration.pick(load) if prepared is None else prepared.fit(load)
         decided = _Decided(pick.choice.program, pick.table, call)
         self._thread = self._thread or ThreadPoolExecutor(1, "arbiter")
-        self._weighing = self._thread.submit(self._weigh, told, arbitration, pick, call.number if is_timed else None)
+        number = call.number if is_timed else None
+        self._weighing = self._thread.submit(self._weigh, told, arbitration, pick, number, dict(self.links))
         if is_timed:
             self._number += 1
             self._made[self._number] = self._weighing
@@ -241,7 +244,12 @@ class ProgramSelector:
         return decided
 
     def _weigh(
-        self, told: list[list[float]], arbitration: Arbitration, pick: Pick, call: int | None
+        self,
+        told: list[list[float]],
+        arbitration: Arbitration,
+        pick: Pick,
+        call: int | None,
+        links: LinkTimes,
     ) -> tuple[CallDecision, Prepared]:
         """Decide the next call, on the thread, once this call's first messages are on their way: issuing them goes first.
 
@@ -250,6 +258,7 @@ class ProgramSelector:
             arbitration: decides.
             pick: what this call runs.
             call: its number; None if it is not timed.
+            links: as of `self.links`, when the call began.
         """
         time.sleep(self._pause)
         assert self._arbitration is not None
@@ -257,7 +266,7 @@ class ProgramSelector:
         self._pause = min([PAUSE * each for each in known.values()], default=self._pause)
         self.meter.least = int(load.copies.sum()) // (2 * self.compiled.grid.world * max(1, self.compiled.plan.chunks))
         self.speeds = speeds_of(np.array([of_rank[-1] for of_rank in told])) or self.speeds
-        self._arbitration.hear(known, self.speeds)
+        self._arbitration.hear(known, self.speeds, links)
         decision = arbitration.weigh(pick, call=call)
         assert arbitration.prepared is not None
         return decision, arbitration.prepared
@@ -295,6 +304,7 @@ class ProgramSelector:
     def _decide_now(self, load: CallLoad) -> _Decided:
         """Decide from the counts of the call itself, by the model."""
         assert self._arbitration is not None
+        self._arbitration.hear({}, (), self.links)
         decision = self._arbitration.choose(load)
         self._moves.note_others(decision)
         self._decisions.append((decision, decision.decision_seconds))
