@@ -49,7 +49,8 @@ def test_the_optimizer_takes_its_constants_from_the_configuration():
 def test_experts_and_routers_have_learning_rates_of_their_own(tmp_path):
     rates = {"expert_rate": 0.0, "router_rate": 0.5}
     config = tiny(tmp_path, steps=2, optimizer={"lr": 1e-2, "warmup_steps": 1, "weight_decay": 0.1, **rates})
-    before = {name: value.clone() for name, value in open_run(config, pytest.fail).model.state_dict().items()}
+    drawn = open_run(replace(config, out=str(tmp_path / "drawn")), pytest.fail).model.state_dict()
+    before = {name: value.clone() for name, value in drawn.items()}
     run_quietly(config)
     run = open_run(replace(config, existing="resume"), pytest.fail)
     moved = {name for name, value in run.model.state_dict().items() if not torch.equal(value, before[name])}
