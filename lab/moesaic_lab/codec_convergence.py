@@ -2,7 +2,7 @@
 
 Every run trains with its experts split over two Gloo processes, so that half of all token copies cross; same data, weights and
 steps per seed, the codec is the only difference, and a dense model of as many active parameters stands beside. Translation:
-the tiny encoder-decoder on Django's messages in six languages, BLEU by sacrebleu on messages that were kept back. Language
+the tiny encoder-decoder on Django's messages in 27 languages, BLEU by sacrebleu on messages that were kept back. Language
 model: the demo, perplexity per byte of the text that was kept back. A gap means something where it is larger than what another
 seed does.
 

@@ -46,6 +46,21 @@ def test_the_optimizer_takes_its_constants_from_the_configuration():
         assert group["betas"] == (0.7, 0.8)
 
 
+def test_experts_and_routers_have_learning_rates_of_their_own(tmp_path):
+    rates = {"expert_rate": 0.0, "router_rate": 0.5}
+    config = tiny(tmp_path, steps=2, optimizer={"lr": 1e-2, "warmup_steps": 1, "weight_decay": 0.1, **rates})
+    drawn = open_run(replace(config, out=str(tmp_path / "drawn")), pytest.fail).model.state_dict()
+    before = {name: value.clone() for name, value in drawn.items()}
+    run_quietly(config)
+    run = open_run(replace(config, existing="resume"), pytest.fail)
+    moved = {name for name, value in run.model.state_dict().items() if not torch.equal(value, before[name])}
+    experts = {name for name in before if ".ffn.experts." in name}
+    assert experts
+    assert moved == set(before) - experts
+    found = {group["rate"]: group["lr"] for group in run.optimizer.param_groups}
+    assert set(found) == {0.0, 0.5, 1.0}
+
+
 def test_a_seed_decides_the_initial_parameters(tmp_path):
     states = [
         open_run(tiny(tmp_path, out=str(tmp_path / name), seed=seed), pytest.fail).model.state_dict()

@@ -41,8 +41,8 @@ def _plain(num_experts: int, top_k: int, hidden: int, **more: Any) -> dict[str, 
     return {"num_experts": num_experts, "top_k": top_k, "hidden": hidden, "experts": "gelu", **more}
 
 
-def _gated(num_experts: int, top_k: int, hidden: int) -> dict[str, Any]:
-    return {"num_experts": num_experts, "top_k": top_k, "hidden": hidden}
+def _gated(num_experts: int, top_k: int, hidden: int, **more: Any) -> dict[str, Any]:
+    return {"num_experts": num_experts, "top_k": top_k, "hidden": hidden, **more}
 
 
 def _ours() -> dict[str, Job]:
@@ -52,9 +52,11 @@ def _ours() -> dict[str, Job]:
     return {
         "demo": _job(128, 4, 4, 256, 256, _gated(64, 2, 64), modern, 8),
         "gpt-tiny": _job(32, 2, 2, 64, 256, _gated(4, 2, 32), modern, 4),
-        # Of longer sequences a small encoder learns first to copy, which is attention's work and gains nothing by experts.
-        "bert-tiny": _job(32, 2, 4, 16, 256, _gated(16, 2, 16), BlockConfig(kind="encoder"), 128),
-        "seq2seq-tiny": _job(32, 4, 4, 32, 1024, _gated(16, 2, 16), BlockConfig(kind="encoder_decoder"), 64),
+        # More blocks or longer sequences learn to copy at some step or other, attention's work, in which experts have no part.
+        "bert-tiny": _job(32, 1, 4, 16, 256, _gated(16, 1, 16, shared_hidden=16), BlockConfig(kind="encoder"), 128),
+        "seq2seq-tiny": _job(
+            32, 2, 4, 32, 1024, _gated(16, 1, 16, shared_hidden=16), BlockConfig(kind="encoder_decoder"), 64
+        ),
         "gpt-small": Job(batch_size=16, accumulation=4, model=small.model, data=small.data),
     }
 

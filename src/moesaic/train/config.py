@@ -67,6 +67,10 @@ class OptimizerConfig:
 
     lr: float = 3e-3
     """Peak learning rate."""
+    expert_rate: float = 1.0
+    """Learning rate of the routed experts over `lr`, at every step."""
+    router_rate: float = 1.0
+    """The same of the routers; 0 leaves them as they were drawn."""
     warmup_steps: int = 40
     """Steps of linear warm-up."""
     schedule: Literal["cosine", "linear", "wsd"] = "cosine"
@@ -83,7 +87,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
             raise InputError(f"optimizer.lr={self.lr}: must be above 0 and finite")
-        for name in ("warmup_steps", "clip_norm", "weight_decay"):
+        for name in ("expert_rate", "router_rate", "warmup_steps", "clip_norm", "weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise InputError(f"optimizer.{name}={getattr(self, name)}: must be 0 or more and finite")
         if not all(0 <= beta < 1 for beta in self.betas):

@@ -224,7 +224,7 @@ class Trainer:
             clip(self.model.parameters(), norm, config.optimizer.clip_norm or math.inf)
             rate = learning_rate(state.step, config.steps, config.optimizer)
             for group in state.optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * group["rate"]
         before = self._probe_sets() if logs else []
         with self.clock.training(config.tokens_per_step):
             self.planner.note_load()

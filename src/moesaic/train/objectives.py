@@ -20,9 +20,12 @@ from moesaic.train.data import Corpus, find_files, load_corpus, make_tokenizer
 
 CATALOGUE = b"\xde\x12\x04\x95"
 """The first bytes of a compiled gettext catalogue, little-endian."""
-LANGUAGES = tuple("af ca cs da de es et eu fi fr ga gl hu is it lt lv nb nl pl pt ro sk sl sq sv tr".split())
-"""Of Django's messages, where no pairs are named: those with Latin letters and many messages. One catalogue has some 800, too few
-to tell two models apart; 27 hold more words than a small model has room for."""
+LANGUAGES = (
+    "af", "ca", "cs", "da", "de", "es", "et", "eu", "fi", "fr", "ga", "gl", "hu", "is", "it", "lt", "lv", "nb", "nl", "pl",
+    "pt", "ro", "sk", "sl", "sq", "sv", "tr",
+)  # fmt: skip
+"""Of Django's messages, where no pairs are named: those with Latin letters and many messages. One catalogue has some 800, too
+few to tell two models apart; 27 hold more words than a small model has room for."""
 
 
 def load_for(model: ModelConfig, data: DataConfig, tokenizer_file: Path | None) -> Corpus:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from moesaic.configfile import as_json, differing_fields, override, read_table
 from moesaic.errors import InputError
+from moesaic.layer import MoE
 from moesaic.models.gpt import GPT
 from moesaic.routing.router import AbstractRouter
 from moesaic.train.balance import hold_to_budget, known_durations, make_arbiter, make_model, place_samples
@@ -246,18 +247,21 @@ def _load(
 def make_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
     """Return AdamW with weight decay on matrices only; routers, norms and biases have none.
 
-    Its kernels take the parameters of a group together, so those on different meshes get groups of their own.
+    Its kernels take the parameters of a group together, so those on different meshes get groups of their own. A group's
+    `rate` is its learning rate over that of the step.
     """
     routers = {id(p) for m in model.modules() if isinstance(m, AbstractRouter) for p in m.parameters()}
-    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
+    rates = dict.fromkeys(routers, config.router_rate)
+    rates |= {id(p): config.expert_rate for m in model.modules() if isinstance(m, MoE) for p in m.experts.parameters()}
+    groups: dict[tuple[bool, float, object], list[nn.Parameter]] = {}
     for decays in (True, False):
         for parameter in model.parameters():
             if (parameter.dim() >= 2 and id(parameter) not in routers) == decays:
                 mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-                groups.setdefault((decays, mesh), []).append(parameter)
+                groups.setdefault((decays, rates.get(id(parameter), 1.0), mesh), []).append(parameter)
     described = [
-        {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0}
-        for (decays, _), parameters in groups.items()
+        {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0, "rate": rate}
+        for (decays, rate, _), parameters in groups.items()
     ]
     return torch.optim.AdamW(described, lr=config.lr, betas=config.betas, fused=True)
 
