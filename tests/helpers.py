@@ -30,7 +30,11 @@ def seed_ranges(count: int, quick: int) -> list[Any]:
     return [range(quick), pytest.param(range(quick, count), marks=pytest.mark.random)]
 
 
-def pairwise(*values: Iterable[Any], fits: Callable[..., bool] = lambda *_: True) -> list[Any]:
+def pairwise(
+    *values: Iterable[Any],
+    fits: Callable[..., bool] = lambda *_: True,
+    empty: Callable[..., bool] = lambda *_: False,
+) -> list[Any]:
     """Return the product of axes for `parametrize`, of which `make test` runs a part and `make test-random` the rest.
 
     Every pair is met in the part: of any two axes, each two values that meet at all. It is chosen greedily.
@@ -38,10 +42,14 @@ def pairwise(*values: Iterable[Any], fits: Callable[..., bool] = lambda *_: True
     Args:
         values: those of each parameter.
         fits: whether values go together; combinations that do not are left out.
+        empty: whether so little is computed that no mistake would show: what is met there has to be met elsewhere too.
     """
     axes = list(map(list, values))
     rows = [row for row in itertools.product(*map(range, map(len, axes))) if fits(*map(getitem, axes, row))]
-    met = {row: set(itertools.combinations(enumerate(row), min(2, len(axes)))) for row in rows}
+    met = {}
+    for row in rows:
+        pairs, kind = itertools.combinations(enumerate(row), min(2, len(axes))), empty(*map(getitem, axes, row))
+        met[row] = {(kind, pair) for pair in pairs}
     missing, chosen = set().union(*met.values()), set()
     while missing:
         row = max(rows, key=lambda row: len(met[row] & missing))

@@ -37,6 +37,14 @@ def test_values_that_do_not_go_together_are_left_out_and_their_others_are_met() 
     assert ((0, "a"), (2, True)) in pairs(quick)
 
 
+def test_what_is_met_where_nothing_is_computed_is_met_elsewhere_too() -> None:
+    axes = ((0, 3, 5), "abc", (False, True))
+    quick, others = values(pairwise(*axes, empty=lambda size, *_: size == 0))
+    for is_empty in (False, True):
+        met = [{*pairs([row for row in rows if (row[0] == 0) == is_empty])} for rows in (quick, quick + others)]
+        assert met[0] == met[1]
+
+
 def test_seeds_are_divided_and_none_is_lost() -> None:
     quick, others = values(seed_ranges(10, quick=3))
     assert [list(each) for (each,) in (*quick, *others)] == [[0, 1, 2], [3, 4, 5, 6, 7, 8, 9]]

@@ -24,7 +24,9 @@ def ask(
     return scores, router.choose(scores, top_k, valid, noise), noise
 
 
-@pytest.mark.parametrize(("name", "tokens", "train"), pairwise(NAMES, (0, 1, 7), (True, False)))
+@pytest.mark.parametrize(
+    ("name", "tokens", "train"), pairwise(NAMES, (0, 1, 7), (True, False), empty=lambda _, tokens, __: tokens == 0)
+)
 def test_scores_choice_and_weights_have_their_shapes(name: str, tokens: int, train: bool) -> None:
     router, top_k = make_router(name).train(train), TOP_K.get(name, 2)
     scores, choice, _ = ask(router, torch.randn(tokens, 8), top_k)

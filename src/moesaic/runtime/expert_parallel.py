@@ -492,8 +492,8 @@ class ExpertParallel:
             )
 
     def _draw(self, router: AbstractRouter, x_TD: Tensor) -> Tensor | None:
-        """Draw the noise of all tokens of the tensor group, the same on each of its ranks."""
-        if self.grid.tp == 1 or type(router).draw is AbstractRouter.draw:
+        """Draw the noise of all tokens of the tensor group, the same on each of its ranks; where none is, no seed."""
+        if self.grid.tp == 1 or router.draw(0, x_TD.device) is None:
             return router.draw(len(x_TD), x_TD.device)
         seed = torch.randint(2**62, (1,))
         seed = broadcast(self.transport, self._tensor_group, seed.to(x_TD.device), self._tensor_group[0])
