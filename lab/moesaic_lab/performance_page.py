@@ -179,15 +179,11 @@ def section(question: Question, results: Mapping[str, dict[str, Any]]) -> str:
 
 
 def families(claims: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Return claims in their order, those that hold together with others of the same first and last word and target.
-
-    Claims of one benchmark that count what must not happen (target 0) are alike whatever their last word.
-    """
+    """Return claims in their order, those that hold together with others of the same first word and target."""
     found: dict[Any, list[Mapping[str, Any]]] = {}
     for claim in claims:
-        words = claim["name"].split(".")
-        counted = "" if (claim["op"], claim["target"]) == ("<=", 0) else words[-1]
-        alike = (words[0], counted, claim["op"], claim["target"]) if claim["holds"] else claim["name"]
+        first = claim["name"].split(".")[0]
+        alike = (first, claim["op"], claim["target"]) if claim["holds"] else claim["name"]
         found.setdefault(alike, []).append(claim)
     return list(found.values())
 
@@ -197,7 +193,7 @@ def line(alike: Sequence[Mapping[str, Any]]) -> list[str]:
     worst = max if alike[0]["op"] == "<=" else min
     claim = worst(alike, key=lambda each: each["value"]) if len(alike) > 1 else alike[0]
     value = f"{claim['value']:.4g}" if claim["value"] is not None else f"not measured: {claim['reason']}"
-    among = f" (the worst of {len(alike)} alike)" if len(alike) > 1 else ""
+    among = f" (the worst of {len(alike)} with this target)" if len(alike) > 1 else ""
     holds = {True: "yes", False: "**no**", None: ""}[claim["holds"]]
     return [f"`{claim['name']}`{among}", value, f"{claim['op']} {claim['target']:g}", holds]
 

@@ -148,7 +148,12 @@ class Grid:
         Tensor groups and copies of the experts are runs of neighbours, so how they lie on the nodes repeats.
         """
         reaches_far = not {"dp", "edp"}.isdisjoint(axes)
-        return list(dict.fromkeys(self.group(rank, axes) for rank in range(self.world if reaches_far else self.period)))
+        found, seen = [], set[int]()
+        for rank in range(self.world if reaches_far else self.period):
+            if rank not in seen:
+                found.append(self.group(rank, axes))
+                seen.update(found[-1])
+        return found
 
     @property
     def period(self) -> int:

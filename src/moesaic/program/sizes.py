@@ -102,11 +102,12 @@ class Held:
         piece = np.arange(len(origin)) if self.inside is None else np.flatnonzero(self.inside[origin, expert])
         axes = [(self.origins, origin), (self.experts, expert), (self.chunks, chunk)]
         if self.homes is None:  # by the axis on which fewest ranks are in question
-            counts = [table.sum(0)[number[piece]] for table, number in axes]
+            holders = [table.sum(0) for table, _ in axes]
+            counts = [count[number[piece]] for count, (_, number) in zip(holders, axes)]
             fewest = min(range(3), key=lambda axis: int(counts[axis].sum()))
             table, number = axes.pop(fewest)
-            value, ranks = np.nonzero(table.T)
-            starts = np.searchsorted(value, number[piece])
+            starts = (np.cumsum(holders[fewest]) - holders[fewest])[number[piece]]
+            ranks = np.nonzero(table.T)[1]
             rank, piece = ranks[runs(starts, counts[fewest])], np.repeat(piece, counts[fewest])
         else:
             rank = self.homes[origin[piece], chunk[piece]]
@@ -548,6 +549,7 @@ class CallSizes:
         self._incoming: dict[tuple[Move, int], Splits] = {}
         self._moved: dict[Move, MovedRows] = {}
         self._some: dict[tuple[Flow, bool], tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = {}
+        self._holders: dict[tuple[Layout, bool], tuple[np.ndarray, np.ndarray]] = {}
 
     def helped(self, rank: int) -> np.ndarray:
         """Return which experts a rank computes copies of for their homes, (num_experts,) bool."""
@@ -711,13 +713,15 @@ class CallSizes:
 
     def _held_by(self, layout: Layout, *, by_expert: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Return who holds which of `_pieces`, (found,) int64 each: ranks, and places among these."""
-        origin, expert, chunk, _ = self._pieces(layout, by_expert=by_expert)
-        rank, piece = self.shapes.held(layout).by(origin, expert, chunk)
-        if layout.chunk in ("near", "here") and layout.flow in ("weights", "bias"):
-            tables = np.stack([self._wanted(layout, each) for each in range(self.grid.world)])
-            wanted = tables[rank, expert[piece]]
-            rank, piece = rank[wanted], piece[wanted]
-        return rank, piece
+        if (layout, by_expert) not in self._holders:
+            origin, expert, chunk, _ = self._pieces(layout, by_expert=by_expert)
+            rank, piece = self.shapes.held(layout).by(origin, expert, chunk)
+            if layout.chunk in ("near", "here") and layout.flow in ("weights", "bias"):
+                tables = np.stack([self._wanted(layout, each) for each in range(self.grid.world)])
+                wanted = tables[rank, expert[piece]]
+                rank, piece = rank[wanted], piece[wanted]
+            self._holders[layout, by_expert] = rank, piece
+        return self._holders[layout, by_expert]
 
     def num_moved(self, move: Move, source: int, target: int) -> int:
         """Return how many rows one rank sends to another in a movement."""

@@ -84,8 +84,8 @@ class RouterStatistics:
             sequence_T = (torch.arange(num_tokens, device=device) + first_token) // length
             cell = sequence_T[choice.token] * num_experts + choice.expert
             sequence_T = None if sequence_length is None else sequence_T
-        counts_GE = copies_N.new_zeros(num_sequences * num_experts).scatter_add(0, cell, copies_N)
-        counts_GE = counts_GE.view(num_sequences, num_experts)
+        counts = copies_N.new_zeros(num_sequences * num_experts).scatter_add(0, cell, copies_N)
+        counts_GE = counts.view(num_sequences, num_experts)
         step_counts_E = counts_GE.sum(0) if earlier_counts_E is None else counts_GE.sum(0) + earlier_counts_E
         importance_E = None
         if with_importance:
@@ -93,16 +93,14 @@ class RouterStatistics:
             pair = choice.token * num_experts + choice.expert
             weight_TE = weight_N.new_zeros(num_tokens * num_experts).scatter(0, pair, weight_N * copies_N.to(dtype))
             importance_E = weight_TE.view(num_tokens, num_experts).sum(0)
-        logsumexp_squared = valid.new_zeros(())
-        if with_logsumexp:
-            logsumexp_squared = (scores.logits.logsumexp(-1).square() * valid).sum()
+        squares_T = scores.logits.logsumexp(-1).square() * valid if with_logsumexp else valid.new_zeros(())
         probs = scores.probs if valid_T is None else scores.probs * valid.unsqueeze(1)
         return cls(
             counts_GE=counts_GE.to(dtype),
             probs_GE=_sum_by(sequence_T, num_sequences, probs),
             tokens_G=_sum_by(sequence_T, num_sequences, valid.unsqueeze(1)).squeeze(1),
             importance_E=importance_E,
-            logsumexp_squared=logsumexp_squared,
+            logsumexp_squared=squares_T.sum(),
             step_counts_E=step_counts_E.to(dtype),
         )
 
