@@ -165,5 +165,5 @@ def test_claims_that_hold_alike_are_one_line_with_the_worst() -> None:
 
     claims = [claim("a.x.time", 1), claim("a.y.time", 1.5), claim("a.z.time", 3), claim("a.v.time", 0.5, 1)]
     lines = [performance_page.line(alike) for alike in performance_page.families(claims)]
-    assert lines[0] == ["`a.y.time` (the worst of 2 alike)", "1.5", "<= 2", "yes"]
+    assert lines[0] == ["`a.y.time` (the worst of 2 with this target)", "1.5", "<= 2", "yes"]
     assert [cells[0] for cells in lines[1:]] == ["`a.z.time`", "`a.v.time`"]
