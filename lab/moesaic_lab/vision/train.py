@@ -54,7 +54,7 @@ class VisionOptions:
     init: str = ""
     """Weights to begin with, as a run wrote them, or SwinV2's as timm names them (safetensors; with MoE layers, and so with
     norm "post" like the file's, every expert begins as the dense layer); a head of another number of classes starts anew."""
-    steps: int = 600
+    steps: int = 1000
     """Optimizer steps; 0 only evaluates."""
     batch_size: int = 64
     """Images per step, over all ranks."""

@@ -19,7 +19,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "demo": {"out": "runs/demo/moe", "steps": 600, "save_every": 300},
     "gpt-tiny": {"steps": 50, "eval_every": 25, "eval_sequences": 8, "optimizer": {"lr": 1e-2, "warmup_steps": 10}},
     "bert-tiny": {"steps": 250, "eval_sequences": 4096, "model": {"conv_width": 8}, "optimizer": {"lr": 1e-2}},
-    "seq2seq-tiny": {"steps": 250, "eval_sequences": 512, "optimizer": {"lr": 1e-2}},
+    "seq2seq-tiny": {"steps": 1000, "eval_sequences": 512, "optimizer": {"lr": 1e-2}},
     "gpt-small": {
         "steps": 20_000, "eval_every": 500, "save_every": 1000, "optimizer": WARM,
         "model": {"moe": {"losses": ["load_balance:0.01", "z_loss:0.001"]}},
