@@ -231,8 +231,9 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 COLUMNS = (
     Column(key="codec", title="codec", is_text=True), Column(key="backward_codec", title="of gradients", is_text=True),
-    Column(key="steps", title="steps"), Column(key="score", title="mean"), Column(key="least", title="least"),
-    Column(key="most", title="most"), Column(key="val_loss", title="loss, nats"),
+    Column(key="steps", title="steps"), Column(key="score", title="mean", show="{:.2f}".format),
+    Column(key="least", title="least", show="{:.2f}".format), Column(key="most", title="most", show="{:.2f}".format),
+    Column(key="val_loss", title="loss, nats", show="{:.3f}".format),
     Column(key="published", title="ScheMoE's"),
 )  # fmt: skip
 TITLES = {"translation": "BLEU of translations", "language": "perplexity"}
