@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from moesaic.cost.hops import check_regular
 from moesaic.cost.symmetry import UnlikeError
 from moesaic.errors import InputError
 from moesaic.program.all_to_all import ALL_TO_ALLS
-from moesaic.program.all_to_all.all_to_all import PACKED, Leg, NodeMap, check_link
+from moesaic.program.all_to_all.all_to_all import PACKED, AbstractAllToAll, Leg, NodeMap, check_link
+from moesaic.program.all_to_all.hierarchical import Hier2D
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.task import Lane
 
@@ -283,3 +285,20 @@ def test_places_are_counted_within_the_group() -> None:
     assert places.nodes == [[1, 3], [5, 7]]
     assert [(places.node(rank), places.local(rank)) for rank in places.ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert places.rank(1, 0) == 5
+
+
+@pytest.mark.parametrize(
+    ("grid", "group"),
+    [
+        (Grid(world=64, tp=8, ep=8, etp=8, ranks_per_node=8), ("ep", "etp")),
+        (Grid(world=32, tp=2, ep=8, etp=2, ranks_per_node=4), ("ep",)),
+        (Grid(world=8, ep=8, ranks_per_node=8), ("ep",)),
+    ],
+    ids=str,
+)
+def test_all_paths_of_2dh_at_once_are_those_of_each_packet(grid: Grid, group: tuple[Axis, ...]) -> None:
+    for ranks in grid.kinds_of_groups(group):
+        places = NodeMap(grid, ranks)
+        at_once, each = Hier2D().paths(places), AbstractAllToAll.paths(Hier2D(), places)
+        assert at_once.keys() == each.keys()
+        assert all(np.array_equal(at_once[hop], each[hop]) for hop in each)

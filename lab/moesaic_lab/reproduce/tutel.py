@@ -144,10 +144,11 @@ class TutelCluster:
     def einsum_seconds(self, layer: TutelLayer, *, trains: bool = True) -> float:
         """Return the time of Fairseq's dispatch and combine: products with (tokens, experts, capacity) masks.
 
-        One of each forward, two of each backward: 2 * tokens * copies * dim operations each time.
+        One of each forward; backward one of dispatch, whose mask is boolean and has no gradient, and two of combine (fairseq's
+        `moe_layer.py` and `top2gate.py`): 2 * tokens * copies * dim operations each time.
         """
         operations = 2.0 * layer.tokens * layer.workload.copies * layer.dim
-        return (6 if trains else 2) * operations / (self.book.constant("tutel.einsum") * 1e12)
+        return (5 if trains else 2) * operations / (self.book.constant("tutel.einsum") * 1e12)
 
 
 def connections(gpus: int, all_to_all: AllToAll) -> int:

@@ -145,6 +145,8 @@ def run(arguments: Sequence[str]) -> int:
     cluster = simulator.cluster
     job = _job(options, cluster)
     counts = [] if options.trace is None else _counts(Path(options.trace))
+    if options.explain is not None:  # what cannot be is said before the search
+        predict(job, cluster, from_flags(options.explain))
     console = Console(stderr=True)
     with _shown(console) as progress:
         job, result = _searched(job, _settings(options), counts, simulator, progress)

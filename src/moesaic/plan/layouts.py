@@ -44,11 +44,19 @@ def layouts(job: Job, cluster: ClusterSpec, pins: Pins = Pins()) -> list[Grid]:
         else:
             found.append(grid)
     if not found:
-        raise InputError(
-            f"the search space holds no layout of {cluster.world} ranks"
-            + (f": the last one, {name_of(grid)}: {refusal}" if refusal else ": tp, ep and etp must divide the ranks")
-        )
+        why = f": the last one, {name_of(grid)}: {refusal}" if refusal else _undivided(cluster.world, pins)
+        raise InputError(f"the search space holds no layout of {cluster.world} ranks{why}")
     return found
+
+
+def _undivided(world: int, pins: Pins) -> str:
+    """Return which sizes that must be kept do not divide the ranks."""
+    given = {name: size for name in ("tp", "ep", "etp") if (size := getattr(pins, name)) is not None}
+    alone = [name for name, size in given.items() if world % size]
+    wrong = alone or [name for name in given if name != "tp"]
+    said = " x ".join(f"{name} {given[name]}" for name in wrong)
+    flags = " and ".join(f"--{name}" for name in wrong)
+    return f": {said} does not divide them: choose a divisor, or leave {flags} out and every size is tried"
 
 
 def name_of(grid: Grid) -> str:

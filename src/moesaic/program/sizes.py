@@ -101,20 +101,66 @@ class Held:
         """
         piece = np.arange(len(origin)) if self.inside is None else np.flatnonzero(self.inside[origin, expert])
         axes = [(self.origins, origin), (self.experts, expert), (self.chunks, chunk)]
-        if self.homes is None:  # by the axis on which fewest ranks are in question
-            holders = [table.sum(0) for table, _ in axes]
-            counts = [count[number[piece]] for count, (_, number) in zip(holders, axes)]
+        for table, number in axes:
+            somebody = np.logical_or.reduce(table, axis=0)
+            if not somebody.all():
+                piece = piece[somebody[number[piece]]]
+        if self.homes is not None:
+            rank = self.homes[origin[piece], chunk[piece]]
+        elif self._kinds is not None:  # by origin and kind of experts at once
+            kind_of_rank, kind_of_expert = self._kinds
+            num_kinds = int(kind_of_rank.max()) + 1
+            ranks = np.argsort(kind_of_rank, kind="stable")
+            held, at = np.nonzero(self.origins[ranks].T)
+            ranks = ranks[at]
+            holders = np.bincount(held * num_kinds + kind_of_rank[ranks], minlength=self.origins.shape[1] * num_kinds)
+            pair = origin[piece] * num_kinds + kind_of_expert[expert[piece]]
+            found = runs((np.cumsum(holders) - holders)[pair], holders[pair])
+            rank, piece, axes = ranks[found], np.repeat(piece, holders[pair]), axes[2:]
+        else:  # by the axis on which fewest ranks are in question
+            each = [table.sum(0) for table, _ in axes]
+            counts = [count[number[piece]] for count, (_, number) in zip(each, axes)]
             fewest = min(range(3), key=lambda axis: int(counts[axis].sum()))
             table, number = axes.pop(fewest)
-            starts = (np.cumsum(holders[fewest]) - holders[fewest])[number[piece]]
+            starts = (np.cumsum(each[fewest]) - each[fewest])[number[piece]]
             ranks = np.nonzero(table.T)[1]
             rank, piece = ranks[runs(starts, counts[fewest])], np.repeat(piece, counts[fewest])
-        else:
-            rank = self.homes[origin[piece], chunk[piece]]
         for table, number in axes:
-            holds = table[rank, number[piece]]
-            rank, piece = rank[holds], piece[holds]
+            if table.all():
+                continue
+            holds = table.ravel()[rank * table.shape[1] + number[piece]]
+            if not holds.all():
+                rank, piece = rank[holds], piece[holds]
         return rank, piece
+
+    @cached_property
+    def _kinds(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Which of the different sets of experts each rank holds, (ranks,), and in which of these each expert is, (experts,).
+
+        None where an expert is in several.
+        """
+        kinds, of_rank = np.unique(self.experts, axis=0, return_inverse=True)
+        return None if (kinds.sum(0) > 1).any() else (of_rank.ravel(), kinds.argmax(0))
+
+    def sums(self, rows: np.ndarray) -> np.ndarray:
+        """Return the rows of all pieces that each rank holds, (ranks,) float64, whole numbers; not where pieces have homes.
+
+        Ranks with the same experts and chunks are summed over together, each then over its origins.
+
+        Args:
+            rows: (origins, experts, chunks) int64 of every piece.
+        """
+        assert self.homes is None, "pieces that have homes are held one by one"
+        table = rows.astype(np.float64) if self.inside is None else (rows * self.inside[:, :, None]).astype(np.float64)
+        of_experts, experts = np.unique(self.experts, axis=0, return_inverse=True)
+        of_chunks, chunks = np.unique(self.chunks, axis=0, return_inverse=True)
+        # (origins, chunks, kinds of experts), then (origins, kinds of experts, kinds of chunks)
+        per_origin = (table.swapaxes(1, 2) @ of_experts.T.astype(np.float64)).swapaxes(1, 2) @ of_chunks.T.astype(
+            np.float64
+        )
+        rank, origin = np.nonzero(self.origins)
+        held = per_origin[origin, experts.ravel()[rank], chunks.ravel()[rank]]
+        return np.bincount(rank, held, len(self.origins))
 
 
 class AbstractLayoutIndex(ABC):
@@ -348,10 +394,10 @@ class LayoutIndex(AbstractLayoutIndex):
         grid, origins = self.grid, FLOWS[layout.flow].origins
         peers = grid.group(rank, layout.spread)
         if origins is not None:
-            return np.unique([grid.coordinate(peer, origins[0]) for peer in peers] if origins else [0])
-        if layout.whole_tp:
+            peers = tuple(grid.coordinate(peer, origins[0]) for peer in peers) if origins else (0,)
+        elif layout.whole_tp:
             peers = tuple(member for peer in peers for member in grid.group(peer, ("tp",)))
-        return np.unique(peers)
+        return np.array(sorted({*peers}))
 
     def _ahead(self, origin: np.ndarray, expert: np.ndarray, groups: int) -> np.ndarray:
         """Return how many groups of ep an expert's home stands after the origin, cyclically."""
@@ -374,6 +420,8 @@ class _Exchanged(NamedTuple):
 
 def runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return the numbers of runs of neighbours, one run after the other, (sum of counts,) int64."""
+    if len(counts) and (counts == counts[0]).all():
+        return (starts[:, None] + np.arange(counts[0])).ravel()
     return np.arange(counts.sum()) + np.repeat(starts - (counts.cumsum() - counts), counts)
 
 
@@ -455,12 +503,31 @@ class MovedRows:
         return moved_rows(self.world, legs[2] * self.world + legs[3], self.between(legs[0], legs[1]))
 
 
+def _at(ascending: np.ndarray, place: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Return whether numbers stand where they would, (n,) bool."""
+    if not len(ascending):
+        return np.zeros(len(wanted), dtype=bool)
+    found: np.ndarray = ascending[np.minimum(place, len(ascending) - 1)] == wanted
+    return found
+
+
+def _among(ascending: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Return which numbers are among others, (n,) bool."""
+    return _at(ascending, np.searchsorted(ascending, wanted), wanted)
+
+
 def moved_rows(world: int, pairs: np.ndarray, rows: np.ndarray) -> MovedRows:
     """Return rows summed by pair of ranks, (source times ranks plus target)."""
     some = (rows > 0) & (pairs % (world + 1) != 0)
-    found, number = np.unique(pairs[some], return_inverse=True)
-    summed = np.bincount(number, weights=rows[some], minlength=len(found)).astype(np.int64)
-    return MovedRows(world, found // world, found % world, summed)
+    pairs, rows = pairs[some], rows[some]
+    if world * world <= 8 * len(pairs):  # a table of all pairs is smaller than sorting these
+        table = np.bincount(pairs, weights=rows, minlength=world * world)
+        found = np.flatnonzero(table)
+        summed = table[found]
+    else:
+        found, number = np.unique(pairs, return_inverse=True)
+        summed = np.bincount(number, weights=rows, minlength=len(found))
+    return MovedRows(world, found // world, found % world, summed.astype(np.int64))
 
 
 @dataclass(frozen=True)
@@ -588,6 +655,9 @@ class CallSizes:
 
     def rows_of_ranks(self, layout: Layout) -> np.ndarray:
         """Return how many rows a slot of this layout has on each rank, (world,) int64."""
+        held = self.shapes.held(layout)
+        if held.homes is None and layout.chunk not in ("near", "here"):
+            return held.sums(self._rows[layout.flow]).astype(np.int64)
         rank, piece = self._held_by(layout)
         return np.bincount(rank, self._pieces(layout)[3][piece], self.grid.world).astype(np.int64)
 
@@ -678,15 +748,17 @@ class CallSizes:
         world, rows = self.grid.world, self._pieces(move.source)[3]
         group = np.array([self.grid.group(rank, move.group)[0] for rank in range(world)])
         (holder, held), (target, wanted) = (self._held_by(layout) for layout in (move.source, move.target))
-        have, want = group[holder] * len(rows) + held, group[target] * len(rows) + wanted
-        order = np.lexsort((holder, have))
-        holder, have = holder[order], have[order]
+        want = group[target] * len(rows) + wanted
+        # By piece, of each by holder.
+        pairs = np.sort((group[holder] * len(rows) + held) * world + holder)
+        have, holder = np.divmod(pairs, world)
         if not move.reduce:  # its own piece, else that of the lowest rank
-            others = ~np.isin(want * world + target, have * world + holder)
+            others = ~_among(pairs, want * world + target)
             target, wanted, want = target[others], wanted[others], want[others]
-            have, lowest = np.unique(have, return_index=True)
-            holder = holder[lowest]
-        first, end = (np.searchsorted(have, want, side=side) for side in ("left", "right"))
+            lowest = np.flatnonzero(np.diff(have, prepend=-1))
+            have, holder = have[lowest], holder[lowest]
+        first = np.searchsorted(have, want)
+        end = np.searchsorted(have, want, side="right") if move.reduce else first + _at(have, first, want)
         # Nobody may want some weights.
         asked_for = {move.source.chunk, move.target.chunk}.intersection(("near", "here"))
         assert asked_for or (first < end).all(), "ranks want pieces that no rank of their group holds"

@@ -58,6 +58,17 @@ class AbstractAllToAll(ABC):
     def path(self, places: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
         """Return the legs of a packet between two different ranks, in order; legs that stay where they are left out."""
 
+    def paths(self, places: NodeMap) -> dict[int, np.ndarray]:
+        """Return by hop the legs of all packets of the group: source and target of packet, then of leg, (4, packets) int64.
+
+        An all-to-all whose paths are a formula may give them at once, for thousands of ranks.
+        """
+        found: dict[int, list[tuple[int, int, int, int]]] = {}
+        for source, target in permutations(places.ranks, 2):
+            for leg in self.path(places, source, target):
+                found.setdefault(leg.hop, []).append((source, target, leg.source, leg.target))
+        return {hop: np.array(legs).T for hop, legs in found.items()}
+
 
 class NodeMap:
     """Where the ranks of a group stand: on which node, and which one of the group's ranks there.
@@ -100,15 +111,13 @@ def legs_by_hop(link: AbstractAllToAll, grid: Grid, group: tuple[Axis, ...]) -> 
 
     (4, packets) int64 each. A hop that no packet takes is left out.
     """
-    found: dict[int, list[tuple[int, int, int, int]]] = {}
+    found: dict[int, list[np.ndarray]] = {}
     kinds = grid.kinds_of_groups(group)
     for ranks in kinds:
-        places = NodeMap(grid, ranks)
-        for source, target in permutations(ranks, 2):
-            for leg in link.path(places, source, target):
-                found.setdefault(leg.hop, []).append((source, target, leg.source, leg.target))
+        for hop, legs in link.paths(NodeMap(grid, ranks)).items():
+            found.setdefault(hop, []).append(legs)
     again = np.arange(0, grid.world, sum(map(len, kinds)))
-    return {hop: (np.array(legs).T[:, None] + again[:, None]).reshape(4, -1) for hop, legs in found.items()}
+    return {hop: (np.concatenate(legs, axis=1)[:, None] + again[:, None]).reshape(4, -1) for hop, legs in found.items()}
 
 
 def check_link(link: AbstractAllToAll, name: str, grid: Grid, group: tuple[Axis, ...]) -> None:

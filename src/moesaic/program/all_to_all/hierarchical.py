@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from moesaic.program.all_to_all.all_to_all import AbstractAllToAll, Hop, Leg, NodeMap, legs_of
 from moesaic.program.task import Lane
 
@@ -40,6 +42,16 @@ class Hier2D(AbstractAllToAll):
     def path(self, places: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
         mate = places.rank(places.node(source), places.local(target))
         return legs_of((0, source, mate), (1, mate, target))
+
+    def paths(self, places: NodeMap) -> dict[int, np.ndarray]:
+        ranks, at = np.array(places.ranks), np.array(places.nodes)
+        node, local = np.divmod(np.arange(len(ranks)), at.shape[1])  # ranks of a group are node-major
+        source, target = np.nonzero(~np.eye(len(ranks), dtype=bool))
+        mate = at[node[source], local[target]]
+        source, target = ranks[source], ranks[target]
+        hops = (source, mate), (mate, target)
+        legs = {hop: np.stack([source, target, *ends])[:, ends[0] != ends[1]] for hop, ends in enumerate(hops)}
+        return {hop: each for hop, each in legs.items() if each.shape[1]}
 
 
 class NaiveAggregation(AbstractAllToAll):
