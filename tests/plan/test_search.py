@@ -31,7 +31,8 @@ JOB = Job(
         num_layers=4,
         num_heads=4,
         seq_len=256,
-        moe=MoEShape(num_experts=8, hidden=512, every=2, shared_hidden=64),
+        ffn="moe:2",
+        moe=MoEShape(num_experts=8, hidden=512, shared_hidden=64),
     ),
     data=DataShape(vocab_size=1000),
 )

@@ -153,7 +153,7 @@ def test_gpt_small_has_the_size_it_says():
 @pytest.mark.parametrize("name", ["gpt-tiny", "bert-tiny", "seq2seq-tiny"])
 def test_the_tiny_ones_train(tmp_path, name):
     config = replace(preset(name), out=str(tmp_path / "run"), steps=2, threads=1, trackers=(), precision="float32")
-    config = replace(config, device="cpu", eval_sequences=8)
+    config = replace(config, device="cpu", evaluate=(100, 8))
     if name != "seq2seq-tiny":  # whose data are Django's
         config = replace(config, data=replace(config.data, path=(str(write_text(tmp_path / "a.txt")),)))
     assert run_quietly(config)[0].step == 2

@@ -179,7 +179,7 @@ class GPT(nn.Module):
         dim, block = config.dim, config.block
         post_norm = block.norm == "post_layer"
         self.embedding = nn.Embedding(vocab_size, dim)
-        self.positions = LearnedPositions(config.seq_len, dim) if block.positions == "learned" else None
+        self.positions = LearnedPositions(config.seq_len, dim) if block.rope is None else None
         self.embedding_norm = LayerNorm(dim) if post_norm else nn.Identity()
         self.blocks = nn.ModuleList(self.block(config, layer) for layer in range(config.num_layers))
         self.norm = nn.Identity() if post_norm else NORMS[block.norm](dim)
@@ -323,7 +323,7 @@ def make_moe(dim: int, config: MoEConfig) -> MoE:
         config.hidden,
         config.num_experts,
         config.top_k,
-        router=config.router,
+        router=config.router_name,
         router_options=config.router_options,
         experts=config.experts,
         capacity=config.make_capacity(),

@@ -87,7 +87,7 @@ def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: Non
         f"{1e3 * found.seconds:.1f} ms"
     )
     mesh = replace(grid, **{name: getattr(found.grid, name) for name in MESH})
-    found_plan = replace(found.plan, replication=config.balance.replication, memory_budget=config.balance.memory_budget)
+    found_plan = replace(found.plan, replication=config.balance.policy, memory_budget=config.balance.memory_budget)
     kept = "" if settings.searches else settings.plan
     return replace(config, mesh=mesh, planner=replace(settings, plan=kept)).with_layer_plan(found_plan)
 
@@ -358,7 +358,7 @@ def _check(config: TrainConfig, ranks: Ranks) -> None:
         raise InputError(
             "planner.plan=auto: one process has no plan to choose: start several ranks with torchrun, or leave it off"
         )
-    if config.model.ffn == "dense":
+    if config.model.is_dense:
         raise InputError('planner.plan=auto: model.ffn="dense" has no MoE layers to plan: leave it off')
     if moe.capacity_rule.by_rank:
         raise InputError(
