@@ -11,8 +11,7 @@ import transformers
 from moesaic.errors import InputError
 from moesaic.models.attention import KeyValueCache, ShortConv
 from moesaic.models.config import ModelConfig, MoEConfig
-from moesaic.models.gpt import GPT
-from moesaic.models.seq2seq import EncoderDecoder, make_language_model, translate
+from moesaic.models.gpt import GPT, EncoderDecoder, make_language_model, translate
 from moesaic.plan.model_shape import BlockConfig
 
 VOCAB, LENGTH = 40, 12

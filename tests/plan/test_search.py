@@ -14,9 +14,8 @@ from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import StepCostModel
 from moesaic.errors import InputError
 from moesaic.plan import compile_plan
-from moesaic.plan.candidates import SearchSpace
+from moesaic.plan.candidates import Pins, SearchSpace, layouts
 from moesaic.plan.findings import LOSSLESS, LOSSY, Result, Settings
-from moesaic.plan.layouts import Pins, layouts
 from moesaic.plan.model import DataShape, Job
 from moesaic.plan.model_shape import ModelShape, MoEShape
 from moesaic.plan.plan import Plan

@@ -15,7 +15,7 @@ from moesaic.plan.plan import StaticPlan
 from moesaic.plan.predict import Predictor
 from moesaic.plan.table import PlanTable, TableSettings
 from moesaic.program.grid import Grid
-from moesaic.train import auto_plan, link_rates
+from moesaic.train import auto_plan
 from moesaic.train.auto_plan import with_planned
 from moesaic.train.checkpoint import PLAN_TABLE, list_checkpoints
 from moesaic.train.config import BalanceConfig, TrainConfig
@@ -59,7 +59,7 @@ def slower_links() -> None:
     few_plans()
     auto_plan.PROBE_STEPS = 2
     looks = iter([1.0, 1.1, 1.4, 1.0])
-    link_rates.LinkRates._seconds = lambda self, kind, to, source: next(looks, 4.0)
+    auto_plan.LinkRates._seconds = lambda self, kind, to, source: next(looks, 4.0)
 
 
 def runs_of(folder: Path) -> dict[str, TrainConfig]:

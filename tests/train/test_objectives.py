@@ -14,7 +14,7 @@ import torch
 
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
-from moesaic.models.seq2seq import PADDING
+from moesaic.models.gpt import PADDING
 from moesaic.plan.model_shape import BlockConfig
 from moesaic.train.config import DataConfig
 from moesaic.train.data import Batches, as_batch

@@ -48,8 +48,8 @@ from moesaic.program.grid import Grid
 from moesaic.program.text import from_text, to_text
 from moesaic.report.page import write_page
 from moesaic.report.summary import read_runs
-from moesaic.traces.check import faults
 from moesaic.traces.formats import FORMATS, ReadOptions
+from moesaic.traces.load import faults
 from moesaic.traces.synthetic import SyntheticRouting, make_segment, make_trace
 from moesaic.traces.trace import Trace, read_header, write_segment
 from moesaic.traces.trace import read_table as read_trace_table

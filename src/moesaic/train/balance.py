@@ -28,9 +28,8 @@ from moesaic.cost.alpha_beta import Machine
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
 from moesaic.layer import MoE
-from moesaic.models.gpt import GPT
+from moesaic.models.gpt import GPT, make_language_model
 from moesaic.models.moving import MovingGPT
-from moesaic.models.seq2seq import make_language_model
 from moesaic.plan import Compiled, Plan
 from moesaic.plan.compile import Durations, durations_on
 from moesaic.plan.loads import arbiter_for

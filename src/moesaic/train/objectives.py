@@ -14,7 +14,7 @@ import numpy as np
 
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
-from moesaic.models.seq2seq import PADDING
+from moesaic.models.gpt import PADDING
 from moesaic.train.config import DataConfig
 from moesaic.train.data import Corpus, find_files, load_corpus, make_tokenizer
 
