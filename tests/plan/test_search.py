@@ -59,7 +59,7 @@ def test_layouts_are_the_meshes_that_divide_everything() -> None:
     assert all(grid.ranks_per_node == 4 for grid in grids)
     fewer = {(grid.tp, grid.ep) for grid in layouts(replace(JOB, batch_size=4), CLUSTER)}
     assert {tp for tp, _ in fewer} == {2, 4}, "eight groups want eight sequences"
-    odd = replace(JOB, model=replace(JOB.model, moe=MoEShape(num_experts=6, hidden=512)))
+    odd = replace(JOB, model=replace(JOB.model, ffn="moe", moe=MoEShape(num_experts=6, hidden=512)))
     assert {grid.ep for grid in layouts(odd, CLUSTER)} == {1, 2}
 
 
@@ -177,13 +177,13 @@ def test_parameters_lie_in_parts_on_all_ranks() -> None:
 
 
 def test_whole_experts_win_where_links_are_slow_and_tokens_many() -> None:
-    few = replace(JOB, model=replace(JOB.model, moe=MoEShape(num_experts=2, hidden=32)))
+    few = replace(JOB, model=replace(JOB.model, ffn="moe", moe=MoEShape(num_experts=2, hidden=32)))
     many = replace(few, batch_size=256)
     slow = flat(2, 4, intra=40, inter=1, device=DEVICE)
     result = found(many, slow)
     assert result.best.grid.ep == 1
     assert result.by_ep[1].best == result.best
-    large = replace(JOB, model=replace(JOB.model, moe=MoEShape(num_experts=8, hidden=4096)), batch_size=8)
+    large = replace(JOB, model=replace(JOB.model, ffn="moe", moe=MoEShape(num_experts=8, hidden=4096)), batch_size=8)
     result = found(large, slow)
     assert result.best.grid.ep > 1
     one = result.by_ep[1].best
