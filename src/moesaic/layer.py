@@ -181,10 +181,9 @@ class MoE(InjectsLosses, RoutingCached):
         """
         if self.on_mesh is not None:
             raise InputError("MoE.parallelize: the layer is on a mesh already: call it once, on a whole layer")
-        from moesaic.runtime.auto_plan import AutoPlan
+        from moesaic.runtime.auto_plan import AutoPlan, MeasuredOrder
         from moesaic.runtime.balance.calls import calls_under
         from moesaic.runtime.expert_parallel import ExpertParallel  # imports torch's compiler, which takes seconds
-        from moesaic.runtime.measured_order import MeasuredOrder
 
         mesh = Mesh.of(mesh)
         is_auto, chosen = self._is_auto(plan, mesh), plan if isinstance(plan, Plan | Compiled) else Plan()

@@ -16,7 +16,7 @@ from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
-from moesaic.profiling.idle import BalancedRouter, balanced_choice, visits
+from moesaic.profiling.host import BalancedRouter, balanced_choice, visits
 from moesaic.program.grid import Grid
 from moesaic.program.task import Op
 from moesaic_lab.bounds import program_messages

@@ -15,7 +15,7 @@ from moesaic.plan.plan import StaticPlan
 from moesaic.plan.predict import Predictor
 from moesaic.plan.table import PlanTable, TableSettings
 from moesaic.program.grid import Grid
-from moesaic.train import auto_plan, link_rates
+from moesaic.train import auto_plan
 from moesaic.train.auto_plan import with_planned
 from moesaic.train.checkpoint import PLAN_TABLE, list_checkpoints
 from moesaic.train.config import BalanceConfig, TrainConfig
@@ -23,8 +23,8 @@ from runs import lines, tiny
 from train.worlds import Outcome, assert_same_run, train_on
 
 BASE = {
-    "batch_size": 4, "precision": "float64", "eval_sequences": 5, "steps": 16, "save_every": 8, "eval_every": 8,
-    "optimizer": {"warmup_steps": 0, "final_share": 1.0},
+    "batch_size": 4, "precision": "float64", "evaluate": (8, 5), "steps": 16, "save": "8",
+    "optimizer": {"warmup_steps": 0, "schedule": "cosine:1"},
 }  # fmt: skip
 """A constant rate, so that a run in two parts is the run in one."""
 MESH = {"tp": 2, "ep": 2, "ranks_per_node": 1}
@@ -59,7 +59,7 @@ def slower_links() -> None:
     few_plans()
     auto_plan.PROBE_STEPS = 2
     looks = iter([1.0, 1.1, 1.4, 1.0])
-    link_rates.LinkRates._seconds = lambda self, kind, to, source: next(looks, 4.0)
+    auto_plan.LinkRates._seconds = lambda self, kind, to, source: next(looks, 4.0)
 
 
 def runs_of(folder: Path) -> dict[str, TrainConfig]:

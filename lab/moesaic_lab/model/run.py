@@ -154,7 +154,7 @@ def predict(case: ModelCase, plans: Mapping[str, Compiled], profile: ClusterProf
 
 def _routed(case: ModelCase, compiled: Compiled, seed: int) -> Workload:
     """Return the layer of a case under a plan, as it is routed."""
-    from moesaic.profiling.idle import visits
+    from moesaic.profiling.host import visits
 
     layer = case.layer(compiled.grid.tp)
     tokens = case.tokens_per_rank if compiled.routes_slices else layer.tokens

@@ -4,11 +4,14 @@ Where a cluster is described or a profile was measured, all ranks choose before 
 agree on its time, the slowest one's. Where nothing is known the layers find their plan themselves (`runtime/auto_plan.py`). A
 switch moves no weight, and lossless plans compute the same up to the order of sums, so a run's curve does not depend on what is
 chosen.
+
+Whether links still carry what they did is found by a few messages inside nodes and between them, timed now and then.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,13 +22,14 @@ import torch.distributed as dist
 
 from moesaic.balance.rates import is_measured
 from moesaic.comm.mesh import ranks_of_a_node
+from moesaic.comm.transport import Transfer
 from moesaic.configfile import override
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.plan.algorithm1 import choose
+from moesaic.plan.candidates import name_of
 from moesaic.plan.files import MESH, read_planned
-from moesaic.plan.layouts import name_of
 from moesaic.plan.plan import Crossing, plan_in_words
 from moesaic.plan.predict import Predictor, find_layout
 from moesaic.plan.table import PlanTable, TableSettings
@@ -34,9 +38,78 @@ from moesaic.runtime.balance.calls import hear_links
 from moesaic.train.balance import DecisionMeter, known_cluster, known_durations
 from moesaic.train.checkpoint import PLAN_TABLE
 from moesaic.train.config import MeshConfig, TrainConfig
-from moesaic.train.link_rates import KINDS, LinkRates
 from moesaic.train.ranks import Ranks
 from moesaic.train.state import RunState
+
+PROBE_BYTES = 1 << 18
+"""Of a message."""
+REPEATS = 5
+"""Messages of each kind, of which the fastest counts: what disturbs makes slower."""
+DRIFT = 0.2
+"""Share by which a rate must have changed, in two probes one after the other."""
+KINDS: dict[Literal["inside", "outside"], str] = {"inside": "inside nodes", "outside": "between nodes"}
+"""Which links are probed, and what they are called."""
+
+
+class LinkRates:
+    """Remembers how fast links were; all ranks make it and call it together.
+
+    Args:
+        ranks: of the run, on a mesh.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._usual: dict[str, float] = {}
+        self._before: dict[str, float] = {}
+
+    def drift(self) -> Mapping[Literal["inside", "outside"], float]:
+        """Probe the links; return, the same on all ranks, which of them are now how many times as fast as they were.
+
+        The first probe says what is usual. A change counts where two probes agree on it, and is usual from then on.
+        """
+        found: dict[Literal["inside", "outside"], float] = {}
+        for kind in KINDS:
+            partners = self._partners(kind)
+            if partners is None:
+                continue
+            seconds = self._seconds(kind, *partners)
+            usual = self._usual.setdefault(kind, seconds)
+            both = [usual / self._before.get(kind, usual), usual / seconds]
+            self._before[kind] = seconds
+            if min(both) > 1 + DRIFT or max(both) < 1 / (1 + DRIFT):
+                found[kind], self._usual[kind] = both[1], seconds
+        return found
+
+    def _partners(self, kind: str) -> tuple[int, int] | None:
+        """Return the ranks that this one sends to and hears of; None where there are no such links."""
+        assert self._ranks.mesh is not None
+        grid, rank = self._ranks.mesh.grid, self._ranks.rank
+        per_node = grid.ranks_per_node or grid.world
+        if (per_node if kind == "inside" else grid.world // per_node) == 1:
+            return None
+        if kind == "outside":
+            return (rank + per_node) % grid.world, (rank - per_node) % grid.world
+        first, place = rank - rank % per_node, rank % per_node
+        return first + (place + 1) % per_node, first + (place - 1) % per_node
+
+    def _seconds(self, kind: str, to: int, source: int) -> float:
+        """Return how long a message from each rank to its partner takes, the slowest rank's."""
+        assert self._ranks.mesh is not None
+        transport = self._ranks.mesh.transport
+        sent = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=transport.device)
+        into, taken = torch.empty_like(sent), []
+        for _ in range(REPEATS):
+            self._ranks.barrier()
+            start = time.perf_counter()
+            transport.wait(
+                transport.issue(Transfer(self._ranks.rank, transport.take_tags(1), {to: sent}, {source: into}))
+            )
+            if transport.device.type == "cuda":
+                torch.cuda.synchronize(transport.device)
+            taken.append(time.perf_counter() - start)
+        return float(self._ranks.largest(torch.tensor(min(taken), dtype=torch.float64)))
+
 
 PLANS = 8
 """So many of the plans that are predicted best are candidates, the configured one besides."""
@@ -87,7 +160,7 @@ def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: Non
         f"{1e3 * found.seconds:.1f} ms"
     )
     mesh = replace(grid, **{name: getattr(found.grid, name) for name in MESH})
-    found_plan = replace(found.plan, replication=config.balance.replication, memory_budget=config.balance.memory_budget)
+    found_plan = replace(found.plan, replication=config.balance.policy, memory_budget=config.balance.memory_budget)
     kept = "" if settings.searches else settings.plan
     return replace(config, mesh=mesh, planner=replace(settings, plan=kept)).with_layer_plan(found_plan)
 
@@ -358,7 +431,7 @@ def _check(config: TrainConfig, ranks: Ranks) -> None:
         raise InputError(
             "planner.plan=auto: one process has no plan to choose: start several ranks with torchrun, or leave it off"
         )
-    if config.model.ffn == "dense":
+    if config.model.is_dense:
         raise InputError('planner.plan=auto: model.ffn="dense" has no MoE layers to plan: leave it off')
     if moe.capacity_rule.by_rank:
         raise InputError(
