@@ -155,7 +155,8 @@ class Calibration:
     def routed(self) -> Workload:
         """The workload, with what is known of how the balanced router routes it."""
         tokens = self.tokens // (self.mesh.tp if self.compiled.routes_slices else 1)
-        return replace(self.workload, visits=visits(tokens, self.workload.top_k, self.workload.num_experts, seed=0))
+        chunks = self.compiled.plan.chunks
+        return replace(self.workload, visits=visits(tokens, self.workload.top_k, self.workload.num_experts, 0, chunks))
 
 
 def calibrations(world: int, ranks_per_node: int) -> Iterator[Calibration]:
