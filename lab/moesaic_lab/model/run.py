@@ -158,7 +158,7 @@ def _routed(case: ModelCase, compiled: Compiled, seed: int) -> Workload:
 
     layer = case.layer(compiled.grid.tp)
     tokens = case.tokens_per_rank if compiled.routes_slices else layer.tokens
-    return replace(layer, visits=visits(tokens, case.top_k, case.num_experts, seed))
+    return replace(layer, visits=visits(tokens, case.top_k, case.num_experts, seed, compiled.plan.chunks))
 
 
 def described(plan: Plan) -> str:

@@ -145,12 +145,23 @@ class BalancedRouter(AbstractRouter):
 
 
 @functools.lru_cache
-def visits(num_tokens: int, top_k: int, num_experts: int, seed: int) -> tuple[tuple[int, float], ...]:
-    """Return on how many places a token of the pattern has an expert, for every number of places, as `Workload.visits`."""
+def visits(num_tokens: int, top_k: int, num_experts: int, seed: int, chunks: int = 1) -> tuple[tuple[int, float], ...]:
+    """Return on how many places a token of the pattern has an expert, for every number of places, as `Workload.visits`.
+
+    Args:
+        num_tokens: as of `balanced_choice`, and so are `top_k`, `num_experts` and `seed`.
+        top_k: choices of a token.
+        num_experts: how many experts there are.
+        seed: of the pattern.
+        chunks: into so many parts each expert's copies are cut; a token counts once per part.
+    """
     expert = balanced_choice(num_tokens, top_k, num_experts, seed).expert.view(num_tokens, top_k)
+    place = torch.zeros(num_tokens, num_experts, dtype=torch.int64).scatter_(1, expert, 1)
+    part = ((place.cumsum(0).gather(1, expert) - 1) * chunks) // (num_tokens * top_k // num_experts)
     found = []
     for places in (each for each in range(1, num_experts + 1) if num_experts % each == 0):
-        there = torch.zeros(num_tokens, places).scatter_(1, expert // (num_experts // places), 1.0)
+        there = torch.zeros(num_tokens, places * chunks)
+        there.scatter_(1, expert // (num_experts // places) * chunks + part, 1.0)
         found.append((places, float(there.sum(1).mean())))
     return tuple(found)
 
@@ -310,7 +321,8 @@ class Calibration:
     def routed(self) -> Workload:
         """The workload, with what is known of how the balanced router routes it."""
         tokens = self.tokens // (self.mesh.tp if self.compiled.routes_slices else 1)
-        return replace(self.workload, visits=visits(tokens, self.workload.top_k, self.workload.num_experts, seed=0))
+        chunks = self.compiled.plan.chunks
+        return replace(self.workload, visits=visits(tokens, self.workload.top_k, self.workload.num_experts, 0, chunks))
 
 
 def calibrations(world: int, ranks_per_node: int) -> Iterator[Calibration]:
