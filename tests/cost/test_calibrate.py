@@ -21,7 +21,7 @@ RIGHT = ClusterProfile(
 )
 WRONG = replace(
     RIGHT,
-    host=replace(RIGHT.host, layer=1e-3, task=8e-5, wait=1e-4),
+    host=replace(RIGHT.host, layer=1e-3, wait=1e-4, transport_byte=3e-9),
 )
 
 

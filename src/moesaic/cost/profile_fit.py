@@ -187,8 +187,9 @@ class TimedLayer:
     """As of `ProfileTiming`."""
 
 
-OF_HOST = ("layer", "task", "wait", "message", "byte", "weight_byte", "transport_byte")
-"""Costs that are brought to wall times."""
+OF_HOST = ("layer", "wait", "transport_byte")
+"""Costs that are brought to wall times: those whose processor time does not tell how long a rank is held up by them. It sleeps
+and is woken, other threads work for it, and the kernel moves its bytes while it does something else."""
 LEAST = 1e-6
 """Seconds, or of a byte LEAST / 1e3, from which what was found to cost nothing is tried."""
 MOST_STEPS = 20
@@ -228,7 +229,7 @@ def calibrate(profile: ClusterProfile, layers: Sequence[TimedLayer]) -> tuple[Cl
         return np.concatenate([off(made(logs), ~held), TRUST * logs])
 
     before = float(np.median(np.abs(off(profile, held)))) if held.any() else 0.0
-    if held.sum() == 0 or (~held).sum() < len(start):
+    if held.sum() == 0 or (~held).sum() < 2 * len(start):
         return profile, before
     fitted = least_squares(
         errors, np.zeros(len(start)), loss="soft_l1", f_scale=2 * USUAL_ERROR, diff_step=2e-2, max_nfev=MOST_STEPS,
