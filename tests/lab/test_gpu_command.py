@@ -100,10 +100,10 @@ def test_the_planner_reads_the_profile(tmp_path: Path) -> None:
 
 
 def test_two_steps_may_write_to_one_file(tmp_path: Path, monkeypatch) -> None:
-    lines = [step(name, f"print({name!r})", output="tests.txt") for name in ("tests", "sanitizer")]
+    lines = [step(name, f"print({name!r})", output="tests.txt") for name in ("tests", "memcheck")]
     monkeypatch.setattr(command, "steps", lambda *_, **__: lines)
     run(tmp_path, dry=True)
-    assert (tmp_path / "tests.txt").read_text() == "tests\nsanitizer\n"
+    assert (tmp_path / "tests.txt").read_text() == "tests\nmemcheck\n"
 
 
 def test_unknown_words_are_refused_in_one_line() -> None:
