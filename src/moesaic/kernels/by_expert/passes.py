@@ -14,9 +14,9 @@ from torch import Tensor
 
 from moesaic.kernels.activation import hidden_gradient_into, hidden_rows_into
 from moesaic.kernels.by_expert.blocks import BlockRows, Blocks, Results, RowBlock, Scratch, Source
-from moesaic.kernels.by_expert.products import rows_product, sum_product
 from moesaic.kernels.memory import empty
 from moesaic.kernels.permute import dot_rows
+from moesaic.kernels.products import rows_product, sum_product
 from moesaic.kernels.work import ExpertWork, Gradients, Wanted, counts
 
 
