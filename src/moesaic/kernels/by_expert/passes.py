@@ -106,6 +106,9 @@ class _Backward:
     def found(self) -> Gradients:
         """Return the gradients, once all blocks are done."""
         work = self.work
+        if not self.left:  # before there are the tokens' gradients
+            for scratch in (self.hidden, self.d_pre, self.taken, self.weighted):
+                scratch.free()
         return Gradients(
             x=self.d_rows.summed(work.x.dtype) if self.d_rows is not None and self.wanted.x else None,
             gates=None if self.d_gates is None or work.gates is None else self.d_gates.to(work.gates.dtype),
