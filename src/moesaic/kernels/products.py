@@ -117,7 +117,7 @@ def _cut(rows: Tensor, matrix: torch.Size) -> int:
 
 
 def _suits(device: str) -> bool:
-    return device == "cpu" and torch.backends.mkldnn.enabled and onednn_is_faster()  # type: ignore[attr-defined]
+    return device == "cpu" and bool(torch.backends.mkldnn.enabled) and onednn_is_faster()
 
 
 def _by_onednn(rows: Tensor, transposed: Tensor) -> Tensor:
