@@ -260,7 +260,7 @@ def _check_odd_logits(device: str) -> None:
     from moesaic.kernels.triton.rows.top_k import top_k_columns
 
     of = Inputs.random(SMALL, device, torch.bfloat16)
-    logits = torch.randn(SMALL.tokens, SMALL.num_experts, device=device)
+    logits = torch.randn(SMALL.tokens, SMALL.num_experts, device=of.x.device)
     logits[::3] = float("nan")
     logits[1::7, 2] = float("nan")
     expert = top_k_columns(logits, SMALL.top_k)
