@@ -270,6 +270,24 @@ def test_a_loss_that_is_not_fused_goes_over_float32_copies_of_the_logits() -> No
     assert apart["unembed"] - fused["unembed"] == pytest.approx(logits * (52 - 10) / 2850e9)
 
 
+def test_a_loss_in_eager_pytorch_goes_over_a_float32_copy_of_the_logits() -> None:
+    fused, apart = (
+        predict(QWEN, H100, replace(OthersLayout(ep=8), stepwise=each)).estimate.parts for each in ((), ("loss",))
+    )
+    assert apart["unembed"] - fused["unembed"] == pytest.approx(2048 * QWEN.model.vocab * (36 - 10) / 2850e9)
+
+
+def test_kernels_of_attention_and_what_runs_step_by_step_are_part_of_a_layout() -> None:
+    """Qwen3 rotates 36 heads of 128, in float32: 44 bytes more per value forward and as many back."""
+    usual, other = OthersLayout(ep=8), OthersLayout(ep=8, stepwise=("float32_rotation",), score_kernel="flash2")
+    fast, slow = (predict(QWEN, H100, each).estimate.parts for each in (usual, other))
+    assert slow["small kernels"] == pytest.approx(48 * 2048 * 36 * 128 * 88 / 2850e9)
+    scores = 3 * 48 * 2048 * 2 * 2 * 32 * 128 * 1024 / 677e12
+    assert slow["attention"] - fast["attention"] == pytest.approx(scores * (1 / 0.356 - 1 / 0.61))
+    with pytest.raises(InputError, match="layout: stepwise='dropout': choose of norms"):
+        OthersLayout(stepwise=("dropout",))  # type: ignore[arg-type]
+
+
 def test_norms_and_rotations_of_queries_and_keys_read_and_write_them() -> None:
     """Qwen3 norms and rotates 32 + 4 heads of 128; without norms half of that is left."""
     plain = job(QWEN3_30B | {"use_qk_norm": False})
@@ -512,7 +530,7 @@ def test_what_a_system_has_not_is_one_line(system: str, layout: OthersLayout, wo
         ("--recompute-modules attention", "recompute='attention': choose of block, core_attn"),
         ("--fp8-recipe int8", "--fp8-recipe='int8': choose one of delayed, tensorwise, blockwise, mxfp8"),
         ("--parallelism.pipeline_parallel_schedule GPipe", "choose one of 1F1B, Interleaved1F1B"),
-        ("--activation_checkpoint.mode selective", "choose one of none, full"),
+        ("--activation_checkpoint.mode memory_budget", "choose one of none, full, selective"),
     ],
 )
 def test_values_that_no_flag_takes_are_one_line(flags: str, words: str) -> None:

@@ -142,8 +142,9 @@ MISSES = """What is off, and why as far as we know:
   the marked rows, is 1. All-reduces of a few megabytes in eight GPUs' switch are slower than its two passes.
 - Of steps, every row that is off by more than 16 % says why, as far as anybody knows. Layouts are those of the recipes that are
   published beside the figures (performance recipes of Megatron-Bridge, benchmark recipes of NeMo Automodel, launch scripts of
-  SimuMax, the threads named). Frameworks of fused kernels come out 5 to 18 % too fast, eager ones up to 40 %: what small
-  kernels take is not predicted. LAER's steps have no published layout, and Megatron-Bridge's releases
+  SimuMax, the threads named). What a framework runs step by step in eager PyTorch and which kernels compute its attention are
+  read in its source (`stepwise` and `score_kernel` of a layout, `cost/stepwise.py`); what few kernels cost that are counted
+  nowhere makes most rows 5 to 18 % too fast. LAER's steps have no published layout, and Megatron-Bridge's releases
   before 26.04 ran slower on the same machines than those after them; neither is here.
 - Float8 products of few rows with a scale per block are several times slower than the preset says.
 - DeepSeek's trace has no licence to be committed here: `moesaic bench ledger --trace FILE` holds a copy of it against the

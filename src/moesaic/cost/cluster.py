@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 from moesaic.errors import InputError
 
@@ -130,6 +130,44 @@ class Tflops:
         return float(rate) * 1e12
 
 
+ScoreKernel = Literal["best", "flash2", "flex"]
+"""What computes attention's scores: the fastest kernels of a device, FlashAttention-2, or FlexAttention."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreShares:
+    """Share of `tflops` that attention's scores reach, forward and backward together, half of each square counted."""
+
+    heads: tuple[float, ...] = (128.0,)
+    """Widths of heads at which shares are given, ascending."""
+    best: tuple[float, ...] = (1.0,)
+    """By the fastest kernels."""
+    flash2: tuple[float, ...] = ()
+    """By FlashAttention-2, which PyTorch's attention takes first; () as the fastest."""
+    flex: tuple[float, ...] = ()
+    """By FlexAttention; () as the fastest."""
+
+    def __post_init__(self) -> None:
+        if not self.heads or list(self.heads) != sorted({*self.heads}) or self.heads[0] <= 0:
+            raise InputError(
+                f"cluster.device.scores.heads={list(self.heads)}: give widths above 0 in ascending order, 64 and 128 say"
+            )
+        for kernel in get_args(ScoreKernel):
+            shares = getattr(self, kernel)
+            if (shares or kernel == "best") and (len(shares) != len(self.heads) or min(shares) <= 0):
+                raise InputError(
+                    f"cluster.device.scores.{kernel}={list(shares)}: give a share above 0 for each of heads={list(self.heads)}"
+                )
+
+    def of(self, kernel: ScoreKernel, head_dim: float) -> float:
+        """Return the share for heads of a width; narrower and wider ones than are given as the nearest, 0 as the widest."""
+        points = [*zip(self.heads, getattr(self, kernel) or self.best)]
+        for (low, share), (high, other) in pairwise(points):
+            if 0 < head_dim < high:
+                return float(share + (other - share) * max(head_dim - low, 0) / (high - low))
+        return float(points[-1][1])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """One accelerator, or on CPU one process."""
@@ -145,8 +183,8 @@ class Device:
     gemm_share: tuple[float, ...] = (0.006, 0.09, 0.3, 0.6, 0.85, 1.0)
     """Share of `tflops` that a product of so many rows reaches. The default is assumed, not measured: about rows over rows
     plus 170; `moesaic profile` measures it."""
-    score_share: float = 1.0
-    """Share of `tflops` that attention's scores reach, forward and backward together, half of each square counted."""
+    scores: ScoreShares = field(default_factory=ScoreShares)
+    """How fast attention's scores are."""
     activation_traffic: float = 0.0
     """Part of the reading and writing of experts' activations, between one product and the next, that takes time of its own:
     0 where products hide or fuse it all, 1 where each of them and the activation run alone."""
@@ -161,7 +199,6 @@ class Device:
     """Rate of encoding or decoding, in bytes of rows; None: as copies that read rows and write messages."""
 
     def __post_init__(self) -> None:
-        check_above_zero("cluster.device.score_share", self.score_share)
         for name in ("peak_tflops", "activation_traffic", "contention"):
             check_not_negative(f"cluster.device.{name}", getattr(self, name))
         for name in ("memory_gib", "memory_gigabytes_per_second"):

@@ -21,6 +21,7 @@ from moesaic.cost.memory import Memory, layer_memory
 from moesaic.cost.pipeline import PassSeconds
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.step_model import Part, StageRun, StepModel
+from moesaic.cost.stepwise import COSTS
 from moesaic.cost.timing import Simulated
 from moesaic.cost.topology import Topology, check_fit
 from moesaic.errors import InputError
@@ -52,6 +53,16 @@ class Once:
     """The output, and a third of the loss, forward and backward."""
     shared: float
     """Shared experts of a layer, which every rank of a tensor group computes whole."""
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Seconds of a micro-batch in small kernels that a system runs step by step, beyond fused ones."""
+
+    block: tuple[float, float] = (0.0, 0.0)
+    """Of a block, forward and backward."""
+    layer: tuple[float, float] = (0.0, 0.0)
+    """Of an MoE layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +116,14 @@ class StepCostModel:
                 "copies of the experts: choose a divisor of both"
             )
         self._rates = rates_of(self.cluster, model.layer.dtype)
-        self.once = self._block_seconds()
+        self.once, self.apart = self._block_seconds(), self._stepwise_seconds()
         layers, dense = model.num_layers, model.num_layers - model.moe_layers
         self.attention = layers * (3 * self.once.attention + self._attention_again)
         self.dense = dense * (3 + self._runs_again("mlp")) * self.once.dense
         self.unembed = 3 * model.outputs * self.once.unembed
         self.shared = model.moe_layers * (3 + self._runs_again("moe", "shared_experts")) * self.once.shared
+        self.small = layers * self._block_apart + model.moe_layers * self._layer_apart
+        """Seconds of a micro-batch in small kernels."""
         self.routing = simulator.timing.around_seconds
         """Seconds of an MoE layer outside its programs, forward and backward, where they were measured; a recomputed forward
         pass replays its routing and counts nothing."""
@@ -126,6 +139,18 @@ class StepCostModel:
             return self.once.attention
         found = {"core_attn": self.once.scores, "mla_up_proj": self.once.up, "layernorm": 0.4 * self.once.copies}
         return sum(seconds for part, seconds in found.items() if part in self.model.recomputed)
+
+    @property
+    def _block_apart(self) -> float:
+        """Seconds per block of small kernels, those that backward runs again among them."""
+        there, back = self.apart.block
+        return (1 + self._runs_again()) * there + back
+
+    @property
+    def _layer_apart(self) -> float:
+        """The same per MoE layer."""
+        there, back = self.apart.layer
+        return self.again * there + back
 
     @property
     def again(self) -> int:
@@ -151,6 +176,7 @@ class StepCostModel:
             "dense": count * self.dense,
             "unembed": count * self.unembed,
             "shared experts": count * self.shared,
+            "small kernels": count * self.small,
             "routing": count * layers * self.routing,
             "moe forward": count * layers * forward,
             "moe backward": count * layers * (backward + activated),
@@ -164,7 +190,8 @@ class StepCostModel:
             parts["pipeline"] = laid.seconds - busy
         experts = layers * (self.routing + self.again * there.compute_seconds + back.compute_seconds)
         computing = (
-            count * (self.attention + self.dense + self.unembed + self.shared + experts) + self.optimizer_seconds
+            count * (self.attention + self.dense + self.unembed + self.shared + self.small + experts)
+            + self.optimizer_seconds
         )
         limits = {"compute": computing, "gathering parameters": self._gatherings * sum(self.sharding.values())}
         for name in sorted({*there.link_seconds, *back.link_seconds}):
@@ -199,7 +226,8 @@ class StepCostModel:
         activated = 0.0 if self.again > 1 else self._activated_again
         sparse = self.again * there.seconds + back.seconds + activated + self.routing
         sparse += (3 + self._runs_again("moe", "shared_experts")) * once.shared
-        around = run.blocks * (3 * once.attention + self._attention_again) + dense
+        sparse += self._layer_apart
+        around = run.blocks * (3 * once.attention + self._attention_again + self._block_apart) + dense
         # Of the output every rank of `model` has a part.
         return around + run.sparse * sparse + 3 * run.outputs * once.unembed * model.pipeline.ranks
 
@@ -217,6 +245,7 @@ class StepCostModel:
         ends = model.outputs * once.unembed
         forward = model.num_layers * once.attention + dense * once.dense + ends
         forward += model.moe_layers * (once.shared + there.seconds + self.routing / 3)
+        forward += model.num_layers * self.apart.block[0] + model.moe_layers * self.apart.layer[0]
         weights = model.num_layers * once.projections + dense * once.dense_product + ends
         weights += model.moe_layers * (once.shared + self._expert_seconds)
         # Where a schedule has no pairs, what overlapping saves is spread over all passes.
@@ -421,7 +450,7 @@ class StepCostModel:
 
     @property
     def _outside(self) -> float:
-        each = self.attention + self.dense + self.unembed + self.shared
+        each = self.attention + self.dense + self.unembed + self.shared + self.small
         return self.model.micro_batches * each + self.optimizer_seconds
 
     def _block_seconds(self) -> Once:
@@ -446,7 +475,7 @@ class StepCostModel:
         copies = 10 * tokens * dim * size / grid.tp / self._rates.memory
         between = tokens * model.attention_copied * size / grid.tp / self._rates.memory
         scores = float(self._rates.product_seconds(rows, model.scores / grid.tp, 0.0)[0])
-        scores /= self.cluster.device.score_share
+        scores /= self.cluster.device.scores.of(model.score_kernel, model.head_dim)
         # Keys and values of every other part of a sequence come by, forward once, backward once more and with their
         # gradients, behind the scores (ring attention, Liu et al. 2023).
         others = tokens * (model.key_values or 2 * dim) * size * model.shares_sequence / grid.tp
@@ -464,6 +493,39 @@ class StepCostModel:
             dense_product=dense,
             unembed=loss + output if logits else 0.0,
             shared=product(layer.matrices * dim * hidden, 1, dim + hidden) if hidden else 0.0,
+        )
+
+    def _stepwise_seconds(self) -> Apart:
+        """Return the seconds of what runs step by step, by its values per rank (`cost/stepwise.py`)."""
+        model, grid, layer = self.model, self.grid, self.model.layer
+        tokens, copies = layer.tokens / grid.tp, grid.dp * layer.copies / (grid.ep * grid.edp)
+        launch, experts = self.cluster.host.task_us * 1e-6, layer.num_experts / grid.ep
+
+        def both(values: dict[str, float]) -> tuple[float, float]:
+            found = [
+                COSTS[name].seconds(values[name], self._rates.memory, launch, experts)
+                for name in model.stepwise
+                if name in values
+            ]
+            return sum(there for there, _ in found), sum(back for _, back in found)
+
+        rotated = tokens * model.attention_rotated
+        return Apart(
+            block=both(
+                {
+                    "norms": tokens * (2 * layer.dim + model.attention_normed),
+                    **dict.fromkeys(("rotation", "float32_rotation", "complex_rotation"), rotated),
+                    "sinks": tokens * (model.attention_result or layer.dim),
+                }
+            ),
+            layer=both(
+                {
+                    "activation": self._activated_values,
+                    "permutation": copies * layer.dim,
+                    "first_bias": (layer.matrices - 1) * self._activated_values,
+                    "last_bias": copies * layer.dim,
+                }
+            ),
         )
 
     def _exposed(self, there: Simulated, back: Simulated) -> float:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
+from moesaic.cost.cluster import ScoreKernel
 from moesaic.cost.pipeline import Pipeline
+from moesaic.cost.stepwise import STEPWISE, Stepwise
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 
@@ -76,6 +78,18 @@ class StepModel:
     putting together what low-rank attention has in parts."""
     attention_up: float = 0.0
     """Parameters of a block that expand them."""
+    head_dim: float = 0.0
+    """Width of a head's queries; 0 for the widest that the cluster knows the scores of."""
+    score_kernel: ScoreKernel = "best"
+    """What computes the scores."""
+    stepwise: tuple[Stepwise, ...] = ()
+    """What runs step by step in place of fused kernels."""
+    attention_normed: float = 0.0
+    """Values per token and block of norms inside attention."""
+    attention_rotated: float = 0.0
+    """Values per token and block of queries and keys that are rotated."""
+    attention_result: float = 0.0
+    """Values per token and block that the scores give; 0 for a token's width."""
     keeps_activated: bool = False
     """Feed-forward layers also keep what their activation gives, as they do without a product that computes it again."""
     embeddings: int = 2
@@ -125,6 +139,9 @@ class StepModel:
         for part in self.recomputed:
             if part not in PARTS:
                 raise InputError(f"model.recomputed={part!r}: choose of {', '.join(PARTS)}")
+        for each in self.stepwise:
+            if each not in STEPWISE:
+                raise InputError(f"model.stepwise={each!r}: choose of {', '.join(STEPWISE)}")
         if self.layer.tokens % self.seq_len:
             raise InputError(
                 f"model.layer.tokens={self.layer.tokens} are no whole sequences of model.seq_len={self.seq_len}: choose a "

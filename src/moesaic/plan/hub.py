@@ -64,6 +64,14 @@ class HubAttention:
     """Parameters that expand them."""
     copied: float = 0.0
     """Values per token that are read and written between projections and scores."""
+    head_dim: float = 0.0
+    """Width of a head's queries."""
+    normed: float = 0.0
+    """Values per token of norms inside attention."""
+    rotated: float = 0.0
+    """Values per token of queries and keys that are rotated."""
+    result: float = 0.0
+    """Values per token that the scores give."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +106,8 @@ class HubShape(ModelShape):
             "attention_parameters": each.parameters, "score_operations": 2 * each.width * self.seq_len / 2,
             "attention_kept": each.kept, "key_values": each.key_values, "attention_up_kept": each.up_kept,
             "attention_up": each.up, "attention_copied": each.copied, "embeddings": 1 if self.tied else 2,
+            "head_dim": each.head_dim, "attention_normed": each.normed, "attention_rotated": each.rotated,
+            "attention_result": each.result,
         }  # fmt: skip
 
     @property
@@ -220,6 +230,7 @@ def _attention(table: Mapping[str, Any], found: Mapping[str, int], seq_len: int)
         kept = dim + 2 * query + 2 * rank + rope + up_kept + heads * value
         key_values = float(heads * (nope + rope + value))
         copied = 2 * up_kept
+        head_dim, normed, rotated, result = nope + rope, query + rank, (heads + 1) * rope, heads * value
     else:
         each, kv = found.get("head_dim", dim // heads), found.get("kv_heads", heads)
         gates, normed = 2 if table.get("attn_output_gate") else 1, 2 if table.get("use_qk_norm") else 1
@@ -227,6 +238,8 @@ def _attention(table: Mapping[str, Any], found: Mapping[str, int], seq_len: int)
         kept = dim + normed * (heads + kv) * each + kv * each + gates * heads * each
         key_values = 2.0 * kv * each
         copied = 2.0 * normed * (heads + kv) * each
+        head_dim, rotated, result = each, (heads + kv) * each, heads * each
+        normed = (normed - 1) * rotated
     kinds = table.get("layer_types") or ()
     interval = table.get("full_attention_interval")
     linear = (
@@ -239,7 +252,7 @@ def _attention(table: Mapping[str, Any], found: Mapping[str, int], seq_len: int)
     return HubAttention(
         parameters=((layers - linear) * full + linear * _linear_attention(table, dim)) / layers,
         width=(layers - linear - sliding * (1 - seen)) * width / layers, kept=kept, key_values=key_values,
-        up_kept=up_kept, up=up, copied=copied,
+        up_kept=up_kept, up=up, copied=copied, head_dim=head_dim, normed=normed, rotated=rotated, result=result,
     )  # fmt: skip
 
 

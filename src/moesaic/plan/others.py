@@ -14,11 +14,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from moesaic.configfile import suggestion
-from moesaic.cost.cluster import ELEMENT_BYTES, ClusterSpec
+from moesaic.cost.cluster import ELEMENT_BYTES, ClusterSpec, ScoreKernel
 from moesaic.cost.pipeline import Pipeline
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import StepCostModel
 from moesaic.cost.step_model import PARTS, Part, Sharded, StageRun, StepModel
+from moesaic.cost.stepwise import STEPWISE, Stepwise
 from moesaic.errors import InputError
 from moesaic.plan.candidates import compile_on
 from moesaic.plan.findings import Found
@@ -77,6 +78,10 @@ class OthersLayout:
     """The loss is one kernel or few, which read logits as they are."""
     float32_states: bool = True
     """Gradients and moments have four bytes."""
+    stepwise: tuple[Stepwise, ...] = ()
+    """What runs step by step in eager PyTorch, in place of fused or compiled kernels."""
+    score_kernel: ScoreKernel = "best"
+    """What computes attention's scores: the fastest kernels of the device, FlashAttention-2, or FlexAttention."""
 
     @property
     def is_narrow(self) -> bool:
@@ -92,17 +97,20 @@ class OthersLayout:
         for part in self.recompute:
             if part not in PARTS:
                 raise InputError(f"layout: recompute={part!r}: choose of {', '.join(PARTS)}")
+        for each in self.stepwise:
+            if each not in STEPWISE:
+                raise InputError(f"layout: stepwise={each!r}: choose of {', '.join(STEPWISE)}")
         Pipeline(schedule=self.schedule, ranks=self.pp, runs=self.virtual_pp)
-        for each in fields(self):
-            value = getattr(self, each.name)
-            least = 0 if each.name in ("global_batch", "local_batch", "virtual_layers", "mtp") else 1
-            if each.type == "int" and value < least:
-                raise InputError(f"layout: {each.name}={value}: must be at least {least}")
+        for number in fields(self):
+            value = getattr(self, number.name)
+            least = 0 if number.name in ("global_batch", "local_batch", "virtual_layers", "mtp") else 1
+            if number.type == "int" and value < least:
+                raise InputError(f"layout: {number.name}={value}: must be at least {least}")
 
 
-FUSED_LOSS_BYTES, LOSS_BYTES = 10, 52
-"""Read and written per logit of two bytes by a loss of Transformer Engine's, which goes over them five times, and by that of
-Megatron without it, in eight steps on a float32 copy."""
+FUSED_LOSS_BYTES, LOSS_BYTES, TORCH_LOSS_BYTES = 10, 52, 36
+"""Read and written per logit of two bytes by a loss of Transformer Engine's, which goes over them five times, by that of
+Megatron without it, in eight steps on a float32 copy, and by PyTorch's cross entropy of one (as of `StepModel`)."""
 STRATEGIES: dict[str, Sharded] = {
     "no_shard": "none", "optim": "optimizer", "optim_grads": "gradients", "optim_grads_params": "parameters",
 }  # fmt: skip
@@ -114,8 +122,9 @@ SCHEDULES: dict[str, str] = {
     "DualPipeV": "dualpipev",
 }  # fmt: skip
 """What PyTorch calls the schedules of a pipeline."""
-MODES: dict[str, tuple[Part, ...]] = {"none": (), "full": ("block",)}
-"""What torchtitan calls what is computed again."""
+MODES: dict[str, tuple[Part, ...]] = {"none": (), "full": ("block",), "selective": ("layernorm", "moe")}
+"""What torchtitan calls what is computed again. Selective keeps the scores and every second dense product; grouped products are
+not among the operations whose results it keeps (its `_op_sac_save_list`). Dense products are counted as if it kept all."""
 
 
 class Alone(NamedTuple):
@@ -338,7 +347,9 @@ def _stage(step: StepModel, layout: OthersLayout) -> StepModel:
         overlapped=layout.overlapped or pipeline.pairs,
         hides_parameters=layout.hides_parameters,
         hides_gradients=layout.hides_gradients,
-        loss_bytes=FUSED_LOSS_BYTES if layout.fused_loss else LOSS_BYTES,
+        loss_bytes=_loss_bytes(layout),
+        stepwise=layout.stepwise,
+        score_kernel=layout.score_kernel,
         # Megatron asks for it wherever a model has experts and tensor parallelism.
         sequence_parallel=layout.tp > 1,
         sharded=layout.sharded,
@@ -346,6 +357,13 @@ def _stage(step: StepModel, layout: OthersLayout) -> StepModel:
         # FSDP2 and Megatron's gather what products read (mixed precision), not the float32 master.
         gathered_bytes=step.layer.element_bytes,
     )
+
+
+def _loss_bytes(layout: OthersLayout) -> int:
+    """Return what the loss reads and writes per logit."""
+    if "loss" in layout.stepwise:
+        return TORCH_LOSS_BYTES
+    return FUSED_LOSS_BYTES if layout.fused_loss else LOSS_BYTES
 
 
 def _runs(job: Job, whole: StepModel, step: StepModel, mtp: int) -> tuple[StageRun, ...]:
@@ -496,7 +514,7 @@ def _torchtitan(job: Job, layout: OthersLayout, found: Found | None) -> list[str
 
 def _automodel(job: Job, layout: OthersLayout, found: Found | None) -> list[str]:
     _only("automodel", layout, schedule=tuple(SCHEDULES.values()), etp=(1,), mtp=(0,), precision=("bf16",),
-          recompute=tuple(MODES.values()))  # fmt: skip
+          recompute=((), ("block",)))  # fmt: skip
     sizes = {"tp_size": layout.tp, "cp_size": layout.cp, "pp_size": layout.pp, "ep_size": layout.ep}
     sizes |= {"dp_replicate_size": layout.replicas} if layout.replicas > 1 else {}
     # A pipeline cuts the sequences that a data-parallel group has at once into micro-batches.
