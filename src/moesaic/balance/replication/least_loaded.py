@@ -1,4 +1,4 @@
-"""Least-loaded expert parallelism: no place computes more than a limit while another has room, whatever it costs; to compare with.
+"""Least-loaded expert parallelism: no place computes more than a limit while another has room, at any cost; to compare with.
 
 Copies go from the fullest place to the emptiest one, with the weights sent after them. `spill.py` is ours: the same greedy, to
 the limit that the cost model finds fastest.
