@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,13 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from moesaic.balance.replication.cost import LinkTimes
 from moesaic.cli.main import main
 from moesaic.comm.loopback import run_ranks
+from moesaic.comm.mesh import Mesh, open_transport
 from moesaic.comm.transport import AbstractTransport
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.errors import InputError
 from moesaic.experts import PlainExperts
 from moesaic.plan import compile_plan
+from moesaic.program.grid import Grid
 from moesaic.traces.trace import Trace
 from moesaic_lab.balance import ranks
 from moesaic_lab.balance.claims import claims
@@ -49,7 +53,7 @@ from moesaic_lab.balance.shares import (
 from moesaic_lab.balance.simulated import BEST, Larger, machine_of, simulate
 from moesaic_lab.bounds import Message, link_limit
 from moesaic_lab.recorder import Recorder
-from moesaic_testbed import refusal
+from moesaic_testbed import Cluster, refusal
 
 PLACE = BalancePlace(name="small", dim=8, hidden=4, experts_per_rank=2, samples_per_rank=2, sample_tokens=8, gflops=1e3)
 
@@ -490,3 +494,17 @@ def test_a_small_run_on_a_bed(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert {claim["name"] for claim in told["claims"]} == {claim.name for claim in claims([])}
     assert picture.read_text().count("<svg") == 1
     assert "virtual compute" in capsys.readouterr().out
+
+
+def links_of_three_nodes() -> LinkTimes:
+    """What probes find, on a rank."""
+    return ranks.probed(Mesh(Grid(world=3, ep=3, ranks_per_node=1), open_transport(name="sockets")))
+
+
+def test_probes_on_a_bed_find_the_node_whose_link_is_slow(cluster: Callable[..., Cluster]) -> None:
+    of_ranks = cluster(3, 1, inter=("80mbit", "80mbit", "10mbit")).run(links_of_three_nodes)
+    assert of_ranks[0] == of_ranks[1] == of_ranks[2]
+    assert set(of_ranks[0]) == {"outside"}, "a node of one rank has no links inside"
+    times = of_ranks[0]["outside"]
+    assert times[2] < 0.4, "an eighth, but for what lets a message through at once"
+    assert min(times[:2]) > 0.6
