@@ -7,6 +7,7 @@ import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from moesaic.errors import InputError
@@ -15,7 +16,7 @@ from moesaic.plan.plan import StaticPlan
 from moesaic.plan.predict import Predictor
 from moesaic.plan.table import PlanTable, TableSettings
 from moesaic.program.grid import Grid
-from moesaic.train import auto_plan
+from moesaic.train import auto_plan, link_rates
 from moesaic.train.auto_plan import with_planned
 from moesaic.train.checkpoint import PLAN_TABLE, list_checkpoints
 from moesaic.train.config import BalanceConfig, TrainConfig
@@ -59,7 +60,7 @@ def slower_links() -> None:
     few_plans()
     auto_plan.PROBE_STEPS = 2
     looks = iter([1.0, 1.1, 1.4, 1.0])
-    auto_plan.LinkRates._seconds = lambda self, kind, to, source: next(looks, 4.0)
+    link_rates.LinkRates._seconds = lambda self, kind: np.full(2, next(looks, 4.0))
 
 
 def runs_of(folder: Path) -> dict[str, TrainConfig]:
@@ -170,6 +171,16 @@ def test_an_arbiter_hears_of_links_that_became_slower(more) -> None:
         outcomes["balanced"][0].said
     )
     assert_same_run(folder / "plain", folder / "balanced")
+
+
+def test_changes_of_links_are_told_by_node() -> None:
+    assert auto_plan.link_changes("outside", (0.25, 0.25)) == "links between nodes are 0.25 times as fast as they were"
+    assert auto_plan.link_changes("outside", (1.0, 0.5, 1.0, 0.5)) == (
+        "of links between nodes, those of nodes 1, 3 are 0.50 times as fast as they were"
+    )
+    assert auto_plan.link_changes("inside", (1.0, 2.0)) == (
+        "of links inside nodes, those of node 1 are 2.00 times as fast as they were"
+    )
 
 
 def test_slower_links_are_searched_as_a_slower_cluster_is(tmp_path) -> None:

@@ -4,32 +4,30 @@ Where a cluster is described or a profile was measured, all ranks choose before 
 agree on its time, the slowest one's. Where nothing is known the layers find their plan themselves (`runtime/auto_plan.py`). A
 switch moves no weight, and lossless plans compute the same up to the order of sums, so a run's curve does not depend on what is
 chosen.
-
-Whether links still carry what they did is found by a few messages inside nodes and between them, timed now and then.
 """
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from moesaic.balance.rates import is_measured
+from moesaic.balance.replication.cost import LinkKind
 from moesaic.comm.mesh import ranks_of_a_node
-from moesaic.comm.transport import Transfer
 from moesaic.configfile import override
+from moesaic.cost.cluster import ClusterSpec
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.plan.algorithm1 import choose
-from moesaic.plan.candidates import name_of
 from moesaic.plan.files import MESH, read_planned
+from moesaic.plan.candidates import name_of
 from moesaic.plan.plan import Crossing, plan_in_words
 from moesaic.plan.predict import Predictor, find_layout
 from moesaic.plan.table import PlanTable, TableSettings
@@ -38,78 +36,9 @@ from moesaic.runtime.balance.calls import hear_links
 from moesaic.train.balance import DecisionMeter, known_cluster, known_durations
 from moesaic.train.checkpoint import PLAN_TABLE
 from moesaic.train.config import MeshConfig, TrainConfig
+from moesaic.train.link_rates import KINDS, LinkRates
 from moesaic.train.ranks import Ranks
 from moesaic.train.state import RunState
-
-PROBE_BYTES = 1 << 18
-"""Of a message."""
-REPEATS = 5
-"""Messages of each kind, of which the fastest counts: what disturbs makes slower."""
-DRIFT = 0.2
-"""Share by which a rate must have changed, in two probes one after the other."""
-KINDS: dict[Literal["inside", "outside"], str] = {"inside": "inside nodes", "outside": "between nodes"}
-"""Which links are probed, and what they are called."""
-
-
-class LinkRates:
-    """Remembers how fast links were; all ranks make it and call it together.
-
-    Args:
-        ranks: of the run, on a mesh.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._usual: dict[str, float] = {}
-        self._before: dict[str, float] = {}
-
-    def drift(self) -> Mapping[Literal["inside", "outside"], float]:
-        """Probe the links; return, the same on all ranks, which of them are now how many times as fast as they were.
-
-        The first probe says what is usual. A change counts where two probes agree on it, and is usual from then on.
-        """
-        found: dict[Literal["inside", "outside"], float] = {}
-        for kind in KINDS:
-            partners = self._partners(kind)
-            if partners is None:
-                continue
-            seconds = self._seconds(kind, *partners)
-            usual = self._usual.setdefault(kind, seconds)
-            both = [usual / self._before.get(kind, usual), usual / seconds]
-            self._before[kind] = seconds
-            if min(both) > 1 + DRIFT or max(both) < 1 / (1 + DRIFT):
-                found[kind], self._usual[kind] = both[1], seconds
-        return found
-
-    def _partners(self, kind: str) -> tuple[int, int] | None:
-        """Return the ranks that this one sends to and hears of; None where there are no such links."""
-        assert self._ranks.mesh is not None
-        grid, rank = self._ranks.mesh.grid, self._ranks.rank
-        per_node = grid.ranks_per_node or grid.world
-        if (per_node if kind == "inside" else grid.world // per_node) == 1:
-            return None
-        if kind == "outside":
-            return (rank + per_node) % grid.world, (rank - per_node) % grid.world
-        first, place = rank - rank % per_node, rank % per_node
-        return first + (place + 1) % per_node, first + (place - 1) % per_node
-
-    def _seconds(self, kind: str, to: int, source: int) -> float:
-        """Return how long a message from each rank to its partner takes, the slowest rank's."""
-        assert self._ranks.mesh is not None
-        transport = self._ranks.mesh.transport
-        sent = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=transport.device)
-        into, taken = torch.empty_like(sent), []
-        for _ in range(REPEATS):
-            self._ranks.barrier()
-            start = time.perf_counter()
-            transport.wait(
-                transport.issue(Transfer(self._ranks.rank, transport.take_tags(1), {to: sent}, {source: into}))
-            )
-            if transport.device.type == "cuda":
-                torch.cuda.synchronize(transport.device)
-            taken.append(time.perf_counter() - start)
-        return float(self._ranks.largest(torch.tensor(min(taken), dtype=torch.float64)))
-
 
 PLANS = 8
 """So many of the plans that are predicted best are candidates, the configured one besides."""
@@ -216,9 +145,7 @@ def find_candidates(config: TrainConfig) -> Candidates | None:
     return _searched(config, ranks, config.layer_plan, {}) if settings.cluster else None
 
 
-def _searched(
-    config: TrainConfig, ranks: Ranks, first: Plan, times: Mapping[Literal["inside", "outside"], float]
-) -> Candidates:
+def _searched(config: TrainConfig, ranks: Ranks, first: Plan, times: Mapping[LinkKind, float]) -> Candidates:
     """Return what the first rank finds for a described or measured cluster; see `Predictor.of`."""
     predictor: Predictor | None = None
     tables: list[dict[str, Any]] = []
@@ -232,6 +159,28 @@ def _searched(
             tables = [asdict(plan) for plan in predictor.plans]
     told = ranks.first_says(tables)
     return Candidates(tuple(override(Plan(), table, source="planner") for table in told), predictor)
+
+
+def link_changes(kind: LinkKind, times: Sequence[float]) -> str:
+    """Say which links carry more or less than they did: how many times as fast those of each node are."""
+    found: dict[float, list[int]] = {}
+    for node, each in enumerate(times):
+        found.setdefault(each, []).append(node)
+    if len(found) == 1:
+        return f"links {KINDS[kind]} are {times[0]:.2f} times as fast as they were"
+    of_nodes = (
+        f"those of node{'s' * (len(nodes) > 1)} {', '.join(map(str, nodes))} are {each:.2f} times as fast as they were"
+        for each, nodes in found.items()
+        if each != 1
+    )
+    return f"of links {KINDS[kind]}, {', '.join(of_nodes)}"
+
+
+def _described(run: RunState) -> ClusterSpec | None:
+    """Return what a run says of its cluster; None where it names none."""
+    mesh = run.ranks.mesh
+    named = mesh is not None and run.config.planner.cluster and run.config.model.ffn != "dense"
+    return known_cluster(run.config, mesh.grid)[0].cluster if named and mesh is not None else None
 
 
 class AutoPlanner:
@@ -248,10 +197,10 @@ class AutoPlanner:
     ) -> None:
         self._run, self._ranks, self._say = run, run.ranks, say
         self._lost = ""
-        self._times: dict[Literal["inside", "outside"], float] = {}
+        self._times: dict[LinkKind, tuple[float, ...]] = {}
         self._layers = [module for module in run.model.modules() if isinstance(module, MoE)]
         watches = candidates is not None and not is_measured(run.config.planner.cluster)
-        self._rates = LinkRates(run.ranks) if self._tell_links() or watches else None
+        self._rates = LinkRates(run.ranks, _described(run)) if self._tell_links() or watches else None
         self._steps = 0
         self._compiled: dict[tuple[int, bool], Compiled] = {}
         self._told = 0
@@ -314,16 +263,18 @@ class AutoPlanner:
         if not drift:
             return
         for kind, times in drift.items():
-            self._times[kind] = self._times.get(kind, 1.0) * times
-        changes = " and ".join(
-            f"links {KINDS[kind]} are {times:.2f} times as fast as they were" for kind, times in drift.items()
-        )
+            before = self._times.get(kind, (1.0,) * len(times))
+            self._times[kind] = tuple(one * other for one, other in zip(before, times))
+        changes = " and ".join(link_changes(kind, times) for kind, times in drift.items())
         if self._tell_links():
             self._say(f"balance: {changes}: the arbiter goes by that")
         if self.table is None or self.table.running is None:
             return
         running = self.table.plans[self.table.running]
-        found = _searched(self._run.config, self._ranks, running, self._times)
+        slowest = {
+            kind: min(times) for kind, times in self._times.items()
+        }  # plans are searched on nodes that are alike
+        found = _searched(self._run.config, self._ranks, running, slowest)
         self.table, self._told = self._made_table(found), 0
         self._compiled.clear()
         self._say(f"planner: {changes}: plans are searched again; {self.describe()[-1]}")
