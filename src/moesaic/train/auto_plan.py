@@ -26,8 +26,8 @@ from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.plan.algorithm1 import choose
-from moesaic.plan.files import MESH, read_planned
 from moesaic.plan.candidates import name_of
+from moesaic.plan.files import MESH, read_planned
 from moesaic.plan.plan import Crossing, plan_in_words
 from moesaic.plan.predict import Predictor, find_layout
 from moesaic.plan.table import PlanTable, TableSettings
