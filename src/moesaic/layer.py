@@ -23,8 +23,7 @@ from moesaic.comm.mesh import Mesh
 from moesaic.configfile import suggestion
 from moesaic.errors import InputError
 from moesaic.experts import EXPERTS, AbstractExperts, ExpertsFactory
-from moesaic.experts.experts import compute_dtype
-from moesaic.experts.stacked import StackedExperts
+from moesaic.experts.experts import StackedExperts, compute_dtype
 from moesaic.kernels.permute import sort_by_expert
 from moesaic.kernels.pick import AUTO, check_tier
 from moesaic.plan import Compiled, Plan

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 
 from helpers import pairwise
 from moesaic.errors import InputError
-from moesaic.experts.stacked import stored_tensors
+from moesaic.experts.experts import stored_tensors
 from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.gpt import GPT
 from moesaic.train import checkpoint as checkpoint_module

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moesaic.configfile import override
 from moesaic.errors import InputError
-from moesaic.experts.stacked import stored_parameters, stored_tensors
+from moesaic.experts.experts import stored_parameters, stored_tensors
 from moesaic.models.config import ModelConfig, model_of_today
 from moesaic.plan.model_shape import ROTARY
 from moesaic.routing.routers import ON_MESH, ROUTERS, options_of

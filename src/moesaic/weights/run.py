@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 
 from moesaic.errors import InputError
-from moesaic.experts.stacked import stored_tensors
+from moesaic.experts.experts import stored_tensors
 from moesaic.layer import MoE
 from moesaic.models.attention import Attention
 from moesaic.models.config import ModelConfig
