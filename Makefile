@@ -10,6 +10,10 @@ PEERS := $(VENV)/.peers
 WORKERS := $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+# The Tritons that supported torches bring: the one of constraints.txt first, then those that are tested beside it.
+OTHER_TRITONS := 3.7.1 3.9.0
+TRITONS := 3.6.0 $(OTHER_TRITONS)
+
 .PHONY: help setup demo test test-random test-all test-triton lint bench bench-all chaos fuzz soak docs site clean
 
 help:  ## list the targets
@@ -33,19 +37,20 @@ demo: $(STAMP)  ## train a sparse and a dense GPT, compare them, sample, write t
 test: $(STAMP)  ## the tests: every pair of parameters, the first seeds
 	$(PYTEST) -m "not slow and not random"
 
-test-random: $(STAMP)  ## what make test leaves out and CI runs: the other combinations, thousands of random cases
+test-random: $(STAMP) $(OTHER_TRITONS:%=build/triton/%/triton/__init__.py)  ## what make test leaves out and CI runs: the other combinations, thousands of random cases
 	$(PYTEST) -m "random and not slow"
 
 test-all: $(STAMP)  ## the tests, the random and the slow ones too
 	$(PYTEST)
 
-TRITONS := 3.6.0 3.7.1 3.9.0
-test-triton: $(STAMP)  ## the kernels compiled for every GPU by each Triton that a supported torch brings, 5 minutes each
+test-triton: $(STAMP) $(TRITONS:%=build/triton/%/triton/__init__.py)  ## the kernels compiled for every GPU by each Triton that a supported torch brings, 5 minutes each
 	for version in $(TRITONS); do \
-		$(BIN)/pip install --quiet --no-deps --target build/triton/$$version "triton==$$version" && \
 		PYTHONPATH=build/triton/$$version TRITON_CACHE_DIR=build/triton/cache-$$version \
 			$(BIN)/python -m pytest -q tests/kernels/triton/test_triton_compiled.py || exit 1; \
 	done
+
+build/triton/%/triton/__init__.py: | $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/triton/$* "triton==$*"
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .

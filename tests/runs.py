@@ -29,9 +29,8 @@ TINY: dict[str, Any] = {
     "precision": "float32",
     "threads": 1,
     "log_every": 1,
-    "eval_every": 100,
-    "eval_sequences": 4,
-    "save_every": 100,
+    "evaluate": (100, 4),
+    "save": "100",
     "trackers": (),
     "model": {
         "dim": 16,

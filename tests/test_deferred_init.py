@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from helpers import TOP_K, ids_for
 from moesaic import GatedExperts, ModuleExperts, MoE, PlainExperts, balance_on_step
-from moesaic.experts.stacked import stored_tensors
+from moesaic.experts.experts import stored_tensors
 from moesaic.routing.routers import ON_MESH, ROUTERS
 
 NAMES = sorted({**ROUTERS, **ON_MESH})

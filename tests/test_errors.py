@@ -25,7 +25,7 @@ def base(folder: Path, *words: str) -> list[str]:
 
 def made(folder: Path, **changes: object) -> Path:
     """Train a run with two checkpoints; returns its folder."""
-    run_quietly(tiny(folder, **({"steps": 2, "save_every": 1} | changes)))
+    run_quietly(tiny(folder, **({"steps": 2, "save": "1"} | changes)))
     return folder / "run"
 
 
@@ -82,7 +82,13 @@ CASES: dict[str, Case] = {
     "stray word": (lambda f: base(f, "word"), ["unknown argument word"]),
     "wrong type of a flag": (lambda f: base(f, "--steps", "many"), ["--steps", "'many'", "int"]),
     "wrong choice of a flag": (
-        lambda f: base(f, "--model.moe.router", "best"), ["--model.moe.router", "'best'", "softmax", "expert_choice"],
+        lambda f: base(f, "--plan.all-to-all", "best"), ["--plan.all-to-all", "'best'", "linear", "hier2d"],
+    ),
+    "wrong choice in a word": (
+        lambda f: base(f, "--model.moe.router", "best"), ["model.moe.router=", "'best'", "softmax", "expert_choice"],
+    ),
+    "field of an earlier version": (
+        lambda f: base(f, "--balance.no-learn"), ["--balance.no-learn is now balance.replication, as arbiter:counts"],
     ),
     # Configuration files
     "missing file": (lambda f: ["train", "--config", str(f / "no.toml")], ["no.toml: no such file"]),
@@ -115,19 +121,19 @@ CASES: dict[str, Case] = {
         ["model.dim=18", "model.num_heads=4", "choose dim as a multiple of 8"],
     ),
     "groups": (
-        lambda f: base(f, "--model.moe.router", "group_limited", "--model.moe.router-options", "num_groups", "3"),
+        lambda f: base(f, "--model.moe.router", "group_limited:num_groups=3"),
         ["num_groups=3 does not divide num_experts=4", "choose a divisor"],
     ),
     "top groups": (
-        lambda f: base(f, "--model.moe.router", "group_limited", "--model.moe.router-options", "top_groups", "5"),
+        lambda f: base(f, "--model.moe.router", "group_limited:top_groups=5"),
         ["top_groups=5 does not fit num_groups=4", "choose 1 to 4"],
     ),
     "router option": (
-        lambda f: base(f, "--model.moe.router", "sigmoid", "--model.moe.router-options", "bias_rat", "0.1"),
+        lambda f: base(f, "--model.moe.router", "sigmoid:bias_rat=0.1"),
         ["router_options: bias_rat is no option of router='sigmoid'", "did you mean bias_rate"],
     ),
     "bias rate": (
-        lambda f: base(f, "--model.moe.router", "sigmoid", "--model.moe.router-options", "bias_rate", "-1"),
+        lambda f: base(f, "--model.moe.router", "sigmoid:bias_rate=-1"),
         ["bias_rate=-1: must be 0 or more and finite"],
     ),
     "noisy top 1": (
@@ -153,7 +159,7 @@ CASES: dict[str, Case] = {
         lambda f: base(f, "--data.path", str(f / "no.txt")), ["data.path: nothing at", "no.txt", "give a text file"],
     ),
     "missing validation data": (
-        lambda f: base(f, "--data.val-path", str(f / "no.txt")), ["data.val_path: nothing at", "no.txt"],
+        lambda f: base(f, "--data.val", str(f / "no.txt")), ["data.val: nothing at", "no.txt"],
     ),
     "empty data": (
         lambda f: base(f, "--data.path", written(f, "a.txt", "")), ["a.txt is empty", "give files with text"],
@@ -163,13 +169,13 @@ CASES: dict[str, Case] = {
         ["training data: 4 tokens", "model.seq_len + 1 = 17", "give more data or a smaller model.seq_len"],
     ),
     "short validation data": (
-        lambda f: base(f, "--data.val-share", "0.001"), ["validation data: 6 tokens", "= 17", "raise data.val_share"],
+        lambda f: base(f, "--data.val", "share:0.001"), ["validation data: 6 tokens", "= 17", "raise its share"],
     ),
     "mixed data": (
         lambda f: base(f, "--data.path", tokens(f, 99, 1), written(f, "a.txt", "text")), ["data.path", "give one kind"],
     ),
     "mixed validation data": (
-        lambda f: base(f, "--data.val-path", tokens(f, 99, 1)), ["data.val_path", "give one kind in both"],
+        lambda f: base(f, "--data.val", tokens(f, 99, 1)), ["data.val", "give one kind in both"],
     ),
     "large token": (
         lambda f: base(f, "--data.path", tokens(f, 999, 300)),

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moesaic import Mesh, ModuleExperts, MoE, Plan, average_gradients, clip_grad_norm_, finish_step
 from moesaic.experts import GatedExperts
-from moesaic.experts.stacked import stored_tensors
+from moesaic.experts.experts import stored_tensors
 from moesaic.parallel import clip, gradient_norm, num_copies, prepare_ddp, shard_dim, shard_over_data
 from worlds import on_ranks, refusal
 

@@ -29,7 +29,7 @@ from rich.console import Console
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
 
-from moesaic.models.seq2seq import PADDING, EncoderDecoder, translate
+from moesaic.models.gpt import PADDING, EncoderDecoder, translate
 from moesaic.plan.plan import StaticPlan
 from moesaic.testing.processes import leave
 from moesaic.train.config import MeshConfig, TrainConfig
@@ -101,8 +101,8 @@ def configuration(name: str, out: Path, steps: int, seed: int, codecs: str, devi
         seed=seed,
         precision="float32",
         log_every=steps,
-        eval_every=steps,
-        save_every=steps,
+        evaluate=(steps, base.evaluate[1]),
+        save=str(steps),
         trackers=(),
         threads=1,
         device=device,

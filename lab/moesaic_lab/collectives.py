@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from moesaic.comm.mesh import open_transport
 from moesaic.cost.fit import Fit
-from moesaic.profiling.collectives import collectives
+from moesaic.profiling.links import collectives
 from moesaic.profiling.steady import hold_still
 from moesaic.profiling.together import latest, start_together
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, once, same

@@ -88,7 +88,7 @@ def configuration(gate: str, seed: int, steps: int) -> TrainConfig:
     moe = replace(moe, router="softmax" if gate == "topology" else gate)
     return replace(
         plain, steps=steps, seed=seed, precision="float32", device="cpu", threads=1, trackers=(), log_every=steps,
-        save_every=steps, eval_sequences=64, model=replace(plain.model, seq_len=128, moe=moe),
+        save=str(steps), evaluate=(plain.evaluate[0], 64), model=replace(plain.model, seq_len=128, moe=moe),
     )  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def train(keep: Path, gate: str, seed: int, options: GatesLossOptions) -> None:
     keep.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as out:
         every = options.steps // options.evaluations
-        config = replace(configuration(gate, seed, options.steps), out=out, eval_every=every, existing="replace")
+        config = replace(configuration(gate, seed, options.steps), out=out, evaluate=(every, 64), existing="replace")
         run = open_run(config, lambda _: None)
         add_gate(run.model, gate, None)
         Trainer(run, Console(quiet=True)).run()

@@ -49,8 +49,8 @@ def one_run(name: str, seed: int, lr: float, steps: int | None, folder: Path) ->
         out=str(folder / f"{name}-{seed}-{lr}"),
         seed=seed,
         steps=steps or preset.steps,
-        eval_every=10**9,
-        save_every=10**9,
+        evaluate=(10**9, preset.evaluate[1]),
+        save=f"{10**9}",
         trackers=(),
         optimizer=replace(preset.optimizer, lr=lr),
     )

@@ -30,12 +30,11 @@ from moesaic.program.grid import Grid
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.routers import SigmoidTopK, SoftmaxTopK
 from moesaic.runtime.balance.moving import MovingMoE
-from moesaic.runtime.balance.samples.relocate import Following, Relocator, samples_of
+from moesaic.runtime.balance.samples.relocate import Following, Relocator, sample_dropout, samples_of
 from moesaic.runtime.balance.samples.residual import Residual
-from moesaic.runtime.balance.samples.rows import sample_dropout
 from moesaic.runtime.data_parallel import average_gradients
+from moesaic.testing.equivalence import random_homes
 from moesaic.testing.expected import shard_of
-from moesaic.testing.placed import random_homes
 from moesaic.testing.reference import reference
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, once, same
 from moesaic_lab.claims import Claim

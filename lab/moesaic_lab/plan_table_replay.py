@@ -24,9 +24,9 @@ import numpy as np
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import StepCostModel
+from moesaic.plan.candidates import Pins
 from moesaic.plan.compile import compile_plan
 from moesaic.plan.findings import Settings
-from moesaic.plan.layouts import Pins
 from moesaic.plan.loads import fit_counts, simulate_counts
 from moesaic.plan.model import Job
 from moesaic.plan.model_shape import ModelShape, MoEShape

@@ -42,7 +42,7 @@ from moesaic_testbed import cluster
 INTER, INTER_GBPS, BED = "200mbit", 0.2, "bed-2x2"
 ARBITER: dict[str, Any] = {"replication": "arbiter"}
 SAMPLES: dict[str, Any] = {"samples": "two_stage"}
-EXPERTS: dict[str, Any] = {"experts": "balanced", "experts_every": 4}
+EXPERTS: dict[str, Any] = {"experts": "balanced:4"}
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {},
     "nobody moves": {"samples": "stay"},
@@ -87,7 +87,7 @@ def configuration(steps: int, batch_size: int, changes: dict[str, Any] | None = 
     plain = demo()
     config = replace(
         plain, steps=steps, batch_size=batch_size, precision="float32", device="cpu", threads=1, trackers=(),
-        log_every=1, eval_every=steps, save_every=steps, model=replace(plain.model, seq_len=128),
+        log_every=1, evaluate=(steps, plain.evaluate[1]), save=str(steps), model=replace(plain.model, seq_len=128),
         mesh=MeshConfig(ep=4, ranks_per_node=2),
     )  # fmt: skip
     return override(config, (changes or {}) | {"planner": {"cluster": BED}}, source="the method")

@@ -55,13 +55,11 @@ def configuration(folder: Path, name: str, steps: int, mesh: MeshConfig) -> Trai
     text = folder / "text.txt"
     if not text.exists():
         text.write_text(" ".join(str(number * number) for number in range(4000)), encoding="utf-8")
-    moe = MoEConfig(
-        every=2, num_experts=8, top_k=2, hidden=32, losses=("load_balance_global_batch:0.01", "z_loss:0.001")
-    )
+    moe = MoEConfig(num_experts=8, top_k=2, hidden=32, losses=("load_balance_global_batch:0.01", "z_loss:0.001"))
     return TrainConfig(
         out=str(folder / name), steps=steps, batch_size=4, accumulation=4, precision="float64", device="cpu", log_every=1,
-        eval_every=steps, eval_sequences=7, trackers=(), threads=1, mesh=mesh, data=DataConfig(path=(str(text),)),
-        model=ModelConfig(dim=32, num_layers=9, num_heads=2, seq_len=32, moe=moe),
+        evaluate=(steps, 7), trackers=(), threads=1, mesh=mesh, data=DataConfig(path=(str(text),)),
+        model=ModelConfig(ffn="moe:2", dim=32, num_layers=9, num_heads=2, seq_len=32, moe=moe),
     )  # fmt: skip
 
 

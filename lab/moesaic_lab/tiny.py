@@ -56,8 +56,10 @@ def one_run(model: str, ffn: str, seed: int, steps: int | None) -> dict[str, Any
             judged = {"loss": found["val_loss"], "accuracy": found["accuracy"]}
         else:
             config = override(preset(model), {"model": {"ffn": ffn}, "precision": "float32"}, source=model)
-            config = replace(config, out=folder, existing="replace", seed=seed, trackers=(), eval_every=10**9)
-            config = replace(config, steps=steps or config.steps, save_every=10**9)
+            config = replace(
+                config, out=folder, existing="replace", seed=seed, trackers=(), evaluate=(10**9, config.evaluate[1])
+            )
+            config = replace(config, steps=steps or config.steps, save=f"{10**9}")
             judged = {"loss": train(config, console=Console(quiet=True)).val_nats_per_byte}
     return {"model": model, "ffn": ffn, "seed": seed, **judged}
 

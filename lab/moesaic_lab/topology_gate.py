@@ -100,7 +100,7 @@ def configuration(out: Path, seed: int, options: TopologyGateOptions) -> TrainCo
     every = options.steps // options.evaluations
     return replace(
         demo(), out=str(out), steps=options.steps, seed=seed, precision="float32", device="cpu", threads=1, trackers=(),
-        log_every=every, eval_every=every, save_every=options.steps, eval_sequences=64, record_routing="tokens",
+        log_every=every, evaluate=(every, 64), save=str(options.steps), record_routing="tokens",
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -70,6 +71,26 @@ def override(config: T, table: dict[str, Any], *, source: str, prefix: str = "")
         else:
             changes[name] = _convert(value, hints[name], f"{source}: {prefix}{name}")
     return replace(config, **changes)
+
+
+def refuse_renamed(table: dict[str, Any], renamed: Mapping[str, str], source: str) -> None:
+    """Refuse the fields of earlier versions.
+
+    Args:
+        table: field names to values, nested tables included.
+        renamed: from the dotted path of such a field to what stands for it now.
+        source: where the table comes from, for messages.
+
+    Raises:
+        InputError: for the first that is in the table, in a line that says what to write.
+    """
+    for path, now in renamed.items():
+        *outer, name = path.split(".")
+        inside: Any = table
+        for key in outer:
+            inside = inside.get(key) if isinstance(inside, dict) else None
+        if isinstance(inside, dict) and name in inside:
+            raise InputError(f"{source}: {path} is now {now}")
 
 
 def as_json(config: Any) -> str:

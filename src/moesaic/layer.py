@@ -23,8 +23,7 @@ from moesaic.comm.mesh import Mesh
 from moesaic.configfile import suggestion
 from moesaic.errors import InputError
 from moesaic.experts import EXPERTS, AbstractExperts, ExpertsFactory
-from moesaic.experts.experts import compute_dtype
-from moesaic.experts.stacked import StackedExperts
+from moesaic.experts.experts import StackedExperts, compute_dtype
 from moesaic.kernels.permute import sort_by_expert
 from moesaic.kernels.pick import AUTO, check_tier
 from moesaic.plan import Compiled, Plan
@@ -181,10 +180,9 @@ class MoE(InjectsLosses, RoutingCached):
         """
         if self.on_mesh is not None:
             raise InputError("MoE.parallelize: the layer is on a mesh already: call it once, on a whole layer")
-        from moesaic.runtime.auto_plan import AutoPlan
+        from moesaic.runtime.auto_plan import AutoPlan, MeasuredOrder
         from moesaic.runtime.balance.calls import calls_under
         from moesaic.runtime.expert_parallel import ExpertParallel  # imports torch's compiler, which takes seconds
-        from moesaic.runtime.measured_order import MeasuredOrder
 
         mesh = Mesh.of(mesh)
         is_auto, chosen = self._is_auto(plan, mesh), plan if isinstance(plan, Plan | Compiled) else Plan()

@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
+from moesaic.experts.experts import StackedExperts
 from moesaic.experts.modules import copies_of
-from moesaic.experts.stacked import StackedExperts
 from moesaic.layer import MoE
 from moesaic.models.split import local_part
 from moesaic.plan import Compiled, Plan, compile_plan

@@ -21,7 +21,8 @@ from moesaic.balance.experts import (
     check_order,
     places_of,
 )
-from moesaic.balance.experts.policies import fewest_between_nodes, least_busiest, spread_by_load
+from moesaic.balance.experts.balanced import fewest_between_nodes, least_busiest
+from moesaic.balance.experts.smartmoe import spread_by_load
 from moesaic.balance.policies import EXPERT_PLACERS
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError

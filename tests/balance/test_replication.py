@@ -12,10 +12,12 @@ from moesaic.balance.policies import REPLICATION_POLICIES
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts, replica_loads
 from moesaic.balance.replication.eplb import EPLB
 from moesaic.balance.replication.laer import LAER, layout
+from moesaic.balance.replication.least_loaded import LeastLoaded
 from moesaic.balance.replication.lplb import LPLB, least_busiest_flow
 from moesaic.balance.replication.policy import Replicated
-from moesaic.balance.replication.shadow import Published, Shadow
-from moesaic.balance.replication.spill import LeastLoaded, Spill
+from moesaic.balance.replication.published import Published
+from moesaic.balance.replication.shadow import Shadow
+from moesaic.balance.replication.spill import Spill
 from moesaic.balance.replication.tables import Replications, rows_of
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
@@ -58,6 +60,11 @@ def test_what_is_replicated_is_there_and_never_at_home(name: str, costs: Replica
         assert (replicated.sum(2) <= load.copies).all()
         assert replicated[:, np.arange(load.num_experts), load.home].sum() == 0
         assert (replicated == policy.decide(load)).all()
+
+
+@pytest.mark.parametrize("name", sorted({*REPLICATION_POLICIES} - {"arbiter"}))
+def test_a_policy_is_a_file_of_its_name(name: str):
+    assert type(REPLICATION_POLICIES[name](ReplicationCosts())).__module__ == f"moesaic.balance.replication.{name}"
 
 
 @pytest.mark.parametrize("costs", [FAST_WEIGHTS, DEAR_WEIGHTS, ReplicationCosts()], ids=["fast", "dear", "middling"])

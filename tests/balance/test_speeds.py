@@ -81,9 +81,27 @@ def test_an_arbiter_goes_by_the_links_that_it_hears(described: bool) -> None:
         return arbitration.weigher.alone(arbitration.weigher.replica_loads(EVEN)).seconds
 
     before = alone(heard)
-    heard.hear({}, SPEEDS, {"outside": 0.1})
+    heard.hear({}, SPEEDS, {"outside": (0.1, 0.1)})
     other.hear({}, SPEEDS)
     assert alone(heard) == alone(other) > 5 * before
-    heard.hear({}, (), {"outside": 0.5, "inside": 2.0})
+    heard.hear({}, (), {"outside": (0.5,), "inside": (2.0,)})
     heard.hear({}, (1.0,) * 4, {})
     assert alone(heard) == before, "times are of what was told at the start"
+
+
+@pytest.mark.parametrize("described", [False, True], ids=["machine", "cluster"])
+def test_a_slow_link_is_that_of_one_node(described: bool) -> None:
+    grid = Grid(world=8, ep=8, ranks_per_node=2)
+    machine = Machine(inter_gbps=25.0, intra_gbps=200.0)
+    told = ReplicationCosts(machine=machine, cluster=machine.to_cluster(grid) if described else None)
+    load = CallLoad(grid, np.full((8, 16), 10), 16, units=8, dim=8)
+    ((before,), (after,)) = (replica_loads(load, each) for each in (told, told.with_links({"outside": (1, 1, 1, 0.5)})))
+    ratio = after.seconds_per_byte / np.where(before.seconds_per_byte > 0, before.seconds_per_byte, 1)
+    node = np.arange(8) // 2
+    across = node[:, None] != node[None, :]
+    of_slow = (node[:, None] == 3) | (node[None, :] == 3)
+    assert ratio[across & of_slow] == pytest.approx(2.0)
+    assert ratio[across & ~of_slow] == pytest.approx(1.0)
+    assert ratio[~across & ~np.eye(8, dtype=bool)] == pytest.approx(1.0)
+    whole = told.with_links({"outside": (0.5, 0.5, 0.5, 0.5)})
+    assert whole == told.with_links({"outside": (0.5,)})

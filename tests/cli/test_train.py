@@ -179,7 +179,7 @@ def test_a_signal_saves_says_how_to_go_on_and_exits_0(tmp_path, kind):
 
 def test_a_killed_process_leaves_only_whole_checkpoints(tmp_path):
     run = tmp_path / "run"
-    config = tiny(tmp_path, steps=1_000_000, save_every=1, keep_last=3)
+    config = tiny(tmp_path, steps=1_000_000, save="1:keep=3")
     for _ in range(2):
         before = len(losses(run)) if run.exists() else 0
         process = start(replace(config, existing="resume"), tmp_path)

@@ -21,8 +21,7 @@ RIGHT = ClusterProfile(
 )
 WRONG = replace(
     RIGHT,
-    host=replace(RIGHT.host, layer=1e-3, task=8e-5, wait=1e-4),
-    inside=replace(RIGHT.inside, latency_seconds=5e-5),
+    host=replace(RIGHT.host, layer=1e-3, wait=1e-4, transport_byte=3e-9),
 )
 
 
@@ -54,8 +53,8 @@ def test_layers_that_were_held_out_are_predicted_by_what_the_others_took() -> No
     assert max(after) < 0.5 * max(before)
     assert error == pytest.approx(sorted(after)[1])
     # Only what wall times tell of is touched.
-    assert replace(found, host=WRONG.host, inside=WRONG.inside) == WRONG
-    assert (found.host.sharing, found.inside.all_senders) == (WRONG.host.sharing, WRONG.inside.all_senders)
+    assert replace(found, host=WRONG.host) == WRONG
+    assert found.host.sharing == WRONG.host.sharing
 
 
 def test_a_profile_that_is_right_or_has_too_few_layers_stays() -> None:

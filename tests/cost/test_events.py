@@ -248,3 +248,63 @@ def test_a_shared_medium_takes_both_directions() -> None:
     rows = 512 * 2 / 8 * 2
     total = 4 * 3 * rows * (2 * 64 * 2 + 4)
     assert run.link_seconds == pytest.approx({"lo": total / 1e9})
+
+
+def message(sender: int, receiver: int, links: list[int], seconds: float) -> Movement:
+    load = Load(np.array(links), np.full(len(links), seconds), np.ones(len(links)), 0.0)
+    return Movement((min(sender, receiver), max(sender, receiver)), load, np.ones(2), sender)
+
+
+def queued(program: Program, issue: list[list[float]], movements: list[list[Movement]], **options: object) -> Events:
+    """Run a program of messages; link n has bursts[n], 0 if not given."""
+    table = np.array(issue)
+    graph = graph_of(program, host_runs_compute=True, has_lanes=False)
+    given = {"bursts": np.zeros(4), **options}
+    events = Events(graph, table, np.zeros_like(table), movements, **given)  # type: ignore[arg-type]
+    events.run()
+    return events
+
+
+MOVE_AND_READ = [(Lane.INTER, []), (Lane.COMPUTE, [0])]
+
+
+def test_a_message_leaves_with_its_sender_and_is_waited_for_by_its_receiver() -> None:
+    """Actor 1 comes late: what actor 0 sends has arrived by then; what it sends itself takes its time from then on."""
+    movements = [[message(0, 1, [0], 3.0), message(1, 0, [1], 3.0)], []]
+    events = queued(chain(MOVE_AND_READ), [[1.0, 9.0], [0.0, 0.0]], movements)
+    assert events.ends[0].tolist() == [12.0, 9.0]
+
+
+def test_links_serve_messages_in_the_order_in_which_they_come() -> None:
+    """Both on one link: the first is through when it would be by itself, the second after it."""
+    movements = [[message(0, 1, [0], 3.0), message(1, 0, [0], 3.0)], []]
+    events = queued(chain(MOVE_AND_READ), [[1.0, 2.0], [0.0, 0.0]], movements)
+    assert events.ends[0].tolist() == [7.0, 4.0]
+
+
+def test_a_message_passes_on_while_it_still_comes_in() -> None:
+    """Over two links 3 s each: 3 s, not 6; a second one to the same place from another link waits for the first there."""
+    movements = [[message(0, 2, [0, 1], 3.0), message(1, 2, [2, 1], 3.0)], []]
+    events = queued(chain(MOVE_AND_READ), [[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]], movements)
+    assert events.ends[0, 2] == 6.0
+
+
+def test_a_link_that_has_rested_lets_its_burst_through_at_once() -> None:
+    movements = [[message(0, 1, [0], 3.0)], [], [message(0, 1, [0], 3.0)], []]
+    program = chain([(Lane.INTER, []), (Lane.COMPUTE, [0]), (Lane.INTER, []), (Lane.COMPUTE, [2])])
+    idle = np.zeros((4, 2)).tolist()
+    events = queued(program, idle, movements, bursts=np.array([1.0]))
+    assert events.ends[:, 1].tolist() == [2.0, 2.0, 5.0, 5.0], "the second comes to a link that has not rested"
+
+
+def test_ranks_of_a_core_issue_one_after_the_other_as_long_as_they_have_anything_to_do() -> None:
+    """Actor 0 issues two tasks, then waits for actor 1, whose first task comes after them; it goes on when actor 1 waits."""
+    program = chain([(Lane.COMPUTE, []), (Lane.INTER, [0]), (Lane.COMPUTE, [1])])
+    movements = [[], [message(0, 1, [0], 5.0), message(1, 0, [1], 5.0)], []]
+    issue = [[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
+    apart = queued(program, issue, movements)
+    shared = queued(program, issue, movements, cores=[0, 0])
+    assert apart.ends[1].tolist() == [7.0, 7.0]
+    assert shared.starts[1].tolist() == [2.0, 4.0]
+    assert shared.ends[1].tolist() == [9.0, 7.0]
+    assert shared.ends[2].tolist() == [10.0, 8.0]

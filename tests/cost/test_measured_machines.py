@@ -123,3 +123,17 @@ def test_links_inside_and_between_nodes_are_made_faster_apart() -> None:
     rates = {kind: [link.gbps[0] for link in spec.with_links(kind, 2.0).links] for kind in ("inside", "outside")}
     nvlink, nic = (link.gbps[0] for link in spec.links)
     assert rates == {"inside": [2 * nvlink, nic], "outside": [nvlink, 2 * nic]}
+
+
+def test_links_of_one_node_are_made_slower_by_themselves() -> None:
+    spec = read_cluster("100gbe", nodes=3)
+    pcie, ethernet, leaf = (link.gbps[0] for link in spec.links)
+    slow = spec.with_links("outside", (1.0, 0.5, 1.0))
+    assert [link.gbps for link in slow.links] == [
+        tuple(pcie * (0.5 if device // 4 == 1 else 1) for device in range(12)),
+        (ethernet, ethernet / 2, ethernet),
+        (leaf,),
+    ], "a link of every message counts; a switch of several nodes is as fast as the fastest of them"
+    assert spec.with_links("outside", (0.5, 0.5, 0.5)) == spec.with_links("outside", 0.5)
+    with pytest.raises(InputError, match="2 links' times for 3 nodes of 100gbe: give one, or one per node"):
+        spec.with_links("outside", (1.0, 0.5))

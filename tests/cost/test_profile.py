@@ -21,7 +21,13 @@ from moesaic.cost.profile import (
     read_profile,
 )
 from moesaic.cost.profile_fit import Sample, fit_host, fit_link
-from moesaic.cost.profile_simulate import FEATURES, _ahead, costs_vector, host_features, profiled_simulator
+from moesaic.cost.profile_simulate import (
+    FEATURES,
+    RANKS_APART,
+    costs_vector,
+    host_features,
+    profiled_simulator,
+)
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
@@ -231,21 +237,24 @@ FREE = replace(PROFILE, host=HostCosts())
 
 
 @pytest.mark.parametrize("plan", [Plan(), Plan(chunks=2, all_to_all="hier2d"), Plan(all_to_all="naive")])
-def test_without_costs_of_the_host_the_simulator_says_the_same(plan: Plan) -> None:
+def test_without_costs_of_the_host_nothing_is_later_than_where_ranks_wait_for_each_other(plan: Plan) -> None:
+    """And the links are as busy: the same bytes cross them."""
     made, spec = compiled(plan), FREE.to_cluster()
     quick = replace(spec, device=replace(spec.device, memory_gigabytes_per_second=1e9))
-    plain = Simulator(quick).run(made.forward, LAYER, made.grid).seconds
-    assert seconds(FREE, plan) == pytest.approx(plain, rel=0.01)
+    plain = Simulator(quick).run(made.forward, LAYER, made.grid)
+    eager = profiled_simulator(FREE).run(made.forward, LAYER, made.grid)
+    assert 0.999 * plain.limit <= eager.seconds <= 1.001 * plain.seconds
+    assert max(eager.link_seconds.values()) == pytest.approx(max(plain.link_seconds.values()))
 
 
 def test_the_host_takes_its_time_for_every_task_and_so_much_longer_where_cores_are_shared() -> None:
     made = compiled()
     fast = LinkCosts(one_sender=1e15, all_senders=1e15)
     alone = replace(FREE, inside=fast, outside=fast, host=HostCosts(task=1e-3))
-    shared = replace(alone, host=HostCosts(task=1e-3, sharing=3.0))
+    shared = replace(alone, host=HostCosts(task=1e-3, sharing=2.0))
     count = len(made.forward.tasks)
     assert seconds(alone, virtual_flops=1e30) == pytest.approx(1e-3 * count, rel=1e-3)
-    assert seconds(shared, virtual_flops=1e30) == pytest.approx(3e-3 * count, rel=1e-3)
+    assert seconds(shared, virtual_flops=1e30) == pytest.approx(2e-3 * count, rel=1e-3)
 
 
 def test_virtual_accelerators_take_exactly_their_time() -> None:
@@ -257,19 +266,32 @@ def test_virtual_accelerators_take_exactly_their_time() -> None:
 
 
 def test_a_layer_is_its_two_programs_and_what_is_around_them() -> None:
+    """At most: a rank begins the backward pass when it has ended the forward one."""
     made = compiled()
     simulator = profiled_simulator(PROFILE)
     parts = [simulator.run(each, LAYER, made.grid).seconds for each in (made.forward, made.backward)]
     layer = simulator.layer_seconds(made.forward, made.backward, LAYER, made.grid)
-    assert layer == pytest.approx(sum(parts) + 2.0 * 1e-3)
+    assert 0.8 * (sum(parts) + 2.0 * 1e-3) < layer <= sum(parts) + 2.0 * 1e-3 + 1e-12
+
+
+def test_one_rank_stands_for_all_where_there_are_many() -> None:
+    many = replace(PROFILE, nodes=RANKS_APART)
+    made = compile_plan(PLAIN, Grid(world=2 * RANKS_APART, ep=2 * RANKS_APART, ranks_per_node=2))
+    layer = replace(LAYER, num_experts=2 * RANKS_APART)
+    simulator = profiled_simulator(many)
+    assert simulator.volumes(made.forward, layer, made.grid).num_actors == 1
+    few = profiled_simulator(PROFILE).volumes(compiled().forward, LAYER, GRID)
+    assert few.num_actors == 4
+    alone = simulator.run(made.forward, layer, made.grid).seconds
+    assert alone >= PROFILE.host.task * PROFILE.host.sharing * len(made.forward.tasks)
 
 
 def test_messages_and_bytes_are_those_that_ranks_send() -> None:
-    """A linear dispatch on four ranks: three peers, each of rows and of gates; half the copies cross to other ranks."""
+    """A linear dispatch on four ranks, by rank: three peers, each of rows and of gates."""
     made = compiled()
     volumes = profiled_simulator(PROFILE).volumes(made.forward, LAYER, made.grid)
     movements = movements_of(made.forward, volumes)
-    total = host_features(made.forward, volumes, movements).sum(axis=(0, 1))
+    total = host_features(made.forward, volumes, movements).sum(axis=0).mean(axis=0)
     moves = sum(1 for moved in movements if moved)
     assert moves == 3
     assert total[FEATURES.index("message")] == 2 * 6, "routing weights travel with their rows"
@@ -283,23 +305,3 @@ def test_idle_links_let_the_first_bytes_through_at_once() -> None:
     credited = replace(FREE, outside=replace(FREE.outside, credit_seconds=1e-4))
     saved = seconds(FREE) - seconds(credited)
     assert 0 < saved <= 3e-4
-
-
-def test_the_transports_threads_slow_a_host_that_works_while_links_are_busy() -> None:
-    plan = Plan(chunks=4)
-    busy = replace(PROFILE, host=replace(PROFILE.host, transport_byte=1e-8))
-    idle = replace(PROFILE, host=replace(PROFILE.host, transport_byte=0.0))
-    assert seconds(busy, plan) > 1.01 * seconds(idle, plan)
-
-
-def test_nobody_waits_for_the_transports_own_thread() -> None:
-    assert seconds(replace(FREE, host=HostCosts(transport_byte=1e-6))) == seconds(FREE)
-
-
-def test_ranks_that_share_a_core_start_one_after_the_other() -> None:
-    """Long movements begin with the first rank's; of short ones little can travel before the last rank has come."""
-    long, short, none = (_ahead(np.array([each]), 2e-3, 2)[0] for each in (1.0, 1e-4, 0.0))
-    assert long == pytest.approx(1e-3)
-    assert short == pytest.approx(0.25e-4)
-    assert none == 0
-    assert _ahead(np.array([1.0]), 2e-3, 1)[0] == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from balance_cells import cell
 from rich.console import Console
@@ -14,12 +15,14 @@ from moesaic_lab.balance import page
 from moesaic_lab.balance.claims import claims
 from moesaic_lab.balance.config import BalancePlace, RecordedLoads
 from moesaic_lab.balance.decisions import decisions
+from moesaic_lab.balance.equivalence import needed
 from moesaic_lab.balance.memory import BudgetHeld
 from moesaic_lab.balance.methods import BOUNDED, LAER, NETMOE, OURS, OURS_PLACED, PLACED, PLAIN, SMART
 from moesaic_lab.balance.pictures import panels
-from moesaic_lab.balance.rows import NOTES, all_rows, tables
+from moesaic_lab.balance.rows import NOTES, all_rows, share_rows, tables
 from moesaic_lab.balance.shares import MADE_UP, RECORDED, SLOW, Share
 from moesaic_lab.balance.simulated import BEST, Forecast
+from moesaic_lab.measure import paired
 from moesaic_lab.pictures import figure
 
 LARGE = BalancePlace(name="4x2", nodes=4)
@@ -49,6 +52,7 @@ def of_forced(method: str, seconds: float, **fields: Any) -> Share:
     usual = {
         "cluster": "dgx-h100", "ranks": 64, "load": RECORDED, "layer": 5, "step": 10, "max_vio": 0.6, "ratio": 0.14,
         "forced_seconds": 1.0, "own_forced_seconds": 1.0, "decision_seconds": 5e-5, "replicated_experts": 3,
+        "moving_seconds": 0.0, "moves_every": 50,
     }  # fmt: skip
     return Share(method=method, seconds=seconds, **{**usual, **fields})
 
@@ -66,6 +70,7 @@ def test_every_claim_is_listed_with_a_reason_where_nothing_was_measured() -> Non
         "balance.decision_us_64": ("<=", 100),
         "balance.equivalent_to_best_single": (">=", None),
         "balance.slow_rank_speedup": (">=", None),
+        "balance.slow_link_speedup": (">=", None),
         "balance.simulated_slow_rank_speedup": (">=", None),
         "balance.share_of_forced_real": (">=", 0.97),
         "balance.share_of_forced_real_placed": (">=", None),
@@ -196,6 +201,10 @@ def test_shares_of_forced_balance() -> None:
     assert value("balance.simulated_slow_rank_speedup", shares=[*shares, *slow]) == 1.5
     slower = replace(LARGE, name="slow", slow_rank=0.5)
     assert value("balance.slow_rank_speedup", even, cell(0.0, {PLAIN: 3.0, OURS: 2.0}, place=slower)) == 1.5
+    slower = replace(LARGE, name="slow", slow_link="40mbit")
+    unlike = cell(2.0, {PLAIN: 3.0, OURS: 2.0}, place=slower)
+    assert value("balance.slow_link_speedup", even, unlike) == 1.5
+    assert value("balance.speedup_maxvio2", unlike) is None, "beds whose nodes are alike"
 
 
 def test_decisions_by_themselves_are_counted_where_they_replicate() -> None:
@@ -263,6 +272,19 @@ def test_tables_and_pictures_show_every_part() -> None:
     assert any("virtual compute" in on.get_ylabel() for on in figure("title", made, NOTES).axes)
 
 
+def test_a_share_of_forced_balance_counts_a_call_s_part_of_moving_experts() -> None:
+    stays, moves = of_forced(OURS, 2.0), of_forced(OURS_PLACED, 1.0, moving_seconds=50.0, moves_every=50)
+    assert (stays.whole_seconds, moves.whole_seconds) == (2.0, 2.0)
+    assert moves.of_forced == 0.5
+    assert value("balance.simulated_share_of_forced_placed", shares=[moves]) == 0.5
+    (row,) = share_rows([moves])
+    assert (row["median"], row["of_own"]) == (0.5, 0.5)
+    _, best_placed = BEST
+    known = [moves, of_forced(best_placed, 0.5, moving_seconds=50.0)]
+    assert value("balance.simulated_share_of_best_option", shares=known) == 0.75
+    assert all_rows([], [], [moves])[0]["of_forced"] == 0.5
+
+
 def test_the_page_has_a_line_for_each_method_and_a_column_for_each_load() -> None:
     shares = [of_forced(PLAIN, 2.0), of_forced(OURS, 1.25), of_forced(PLAIN, 4.0, load=MADE_UP, layer=-1, max_vio=1.0)]
     aimed = {"name": "balance.aimed", "value": 0.5, "target": 0.4, "op": ">=", "holds": True}
@@ -273,3 +295,29 @@ def test_the_page_has_a_line_for_each_method_and_a_column_for_each_load() -> Non
     assert "| ours |  | 0.80 |" in text
     assert "| `balance.aimed` | 0.5 | >= 0.4 | yes |" in text
     assert "balance.told" not in text
+
+
+def test_the_pairs_that_equivalence_would_need_follow_from_the_spread_of_the_steps() -> None:
+    def row(case: str, method: str, median: float, spread: float) -> dict[str, Any]:
+        ends = {"low_seconds": median * np.exp(-spread * 0.6745), "high_seconds": median * np.exp(spread * 0.6745)}
+        return {"part": "bed", "case": case, "method": method, "median_seconds": median, **ends}
+
+    rows = [row("a", PLAIN, 1.0, 0.03), row("a", OURS, 1.0, 0.04), row("a", OURS_PLACED, 0.5, 0.0)]
+    rows += [row("b", PLAIN, 2.0, 0.0), row("b", "shadow", 1.0, 0.03), row("b", OURS, 1.015, 0.04)]
+    rows += [row("c", PLAIN, 1.0, 0.03), row("c", OURS, 1.04, 0.04)]
+    same, near, apart = needed(rows)
+    assert (same.best, near.best) == (PLAIN, "shadow"), "the fastest of the single techniques"
+    assert same.sigma == near.sigma == pytest.approx(0.05, rel=1e-3)
+    assert same.pairs == same.pairs_if_same == near.pairs_if_same == 39  # (1.2533 * 0.05 * 2.9266 / ln 1.03)^2 = 38.5
+    assert near.pairs == 113  # (1.2533 * 0.05 * 2.4866 / (ln 1.03 - ln 1.015))^2 = 112.6
+    assert apart.pairs is None
+    text = page.equivalence([near, apart])
+    assert "| b | shadow | 1.01 | 39 | 113 |" in text
+    assert "| c | plain ep | 1.04 | 39 | none would do |" in text
+    random = np.random.default_rng(0)
+    passed = 0
+    for _ in range(100):
+        ratios = np.exp(random.normal(0, 0.05, size=39))
+        found = paired(ratios.tolist(), [1.0] * 39, 0.9)
+        passed += found.low >= 1 / 1.03 and found.high <= 1.03
+    assert 65 <= passed <= 95, "about four runs of five"

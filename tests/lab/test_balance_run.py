@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,13 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from moesaic.balance.replication.cost import LinkTimes
 from moesaic.cli.main import main
 from moesaic.comm.loopback import run_ranks
+from moesaic.comm.mesh import Mesh, open_transport
 from moesaic.comm.transport import AbstractTransport
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.errors import InputError
 from moesaic.experts import PlainExperts
 from moesaic.plan import compile_plan
+from moesaic.program.grid import Grid
 from moesaic.traces.trace import Trace
 from moesaic_lab.balance import ranks
 from moesaic_lab.balance.claims import claims
@@ -33,7 +37,7 @@ from moesaic_lab.balance.config import (
 )
 from moesaic_lab.balance.job import BalanceFound, BalanceJob, CountedPlan, Decided
 from moesaic_lab.balance.loads import Skew, made_up
-from moesaic_lab.balance.methods import NETMOE, OURS, OURS_PLACED, PLACED, PLAIN, SMART, methods
+from moesaic_lab.balance.methods import NETMOE, OURS, OURS_PLACED, PLACED, PLAIN, SMART, methods, placed_by
 from moesaic_lab.balance.run import summed_up
 from moesaic_lab.balance.shares import (
     MADE_UP,
@@ -46,8 +50,10 @@ from moesaic_lab.balance.shares import (
     names_of,
     shares_of_forced,
 )
-from moesaic_lab.balance.simulated import BEST, machine_of, simulate
-from moesaic_testbed import refusal
+from moesaic_lab.balance.simulated import BEST, Larger, machine_of, simulate
+from moesaic_lab.bounds import Message, link_limit
+from moesaic_lab.recorder import Recorder
+from moesaic_testbed import Cluster, refusal
 
 PLACE = BalancePlace(name="small", dim=8, hidden=4, experts_per_rank=2, samples_per_rank=2, sample_tokens=8, gflops=1e3)
 
@@ -142,6 +148,42 @@ def test_steps_go_through_the_calls_and_count_decisions() -> None:
     assert of_ranks[0]["least loaded"][1].options == ("least_loaded",) * 2
 
 
+def test_the_arbiter_keeps_bytes_off_a_slow_link_that_it_hears_of() -> None:
+    (case,) = read_config().narrowed(only=("4x2-slow-link",)).cases()
+    place = case.place
+    rates = [place.bed.inter_bytes_per_second(node) for node in range(4)]
+    assert rates == [40e6, 40e6, 40e6, 10e6]
+    assert place.costs.cluster is not None
+    assert place.costs.cluster.links[1].gbps == (0.32,), "nobody is told"
+    job = BalanceJob(case=case, methods=methods(place.grid))
+    compiled = {
+        name: compile_plan(job.methods[name].plan, place.grid, host_runs_compute=True) for name in (PLAIN, OURS)
+    }
+
+    def rank(transport: AbstractTransport) -> list[tuple[Tensor, list[Message]]]:
+        found = []
+        for name, links in ((PLAIN, {}), (OURS, {}), (OURS, {"outside": (1.0, 1.0, 1.0, 0.25)})):
+            recorder = Recorder(transport)
+            subject = ranks.Subject(job, name, compiled[name], recorder, PlainExperts, links)
+            y, _ = subject.forward(0)
+            y.backward(subject.dy)
+            sent = [(m.source, m.target, float(m.num_bytes)) for each in recorder.ranges for m in each.messages]
+            found.append((y.detach(), sent))
+        return found
+
+    found = run_ranks(8, rank)
+    on_link, seconds = [], []
+    for way in range(3):
+        messages = [message for of_rank in found for message in of_rank[way][1]]
+        on_link.append(sum(size for a, b, size in messages if a // 2 != b // 2 and 3 in (a // 2, b // 2)))
+        seconds.append(link_limit(messages, place.bed).seconds)
+        for of_rank in found:
+            torch.testing.assert_close(of_rank[way][0], of_rank[0][0], rtol=1e-4, atol=1e-6)
+    plain, told, heard = on_link
+    assert heard < 0.75 * told < plain, on_link
+    assert seconds[2] < 0.75 * seconds[1] < seconds[0], "the slow link is the one that takes longest"
+
+
 def test_methods_near_ours_are_timed_more_often() -> None:
     every = methods(PLACE.grid)
     seconds = {PLAIN: (2.0,), "shadow": (1.05,), "spill": (1.02,), "smart + shadow": (1.0,), OURS: (1.0,)}
@@ -229,8 +271,31 @@ def test_shares_of_forced_balance_are_of_the_calls_after_the_first(tmp_path: Pat
     assert real[PLAIN].of_forced < 0.9
     assert real[OURS_PLACED].of_forced >= real[OURS].of_forced > 0.9 * real[PLAIN].of_forced
     assert real[OURS].decision_seconds > 0
+    assert {name for name, each in real.items() if each.moving_seconds} == {PLACED, OURS_PLACED, [*BEST][1]}
     for best, ours in BEST.items():
         assert real[best].of_forced >= max(0.99 * real[ours].of_forced, real[PLAIN].of_forced)
+
+
+def test_moving_experts_takes_what_the_fullest_link_needs_for_their_weights_and_state() -> None:
+    spec, layer = read_cluster("100gbe", nodes=2), SimulatedLoads(cluster="100gbe", experts_per_rank=2)
+    larger = Larger(layer, spec, 8)
+    card, port = spec.links[:2]
+    assert (card.devices, port.devices) == (1, 4)
+    of_expert = 3 * 2048 * 1024 * 14  # three matrices; bfloat16 weight, float32 copy, two moments
+    even, hot = np.full(16, 100), np.full(16, 100)
+    hot[[0, 1]] = 300, 200
+    assert larger.moving_seconds(PLAIN, hot, 14) == larger.moving_seconds(OURS, hot, 14) == 0, "experts stay"
+    assert larger.moving_seconds(PLACED, even, 14) == 0, "no place is busier than others"
+    slot = placed_by(hot, larger.grid)
+    moves = [(a // 2, b // 2) for a, b in enumerate(slot.tolist()) if a // 2 != b // 2]
+    assert moves
+    on_link: dict[tuple[str, int], float] = {}
+    for a, b in moves:
+        for link in (card, port) if a // 4 != b // 4 else (card,):
+            for end in ((f"{link.name} out", a // link.devices), (f"{link.name} in", b // link.devices)):
+                on_link[end] = on_link.get(end, 0.0) + of_expert * 8e-9 / link.gbps[0]
+    for name in (PLACED, OURS_PLACED, "best option, experts placed"):
+        assert larger.moving_seconds(name, hot, 14) == pytest.approx(max(on_link.values()), rel=0.02)
 
 
 def test_on_many_ranks_every_method_is_simulated_under_fewer_loads() -> None:
@@ -429,3 +494,17 @@ def test_a_small_run_on_a_bed(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert {claim["name"] for claim in told["claims"]} == {claim.name for claim in claims([])}
     assert picture.read_text().count("<svg") == 1
     assert "virtual compute" in capsys.readouterr().out
+
+
+def links_of_three_nodes() -> LinkTimes:
+    """What probes find, on a rank."""
+    return ranks.probed(Mesh(Grid(world=3, ep=3, ranks_per_node=1), open_transport(name="sockets")))
+
+
+def test_probes_on_a_bed_find_the_node_whose_link_is_slow(cluster: Callable[..., Cluster]) -> None:
+    of_ranks = cluster(3, 1, inter=("80mbit", "80mbit", "10mbit")).run(links_of_three_nodes)
+    assert of_ranks[0] == of_ranks[1] == of_ranks[2]
+    assert set(of_ranks[0]) == {"outside"}, "a node of one rank has no links inside"
+    times = of_ranks[0]["outside"]
+    assert times[2] < 0.4, "an eighth, but for what lets a message through at once"
+    assert min(times[:2]) > 0.6

@@ -58,10 +58,12 @@ def test_nothing_begins_after_the_deadline(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_the_steps_fit_the_time_and_the_files(tmp_path: Path) -> None:
-    """Layers are cut off by the whole command's deadline, last the profiler."""
+    """Layers are cut off by the whole command's deadline, last the profiler and SonicMoE, whose compiler is slow."""
     planned = command.steps(tmp_path, tmp_path, dry=False)
     before = sum(
-        each.seconds for each in planned if not each.beside and not each.name.startswith(("layer", "tune", "ncu"))
+        each.seconds
+        for each in planned
+        if not each.beside and not each.name.startswith(("layer", "tune", "ncu", "sonic"))
     )
     tuned = sum(each.seconds for each in planned if each.name.startswith("tune"))
     assert before + tuned + 10 * len(LAYERS) < command.SECONDS
@@ -79,9 +81,11 @@ def test_a_step_has_nothing_that_a_graph_cannot_hold(find) -> None:
 
 @pytest.mark.slow
 def test_a_dry_run_goes_through_every_step(tmp_path: Path) -> None:
-    found = run(tmp_path, dry=True, seconds=400.0)
+    found = run(tmp_path, dry=True, seconds=550.0)
     for each in found.rows[0]["steps"]:
-        assert each["ended"] == "ok" or each["ended"].startswith("not begun: the program"), each
+        assert each["ended"] == "ok" or each["ended"].startswith(
+            ("not begun: the program", "not begun: the package")
+        ), each
     assert {path.name for path in tmp_path.iterdir()} <= set(FILES)
     assert json.loads((tmp_path / "compiled.json").read_text())["failures"] == []
     assert {claim.name for claim in found.claims if claim.value is not None} >= {"gpu.host_waits.linear.padded"}
@@ -100,10 +104,10 @@ def test_the_planner_reads_the_profile(tmp_path: Path) -> None:
 
 
 def test_two_steps_may_write_to_one_file(tmp_path: Path, monkeypatch) -> None:
-    lines = [step(name, f"print({name!r})", output="tests.txt") for name in ("tests", "sanitizer")]
+    lines = [step(name, f"print({name!r})", output="tests.txt") for name in ("tests", "memcheck")]
     monkeypatch.setattr(command, "steps", lambda *_, **__: lines)
     run(tmp_path, dry=True)
-    assert (tmp_path / "tests.txt").read_text() == "tests\nsanitizer\n"
+    assert (tmp_path / "tests.txt").read_text() == "tests\nmemcheck\n"
 
 
 def test_unknown_words_are_refused_in_one_line() -> None:

@@ -16,9 +16,10 @@ from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
-from moesaic.profiling.idle import BalancedRouter, balanced_choice, visits
+from moesaic.profiling.host import BalancedRouter, balanced_choice, visits
 from moesaic.program.grid import Grid
 from moesaic.program.task import Op
+from moesaic.routing.node_tokens import find_node_tokens
 from moesaic_lab.bounds import program_messages
 from moesaic_lab.layer.cells import SINGLES, all_ep, compiled, fitting, jobs, most_promising
 from moesaic_lab.layer.config import (
@@ -144,6 +145,32 @@ def test_visits_are_counted_and_told_to_the_model() -> None:
     assert node_tokens_per_node(layer, 4, 1) == pytest.approx(64 * known[4] / 4)
     drawn = node_tokens_per_node(replace(layer, visits=()), 4, 1)
     assert drawn == pytest.approx(64 * (1 - 12 * 11 / (16 * 15))) != pytest.approx(64 * known[4] / 4)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_visits_in_chunks_are_those_of_the_runtime(chunks: int) -> None:
+    grid = Grid(world=8, ep=8, ranks_per_node=2)
+    choice = balanced_choice(64, 2, 16, seed=3)
+    order = torch.argsort(choice.expert, stable=True)
+    found = find_node_tokens(choice.token[order], choice.expert[order], 16, 64, chunks, grid)
+    known = dict(visits(64, 2, 16, 3, chunks))
+    assert known[4] == pytest.approx(float(found.counts[:4].sum()) / 64)
+    assert known[8] == pytest.approx(float(found.counts[4:].sum()) / 64)
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k", "nodes"), [(96, 16, 2, 2), (256, 16, 4, 2), (1024, 64, 8, 8)])
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_drawn_tokens_in_chunks_visit_as_often_as_is_estimated(
+    tokens: int, experts: int, top_k: int, nodes: int, chunks: int
+) -> None:
+    grid, generator, counted = Grid(world=nodes, ep=nodes, ranks_per_node=1), torch.Generator().manual_seed(1), []
+    for _ in range(20):
+        expert = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :top_k].reshape(-1)
+        order = torch.argsort(expert, stable=True)
+        token = torch.arange(tokens).repeat_interleave(top_k)
+        counted.append(float(find_node_tokens(token[order], expert[order], experts, tokens, chunks, grid).counts.sum()))
+    layer = Workload(tokens=tokens, num_experts=experts, top_k=top_k, dim=8, hidden=8)
+    assert nodes * node_tokens_per_node(layer, nodes, chunks) == pytest.approx(sum(counted) / 20, rel=0.03)
 
 
 def test_weights_share_a_token() -> None:

@@ -24,7 +24,7 @@ from moesaic_lab.netmoe.train import StepFound, StepJob, StepMethod, step_times
 from worlds import start
 
 SAMPLES: dict[str, Any] = {"samples": "two_stage"}
-EXPERTS: dict[str, Any] = {"experts": "smartmoe", "experts_every": 1}
+EXPERTS: dict[str, Any] = {"experts": "smartmoe:1"}
 ARBITER: dict[str, Any] = {"replication": "arbiter"}
 
 

@@ -11,15 +11,14 @@ import transformers
 from moesaic.errors import InputError
 from moesaic.models.attention import KeyValueCache, ShortConv
 from moesaic.models.config import ModelConfig, MoEConfig
-from moesaic.models.gpt import GPT
-from moesaic.models.seq2seq import EncoderDecoder, make_language_model, translate
+from moesaic.models.gpt import GPT, EncoderDecoder, make_language_model, translate
 from moesaic.plan.model_shape import BlockConfig
 
 VOCAB, LENGTH = 40, 12
 SHAPE: dict[str, Any] = {"dim": 32, "num_layers": 2, "num_heads": 4, "seq_len": LENGTH, "conv_width": 1}
 GPT2 = BlockConfig(norm="layer", positions="learned", bias=True)
 BERT = BlockConfig(kind="encoder", norm="post_layer", positions="learned", bias=True)
-QWEN3 = BlockConfig(kv_heads=2, head_dim=12, tied=False, rope=(500.0, 2.0), qk_norm=True)
+QWEN3 = BlockConfig(kv_heads=2, head_dim=12, tied=False, positions="rotary:500.0:2.0", qk_norm=True)
 PAIRS = BlockConfig(kind="encoder_decoder", norm="post_layer", positions="learned", kv_heads=2, bias=True, tied=False)
 
 
@@ -213,7 +212,10 @@ def test_dropout_is_of_training_only() -> None:
     [
         ({"kv_heads": 3}, "model.block.kv_heads=3 does not divide model.num_heads=4"),
         ({"head_dim": 5}, "model.block.head_dim=5: choose an even width"),
-        ({"rope": (0.0, 1.0)}, "model.block.rope"),
+        *(
+            ({"positions": bad}, f"model.block.positions='{bad}': write learned, or rotary")
+            for bad in ("rotary:0", "rotary:1:nan", "rotary:1:1:1", "rotary:", "sine", "learned:1")
+        ),
         ({"dropout": 1.0}, "model.block.dropout=1.0"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from helpers import TOP_K
 from moesaic import MoE
 from moesaic.errors import InputError
 from moesaic.models.attention import KeyValueCache
-from moesaic.models.config import LOSSES, ModelConfig, MoEConfig, RouterName
+from moesaic.models.config import LOSSES, ModelConfig, MoEConfig
 from moesaic.models.gpt import GPT, GPTOutput, make_moe
 from moesaic.plan.model_shape import LIMITED
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
@@ -87,7 +86,7 @@ def test_the_dense_model_has_the_active_parameters_of_the_sparse_one() -> None:
 
 
 def test_every_second_block_is_sparse_counted_from_the_last() -> None:
-    model = GPT(config(num_layers=5, moe={"every": 2}), VOCAB)
+    model = GPT(config(num_layers=5, ffn="moe:2"), VOCAB)
     assert [isinstance(block.ffn, MoE) for block in model.blocks] == [True, False, True, False, True]
     assert len(model(tokens()).routings) == 3
 
@@ -149,12 +148,10 @@ def test_every_router_that_a_config_names_trains(router: str) -> None:
 
 
 def test_a_configs_options_reach_the_router() -> None:
-    sigmoid = make_moe(8, MoEConfig(num_experts=8, router="sigmoid", router_options={"bias_rate": 0.5})).router
+    sigmoid = make_moe(8, MoEConfig(num_experts=8, router="sigmoid:bias_rate=0.5")).router
     assert isinstance(sigmoid, SigmoidTopK)
     assert sigmoid.bias_rate == 0.5
-    limited = make_moe(
-        8, MoEConfig(num_experts=8, router="group_limited", router_options={"num_groups": 2, "top_groups": 1})
-    ).router
+    limited = make_moe(8, MoEConfig(num_experts=8, router="group_limited:num_groups=2:top_groups=1")).router
     assert isinstance(limited, GroupLimited)
     assert (limited.num_groups, limited.top_groups) == (2, 1)
 
@@ -183,10 +180,6 @@ def test_decoding_with_gradients_extends_a_cache_once() -> None:
     assert [cache.length for cache in caches] == [8, 8]
 
 
-def test_the_names_of_routers_are_those_of_the_table() -> None:
-    assert get_args(RouterName) == (*ROUTERS, *ON_MESH)
-
-
 def test_losses_have_the_names_of_the_table() -> None:
     made = MoEConfig(losses=tuple(f"{name}:0.5" for name in LOSSES)).make_losses()
     assert [loss.name for loss in made] == list(LOSSES)
@@ -210,7 +203,7 @@ def test_a_dense_model_does_not_judge_how_experts_fit() -> None:
 
 BAD = [
     *((lambda name=name: MoEConfig(**{name: 0}), f"model.moe.{name}=0: must be at least 1")
-      for name in ("num_experts", "top_k", "hidden", "every")),
+      for name in ("num_experts", "top_k", "hidden")),
     (lambda: MoEConfig(shared_hidden=-1), "model.moe.shared_hidden=-1: must be at least 0"),
     *((lambda bad=bad: MoEConfig(losses=("load_balance:0.01", *bad)),
        f"model.moe.losses: '{bad[-1]}': write each of load_balance, .* once at most, with a coefficient of at least 0")
@@ -228,7 +221,10 @@ BAD = [
     (lambda: config(dim=0), "model.dim=0: must be at least 1"),
     (lambda: config(dim=18, num_heads=4), "model.dim=18 does not split into model.num_heads=4 .* multiple of 8"),
     (lambda: config(dim=6, num_heads=2), "heads of even width"),
-    (lambda: config(moe={"every": 0}), "model.moe.every=0: must be at least 1"),
+    *((lambda bad=bad: config(ffn=bad), f"model.ffn='{bad}': write moe, dense, or moe and a number of at least 1")
+      for bad in ("moe:0", "moe:", "moe:x", "dense:2", "sparse")),
+    *((lambda bad=bad: MoEConfig(router=f"sigmoid{bad}"), f"model.moe.router='sigmoid{bad}': write each option once")
+      for bad in (":", ":bias_rate", ":bias_rate=1:bias_rate=2")),
     (lambda: config(moe={"top_k": 5}), "model.moe.top_k=5 does not fit model.moe.num_experts=4"),
     (lambda: config(moe={"router": "best"}), "model.moe.router='best' is unknown: choose one of softmax"),
 ]  # fmt: skip

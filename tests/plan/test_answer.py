@@ -18,8 +18,8 @@ from moesaic.plan.answer import (
     operations_per_token,
     speed_of,
 )  # fmt: skip
+from moesaic.plan.candidates import Pins
 from moesaic.plan.findings import Result, Settings
-from moesaic.plan.layouts import Pins
 from moesaic.plan.model import Job
 from moesaic.plan.model_shape import ModelShape, MoEShape
 from moesaic.plan.search import search

@@ -65,7 +65,8 @@ def test_a_file_is_read_and_what_does_not_matter_is_passed_over(tmp_path: Path) 
         ("[model]\ndim = 1.5\n", "model.dim must be a whole number, got 1.5"),
         ("model = 3\n", "model must be a table, got 3"),
         ("batch_size = 0\n", "batch_size=0: must be at least 1"),
-        ("[model.moe]\nevery = 0\n", "model.moe.every=0: must be at least 1"),
+        ("[model]\nffn = 'moe:0'\n", "model.ffn='moe:0': write moe, dense, or moe and a number"),
+        ("[model.moe]\nevery = 2\n", "model.moe.every is now model.ffn, as moe:2"),
         ("", "planning reads batch_size, accumulation, precision, model, data of a training configuration"),
         (
             'model_type = "mixtral"\nhidden_size = 4096\n',
@@ -100,7 +101,9 @@ def test_unknown_names_are_told_the_nearest() -> None:
 
 
 def test_the_simulator_is_told_a_micro_batch_of_one_group() -> None:
-    job = Job(batch_size=16, accumulation=3, model=ModelShape(moe=MoEShape(every=3, shared_hidden=7, experts="gelu")))
+    job = Job(
+        batch_size=16, accumulation=3, model=ModelShape(ffn="moe:3", moe=MoEShape(shared_hidden=7, experts="gelu"))
+    )
     found = job.step_model(CLUSTER, 4)
     assert (found.layer.tokens, found.layer.matrices, found.moe_layers, found.micro_batches) == (4 * 256, 2, 2, 3)
     assert found.inner == 2 * 256 + 7

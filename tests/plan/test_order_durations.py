@@ -10,8 +10,8 @@ from cost.clusters import DEVICE, flat
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan
+from moesaic.plan.candidates import compile_on
 from moesaic.plan.compile import durations_on
-from moesaic.plan.layouts import compile_on
 from moesaic.program.grid import Grid
 from moesaic.program.timeline import lay_out
 from moesaic.train.balance import known_cluster, known_durations

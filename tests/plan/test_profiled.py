@@ -16,9 +16,8 @@ from moesaic.cost.step import StepCostModel
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
-from moesaic.plan.candidates import SearchSpace
+from moesaic.plan.candidates import Pins, SearchSpace
 from moesaic.plan.findings import LOSSLESS, Found, Result, Settings
-from moesaic.plan.layouts import Pins
 from moesaic.plan.model import Job
 from moesaic.plan.predict import Predictor
 from moesaic.plan.presets import PRESETS

@@ -14,9 +14,8 @@ from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import StepCostModel
 from moesaic.errors import InputError
 from moesaic.plan import compile_plan
-from moesaic.plan.candidates import SearchSpace
+from moesaic.plan.candidates import Pins, SearchSpace, layouts
 from moesaic.plan.findings import LOSSLESS, LOSSY, Result, Settings
-from moesaic.plan.layouts import Pins, layouts
 from moesaic.plan.model import DataShape, Job
 from moesaic.plan.model_shape import ModelShape, MoEShape
 from moesaic.plan.plan import Plan
@@ -31,7 +30,8 @@ JOB = Job(
         num_layers=4,
         num_heads=4,
         seq_len=256,
-        moe=MoEShape(num_experts=8, hidden=512, every=2, shared_hidden=64),
+        ffn="moe:2",
+        moe=MoEShape(num_experts=8, hidden=512, shared_hidden=64),
     ),
     data=DataShape(vocab_size=1000),
 )
@@ -59,7 +59,7 @@ def test_layouts_are_the_meshes_that_divide_everything() -> None:
     assert all(grid.ranks_per_node == 4 for grid in grids)
     fewer = {(grid.tp, grid.ep) for grid in layouts(replace(JOB, batch_size=4), CLUSTER)}
     assert {tp for tp, _ in fewer} == {2, 4}, "eight groups want eight sequences"
-    odd = replace(JOB, model=replace(JOB.model, moe=MoEShape(num_experts=6, hidden=512)))
+    odd = replace(JOB, model=replace(JOB.model, ffn="moe", moe=MoEShape(num_experts=6, hidden=512)))
     assert {grid.ep for grid in layouts(odd, CLUSTER)} == {1, 2}
 
 
@@ -113,7 +113,8 @@ def test_the_best_is_near_the_best_of_all_combinations() -> None:
 @pytest.mark.parametrize(("ep", "etp", "top_k"), [(2, 4, 2), (4, 2, 4)])
 def test_choices_that_go_only_together_are_found(ep: int, etp: int, top_k: int) -> None:
     """Multicast is best with S1 and S2 and does not go with S3, so no single choice leads from there to S3, the best."""
-    job = replace(JOB, model=replace(JOB.model, moe=MoEShape(num_experts=8, hidden=1024, top_k=top_k)))
+    moe = MoEShape(num_experts=8, hidden=1024, top_k=top_k)
+    job = replace(JOB, model=replace(JOB.model, ffn="moe", moe=moe))
     cluster = flat(2, 4, intra=1000, inter=200, intra_us=2, inter_us=5, device=DEVICE)
     space = replace(SMALL, schedules=("s1", "s2", "s3"), chunks=(1, 2, 4))
     how = {"space": space, "cluster": cluster, "pins": Pins(tp=1, ep=ep, etp=etp, innermost="etp")}
@@ -176,13 +177,13 @@ def test_parameters_lie_in_parts_on_all_ranks() -> None:
 
 
 def test_whole_experts_win_where_links_are_slow_and_tokens_many() -> None:
-    few = replace(JOB, model=replace(JOB.model, moe=MoEShape(num_experts=2, hidden=32)))
+    few = replace(JOB, model=replace(JOB.model, ffn="moe", moe=MoEShape(num_experts=2, hidden=32)))
     many = replace(few, batch_size=256)
     slow = flat(2, 4, intra=40, inter=1, device=DEVICE)
     result = found(many, slow)
     assert result.best.grid.ep == 1
     assert result.by_ep[1].best == result.best
-    large = replace(JOB, model=replace(JOB.model, moe=MoEShape(num_experts=8, hidden=4096)), batch_size=8)
+    large = replace(JOB, model=replace(JOB.model, ffn="moe", moe=MoEShape(num_experts=8, hidden=4096)), batch_size=8)
     result = found(large, slow)
     assert result.best.grid.ep > 1
     one = result.by_ep[1].best

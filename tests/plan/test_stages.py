@@ -10,9 +10,9 @@ import pytest
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.memory import GIB, usable_bytes
 from moesaic.errors import InputError
+from moesaic.plan.candidates import Pins
 from moesaic.plan.findings import Found, Settings
 from moesaic.plan.hub import read_shape
-from moesaic.plan.layouts import Pins
 from moesaic.plan.model import DataShape, Job
 from moesaic.plan.others import OthersLayout, predict
 from moesaic.plan.search import search

@@ -18,8 +18,8 @@ from moesaic.cost.profile_simulate import profiled_simulator
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan.algorithm1 import choose, measured_operations
-from moesaic.profiling import collectives as timed
-from moesaic.profiling.collectives import COLLECTIVES, all_to_all_gathered, collectives, spans
+from moesaic.profiling import links as timed
+from moesaic.profiling.links import COLLECTIVES, all_to_all_gathered, collectives, spans
 from moesaic.program.grid import Grid
 
 GRID = Grid(world=8, tp=4, ep=2, etp=4, ranks_per_node=4)

@@ -14,7 +14,7 @@ from moesaic.profiling import compute as profile_compute
 from moesaic.profiling import host as profile_shapes
 from moesaic.profiling import profile as profiling
 from moesaic.profiling.host import CalibrationStep, calibrations
-from moesaic.profiling.links import SIZES, TimedMovements, partners
+from moesaic.profiling.links import MESSAGE_SIZES, TimedMovements, partners
 from moesaic.profiling.profile import MeasuredMachine, layer_errors, measure, profile_of
 from moesaic.program.task import Op
 
@@ -25,7 +25,7 @@ REST = ClusterProfile(products=Products(rows=(1.0, 64.0), fp32=(1e9, 2e10)))
 
 
 def moved(rate: float, messages: int = 1, latency: float = 4e-4) -> TimedMovements:
-    sent = tuple(float(size * messages) for size in SIZES)
+    sent = tuple(float(size * messages) for size in MESSAGE_SIZES)
     return TimedMovements(sent, tuple((max(latency, size / rate),) * 3 for size in sent), messages)
 
 

@@ -50,20 +50,24 @@ def even_sizes(
 def even_node_tokens(grid: Grid, *, tokens: int, num_experts: int, top_k: int, num_chunks: int = 1) -> np.ndarray:
     """Return the expected visits and stops under uniform routing, int64, as `CallSizes` takes them.
 
-    A token with k of E experts has one among E / n of them with probability 1 - C(E - E / n, k) / C(E, k).
+    A token with k of E experts has one among E / n of them with probability 1 - C(E - E / n, k) / C(E, k). Two copies of it
+    there are 2 / sqrt(pi) deviations apart in their experts' runs, and in two chunks if a cut is in between.
 
     Args:
         grid: the mesh, every copy of the experts on whole nodes.
         tokens: per data-parallel group.
         num_experts: of the layer.
-        top_k: copies per token.
+        top_k: copies per token, at most 2.
         num_chunks: as the program was cut; each chunk's visits are counted apart.
     """
+    assert top_k <= 2
+    run, cuts = tokens * top_k / num_experts, [cut / num_chunks for cut in range(1, num_chunks)]
+    apart = 2 / math.sqrt(math.pi) * sum(math.sqrt(x * (1 - x) / run) for x in cuts)
     parts = []
     for places in grid.cast_levels:
         elsewhere = num_experts - num_experts // places
         share = 1 - math.comb(elsewhere, top_k) / math.comb(num_experts, top_k)
-        most = tokens * top_k / num_chunks / places
-        per_chunk = min(tokens * (1 - (1 - share) ** (1 / num_chunks)), most)
-        parts.append(np.full((grid.world, places, num_chunks), round(per_chunk / grid.tp)))
+        pairs = math.comb(num_experts // places, 2) / math.comb(num_experts, 2) if top_k == 2 else 0.0
+        all_chunks = min(tokens * (share + pairs * apart), tokens * share * num_chunks, tokens * top_k / places)
+        parts.append(np.full((grid.world, places, num_chunks), round(all_chunks / num_chunks / grid.tp)))
     return np.concatenate(parts, axis=1)

@@ -15,8 +15,8 @@ from moesaic.cost.hops import check_regular
 from moesaic.cost.symmetry import UnlikeError
 from moesaic.errors import InputError
 from moesaic.program.all_to_all import ALL_TO_ALLS
+from moesaic.program.all_to_all.algorithms import Hier2D
 from moesaic.program.all_to_all.all_to_all import PACKED, AbstractAllToAll, Leg, NodeMap, check_link
-from moesaic.program.all_to_all.hierarchical import Hier2D
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.task import Lane
 

@@ -13,7 +13,7 @@ from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.order import ORDERS
 from moesaic.program.order.exact import exact, jobs_of, preemptive, search
-from moesaic.program.order.fixed import early, fifo
+from moesaic.program.order.graph import early, fifo
 from moesaic.program.order.optsche import optsche
 from moesaic.program.passes.route_all_to_all import compress, route_all_to_all
 from moesaic.program.passes.split import split_capacity, split_peers

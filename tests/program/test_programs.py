@@ -9,7 +9,7 @@ import pytest
 
 from moesaic.errors import InputError
 from moesaic.program.build import SCHEDULES
-from moesaic.program.order.fixed import early
+from moesaic.program.order.graph import early
 from moesaic.program.passes.split import split_capacity
 from moesaic.program.task import Kind, Op, Program, State
 from moesaic.program.text import from_text, to_text

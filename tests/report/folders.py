@@ -55,5 +55,5 @@ def dense_run(folder: Path) -> Path:
         folder,
         [*lines, eval_line(30, 2.875)],
         model={"ffn": "dense", "seq_len": 8},
-        data={"path": [], "val_path": ["a"]},
+        data={"path": [], "val": ["a"]},
     )

@@ -11,7 +11,7 @@ from report.folders import dense_run, eval_line, sparse_run, train_line, write_r
 
 pytest.importorskip("plotly")
 
-from moesaic.report import charts, layers
+from moesaic.report import charts
 from moesaic.report.style import INK, run_colour, time_unit
 from moesaic.report.summary import RunSummary, read_runs
 
@@ -83,7 +83,7 @@ def test_charts_over_steps_have_a_line_per_run_and_titles(runs: list[RunSummary]
 
 
 def test_max_violation_has_a_line_per_layer_and_the_mean(runs: list[RunSummary]) -> None:
-    made = layers.max_violation(runs[0])
+    made = charts.max_violation(runs[0])
     assert [trace.name for trace in made.data] == ["layer 0", "layer 1", "mean"]
     assert list(made.data[2].y) == [0.2, 0.5, 0.7]
     assert made.data[2].line.color == INK
@@ -91,12 +91,12 @@ def test_max_violation_has_a_line_per_layer_and_the_mean(runs: list[RunSummary])
 
 
 def test_small_charts_have_no_mean(runs: list[RunSummary]) -> None:
-    for chart in (layers.dead_experts, layers.dropped_share, layers.entropy, layers.needed_capacity_factor):
+    for chart in (charts.dead_experts, charts.dropped_share, charts.entropy, charts.needed_capacity_factor):
         assert [trace.name for trace in chart(runs[0]).data] == ["layer 0", "layer 1"]
 
 
 def test_heatmap_is_load_over_mean_centred_at_one(runs: list[RunSummary]) -> None:
-    heat = layers.load_heatmap(runs[0].layers[0]).data[0]
+    heat = charts.load_heatmap(runs[0].layers[0]).data[0]
     assert list(heat.x) == [10, 20, 30]
     assert [list(row) for row in heat.z] == [
         [1.333, 2.0, 1.0],
@@ -109,11 +109,11 @@ def test_heatmap_is_load_over_mean_centred_at_one(runs: list[RunSummary]) -> Non
 
 
 def test_many_columns_are_added_up(runs: list[RunSummary]) -> None:
-    steps, shares = layers.load_shares(runs[0].layers[0], most_columns=2)
+    steps, shares = charts.load_shares(runs[0].layers[0], most_columns=2)
     assert steps == [20, 30]
     assert shares[0] == [round(10 / 6, 3), round(2 / 6, 3), 1.0, 1.0]
 
 
 def test_an_interval_without_load_is_blank(runs: list[RunSummary]) -> None:
     empty = replace(runs[0].layers[0], loads=((0, 0),), load_steps=(1,))
-    assert layers.load_shares(empty) == ([1], [[None, None]])
+    assert charts.load_shares(empty) == ([1], [[None, None]])

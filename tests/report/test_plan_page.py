@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("plotly")
 
 from moesaic.cost.cluster_file import read_cluster
+from moesaic.plan.candidates import Pins
 from moesaic.plan.findings import Settings
-from moesaic.plan.layouts import Pins
 from moesaic.plan.model import Job
 from moesaic.plan.search import search
 from moesaic.report.plan_page import roofline, stacked

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from moesaic.report.stragglers import stragglers
-from moesaic.report.summary import summarise
+from moesaic.report.summary import stragglers, summarise
 from moesaic.runtime import executor
 from runs import lines, tiny
 from train.worlds import train_on

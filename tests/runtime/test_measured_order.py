@@ -19,8 +19,8 @@ from moesaic.plan.compile import Durations
 from moesaic.program.grid import Grid
 from moesaic.program.task import Lane, Program, Task
 from moesaic.program.timeline import lay_out
-from moesaic.runtime import measured_order
-from moesaic.runtime.measured_order import TIMED, WARM_UP
+from moesaic.runtime import auto_plan
+from moesaic.runtime.auto_plan import TIMED, UNTIMED
 from moesaic.runtime.tasks import TaskClock
 
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
@@ -81,8 +81,8 @@ def seconds_of(compiled: Compiled) -> float:
 
 
 def test_the_order_is_the_best_by_the_slowest_ranks_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured_order, "TaskClock", MadeUpClock)
-    steps = WARM_UP + TIMED + 2
+    monkeypatch.setattr(auto_plan, "TaskClock", MadeUpClock)
+    steps = UNTIMED + TIMED + 2
     found = run_ranks(4, lambda transport: train(Mesh(GRID, transport), EXACT, steps))
     best = compile_plan(EXACT, GRID, host_runs_compute=True, durations=lambda p, _: FOUND[p.name])
     assumed = compile_plan(EXACT, GRID, host_runs_compute=True)
@@ -92,8 +92,8 @@ def test_the_order_is_the_best_by_the_slowest_ranks_times(monkeypatch: pytest.Mo
     assert seconds_of(best) < seconds_of(assumed)
     for ran, _ in found:
         digests = [compiled.digest for compiled in ran]
-        assert digests[: 2 * (WARM_UP + TIMED)] == [assumed.digest] * 2 * (WARM_UP + TIMED)
-        assert digests[2 * (WARM_UP + TIMED) :] == [best.digest] * 4
+        assert digests[: 2 * (UNTIMED + TIMED)] == [assumed.digest] * 2 * (UNTIMED + TIMED)
+        assert digests[2 * (UNTIMED + TIMED) :] == [best.digest] * 4
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,8 @@ def test_the_order_is_the_best_by_the_slowest_ranks_times(monkeypatch: pytest.Mo
 )
 def test_real_times_are_the_same_on_all_ranks_and_change_no_result(plan: Plan, grid: Grid) -> None:
     def rank(transport: AbstractTransport) -> tuple[list[Compiled], list[Tensor], list[Tensor]]:
-        ran, losses = train(Mesh(grid, transport), plan, WARM_UP + TIMED + 2)
-        _, others = train(Mesh(grid, transport), Plan(schedule=plan.schedule), WARM_UP + TIMED + 2)
+        ran, losses = train(Mesh(grid, transport), plan, UNTIMED + TIMED + 2)
+        _, others = train(Mesh(grid, transport), Plan(schedule=plan.schedule), UNTIMED + TIMED + 2)
         return ran, losses, others
 
     found = run_ranks(grid.world, rank)
@@ -121,7 +121,7 @@ def test_real_times_are_the_same_on_all_ranks_and_change_no_result(plan: Plan, g
 
 def test_durations_that_are_known_are_not_measured() -> None:
     def rank(transport: AbstractTransport) -> list[Compiled]:
-        return train(Mesh(GRID, transport), EXACT, WARM_UP + TIMED + 1, durations=made_up)[0]
+        return train(Mesh(GRID, transport), EXACT, UNTIMED + TIMED + 1, durations=made_up)[0]
 
     for ran in run_ranks(4, rank):
         assert len({compiled.digest for compiled in ran}) == 1
@@ -130,7 +130,7 @@ def test_durations_that_are_known_are_not_measured() -> None:
 def test_plans_whose_programs_change_keep_their_order() -> None:
     def rank(transport: AbstractTransport) -> list[Compiled]:
         plan = Plan(order="exact", chunks=2, memory_budget=1 << 30)
-        return train(Mesh(GRID, transport), plan, WARM_UP + TIMED + 1)[0]
+        return train(Mesh(GRID, transport), plan, UNTIMED + TIMED + 1)[0]
 
     for ran in run_ranks(4, rank):
         assert len({compiled.digest for compiled in ran}) == 1

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from moesaic.errors import InputError
-from moesaic.traces.check import faults
 from moesaic.traces.formats import FORMATS, ReadOptions
+from moesaic.traces.load import faults
 from moesaic.traces.synthetic import SyntheticRouting, make_trace
 from moesaic.traces.trace import Trace, TraceSegment, TraceShape
 

@@ -7,6 +7,7 @@ import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from moesaic.errors import InputError
@@ -23,8 +24,8 @@ from runs import lines, tiny
 from train.worlds import Outcome, assert_same_run, train_on
 
 BASE = {
-    "batch_size": 4, "precision": "float64", "eval_sequences": 5, "steps": 16, "save_every": 8, "eval_every": 8,
-    "optimizer": {"warmup_steps": 0, "final_share": 1.0},
+    "batch_size": 4, "precision": "float64", "evaluate": (8, 5), "steps": 16, "save": "8",
+    "optimizer": {"warmup_steps": 0, "schedule": "cosine:1"},
 }  # fmt: skip
 """A constant rate, so that a run in two parts is the run in one."""
 MESH = {"tp": 2, "ep": 2, "ranks_per_node": 1}
@@ -59,7 +60,7 @@ def slower_links() -> None:
     few_plans()
     auto_plan.PROBE_STEPS = 2
     looks = iter([1.0, 1.1, 1.4, 1.0])
-    link_rates.LinkRates._seconds = lambda self, kind, to, source: next(looks, 4.0)
+    link_rates.LinkRates._seconds = lambda self, kind: np.full(2, next(looks, 4.0))
 
 
 def runs_of(folder: Path) -> dict[str, TrainConfig]:
@@ -170,6 +171,16 @@ def test_an_arbiter_hears_of_links_that_became_slower(more) -> None:
         outcomes["balanced"][0].said
     )
     assert_same_run(folder / "plain", folder / "balanced")
+
+
+def test_changes_of_links_are_told_by_node() -> None:
+    assert auto_plan.link_changes("outside", (0.25, 0.25)) == "links between nodes are 0.25 times as fast as they were"
+    assert auto_plan.link_changes("outside", (1.0, 0.5, 1.0, 0.5)) == (
+        "of links between nodes, those of nodes 1, 3 are 0.50 times as fast as they were"
+    )
+    assert auto_plan.link_changes("inside", (1.0, 2.0)) == (
+        "of links inside nodes, those of node 1 are 2.00 times as fast as they were"
+    )
 
 
 def test_slower_links_are_searched_as_a_slower_cluster_is(tmp_path) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 
 from helpers import pairwise
 from moesaic.errors import InputError
-from moesaic.experts.stacked import stored_tensors
+from moesaic.experts.experts import stored_tensors
 from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.gpt import GPT
 from moesaic.train import checkpoint as checkpoint_module
@@ -373,7 +373,7 @@ def test_recomputing_activations_is_no_other_architecture(tmp_path):
 
 KNOBS = {
     "losses": ("load_balance_sequence:0.5", "z_loss:0.1", "importance:0.1"), "capacity": "fixed:2:score",
-    "router_options": {"bias_rate": 0.1},
+    "router": "sigmoid:bias_rate=0.1",
 }  # fmt: skip
 
 
@@ -396,11 +396,11 @@ OTHER_SHAPES = {
     "moe.top_k": (SHAPE, {}, {"top_k": 1}),
     "moe.hidden": (SHAPE, {}, {"hidden": 16}),
     "moe.shared_hidden": (SHAPE, {}, {"shared_hidden": 8}),
-    "moe.every": (SHAPE, {}, {"every": 2}),
+    "ffn ": (SHAPE, {"ffn": "moe:2"}, {}),
     "moe.router": (SHAPE, {}, {"router": "gshard"}),
     "moe.experts": (SHAPE, {}, {"experts": "gelu"}),
-    "moe.router_options.num_groups": (GROUPED, {}, {"router_options": {"num_groups": 2}}),
-    "moe.router_options.top_groups": (GROUPED, {}, {"router_options": {"top_groups": 1}}),
+    "moe.router_options.num_groups": (GROUPED, {}, {"router": "group_limited:num_groups=2"}),
+    "moe.router_options.top_groups": (GROUPED, {}, {"router": "group_limited:top_groups=1"}),
     "dense_hidden": (DENSE, {"dense_hidden": 48}, {}),
 }
 
@@ -410,7 +410,7 @@ def test_every_field_of_the_architecture_counts(field):
     shape, outer, inner = OTHER_SHAPES[field]
     other = replace(shape, **outer, moe=replace(shape.moe, **inner))
     one, two = architecture(shape), architecture(other)
-    assert [name for name in one if name in two and one[name] != two[name]] == [f"model.{field}"]
+    assert [name for name in one if name in two and one[name] != two[name]] == [f"model.{field.strip()}"]
 
 
 def test_a_dense_model_is_compared_by_its_width():
@@ -474,7 +474,7 @@ def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fails_at", ["model.safetensors", "optimizer.safetensors"])
 def test_a_full_disk_leaves_earlier_checkpoints_and_metrics(tmp_path, monkeypatch, fails_at):
-    config = tiny(tmp_path, steps=3, save_every=1)
+    config = tiny(tmp_path, steps=3, save="1")
     plain = checkpoint_module.save_file
     before: dict[str, bytes] = {}
 

@@ -49,15 +49,15 @@ def with_options_beside(folder: Path) -> None:
 
     def change(state: dict) -> None:
         moe = state["model_config"]["moe"]
-        moe |= {"num_groups": 4, "top_groups": 2, **moe.pop("router_options")}
+        moe |= {"router": "sigmoid", "num_groups": 4, "top_groups": 2, "bias_rate": 0.02}
 
     as_version_2(folder, change)
 
 
 @pytest.mark.parametrize("rewrite", [as_version_1, as_version_2, with_options_beside])
 def test_a_run_of_an_earlier_version_goes_on(tmp_path, rewrite):
-    moe = {"router": "sigmoid", "router_options": {"bias_rate": 0.02}}
-    config = tiny(tmp_path, steps=4, save_every=2, model={"moe": moe})
+    moe = {"router": "sigmoid:bias_rate=0.02"}
+    config = tiny(tmp_path, steps=4, save="2", model={"moe": moe})
     run_quietly(config)
     whole = parameters(tmp_path / "run")
     expected = losses(tmp_path / "run")

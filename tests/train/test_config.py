@@ -6,28 +6,42 @@ import ast
 import inspect
 import json
 import math
+import re
 from dataclasses import FrozenInstanceError, fields, is_dataclass
 from functools import reduce
 
 import pytest
 
+from moesaic.balance.policies import EXPERT_PLACERS, REPLICATION_POLICIES
 from moesaic.configfile import as_json, override
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig, MoEConfig
+from moesaic.routing.routers import ON_MESH, ROUTERS
 from moesaic.train import config as config_module
-from moesaic.train.config import RENAMED, DataConfig, OptimizerConfig, TrainConfig, of_today
+from moesaic.train.config import (
+    RENAMED,
+    WAYS_DOWN,
+    BalanceConfig,
+    DataConfig,
+    OptimizerConfig,
+    Saves,
+    TrainConfig,
+    of_today,
+)
 
 BAD = [
     (lambda: TrainConfig(steps=0), "steps=0: must be at least 1"),
     (lambda: TrainConfig(batch_size=-1), "batch_size=-1: must be at least 1"),
     (lambda: TrainConfig(accumulation=0), "accumulation=0: must be at least 1"),
     (lambda: TrainConfig(log_every=0), "log_every=0: must be at least 1"),
-    (lambda: TrainConfig(eval_every=0), "eval_every=0: must be at least 1"),
-    (lambda: TrainConfig(eval_sequences=0), "eval_sequences=0: must be at least 1"),
-    (lambda: TrainConfig(save_every=0), "save_every=0: must be at least 1"),
-    (lambda: TrainConfig(keep_last=0), "keep_last=0: must be at least 1"),
-    (lambda: TrainConfig(patience=0.5), "^patience=0.5: choose from 1 to 1500 seconds"),
-    (lambda: TrainConfig(start_patience=math.nan), "start_patience=nan: choose from 1 to 1500 seconds"),
+    (lambda: TrainConfig(evaluate=(0, 4)), r"^evaluate=\(0, 4\): both numbers must be at least 1"),
+    (lambda: TrainConfig(evaluate=(4, 0)), r"^evaluate=\(4, 0\): both"),
+    *(
+        (lambda bad=bad: TrainConfig(save=bad), f"^save='{bad}': write the steps between checkpoints, at least 1")
+        for bad in ("", "0", "-1", "x", "2:keep=0", "2:keep", "2:background:keep=3", "2:later")
+    ),
+    (lambda: TrainConfig(patience=(300.0, 0.5)), r"^patience=\(300.0, 0.5\): choose both from 1 to 1500 seconds"),
+    (lambda: TrainConfig(patience=(math.nan, 600.0)), r"^patience=\(nan, 600.0\): choose both from 1 to 1500 seconds"),
     (lambda: TrainConfig(trackers=("wandb",)), "trackers: 'wandb' is unknown: write tensorboard, or wandb:PROJECT"),
     (lambda: TrainConfig(trackers=("mlflow:x",)), "trackers: 'mlflow:x' is unknown"),
     (lambda: TrainConfig(threads=0), "threads=0: must be at least 1"),
@@ -43,9 +57,13 @@ BAD = [
         lambda: of_today({"model": {"moe": {"admit_by": "score"}}}, "here"),
         "^here: model.moe.admit_by is now model.moe.capacity",
     ),
-    (lambda: DataConfig(val_share=0.0), "data.val_share=0.0: choose a share between 0 and 1"),
-    (lambda: DataConfig(val_share=1.0), "data.val_share=1.0"),
-    (lambda: DataConfig(val_share=float("nan")), "data.val_share=nan"),
+    *(
+        (
+            lambda bad=bad: DataConfig(val=bad),
+            f"^data.val={' '.join(bad)}: name files, or write a share between 0 and 1 alone",
+        )
+        for bad in ((), ("share:0",), ("share:1.0",), ("share:nan",), ("share:x",), ("share:0.1", "a.txt"))
+    ),
     (lambda: DataConfig(vocab_size=0), "data.vocab_size=0: must be at least 1"),
     (lambda: OptimizerConfig(lr=0.0), "optimizer.lr=0.0: must be above 0"),
     (lambda: OptimizerConfig(lr=math.inf), "optimizer.lr=inf: must be above 0 and finite"),
@@ -59,7 +77,29 @@ BAD = [
     (lambda: OptimizerConfig(clip_norm=-1.0), "clip_norm"),
     (lambda: OptimizerConfig(betas=(1.0, 0.9)), r"optimizer.betas=\(1.0, 0.9\): both must be at least 0 and below 1"),
     (lambda: OptimizerConfig(betas=(0.9, -0.1)), r"optimizer.betas=\(0.9, -0.1\)"),
-    (lambda: OptimizerConfig(final_share=1.5), "optimizer.final_share=1.5: choose a share from 0 to 1"),
+    *(
+        (
+            lambda bad=bad: OptimizerConfig(schedule=bad),
+            f"^optimizer.schedule='{bad}': write one of cosine, linear, wsd",
+        )
+        for bad in ("cosine:1.5", "cosine:", "linear:x", "step", "")
+    ),
+    *(
+        (
+            lambda bad=bad: OptimizerConfig(rates=bad),
+            f"^optimizer.rates={' '.join(bad)}: write experts and routers once",
+        )
+        for bad in (("experts",), ("experts:-1",), ("routers:inf",), ("norms:1",), ("routers:1", "routers:2"))
+    ),
+    *(
+        (lambda bad=bad: BalanceConfig(**bad), message)
+        for bad, message in (
+            ({"replication": "spill:counts"}, "^balance.replication='spill:counts': only arbiter:counts takes a word"),
+            ({"experts": "none:50"}, "^balance.experts='none:50': write the steps between decisions"),
+            ({"experts": "balanced:"}, "^balance.experts='balanced:': write the steps between decisions"),
+            ({"experts": "best"}, "^balance.experts='best' is unknown: choose one of none, balanced, smartmoe"),
+        )
+    ),
 ]
 
 
@@ -113,7 +153,7 @@ def test_files_of_earlier_versions_say_the_same_under_todays_names():
     assert (found.model.dim, found.planner.cluster) == (32, "p.json")
     assert found.model.moe == MoEConfig(
         capacity="fitted:2.0:rank:score", losses=("load_balance_sequence:0.02", "importance:0.0", "z_loss:0.001"),
-        router="sigmoid", router_options={"bias_rate": 0.1},
+        router="sigmoid:bias_rate=0.1",
     )  # fmt: skip
     assert {name: table[name] for name in kept} == kept, "the table of the caller stays as it was"
     assert of_today(json.loads(as_json(TrainConfig())), "here") == json.loads(as_json(TrainConfig()))
@@ -122,4 +162,71 @@ def test_files_of_earlier_versions_say_the_same_under_todays_names():
 def test_what_was_renamed_is_a_field_no_more():
     for path in RENAMED:
         *outer, name = path.split(".")
-        assert not hasattr(reduce(getattr, outer, TrainConfig()), name), path
+        assert name not in {each.name for each in fields(reduce(getattr, outer, TrainConfig()))}, path
+
+
+def test_choices_that_had_fields_beside_them_are_read_with_these():
+    """As runs wrote them: every field, what has no effect included."""
+    table = {
+        "patience": 60.0, "start_patience": 30.0, "eval_every": 7, "eval_sequences": 3, "save_every": 5, "keep_last": 4,
+        "save_in_background": True, "data": {"val_path": [], "val_share": 0.07},
+        "optimizer": {"schedule": "wsd", "final_share": 0.3, "expert_rate": 0.5, "router_rate": 1.0},
+        "balance": {"replication": "arbiter", "learn": False, "experts": "smartmoe", "experts_every": 9},
+        "mesh": {"ep": 2},
+        "model": {
+            "ffn": "moe", "block": {"positions": "rotary", "rope": [500.0, 2.0]},
+            "moe": {
+                "every": 2, "router": "group_limited", "router_options": {"num_groups": 4, "normalize": False, "scale": 2.5},
+            },
+        },
+    }  # fmt: skip
+    found = override(TrainConfig(), of_today(table, "here"), source="here")
+    assert (found.patience, found.evaluate, found.save) == ((30.0, 60.0), (7, 3), "5:keep=4:background")
+    assert found.saving() == Saves(every=5, keep=4, in_background=True)
+    assert (found.data.val, found.data.val_share, found.data.val_path) == (("share:0.07",), 0.07, ())
+    optimizer, balance, model = found.optimizer, found.balance, found.model
+    assert (optimizer.schedule, optimizer.way_down, optimizer.final_share) == ("wsd:0.3", "wsd", 0.3)
+    assert (optimizer.rates, optimizer.rate_of("experts"), optimizer.rate_of("routers")) == (("experts:0.5",), 0.5, 1.0)
+    assert (balance.replication, balance.policy, balance.learns) == ("arbiter:counts", "arbiter", False)
+    assert (balance.experts, balance.expert_policy, balance.experts_every) == ("smartmoe:9", "smartmoe", 9)
+    assert (model.ffn, model.block.positions, model.block.rope) == ("moe:2", "rotary:500.0:2.0", (500.0, 2.0))
+    assert model.moe.router_name == "group_limited"
+    assert model.moe.router_options == {"num_groups": 4, "normalize": False, "scale": 2.5}
+
+    plain = {
+        "data": {"val_path": ["a.txt"], "val_share": 0.05}, "balance": {"replication": "none", "learn": False},
+        "model": {"ffn": "dense", "block": {"positions": "learned", "rope": [10000.0, 1.0]}, "moe": {"every": 3}},
+    }  # fmt: skip
+    found = override(TrainConfig(), of_today(plain, "here"), source="here")
+    assert (found.data.val_path, found.balance.replication) == (("a.txt",), "none")
+    assert (found.model.ffn, found.model.block.rope) == ("dense", None)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"start_patience": 30.0}, "start_patience is now the first number of patience, as --patience 300 600"),
+        ({"eval_every": 7}, "eval_every is now evaluate, with eval_sequences"),
+        ({"keep_last": 7}, "keep_last is now save, as --save 250:keep=2"),
+        ({"optimizer": {"final_share": 0.2}}, "optimizer.final_share is now optimizer.schedule, as cosine:0.1"),
+        ({"balance": {"learn": False}}, "balance.learn is now balance.replication, as arbiter:counts"),
+        ({"balance": {"experts_every": 7}}, "balance.experts_every is now balance.experts, as balanced:50"),
+        ({"model": {"block": {"rope": [1.0, 1.0]}}}, "model.block.rope is now model.block.positions"),
+        ({"model": {"moe": {"every": 2}}}, "model.moe.every is now model.ffn, as moe:2"),
+        ({"model": {"moe": {"router_options": {"scale": 2.0}}}}, "model.moe.router_options is now model.moe.router, as sig"),
+    ],
+)  # fmt: skip
+def test_a_part_of_an_earlier_choice_is_refused(table, message):
+    with pytest.raises(InputError, match=f"^here: {message}"):
+        of_today(table, "here")
+
+
+def test_what_is_written_in_words_is_explained_with_all_its_names():
+    """No list of choices stands in the help of a field whose words take options."""
+    for kind, name, names in (
+        (MoEConfig, "router", ROUTERS | ON_MESH), (BalanceConfig, "replication", REPLICATION_POLICIES),
+        (BalanceConfig, "experts", EXPERT_PLACERS), (OptimizerConfig, "schedule", WAYS_DOWN),
+    ):  # fmt: skip
+        source = inspect.getsource(kind)
+        text = source[source.index(f"    {name}: str") :].split('"""')[1]
+        assert [each for each in names if each not in re.findall(r"\w+", text)] == [], name

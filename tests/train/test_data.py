@@ -88,11 +88,11 @@ def test_the_split_depends_on_names_below_the_root_only():
 def test_many_files_are_split_by_file_and_few_by_position(tmp_path):
     for index in range(FEW_FILES + 20):
         (tmp_path / f"{index:03}.txt").write_text(f"<{index:03}>")
-    corpus = load_corpus(data(tmp_path, val_share=0.3))
+    corpus = load_corpus(data(tmp_path, val=("share:0.3",)))
     train, val = bytes(corpus.train), bytes(corpus.val)
     assert sorted((train + b"\0" + val).split(b"\0")) == [b"<%03d>" % i for i in range(FEW_FILES + 20)]
     assert val.count(b"<") > 2
-    few = load_corpus(data(*[tmp_path / f"{i:03}.txt" for i in range(4)], val_share=0.25))
+    few = load_corpus(data(*[tmp_path / f"{i:03}.txt" for i in range(4)], val=("share:0.25",)))
     assert bytes(few.train) == b"<000>\0<001>\0<002>"
     assert bytes(few.val) == b"\0<003>"
 
@@ -104,17 +104,17 @@ def test_an_empty_file_is_not_set_aside(tmp_path):
     emptied = split_by_name(files, 0.3, None)[1]
     for path in emptied[:-1]:
         path.write_text("")
-    corpus = load_corpus(data(tmp_path, val_share=0.3))
+    corpus = load_corpus(data(tmp_path, val=("share:0.3",)))
     assert bytes(corpus.val) == b"text of " + emptied[-1].name.encode()
     emptied[-1].write_text("")
-    corpus = load_corpus(data(tmp_path, val_share=0.3))
+    corpus = load_corpus(data(tmp_path, val=("share:0.3",)))
     assert len(corpus.val) > 0
 
 
 def test_validation_files_of_ones_own(tmp_path):
     (tmp_path / "a.txt").write_text("training")
     (tmp_path / "b.txt").write_text("validation")
-    corpus = load_corpus(data(tmp_path / "a.txt", val_path=(str(tmp_path / "b.txt"),)))
+    corpus = load_corpus(data(tmp_path / "a.txt", val=(str(tmp_path / "b.txt"),)))
     assert (bytes(corpus.train), bytes(corpus.val)) == (b"training", b"validation")
     assert corpus.description == "2 files"
 
@@ -156,8 +156,8 @@ def test_nothing_there_is_an_error(tmp_path):
     for pattern in ("absent.txt", "*.txt"):
         with pytest.raises(InputError, match=r"data.path: nothing at .*: give a text file, a folder, a glob or a .bin"):
             find_files((str(tmp_path / pattern),), "data.path")
-    with pytest.raises(InputError, match=r"data.val_path: no text or .bin files in"):
-        find_files((str(tmp_path),), "data.val_path")
+    with pytest.raises(InputError, match=r"data.val: no text or .bin files in"):
+        find_files((str(tmp_path),), "data.val")
 
 
 def test_empty_files_are_an_error(tmp_path):
@@ -174,8 +174,8 @@ def test_kinds_do_not_mix(tmp_path):
     with pytest.raises(InputError, match=r"data.path: .bin files and text files are mixed"):
         load_corpus(data(text, tokens))
     for path, val_path in ((text, tokens), (tokens, text)):
-        with pytest.raises(InputError, match=r"data.path and data.val_path: .bin files and text files are mixed"):
-            load_corpus(data(path, val_path=(str(val_path),)))
+        with pytest.raises(InputError, match=r"data.path and data.val: .bin files and text files are mixed"):
+            load_corpus(data(path, val=(str(val_path),)))
 
 
 def test_a_folder_gives_its_text_files_only(tmp_path):
@@ -261,7 +261,7 @@ def test_bin_files_are_little_endian_integers(tmp_path, dtype, largest):
     path = tokens_file(tmp_path / "a.bin", ids, dtype)
     if dtype == "uint8":  # the others follow from the vocabulary
         path.with_suffix(".json").write_text('{"dtype": "uint8"}')
-    corpus = load_corpus(data(path, vocab_size=largest + 1, val_share=0.1))
+    corpus = load_corpus(data(path, vocab_size=largest + 1, val=("share:0.1",)))
     assert corpus.train.tolist() == ids[:90]
     assert corpus.val.tolist() == ids[90:]
     assert isinstance(corpus.train, np.memmap)
@@ -275,9 +275,9 @@ def test_bin_files_are_little_endian_integers(tmp_path, dtype, largest):
 
 def test_several_bin_files_stand_in_a_row(tmp_path):
     paths = [tokens_file(tmp_path / f"{i}.bin", list(range(10 * i, 10 * i + 10)), "uint16") for i in range(3)]
-    corpus = load_corpus(data(*paths, val_share=0.5))
+    corpus = load_corpus(data(*paths, val=("share:0.5",)))
     assert [*corpus.train.tolist(), *corpus.val.tolist()] == list(range(30))
-    corpus = load_corpus(data(*paths[:2], val_path=(str(paths[2]),)))
+    corpus = load_corpus(data(*paths[:2], val=(str(paths[2]),)))
     assert corpus.train.tolist() == list(range(20))
     assert corpus.val.tolist() == list(range(20, 30))
 
@@ -311,9 +311,9 @@ def test_documents_are_separated(tmp_path):
     (tmp_path / "a.txt").write_text("one two one two")
     (tmp_path / "b.txt").write_text("three")
     val = tuple(str(tmp_path / name) for name in ("a.txt", "b.txt"))
-    corpus = load_corpus(data(tmp_path / "a.txt", val_path=val))
+    corpus = load_corpus(data(tmp_path / "a.txt", val=val))
     assert bytes(corpus.val) == b"one two one two\0three"
     assert corpus.val_bytes == 21
-    corpus = load_corpus(data(tmp_path / "a.txt", val_path=val, vocab_size=300))
+    corpus = load_corpus(data(tmp_path / "a.txt", val=val, vocab_size=300))
     assert corpus.val.tolist().count(0) == 1
     assert corpus.val_bytes == 21

@@ -153,7 +153,7 @@ def test_what_is_no_text_is_refused_by_name_and_left_out_of_a_folder(tmp_path, k
 
 
 def test_documents_of_rows_are_separated_like_files(tmp_path):
-    corpus = load_corpus(DataConfig(path=(str(text(tmp_path / "a.jsonl", LINES)),), val_share=0.2))
+    corpus = load_corpus(DataConfig(path=(str(text(tmp_path / "a.jsonl", LINES)),), val=("share:0.2",)))
     assert bytes(corpus.train) + bytes(corpus.val) == b"\0".join(TEXTS)
 
 
@@ -181,7 +181,7 @@ def save_to_disk(folder: Path, texts: list[str], column: str = "text") -> Path:
 def test_a_saved_dataset_is_its_table(tmp_path):
     folder = save_to_disk(tmp_path / "saved", ["one", "two", "three"])
     assert find_files((str(folder),), "data.path") == [folder / "data-00000-of-00001.arrow"]
-    corpus = load_corpus(DataConfig(path=(str(folder),), val_share=0.3))
+    corpus = load_corpus(DataConfig(path=(str(folder),), val=("share:0.3",)))
     assert bytes(corpus.train) + bytes(corpus.val) == b"one\0two\0three"
 
 

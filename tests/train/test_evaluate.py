@@ -31,7 +31,7 @@ def test_the_loss_per_byte_of_a_bpe_counts_bytes(tmp_path):
 
 
 def test_the_validation_loss_is_that_of_the_model_over_the_windows(tmp_path):
-    config = tiny(tmp_path, steps=1, eval_sequences=3)
+    config = tiny(tmp_path, steps=1, evaluate=(100, 3))
     run_quietly(config)
     model = GPT(config.model, 256)
     model.load_state_dict(parameters(tmp_path / "run"))
@@ -50,7 +50,7 @@ def test_the_validation_loss_is_that_of_the_model_over_the_windows(tmp_path):
 def test_bytes_that_are_no_text_count_as_bytes_under_a_bpe(tmp_path):
     config = tiny(tmp_path, steps=1, data={"vocab_size": 300})
     (tmp_path / "val.txt").write_bytes(b"caf\xe9 abc def\xff\xfe" * 40)
-    result, _ = run_quietly(replace(config, data=replace(config.data, val_path=(str(tmp_path / "val.txt"),))))
+    result, _ = run_quietly(replace(config, data=replace(config.data, val=(str(tmp_path / "val.txt"),))))
     (line,) = lines(tmp_path / "run", "eval")
     tokens = BPETokenizer.load(tmp_path / "run" / "tokenizer.json").encode((tmp_path / "val.txt").read_bytes())
     assert len(tokens) > 3 * 40
@@ -77,7 +77,7 @@ def test_the_batch_size_does_not_change_the_loss(tmp_path):
 
 
 def test_a_validation_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):
-    config = tiny(tmp_path, steps=4, save_every=2, eval_every=3)
+    config = tiny(tmp_path, steps=4, save="2", evaluate=(3, 4))
     plain = GPT.forward
 
     def spoilt(self, tokens, targets=None, **options):

@@ -32,7 +32,7 @@ from runs import (
 
 VARIANTS = {
     "noisy": {"model": {"moe": {"router": "noisy"}}},
-    "sigmoid": {"model": {"moe": {"router": "sigmoid", "router_options": {"bias_rate": 0.01}}}},
+    "sigmoid": {"model": {"moe": {"router": "sigmoid:bias_rate=0.01"}}},
     "global batch": {"model": {"moe": {"losses": ["load_balance_global_batch:0.01"]}}},
     "bpe": {"data": {"vocab_size": 300}, "model": {"moe": {"router": "noisy"}}},
     "recomputed": {"model": {"checkpoint_activations": True, "moe": {"router": "noisy"}}},
@@ -150,7 +150,7 @@ def test_a_run_taken_up_after_its_last_step_is_evaluated_again(tmp_path):
 
 
 def test_steps_after_the_last_checkpoint_are_taken_again(tmp_path):
-    config = tiny(tmp_path, steps=4, save_every=2, eval_every=1)
+    config = tiny(tmp_path, steps=4, save="2", evaluate=(1, 4))
     run_quietly(config)
     expected = losses(tmp_path / "run")
     for path in list_checkpoints(tmp_path / "run" / "checkpoints")[1:]:
@@ -164,7 +164,7 @@ def test_steps_after_the_last_checkpoint_are_taken_again(tmp_path):
 def test_evaluating_and_logging_change_nothing(tmp_path):
     seldom = tiny(tmp_path, **VARIANTS["noisy"])
     run_quietly(seldom)
-    often = replace(seldom, out=str(tmp_path / "often"), eval_every=1, save_every=1)
+    often = replace(seldom, out=str(tmp_path / "often"), evaluate=(1, 4), save="1")
     run_quietly(often)
     assert losses(tmp_path / "often") == losses(tmp_path / "run")
     assert_same(parameters(tmp_path / "often"), parameters(tmp_path / "run"))
@@ -204,7 +204,7 @@ def test_the_z_loss_reaches_the_gradient(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoint(tmp_path, monkeypatch):
-    config = tiny(tmp_path, steps=5, save_every=2, numbers={"most_skipped": 1})
+    config = tiny(tmp_path, steps=5, save="2", numbers={"most_skipped": 1})
     plain, calls = GPT.forward, []
 
     def spoilt(self, tokens, targets=None, **options):
@@ -234,7 +234,7 @@ def test_an_absurd_learning_rate_says_that_nothing_was_saved(tmp_path):
 
 
 def test_parameters_that_are_not_finite_are_not_saved(tmp_path, monkeypatch):
-    config = tiny(tmp_path, steps=3, save_every=1)
+    config = tiny(tmp_path, steps=3, save="1")
     plain = torch.optim.AdamW.step
 
     def spoil(self, *options):
@@ -311,8 +311,8 @@ def test_clipping_can_be_turned_off(tmp_path):
     assert norms[0] == pytest.approx(0.1 * 1e-3, rel=1e-2)
 
 
-def test_saving_honours_save_every_and_keep_last(tmp_path):
-    run_quietly(tiny(tmp_path, steps=5, save_every=2, keep_last=2))
+def test_saving_honours_when_and_how_many(tmp_path):
+    run_quietly(tiny(tmp_path, steps=5, save="2:keep=2"))
     kept = [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")]
     assert kept == ["step-00000004", "step-00000005"]
     assert not [name for name in snapshot(tmp_path / "run") if ".writing" in name]
@@ -335,12 +335,12 @@ def test_a_checkpoint_is_written_while_training_goes_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "save_file", slowly)
     monkeypatch.setattr(Trainer, "_step", stepping)
-    config = tiny(tmp_path, steps=7, save_every=2, keep_last=9, save_in_background=True)
+    config = tiny(tmp_path, steps=7, save="2:keep=9:background")
     run_quietly(config)
     assert waited[0]
     monkeypatch.undo()
     skip_measuring(monkeypatch)
-    run_quietly(replace(config, out=str(tmp_path / "waits"), save_in_background=False))
+    run_quietly(replace(config, out=str(tmp_path / "waits"), save="2:keep=9"))
     assert losses(tmp_path / "run") == losses(tmp_path / "waits")
     for one, other in zip(*(list_checkpoints(tmp_path / out / "checkpoints") for out in ("run", "waits")), strict=True):
         assert one.name == other.name

@@ -105,7 +105,7 @@ def events(folder: Path) -> EventAccumulator:
 
 
 def test_tensorboard_holds_the_scalars_of_a_run(tmp_path):
-    run_quietly(tiny(tmp_path, trackers=["tensorboard"], eval_every=2))
+    run_quietly(tiny(tmp_path, trackers=["tensorboard"], evaluate=(2, 4)))
     found = events(tmp_path / "run")
     assert [event.step for event in found.Scalars("train/loss")] == [1, 2, 3, 4]
     for event, (step, loss) in zip(found.Scalars("train/loss"), losses(tmp_path / "run")):

@@ -88,7 +88,7 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_step_whose_numbers_are_wrong_is_left_out_and_says_where_it_began(tmp_path, fault, said):
     spoil_steps({2: fault})
-    result, screen = run_quietly(tiny(tmp_path, steps=5, save_every=1, keep_last=9))
+    result, screen = run_quietly(tiny(tmp_path, steps=5, save="1:keep=9"))
     assert result.step == 5
     assert [step for step, _ in losses(tmp_path / "run")] == [1, 2, 4, 5]
     (line,) = lines(tmp_path / "run", "skipped")
@@ -166,7 +166,7 @@ def _drift(by: float) -> None:
 
 
 def test_ranks_whose_copies_of_a_weight_drift_apart_are_named(tmp_path):
-    config = tiny(tmp_path, steps=4, batch_size=4, eval_every=2, save_every=1, mesh={"tp": 2, "ep": 2})
+    config = tiny(tmp_path, steps=4, batch_size=4, evaluate=(2, 4), save="1", mesh={"tp": 2, "ep": 2})
     (outcomes,) = train_on(2, [config], partial(_drift, 0.01))
     (said,) = {each.refusal for each in outcomes}
     assert said.startswith(
@@ -223,7 +223,7 @@ def leaping(monkeypatch: pytest.MonkeyPatch, micro_batch: int) -> None:
 
 @pytest.mark.parametrize("spikes", ["warn", "rollback"])
 def test_a_leap_is_said_or_rolled_back(tmp_path, monkeypatch, spikes):
-    config = tiny(tmp_path, steps=26, save_every=10, optimizer={"lr": 1e-3}, numbers={"spikes": spikes})
+    config = tiny(tmp_path, steps=26, save="10", optimizer={"lr": 1e-3}, numbers={"spikes": spikes})
     leaping(monkeypatch, 22)
     result, screen = run_quietly(config)
     assert result.step == 26
@@ -247,7 +247,7 @@ def test_a_run_that_leaps_whatever_it_trains_on_goes_on_after_three_returns(tmp_
         return (10 * loss if self.state.step == 22 else loss), auxiliary
 
     monkeypatch.setattr(Trainer, "_accumulate", accumulate)
-    config = tiny(tmp_path, steps=26, save_every=20, optimizer={"lr": 1e-3}, numbers={"spikes": "rollback"})
+    config = tiny(tmp_path, steps=26, save="20", optimizer={"lr": 1e-3}, numbers={"spikes": "rollback"})
     monkeypatch.setattr("moesaic.train.numbers.FEWEST", 2)
     result, screen = run_quietly(config)
     assert result.step == 26

@@ -14,7 +14,7 @@ from moesaic.train.config import TrainConfig
 from runs import assert_same, lines, parameters, run_quietly, skip_measuring, tiny
 from train.worlds import Outcome, assert_same_run, difference, train_on
 
-BASE = {"batch_size": 4, "precision": "float64", "eval_sequences": 5, "eval_every": 2, "steps": 2}
+BASE = {"batch_size": 4, "precision": "float64", "evaluate": (2, 5), "steps": 2}
 DENSE = {"model": {"ffn": "dense", "dense_hidden": 24}}
 ODD_VOCABULARY = {"data": {"vocab_size": 301}, "model": {"ffn": "dense", "dense_hidden": 24}}
 FULL = {
@@ -22,7 +22,7 @@ FULL = {
     "model": {
         "checkpoint_activations": True,
         "moe": {
-            "router": "sigmoid", "router_options": {"bias_rate": 0.01}, "shared_hidden": 8, "capacity": "fixed:1",
+            "router": "sigmoid:bias_rate=0.01", "shared_hidden": 8, "capacity": "fixed:1",
             "losses": ["load_balance_global_batch:0.01", "z_loss:0.01"],
         },
     },
@@ -73,7 +73,7 @@ def refusals(folder: Path) -> dict[str, TrainConfig | list[TrainConfig]]:
             folder, **BASE, mesh={"ep": 2}, plan={"all_to_all": "multicast"}, balance={"replication": "shadow"}
         ),
         r"InputError: out=.*blocked: holds checkpoints, which no run wrote": replace(
-            base, out=str(folder / "blocked"), save_every=1
+            base, out=str(folder / "blocked"), save="1"
         ),
         r"TrainingError: .* of step 2 is not finite": tiny(folder, **BASE, optimizer={"lr": 1e300, "warmup_steps": 0}),
     }
@@ -81,7 +81,7 @@ def refusals(folder: Path) -> dict[str, TrainConfig | list[TrainConfig]]:
 
 def chain(folder: Path) -> list[TrainConfig]:
     """Return a run that changes its mesh: one process took its first step, its last is taken by one again."""
-    base = tiny(folder, **BASE | {"steps": 1}, out=str(folder / "chain"), save_every=1)
+    base = tiny(folder, **BASE | {"steps": 1}, out=str(folder / "chain"), save="1")
     run_quietly(base)
     first = tiny(folder, **BASE, out=base.out, existing="resume", mesh={"tp": 2, "ep": 2})
     second = tiny(folder, **BASE | {"steps": 3}, out=base.out, existing="resume", mesh={"etp": 2})
@@ -90,7 +90,7 @@ def chain(folder: Path) -> list[TrainConfig]:
 
 def noisy(folder: Path, mesh: str) -> list[TrainConfig]:
     """Return a run in one go, and one that is taken up again after one, with an evaluation more; the rate is constant."""
-    changes = {**BASE, "model": {"moe": {"router": "noisy"}}, "optimizer": {"warmup_steps": 0, "final_share": 1.0}}
+    changes = {**BASE, "model": {"moe": {"router": "noisy"}}, "optimizer": {"warmup_steps": 0, "schedule": "cosine:1"}}
     shape = {"tp": {"tp": 2}, "dp": {"ep": 2}}[mesh]
     whole = tiny(folder, **changes, mesh=shape, out=str(folder / f"whole-{mesh}"))
     parts = replace(whole, out=str(folder / f"parts-{mesh}"), existing="resume")
@@ -112,7 +112,7 @@ def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
         for mesh in ("tp", "dp"):
             runs |= {f"noisy {mesh} {place}": config for place, config in enumerate(noisy(folder, mesh))}
         meshed = pairs["tp and ep, s1"][1]
-        background = {"save_every": 1, "keep_last": 9, "save_in_background": True}
+        background = {"save": "1:keep=9:background"}
         runs["background"] = replace(meshed, **background, out=str(folder / "background"))
         (folder / "blocked").mkdir()
         (folder / "blocked" / "checkpoints").write_text("a file")
@@ -154,7 +154,7 @@ def test_a_run_goes_on_over_other_meshes_and_one_process(world, monkeypatch):
     rates = [(line["loss"], line["grad_norm"]) for line in lines(folder / "chain", "train")]
     # The schedule of the rate depends on `steps`, which grew: the runs part ways as one process's would.
     for steps in (1, 2, 3, 4):
-        config = tiny(folder, **BASE | {"steps": steps}, out=str(folder / "again"), save_every=1, existing="resume")
+        config = tiny(folder, **BASE | {"steps": steps}, out=str(folder / "again"), save="1", existing="resume")
         run_quietly(config)
     expected = [(line["loss"], line["grad_norm"]) for line in lines(folder / "again", "train")]
     assert rates == [pytest.approx(pair, abs=1e-9) for pair in expected]

@@ -12,15 +12,14 @@ from runs import run_quietly, skip_measuring, tiny
 from train.worlds import Outcome, assert_same_run, train_on
 
 MOE = {
-    "every": 2,
     "num_experts": 4,
     "top_k": 2,
     "hidden": 16,
     "losses": ["load_balance_global_batch:0.01", "z_loss:0.01"],
 }
-MODEL = {"num_layers": 9, "moe": MOE}
+MODEL = {"num_layers": 9, "ffn": "moe:2", "moe": MOE}
 BASE = {
-    "batch_size": 4, "accumulation": 4, "steps": 2, "precision": "float64", "eval_sequences": 5, "model": MODEL,
+    "batch_size": 4, "accumulation": 4, "steps": 2, "precision": "float64", "evaluate": (100, 5), "model": MODEL,
 }  # fmt: skip
 STAGES = {
     "1f1b-2": {"pp": 2, "ep": 2},

@@ -22,26 +22,25 @@ from train import worlds
 from train.worlds import Outcome, assert_same_run
 from worlds import start
 
-BASE = {"batch_size": 4, "precision": "float64", "eval_sequences": 5, "eval_every": 2, "log_every": 1, "steps": 4}
+BASE = {"batch_size": 4, "precision": "float64", "evaluate": (2, 5), "log_every": 1, "steps": 4}
 MODEL = {
     "num_heads": 4,
     "moe": {
         "num_experts": 8,
-        "router": "sigmoid",
-        "router_options": {"bias_rate": 0.01},
+        "router": "sigmoid:bias_rate=0.01",
         "losses": ["load_balance:0.01", "z_loss:0.01"],
     },
 }
 CASES = {
-    "solved, ep 4": ({"ep": 4, "ranks_per_node": 2}, {"chunks": 2}, {"experts": "balanced", "experts_every": 1}, {}),
-    "random, edp 2": ({"ep": 2}, {}, {"experts": "smartmoe", "experts_every": 1}, {}),
+    "solved, ep 4": ({"ep": 4, "ranks_per_node": 2}, {"chunks": 2}, {"experts": "balanced:1"}, {}),
+    "random, edp 2": ({"ep": 2}, {}, {"experts": "smartmoe:1"}, {}),
     "random, tp, etp": (
-        {"tp": 2, "ep": 2, "etp": 2}, {"schedule": "s2"}, {"experts": "smartmoe", "experts_every": 2},
+        {"tp": 2, "ep": 2, "etp": 2}, {"schedule": "s2"}, {"experts": "smartmoe:2"},
         {"accumulation": 2, "model": {"checkpoint_activations": True}},
     ),
     "random, sliced tokens, replication": (
         {"tp": 2, "ep": 4, "innermost": "ep"}, {"schedule": "s1"},
-        {"replication": "least_loaded", "experts": "smartmoe", "experts_every": 1}, {},
+        {"replication": "least_loaded", "experts": "smartmoe:1"}, {},
     ),
 }  # fmt: skip
 """Name to mesh, plan, placement, more."""
@@ -93,8 +92,8 @@ def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
             run_quietly(plain)
         runs = {name: meshed for name, (_, meshed) in pairs.items()}
         whole = runs["random, edp 2"]
-        parts = replace(whole, out=str(folder / "parts"), existing="resume", save_every=2)
-        constant = replace(whole.optimizer, warmup_steps=0, final_share=1.0)
+        parts = replace(whole, out=str(folder / "parts"), existing="resume", save="2")
+        constant = replace(whole.optimizer, warmup_steps=0, schedule="cosine:1")
         runs["first half"] = replace(parts, steps=2, optimizer=constant)
         runs["second half"] = replace(parts, optimizer=constant)
         runs["without"] = replace(parts, out=str(folder / "without"), balance=BalanceConfig(), optimizer=constant)
@@ -138,7 +137,10 @@ def test_a_run_goes_on_from_a_checkpoint_in_the_middle_and_on_one_process(world)
 
 def test_configurations_that_cannot_place_experts_are_refused(tmp_path):
     for changes, words in (
-        ({"balance": {"experts_every": -1}}, r"balance\.experts_every=-1: must be at least 1 step"),
+        (
+            {"balance": {"experts": "smartmoe:-1"}},
+            r"balance\.experts='smartmoe:-1': write the steps between decisions, at least 1",
+        ),
         ({"balance": {"experts": "best"}}, r"balance\.experts='best': choose one of none, balanced, smartmoe"),
         (
             {"balance": {"experts": "balanced"}},

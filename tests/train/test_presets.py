@@ -10,8 +10,7 @@ import transformers
 from torch import nn
 
 from moesaic.models.config import ModelConfig
-from moesaic.models.gpt import GPT
-from moesaic.models.seq2seq import make_language_model
+from moesaic.models.gpt import GPT, make_language_model
 from moesaic.plan.presets import CONFIGS, read_job
 from moesaic.train.presets import PRESETS, demo, demo_dense, preset
 from runs import run_quietly, write_text
@@ -153,7 +152,7 @@ def test_gpt_small_has_the_size_it_says():
 @pytest.mark.parametrize("name", ["gpt-tiny", "bert-tiny", "seq2seq-tiny"])
 def test_the_tiny_ones_train(tmp_path, name):
     config = replace(preset(name), out=str(tmp_path / "run"), steps=2, threads=1, trackers=(), precision="float32")
-    config = replace(config, device="cpu", eval_sequences=8)
+    config = replace(config, device="cpu", evaluate=(100, 8))
     if name != "seq2seq-tiny":  # whose data are Django's
         config = replace(config, data=replace(config.data, path=(str(write_text(tmp_path / "a.txt")),)))
     assert run_quietly(config)[0].step == 2

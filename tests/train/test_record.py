@@ -28,15 +28,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sigmoid": {
         "model": {
             "moe": {
-                "router": "sigmoid",
-                "router_options": {"bias_rate": 0.01},
+                "router": "sigmoid:bias_rate=0.01",
                 "losses": ["load_balance_global_batch:0.01"],
             }
         }
     },
     "gshard": {"model": {"moe": {"router": "gshard"}}},
     "dropped": {"model": {"moe": {"capacity": "fixed:0.6:score"}}},
-    "every second": {"model": {"num_layers": 3, "moe": {"every": 2}}},
+    "every second": {"model": {"num_layers": 3, "ffn": "moe:2"}},
 }
 
 

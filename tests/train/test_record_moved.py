@@ -19,12 +19,12 @@ from runs import lines, losses, parameters, run_quietly, skip_measuring, tiny
 from train.worlds import Outcome, difference, train_on
 
 BASE: dict[str, Any] = {
-    "batch_size": 8, "precision": "float64", "eval_sequences": 4, "steps": 3,
+    "batch_size": 8, "precision": "float64", "evaluate": (100, 4), "steps": 3,
     "model": {"num_heads": 4, "num_layers": 3, "moe": {"num_experts": 8}},
 }  # fmt: skip
 NODES = {"ep": 4, "ranks_per_node": 2}
 MOVED = {"samples": "two_stage"}
-EXPERTS = {"experts": "smartmoe", "experts_every": 1}
+EXPERTS = {"experts": "smartmoe:1"}
 ARBITER = {"replication": "arbiter"}
 TOLD: dict[str, dict[str, Any]] = {
     "samples": {"balance": MOVED},

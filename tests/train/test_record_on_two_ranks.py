@@ -12,7 +12,7 @@ from moesaic.train.config import TrainConfig
 from runs import losses, parameters, run_quietly, skip_measuring, tiny
 from train.worlds import Outcome, assert_same_run, difference, train_on
 
-BASE = {"batch_size": 4, "precision": "float64", "eval_sequences": 4, "accumulation": 2, "steps": 2}
+BASE = {"batch_size": 4, "precision": "float64", "evaluate": (100, 4), "accumulation": 2, "steps": 2}
 MESHES = {
     "ep": ({"ep": 2}, {"chunks": 2}),
     "tp, s2": ({"tp": 2, "ep": 2}, {"schedule": "s2"}),

@@ -12,7 +12,7 @@ from runs import lines, run_quietly, tiny
 
 
 def test_learning_rate_endpoints():
-    config = OptimizerConfig(lr=1.0, warmup_steps=4, final_share=0.1)
+    config = OptimizerConfig(lr=1.0, warmup_steps=4, schedule="cosine:0.1")
     rates = [learning_rate(step, 20, config) for step in range(20)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[4] == 1.0
@@ -31,9 +31,9 @@ def test_the_rate_of_the_metrics_is_the_schedules(tmp_path):
 
 
 def test_a_line_and_a_stable_rate_with_a_line_at_the_end():
-    line = OptimizerConfig(lr=1.0, warmup_steps=0, final_share=0.0, schedule="linear")
+    line = OptimizerConfig(lr=1.0, warmup_steps=0, schedule="linear:0")
     assert [learning_rate(step, 5, line) for step in range(5)] == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
-    stable = OptimizerConfig(lr=1.0, warmup_steps=2, final_share=0.5, schedule="wsd")
+    stable = OptimizerConfig(lr=1.0, warmup_steps=2, schedule="wsd:0.5")
     rates = [learning_rate(step, 53, stable) for step in range(53)]
     assert rates[:3] == [0.5, 1.0, 1.0]
     assert rates[2:43] == pytest.approx([1.0] * 41)

@@ -25,7 +25,7 @@ from moesaic.train.trained import Trained
 from moesaic.weights.run import export_run, to_hub
 
 MIXTRAL = BlockConfig(kv_heads=2, tied=False)
-QWEN3 = BlockConfig(kv_heads=2, head_dim=12, rope=(500.0, 2.0), qk_norm=True)
+QWEN3 = BlockConfig(kv_heads=2, head_dim=12, positions="rotary:500.0:2.0", qk_norm=True)
 
 
 def trained(block: BlockConfig, **changes: Any) -> Trained:
@@ -55,7 +55,7 @@ def trained(block: BlockConfig, **changes: Any) -> Trained:
         (MIXTRAL, {}, "MixtralForCausalLM"),
         (BlockConfig(), {}, "MixtralForCausalLM"),
         (QWEN3, {}, "Qwen3MoeForCausalLM"),
-        (QWEN3, {"num_layers": 4, "moe": {"every": 2}}, "Qwen3MoeForCausalLM"),
+        (QWEN3, {"num_layers": 4, "ffn": "moe:2"}, "Qwen3MoeForCausalLM"),
     ],
     ids=["mixtral", "tied", "qwen3", "every other layer dense"],
 )
@@ -77,7 +77,7 @@ def test_a_run_on_the_hub_gives_the_same_logits(
         ({"conv_width": 4}, r"no place for model\.conv_width=4, the short convolutions"),
         ({"moe": {"shared_hidden": 8}}, r"no place for model\.moe\.shared_hidden=8"),
         ({"moe": {"router": "sigmoid"}}, r"no place for model\.moe\.router=sigmoid"),
-        ({"moe": {"every": 2}}, r"no place for model\.moe\.every=2 without model\.block\.qk_norm"),
+        ({"ffn": "moe:2"}, r"no place for model\.ffn=moe:2 without model\.block\.qk_norm"),
         ({"ffn": "dense"}, r"no place for model\.ffn=dense"),
     ],
 )

@@ -69,7 +69,7 @@ def say(folder, what, where="loop.Trainer._accumulate", **changes):
     """Return what two ranks say of which the second is disturbed, and the run's folder."""
     script, run = folder / "disturbed.py", folder / "run"
     script.write_text(ON_RANK_1.format(what=what, where=where, metrics=str(run / "metrics.jsonl")))
-    config = tiny(folder, steps=1_000_000, batch_size=4, save_every=1, patience=3, mesh={"ep": 2}, **changes)
+    config = tiny(folder, steps=1_000_000, batch_size=4, save="1", patience=(300, 3), mesh={"ep": 2}, **changes)
     process = start(config, folder, script=script)
     err = said_by_a_run_that_fails(process)
     return err, run
@@ -118,7 +118,7 @@ sys.exit(main(sys.argv[1:]))
 def test_a_rank_that_stops_or_dies_before_its_first_step_is_named(tmp_path, kind, where):
     script = tmp_path / "starts.py"
     script.write_text(STARTS.format(signal=kind, where=where))
-    process = start(tiny(tmp_path, batch_size=4, start_patience=6, mesh={"ep": 2}), tmp_path, script=script)
+    process = start(tiny(tmp_path, batch_size=4, patience=(6, 600), mesh={"ep": 2}), tmp_path, script=script)
     err = said_by_a_run_that_fails(process)
     (said,) = ours(err)
     if kind == "SIGSTOP":
@@ -212,7 +212,7 @@ sys.exit(main(sys.argv[1:]))
 def test_a_run_whose_steps_go_on_is_not_given_up_wherever_it_is_found(tmp_path):
     script = tmp_path / "steady.py"
     script.write_text(STEADY)
-    process = start(tiny(tmp_path, steps=10, batch_size=4, patience=2, mesh={"ep": 2}), tmp_path, script=script)
+    process = start(tiny(tmp_path, steps=10, batch_size=4, patience=(300, 2), mesh={"ep": 2}), tmp_path, script=script)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert not (tmp_path / "run" / HANG).exists()
@@ -242,7 +242,7 @@ sys.exit(main(sys.argv[1:]))
 def test_a_rank_that_writes_for_longer_than_its_patience_is_waited_for(tmp_path):
     script = tmp_path / "long.py"
     script.write_text(LONG_SAVE)
-    config = tiny(tmp_path, steps=3, batch_size=4, save_every=2, patience=2, mesh={"ep": 2})
+    config = tiny(tmp_path, steps=3, batch_size=4, save="2", patience=(300, 2), mesh={"ep": 2})
     process = start(config, tmp_path, script=script)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err

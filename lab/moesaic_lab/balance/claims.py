@@ -33,6 +33,7 @@ def claims(
         claimed("balance.over_best_single", lambda: over_best_single(cells), EQUIVALENT),
         claimed("balance.equivalent_to_best_single", lambda: equivalent(cells), None, ">="),
         claimed("balance.slow_rank_speedup", lambda: slow_rank_speedup(cells), None, ">="),
+        claimed("balance.slow_link_speedup", lambda: slow_link_speedup(cells), None, ">="),
         claimed("balance.share_of_forced_real", lambda: share_of_forced(cells, OURS), 0.97, ">="),
         claimed("balance.share_of_forced_real_placed", lambda: share_of_forced(cells, OURS_PLACED), None, ">="),
         claimed("balance.overhead_maxvio0", lambda: overhead(cells), 0.01),
@@ -102,6 +103,12 @@ def slow_rank_speedup(cells: Sequence[BalanceCell]) -> float:
     return min(some(found, "with a slow rank"))
 
 
+def slow_link_speedup(cells: Sequence[BalanceCell]) -> float:
+    """Return the plain layer's time over ours where one node's link is slower than the others."""
+    found = [cell.ratio(PLAIN, OURS).median for cell in cells if cell.job.case.place.slow_link]
+    return min(some(found, "with a slow link"))
+
+
 def share_of_forced(cells: Sequence[BalanceCell], method: str) -> float:
     """Return the time of the plain layer where loads are even over a method's under recorded loads of ranks, median over the
     layers, of the bed with most ranks."""
@@ -126,12 +133,12 @@ def simulated_share(shares: Sequence[Share], method: str) -> float:
 
 def share_of_best_option(shares: Sequence[Share]) -> float:
     """Return the throughput of ours over that of its best option, counts known: of the worst load, median of its calls."""
-    best = {(_call(each), BEST[each.method]): each.seconds for each in shares if each.method in BEST}
+    best = {(_call(each), BEST[each.method]): each.whole_seconds for each in shares if each.method in BEST}
     found: dict[tuple[str, int, str, float, str], list[float]] = {}
     for each in shares:
         if (_call(each), each.method) in best:
             key = (each.cluster, each.ranks, each.load, each.ratio, each.method)
-            found.setdefault(key, []).append(best[_call(each), each.method] / each.seconds)
+            found.setdefault(key, []).append(best[_call(each), each.method] / each.whole_seconds)
     return min(statistics.median(values) for values in some(list(found.values()), "of best options"))
 
 
@@ -244,5 +251,6 @@ def bounded(cell: BalanceCell, name: str, other: str) -> float:
 
 
 def _at(cells: Sequence[BalanceCell], max_vio: float) -> list[BalanceCell]:
-    alike = [cell for cell in cells if cell.job.case.place.slow_rank == 1]
+    places = [cell.job.case.place for cell in cells]
+    alike = [cell for cell, place in zip(cells, places) if place.slow_rank == 1 and not place.slow_link]
     return some([cell for cell in alike if cell.job.case.max_vio == max_vio], f"with MaxVio {max_vio:g}")

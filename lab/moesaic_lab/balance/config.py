@@ -61,6 +61,9 @@ class BalancePlace:
     """How often each method is timed, all in turn."""
     slow_rank: float = 1.0
     """Speed of the last rank's products, over that of the others."""
+    slow_link: str = ""
+    """Rate of the last node's link, each direction; "" for that of the others. Policies are told `inter`; an arbiter that
+    learns goes by probes of the links."""
     pairs: int = 30
     """How often ours and the methods that are near it are."""
     learning_calls: int = 120
@@ -78,7 +81,8 @@ class BalancePlace:
     @property
     def bed(self) -> Bed:
         """The emulated cluster."""
-        return Bed(nodes=self.nodes, ranks_per_node=self.ranks_per_node, inter=self.inter, intra=self.intra)
+        each = (*(self.inter,) * (self.nodes - 1), self.slow_link) if self.slow_link else self.inter
+        return Bed(nodes=self.nodes, ranks_per_node=self.ranks_per_node, inter=each, intra=self.intra)
 
     @property
     def grid(self) -> Grid:
@@ -217,6 +221,11 @@ class SharesOfForced:
     call as recorded ones do from iteration to iteration."""
     slow_rank: float = 0.5
     """Speed of the last rank's products, over that of the others, under an even load that is simulated besides."""
+    moves_every: int = 50
+    """Iterations that pass between two decisions about where experts live, as `balance.experts_every` has it: what a move takes
+    is spread over so many calls."""
+    moved_bytes: int = 14
+    """Of a parameter that moves: its bfloat16 weight, and the optimizer's float32 copy and two moments."""
 
     def tokens(self, ratio: float) -> int:
         """Return the tokens of a rank at which an expert's weights have so many times its rows."""

@@ -179,9 +179,11 @@ def whole(own: np.ndarray, shares: np.ndarray, skew: Skew) -> np.ndarray:
     """
     copies = skew.sample_tokens * skew.top_k
     wanted = _rounded(shares * copies * skew.samples)
-    table = np.stack([_rounded(row * copies, skew.sample_tokens) for row in own])
-    exact = own * copies
-    while (over := table.sum(axis=0) - wanted).any():
+    # Columns lie together: a step below reads two of them, and at 256 ranks there are 100,000 steps.
+    table = np.asfortranarray([_rounded(row * copies, skew.sample_tokens) for row in own])
+    exact = np.asfortranarray(own * copies)
+    over = table.sum(axis=0) - wanted
+    while over.any():
         down, up = int(over.argmax()), int(over.argmin())
         can = (table[:, down] > 0) & (table[:, up] < skew.sample_tokens)
         gain = (table[:, down] - exact[:, down]) - (table[:, up] - exact[:, up])
@@ -189,6 +191,7 @@ def whole(own: np.ndarray, shares: np.ndarray, skew: Skew) -> np.ndarray:
         row = int(np.where(can, gain, -np.inf).argmax())
         table[row, down] -= 1
         table[row, up] += 1
+        over[[down, up]] += -1, 1
     return table
 
 
@@ -222,7 +225,9 @@ def _rounded(exact: np.ndarray, most: int | None = None) -> np.ndarray:
     """Return whole numbers nearest to `exact` with the same sum, none above `most` (largest remainders)."""
     found = np.floor(exact + 1e-9).astype(np.int64)
     total = round(float(exact.sum()))
-    while found.sum() < total:
+    while (left := total - int(found.sum())) > 0:
         room = np.ones(len(exact), dtype=bool) if most is None else found < most
-        found[int(np.where(room, exact - found, -np.inf).argmax())] += 1
+        assert room.any(), "more copies than may be"
+        order = np.argsort(np.where(room, found - exact, np.inf), kind="stable")
+        found[order[: min(left, int(room.sum()))]] += 1
     return found

@@ -13,8 +13,9 @@ from typing import Any
 
 from moesaic_lab.balance.benchmark import kept
 from moesaic_lab.balance.config import SharesOfForced
+from moesaic_lab.balance.equivalence import Needed, needed
 from moesaic_lab.balance.pictures import panels
-from moesaic_lab.balance.rows import PARTS, share_rows
+from moesaic_lab.balance.rows import BED, PARTS, share_rows
 from moesaic_lab.balance.shares import RECORDED, Share
 from moesaic_lab.performance_page import line, table
 from moesaic_lab.pictures import write_picture
@@ -37,7 +38,8 @@ def main() -> int:
 
 
 def tables(result: dict[str, Any]) -> str:
-    """Return shares of forced balance by load, cluster after cluster, then by how heavy weights are, and the claims."""
+    """Return shares of forced balance by load, cluster after cluster, then by how heavy weights are, the claims, and the pairs
+    that a test of equivalence would need."""
     rows = share_rows(kept(result["rows"], PARTS[1], Share))
     parts = []
     for cluster, ranks in dict.fromkeys((row["cluster"], row["ranks"]) for row in rows):
@@ -53,7 +55,17 @@ def tables(result: dict[str, Any]) -> str:
         ["claim", "value", "target", "holds"],
         *(line([each]) for each in result["claims"] if each["target"] is not None),
     ]
-    return "\n\n".join([*parts, table(lines)])
+    beds = needed([row for row in result["rows"] if row["part"] == BED])
+    return "\n\n".join([*parts, table(lines), *([equivalence(beds)] if beds else [])])
+
+
+def equivalence(cases: Sequence[Needed]) -> str:
+    """Return how many pairs would show each case of a bed to be equivalent, or that none would."""
+    lines = [["on a bed", "best single technique", "ours over it", "pairs if both took the same", "pairs as they are"]]
+    for each in cases:
+        pairs = "none would do" if each.pairs is None else str(each.pairs)
+        lines.append([each.case, each.best, f"{each.ratio:.2f}", str(each.pairs_if_same), pairs])
+    return table(lines)
 
 
 def crossed(title: str, rows: Sequence[dict[str, Any]], across: str) -> str:

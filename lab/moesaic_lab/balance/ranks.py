@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moesaic.balance.replication.cost import CallLoad
+from moesaic.balance.replication.cost import CallLoad, LinkTimes
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.balance.samples import TwoStage
 from moesaic.balance.selector.arbiter import Arbiter
@@ -22,9 +22,11 @@ from moesaic.layer import MoE
 from moesaic.plan import Compiled, compile_plan
 from moesaic.profiling.steady import hold_still
 from moesaic.profiling.together import latest, start_together
-from moesaic.runtime.balance.calls import decisions_of
+from moesaic.runtime.balance.calls import decisions_of, hear_links
 from moesaic.runtime.balance.moving import MovingMoE
 from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleTrip
+from moesaic.train.link_rates import LinkRates
+from moesaic.train.ranks import Ranks
 from moesaic_lab.across_ranks import in_turn_and_near
 from moesaic_lab.balance.job import BalanceFound, BalanceJob, CountedPlan, Decided
 from moesaic_lab.balance.memory import peak_bytes
@@ -74,11 +76,13 @@ class Subject:
         compiled: its plan.
         transport: between the ranks.
         experts: makes the layer's.
+        links: what probes found of them, which an arbiter that learns hears of; None for nothing.
     """
 
     def __init__(
-        self, job: BalanceJob, name: str, compiled: Compiled, transport: AbstractTransport, experts: ExpertsFactory
-    ) -> None:
+        self, job: BalanceJob, name: str, compiled: Compiled, transport: AbstractTransport, experts: ExpertsFactory,
+        links: LinkTimes | None = None,
+    ) -> None:  # fmt: skip
         place, method = job.case.place, job.methods[name]
         grid, routes = place.grid, job.case.routes
         self.experts_at = np.arange(place.num_experts)
@@ -96,6 +100,9 @@ class Subject:
         )
         mesh = Mesh(grid, transport)
         self.layer.parallelize(mesh, compiled, self.watched or policy)
+        if links and method.learns:
+            assert self.layer.on_mesh is not None
+            hear_links(self.layer.on_mesh.calls, links)
         self.relocator = (
             Relocator(mesh, TwoStage(least_gain=0.0, rest=0), ends_home=False) if method.moves_samples else None
         )
@@ -187,11 +194,14 @@ def measure_case(job: BalanceJob, plans: Mapping[str, Compiled], transport: Abst
         plans: of its methods.
         transport: between the ranks.
     """
-    place, counted = job.case.place, counts(job, plans, transport)
+    place = job.case.place
+    links = probed(Mesh(place.grid, transport)) if place.slow_link else {}
+    counted = counts(job, plans, transport, links)
     speed = place.slow_rank if transport.rank == place.bed.world - 1 else 1.0
     accelerators = {name: Accelerator(flops_per_second=1e9 * place.gflops * speed) for name in job.methods}
     subjects = {
-        name: Subject(job, name, plans[name], transport, virtual_experts(accelerators[name])) for name in job.methods
+        name: Subject(job, name, plans[name], transport, virtual_experts(accelerators[name]), links)
+        for name in job.methods
     }
     calls, barrier = len(job.case.routes.experts), start_together(latest)
     steps = {name: each.step for name, each in subjects.items()}
@@ -224,8 +234,23 @@ def near_ours(
     return [OURS, *near] if near else []
 
 
-def counts(job: BalanceJob, plans: Mapping[str, Compiled], transport: AbstractTransport) -> dict[str, CountedPlan]:
+def probed(mesh: Mesh) -> LinkTimes:
+    """Return what probes say of links that nobody told of, as training does: the first one, and one that agrees with it."""
+    rates = LinkRates(Ranks(mesh))
+    rates.drift()
+    return rates.drift()
+
+
+def counts(
+    job: BalanceJob, plans: Mapping[str, Compiled], transport: AbstractTransport, links: LinkTimes
+) -> dict[str, CountedPlan]:
     """Run the case's first call with real experts under every method; return what it sent and held.
+
+    Args:
+        job: the case.
+        plans: of its methods.
+        transport: between the ranks.
+        links: what probes found of them.
 
     Raises:
         RuntimeError: on every rank, if a method's results or gradients differ from the plain layer's.
@@ -233,7 +258,7 @@ def counts(job: BalanceJob, plans: Mapping[str, Compiled], transport: AbstractTr
     found, plain = {}, None
     for name in job.methods:
         recorder = Recorder(transport)
-        subject = Subject(job, name, plans[name], recorder, PlainExperts)
+        subject = Subject(job, name, plans[name], recorder, PlainExperts, links)
         values = outcome(subject)
         subject.clear()
         plain = plain or values

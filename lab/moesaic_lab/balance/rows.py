@@ -30,7 +30,10 @@ NOTES = (
     "what its calls take: it runs `learning_calls` steps before anything is timed, as training runs thousands of "
     "them; `trials` are the calls that ran an option to learn what it takes, before the timed steps and among them. "
     "Ratios under 1.10 are the worse end of the median's 95 % interval over 30 pairs. Simulated rows are the cost "
-    "simulator's, not measured."
+    "simulator's, not measured. In the simulated shares, `moving_seconds` is what it takes to move experts with their "
+    "optimizer state from where they began to where a placement has them, alone on the links; it is spent once in "
+    "`moves_every` calls, and `of_forced` counts each call's part of it. Weights that a call replicates (shadows, spilling, "
+    "EPLB, LPLB, LAER's re-layout) travel within the call, and their gradients back, so they are in `seconds`."
 )
 """What a reader must know to judge the figures."""
 
@@ -67,11 +70,12 @@ def rows_of(cell: BalanceCell) -> list[dict[str, Any]]:
     """Return a line of the table per method."""
     place = cell.job.case.place
     best = min(cell.timings, key=lambda name: cell.timings[name].median)
+    slow = f" (last node {place.slow_link})" if place.slow_link else ""
     shape = {
         "part": BED,
         "case": cell.job.case.label,
         "max_vio": statistics.mean(cell.max_vio),
-        "bed": f"{place.nodes}x{place.ranks_per_node} {place.inter}, lo {place.intra}",
+        "bed": f"{place.nodes}x{place.ranks_per_node} {place.inter}{slow}, lo {place.intra}",
         "tokens_per_rank": place.tokens_per_rank,
         "dim": place.dim,
         "hidden": place.hidden,
@@ -174,7 +178,7 @@ def share_rows(shares: Sequence[Share]) -> list[dict[str, Any]]:
             "median": statistics.median(each.of_forced for each in found),
             "low": min(each.of_forced for each in found),
             "high": max(each.of_forced for each in found),
-            "of_own": statistics.median(each.own_forced_seconds / each.seconds for each in found),
+            "of_own": statistics.median(each.own_forced_seconds / each.whole_seconds for each in found),
             "decision_seconds": statistics.median(each.decision_seconds for each in found),
             "calls": len(found),
         }

@@ -47,6 +47,11 @@ class Share:
     method: str
     seconds: float
     """Forward and backward."""
+    moving_seconds: float
+    """Of moving experts from where they began to where they are in this call, with their optimizer state, before the call; 0 of
+    methods whose experts stay. Weights that a call replicates travel within the call, and are in `seconds`."""
+    moves_every: int
+    """Calls that follow such a move before the next one."""
     forced_seconds: float
     """Of the plain layer under forced balance."""
     own_forced_seconds: float
@@ -57,9 +62,14 @@ class Share:
     """Experts that some other rank computed."""
 
     @property
+    def whole_seconds(self) -> float:
+        """Of a call, with its part of the move before it."""
+        return self.seconds + self.moving_seconds / self.moves_every
+
+    @property
     def of_forced(self) -> float:
-        """Throughput over that under forced balance."""
-        return self.forced_seconds / self.seconds
+        """Throughput over that under forced balance, moves counted."""
+        return self.forced_seconds / self.whole_seconds
 
 
 def shares_of_forced(
@@ -155,11 +165,13 @@ def _of(
             forced[ratio, name] = larger.seconds(name, even, even[0].sum(0), tokens)[-1][0]
     for name in names:
         found = larger.seconds(name, calls, calls[0].sum(0), tokens)
+        moving = larger.moving_seconds(name, calls[0].sum(0), config.moved_bytes)
         for step, counts, (seconds, deciding, replicated) in zip(steps[1:], calls[1:], found):
             yield Share(
                 cluster=cluster, ranks=ranks, load=load, layer=layer, step=step, max_vio=max_vio(counts, ranks),
-                ratio=ratio, method=name, seconds=seconds, forced_seconds=forced[ratio, PLAIN],
-                own_forced_seconds=forced[ratio, name], decision_seconds=deciding, replicated_experts=replicated,
+                ratio=ratio, method=name, seconds=seconds, moving_seconds=moving, moves_every=config.moves_every,
+                forced_seconds=forced[ratio, PLAIN], own_forced_seconds=forced[ratio, name], decision_seconds=deciding,
+                replicated_experts=replicated,
             )  # fmt: skip
 
 
@@ -174,10 +186,11 @@ def _slow(config: SharesOfForced, larger: Larger, cluster: str, names: Sequence[
     for name in names:
         forced = [one.seconds(name, even, even[0].sum(0), tokens) for one in (larger, unlike)]
         (own, _, _), (seconds, deciding, replicated) = forced[0][-1], forced[1][-1]
+        moving = unlike.moving_seconds(name, even[0].sum(0), config.moved_bytes)
         yield Share(
             cluster=cluster, ranks=ranks, load=SLOW, layer=-1, step=1, max_vio=0.0, ratio=config.ratio, method=name,
-            seconds=seconds, forced_seconds=plain, own_forced_seconds=own, decision_seconds=deciding,
-            replicated_experts=replicated,
+            seconds=seconds, moving_seconds=moving, moves_every=config.moves_every, forced_seconds=plain,
+            own_forced_seconds=own, decision_seconds=deciding, replicated_experts=replicated,
         )  # fmt: skip
 
 

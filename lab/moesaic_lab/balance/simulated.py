@@ -18,6 +18,7 @@ from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.timing import Simulated as Span
+from moesaic.cost.topology import Topology
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, compile_plan
 from moesaic.plan.compile import for_call
@@ -181,6 +182,24 @@ class Larger:
             compiled, table = deciding(load)
             found.append((self._took(compiled, load, table, tokens), deciding.seconds, _helped(table)))
         return found
+
+    def moving_seconds(self, name: str, history: np.ndarray, moved_bytes: int) -> float:
+        """Return what it takes to move experts from where they began to where a method has them: one message from each rank to
+        each other that gets experts of it, all at once and alone on the links. 0 where experts stay.
+
+        Args:
+            name: of the method, or one of `BEST`.
+            history: (num_experts,) what expert placement knows.
+            moved_bytes: of a parameter.
+        """
+        if not self.methods[BEST.get(name, name)].places_experts:
+            return 0.0
+        each, slot = self.config.experts_per_rank, placed_by(history, self.grid)
+        source, target = np.arange(len(slot)) // each, slot // each
+        pairs, experts = np.unique(np.stack([source, target])[:, source != target], axis=1, return_counts=True)
+        of_expert = self.layer.matrices * self.layer.dim * self.layer.hidden * moved_bytes
+        topology = Topology(self.spec, self.grid.world, self.grid.ranks_per_node)
+        return topology.loads(pairs[0], pairs[1], experts * float(of_expert), np.ones(len(experts))).alone
 
     def _best(self, load: CallLoad, tokens: int) -> tuple[float, float, int]:
         """Return what a call takes under the option of the arbiter that is fastest by simulation, its counts known."""

@@ -50,11 +50,10 @@ SMALL: dict[str, Any] = {
     "device": "cpu",
     "precision": "float32",
     "threads": 1,
-    "patience": PATIENCE,
+    "patience": (MEETING_SECONDS, PATIENCE),
     "log_every": 1,
-    "eval_every": STEPS,
-    "eval_sequences": 4,
-    "save_every": INTERVAL,
+    "evaluate": (STEPS, 4),
+    "save": f"{INTERVAL}",
     "trackers": [],
     "model": {"dim": 16, "num_layers": 2, "num_heads": 2, "seq_len": 16, "moe": {"num_experts": 8, "hidden": 16}},
     "mesh": {"ep": 2, "etp": 2},
@@ -176,7 +175,10 @@ class FaultedRun:
         draw = random.Random(0)
         text.write_text(" ".join("".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(2000)))
         config = override(replace(demo(), out=str(self.run), existing="resume"), SMALL, source="chaos")
-        changes = {"mesh": {"transport": course.transport}, "save_in_background": course.in_background}
+        changes = {
+            "mesh": {"transport": course.transport},
+            "save": f"{INTERVAL}" + ":background" * course.in_background,
+        }
         config = override(config, changes, source="chaos")
         self._given.write_text(as_json(replace(config, data=replace(config.data, path=(str(text),)))))
         if wiring is None:
@@ -370,8 +372,8 @@ class FaultedRun:
         self._attempts += 1
         logs = self.course.folder / f"attempt-{self._attempts}"
         logs.mkdir()
-        words = ["train", "--config", str(self._given), "--start-patience", str(MEETING_SECONDS)]
-        words += [] if paced else ["--save-every", str(STEPS)]
+        words = ["train", "--config", str(self._given), "--patience", str(MEETING_SECONDS), str(PATIENCE)]
+        words += [] if paced else ["--save", str(STEPS)]
         attempt = Attempt(logs)
         for rank in range(WORLD):
             environment = launcher_variables(Bed(), rank, port) | {"TORCHELASTIC_RESTART_COUNT": str(restarts)}

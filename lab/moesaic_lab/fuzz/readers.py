@@ -48,8 +48,8 @@ from moesaic.program.grid import Grid
 from moesaic.program.text import from_text, to_text
 from moesaic.report.page import write_page
 from moesaic.report.summary import read_runs
-from moesaic.traces.check import faults
 from moesaic.traces.formats import FORMATS, ReadOptions
+from moesaic.traces.load import faults
 from moesaic.traces.synthetic import SyntheticRouting, make_segment, make_trace
 from moesaic.traces.trace import Trace, read_header, write_segment
 from moesaic.traces.trace import read_table as read_trace_table
@@ -183,8 +183,8 @@ def _make_weights(folder: Path) -> None:
 
 
 _TINY: dict[str, Any] = {
-    "steps": 2, "batch_size": 2, "device": "cpu", "precision": "float32", "threads": 1, "log_every": 1, "eval_every": 2,
-    "eval_sequences": 2, "save_every": 1, "trackers": (),
+    "steps": 2, "batch_size": 2, "device": "cpu", "precision": "float32", "threads": 1, "log_every": 1, "evaluate": (2, 2),
+    "save": "1", "trackers": (),
     "model": {"dim": 16, "num_layers": 1, "num_heads": 2, "seq_len": 8, "moe": {"num_experts": 4, "top_k": 2, "hidden": 8}},
 }  # fmt: skip
 _POSITION = {"rank": 0, "process": "process 1 on a", "at": "x", "waits_for": {"1": 8}, "stack": ["a"]}

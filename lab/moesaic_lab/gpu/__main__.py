@@ -21,7 +21,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="One MoE layer on one GPU.")
     default = GpuOptions()
     parser.add_argument("--layers", nargs="*", default=[], help="names of layers, or parts of names; all by default")
-    parser.add_argument("--stages", nargs="+", default=list(STAGES), help="of check, tune, measure")
+    parser.add_argument("--stages", nargs="+", default=list(STAGES), help="of check, tune, measure, sonic")
     parser.add_argument("--folder", type=Path, default=default.folder, help="tiles.json and rows.json are kept there")
     parser.add_argument("--repeats", type=int, default=default.repeats, help="timed rounds of every way")
     parser.add_argument("--seconds", type=float, default=default.seconds, help="begin nothing new after this long")

@@ -42,6 +42,9 @@ def _of_layer(layer: GpuLayer, rows: Mapping[str, Mapping[str, Any]]) -> list[Cl
     torch_way = row.get("grouped_mm")
     value = None if torch_way is None else torch_way["over_ours"]
     found.append(_claim(layer, "over_grouped_mm", value, "1", None, ">=", reason or row.get("grouped_mm_absent", "")))
+    kernels = rows.get(f"sonic.{layer.name}", {"error": "SonicMoE was not run"})
+    value = kernels.get("over_ours")
+    found.append(_claim(layer, "over_sonic", value, "1", None, ">=", reason or kernels.get("error", "")))
     whole = row.get("layer")
     value = None if whole is None else whole["over_ours"]
     found.append(

@@ -3,13 +3,14 @@
 Every step is a process of its own under a deadline: one that crashes, hangs or leaves the GPU in error costs its own figures.
 Results are written as they come, into one folder: at most eight files, listed in `FILES`. Scratch files and Triton's cache go
 to a temporary folder. With `--dry` every step runs on a CPU, with the stand-in and Triton's interpreter in place of the GPU.
-Needs torch and Triton; what else is missing on the machine (pytest, liger-kernel, compute-sanitizer, ncu) is a reason in the
-results, not an error.
+Needs torch and Triton; what else is missing on the machine (pytest, liger-kernel, sonic-moe, compute-sanitizer, ncu) is a
+reason in the results, not an error.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -35,6 +36,8 @@ FILES = ("gpu.json", "rows.json", "tiles.json", "compiled.json", "checks.json", 
 TUNED = ("T40960_H768_I256", "T32768_H4096_I512_E128")
 """Two layers that span the shapes, whose tiles are searched; the others have default tiles unless their products are alike."""
 PRODUCTS = ("up", "down", "down_grad", "rows_grad", "weight_grad", "weight_grad_down")
+SANITIZERS = ("memcheck", "racecheck")
+"""Tools of compute-sanitizer: accesses out of bounds; programs that read shared memory before it is written."""
 NOTES = "One process per step; a step that did not end well is named with its reason in the row `steps`."
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -53,6 +56,8 @@ class GpuStep:
     """Whether the next step starts without waiting for this one, which needs no GPU."""
     needs: str = ""
     """A program that must be there."""
+    package: str = ""
+    """A Python package that must be there."""
 
 
 @dataclass
@@ -88,13 +93,12 @@ def steps(folder: Path, scratch: Path, *, dry: bool) -> list[GpuStep]:
     compiled = (python, "-m", "moesaic_lab.gpu.precompile", "--out", str(folder / "compiled.json"), *extra)
     found = [
         GpuStep(name="compile", command=compiled, seconds=100, beside=True),
-        GpuStep(name="tests", command=(*pytest, *(() if dry else ("-n", "8"))), seconds=110, output="tests.txt"),
+        GpuStep(name="tests", command=(*pytest, *(() if dry else ("-n", "8"))), seconds=100, output="tests.txt"),
         GpuStep(name="checks", command=checks, seconds=60),
-        GpuStep(
-            name="sanitizer", seconds=40, output="tests.txt", needs="compute-sanitizer",
-            command=("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", *part("--stages", "check")),
-        ),
-    ]  # fmt: skip
+    ]
+    for tool in SANITIZERS:
+        command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *part("--stages", "check"))
+        found.append(GpuStep(name=tool, command=command, seconds=30, output="tests.txt", needs="compute-sanitizer"))
     profile = (python, "-m", "moesaic_lab.gpu.profile", "--out", str(folder / "cluster.toml"), *extra)
     found.append(GpuStep(name="profile", command=profile, seconds=30))
     tuned, per_product = (("T24",), 60.0) if dry else (TUNED, 14.0)
@@ -117,6 +121,8 @@ def steps(folder: Path, scratch: Path, *, dry: bool) -> list[GpuStep]:
     counted = ("--kernel-name", "regex:_up_kernel|_rows_kernel|_outer_kernel|_sum_tokens_kernel", "--launch-count", "8")
     command = (*ncu, *counted, *part("--stages", "check"))
     found.append(GpuStep(name="ncu", command=command, seconds=40, output="ncu.csv", needs="ncu"))
+    command = part("--stages", "sonic", "--layers", *layers)
+    found.append(GpuStep(name="sonic", command=command, seconds=120, package="sonicmoe"))
     return [replace(each, seconds=5 * each.seconds) for each in found] if dry else found  # the interpreter is slow
 
 
@@ -186,6 +192,8 @@ def _start(
         return StepOutcome(step.name, 0.0, "not begun: no time was left")
     if step.needs and shutil.which(step.needs) is None:
         return StepOutcome(step.name, 0.0, f"not begun: the program {step.needs} is not there")
+    if step.package and importlib.util.find_spec(step.package) is None:
+        return StepOutcome(step.name, 0.0, f"not begun: the package {step.package} is not there")
     log = folder / step.output if step.output else scratch / f"{step.name}.txt"
     own = environment
     if step.name == "compile":  # which needs a compiler, not the interpreter
@@ -212,7 +220,7 @@ def merged(folder: Path, outcomes: Sequence[StepOutcome], *, dry: bool = False) 
             rows[name] = {"name": name, "error": f"its process: {each.ended}; {' '.join(each.tail[-1:])[:200]}"}
     checked, ended = _read(folder / "checks.json").get("claims", []), {each.name: each for each in outcomes}
     found = [Claim(**{key: value for key, value in claim.items() if key != "holds"}) for claim in checked]
-    for name in ("tests", "sanitizer"):
+    for name in ("tests", *SANITIZERS):
         step = ended.get(name)
         is_known = step is not None and not step.ended.startswith(("not begun", "ended after"))
         reason = "" if is_known else "the step did not run to its end" if step is None else step.ended

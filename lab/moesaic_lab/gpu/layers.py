@@ -126,6 +126,28 @@ def liger(of: Inputs) -> Way:
     return Way(forward=forward, leaves=(of.x, of.weight, gate_up, of.w2))
 
 
+def sonic(of: Inputs) -> Way:
+    """Return SonicMoE's own kernels with the same weights and routing; it wants gate and up row by row, experts last.
+
+    Raises:
+        ImportError: the package is not there.
+    """
+    run = import_module("sonicmoe.functional").moe_general_routing_inputs
+    swiglu = import_module("sonicmoe.enums").ActivationType.SWIGLU
+    num_experts, top_k = len(of.w13), of.expert.shape[1]
+    gate_up = of.w13.detach().transpose(1, 2).flatten(1, 2).contiguous().requires_grad_()
+    token = torch.arange(len(of.x), dtype=torch.int32, device=of.x.device).repeat_interleave(top_k)
+
+    def forward() -> Tensor:
+        stream = torch.cuda.current_stream().cuda_stream if of.x.is_cuda else 0
+        first, last = gate_up.permute(1, 2, 0), of.w2.permute(1, 2, 0)
+        copies = (of.weight.view(-1), token, of.expert.view(-1))
+        y: Tensor = run(of.x, *copies, first, None, last, None, num_experts, stream, swiglu)[0]
+        return y
+
+    return Way(forward=forward, leaves=(of.x, of.weight, gate_up, of.w2))
+
+
 def layer_of(of: Inputs) -> Way:
     """Return the library's own layer, router and load-balance loss among it, with these experts and its own routing."""
     from moesaic.layer import MoE

@@ -1,4 +1,4 @@
-"""Compiles what the search of tiles will run, on all cores and without the GPU, and says what came of each kernel.
+"""Compiles what checks and the search of tiles will run, on all cores and without the GPU, and says what came of each kernel.
 
 The launch code runs as it is, on tensors that nobody touches; only the launch is left out (`compiled.py`). Where the cache is
 the one that the search reads, the search compiles nothing. A kernel that spills registers or whose tensor-core products the
@@ -25,14 +25,19 @@ SPILLED_BYTES = 64
 """Per thread; a few in an epilogue cost nothing."""
 
 
+CHECKS = ("check float32", "check bfloat16")
+"""What stands in the place of a product for the whole layer that is checked first, in a dtype: sanitizers run it, too."""
+
+
 def work(*, dry: bool) -> list[tuple[GpuLayer, str, int]]:
-    """Return (layer, product, number of the candidate) of all that a search tries, the layers that span the shapes first."""
+    """Return (layer, product, number of the candidate): what is checked, then all that a search tries."""
     from moesaic.kernels.triton.expert_stage import shapes
     from moesaic_lab.gpu.command import PRODUCTS, TUNED
     from moesaic_lab.gpu.compiled import DEVICES
+    from moesaic_lab.gpu.run import SMALL
     from moesaic_lab.gpu.search import candidates
 
-    found = []
+    found = [] if dry else [(SMALL, check, 0) for check in CHECKS]
     for layer in (each for each in LAYERS if any(part in each.name for part in TUNED)):
         sizes = shapes(layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, 2, gated=True)
         for product in PRODUCTS:
@@ -41,27 +46,43 @@ def work(*, dry: bool) -> list[tuple[GpuLayer, str, int]]:
 
 
 def compile_one(layer: GpuLayer, product: str, number: int, capability: int, cache: str) -> list[dict[str, Any]]:
-    """Compile one product of a layer with one tile; returns a row for each kernel."""
+    """Compile one product of a layer with one tile, or one of `CHECKS`; returns a row for each kernel."""
     from moesaic.kernels.triton.expert_stage import shapes
+    from moesaic.kernels.triton.rows.tiles import Tile
     from moesaic_lab.gpu.compiled import DEVICES, compiling_for
     from moesaic_lab.gpu.layers import Inputs
     from moesaic_lab.gpu.search import candidates
     from moesaic_lab.gpu.tune import products
 
-    sizes = shapes(layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, 2, gated=True)
-    tile = list(candidates(sizes[product], DEVICES[capability]))[number]
     private = Path(cache) / f"of_process_{os.getpid()}"
     private.mkdir(parents=True, exist_ok=True)
-    with compiling_for(capability, Path(cache), private) as found, torch.no_grad():
-        products(Inputs.untouched(layer), is_compiling=True)[product](tile)
+    tile = None
+    if product in CHECKS:
+        with compiling_for(capability, Path(cache), private) as found:
+            _compile_layer(layer, getattr(torch, product.removeprefix("check ")))
+    else:
+        sizes = shapes(layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, 2, gated=True)
+        tile = list(candidates(sizes[product], DEVICES[capability]))[number].as_ints()
+        with compiling_for(capability, Path(cache), private) as found, torch.no_grad():
+            products(Inputs.untouched(layer), is_compiling=True)[product](Tile.of(tile))
     return [
         {
-            "layer": layer.name, "product": product, "tile": tile.as_ints(), "kernel": each.name,
+            "layer": layer.name, "product": product, "tile": tile, "kernel": each.name,
             "shared_bytes": each.shared_bytes, "registers": each.registers, "spilled_bytes": each.spilled_bytes,
             "is_serialized": each.is_serialized,
         }
         for each in found
     ]  # fmt: skip
+
+
+def _compile_layer(layer: GpuLayer, dtype: torch.dtype) -> None:
+    """Compile a layer forward and backward, and the choice of its experts."""
+    from moesaic.kernels.triton.rows.top_k import top_k_columns
+    from moesaic_lab.gpu.layers import Inputs, ours
+
+    top_k_columns(torch.zeros(layer.tokens, layer.num_experts), layer.top_k)
+    of = Inputs.random(layer, "cpu", dtype)
+    torch.autograd.grad(ours(of, None).forward(), of.leaves, of.dy)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,13 @@ import torch
 from moesaic.errors import InputError
 from moesaic_lab.claims import Measurement, describe_machine
 from moesaic_lab.gpu.claims import claims
-from moesaic_lab.gpu.layers import TOLERANCE, Inputs, Way, errors, grouped_mm, layer_of, liger, ours, relative
+from moesaic_lab.gpu.layers import TOLERANCE, Inputs, Way, errors, grouped_mm, layer_of, liger, ours, relative, sonic
 from moesaic_lab.gpu.shapes import LAYERS, GpuLayer
 from moesaic_lab.gpu.timing import dense_tflops, in_turn, memory_of
 
 STAGES = ("check", "tune", "measure")
+SONIC = "sonic"
+"""A stage of its own: the compiler of SonicMoE's kernels may take minutes, which must not cost a layer its figures."""
 DENSE_SIZE = 8192
 SMALL = GpuLayer(tokens=1000, dim=264, hidden=136, num_experts=7, top_k=3)
 """What is checked first: no size is a multiple of a tile."""
@@ -50,7 +52,7 @@ class GpuOptions:
     layers: tuple[str, ...] = ()
     """Names of layers, or parts of names; all of them if there is none."""
     stages: tuple[str, ...] = STAGES
-    """Which of check, tune and measure to do; tune may come in another run before."""
+    """Which of check, tune, measure and sonic to do; tune may come in another run before."""
     folder: Path = Path("gpu_results")
     """Where tiles.json and rows.json are kept: what a later run need not do again."""
     repeats: int = 20
@@ -88,13 +90,14 @@ def measure(options: GpuOptions) -> Measurement:
     if "check" in options.stages:
         for dtype in (torch.float32, torch.bfloat16):
             _check_small(dtype, options.device)
+        _check_odd_logits(options.device)
     if "measure" in options.stages and "dense" not in book.rows:
         # A processor without bfloat16 instructions takes minutes for what is milliseconds on a GPU.
         size = 64 if options.dry else 512 if options.small else DENSE_SIZE
         book.write("dense", {"tflops": dense_tflops(size, torch.bfloat16, options.device)})
-    for stage in ("tune", "measure"):
+    for stage in ("tune", "measure", SONIC):
         for layer in layers:
-            if stage not in options.stages or (stage == "measure" and book.is_done(layer)):
+            if stage not in options.stages or (stage != "tune" and book.is_done(_row_name(stage, layer))):
                 continue
             if time.monotonic() > deadline:
                 _say(f"{layer.name}: no time left to {stage}")
@@ -118,9 +121,9 @@ class _Book:
             held = json.loads(self.path.read_text(encoding="utf-8"))
             self.rows = held["rows"] if held.get("key") == self.key else {}
 
-    def is_done(self, layer: GpuLayer) -> bool:
-        """Say whether a layer was measured, without an error."""
-        return "error" not in self.rows.get(layer.name, {"error": "not measured"})
+    def is_done(self, name: str) -> bool:
+        """Say whether a row was measured, without an error."""
+        return "error" not in self.rows.get(name, {"error": "not measured"})
 
     def write(self, name: str, row: dict[str, Any]) -> None:
         """Keep a row, in the file too."""
@@ -139,8 +142,8 @@ def _attempt(stage: str, layer: GpuLayer, options: GpuOptions, book: _Book, dead
     except Exception as error:  # a kernel that does not compile must not cost the other layers
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
         _say(f"{layer.name}: {stage} failed: {reason}")
-        if stage == "measure":
-            book.write(layer.name, {"error": reason})
+        if stage != "tune":
+            book.write(_row_name(stage, layer), {"error": reason})
     gc.collect()
     if torch.cuda.is_available():
         with suppress(RuntimeError):  # an error that stays with the process is the row's already
@@ -158,18 +161,41 @@ def _run(stage: str, layer: GpuLayer, options: GpuOptions, book: _Book, deadline
     tuned = load(path, device_of(inputs.x.device))
     if stage == "tune":
         tune(layer, inputs, tuned, path, deadline, _say, options.products)
+    elif stage == SONIC:
+        book.write(_row_name(stage, layer), _beside_sonic(layer, inputs, tuned, options))
     else:
         book.write(layer.name, _row(layer, inputs, tuned, options))
 
 
-def _row(layer: GpuLayer, of: Inputs, tuned: Any, options: GpuOptions) -> dict[str, Any]:
-    """Check, time and weigh one layer."""
+def _row_name(stage: str, layer: GpuLayer) -> str:
+    return f"{SONIC}.{layer.name}" if stage == SONIC else layer.name
+
+
+def _beside_sonic(layer: GpuLayer, of: Inputs, tuned: Any, options: GpuOptions) -> dict[str, Any]:
+    """Time SonicMoE's kernels and ours in turn."""
+    ways = {"ours": ours(of, _tiles(layer, of, tuned)), SONIC: sonic(of)}
+    off = relative(ways[SONIC].forward().detach(), ways["ours"].forward().detach())
+    assert off < TOLERANCE, f"its result differs from ours by {off:.3g}"
+    seconds = _timed(ways, of.dy, options.repeats)
+    forward, backward = (statistics.median(seconds[f"{SONIC} {which}"]) for which in ("forward", "backward"))
+    return {
+        "forward_tflops": layer.forward_flops / forward / 1e12,
+        "backward_tflops": 2 * layer.forward_flops / backward / 1e12, "over_ours": _ratio(seconds, SONIC),
+    }  # fmt: skip
+
+
+def _tiles(layer: GpuLayer, of: Inputs, tuned: Any) -> Any:
     from moesaic.kernels.triton.expert_stage import shapes
-    from moesaic_lab.gpu.tune import breakdown
 
     sizes = (layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, of.x.itemsize)
-    tiles = tuned.tiles(shapes(*sizes, gated=True))
-    ways: dict[str, Way] = {"ours": ours(of, tiles)}
+    return tuned.tiles(shapes(*sizes, gated=True))
+
+
+def _row(layer: GpuLayer, of: Inputs, tuned: Any, options: GpuOptions) -> dict[str, Any]:
+    """Check, time and weigh one layer."""
+    from moesaic_lab.gpu.tune import breakdown
+
+    ways: dict[str, Way] = {"ours": ours(of, _tiles(layer, of, tuned))}
     row: dict[str, Any] = {"rows_per_expert": layer.tokens * layer.top_k // layer.num_experts}
     exact = ways["ours"].forward()
     row["errors"] = _checked(of, exact, torch.autograd.grad(exact, of.leaves, of.dy))
@@ -229,6 +255,25 @@ def _check_small(dtype: torch.dtype, device: str) -> None:
     _say(f"check {dtype}: largest error {max(found.values()):.2g} of a result's size")
 
 
+def _check_odd_logits(device: str) -> None:
+    """Check that logits of NaN and copies that nobody takes spoil no other token, and lead nowhere out of bounds."""
+    from moesaic.kernels.triton.rows.top_k import top_k_columns
+
+    of = Inputs.random(SMALL, device, torch.bfloat16)
+    logits = torch.randn(SMALL.tokens, SMALL.num_experts, device=of.x.device)
+    logits[::3] = float("nan")
+    logits[1::7, 2] = float("nan")
+    expert = top_k_columns(logits, SMALL.top_k)
+    weight = logits.gather(1, expert.long()).softmax(1).detach().requires_grad_()
+    expert[2::5, 0] = SMALL.num_experts
+    odd = ours(replace(of, expert=expert, weight=weight), None)
+    y = odd.forward()
+    torch.autograd.grad(y, odd.leaves, of.dy)
+    is_odd = logits.isnan().any(1)
+    assert torch.equal(y.isnan().any(1), is_odd), "logits of NaN do not show in their own tokens' results alone"
+    _say(f"check logits of NaN: {int(is_odd.sum())} tokens of {len(is_odd)}")
+
+
 def _checked(of: Inputs, y: torch.Tensor, grads: tuple[torch.Tensor | None, ...]) -> dict[str, float]:
     found = errors(of, y.detach(), grads)
     wrong = {name: error for name, error in found.items() if not error < TOLERANCE}
@@ -259,8 +304,8 @@ def _require(options: GpuOptions) -> None:
     except ImportError as error:
         raise InputError("the GPU benchmark needs Triton: pip install 'moesaic[gpu]'") from error
     for stage in options.stages:
-        if stage not in STAGES:
-            raise InputError(f"stage {stage!r} is unknown: choose of {', '.join(STAGES)}")
+        if stage not in (*STAGES, SONIC):
+            raise InputError(f"stage {stage!r} is unknown: choose of {', '.join((*STAGES, SONIC))}")
 
 
 def _say(text: str) -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moesaic.comm.mesh import Mesh, open_transport
 from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
-from moesaic.profiling.idle import BalancedRouter
+from moesaic.profiling.host import BalancedRouter
 from moesaic.profiling.together import latest, start_together
 from moesaic.routing.capacity import Capacity, Dropless
 from moesaic_lab.across_ranks import SteppedLayer, gathered, in_turn_and_near

@@ -14,7 +14,7 @@ from moesaic.comm.transport import AbstractTransport
 from moesaic.experts import ExpertsFactory
 from moesaic.layer import MoE
 from moesaic.plan import Compiled
-from moesaic.profiling.idle import BalancedRouter
+from moesaic.profiling.host import BalancedRouter
 from moesaic.profiling.steady import hold_still
 from moesaic.profiling.together import latest, start_together
 from moesaic.program.grid import Grid

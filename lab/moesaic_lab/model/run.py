@@ -154,11 +154,11 @@ def predict(case: ModelCase, plans: Mapping[str, Compiled], profile: ClusterProf
 
 def _routed(case: ModelCase, compiled: Compiled, seed: int) -> Workload:
     """Return the layer of a case under a plan, as it is routed."""
-    from moesaic.profiling.idle import visits
+    from moesaic.profiling.host import visits
 
     layer = case.layer(compiled.grid.tp)
     tokens = case.tokens_per_rank if compiled.routes_slices else layer.tokens
-    return replace(layer, visits=visits(tokens, case.top_k, case.num_experts, seed))
+    return replace(layer, visits=visits(tokens, case.top_k, case.num_experts, seed, compiled.plan.chunks))
 
 
 def described(plan: Plan) -> str:

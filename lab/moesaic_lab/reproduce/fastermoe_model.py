@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from moesaic.balance.replication.shadow import ShadowRates, shadows_of
+from moesaic.balance.replication.published import ShadowRates, shadows_of
 
 Rule = Literal["printed", "corrected"]
 

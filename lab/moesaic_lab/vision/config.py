@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from moesaic.errors import InputError
-from moesaic.models.config import RouterName
 from moesaic.routing.capacity import AbstractCapacity, Capacity
-from moesaic.routing.routers import ROUTERS
+from moesaic.routing.routers import ON_MESH, ROUTERS
+
+if TYPE_CHECKING:
+    RouterName: TypeAlias = str
+else:
+    RouterName = Literal[tuple(ROUTERS | ON_MESH)]
+"""A name of the registries; a command line lists them as choices."""
 
 PUBLISHED_CAPACITY = Capacity.fixed(1.0)
 """What Tutel trains Swin with."""

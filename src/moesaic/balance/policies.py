@@ -24,9 +24,9 @@ def _make(place: str, *arguments: Any, **options: Any) -> Any:
 
 REPLICATION_POLICIES: dict[str, Callable[[ReplicationCosts], AbstractReplicationPolicy]] = {
     "shadow": lambda costs: _make("replication.shadow.Shadow", costs),
-    "published": lambda costs: _make("replication.shadow.Published", costs),
+    "published": lambda costs: _make("replication.published.Published", costs),
     "spill": lambda costs: _make("replication.spill.Spill", costs),
-    "least_loaded": lambda _: _make("replication.spill.LeastLoaded"),
+    "least_loaded": lambda _: _make("replication.least_loaded.LeastLoaded"),
     "eplb": lambda _: _make("replication.eplb.EPLB"),
     "lplb": lambda _: _make("replication.lplb.LPLB"),
     "laer": lambda _: _make("replication.laer.LAER"),
@@ -46,7 +46,7 @@ SAMPLE_PLACERS: dict[str, Callable[[PlacerOptions], AbstractPlacer]] = {
 takes."""
 
 EXPERT_PLACERS: dict[str, Callable[[ExpertRates], AbstractExpertPlacer]] = {
-    "balanced": lambda rates: _make("experts.policies.Balanced", rates),
-    "smartmoe": lambda _: _make("experts.policies.SmartMoE"),
+    "balanced": lambda rates: _make("experts.balanced.Balanced", rates),
+    "smartmoe": lambda _: _make("experts.smartmoe.SmartMoE"),
 }
 """Where experts live: what builds a policy from the rates of the run, by the name that `balance.experts` takes."""

@@ -26,11 +26,10 @@ from moesaic.cost.workload import read_counts
 from moesaic.errors import InputError
 from moesaic.plan.algorithm1 import RULES, choose
 from moesaic.plan.answer import Speed, changes, cost_of_skew, longer_by_rank_skew, speed_of
-from moesaic.plan.candidates import SearchSpace
+from moesaic.plan.candidates import Pins, SearchSpace, compile_on, name_of
 from moesaic.plan.files import write_planned
 from moesaic.plan.findings import LOSSLESS, LOSSY, Found, OfEp, Result, Settings
 from moesaic.plan.hub import HubShape
-from moesaic.plan.layouts import Pins, compile_on, name_of
 from moesaic.plan.loads import typical_counts
 from moesaic.plan.model import Job, with_batch
 from moesaic.plan.others import EMITTERS, OthersLayout, from_flags, layout_of, longer_by_narrow_rate, predict

@@ -59,8 +59,7 @@ def continuations(options: SampleOptions) -> list[str]:
     Raises:
         InputError: if the run has no checkpoint or its data were `.bin` tokens, which have no text.
     """
-    from moesaic.models.gpt import generate
-    from moesaic.models.seq2seq import EncoderDecoder, translate
+    from moesaic.models.gpt import EncoderDecoder, generate, translate
     from moesaic.train.trained import load_trained
 
     trained = load_trained(Path(options.run), options.device)

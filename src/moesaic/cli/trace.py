@@ -17,9 +17,8 @@ from rich.table import Table
 from moesaic.cli.arguments import parse
 from moesaic.configfile import suggestion
 from moesaic.errors import InputError
-from moesaic.traces.check import faults
 from moesaic.traces.formats import FORMATS, ReadOptions, TraceFormat
-from moesaic.traces.load import LayerLoad, layer_loads
+from moesaic.traces.load import LayerLoad, faults, layer_loads
 from moesaic.traces.synthetic import SyntheticRouting, make_segment
 from moesaic.traces.trace import Trace, TraceSegment, steps_in_words, write_segment
 

@@ -60,9 +60,12 @@ def _start_patience(arguments: Sequence[str]) -> float:
     """Return what a flag says of it; the configuration is read when the ranks have met, so that one refuses it for all."""
     from moesaic.train.config import START_PATIENCE, TrainConfig
 
+    words = [part for word in arguments for part in word.split("=", 1)]
+    if "--patience" not in words:
+        return START_PATIENCE
     try:
-        chosen = _take(list(arguments), ("--start-patience",))[1].values()
-        return TrainConfig(start_patience=float(*chosen)).start_patience if chosen else START_PATIENCE
+        before, after = words[words.index("--patience") + 1 :][:2]
+        return TrainConfig(patience=(float(before), float(after))).patience[0]
     except ValueError:
         return START_PATIENCE
 
@@ -74,7 +77,8 @@ def _configured(arguments: Sequence[str]) -> TrainConfig:
     from moesaic.train.presets import PRESETS
 
     for word in arguments:
-        name = word.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        name = name.removeprefix("no_").replace(".no_", ".")
         if word.startswith("--") and name in RENAMED:
             raise InputError(f"{word.partition('=')[0]} is now {RENAMED[name]}")
     words, chosen = _take(list(arguments), ("--preset", "--config", "--plan"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from math import comb
+from functools import cache
+from math import comb, erf, sqrt
 
 import numpy as np
 
@@ -96,19 +97,55 @@ def node_tokens_per_node(workload: Workload, nodes: int, chunks: int) -> float:
 
     With the places of ep in place of nodes, how many have one there. A token with k of E experts has one among E / n of
     them with probability 1 - C(E - E / n, k) / C(E, k). Where it uses some groups of experts only, E are theirs, and any of
-    the groups are as likely as others.
+    the groups are as likely as others. A chunk has the same share of each expert's copies, in the tokens' order, so that the
+    copies of a token are mostly in one chunk: only around a cut some of them are before it and others behind it.
     """
-    experts = workload.reachable
+    most, known = workload.copies / nodes, dict(workload.visits).get(nodes)
+    if known is not None:
+        return min(workload.tokens * known / nodes, most)
     size, here = workload.num_experts // workload.groups, workload.num_experts // nodes
-    known = dict(workload.visits).get(nodes)
-    nowhere = 0.0 if known is None else 1 - known / nodes
-    for share, met in () if known is not None else _groups_met(workload, size, here):
+    groups, nowhere = _groups_met(workload, size, here), 0.0
+    for share, met in groups:
         missed = share
         for taken in range(workload.top_k):
-            missed *= max(experts - met - taken, 0) / (experts - taken)
+            missed *= max(workload.reachable - met - taken, 0) / (workload.reachable - taken)
         nowhere += missed
-    each = min(workload.tokens * (1 - nowhere ** (1 / chunks)), workload.copies / chunks / nodes)
-    return each * chunks
+    apart = _copies_apart(workload, groups) * _width_of_cuts(workload, chunks) if chunks > 1 else 0.0
+    return min(workload.tokens * (1 - nowhere + apart), most, workload.tokens * (1 - nowhere) * chunks)
+
+
+def _copies_apart(workload: Workload, groups: list[tuple[float, int]]) -> float:
+    """Return how far the copies of a token on a node are from each other, in deviations of the place of one; 0 for one copy.
+
+    The mean over tokens, those without a copy there included, of the expected range of as many normal numbers.
+
+    Args:
+        workload: of the layer.
+        groups: as of `_groups_met`.
+    """
+    experts, found = workload.reachable, 0.0
+    for share, met in groups:
+        for copies in range(2, min(workload.top_k, met) + 1):
+            ways = comb(met, copies) * comb(experts - met, workload.top_k - copies)
+            found += share * ways / comb(experts, workload.top_k) * _normal_range(copies)
+    return found
+
+
+def _width_of_cuts(workload: Workload, chunks: int) -> float:
+    """Return the deviation of a copy's place in its expert's run around the cuts, as a share of the run, summed over cuts.
+
+    Of n copies of an expert those of the first x of all tokens are x n, give or take sqrt(x (1 - x) n).
+    """
+    run = max(workload.copies / workload.num_experts, 1.0)
+    return sum(sqrt(cut / chunks * (1 - cut / chunks) / run) for cut in range(1, chunks))
+
+
+@cache
+def _normal_range(count: int) -> float:
+    """Return the expected range of so many independent normal numbers of deviation 1 (Tippett, Biometrika 1925)."""
+    x = np.linspace(-8.0, 8.0, 4001)
+    below = 0.5 * (1 + np.array([erf(each / sqrt(2)) for each in x.tolist()]))
+    return float(np.trapezoid(1 - below**count - (1 - below) ** count, x))
 
 
 def _groups_met(workload: Workload, size: int, here: int) -> list[tuple[float, int]]:
@@ -136,9 +173,9 @@ def _node_tokens(copies: np.ndarray, workload: Workload, share: int, nodes: int,
     """Return the expected visits, (world, nodes, chunks) int64; with the places of ep in place of nodes, the stops."""
     there = copies.reshape(len(copies), nodes, -1).sum(axis=2)
     even = workload.copies / share / nodes
-    per_copy = node_tokens_per_node(workload, nodes, chunks) / chunks / share
+    once, again = (node_tokens_per_node(workload, nodes, each) / share for each in (1, chunks))
     tokens = workload.tokens / share
     most = there / chunks
-    expected = tokens * (1 - (1 - min(per_copy / tokens, 1.0)) ** (there / even)) if even else most
+    expected = tokens * (1 - (1 - min(once / tokens, 1.0)) ** (there / even)) / chunks * again / once if even else most
     each = np.minimum(np.maximum(expected, most / workload.top_k), most)
     return np.repeat(np.rint(each).astype(np.int64)[:, :, None], chunks, axis=2)

@@ -8,6 +8,7 @@ ends and comes down again. `topology.py` makes the graph of it, `cluster_file.py
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Literal, get_args
@@ -326,18 +327,44 @@ class ClusterSpec:
         speeds = self.speeds[: count if len(self.speeds) > per_node or count < per_node else per_node]
         return replace(self, nodes=max(count // per_node, 1), devices_per_node=min(count, per_node), speeds=speeds)
 
-    def with_links(self, carries: Literal["inside", "outside"], times: float) -> ClusterSpec:
-        """Return a cluster whose links inside or between nodes are so many times as fast; those that carry both count."""
+    def with_links(self, carries: Literal["inside", "outside"], times: float | Sequence[float]) -> ClusterSpec:
+        """Return a cluster whose links inside or between nodes are so many times as fast; those that carry both count.
 
-        def faster(link: Link) -> Link:
-            return (
-                replace(link, gbps=tuple(times * rate for rate in link.gbps))
-                if link.carries in (carries, "all")
-                else link
+        Args:
+            carries: which links.
+            times: of all of them, or of each node's. A link that several nodes share is as fast as that of them whose links are
+                fastest; connections of pairs, which all nodes have alike, are those of the node whose links are slowest.
+
+        Raises:
+            InputError: for another number of values than there are nodes.
+        """
+        each = (times,) if isinstance(times, int | float) else tuple(times)
+        if len(each) not in (1, self.nodes):
+            raise InputError(
+                f"{len(each)} links' times for {self.nodes} nodes of {self.name}: give one, or one per node"
             )
 
-        peers = tuple(replace(peer, gbps=times * peer.gbps) if carries == "inside" else peer for peer in self.peers)
+        def faster(link: Link) -> Link:
+            if link.carries not in (carries, "all"):
+                return link
+            if len(set(each)) == 1:
+                return replace(link, gbps=tuple(each[0] * rate for rate in link.gbps))
+            of_nodes = [[each[node] for node in nodes] for nodes in self._nodes_of(link)]
+            rates = (link.gbps[unit % len(link.gbps)] for unit in range(len(of_nodes)))
+            return replace(link, gbps=tuple(max(found) * rate for found, rate in zip(of_nodes, rates)))
+
+        peers = tuple(replace(peer, gbps=min(each) * peer.gbps) if carries == "inside" else peer for peer in self.peers)
         return replace(self, links=tuple(map(faster, self.links)), peers=peers)
+
+    def _nodes_of(self, link: Link) -> list[list[int]]:
+        """Return the nodes behind each of the links of a kind."""
+        if link.units:
+            return [[n for n, unit in enumerate(link.units) if unit == each] for each in range(1 + max(link.units))]
+        first = [unit * link.devices for unit in range(math.ceil(self.world / link.devices))]
+        return [
+            sorted({device // self.devices_per_node for device in range(start, min(start + link.devices, self.world))})
+            for start in first
+        ]
 
     def _check_link(self, link: Link) -> None:
         where, per_node = f"cluster link {link.name!r}", self.devices_per_node

@@ -5,16 +5,22 @@ its tasks one after the other, a task waits for what it reads. What is added: a 
 come to it, and takes longer while another one uses its links. Where no two movements share a link, every actor's spans are
 those of `lay_out`.
 
+A message of its own (`Movement.sender`) starts with its sender and ends for its receiver. Where ranks share cores, a core
+issues for one of them at a time, as long as it has anything to issue, then for the one that has waited longest.
+
 Movements that share links run max-min fair among their messages, and no link idles which somebody could use. A movement is one
 fluid: all its messages advance in proportion, and alone it runs at speed 1, its slowest link full. Where a link is wanted by
 several, each message on it gets an equal part, as the connections of one TCP link do, unless its movement wants less
 (progressive filling: Bertsekas and Gallager, Data Networks, section 6.5.2). Counting messages, not movements, makes the shares
-independent of which messages are taken together as one movement.
+independent of which messages are taken together as one movement. Or links are queues: each serves what comes to it in turn, and
+passes a message on while it still comes in, as the shaped link of a machine does whose senders hand whole messages to the
+kernel.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -38,12 +44,13 @@ class Graph:
     """For how many nodes each one waits."""
 
 
-def graph_of(program: Program, *, host_runs_compute: bool) -> Graph:
+def graph_of(program: Program, *, host_runs_compute: bool, has_lanes: bool = True) -> Graph:
     """Return the graph of a program.
 
     Args:
         program: in the order of issue.
         host_runs_compute: as of `lay_out`.
+        has_lanes: whether a lane runs its movements one after the other.
     """
     tasks = program.tasks
     count = len(tasks)
@@ -61,7 +68,7 @@ def graph_of(program: Program, *, host_runs_compute: bool) -> Graph:
             before[number] |= ready
         before[run] |= ready | {number}
         if not on_thread:
-            if task.lane in last:
+            if task.lane in last and (has_lanes or task.lane is Lane.COMPUTE):
                 before[run].add(last[task.lane])
             last[task.lane] = run
         released = run if on_thread else number
@@ -78,7 +85,8 @@ class _Flow:
     """A movement under way."""
 
     task: int
-    actors: tuple[int, ...]
+    waiting: tuple[int, ...]
+    """As of `Movement`."""
     use: Mapping[int, Use]
     """Link to the part of it that the movement takes at speed 1."""
     left: float
@@ -133,16 +141,35 @@ class Events:
         issue: (tasks, actors) seconds of the issuing thread per task.
         compute: (tasks, actors) seconds of computing; of movements, of the copies around them.
         movements: of each task; () for tasks that move nothing.
+        cores: (actors,) on which core each actor issues; None: on one of its own.
+        bursts: (links,) seconds' worth of bytes that a link which has rested as long lets through at once; links are queues
+            then. None: messages share them.
     """
 
     def __init__(
-        self, graph: Graph, issue: np.ndarray, compute: np.ndarray, movements: Sequence[Sequence[Movement]]
+        self,
+        graph: Graph,
+        issue: np.ndarray,
+        compute: np.ndarray,
+        movements: Sequence[Sequence[Movement]],
+        *,
+        cores: Sequence[int] | None = None,
+        bursts: np.ndarray | None = None,
     ) -> None:
         self._graph, self._movements = graph, movements
         self._tasks, self._actors = compute.shape
         self._issue, self._compute = issue.tolist(), compute.tolist()
-        self._of = [{actor: n for n, each in enumerate(parts) for actor in each.actors} for parts in movements]
-        self._missing = [[len(each.actors) for each in parts] for parts in movements]
+        self._cores = None if cores is None else _Cores(cores)
+        self._queues = None if bursts is None else _Queues(bursts.tolist())
+        self._of: list[dict[int, list[int]]] = [{} for _ in movements]
+        self._waits: list[dict[int, int]] = [{} for _ in movements]
+        for of, waits, parts in zip(self._of, self._waits, movements):
+            for number, each in enumerate(parts):
+                for actor in each.starters:
+                    of.setdefault(actor, []).append(number)
+                for actor in each.waiting:
+                    waits[actor] = waits.get(actor, 1) + 1
+        self._missing = [[len(each.starters) for each in parts] for parts in movements]
         self._left = [list(graph.waits) for _ in range(self._actors)]
         self._heap: list[tuple[float, int, int, int]] = []
         self._flows: dict[int, _Flow] = {}
@@ -172,6 +199,8 @@ class Events:
                 _, kind, a, b = heapq.heappop(self._heap)
                 if kind == _END:
                     self._end(now, a, b)
+                    if self._cores is not None and b < self._tasks:
+                        self._issue_next(now, self._cores.release(a))
                 elif kind == _FLOW:
                     changed |= self._enter(now, a)
                 elif a in self._flows and self._flows[a].version == b:
@@ -204,24 +233,42 @@ class Events:
     def _start(self, now: float, actor: int, node: int) -> None:
         task = node - self._tasks
         if task < 0:
-            heapq.heappush(self._heap, (now + self._issue[node][actor], _END, actor, node))
+            if self._cores is None or self._cores.take(actor, node):
+                heapq.heappush(self._heap, (now + self._issue[node][actor], _END, actor, node))
             return
         self.starts[task, actor] = now
-        part = self._of[task].get(actor)
-        if part is None:
+        begun, waits = self._of[task].get(actor, ()), self._waits[task].get(actor, 0)
+        for part in begun:
+            self._missing[task][part] -= 1
+            if not self._missing[task][part]:
+                self._launch(now, task, self._movements[task][part])
+        if waits:
+            self._come(now, actor, task)
+        elif begun or (self._cores is not None and not self._compute[task][actor]):
+            self._end(now, actor, node)  # at once: the core goes on with this rank
+        else:
             heapq.heappush(self._heap, (now + self._compute[task][actor], _END, actor, node))
-            return
-        self._missing[task][part] -= 1
-        if not self._missing[task][part]:
-            moved = self._movements[task][part]
-            load = moved.load
-            most = float(load.seconds.max()) if len(load.seconds) else 0.0
-            parts = map(Use, (load.seconds / (most or 1.0)).tolist(), load.messages.tolist())
-            use = dict(zip(load.links.tolist(), parts))
-            number, self._begun = self._begun, self._begun + 1
-            self._flows[number] = _Flow(task, moved.actors, use, most)
-            copies = max(self._compute[task][member] for member in moved.actors)
-            heapq.heappush(self._heap, (now + load.latency + copies, _FLOW, number, 0))
+
+    def _come(self, now: float, actor: int, task: int) -> None:
+        """Note that an actor has come to a movement, or that a message for it has arrived; all of it ends its task."""
+        self._waits[task][actor] -= 1
+        if not self._waits[task][actor]:
+            self._end(now, actor, self._tasks + task)
+
+    def _issue_next(self, now: float, waiting: tuple[int, int] | None) -> None:
+        if waiting is not None:
+            actor, node = waiting
+            heapq.heappush(self._heap, (now + self._issue[node][actor], _END, actor, node))
+
+    def _launch(self, now: float, task: int, moved: Movement) -> None:
+        load = moved.load
+        most = float(load.seconds.max()) if len(load.seconds) else 0.0
+        parts = map(Use, (load.seconds / (most or 1.0)).tolist(), load.messages.tolist())
+        use = dict(zip(load.links.tolist(), parts))
+        number, self._begun = self._begun, self._begun + 1
+        self._flows[number] = _Flow(task, moved.waiting, use, most)
+        copies = max(self._compute[task][member] for member in moved.starters)
+        heapq.heappush(self._heap, (now + load.latency + copies, _FLOW, number, 0))
 
     def _end(self, now: float, actor: int, node: int) -> None:
         if node >= self._tasks:
@@ -234,6 +281,10 @@ class Events:
 
     def _enter(self, now: float, number: int) -> set[int]:
         flow = self._flows[number]
+        if self._queues is not None:
+            seconds = {link: use.part * flow.left for link, use in flow.use.items()}
+            heapq.heappush(self._heap, (self._queues.serve(now, seconds), _ARRIVED, number, flow.version))
+            return set()
         flow.since, flow.speed = now, 1.0
         self._links.enter(number, flow.use)
         self._push(now, number, flow)
@@ -241,10 +292,11 @@ class Events:
 
     def _arrive(self, now: float, number: int) -> set[int]:
         flow = self._flows.pop(number)
-        self._links.leave(number, flow.use)
-        for actor in flow.actors:
-            self._end(now, actor, self._tasks + flow.task)
-        return set(flow.use)
+        if self._queues is None:
+            self._links.leave(number, flow.use)
+        for actor in flow.waiting:
+            self._come(now, actor, flow.task)
+        return set(flow.use) if self._queues is None else set()
 
     def _rate(self, now: float, changed: set[int]) -> None:
         """Give new speeds to the movements that feel a change on some links."""
@@ -263,6 +315,69 @@ class Events:
     def _push(self, now: float, number: int, flow: _Flow) -> None:
         flow.version += 1
         heapq.heappush(self._heap, (now + max(flow.left, 0.0) / max(flow.speed, 1e-12), _ARRIVED, number, flow.version))
+
+
+class _Cores:
+    """Which actor each core issues for.
+
+    Args:
+        of: (actors,) each one's core.
+    """
+
+    def __init__(self, of: Sequence[int]) -> None:
+        self._of = of
+        self._runs: dict[int, int] = {}
+        self._waiting: dict[int, deque[tuple[int, int]]] = {core: deque() for core in of}
+
+    def take(self, actor: int, node: int) -> bool:
+        """Return whether an actor's core is free to issue now; if not, it waits for it, ahead of others if the core is its."""
+        core = self._of[actor]
+        if core not in self._runs:
+            self._runs[core] = actor
+            return True
+        if self._runs[core] == actor:
+            self._waiting[core].appendleft((actor, node))
+        else:
+            self._waiting[core].append((actor, node))
+        return False
+
+    def release(self, actor: int) -> tuple[int, int] | None:
+        """Return what an actor's core issues next, which has it then: (actor, node); None if nobody waits."""
+        core = self._of[actor]
+        del self._runs[core]
+        if not self._waiting[core]:
+            return None
+        found = self._waiting[core].popleft()
+        self._runs[core] = found[0]
+        return found
+
+
+class _Queues:
+    """When links have served what has come to them.
+
+    Args:
+        bursts: (links,) as of `Events`.
+    """
+
+    def __init__(self, bursts: Sequence[float]) -> None:
+        self._bursts = bursts
+        self._free: dict[int, float] = {}
+
+    def serve(self, now: float, seconds: Mapping[int, float]) -> float:
+        """Return when the last byte of a message is through.
+
+        Args:
+            now: when the message comes to its first link.
+            seconds: that it takes each link, in the order in which it passes them.
+        """
+        begin = end = now
+        for link, each in seconds.items():
+            free = self._free.get(link, -float("inf"))
+            rested = min(max(begin - free, 0.0), self._bursts[link])
+            begin = max(begin, free)
+            end = max(end, begin + max(each - rested, 0.0))
+            self._free[link] = end
+        return end
 
 
 FULL = 1.0 + 1e-9

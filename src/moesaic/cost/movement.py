@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,13 +23,26 @@ from moesaic.program.validate import reduces
 
 @dataclass(frozen=True)
 class Movement:
-    """Messages that start and end together: a connected part of what a task moves."""
+    """Messages that start and end together, a connected part of what a task moves; or one message by itself."""
 
     actors: tuple[int, ...]
     """Who sends or receives any of them, ascending."""
     load: Load
     posts: np.ndarray
     """(actors,) sends and receives that each of them posts."""
+    sender: int | None = None
+    """Of a message that leaves as soon as its sender has come to it, and that its receiver alone waits for; its links are in
+    the order in which it passes them. None: all begin it together, and it ends for all."""
+
+    @property
+    def starters(self) -> tuple[int, ...]:
+        """Who must have come before it starts."""
+        return self.actors if self.sender is None else (self.sender,)
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """For whom the task is not over before it has arrived."""
+        return tuple(actor for actor in self.actors if actor != self.sender)
 
 
 class AbstractVolumes(ABC):
@@ -109,6 +122,7 @@ class Counted(AbstractVolumes):
         topology: of the cluster, not folded.
         shape: of the layer.
         legs: of hops, as far as they are known; what is found is added, for other calls to share.
+        is_eager: every message is a movement of its own, which waits for its sender only.
     """
 
     def __init__(
@@ -117,8 +131,11 @@ class Counted(AbstractVolumes):
         topology: Topology,
         shape: LayerShape,
         legs: dict[tuple[object, ...], dict[int, np.ndarray]],
+        *,
+        is_eager: bool = False,
     ) -> None:
         self.sizes, self.topology, self.shape, self._legs = sizes, topology, shape, legs
+        self._is_eager = is_eager
         self._rows: dict[Layout, np.ndarray] = {}
         self._found: dict[tuple[object, ...], list[Movement]] = {}
 
@@ -143,7 +160,7 @@ class Counted(AbstractVolumes):
         return pieces / len(self.sizes.shapes.experts(weights, 0)) / self.sizes.grid.etp
 
     def movements(self, task: Task, slots: Mapping[str, Slot], codec: str) -> list[Movement]:
-        """Return the movements of a move or hop, one per connected set of ranks."""
+        """Return the movements of a move or hop, one per connected set of ranks, or one per message."""
         source, move = ends_of(task, slots)
         key = (source.kind, move, codec, task.link if task.op is Op.HOP else "", task.hop)
         if key not in self._found:
@@ -160,6 +177,8 @@ class Counted(AbstractVolumes):
             return []
         amounts, kind = np.unique(moved.rows, return_inverse=True)
         num_bytes = np.array([row_bytes(slot, codec, each, self.shape) for each in amounts.tolist()])[kind]
+        if self._is_eager:
+            return self._messages(source, target, num_bytes)
         ones = np.ones(len(source))
         posts = np.bincount(source, minlength=self.num_actors) + np.bincount(target, minlength=self.num_actors)
         found = []
@@ -167,6 +186,20 @@ class Counted(AbstractVolumes):
             actors = np.unique([source[part], target[part]])
             load = self.topology.loads(source[part], target[part], num_bytes[part], ones[part])
             found.append(Movement(tuple(actors.tolist()), load, posts[actors].astype(np.float64)))
+        return found
+
+    def _messages(self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray) -> list[Movement]:
+        """Return a movement per pair of ranks; what goes from one to another in a task is one message."""
+        between: dict[tuple[int, int], float] = {}
+        for pair, each in zip(zip(source.tolist(), target.tolist()), num_bytes.tolist()):
+            between[pair] = between.get(pair, 0.0) + each
+        found = []
+        for (sender, receiver), each in between.items():
+            load = self.topology.loads(np.array([sender]), np.array([receiver]), np.array([each]), np.ones(1))
+            last = self.topology.arrives[load.links]
+            on_the_way = np.concatenate([np.flatnonzero(~last), np.flatnonzero(last)])
+            load = replace(load, links=load.links[on_the_way], seconds=load.seconds[on_the_way])
+            found.append(Movement((min(sender, receiver), max(sender, receiver)), load, np.ones(2), sender))
         return found
 
     def _paths(self, task: Task) -> np.ndarray:

@@ -172,7 +172,7 @@ class ClusterProfile:
     measured it."""
     collectives: dict[str, Fit] = field(default_factory=dict)
     """Lines over bytes, counted as nccl-tests does, by the collective and what it spans: "all_gather inside"; see
-    `moesaic.profiling.collectives`. Empty where nobody measured them."""
+    `moesaic.profiling.links`. Empty where nobody measured them."""
     copy_bytes_per_second: float = 5e9
     """Of rows put in another order, read plus written, per second of processor time."""
     memory_gib: float = 1.0

@@ -1,9 +1,10 @@
 """`ProfileTiming`: when a program's tasks run on a machine that was profiled, with the costs that they have for its host.
 
-Rows, links and the order of events are the simulator's own (`simulate.py`); what is put in place of its assumptions is the
-processor time of every task, its messages and its bytes, stretched where ranks share cores. Two effects depend on when
-things happen, so every program is simulated twice: a link that was idle lets its first kilobytes through at once, and
-the transport's own threads take their part of the cores while it carries something.
+Rows, paths and the order of events are the simulator's own (`simulate.py`); what is put in place of its assumptions is the
+processor time of every task, its messages and its bytes, and that ranks send eagerly: a message leaves when its sender issues
+it, whatever the others do. So ranks of a node drift apart, one computes while another sends, and links that would idle in
+lockstep do not. Few ranks are therefore simulated each by itself, on the cores that they share, with links as queues; of many,
+one stands for all.
 
 What a program asks of the host is counted task by task (tasks of each kind, messages, bytes), alike for fits and simulations.
 """
@@ -76,15 +77,13 @@ def layer_features() -> np.ndarray:
     return found
 
 
-def costs_vector(costs: HostCosts, *, with_transport: bool = True) -> np.ndarray:
+def costs_vector(costs: HostCosts) -> np.ndarray:
     """Return the costs of one of each feature, (features,) seconds of processor time.
 
     Args:
         costs: as measured.
-        with_transport: also what the transport's own thread takes per byte, which the issuing thread need not wait for.
     """
-    left_out = () if with_transport else ("transport_byte",)
-    return np.array([0.0 if name in left_out else getattr(costs, name) for name in FEATURES])
+    return np.array([getattr(costs, name) for name in FEATURES])
 
 
 def _transport_bytes(moved: Movement, volumes: AbstractVolumes) -> float:
@@ -119,35 +118,23 @@ def _waits(program: Program, movements: list[list[Movement]]) -> list[bool]:
     return found
 
 
-MOST_TAKEN = 0.5
-"""Of the cores, by the transport's own threads: above this share the issuing threads would not slow down further."""
-Movements = list[list[Movement]]
-"""Of each task."""
+RANKS_APART = 16
+"""Ranks up to which each is simulated by itself, message by message; of more, one stands for all."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a program asks of a machine, whatever its host's costs and its links' latencies and credits are."""
+    """What a program asks of a machine, whatever its host's costs are."""
 
     program: Program
     volumes: AbstractVolumes
-    movements: Movements
+    movements: list[list[Movement]]
+    """Of each task."""
     features: np.ndarray
     """As of `host_features`."""
     compute: np.ndarray
     """(tasks, actors) seconds of products and codecs."""
     graph: Graph
-
-    def with_latencies(self, inside: float, outside: float) -> Asked:
-        """Return the same where links have other latencies, seconds; a movement has those of its slowest way."""
-        names = self.volumes.topology.names
-
-        def latency(moved: Movement) -> float:
-            kinds = {names[link].startswith("inside") for link in moved.load.links.tolist()}
-            return max((inside if kind else outside for kind in kinds), default=0.0)
-
-        moved = [[replace(m, load=replace(m.load, latency=latency(m))) for m in parts] for parts in self.movements]
-        return replace(self, movements=moved)
 
 
 class ProfileTiming(AbstractTiming):
@@ -161,7 +148,7 @@ class ProfileTiming(AbstractTiming):
 
     def __init__(self, profile: ClusterProfile, cluster: ClusterSpec, virtual_flops: float | None = None) -> None:
         self.profile, self._cluster, self._virtual_flops = profile, cluster, virtual_flops
-        self._costs = costs_vector(profile.host, with_transport=False)
+        self._costs = costs_vector(profile.host)
 
     @property
     def around_seconds(self) -> float:
@@ -177,6 +164,10 @@ class ProfileTiming(AbstractTiming):
     def starts_early(self) -> bool:
         return True
 
+    @property
+    def ranks_apart(self) -> int:
+        return RANKS_APART
+
     def run(
         self, program: Program, volumes: AbstractVolumes, dtype: str, known: Mapping[str, float] | None = None
     ) -> Simulated:
@@ -186,9 +177,31 @@ class ProfileTiming(AbstractTiming):
         does counts as computing.
         """
         asked = self.asked(program, volumes, dtype, known)
-        events, issue = self.lay_out(asked)
+        events = self.lay_out(asked)
         most = float(events.ends.max(initial=0.0))
-        return account(program, volumes, asked.movements, events, (issue + asked.compute).sum(axis=0), at_most=most)
+        computing = (asked.features @ self._costs * self.profile.host.sharing + asked.compute).sum(axis=0)
+        return account(program, volumes, asked.movements, events, computing, at_most=most)
+
+    def layer_seconds(self, passes: Sequence[tuple[Program, AbstractVolumes]], dtype: str) -> float:
+        return self.passes_seconds([self.asked(program, volumes, dtype) for program, volumes in passes])
+
+    def passes_seconds(self, asks: Sequence[Asked]) -> float:
+        """Return what a layer takes: a rank begins a pass when it has ended the one before, whatever the others do.
+
+        Of what a layer takes outside its programs one part is before each of them; ranks wait for each other's counts in the
+        first one.
+        """
+        around = layer_features() / len(asks)
+        late, first = None, float(around @ self._costs) * self.profile.host.sharing
+        for number, asked in enumerate(asks):
+            if number and len(asked.features):
+                features = asked.features.copy()
+                features[0] += around
+                asked = replace(asked, features=features)
+            events = self.lay_out(asked, late)
+            ends = events.ends.max(axis=0, initial=0.0)
+            late = ends if late is None else np.maximum(ends, late)
+        return first + float(late.max(initial=0.0) if late is not None else 0.0)
 
     def asked(
         self, program: Program, volumes: AbstractVolumes, dtype: str, known: Mapping[str, float] | None = None
@@ -200,16 +213,35 @@ class ProfileTiming(AbstractTiming):
         compute = np.array([self._computing(task, slots, volumes, dtype) for task in program.tasks])
         compute = compute.reshape(features.shape[:2])
         put_known(compute, program, known)
-        return Asked(program, volumes, movements, features, compute, graph_of(program, host_runs_compute=True))
+        graph = graph_of(program, host_runs_compute=True, has_lanes=False)
+        return Asked(program, volumes, movements, features, compute, graph)
 
-    def lay_out(self, asked: Asked) -> tuple[Events, np.ndarray]:
-        """Return the events of a program that were run, and the seconds of the issuing thread, (tasks, actors)."""
-        issue = asked.features @ self._costs * self.profile.host.sharing
-        first = _run(asked.graph, issue, asked.compute, asked.movements)
-        if asked.program.tasks:
-            issue = issue * self._stretch(first, asked.features, issue, _busy(first, asked.movements))
-        early = self._early(first, asked.volumes, asked.movements, issue)
-        return _run(asked.graph, issue, asked.compute, early), issue
+    def lay_out(self, asked: Asked, late: np.ndarray | None = None) -> Events:
+        """Return the events of a program that were run.
+
+        Args:
+            asked: by the program.
+            late: as of `Events.run`.
+        """
+        actors, profile = asked.volumes.num_actors, self.profile
+        work, compute = asked.features @ self._costs, asked.compute
+        cores = None
+        if actors > 1:
+            cores = self._cores_of(actors)
+            if self._virtual_flops is None:  # products take the core that the rates share among the ranks
+                work, compute = work + compute / profile.host.sharing, np.zeros_like(compute)
+        else:
+            work = work * profile.host.sharing
+        names = asked.volumes.topology.names
+        bursts = [(profile.inside if name.startswith("inside") else profile.outside).credit_seconds for name in names]
+        events = Events(asked.graph, work, compute, asked.movements, cores=cores, bursts=np.array(bursts))
+        events.run(late)
+        return events
+
+    def _cores_of(self, ranks: int) -> list[int]:
+        """Return on which core each rank is, as `hold_still` spreads them: as many share one as was measured."""
+        cores = max(1, round(ranks / self.profile.host.sharing))
+        return [rank % cores for rank in range(ranks)]
 
     def _computing(self, task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, dtype: str) -> np.ndarray:
         """Return the seconds of products, and of codecs that lose precision, (actors,); the rest is the host's."""
@@ -226,90 +258,6 @@ class ProfileTiming(AbstractTiming):
         if self._virtual_flops is None:
             return rates_of(self._cluster, dtype)
         return Rates(flops=self._virtual_flops, rows=(1.0,), share=(1.0,), memory=float("inf"), codec=None)
-
-    def _stretch(self, first: Events, features: np.ndarray, issue: np.ndarray, busy: np.ndarray) -> float:
-        """Return how much longer the host's work takes because the transport's threads want the cores too."""
-        carried = float((busy[:, 1] - busy[:, 0]).sum())
-        wanted = features[:, :, FEATURES.index("transport_byte")].sum(axis=0).max() * self.profile.host.transport_byte
-        if not carried or not issue.any():
-            return 1.0
-        taken = min(wanted * self.profile.host.sharing / carried, MOST_TAKEN)
-        starts, spent = first.starts[:, 0], issue[:, 0]
-        meanwhile = sum(_overlap(start - length, start, busy) for start, length in zip(starts, spent))
-        return 1 + meanwhile / float(spent.sum()) * taken / (1 - taken)
-
-    def _early(self, first: Events, volumes: AbstractVolumes, movements: Movements, issue: np.ndarray) -> Movements:
-        """Return the movements, those shortened before which their links were idle.
-
-        Of ranks that share a core the first has done its host work while the others still wait for the core, and what it
-        exchanges with other cores' first ranks travels meanwhile.
-        """
-        names, sharing = volumes.topology.names, max(self.profile.host.sharing, 1.0)
-        last: dict[int, float] = {}
-        order = sorted(
-            (float(first.starts[number, moved.actors[0]]), number, part)
-            for number, parts in enumerate(movements)
-            for part, moved in enumerate(parts)
-        )
-        found = [list(parts) for parts in movements]
-        for start, number, part in order:
-            moved = movements[number][part]
-            links, actor = moved.load.links.tolist(), moved.actors[0]
-            since = max((last.get(link, 0.0) for link in links), default=0.0)
-            last.update(dict.fromkeys(links, float(first.ends[number, actor])))
-            inside = all(names[link].startswith("inside") for link in links)
-            credit = min((self.profile.inside if inside else self.profile.outside).credit_seconds, start - since)
-            worked = self._worked(first, issue[:, actor], since, start, actor)
-            less = _ahead(moved.load.seconds, worked, round(sharing)) + max(credit, 0.0)
-            seconds = np.maximum(moved.load.seconds - less, 1e-9)
-            found[number][part] = replace(moved, load=replace(moved.load, seconds=seconds))
-        return found
-
-    @staticmethod
-    def _worked(first: Events, issue: np.ndarray, since: float, until: float, actor: int) -> float:
-        """Return the host's work in an interval, tasks being issued just before they start."""
-        starts = first.starts[:, actor]
-        return float(np.maximum(np.minimum(starts, until) - np.maximum(starts - issue, since), 0.0).sum())
-
-
-def _run(graph: Graph, issue: np.ndarray, compute: np.ndarray, movements: Sequence[Sequence[Movement]]) -> Events:
-    events = Events(graph, issue, compute, movements)
-    events.run()
-    return events
-
-
-def _busy(events: Events, movements: Movements) -> np.ndarray:
-    """Return when anything moves, (n, 2) seconds, apart and ascending."""
-    spans = sorted((float(events.starts[n, 0]), float(events.ends[n, 0])) for n, parts in enumerate(movements) if parts)
-    merged: list[list[float]] = []
-    for start, end in spans:
-        if merged and start <= merged[-1][1]:
-            merged[-1][1] = max(merged[-1][1], end)
-        else:
-            merged.append([start, end])
-    return np.array(merged).reshape(-1, 2)
-
-
-def _overlap(start: float, end: float, spans: np.ndarray) -> float:
-    """Return how much of an interval lies in spans."""
-    return float(np.maximum(np.minimum(spans[:, 1], end) - np.maximum(spans[:, 0], start), 0.0).sum())
-
-
-def _ahead(carried: np.ndarray, worked: float, ranks: int) -> np.ndarray:
-    """Return how much of a movement is over when the last of the ranks that share a core has issued its part.
-
-    A message needs both its ends: when k ranks of every core have done their host work, (k / ranks)^2 of all messages can
-    travel. The link ends at the latest of: one of these moments, and what becomes free then or later.
-
-    Args:
-        carried: (links,) seconds that the movement takes each link.
-        worked: seconds of host work of all ranks of a core, one after the other, before it.
-        ranks: that share a core.
-    """
-    moments = worked / ranks * np.arange(1, ranks + 1)
-    later = 1 - (np.arange(ranks) / ranks) ** 2
-    ends = (moments[None, :] + carried[:, None] * later[None, :]).max(axis=1)
-    return np.maximum(worked + carried - ends, 0.0)
 
 
 def profiled_simulator(

@@ -1,8 +1,8 @@
 """`Simulator`: when each task of a program runs on a cluster. Needs no torch.
 
 The program is the one that the executor runs, and its rows come from the same layouts and paths. Under an even workload one
-rank stands for all (`even.py`), so the number of ranks costs nothing; with counts, every rank runs apart (`counted.py`).
-What a task takes of the machine is `timing.py`'s.
+rank stands for all (`even.py`), so the number of ranks costs nothing; with counts, or few ranks on a machine that was
+profiled, every rank runs apart (`movement.py`). What a task takes of the machine is `timing.py`'s.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from moesaic.cost.call_sizes import sizes_of
+from moesaic.cost.call_sizes import chunks_of, sizes_of
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.compute import compute_seconds, rates_of
 from moesaic.cost.even import MAX_RANKS_APART, AbstractEvenLayers, EvenLayers
@@ -22,7 +22,7 @@ from moesaic.cost.topology import Topology
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
-from moesaic.program.sizes import CallSizes
+from moesaic.program.sizes import CallSizes, LayoutIndex
 from moesaic.program.task import Program
 from moesaic.program.timeline import Timeline
 
@@ -62,6 +62,7 @@ class Simulator:
         self._even = even or EvenLayers(cluster)
         self._topologies: dict[tuple[int, int | None], Topology] = {}
         self._legs: dict[tuple[object, ...], dict[int, np.ndarray]] = {}
+        self._shapes: dict[tuple[Grid, int, int], LayoutIndex] = {}
 
     def run(
         self,
@@ -85,7 +86,8 @@ class Simulator:
             workload: of the layer, even routing.
             grid: of the compiled plan.
         """
-        return self.timing.around_seconds + sum(self.run(each, workload, grid).seconds for each in (forward, backward))
+        passes = [(each, self.volumes(each, workload, grid)) for each in (forward, backward)]
+        return self.timing.layer_seconds(passes, workload.products or workload.dtype)
 
     def durations(
         self, program: Program, workload: Workload, grid: Grid, *, sizes: CallSizes | None = None
@@ -112,6 +114,8 @@ class Simulator:
         """Return the rows and messages of a program; arguments as of `run`."""
         if sizes is not None:
             return self._counted(sizes, workload)
+        if grid.world <= self.timing.ranks_apart:
+            return self._counted(self._even_sizes(program, workload, grid), workload)
         try:
             volumes = self._even.volumes(program, workload, grid)
             movements_of(program, volumes)
@@ -132,4 +136,14 @@ class Simulator:
         key = (sizes.grid.world, sizes.grid.ranks_per_node)
         if key not in self._topologies:
             self._topologies[key] = Topology(self.cluster, *key)
-        return Counted(sizes, self._topologies[key], workload.shape, self._legs)
+        is_eager = sizes.grid.world <= self.timing.ranks_apart
+        return Counted(sizes, self._topologies[key], workload.shape, self._legs, is_eager=is_eager)
+
+    def _even_sizes(self, program: Program, workload: Workload, grid: Grid) -> CallSizes:
+        """Return even sizes; what a layout's rows are is worked out once for all programs of a mesh."""
+        if any(isinstance(slot.layout.chunk, str) for slot in program.slots):  # of experts that may be replicated
+            return sizes_of(program, workload, grid)
+        key = (grid, workload.num_experts, chunks_of(program))
+        if key not in self._shapes:
+            self._shapes[key] = LayoutIndex(*key)
+        return sizes_of(program, workload, grid, shapes=self._shapes[key])

@@ -7,7 +7,7 @@ by the description of a cluster, `ProfileTiming` (`profile_simulate.py`) by what
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,6 +80,20 @@ class AbstractTiming(ABC):
     def collectives(self) -> Mapping[str, Fit]:
         """Lines that somebody measured, as `ClusterProfile.collectives`; empty where nobody did."""
         return {}
+
+    @property
+    def ranks_apart(self) -> int:
+        """Ranks up to which each is told apart, and each message by itself, under an even workload too."""
+        return 0
+
+    def layer_seconds(self, passes: Sequence[tuple[Program, AbstractVolumes]], dtype: str) -> float:
+        """Return what a layer takes, routing where it was measured.
+
+        Args:
+            passes: forward and backward program, each with its rows and messages.
+            dtype: of the products.
+        """
+        return self.around_seconds + sum(self.run(*each, dtype).seconds for each in passes)
 
     @abstractmethod
     def run(

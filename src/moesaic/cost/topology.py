@@ -67,11 +67,13 @@ class Topology:
         self.names: list[str] = []
         """Of the links, by number."""
         seconds_per_byte: list[float] = []
+        into: set[int] = set()
         self._levels: list[tuple[Link, int]] = []
         for link in spec.links:
             self._levels.append((link, len(self.names)))
             for unit in range(self._units(link)):
                 rate = self._rate(link, unit)
+                into |= set() if link.shared else {len(self.names) + 1}
                 for word in (link.name,) if link.shared else (f"{link.name} out", f"{link.name} in"):
                     self.names.append(f"{word} {unit}" if self._units(link) > 1 else word)
                     seconds_per_byte.append(1 / rate)
@@ -87,6 +89,8 @@ class Topology:
                     self.names += [f"sends of rank {rank}{where}", f"receives of rank {rank}{where}"]
                     seconds_per_byte += [0.0, 0.0]
         self.seconds_per_byte = np.array(seconds_per_byte)
+        self.arrives = np.isin(np.arange(len(self.names)), list(into))
+        """(links,) bool: whether a message comes in over a link, after it has gone out over others."""
 
     @property
     def num_links(self) -> int:

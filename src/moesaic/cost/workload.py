@@ -46,8 +46,8 @@ class Workload:
     top_groups: int = 1
     """As of `groups`."""
     visits: tuple[tuple[int, float], ...] = ()
-    """Where it is known on how many of so many nodes, or places of ep, a token has an expert: (number, mean); of others it is
-    estimated."""
+    """Where it is known on how many of so many nodes, or places of ep, a token has an expert: (number, mean), a token counted
+    once per chunk; of others it is estimated."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "num_experts", "top_k", "dim", "hidden", "matrices", "groups", "top_groups"):

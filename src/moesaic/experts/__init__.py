@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from moesaic.experts.experts import AbstractExperts
+from moesaic.experts.experts import AbstractExperts, GatedExperts, PlainExperts
 from moesaic.experts.modules import ModuleExperts
-from moesaic.experts.stacked import GatedExperts, PlainExperts
 from moesaic.kernels.activation import Clamp
 
 ExpertsFactory = Callable[[int, int, int], AbstractExperts]

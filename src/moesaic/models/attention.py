@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.models.split import Norm, RowLinear, StackedLinear
-from moesaic.plan.model_shape import BlockConfig
+from moesaic.plan.model_shape import ROPE, BlockConfig
 
 
 class KeyValueCache:
@@ -62,8 +62,8 @@ class Attention(nn.Module):
         self.out = RowLinear(num_heads * width, dim, block.bias)
         self.q_norm = Norm(width) if block.qk_norm else None
         self.k_norm = Norm(width) if block.qk_norm else None
-        self.rotates = block.positions == "rotary" and not cross
-        base, self.scaling = block.rope
+        self.rotates = block.rope is not None and not cross
+        base, self.scaling = block.rope or ROPE
         frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
         self.register_buffer("frequencies", frequencies.float(), persistent=False)
 

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from moesaic.errors import InputError
-from moesaic.plan.model_shape import ModelShape, MoEShape, capacity_of_today, check_at_least
+from moesaic.plan.model_shape import ModelShape, MoEShape, check_at_least, shape_of_today
 from moesaic.routing.routers import ON_MESH, ROUTERS, options_of
 
 if TYPE_CHECKING:
     from moesaic.routing.capacity import AbstractCapacity
     from moesaic.routing.losses import AbstractLoss
 
-    RouterName: TypeAlias = str
-else:
-    RouterName = Literal[tuple(ROUTERS | ON_MESH)]
-"""A name of the registries; a command line lists them as choices."""
 LOSSES: dict[str, tuple[str, dict[str, str]]] = {
     "load_balance": ("LoadBalance", {}),
     "load_balance_sequence": ("LoadBalance", {"level": "sequence"}),
@@ -36,10 +32,10 @@ LOSSES: dict[str, tuple[str, dict[str, str]]] = {
 class MoEConfig(MoEShape):
     """The MoE layers of a model; sizes, activation and capacity as of `MoEShape`."""
 
-    router: RouterName = "softmax"
-    """Who chooses the experts; docs/layer.md describes each."""
-    router_options: dict[str, int | float | bool | str] = field(default_factory=dict)
-    """Options of that router by its argument names: bias_rate of sigmoid, num_groups and top_groups of group_limited."""
+    router: str = "softmax"
+    """Who chooses the experts: softmax, switch, sigmoid, noisy, cosine, group_limited, gshard, base, expert_choice, hash or
+    topology (docs/layer.md). Its options stand behind it by their names: sigmoid:bias_rate=0.01,
+    group_limited:num_groups=8:top_groups=4."""
     losses: tuple[str, ...] = ("load_balance:0.01",)
     """The auxiliary losses, each by its name in the metrics with its coefficient. load_balance is taken over a micro-batch,
     load_balance_sequence over each sequence, load_balance_global_batch over all ranks and micro-batches of a step; importance;
@@ -48,10 +44,27 @@ class MoEConfig(MoEShape):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.coefficients()
-        if self.router not in ROUTERS | ON_MESH:
+        if self.router_name not in ROUTERS | ON_MESH:
             raise InputError(
-                f"model.moe.router={self.router!r} is unknown: choose one of {', '.join(ROUTERS | ON_MESH)}"
+                f"model.moe.router={self.router_name!r} is unknown: choose one of {', '.join(ROUTERS | ON_MESH)}"
             )
+        words = self.router.split(":")[1:]
+        if not all("=" in word for word in words) or len(self.router_options) < len(words):
+            raise InputError(
+                f"model.moe.router={self.router!r}: write each option once as name=value behind a colon, such as "
+                "sigmoid:bias_rate=0.01"
+            )
+
+    @property
+    def router_name(self) -> str:
+        """The router without its options."""
+        return self.router.partition(":")[0]
+
+    @property
+    def router_options(self) -> dict[str, int | float | bool | str]:
+        """Options of the router by its argument names."""
+        pairs = (word.partition("=") for word in self.router.split(":")[1:])
+        return {name: _value(text) for name, _, text in pairs}
 
     def make_capacity(self) -> AbstractCapacity:
         """Return the capacity rule that the fields describe."""
@@ -119,18 +132,36 @@ class ModelConfig(ModelShape):
 def model_of_today(model: dict[str, Any]) -> dict[str, Any]:
     """Return a table of `ModelConfig`'s fields under this version's names.
 
-    Earlier ones had options of routers beside the other fields, four fields for capacities, and four for losses.
+    Earlier ones had options of routers as a table or beside the other fields, and four fields for losses; see also
+    `shape_of_today`.
     """
-    moe = dict(model["moe"])
-    options = {name: moe.pop(name) for name in ("bias_rate", "num_groups", "top_groups") if name in moe}
-    if options:
-        known = options_of((ROUTERS | ON_MESH)[moe["router"]])
-        moe["router_options"] = {name: value for name, value in options.items() if name in known}
-    moe = capacity_of_today(moe)
+    found = shape_of_today(model)
+    moe = found.get("moe")
+    if not isinstance(moe, dict):
+        return found
+    if "router" in moe:
+        options = {name: moe.pop(name) for name in ("bias_rate", "num_groups", "top_groups") if name in moe}
+        if options:
+            known = options_of((ROUTERS | ON_MESH)[moe["router"]])
+            options = {name: value for name, value in options.items() if name in known}
+        options |= moe.pop("router_options", {})
+        moe["router"] = ":".join([moe["router"], *(f"{name}={value}" for name, value in options.items())])
     level = moe.pop("balance_level", "micro_batch")
     balance = "load_balance" if level == "micro_batch" else f"load_balance_{level}"
     names = {"balance_loss": balance, "importance_loss": "importance", "z_loss": "z_loss"}
     losses = {names[name]: moe.pop(name) for name in names if name in moe}
     if losses:
         moe["losses"] = [f"{name}:{coefficient}" for name, coefficient in ({balance: 0.01} | losses).items()]
-    return model | {"moe": moe}
+    return found
+
+
+def _value(text: str) -> int | float | bool | str:
+    """Return what an option's text says: true or false, a number, or the text itself."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -14,9 +14,9 @@ from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import StepCostModel
 from moesaic.cost.timing import SpecTiming
 from moesaic.cost.workload import uniform_counts
+from moesaic.plan.candidates import compile_on, name_of
 from moesaic.plan.compile import Compiled
 from moesaic.plan.findings import Found, Result
-from moesaic.plan.layouts import compile_on, name_of
 from moesaic.plan.loads import simulate_counts
 from moesaic.plan.model import Job
 from moesaic.plan.predict import APART

@@ -9,8 +9,7 @@ from moesaic.codecs import CODECS, is_coded
 from moesaic.cost.memory import Memory
 from moesaic.cost.row_bytes import DTYPES, coded_bytes
 from moesaic.cost.step import Estimate
-from moesaic.plan.candidates import SearchSpace
-from moesaic.plan.layouts import Pins
+from moesaic.plan.candidates import Pins, SearchSpace
 from moesaic.plan.plan import Codec, Plan
 from moesaic.program.grid import Grid
 

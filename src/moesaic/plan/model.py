@@ -10,12 +10,12 @@ import difflib
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
-from moesaic.configfile import override
+from moesaic.configfile import override, refuse_renamed
 from moesaic.cost.cluster import ClusterSpec, Dtype
 from moesaic.cost.step_model import StepModel
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
-from moesaic.plan.model_shape import ModelShape, capacity_of_today
+from moesaic.plan.model_shape import RENAMED_SHAPE, ModelShape, shape_of_today
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Job:
     """The data."""
 
     def __post_init__(self) -> None:
-        if self.model.ffn == "dense":
+        if self.model.is_dense:
             raise InputError('model.ffn="dense": a model without MoE layers has no plan to choose: set model.ffn="moe"')
         for where, value in (
             ("batch_size", self.batch_size), ("accumulation", self.accumulation), ("data.vocab_size", self.data.vocab_size),
@@ -103,7 +103,7 @@ class Job:
             num_layers=model.num_layers,
             layer=layer,
             seq_len=model.seq_len,
-            moe_every=min(moe.every, model.num_layers),
+            moe_every=min(model.moe_every, model.num_layers),
             dense_hidden=model.active_hidden,
             vocab=self.data.vocab_size,
             recomputed=("block",) if model.checkpoint_activations else (),
@@ -125,6 +125,9 @@ def job_of(table: dict[str, Any], source: str) -> Job:
     Raises:
         InputError: as `read_job` does.
     """
+    if isinstance(table.get("model"), dict):
+        table = table | {"model": shape_of_today(table["model"])}
+    refuse_renamed(table, RENAMED_SHAPE, source)
     return override(Job(), _known(Job(), table, source), source=source)
 
 
@@ -145,6 +148,6 @@ def _known(shape: Any, table: dict[str, Any], source: str, prefix: str = "") -> 
             continue
         nested = getattr(shape, name)
         if is_dataclass(nested) and isinstance(value, dict):
-            value = _known(nested, capacity_of_today(value), source, f"{prefix}{name}.")
+            value = _known(nested, value, source, f"{prefix}{name}.")
         found[name] = value
     return found

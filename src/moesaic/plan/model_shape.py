@@ -7,6 +7,7 @@ that names, defaults and checks stand once, and one file serves planning and tra
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,6 +17,8 @@ LIMITED = ("fixed", "fitted", "padded")
 """Kinds of capacity that have a factor."""
 PREFERENCES = ("rank", "score")
 """What may stand behind the factor."""
+ROTARY, ROPE = "rotary", (10_000.0, 1.0)
+"""Rotary positions, and their base and factor where nobody says others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +64,30 @@ def read_capacity(text: str) -> CapacityRule:
     )
 
 
-def capacity_of_today(moe: dict[str, Any]) -> dict[str, Any]:
-    """Return a table of `MoEShape`'s fields with one word for the capacity, where an earlier version wrote four fields."""
-    fields = ("capacity_factor", "capacity_scope", "admit_by")
-    if "capacity" not in moe or moe.keys().isdisjoint(fields):
-        return moe
-    found = {name: value for name, value in moe.items() if name not in fields}
-    if found["capacity"] in LIMITED:
-        words = ["rank"] * (moe.get("capacity_scope") == "rank") + ["score"] * (moe.get("admit_by") == "score")
-        found["capacity"] = ":".join([found["capacity"], str(moe.get("capacity_factor", 1.25)), *words])
+RENAMED_SHAPE = {
+    "model.block.rope": "model.block.positions, as rotary:10000:1",
+    "model.moe.every": "model.ffn, as moe:2",
+}
+"""Fields of earlier versions that count in planning too, and what stands for them now."""
+
+
+def shape_of_today(model: dict[str, Any]) -> dict[str, Any]:
+    """Return a table of `ModelShape`'s fields with one word for a choice and its options, where an earlier version had several
+    fields: capacities, rotary positions, and which blocks are sparse."""
+    found = model | {name: dict(model[name]) for name in ("moe", "block") if isinstance(model.get(name), dict)}
+    moe, block = found.get("moe"), found.get("block")
+    if isinstance(moe, dict):
+        before = ("capacity_factor", "capacity_scope", "admit_by") if "capacity" in moe else ()
+        options = {name: moe.pop(name) for name in before if name in moe}
+        if options and moe["capacity"] in LIMITED:
+            words = [word for word, name in zip(PREFERENCES, before[1:]) if options.get(name) == word]
+            moe["capacity"] = ":".join([moe["capacity"], str(options.get("capacity_factor", 1.25)), *words])
+        if "every" in moe and "ffn" in found:
+            every = moe.pop("every")
+            found["ffn"] += f":{every}" * (found["ffn"] == "moe" and every != 1)
+    if isinstance(block, dict) and {"positions", "rope"} <= block.keys():
+        base, factor = block.pop("rope")
+        block["positions"] += f":{base}:{factor}" * (block["positions"] == ROTARY and (base, factor) != ROPE)
     return found
 
 
@@ -85,8 +103,6 @@ class MoEShape:
     """Inner width of one expert."""
     shared_hidden: int = 0
     """Inner width of a shared expert that every token passes; 0 for none."""
-    every: int = 1
-    """Each how-many-th block has an MoE layer, counted from the last block; the others are dense."""
     experts: Literal["swiglu", "gelu", "relu"] = "swiglu"
     """Three-matrix SwiGLU, or two matrices with GELU or ReLU; the dense blocks use the same."""
     capacity: str = "dropless"
@@ -97,7 +113,7 @@ class MoEShape:
 
     def __post_init__(self) -> None:
         read_capacity(self.capacity)
-        for name in ("num_experts", "top_k", "hidden", "every"):
+        for name in ("num_experts", "top_k", "hidden"):
             check_at_least("model.moe", self, name, 1)
         check_at_least("model.moe", self, "shared_hidden", 0)
 
@@ -122,10 +138,10 @@ class BlockConfig:
     """The embedding is the output matrix too."""
     norm: Literal["rms", "layer", "post_layer"] = "rms"
     """RMSNorm or LayerNorm in front of each layer, or LayerNorm behind the residual, as in BERT and the first Transformer."""
-    positions: Literal["rotary", "learned"] = "rotary"
-    """Queries and keys are rotated by position, or a learned vector per position is added to the embedding."""
-    rope: tuple[float, float] = (10_000.0, 1.0)
-    """Of rotary positions: the base of the frequencies, and the factor by which positions are divided (linear scaling)."""
+    positions: str = ROTARY
+    """rotary: queries and keys are rotated by position; behind it stand the base of the frequencies, 10000 where none does, and
+    the factor by which positions are divided (linear scaling): rotary:1000000:4. learned: a vector per position is added to
+    the embedding."""
     qk_norm: bool = False
     """RMSNorm over each head's queries and keys, as in Qwen3."""
     bias: bool = False
@@ -137,18 +153,34 @@ class BlockConfig:
         for name in ("kv_heads", "head_dim"):
             if getattr(self, name) is not None:
                 check_at_least("model.block", self, name, 1)
-        if not 0 < min(self.rope) <= max(self.rope) < math.inf:
-            raise InputError(f"model.block.rope={self.rope}: both must be above 0 and finite")
+        if self.rope is not None and not all(0 < number < math.inf for number in self.rope):
+            raise InputError(
+                f"model.block.positions={self.positions!r}: write learned, or rotary, and behind it a base and a factor "
+                "above 0 and finite, such as rotary:10000:1"
+            )
         if not 0 <= self.dropout < 1:
             raise InputError(f"model.block.dropout={self.dropout}: choose a share from 0 to below 1")
+
+    @property
+    def rope(self) -> tuple[float, float] | None:
+        """Of rotary positions: the base of the frequencies, and the factor by which positions are divided; None for learned
+        ones, and not a number where `positions` says none."""
+        if self.positions == "learned":
+            return None
+        kind, *words = self.positions.split(":")
+        if kind != ROTARY or len(words) > len(ROPE):
+            return math.nan, math.nan
+        base, factor = (*map(_number, words), *ROPE[len(words) :])
+        return base, factor
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """A transformer."""
 
-    ffn: Literal["moe", "dense"] = "moe"
-    """Feed-forward layers: sparse, or dense with the inner width `dense_hidden`."""
+    ffn: str = "moe"
+    """Feed-forward layers. moe: sparse in every block; moe:2 in each second one, counted from the last block, the others being
+    dense; dense: in none. Dense ones have the inner width `dense_hidden`."""
     dim: int = 128
     """Width of the residual stream."""
     num_layers: int = 4
@@ -173,7 +205,12 @@ class ModelShape:
         if self.dense_hidden is not None:
             check_at_least("model", self, "dense_hidden", 1)
         self.check_heads()
-        if self.ffn == "moe" and not 1 <= self.moe.top_k <= self.moe.num_experts:
+        if not re.fullmatch("dense|moe(:[1-9][0-9]*)?", self.ffn):
+            raise InputError(
+                f"model.ffn={self.ffn!r}: write moe, dense, or moe and a number of at least 1, such as moe:2 for an MoE "
+                "layer in each second block"
+            )
+        if not self.is_dense and not 1 <= self.moe.top_k <= self.moe.num_experts:
             raise InputError(
                 f"model.moe.top_k={self.moe.top_k} does not fit model.moe.num_experts={self.moe.num_experts}: "
                 f"choose 1 <= top_k <= {self.moe.num_experts}"
@@ -233,9 +270,27 @@ class ModelShape:
             return self.dense_hidden
         return self.moe.top_k * self.moe.hidden + self.moe.shared_hidden
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether no block has an MoE layer."""
+        return self.ffn == "dense"
+
+    @property
+    def moe_every(self) -> int:
+        """Each how-many-th block has an MoE layer, where any has, counted from the last block."""
+        return int(self.ffn.partition(":")[2] or 1)
+
     def is_sparse(self, layer: int) -> bool:
         """Whether block `layer`, counted from 0, has an MoE layer."""
-        return self.ffn == "moe" and (self.num_layers - 1 - layer) % self.moe.every == 0
+        return not self.is_dense and (self.num_layers - 1 - layer) % self.moe_every == 0
+
+
+def _number(text: str) -> float:
+    """Return the number that a text says; not a number where it says none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 LARGEST = 2**31 - 1

@@ -21,8 +21,8 @@ from moesaic.cost.step import StepCostModel
 from moesaic.cost.step_model import PARTS, Part, Sharded, StageRun, StepModel
 from moesaic.cost.stepwise import STEPWISE, Stepwise
 from moesaic.errors import InputError
+from moesaic.plan.candidates import compile_on
 from moesaic.plan.findings import Found
-from moesaic.plan.layouts import compile_on
 from moesaic.plan.model import Job
 from moesaic.plan.plan import AllToAll, Crossing, Plan
 from moesaic.program.forwarding import in_pieces

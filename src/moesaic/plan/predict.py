@@ -19,9 +19,9 @@ from moesaic.cost.emulated import CPU
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import StepCostModel
 from moesaic.cost.workload import Workload
+from moesaic.plan.candidates import Pins
 from moesaic.plan.compile import Compiled, compile_plan, durations_on
 from moesaic.plan.findings import LOSSLESS, Found, Settings
-from moesaic.plan.layouts import Pins
 from moesaic.plan.loads import simulate_counts, simulate_even
 from moesaic.plan.model import Job, job_of
 from moesaic.plan.model_shape import ModelShape, MoEShape

@@ -93,9 +93,9 @@ def _papers() -> dict[str, Job]:
 
 def _hub() -> dict[str, Job]:
     """Return models of the hub that our block builds; others train in transformers with our layer."""
-    million = (1_000_000.0, 1.0)
-    mixtral = BlockConfig(kv_heads=8, tied=False, rope=million)
-    qwen = BlockConfig(kv_heads=4, head_dim=128, tied=False, rope=million, qk_norm=True)
+    million = "rotary:1000000"
+    mixtral = BlockConfig(kv_heads=8, tied=False, positions=million)
+    qwen = BlockConfig(kv_heads=4, head_dim=128, tied=False, positions=million, qk_norm=True)
     return {
         "mixtral-8x7b": _job(4096, 32, 32, 4096, 32_000, _gated(8, 2, 14_336), mixtral),
         "olmoe-1b-7b": _job(2048, 16, 16, 4096, 50_304, _gated(64, 8, 1024), BlockConfig(tied=False, qk_norm=True)),

@@ -22,10 +22,9 @@ from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import StepCostModel, mean_of
 from moesaic.cost.timing import Simulated
 from moesaic.errors import InputError
-from moesaic.plan.candidates import SearchSpace
+from moesaic.plan.candidates import SearchSpace, compile_on, layouts, name_of
 from moesaic.plan.compile import Compiled
 from moesaic.plan.findings import Found, OfEp, Result, Settings
-from moesaic.plan.layouts import compile_on, layouts, name_of
 from moesaic.plan.loads import fit_counts, simulate_counts
 from moesaic.plan.model import Job
 from moesaic.plan.plan import AllToAll, Plan, Schedule

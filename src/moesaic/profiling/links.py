@@ -1,18 +1,23 @@
-"""Movements as the library's own transport makes them, timed over sizes: inside nodes, between nodes, one sender and
-all at once."""
+"""What links take: movements and collectives as the library's own transport makes them, timed over sizes, inside nodes, between
+nodes and over all ranks, one sender and all at once.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch import Tensor
 
+from moesaic.comm.collectives import all_gather_rows, all_reduce_sum, all_to_all, reduce_scatter_sum
 from moesaic.comm.transport import AbstractTransport, Transfer
+from moesaic.cost.fit import Fit, fit
 from moesaic.profiling.together import gathered
 
-SIZES = (2048, 8192, 32768, 131072, 524288)
+MESSAGE_SIZES = (2048, 8192, 32768, 131072, 524288)
 """Bytes of one message."""
 
 
@@ -42,7 +47,7 @@ def movements(
     """
     most = max(len(each[0]) for each in gathered([tuple(to)]))
     taken = []
-    for size in SIZES:
+    for size in MESSAGE_SIZES:
         out = {peer: torch.zeros(size, dtype=torch.uint8) for peer in to}
         into = {peer: torch.empty(size, dtype=torch.uint8) for peer in source}
         mine = []
@@ -56,10 +61,126 @@ def movements(
                 mine.append((start, time.monotonic()))
         spans = zip(*gathered(mine))
         taken.append(tuple(max(end for _, end in each) - min(start for start, _ in each) for each in spans))
-    return TimedMovements(tuple(float(size * most) for size in SIZES), tuple(taken), most)
+    return TimedMovements(tuple(float(size * most) for size in MESSAGE_SIZES), tuple(taken), most)
 
 
 def partners(rank: int, world: int, ranks_per_node: int, *, inside: bool) -> tuple[int, ...]:
     """Return the other ranks of a rank's node, or those of all other nodes."""
     node = rank // ranks_per_node
     return tuple(peer for peer in range(world) if peer != rank and (peer // ranks_per_node == node) is inside)
+
+
+SIZES = (1 << 14, 1 << 16, 1 << 18, 1 << 19, 1 << 20, 1 << 21)
+"""Bytes, counted as nccl-tests does: of the tensor that a rank puts in, of an all-gather the one that it gets."""
+Peers = tuple[int, ...]
+
+
+def _all_gather(transport: AbstractTransport, peers: Peers, whole: Tensor) -> object:
+    rows = len(whole) // len(peers)
+    return all_gather_rows(transport, peers, whole[:rows], rows * len(peers))
+
+
+COLLECTIVES: dict[str, Callable[[AbstractTransport, Peers, Tensor], object]] = {
+    "all_to_all": all_to_all,
+    "all_gather": _all_gather,
+    "reduce_scatter": reduce_scatter_sum,
+    "all_reduce": all_reduce_sum,
+}
+"""What is timed over every span of ranks."""
+
+
+def spans(rank: int, world: int, ranks_per_node: int) -> dict[str, Peers]:
+    """Return the groups that a rank is in, by what they span: its node, its place on every node, and all ranks.
+
+    Groups of one rank are left out, and all ranks where these are one of the others.
+    """
+    node, place = divmod(rank, ranks_per_node)
+    found = {
+        "inside": tuple(range(node * ranks_per_node, (node + 1) * ranks_per_node)),
+        "outside": tuple(range(place, world, ranks_per_node)),
+        "everywhere": tuple(range(world)),
+    }
+    if ranks_per_node in (1, world):
+        del found["everywhere"]
+    return {span: peers for span, peers in found.items() if len(peers) > 1}
+
+
+def all_to_all_gathered(transport: AbstractTransport, inside: Peers, tensor: Tensor) -> Tensor:
+    """Exchange shares with all ranks, node by node, and gather inside this node what one node sent while the next sends: SAA.
+
+    Shi et al. (Parm, INFOCOM 2024), section IV-C: the simultaneous all-to-all and all-gather, without the sums and the experts.
+
+    Args:
+        transport: this rank's.
+        inside: ranks of its node, which the gather is over; all nodes have as many.
+        tensor: numbers of one dim, as many on all ranks, divisible by them.
+
+    Returns:
+        (ranks of the node, world, n): what each rank, of the second dim, sent to each of this node.
+    """
+    each, rank = len(inside), transport.rank
+    nodes, node = transport.world // each, rank // each
+    tag, shares = transport.take_tags(2 * nodes), tensor.view(transport.world, -1)
+    whole = shares.new_empty(each, *shares.shape)
+    mine = whole[rank % each]
+    mine[rank] = shares[rank]
+    exchanges, gathers = [], []
+    for phase in range(nodes):
+        to, source = ((node + way * phase) % nodes * each for way in (1, -1))
+        sends = {peer: shares[peer] for peer in range(to, to + each) if peer != rank}
+        receives = {peer: mine[peer] for peer in range(source, source + each) if peer != rank}
+        exchanges.append((source, transport.issue(Transfer(rank, tag + phase, sends, receives))))
+    for phase, (source, exchange) in enumerate(exchanges):
+        transport.wait(exchange)
+        arrived = {peer: whole[peer % each, source : source + each] for peer in inside}
+        others = [peer for peer in inside if peer != rank]
+        passed = Transfer(
+            rank, tag + nodes + phase, dict.fromkeys(others, arrived[rank]), {peer: arrived[peer] for peer in others},
+            lane="intra",
+        )  # fmt: skip
+        gathers.append(transport.issue(passed))
+    for gather in gathers:
+        transport.wait(gather)
+    return whole
+
+
+def collectives(
+    transport: AbstractTransport, ranks_per_node: int, repeats: int, barrier: Callable[[], object]
+) -> dict[str, Fit]:
+    """Time every collective over every span and fit its line; all ranks call it together and get the same.
+
+    Args:
+        transport: this rank's.
+        ranks_per_node: ranks of each machine.
+        repeats: of each size, after one more.
+        barrier: lets all ranks go at one moment.
+
+    Returns:
+        "all_gather inside" and the like to a line over `SIZES`; "saa everywhere" where several nodes have several ranks.
+    """
+    groups = spans(transport.rank, transport.world, ranks_per_node)
+    timed: dict[str, Callable[[Tensor], object]] = {
+        f"{name} {span}": partial(run, transport, peers)
+        for span, peers in groups.items()
+        for name, run in COLLECTIVES.items()
+    }
+    if "everywhere" in groups:
+        timed["saa everywhere"] = partial(all_to_all_gathered, transport, groups["inside"])
+    found = {}
+    for what, run in timed.items():
+        seconds = []
+        for size in SIZES:
+            whole = torch.zeros(size // 4 // transport.world * transport.world, device=transport.device)
+            mine = []
+            for repeat in range(-1, repeats):
+                barrier()
+                start = time.monotonic()
+                run(whole)
+                if whole.is_cuda:
+                    torch.cuda.synchronize()
+                if repeat >= 0:
+                    mine.append((start, time.monotonic()))
+            taken = zip(*gathered(mine))
+            seconds.append([max(end for _, end in each) - min(start for start, _ in each) for each in taken])
+        found[what] = fit(SIZES, seconds, what=what)
+    return found

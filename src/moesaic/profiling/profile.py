@@ -17,10 +17,9 @@ from moesaic.cost.profile import ClusterProfile, Errors, HostCosts, LinkCosts, M
 from moesaic.cost.profile_fit import Sample, TimedLayer, calibrate, fit_host, fit_link
 from moesaic.cost.profile_simulate import FEATURES, host_features, layer_features, profiled_simulator
 from moesaic.cost.simulate import Simulator
-from moesaic.profiling.collectives import collectives
 from moesaic.profiling.compute import codecs, copy_bytes_per_second, memory_gib, products
 from moesaic.profiling.host import Calibration, CalibrationStep, calibrations, host_steps, sharing
-from moesaic.profiling.links import TimedMovements, movements, partners
+from moesaic.profiling.links import TimedMovements, collectives, movements, partners
 from moesaic.profiling.steady import hold_still
 from moesaic.profiling.together import latest, start_together
 

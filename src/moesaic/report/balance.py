@@ -15,8 +15,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from moesaic.report.charts import STEP
-from moesaic.report.layers import LOAD_COLOURS, MOST_COLUMNS
+from moesaic.report.charts import LOAD_COLOURS, MOST_COLUMNS, STEP
 from moesaic.report.style import RUN_COLOURS, figure, line, rounded
 from moesaic.report.summary import RunSummary
 from moesaic.report.template import Key, Legend, Section, Table

@@ -11,9 +11,9 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from moesaic.report import balance, charts, layers
+from moesaic.report import balance, charts
 from moesaic.report.balance import plans_section
-from moesaic.report.layers import load_heatmap
+from moesaic.report.charts import load_heatmap
 from moesaic.report.style import INK, figure, layer_colours, line, run_colour
 from moesaic.report.summary import LayerSeries, RunSummary, Series, mean_over_layers, read_runs, telling_damage
 from moesaic.report.template import Drawn, Picture, PictureGrid, Section, page_text, write_text
@@ -130,21 +130,21 @@ class Page:
     def _experts(self, index: int) -> Section:
         run = self.runs[index]
         large = [
-            Picture("MaxVio", "Largest load over mean load, minus 1; 0 is balance.", layers.max_violation(run)),
+            Picture("MaxVio", "Largest load over mean load, minus 1; 0 is balance.", charts.max_violation(run)),
             Picture(
                 "Churn",
                 "Tokens of a fixed probe batch whose experts changed in one optimizer step.",
-                layers.churn(run),
+                charts.churn(run),
             ),
         ]
         small = [
-            Picture("Dead experts", "Chosen by no token since the line before.", layers.dead_experts(run)),
-            Picture("Dropped copies", "For lack of capacity.", layers.dropped_share(run)),
-            Picture("Load entropy", "1 is balance, 0 one expert for all.", layers.entropy(run)),
-            Picture("Needed capacity factor", "The smallest that drops nothing.", layers.needed_capacity_factor(run)),
+            Picture("Dead experts", "Chosen by no token since the line before.", charts.dead_experts(run)),
+            Picture("Dropped copies", "For lack of capacity.", charts.dropped_share(run)),
+            Picture("Load entropy", "1 is balance, 0 one expert for all.", charts.entropy(run)),
+            Picture("Needed capacity factor", "The smallest that drops nothing.", charts.needed_capacity_factor(run)),
         ]
         maps = [
-            Picture(f"Load of layer {number}", "Each expert's load over the mean.", layers.load_heatmap(layer))
+            Picture(f"Load of layer {number}", "Each expert's load over the mean.", charts.load_heatmap(layer))
             for number, layer in enumerate(run.layers)
             if layer.loads
         ]
@@ -153,11 +153,11 @@ class Page:
             run=run.name,
             colour=run_colour(index),
             blocks=[
-                layers.legend(run),
+                charts.legend(run),
                 PictureGrid(large),
                 PictureGrid(small, "quarter"),
                 PictureGrid(maps),
-                layers.table(run),
+                charts.table(run),
             ],
         )
 

@@ -14,11 +14,11 @@ from numbers import Integral
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.errors import InputError
 from moesaic.kernels.pick import kind_of
+from moesaic.kernels.products import linear
 from moesaic.routing.routing import Choice, Scores
 
 MOST_COLUMNS, MOST_CHOICES = 2048, 32
@@ -177,7 +177,7 @@ class LinearRouter(AbstractRouter):
     def logits(self, x_TD: Tensor) -> Tensor:
         """Return the logits, (tokens, num_experts), in the dtype of the tokens, (tokens, dim)."""
         bias = None if self.logit_bias is None else self.logit_bias.to(x_TD.dtype)
-        return F.linear(x_TD, self.weight.to(x_TD.dtype), bias)
+        return linear(x_TD, self.weight.to(x_TD.dtype), bias)
 
 
 class LimitedRouter(AbstractRouter):

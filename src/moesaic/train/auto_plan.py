@@ -9,23 +9,25 @@ chosen.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from moesaic.balance.rates import is_measured
+from moesaic.balance.replication.cost import LinkKind
 from moesaic.comm.mesh import ranks_of_a_node
 from moesaic.configfile import override
+from moesaic.cost.cluster import ClusterSpec
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.plan.algorithm1 import choose
+from moesaic.plan.candidates import name_of
 from moesaic.plan.files import MESH, read_planned
-from moesaic.plan.layouts import name_of
 from moesaic.plan.plan import Crossing, plan_in_words
 from moesaic.plan.predict import Predictor, find_layout
 from moesaic.plan.table import PlanTable, TableSettings
@@ -87,7 +89,7 @@ def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: Non
         f"{1e3 * found.seconds:.1f} ms"
     )
     mesh = replace(grid, **{name: getattr(found.grid, name) for name in MESH})
-    found_plan = replace(found.plan, replication=config.balance.replication, memory_budget=config.balance.memory_budget)
+    found_plan = replace(found.plan, replication=config.balance.policy, memory_budget=config.balance.memory_budget)
     kept = "" if settings.searches else settings.plan
     return replace(config, mesh=mesh, planner=replace(settings, plan=kept)).with_layer_plan(found_plan)
 
@@ -143,9 +145,7 @@ def find_candidates(config: TrainConfig) -> Candidates | None:
     return _searched(config, ranks, config.layer_plan, {}) if settings.cluster else None
 
 
-def _searched(
-    config: TrainConfig, ranks: Ranks, first: Plan, times: Mapping[Literal["inside", "outside"], float]
-) -> Candidates:
+def _searched(config: TrainConfig, ranks: Ranks, first: Plan, times: Mapping[LinkKind, float]) -> Candidates:
     """Return what the first rank finds for a described or measured cluster; see `Predictor.of`."""
     predictor: Predictor | None = None
     tables: list[dict[str, Any]] = []
@@ -159,6 +159,28 @@ def _searched(
             tables = [asdict(plan) for plan in predictor.plans]
     told = ranks.first_says(tables)
     return Candidates(tuple(override(Plan(), table, source="planner") for table in told), predictor)
+
+
+def link_changes(kind: LinkKind, times: Sequence[float]) -> str:
+    """Say which links carry more or less than they did: how many times as fast those of each node are."""
+    found: dict[float, list[int]] = {}
+    for node, each in enumerate(times):
+        found.setdefault(each, []).append(node)
+    if len(found) == 1:
+        return f"links {KINDS[kind]} are {times[0]:.2f} times as fast as they were"
+    of_nodes = (
+        f"those of node{'s' * (len(nodes) > 1)} {', '.join(map(str, nodes))} are {each:.2f} times as fast as they were"
+        for each, nodes in found.items()
+        if each != 1
+    )
+    return f"of links {KINDS[kind]}, {', '.join(of_nodes)}"
+
+
+def _described(run: RunState) -> ClusterSpec | None:
+    """Return what a run says of its cluster; None where it names none."""
+    mesh = run.ranks.mesh
+    named = mesh is not None and run.config.planner.cluster and run.config.model.ffn != "dense"
+    return known_cluster(run.config, mesh.grid)[0].cluster if named and mesh is not None else None
 
 
 class AutoPlanner:
@@ -175,10 +197,10 @@ class AutoPlanner:
     ) -> None:
         self._run, self._ranks, self._say = run, run.ranks, say
         self._lost = ""
-        self._times: dict[Literal["inside", "outside"], float] = {}
+        self._times: dict[LinkKind, tuple[float, ...]] = {}
         self._layers = [module for module in run.model.modules() if isinstance(module, MoE)]
         watches = candidates is not None and not is_measured(run.config.planner.cluster)
-        self._rates = LinkRates(run.ranks) if self._tell_links() or watches else None
+        self._rates = LinkRates(run.ranks, _described(run)) if self._tell_links() or watches else None
         self._steps = 0
         self._compiled: dict[tuple[int, bool], Compiled] = {}
         self._told = 0
@@ -241,16 +263,18 @@ class AutoPlanner:
         if not drift:
             return
         for kind, times in drift.items():
-            self._times[kind] = self._times.get(kind, 1.0) * times
-        changes = " and ".join(
-            f"links {KINDS[kind]} are {times:.2f} times as fast as they were" for kind, times in drift.items()
-        )
+            before = self._times.get(kind, (1.0,) * len(times))
+            self._times[kind] = tuple(one * other for one, other in zip(before, times))
+        changes = " and ".join(link_changes(kind, times) for kind, times in drift.items())
         if self._tell_links():
             self._say(f"balance: {changes}: the arbiter goes by that")
         if self.table is None or self.table.running is None:
             return
         running = self.table.plans[self.table.running]
-        found = _searched(self._run.config, self._ranks, running, self._times)
+        slowest = {
+            kind: min(times) for kind, times in self._times.items()
+        }  # plans are searched on nodes that are alike
+        found = _searched(self._run.config, self._ranks, running, slowest)
         self.table, self._told = self._made_table(found), 0
         self._compiled.clear()
         self._say(f"planner: {changes}: plans are searched again; {self.describe()[-1]}")
@@ -358,7 +382,7 @@ def _check(config: TrainConfig, ranks: Ranks) -> None:
         raise InputError(
             "planner.plan=auto: one process has no plan to choose: start several ranks with torchrun, or leave it off"
         )
-    if config.model.ffn == "dense":
+    if config.model.is_dense:
         raise InputError('planner.plan=auto: model.ffn="dense" has no MoE layers to plan: leave it off')
     if moe.capacity_rule.by_rank:
         raise InputError(

@@ -28,9 +28,8 @@ from moesaic.cost.alpha_beta import Machine
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
 from moesaic.layer import MoE
-from moesaic.models.gpt import GPT
+from moesaic.models.gpt import GPT, make_language_model
 from moesaic.models.moving import MovingGPT
-from moesaic.models.seq2seq import make_language_model
 from moesaic.plan import Compiled, Plan
 from moesaic.plan.compile import Durations, durations_on
 from moesaic.plan.loads import arbiter_for
@@ -58,7 +57,7 @@ def known_cluster(config: TrainConfig, grid: Grid) -> tuple[Simulator, Workload]
 def known_durations(config: TrainConfig, grid: Grid) -> Durations | None:
     """Return the durations by which a run searches an order: those of the cluster that it names, which are looked up
     where an order asks for them; None where it names none."""
-    if not config.planner.cluster or config.model.ffn == "dense":
+    if not config.planner.cluster or config.model.is_dense:
         return None
     return lambda program, of_grid: durations_on(*known_cluster(config, grid))(program, of_grid)
 
@@ -75,7 +74,7 @@ def make_arbiter(config: TrainConfig, compiled: Compiled) -> Arbiter | None:
     """
     if not compiled.options:
         return None
-    learn = config.balance.learn
+    learn = config.balance.learns
     if config.planner.cluster:
         simulator, layer = known_cluster(config, compiled.grid)
         return arbiter_for(simulator, compiled, layer, learn=learn)
@@ -174,7 +173,7 @@ class ExpertMover:
             return
         assert mesh is not None, "experts are split over ranks"
         layers = [module for module in model.modules() if isinstance(module, MoE)]
-        placer = EXPERT_PLACERS[balance.experts](rates_of(config, mesh.grid, element_bytes))
+        placer = EXPERT_PLACERS[balance.expert_policy](rates_of(config, mesh.grid, element_bytes))
         self.placement = ExpertPlacement(layers, mesh, optimizer, every=balance.experts_every, placer=placer)
 
     def after_step(self) -> None:

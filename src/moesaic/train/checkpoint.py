@@ -33,8 +33,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moesaic.configfile import override
 from moesaic.errors import InputError
-from moesaic.experts.stacked import stored_parameters, stored_tensors
+from moesaic.experts.experts import stored_parameters, stored_tensors
 from moesaic.models.config import ModelConfig, model_of_today
+from moesaic.plan.model_shape import ROTARY
 from moesaic.routing.routers import ON_MESH, ROUTERS, options_of
 from moesaic.train.distributed_checkpoint import SHARDS, read_whole, restore, stage, write_shards
 from moesaic.train.durable import checksum, flush, require_read_back
@@ -381,13 +382,16 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     sparse = [config.is_sparse(layer) for layer in range(config.num_layers)]
     outer |= {f"block.{field.name}": getattr(config.block, field.name) for field in fields(config.block)}
     unused = {"moe", "block", *_STEER_TRAINING}
-    if config.block.positions == "learned":
+    if config.block.rope is None:
         unused.discard("seq_len")  # which is the rows of their table
     if all(sparse):
         unused.add("dense_hidden")
     if not any(sparse):
         unused |= inner.keys() - {"experts"}
-    options = options_of((ROUTERS | ON_MESH)[config.moe.router]) | inner.pop("router_options")
+    if config.block.rope is not None:
+        outer["block.positions"] = ":".join(map(str, (ROTARY, *config.block.rope)))
+    inner["router"] = config.moe.router_name
+    options = options_of((ROUTERS | ON_MESH)[config.moe.router_name]) | config.moe.router_options
     inner |= {f"router_options.{name}": value for name, value in options.items()} if any(sparse) else {}
     outer["dense_hidden"] = config.active_hidden
     named = {f"model.{name}": value for name, value in outer.items() if name not in unused}

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field, fields, replace
-from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from moesaic.balance.policies import EXPERT_PLACERS, SAMPLE_PLACERS
 from moesaic.balance.replication import NO_REPLICATION
 from moesaic.comm import TransportName
+from moesaic.configfile import refuse_renamed
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig, model_of_today
-from moesaic.plan.plan import Plan, Replication, StaticPlan, check_replication
+from moesaic.plan.model_shape import RENAMED_SHAPE
+from moesaic.plan.plan import Plan, StaticPlan, check_replication
 
 UNMOVED = "none"
 """In place of the name of a policy that moves samples or experts."""
 if TYPE_CHECKING:
-    ExpertPolicy: TypeAlias = str
     Placement: TypeAlias = str
 else:
-    ExpertPolicy = Literal[(UNMOVED, *EXPERT_PLACERS)]
     Placement = Literal[(UNMOVED, *SAMPLE_PLACERS)]
-"""Names of registries; a command line lists them as choices."""
+"""Names of a registry; a command line lists them as choices."""
+LEARNING, BY_COUNTS = "arbiter", "counts"
+"""The replication that learns from what calls take, and the word behind a colon that keeps it from it."""
+WAYS_DOWN = ("cosine", "linear", "wsd")
+"""Of the learning rate."""
+SHARE = "share:"
+"""In front of the share of the data that is set aside, where no files of validation data are named."""
+EXPERTS_EVERY, KEPT = 50, 2
+"""Steps between decisions about experts, and checkpoints that stay, where nobody says another number."""
 MOST_PATIENCE = 1500.0
 """Seconds. Gloo gives up by itself after 1,800, and does not say for whom it waited."""
 START_PATIENCE = 300.0
@@ -41,11 +49,9 @@ class DataConfig:
     of this Python's standard library, without its tests."""
     text_field: str = "text"
     """The field of JSON lines, JSON arrays and tables that holds the text. Empty: JSON is text as it stands."""
-    val_path: tuple[str, ...] = ()
-    """Validation data. Empty: whole files are set aside by a hash of their names; from fewer than 20 files, and from
-    `.bin` files, the last val_share of the tokens."""
-    val_share: float = 0.05
-    """Share of the files, or of the tokens, that is set aside for validation."""
+    val: tuple[str, ...] = (f"{SHARE}0.05",)
+    """Validation data: files as of path, or the share of the data that is set aside, share:0.05. It is taken of the files, by a
+    hash of their names; of fewer than 20 files, and of `.bin` files, it is the last tokens."""
     vocab_size: int = 256
     """Tokens. 256: one per byte of text. 300 and more: a byte-level BPE, trained on the training files, kept in the run folder.
     Of `.bin` files: the largest id plus one. Their integers have the type that the .json file of the same name says, which
@@ -55,28 +61,39 @@ class DataConfig:
     says."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.val_share < 1:
-            raise InputError(f"data.val_share={self.val_share}: choose a share between 0 and 1")
+        if not self.val_path and not 0 < self.val_share < 1:
+            said = " ".join(self.val)
+            raise InputError(
+                f"data.val={said}: name files, or write a share between 0 and 1 alone, such as {SHARE}0.05"
+            )
         if self.vocab_size < 1:
             raise InputError(f"data.vocab_size={self.vocab_size}: must be at least 1")
+
+    @property
+    def val_path(self) -> tuple[str, ...]:
+        """Files of validation data; empty where a share is set aside."""
+        return () if not self.val or any(each.startswith(SHARE) for each in self.val) else self.val
+
+    @property
+    def val_share(self) -> float:
+        """Share of the data that is set aside; not a number where `val` says none."""
+        return _number(self.val[0].removeprefix(SHARE)) if len(self.val) == 1 and not self.val_path else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with warm-up and a way down to `final_share` of the peak."""
+    """AdamW with warm-up and a way down."""
 
     lr: float = 3e-3
     """Peak learning rate."""
-    expert_rate: float = 1.0
-    """Learning rate of the routed experts over `lr`, at every step."""
-    router_rate: float = 1.0
-    """The same of the routers; 0 leaves them as they were drawn."""
+    rates: tuple[str, ...] = ()
+    """What learns at another rate than lr, with that rate over lr at every step: experts:0.5 (the routed ones), routers:0,
+    which leaves them as they were drawn."""
     warmup_steps: int = 40
     """Steps of linear warm-up."""
-    schedule: Literal["cosine", "linear", "wsd"] = "cosine"
-    """The way down: a cosine, a line, or none until a line over the last fifth of the steps (warm-up, stable, decay)."""
-    final_share: float = 0.1
-    """Learning rate at the last step over the peak."""
+    schedule: str = "cosine:0.1"
+    """The way down, and the learning rate at the last step over the peak: cosine:0.1; linear:0; wsd:0.1, none until a line over
+    the last fifth of the steps (warm-up, stable, decay). The number may be left out: 0.1."""
     weight_decay: float = 0.1
     """On matrices; norms, biases and routers have none."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -87,13 +104,40 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
             raise InputError(f"optimizer.lr={self.lr}: must be above 0 and finite")
-        for name in ("expert_rate", "router_rate", "warmup_steps", "clip_norm", "weight_decay"):
+        for name in ("warmup_steps", "clip_norm", "weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise InputError(f"optimizer.{name}={getattr(self, name)}: must be 0 or more and finite")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise InputError(f"optimizer.betas={self.betas}: both must be at least 0 and below 1")
-        if not 0 <= self.final_share <= 1:
-            raise InputError(f"optimizer.final_share={self.final_share}: choose a share from 0 to 1")
+        if self.way_down not in WAYS_DOWN or not 0 <= self.final_share <= 1:
+            raise InputError(
+                f"optimizer.schedule={self.schedule!r}: write one of {', '.join(WAYS_DOWN)}, and behind a colon a share from 0 "
+                "to 1, such as cosine:0.1"
+            )
+        names = [each.partition(":")[0] for each in self.rates]
+        if set(names) - {"experts", "routers"} or len(names) > len(set(names)) or not all(
+            0 <= self.rate_of(name) < math.inf for name in names
+        ):  # fmt: skip
+            raise InputError(
+                f"optimizer.rates={' '.join(self.rates)}: write experts and routers once at most, each with a number of 0 or "
+                "more behind a colon, such as experts:0.5"
+            )
+
+    @property
+    def way_down(self) -> str:
+        """One of `WAYS_DOWN`."""
+        return self.schedule.partition(":")[0]
+
+    @property
+    def final_share(self) -> float:
+        """Learning rate at the last step over the peak."""
+        _, colon, share = self.schedule.partition(":")
+        return _number(share) if colon else 0.1
+
+    def rate_of(self, what: str) -> float:
+        """Return the learning rate of the experts, or of the routers, over `lr`."""
+        said = [each.partition(":")[2] for each in self.rates if each.partition(":")[0] == what]
+        return _number(said[0]) if said else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,12 +225,13 @@ class PlannerConfig:
 class BalanceConfig:
     """What is done where routing is skewed; docs/balance.md."""
 
-    replication: Replication = NO_REPLICATION
+    replication: str = NO_REPLICATION
     """Which copies are computed by other ranks than their experts' homes, decided at each call from its counts. none; shadow:
     hot experts' weights go to the ranks whose copies they get; published: so, by FasterMoE's own rule; spill: what overloads a
     rank goes to idle ones; least_loaded: spill with no regard to time; eplb, lplb, laer: those systems' rules, to
     compare with; arbiter: none, shadow, spill, both, another
-    plan.gather_weights or the smart schedule, whichever is fastest by the cost model, which measured times correct."""
+    plan.gather_weights or the smart schedule, whichever is fastest by the cost model, which measured times correct;
+    arbiter:counts: so, each call from its counts alone, so that a run can be repeated bit by bit."""
     memory_budget: int | None = None
     """Most bytes that one call of an MoE layer holds on a rank, forward and backward, however routing is skewed; what is beyond
     it goes to helpers under policies that replicate, else the call runs in slices, of which as many as fit are kept for
@@ -195,23 +240,47 @@ class BalanceConfig:
     """Where samples live between MoE layers (NetMoE). none: where they are; two_stage: fewest rows between nodes, then within
     them; weighed: the slower kind of link first. stay: nobody moves, by the same
     programs. With replication=arbiter, samples move in the calls in which that gains most."""
-    experts: ExpertPolicy = UNMOVED
+    experts: str = UNMOVED
     """Where experts live, decided by the load of the steps before. none: where they began; balanced: they move where the gain
-    until the next decision pays for it; smartmoe: as published, whatever a move costs."""
-    experts_every: int = 50
-    """Optimizer steps between decisions about experts."""
-    learn: bool = True
-    """For replication=arbiter: correct the model by what calls take. False: each call is decided from its counts alone, so that
-    a run can be repeated bit by bit."""
+    until the next decision pays for it; smartmoe: as published, whatever a move costs. Behind a colon stand the optimizer steps
+    between decisions: balanced:100; 50 where none do."""
 
     def __post_init__(self) -> None:
-        check_replication("balance", self.replication, self.memory_budget)
-        for name, policies in (("samples", SAMPLE_PLACERS), ("experts", EXPERT_PLACERS)):
+        check_replication("balance", self.policy, self.memory_budget)
+        if ":" in self.replication and self.replication != f"{LEARNING}:{BY_COUNTS}":
+            raise InputError(f"balance.replication={self.replication!r}: only {LEARNING}:{BY_COUNTS} takes a word")
+        for name, value, policies in (
+            ("samples", self.samples, SAMPLE_PLACERS), ("experts", self.expert_policy, EXPERT_PLACERS)
+        ):  # fmt: skip
             known = (UNMOVED, *policies)
-            if getattr(self, name) not in known:
-                raise InputError(f"balance.{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(known)}")
-        if self.experts_every < 1:
-            raise InputError(f"balance.experts_every={self.experts_every}: must be at least 1 step")
+            if value not in known:
+                raise InputError(f"balance.{name}={value!r} is unknown: choose one of {', '.join(known)}")
+        _, colon, steps = self.experts.partition(":")
+        if colon and (not self.moves_experts or not steps.isdecimal() or int(steps) < 1):
+            raise InputError(
+                f"balance.experts={self.experts!r}: write the steps between decisions, at least 1, behind the colon, such as "
+                f"balanced:{EXPERTS_EVERY}"
+            )
+
+    @property
+    def policy(self) -> str:
+        """The name of the replication, as `Plan.replication` has it."""
+        return self.replication.partition(":")[0]
+
+    @property
+    def learns(self) -> bool:
+        """Whether measured times correct the arbiter's model."""
+        return self.replication.partition(":")[2] != BY_COUNTS
+
+    @property
+    def expert_policy(self) -> str:
+        """The name of the policy that moves experts."""
+        return self.experts.partition(":")[0]
+
+    @property
+    def experts_every(self) -> int:
+        """Optimizer steps between decisions about experts."""
+        return int(self.experts.partition(":")[2] or EXPERTS_EVERY)
 
     @property
     def moves_samples(self) -> bool:
@@ -221,7 +290,7 @@ class BalanceConfig:
     @property
     def moves_experts(self) -> bool:
         """Whether experts move between steps."""
-        return self.experts != UNMOVED
+        return self.expert_policy != UNMOVED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,6 +312,21 @@ class NumbersConfig:
 RENAMED = {
     "tensorboard": "trackers, to which tensorboard belongs by default",
     "wandb": "trackers, as wandb:PROJECT",
+    "start_patience": "the first number of patience, as --patience 300 600",
+    "eval_every": "evaluate, with eval_sequences: --evaluate 100 128",
+    "eval_sequences": "the second number of evaluate, as --evaluate 100 128",
+    "save_every": "save, as --save 250",
+    "keep_last": "save, as --save 250:keep=2",
+    "save_in_background": "save, as --save 250:background",
+    "data.val_path": "data.val",
+    "data.val_share": "data.val, as share:0.05",
+    "optimizer.expert_rate": "optimizer.rates, as experts:0.5",
+    "optimizer.router_rate": "optimizer.rates, as routers:0",
+    "optimizer.final_share": "optimizer.schedule, as cosine:0.1",
+    "balance.experts_every": "balance.experts, as balanced:50",
+    "balance.learn": "balance.replication, as arbiter:counts where it was false",
+    **RENAMED_SHAPE,
+    "model.moe.router_options": "model.moe.router, as sigmoid:bias_rate=0.01",
     "data.bin_dtype": "the dtype in the .json file beside a .bin file, where vocab_size does not tell it",
     "planner.profile": "planner.cluster, which takes a profile too",
     "model.moe.capacity_factor": "model.moe.capacity, as fixed:1.25",
@@ -266,26 +350,75 @@ def of_today(table: dict[str, Any], source: str) -> dict[str, Any]:
     Raises:
         InputError: for another field of an earlier version, in a line that says what stands for it.
     """
-    sections = ("model", "data", "planner")
+    sections = ("model", "data", "optimizer", "planner", "balance")
     if not all(isinstance(table.get(name, {}), dict) for name in sections):
         return table
     found = table | {name: dict(table[name]) for name in sections if name in table}
     if "tensorboard" in found or "wandb" in found:
         is_on, project = found.pop("tensorboard", True), found.pop("wandb", "")
         found["trackers"] = [TENSORBOARD] * bool(is_on) + [f"{WANDB}:{project}"] * bool(project)
-    if isinstance(found.get("model", {}).get("moe"), dict):
+    if "model" in found:
         found["model"] = model_of_today(found["model"])
     data, planner = found.get("data", {}), found.get("planner", {})
+    _pairs_of_today(found)
+    _choices_of_today(data, found.get("optimizer", {}), found.get("balance", {}))
     if data.get("bin_dtype") == ("uint32" if data.get("vocab_size", 0) > 1 << 16 else "uint16"):
         del data["bin_dtype"]
     profile = planner.pop("profile", "")
     if profile:
         planner["cluster"] = profile
-    for path, now in RENAMED.items():
-        *outer, name = path.split(".")
-        if name in reduce(lambda inside, key: inside.get(key, {}), outer, found):
-            raise InputError(f"{source}: {path} is now {now}")
+    refuse_renamed(found, RENAMED, source)
     return found
+
+
+def _pairs_of_today(found: dict[str, Any]) -> None:
+    """Write together what an earlier version had in several fields at the top, where all that matters is there."""
+    if isinstance(found.get("patience"), int | float):
+        found["patience"] = [found.pop("start_patience", START_PATIENCE), found["patience"]]
+    if {"eval_every", "eval_sequences"} <= found.keys():
+        found["evaluate"] = [found.pop("eval_every"), found.pop("eval_sequences")]
+    if "save_every" in found:
+        keep, background = found.pop("keep_last", KEPT), found.pop("save_in_background", False)
+        found["save"] = (
+            f"{found.pop('save_every')}" + f":keep={keep}" * (keep != KEPT) + ":background" * bool(background)
+        )
+
+
+def _choices_of_today(data: dict[str, Any], optimizer: dict[str, Any], balance: dict[str, Any]) -> None:
+    """Write choices with their options where an earlier version had fields of their own for these."""
+    share, files = data.pop("val_share", None), data.pop("val_path", None)
+    if share is not None or files is not None:
+        data["val"] = files or [f"{SHARE}{0.05 if share is None else share}"]
+    rates = {what: optimizer.pop(f"{what[:-1]}_rate", 1.0) for what in ("experts", "routers")}
+    if any(rate != 1 for rate in rates.values()):
+        optimizer["rates"] = [f"{what}:{rate}" for what, rate in rates.items() if rate != 1]
+    if {"schedule", "final_share"} <= optimizer.keys():
+        optimizer["schedule"] = f"{optimizer['schedule']}:{optimizer.pop('final_share')}"
+    if {"experts", "experts_every"} <= balance.keys():
+        every = balance.pop("experts_every")
+        balance["experts"] += f":{every}" * (balance["experts"] != UNMOVED and every != EXPERTS_EVERY)
+    if {"replication", "learn"} <= balance.keys():
+        balance["replication"] += f":{BY_COUNTS}" * (not balance.pop("learn") and balance["replication"] == LEARNING)
+
+
+def _number(text: str) -> float:
+    """Return the number that a text says; not a number where it says none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saves:
+    """When checkpoints are written, and which stay."""
+
+    every: int
+    """Steps between them."""
+    keep: int
+    """How many stay."""
+    in_background: bool
+    """Whether they are written while training goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,22 +444,17 @@ class TrainConfig:
     parameters too, for comparing runs."""
     threads: int | None = None
     """CPU threads; None leaves torch's choice."""
-    patience: float = 600.0
-    """Seconds that a rank of several may stand at one place before all end, with a line that says who is missing."""
-    start_patience: float = START_PATIENCE
-    """The same until the first step. As a flag it is also how long ranks wait for each other to come."""
+    patience: tuple[float, float] = (START_PATIENCE, 600.0)
+    """Seconds that a rank of several may stand at one place before all end, with a line that says who is missing: until the
+    first step, and after it. The first one as a flag is also how long ranks wait for each other to come."""
     log_every: int = 10
     """Steps between lines of metrics."""
-    eval_every: int = 100
-    """Steps between evaluations; the last step is always evaluated."""
-    eval_sequences: int = 128
-    """Sequences per evaluation, spread evenly over the validation data."""
-    save_every: int = 250
-    """Steps between checkpoints; the last step is always saved."""
-    keep_last: int = 2
-    """Checkpoints to keep."""
-    save_in_background: bool = False
-    """Copy what is saved into the CPU's memory and write it while training goes on."""
+    evaluate: tuple[int, int] = (100, 128)
+    """Steps between evaluations (the last step is always evaluated), and the sequences of each, spread evenly over the
+    validation data."""
+    save: str = "250"
+    """Steps between checkpoints; the last step is always saved. Behind them, :keep=4 keeps the last four in place of two, and
+    :background copies what is saved into the CPU's memory and writes it while training goes on."""
     trackers: tuple[str, ...] = (TENSORBOARD,)
     """Who is told the metrics besides: tensorboard writes event files, wandb:PROJECT tells Weights & Biases."""
     record_routing: Literal["none", "counts", "tokens"] = "none"
@@ -353,15 +481,16 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if isinstance(self.plan, Plan):
             raise InputError("plan: is a StaticPlan here; replication and memory_budget are fields of balance")
-        intervals = ("log_every", "eval_every", "save_every")
-        for name in ("steps", "batch_size", "accumulation", "eval_sequences", "keep_last", *intervals):
+        for name in ("steps", "batch_size", "accumulation", "log_every"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
+        if min(self.evaluate) < 1:
+            raise InputError(f"evaluate={self.evaluate}: both numbers must be at least 1")
+        self.saving()
         if not 0 <= self.seed < 2**63:
             raise InputError(f"seed={self.seed}: choose 0 or more, below 2**63")
-        for name in ("patience", "start_patience"):
-            if not 1 <= getattr(self, name) <= MOST_PATIENCE:
-                raise InputError(f"{name}={getattr(self, name)}: choose from 1 to {MOST_PATIENCE:g} seconds")
+        if not all(1 <= seconds <= MOST_PATIENCE for seconds in self.patience):
+            raise InputError(f"patience={self.patience}: choose both from 1 to {MOST_PATIENCE:g} seconds")
         if self.threads is not None and self.threads < 1:
             raise InputError(f"threads={self.threads}: must be at least 1")
         for tracker in self.trackers:
@@ -419,8 +548,8 @@ class TrainConfig:
             )
         balance, kind = self.balance, self.model.block.kind
         for name, value, off in (
-            ("balance.samples", balance.samples, UNMOVED), ("balance.experts", balance.experts, UNMOVED),
-            ("balance.replication", balance.replication, NO_REPLICATION),
+            ("balance.samples", balance.samples, UNMOVED), ("balance.experts", balance.expert_policy, UNMOVED),
+            ("balance.replication", balance.policy, NO_REPLICATION),
             ("balance.memory_budget", balance.memory_budget, None),
             ("planner.plan", "" if self.planner.file else self.planner.plan, ""),
             ("model.block.kind", "encoder_decoder" if kind == "encoder_decoder" else "", ""),
@@ -432,10 +561,10 @@ class TrainConfig:
                 )
 
     def _check_experts(self) -> None:
-        asked = f"balance.experts={self.balance.experts}"
+        asked = f"balance.experts={self.balance.expert_policy}"
         if not self.balance.moves_experts:
             return
-        if self.model.ffn == "dense":
+        if self.model.is_dense:
             raise InputError(f'{asked}: model.ffn="dense" has no experts to move: leave it none')
         if self.mesh.ep == 1 and not (
             self.planner.file or self.planner.searches
@@ -447,7 +576,7 @@ class TrainConfig:
         if not self.balance.moves_samples:
             return
         reasons = (
-            (self.model.ffn == "dense", 'model.ffn="dense", which has no MoE layers'),
+            (self.model.is_dense, 'model.ffn="dense", which has no MoE layers'),
             (
                 self.model.block.kind != "decoder"
                 or self.model.block.norm == "post_layer"
@@ -464,16 +593,33 @@ class TrainConfig:
             if holds:
                 raise InputError(f"{asked} clashes with {what}; or leave samples none")
 
+    def saving(self) -> Saves:
+        """Return what `save` says.
+
+        Raises:
+            InputError: if it says nothing that is known.
+        """
+        found = re.fullmatch(r"([1-9][0-9]*)(?::keep=([1-9][0-9]*))?(:background)?", self.save)
+        if found is None:
+            raise InputError(
+                f"save={self.save!r}: write the steps between checkpoints, at least 1, and behind them :keep=2 and :background "
+                "where you want them, in this order, such as 250:keep=4"
+            )
+        every, keep, background = found.groups()
+        return Saves(every=int(every), keep=int(keep or KEPT), in_background=background is not None)
+
     @property
     def layer_plan(self) -> Plan:
         """What the MoE layers run by: `plan` with what `balance` says of replication and the memory budget."""
         static = {each.name: getattr(self.plan, each.name) for each in fields(StaticPlan)}
-        return Plan(**static, replication=self.balance.replication, memory_budget=self.balance.memory_budget)
+        return Plan(**static, replication=self.balance.policy, memory_budget=self.balance.memory_budget)
 
     def with_layer_plan(self, plan: Plan) -> TrainConfig:
         """Return the configuration whose `layer_plan` is this one."""
         static = StaticPlan(**{each.name: getattr(plan, each.name) for each in fields(StaticPlan)})
-        balance = replace(self.balance, replication=plan.replication, memory_budget=plan.memory_budget)
+        balance = replace(self.balance, memory_budget=plan.memory_budget)
+        if plan.replication != balance.policy:
+            balance = replace(balance, replication=plan.replication)
         return replace(self, plan=static, balance=balance)
 
     @property

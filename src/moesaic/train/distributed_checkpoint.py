@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
-from moesaic.experts.stacked import stored_parameters, stored_tensors
+from moesaic.experts.experts import stored_parameters, stored_tensors
 from moesaic.models.split import local_part
 from moesaic.parallel import num_copies
 from moesaic.train.durable import checksum, flush, require_read_back

@@ -125,7 +125,8 @@ def launch(patience: float = START_PATIENCE) -> Launch:
         raise TrainingError(
             f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} did not meet the others at "
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {patience:g} s "
-            f"({_first_line(error)}): see that every rank was started and reaches that port, or raise --start-patience"
+            f"({_first_line(error)}): see that every rank was started and reaches that port, or raise "
+            "the first number of --patience"
         ) from error
     dist.distributed_c10d._set_pg_timeout(dist.default_pg_timeout)  # the watch over a run gives up before that
     return Launch(roll)

@@ -112,7 +112,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
         trainer.goes_back = config.numbers.spikes == "rollback" and returns[run.step] < MOST_RETURNS
         try:
             long = (Trainer._save, Trainer._finish_saving, Trainer._evaluate)
-            with Watch(run.model, run.claim, config.patience, trainer.at, trainer.how_to_go_on, long):
+            with Watch(run.model, run.claim, config.patience[1], trainer.at, trainer.how_to_go_on, long):
                 return trainer.run()
         except LossSpikeError:
             wanted = run.step + 1 + run.left_out
@@ -124,7 +124,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
 def _starting(config: TrainConfig) -> Watch:
     """Return the watch over ranks that have no model yet."""
     long = (with_planned, find_candidates, open_run)
-    return Watch(nn.Module(), None, config.start_patience, lambda: "the start", lambda: "start the run again", long)
+    return Watch(nn.Module(), None, config.patience[0], lambda: "the start", lambda: "start the run again", long)
 
 
 class Trainer:
@@ -153,7 +153,7 @@ class Trainer:
         """Whether a spike of the loss takes the run back to its last checkpoint."""
         self._saving: Saving | None = None
         self._told = [run.seconds] + [0.0] * (1 + run.ranks.world)
-        self._group: str | bool = run.config.save_in_background
+        self._group: str | bool = run.config.saving().in_background
         self._in_row = 0
         self._collapsed: set[str] = set()
         self._metrics: Metrics | NoMetrics = NoMetrics()
@@ -184,9 +184,9 @@ class Trainer:
                         metrics.write("train", state.step, values)
                         progress.advance(state.step, status(values))
                     progress.advance(state.step)
-                    if _due(state.step, config.eval_every, config.steps):
+                    if _due(state.step, config.evaluate[0], config.steps):
                         val_loss = self._evaluate(metrics, progress)
-                    if _due(state.step, config.save_every, config.steps):
+                    if _due(state.step, config.saving().every, config.steps):
                         with self.experts.at_home():
                             self._save()
                     is_busy = self._saving is not None and not self._saving.is_written
@@ -416,7 +416,7 @@ class Trainer:
     @torch.no_grad()
     def _probe_sets(self) -> list[Tensor]:
         """Return which experts each token of the fixed probe batch uses, per MoE layer."""
-        if self.config.model.ffn == "dense":
+        if self.config.model.is_dense:
             return []
         self.model.eval()
         with autocast(self.state.device, self.state.dtype):
@@ -482,7 +482,7 @@ class Trainer:
                 "has_text": state.corpus.tokenizer is not None,
                 "sealed": sealed,
             },
-            keep_last=self.config.keep_last,
+            keep_last=self.config.saving().keep,
             files=state.files | self.planner.files(),
             ranks=self.ranks,
             background=self._group,
@@ -549,10 +549,10 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(steps - 1 - config.warmup_steps, 1)
-    if config.schedule == "wsd":
+    if config.way_down == "wsd":
         progress = 1 - (1 - progress) / DECAY_SHARE  # below 0 while the rate is stable
     progress = min(max(progress, 0.0), 1.0)
-    left = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
+    left = 0.5 * (1 + math.cos(math.pi * progress)) if config.way_down == "cosine" else 1 - progress
     return config.lr * (config.final_share + (1 - config.final_share) * left)
 
 

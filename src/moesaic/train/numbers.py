@@ -22,7 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from moesaic.errors import TrainingError
 from moesaic.experts import AbstractExperts
-from moesaic.experts.stacked import stored_parameters
+from moesaic.experts.experts import stored_parameters
 from moesaic.models.split import local_part
 from moesaic.parallel import num_copies
 from moesaic.routing.routing import Routing

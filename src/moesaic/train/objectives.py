@@ -14,7 +14,7 @@ import numpy as np
 
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
-from moesaic.models.seq2seq import PADDING
+from moesaic.models.gpt import PADDING
 from moesaic.train.config import DataConfig
 from moesaic.train.data import Corpus, find_files, load_corpus, make_tokenizer
 
@@ -68,7 +68,7 @@ def load_pairs(data: DataConfig, seq_len: int, tokenizer_file: Path | None) -> C
         told = ((b"%s: %s" % (path.parts[-3].encode(), a), b) for path in files for a, b in read_pairs(path))
         pairs = sorted(dict(told).items())
     if data.val_path:
-        held = sorted(dict(p for path in find_files(data.val_path, "data.val_path") for p in read_pairs(path)).items())
+        held = sorted(dict(p for path in find_files(data.val_path, "data.val") for p in read_pairs(path)).items())
     else:
         draws = [
             int.from_bytes(hashlib.sha256(source if data.path else _message(source)).digest()[:8], "big") / 2**64

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
-from moesaic.experts.stacked import stored_tensors
+from moesaic.experts.experts import stored_tensors
 from moesaic.layer import MoE
 from moesaic.models.gpt import GPT, GPTOutput, embed, flops_per_token, token_loss
 from moesaic.models.split import local_part, unembed

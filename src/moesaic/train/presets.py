@@ -16,18 +16,18 @@ from moesaic.train.config import TrainConfig
 
 WARM = {"lr": 6e-4, "warmup_steps": 500}
 RUNS: dict[str, dict[str, Any]] = {
-    "demo": {"out": "runs/demo/moe", "steps": 600, "save_every": 300},
-    "gpt-tiny": {"steps": 50, "eval_every": 25, "eval_sequences": 8, "optimizer": {"lr": 1e-2, "warmup_steps": 10}},
-    "bert-tiny": {"steps": 250, "eval_sequences": 4096, "model": {"conv_width": 8}, "optimizer": {"lr": 1e-2}},
-    "seq2seq-tiny": {"steps": 1000, "eval_sequences": 512, "optimizer": {"lr": 1e-2}},
+    "demo": {"out": "runs/demo/moe", "steps": 600, "save": "300"},
+    "gpt-tiny": {"steps": 50, "evaluate": [25, 8], "optimizer": {"lr": 1e-2, "warmup_steps": 10}},
+    "bert-tiny": {"steps": 250, "evaluate": [100, 4096], "model": {"conv_width": 8}, "optimizer": {"lr": 1e-2}},
+    "seq2seq-tiny": {"steps": 1000, "evaluate": [100, 512], "optimizer": {"lr": 1e-2}},
     "gpt-small": {
-        "steps": 20_000, "eval_every": 500, "save_every": 1000, "optimizer": WARM,
+        "steps": 20_000, "evaluate": [500, 128], "save": "1000", "optimizer": WARM,
         "model": {"moe": {"losses": ["load_balance:0.01", "z_loss:0.001"]}},
     },
 }  # fmt: skip
 """How a model is trained, by its name; PUBLISHED for those that are not here."""
 PUBLISHED: dict[str, Any] = {
-    "steps": 100_000, "eval_every": 1000, "save_every": 1000, "model": {"conv_width": 1}, "optimizer": WARM,
+    "steps": 100_000, "evaluate": [1000, 128], "save": "1000", "model": {"conv_width": 1}, "optimizer": WARM,
 }  # fmt: skip
 
 

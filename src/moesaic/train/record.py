@@ -140,7 +140,7 @@ class _Recorder:
         self._shape, self._holds, self._ranks, self._folder = shape_of(config), config.record_routing, ranks, folder
         self._layers = layers
         self._source = {
-            "router": config.model.moe.router,
+            "router": config.model.moe.router_name,
             "mesh": {"world": ranks.world, "dp": ranks.dp, "ep": config.mesh.ep, "etp": config.mesh.etp},
         }
         self._steps: list[int] = []
@@ -316,7 +316,7 @@ def check_routing(config: TrainConfig, step: int = 0) -> Trace | None:
     if not any(config.model.is_sparse(layer) for layer in range(config.model.num_layers)):
         raise InputError(f"{option}: the model has no MoE layers: set model.ffn=moe, or leave it out")
     by_token = config.replay_routing is not None or config.record_routing == "tokens"
-    if by_token and config.model.moe.router == "expert_choice":
+    if by_token and config.model.moe.router_name == "expert_choice":
         raise InputError(
             f"{option}: under model.moe.router=expert_choice tokens do not choose experts: use record_routing=counts, or "
             "another router"

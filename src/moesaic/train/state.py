@@ -114,7 +114,7 @@ def _open(config: TrainConfig, claim: RunFolder, say: Callable[[str], None]) -> 
         part = (ranks.dp_index, ranks.dp)
         batches = Batches(corpus.train, config.model.seq_len, config.batch_size, config.seed, part, mask=corpus.mask)
         corpus_hash = fingerprint(corpus.train)
-        eval_windows = even_windows(corpus.val, config.model.seq_len, config.eval_sequences)
+        eval_windows = even_windows(corpus.val, config.model.seq_len, config.evaluate[1])
     ranks.require_same("the training data", corpus_hash, "give every rank the same files in data.path")
     with ranks.together():
         model, optimizer = _build(config, corpus.vocab_size, device, dtype, ranks)
@@ -251,8 +251,9 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.devi
     `rate` is its learning rate over that of the step.
     """
     routers = {id(p) for m in model.modules() if isinstance(m, AbstractRouter) for p in m.parameters()}
-    rates = dict.fromkeys(routers, config.router_rate)
-    rates |= {id(p): config.expert_rate for m in model.modules() if isinstance(m, MoE) for p in m.experts.parameters()}
+    rates = dict.fromkeys(routers, config.rate_of("routers"))
+    of_experts = config.rate_of("experts")
+    rates |= {id(p): of_experts for m in model.modules() if isinstance(m, MoE) for p in m.experts.parameters()}
     groups: dict[tuple[bool, float, object], list[nn.Parameter]] = {}
     for decays in (True, False):
         for parameter in model.parameters():
@@ -348,7 +349,7 @@ def _warn_of_changes(config: TrainConfig, saved: Checkpoint, folder: Path, say: 
 
 
 _DECIDE_THE_COURSE = (
-    "seed", "batch_size", "accumulation", "optimizer.", "model.seq_len", "model.moe.losses", "model.moe.router_options",
+    "seed", "batch_size", "accumulation", "optimizer.", "model.seq_len", "model.moe.losses", "model.moe.router",
     "model.moe.capacity",
 )  # fmt: skip
 """Starts of the fields whose change on resuming is worth a warning; more steps are asked for on purpose."""

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from moesaic.configfile import override
 from moesaic.errors import InputError
-from moesaic.models.gpt import GPT
-from moesaic.models.seq2seq import make_language_model
+from moesaic.models.gpt import GPT, make_language_model
 from moesaic.train.checkpoint import CONFIG, load_checkpoint, load_into
 from moesaic.train.config import TrainConfig, of_today
 from moesaic.train.machine import pick_device

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype
-from moesaic.experts.stacked import StackedExperts
+from moesaic.experts.experts import AbstractExperts, StackedExperts, Weights, compute_dtype
 from moesaic.kernels.activation import ACTIVATIONS, Clamp, hidden_rows
 from moesaic.kernels.expert_ffn import expert_ffn
 from moesaic.kernels.grouped_matmul import grouped_matmul

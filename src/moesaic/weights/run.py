@@ -16,11 +16,12 @@ import transformers
 from torch import Tensor
 
 from moesaic.errors import InputError
-from moesaic.experts.stacked import stored_tensors
+from moesaic.experts.experts import stored_tensors
 from moesaic.layer import MoE
 from moesaic.models.attention import Attention
 from moesaic.models.config import ModelConfig
 from moesaic.models.gpt import GPT, TransformerBlock
+from moesaic.plan.model_shape import ROPE
 from moesaic.train.trained import Trained, load_trained
 
 EPS = torch.finfo(torch.float32).eps
@@ -95,19 +96,19 @@ def hub_config(shape: ModelConfig, vocab_size: int, where: str) -> Any:
     reasons = (
         (block.kind != "decoder", f"model.block.kind={block.kind}"),
         (block.norm != "rms", f"model.block.norm={block.norm}"),
-        (block.positions != "rotary", f"model.block.positions={block.positions}"),
+        (block.rope is None, f"model.block.positions={block.positions}"),
         (block.bias, "model.block.bias=true"),
         (shape.conv_width > 1, f"model.conv_width={shape.conv_width}, the short convolutions: train with conv_width=1"),
-        (shape.ffn != "moe", f"model.ffn={shape.ffn}"),
+        (shape.is_dense, f"model.ffn={shape.ffn}"),
         (moe.experts != "swiglu", f"model.moe.experts={moe.experts}"),
-        (moe.router != "softmax" or bool(moe.router_options), f"model.moe.router={moe.router} with options of its own"),
+        (moe.router != "softmax", f"model.moe.router={moe.router}"),
         (moe.shared_hidden > 0, f"model.moe.shared_hidden={moe.shared_hidden}"),
-        (not all(sparse) and not block.qk_norm, f"model.moe.every={moe.every} without model.block.qk_norm"),
+        (not all(sparse) and not block.qk_norm, f"model.ffn={shape.ffn} without model.block.qk_norm"),
     )
     for holds, what in reasons:
         if holds:
             raise InputError(f"{where}: Mixtral and Qwen3-MoE have no place for {what}")
-    base, factor = block.rope
+    base, factor = block.rope or ROPE
     rope: dict[str, Any] = {"rope_type": "default" if factor == 1 else "linear", "rope_theta": base}
     common: dict[str, Any] = {
         "vocab_size": vocab_size,

@@ -16,8 +16,10 @@ import torch
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CAN_RUN = HAS_TRITON and (IS_INTERPRETED or torch.cuda.is_available())
-UNINTERPRETED = ("test_triton_interpreter.py", "test_triton_tiles.py", "test_triton_compiled.py")
-"""The test that starts the others, and tests that run no kernel: collected always, but not a second time."""
+UNINTERPRETED = (
+    "test_triton_interpreter.py", "test_triton_tiles.py", "test_triton_compiled.py", "test_triton_versions.py",
+)  # fmt: skip
+"""The tests that start others, and tests that run no kernel: collected always, but not a second time."""
 
 if IS_INTERPRETED:
     collect_ignore = list(UNINTERPRETED)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from moesaic_lab.gpu import run as gpu_device
 from moesaic_lab.gpu import timing as gpu_timing
 from moesaic_lab.gpu import tune as gpu_tune
 from moesaic_lab.gpu.claims import claims
-from moesaic_lab.gpu.layers import Inputs, errors, grouped_mm, ours
+from moesaic_lab.gpu.layers import Inputs, errors, grouped_mm, ours, sonic
 from moesaic_lab.gpu.run import GpuOptions, measure
 from moesaic_lab.gpu.shapes import LARGEST, LAYERS, GpuLayer
 
@@ -82,6 +84,13 @@ def test_measure_from_checks_to_claims_and_once_more_from_its_files(no_gpu, tmp_
     assert measure(options).rows == found.rows  # nothing is timed again: the very figures
 
 
+def test_logits_of_nan_are_checked(no_gpu, device, monkeypatch):
+    gpu_device._check_odd_logits(device)
+    monkeypatch.setattr(torch.Tensor, "softmax", lambda self, _: torch.ones_like(self))
+    with pytest.raises(AssertionError, match="do not show"):
+        gpu_device._check_odd_logits(device)
+
+
 def test_tune_writes_every_tile_and_stops_at_the_deadline(no_gpu, tmp_path, monkeypatch):
     monkeypatch.setattr("moesaic_lab.gpu.search.candidates", lambda shape, device: iter([default_tile(shape, device)]))
     measure(GpuOptions(folder=tmp_path, stages=("tune",)))
@@ -118,9 +127,51 @@ def test_the_way_of_grouped_mm_is_the_same_layer(device):
     assert max(errors(of, y.detach(), torch.autograd.grad(y, way.leaves, of.dy)).values()) < 1e-4
 
 
+def imitated_sonic(x, scores, token, expert, gate_up, bias, down, other_bias, num_experts, stream, activation):
+    """Compute what sonicmoe.functional.moe_general_routing_inputs documents: gate and up row by row, experts last."""
+    assert (bias, other_bias, activation) == (None, None, "swiglu")
+    assert [each.stride()[1] for each in (gate_up, down)] == [1, 1]
+    assert gate_up.shape == (2 * down.shape[1], down.shape[0], num_experts)
+    y = torch.zeros_like(x)
+    for e in range(num_experts):
+        rows = (expert == e).nonzero().squeeze(1)
+        read = x[token[rows].long()]
+        hidden = torch.nn.functional.silu(read @ gate_up[0::2, :, e].T) * (read @ gate_up[1::2, :, e].T)
+        y = y.index_add(0, token[rows], scores[rows, None] * (hidden @ down[:, :, e].T))
+    return y, None
+
+
+@pytest.fixture
+def sonic_moe(monkeypatch):
+    """Let a package sonicmoe be there that computes slowly."""
+    functional, enums = ModuleType("sonicmoe.functional"), ModuleType("sonicmoe.enums")
+    functional.moe_general_routing_inputs = imitated_sonic
+    enums.ActivationType = SimpleNamespace(SWIGLU="swiglu")
+    modules = {"sonicmoe": ModuleType("sonicmoe"), "sonicmoe.functional": functional, "sonicmoe.enums": enums}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_the_way_of_sonic_moe_is_the_same_layer(sonic_moe, device):
+    of = Inputs.random(TINY, device, torch.float32)
+    way = sonic(of)
+    y = way.forward()
+    d_x, d_weight, _, d_w2 = torch.autograd.grad(y, way.leaves, of.dy)
+    assert max(errors(of, y.detach(), (d_x, None, d_w2, d_weight)).values()) < 1e-4
+
+
+def test_sonic_moe_is_timed_beside_ours(no_gpu, sonic_moe, device, tmp_path, monkeypatch):
+    random = Inputs.random  # that of no_gpu
+    monkeypatch.setattr(Inputs, "random", staticmethod(lambda layer, at, _: random(layer, at, torch.float32)))
+    found = measure(GpuOptions(folder=tmp_path, stages=("sonic",), repeats=2))
+    row = next(row for row in found.rows if row["name"] == f"sonic.{TINY.name}")
+    assert row["forward_tflops"] > 0
+    assert {claim.name: claim.value for claim in found.claims}[f"gpu.{TINY.name}.over_sonic"] == row["over_ours"]
+
+
 def test_claims_of_layers_that_were_not_measured_say_so():
     found = claims(list(LAYERS), {})
-    assert len(found) == 6 * 12 + 2
+    assert len(found) == 7 * 12 + 2
     assert all(claim.value is None and claim.reason for claim in found)
     targets = {claim.name: claim.target for claim in found}
     assert targets["gpu.T40960_H768_I256_E128_K8.forward_tflops"] == 337

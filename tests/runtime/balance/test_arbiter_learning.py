@@ -113,7 +113,7 @@ def test_links_are_heard_of_from_the_same_call_on_by_all_ranks() -> None:
         for number in range(calls):
             step(layer, tokens_of(transport.rank, count=8, seed=number).abs())
             if number == 3:
-                assert hear_links(layer.on_mesh.calls, {"outside": 0.5, "inside": 4.0})
+                assert hear_links(layer.on_mesh.calls, {"outside": (0.5,), "inside": (4.0,)})
         selector = layer.on_mesh.calls.selector
         made = selector.take()
         load = CallLoad(mesh, torch.ones(4, 8, dtype=torch.int64).numpy(), 8, 8, 8)

@@ -21,8 +21,7 @@ from moesaic.program.grid import Grid
 from moesaic.runtime.balance.moving import MovingMoE
 from moesaic.runtime.balance.samples.relocate import Following, Relocator
 from moesaic.testing.cases import draw_case
-from moesaic.testing.equivalence import failures, run_case
-from moesaic.testing.placed import expert_placement_of
+from moesaic.testing.equivalence import expert_placement_of, failures, run_case
 
 __all__ = ["opened"]
 

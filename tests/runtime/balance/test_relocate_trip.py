@@ -24,8 +24,7 @@ from moesaic.plan import Plan
 from moesaic.program.grid import Grid
 from moesaic.routing.routers import LinkLevel, SoftmaxTopK, TopologyRouter
 from moesaic.runtime.balance.moving import MovingMoE
-from moesaic.runtime.balance.samples.relocate import Following, Relocator
-from moesaic.runtime.balance.samples.rows import carry
+from moesaic.runtime.balance.samples.relocate import Following, Relocator, carry
 from moesaic.runtime.data_parallel import average_gradients
 from moesaic_lab.recorder import Recorder
 
@@ -92,7 +91,7 @@ def gpt_step(model: GPT, tokens: Tensor, targets: Tensor, mask: Tensor | None) -
 @pytest.mark.parametrize("ends_home", [True, False])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"checkpoint_activations": True}, {"moe": {"router": "hash"}}, {"moe": {"every": 2, "shared_hidden": 8}}],
+    [{}, {"checkpoint_activations": True}, {"moe": {"router": "hash"}}, {"ffn": "moe:2", "moe": {"shared_hidden": 8}}],
     ids=str,
 )
 @pytest.mark.parametrize("padded", [True, False])
@@ -112,7 +111,7 @@ def test_a_language_model_computes_the_same(options: dict[str, Any], ends_home: 
         for moves in (False, True):
             model, mesh = copy.deepcopy(whole), Mesh(FOUR, transport)
             for block in model.blocks:
-                if not options.get("moe", {}).get("every") or hasattr(block.ffn, "router"):
+                if "ffn" not in options or hasattr(block.ffn, "router"):
                     block.ffn.parallelize(mesh, Plan(chunks=2))  # type: ignore[operator, union-attr]
             model.relocator = Relocator(mesh, Given(homes), ends_home=ends_home) if moves else None
             mine = slice(2 * transport.rank, 2 * transport.rank + 2)

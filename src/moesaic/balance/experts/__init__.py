@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moesaic.balance.experts.balanced import Balanced
 from moesaic.balance.experts.placer import (
     AbstractExpertPlacer,
     ExpertLoad,
@@ -11,7 +12,7 @@ from moesaic.balance.experts.placer import (
     check_order,
     places_of,
 )
-from moesaic.balance.experts.policies import Balanced, SmartMoE
+from moesaic.balance.experts.smartmoe import SmartMoE
 
 __all__ = [
     "AbstractExpertPlacer",

@@ -20,8 +20,10 @@ from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 
 Seconds = TypeVar("Seconds", float, np.ndarray)
-LinkTimes: TypeAlias = Mapping[Literal["inside", "outside"], float]
-"""How many times as fast links inside nodes, or between them, are as somebody said; those that are left out are as said."""
+LinkKind: TypeAlias = Literal["inside", "outside"]
+LinkTimes: TypeAlias = Mapping[LinkKind, tuple[float, ...]]
+"""How many times as fast each node's links inside, or to the other nodes, are as somebody said: one value for every node, or
+one for each; kinds that are left out are as said."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,9 @@ class ReplicationCosts:
     speeds: tuple[float, ...] = ()
     """Of each rank's products, over that of the rates; () for what the cluster says, or all alike. Measured ones come from what
     a rank's experts took in calls (`runtime/balance/clock.py`)."""
+    node_links: tuple[float, ...] = ()
+    """Of each node's link to the others, over what `machine` says, both ways; () for all alike. Those of a cluster are in its
+    description. Measured ones come from probes (`train/link_rates.py`)."""
     backward: bool = True
     """Count the backward pass too: twice the products, and everything that travelled travels again."""
 
@@ -80,13 +85,19 @@ class ReplicationCosts:
             self.cluster.device.tflops.of(self.dtype)
 
     def with_links(self, times: LinkTimes) -> ReplicationCosts:
-        """Return the rates where links inside nodes, or between them, are so many times as fast."""
+        """Return the rates where links inside nodes, or between them, are so many times as fast.
+
+        A machine has one rate inside nodes: that of the node whose links are slowest.
+        """
         machine, cluster = self.machine, self.cluster
-        inside, outside = (times.get(kind, 1.0) for kind in ("inside", "outside"))
-        machine = replace(machine, intra_gbps=machine.intra_gbps * inside, inter_gbps=machine.inter_gbps * outside)
+        inside, outside = times.get("inside", (1.0,)), times.get("outside", (1.0,))
+        machine = replace(
+            machine, intra_gbps=machine.intra_gbps * min(inside), inter_gbps=machine.inter_gbps * max(outside)
+        )
         for kind, faster in times.items():
             cluster = None if cluster is None else cluster.with_links(kind, faster)
-        return replace(self, machine=machine, cluster=cluster)
+        unlike = tuple(each / max(outside) for each in outside) if min(outside) < max(outside) else ()
+        return replace(self, machine=machine, cluster=cluster, node_links=unlike)
 
     @property
     def dtype(self) -> str:
@@ -135,7 +146,7 @@ class ReplicaLinks:
         if self.costs.cluster is not None:
             alone: np.ndarray = self.row_links.max(2, initial=0.0)
             return alone
-        return seconds_per_byte(self.costs.machine, self.nodes)
+        return seconds_per_byte(self.costs.machine, self.nodes, self.costs.node_links)
 
     @cached_property
     def start_up(self) -> np.ndarray:

@@ -31,14 +31,17 @@ def nodes_of(grid: Grid) -> np.ndarray:
     return np.array([grid.node_of(rank) for rank in range(grid.world)])
 
 
-def seconds_per_byte(machine: Machine, node: np.ndarray) -> np.ndarray:
+def seconds_per_byte(machine: Machine, node: np.ndarray, node_links: tuple[float, ...] = ()) -> np.ndarray:
     """Return the seconds of a byte from each place to each other one, (places, places); nothing within one.
 
     Args:
         machine: rates of one rank.
         node: (places,) the node of each.
+        node_links: of each node's link to the others, over the machine's, of which the slower end counts; () for all alike.
     """
-    gbps = np.where(node[:, None] == node[None, :], machine.intra_gbps, machine.inter_gbps)
+    link = np.array(node_links or (1.0,))[node % len(node_links or (1.0,))]
+    between = machine.inter_gbps * np.minimum(link[:, None], link[None, :])
+    gbps = np.where(node[:, None] == node[None, :], machine.intra_gbps, between)
     seconds: np.ndarray = 8 / (gbps * 1e9) * (1 - np.eye(len(node)))
     return seconds
 

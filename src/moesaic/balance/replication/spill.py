@@ -1,7 +1,7 @@
-"""Spilling: what overloads a place goes to places with room, with the weights sent after it.
+"""Spilling: what overloads a place goes to places with room, with the weights sent after it, down to the limit that is fastest.
 
-As least-loaded expert parallelism does, from whatever origin; copies whose origin is the helper itself go first, since they
-need not travel.
+As least-loaded expert parallelism does (`least_loaded.py`), from whatever origin; copies whose origin is the helper itself go
+first, since they need not travel.
 """
 
 from __future__ import annotations
@@ -11,37 +11,11 @@ import numpy as np
 from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts, replica_loads
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.balance.replication.tables import Replications, full_table
-from moesaic.errors import InputError
 
 LIMITS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 """Copies per place, over what it would compute if all took equally long, that are tried as what a place may compute."""
 MOST_HELPED = 8
 """Experts that one place is replicated at most: it holds their weights until the backward pass, and their gradients in it."""
-
-
-class LeastLoaded(AbstractReplicationPolicy):
-    """Lets no place compute more than a limit, wherever there is room, whatever it costs: for bounded memory.
-
-    Args:
-        limit: copies per place over the mean; at least 1.
-        budget: copies that one rank may compute, instead of `limit`; a load above all budgets together is spread evenly.
-    """
-
-    def __init__(self, limit: float = 1.0, *, budget: int | None = None) -> None:
-        if limit < 1:
-            raise InputError(f"replication limit={limit}: the mean must fit: choose 1 or more")
-        if budget is not None and budget < 1:
-            raise InputError(f"replication budget={budget}: choose at least one token copy per rank")
-        self.limit, self.budget = limit, budget
-
-    def decide(self, load: CallLoad) -> np.ndarray:
-        """Return the replicated copies."""
-        found, tables = replica_loads(load, ReplicationCosts()), []
-        for replica in found:
-            mean = -(-int(replica.copies.sum()) // len(replica.origins))
-            most = int(np.ceil(mean * self.limit)) if self.budget is None else max(self.budget, mean)
-            tables.append(Replications.of(overflow(replica, most)))
-        return full_table(found, tables)
 
 
 class Spill(AbstractReplicationPolicy):

@@ -105,7 +105,7 @@ class BlockRows:
 
 
 class Scratch:
-    """Memory that one block after the other writes its rows into.
+    """Memory that one block after the other writes its rows into, taken when the first one asks for it.
 
     Cutting it into views costs some microseconds per expert, and blocks of equal sizes share a cut.
 
@@ -116,15 +116,23 @@ class Scratch:
     """
 
     def __init__(self, blocks: Blocks, width: int, like: Tensor) -> None:
-        self._memory = like.new_empty(blocks.most_rows, width)
+        self._rows, self._width, self._like = blocks.most_rows, width, like
+        self._memory: Tensor | None = None
         self._cuts: dict[Sequence[int], BlockRows] = {}
 
     def of(self, block: RowBlock) -> BlockRows:
         """Return the memory of a block's rows."""
         part = self._cuts.get(block.sizes)
         if part is None:
+            if self._memory is None:
+                self._memory = self._like.new_empty(self._rows, self._width)
             part = self._cuts[block.sizes] = BlockRows.of(self._memory[: block.rows], block)
         return part
+
+    def free(self) -> None:
+        """Give the memory back; what was handed out is not read any more."""
+        self._memory = None
+        self._cuts.clear()
 
 
 class Source:

@@ -16,6 +16,7 @@ from moesaic.kernels.activation import hidden_gradient_into, hidden_rows_into
 from moesaic.kernels.by_expert.blocks import BlockRows, Blocks, Results, RowBlock, Scratch, Source
 from moesaic.kernels.memory import empty
 from moesaic.kernels.permute import dot_rows
+from moesaic.kernels.products import rows_product, sum_product
 from moesaic.kernels.work import ExpertWork, Gradients, Wanted, counts
 
 
@@ -35,12 +36,12 @@ def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         read = source.take(block, taken, None if weights is None else weights[block.index])
         hidden = wide.of(block)
         for segment, rows in zip(block.segments, read.segments):
-            torch.mm(rows, _as_one(up[segment.expert]).t(), out=pre_at[segment.index])
+            rows_product(rows, _as_one(up[segment.expert]).t(), pre_at[segment.index])
             if up_bias:
                 pre_at[segment.index].add_(up_bias[segment.expert])
         hidden_rows_into(work.halves(pre_of[block.index]), work.activation, hidden.rows, clamp=work.clamp)
         for segment, rows, out in zip(block.segments, hidden.segments, results.of(block).segments):
-            torch.mm(rows, down[segment.expert], out=out)
+            rows_product(rows, down[segment.expert], out)
             if work.down_bias is not None:
                 out.add_(work.down_bias[segment.expert])
         results.finish(block)
@@ -105,6 +106,9 @@ class _Backward:
     def found(self) -> Gradients:
         """Return the gradients, once all blocks are done."""
         work = self.work
+        if not self.left:  # before there are the tokens' gradients
+            for scratch in (self.hidden, self.d_pre, self.taken, self.weighted):
+                scratch.free()
         return Gradients(
             x=self.d_rows.summed(work.x.dtype) if self.d_rows is not None and self.wanted.x else None,
             gates=None if self.d_gates is None or work.gates is None else self.d_gates.to(work.gates.dtype),
@@ -132,7 +136,7 @@ class _Backward:
         early = weight if self.weighs_early else None
         dy = self.dy.take(block, self.taken, early)
         for segment, rows, out in zip(block.segments, dy.segments, grad.segments):
-            torch.mm(rows, self.down[segment.expert], out=out)
+            rows_product(rows, self.down[segment.expert], out)
         if weight is not None and self.d_gates_of is not None:
             dots = self._dots_with_results(block, dy, hidden, grad)
             self.d_gates_of[block.index].copy_(dots if early is None else dots.div_(early))
@@ -160,7 +164,7 @@ class _Backward:
         if self.d_rows is not None:
             d_rows = self.d_rows.of(block)
             for segment, rows, out in zip(block.segments, d_pre.segments, d_rows.segments):
-                torch.mm(rows, _as_one(self.up[segment.expert]), out=out)
+                rows_product(rows, _as_one(self.up[segment.expert]), out)
             if self.before is not None and self.d_gates_of is not None:
                 self.d_gates_of[block.index].copy_(dot_rows(d_rows.rows, read.rows, self.each[: block.rows]))
             self.d_rows.finish(block)
@@ -212,10 +216,7 @@ def _like(weights: Tensor) -> Tensor:
 def _products(a: BlockRows, b: BlockRows, out: Sequence[Tensor], block: RowBlock) -> None:
     """Write each expert's `a.T @ b`, or add it to what earlier blocks of the expert wrote."""
     for segment, a_rows, b_rows in zip(block.segments, a.segments, b.segments):
-        if segment.is_first:
-            torch.mm(a_rows.t(), b_rows, out=out[segment.expert])
-        else:
-            out[segment.expert].addmm_(a_rows.t(), b_rows)
+        sum_product(a_rows, b_rows, out[segment.expert], adds=not segment.is_first)
 
 
 def _column_sums(rows: BlockRows, out: Tensor, block: RowBlock) -> None:

@@ -6,9 +6,8 @@
 
 from __future__ import annotations
 
+from moesaic.program.all_to_all.algorithms import Hier1D, Hier2D, Hier3D, Linear, NaiveAggregation, Pipelined
 from moesaic.program.all_to_all.all_to_all import AbstractAllToAll
-from moesaic.program.all_to_all.hierarchical import Hier1D, Hier2D, Hier3D, NaiveAggregation
-from moesaic.program.all_to_all.straight import Linear, Pipelined
 
 ALL_TO_ALLS: dict[str, AbstractAllToAll] = {
     "linear": Linear(),

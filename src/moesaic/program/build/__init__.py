@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moesaic.program.build.baselines import baseline, ted
-from moesaic.program.build.parm import s1, s2, s3
+from moesaic.program.build.schedules import baseline, s1, s2, s3, ted
 from moesaic.program.task import Program
 
 SCHEDULES: dict[str, Callable[[bool], Program]] = {"baseline": baseline, "ted": ted, "s1": s1, "s2": s2, "s3": s3}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from moesaic.program.order.exact import exact
-from moesaic.program.order.fixed import early, fifo
+from moesaic.program.order.graph import early, fifo
 from moesaic.program.order.optsche import optsche
 from moesaic.program.task import Program
 

@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from operator import le
 
-from moesaic.program.order.fixed import early, fifo
-from moesaic.program.order.graph import chunk_numbers, predecessors, successors
+from moesaic.program.order.graph import chunk_numbers, early, fifo, predecessors, successors
 from moesaic.program.order.optsche import optsche
 from moesaic.program.task import Lane, Layout, Program
 from moesaic.program.timeline import IDLE, THREAD, Free, durations, lay_out, place, resource

@@ -1,12 +1,15 @@
-"""What orders share: who waits for whom, and a legal order by priority."""
+"""The graph of a program's tasks, and the orders that follow from it alone: who waits for whom, a legal order by priority, the
+order as built, and every movement as early as can be. Orders by durations have files of their own.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from moesaic.program.task import Kind, Layout, Op, Program, Stage, Task
+from moesaic.program.task import Kind, Lane, Layout, Op, Program, Stage, Task
 
 
 def predecessors(program: Program) -> list[tuple[int, ...]]:
@@ -75,3 +78,30 @@ def chunk_numbers(program: Program) -> Callable[[Layout], int | None]:
         return layout.chunk if layout.chunk is None else layout.chunk + backward
 
     return number
+
+
+def fifo(
+    program: Program, seconds: Callable[[], Mapping[str, float]] | None = None, *, host_runs_compute: bool = False
+) -> Program:
+    """Return the program as it was built, chunk after chunk: what a layer does that was cut into chunks and nothing else."""
+    return program
+
+
+def early(
+    program: Program, seconds: Callable[[], Mapping[str, float]] | None = None, *, host_runs_compute: bool = False
+) -> Program:
+    """Return the program with every movement issued as soon as what it reads is there, and computing chunk after chunk.
+
+    Where movements are not encoded this comes close to ScheMoE's order (see `optsche.py`): all dispatches first, then expert by
+    expert, each result sent off at once. With encoding it waits for each chunk before it encodes the next.
+    """
+    slots = {slot.name: slot for slot in program.slots}
+    number, is_replicated = chunk_numbers(program), brings_replicated_weights(program)
+
+    def rank(task: Task) -> tuple[bool, int]:
+        chunk = number(slots[task.writes[0]].layout)
+        if is_replicated(task):
+            return True, 0 if task.lane is Lane.INTER else chunk or 0
+        return task.op not in (Op.MOVE, Op.HOP), -1 if chunk is None else chunk
+
+    return replace(program, tasks=in_order(program, rank))

@@ -232,6 +232,7 @@ class ProgramSelector:
         prepared = self._agreed(told) if is_timed else None
         if prepared is None:  # the first call, and calls in evaluation, which nobody times
             self._finish()
+            arbitration.hear({}, self.speeds, self.links)
         pick = arbitration.pick(load) if prepared is None else prepared.fit(load)
         decided = _Decided(pick.choice.program, pick.table, call)
         self._thread = self._thread or ThreadPoolExecutor(1, "arbiter")
