@@ -272,6 +272,8 @@ def test_a_layer_is_its_two_programs_and_what_is_around_them() -> None:
     parts = [simulator.run(each, LAYER, made.grid).seconds for each in (made.forward, made.backward)]
     layer = simulator.layer_seconds(made.forward, made.backward, LAYER, made.grid)
     assert 0.8 * (sum(parts) + 2.0 * 1e-3) < layer <= sum(parts) + 2.0 * 1e-3 + 1e-12
+    passes = simulator.passes(made.forward, made.backward, LAYER, made.grid)
+    assert layer == pytest.approx(1e-3 + sum(each.seconds for each in passes))
 
 
 def test_one_rank_stands_for_all_where_there_are_many() -> None:

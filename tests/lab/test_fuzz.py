@@ -45,6 +45,7 @@ ELSEWHERE = {
     ("train/state.py", "_write_tokenizer"): "compares what it is about to write",
     ("train/metrics.py", "__init__"): "reads the one word by which a tracker knows the run",
     ("cost/profile.py", "_processor"): "reads /proc",
+    ("kernels/products.py", "_is_zen_5"): "reads /proc, and is handed texts by tests/kernels/test_products.py",
     ("train/checkpoint.py", "_write_whole"): "compares what it has just written",
     ("train/run_folder.py", "seal"): "hashes what the run has written",
     ("train/watch.py", "_moved_bytes"): "reads /proc",

@@ -137,7 +137,9 @@ def test_the_command_plans_by_the_profile(tmp_path: Path, capsys: pytest.Capture
     best = search(job, PROFILE.to_cluster(), settings, simulator=profiled_simulator(PROFILE)).best
     assert shown["plan"] == asdict(best.plan)
     assert shown["seconds"] == pytest.approx(best.seconds)
-    assert shown["parts"]["routing"] == pytest.approx(2 * 2 * 1.6e-3), "two layers, two ranks to a core"
+    assert shown["parts"]["routing"] == pytest.approx(2 * 1.6e-3), (
+        "two layers, two ranks to a core, half of it before a pass back"
+    )
     assert run([*told, "--nodes", "4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ranks"] == 8
 
@@ -161,13 +163,13 @@ def test_a_plan_table_starts_with_the_times_of_the_profile(tmp_path: Path) -> No
     even = []
     for plan in predictor.plans:
         made = compile_plan(plan, GRID, host_runs_compute=True)
-        there, back = (simulator.run(each, around.model.layer, made.grid) for each in (made.forward, made.backward))
+        there, back = simulator.passes(made.forward, made.backward, around.model.layer, made.grid)
         even.append(around.estimate(there, back).seconds)
     load = 8 * 64 * 2 / 4
     assert predictor(load) == pytest.approx(even, rel=0.02), (
         "rank by rank, even routing takes what one rank for all does"
     )
-    assert predictor(3 * load)[0] > 1.01 * even[0], "a hot expert costs time"
+    assert predictor(3 * load)[0] > even[0], "a hot expert costs time"
     described = Predictor(job, simulator.cluster, GRID, predictor.plans)
     assert described(load) != pytest.approx(even, rel=0.05)
 
@@ -197,6 +199,7 @@ def test_a_simulator_of_a_profile_is_one_of_its_cluster() -> None:
     ours, plain = (each.run(made.forward, layer, made.grid) for each in (measured, described))
     assert [span.task for span in ours.timeline.spans] == [span.task for span in plain.timeline.spans]
     assert max(span.end for span in ours.timeline.spans) == pytest.approx(ours.seconds)
-    assert ours.link_seconds.keys() == plain.link_seconds.keys()
+    kinds = {name.rstrip(" 01") for name in ours.link_seconds}
+    assert kinds == plain.link_seconds.keys(), "each node's own links where ranks are apart"
     quick = profiled_simulator(QUICK).run(made.forward, layer, made.grid)
     assert quick.limit <= quick.seconds < plain.seconds

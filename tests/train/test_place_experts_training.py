@@ -141,7 +141,10 @@ def test_configurations_that_cannot_place_experts_are_refused(tmp_path):
             {"balance": {"experts": "smartmoe:-1"}},
             r"balance\.experts='smartmoe:-1': write the steps between decisions, at least 1",
         ),
-        ({"balance": {"experts": "best"}}, r"balance\.experts='best': choose one of none, balanced, smartmoe"),
+        (
+            {"balance": {"experts": "best"}},
+            r"balance\.experts='best' is unknown: choose one of none, balanced, smartmoe",
+        ),
         (
             {"balance": {"experts": "balanced"}},
             r"balance\.experts=balanced with mesh\.ep=1, where every rank has all experts: choose",

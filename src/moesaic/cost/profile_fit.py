@@ -247,4 +247,5 @@ def _asks(profile: ClusterProfile, layer: TimedLayer) -> list[Asked]:
 
 
 def _seconds(profile: ClusterProfile, layer: TimedLayer, asks: list[Asked]) -> float:
-    return ProfileTiming(profile, profile.to_cluster(), layer.virtual_flops).passes_seconds(asks)
+    timing = ProfileTiming(profile, profile.to_cluster(), layer.virtual_flops)
+    return timing.around_seconds + sum(float(each.ends.max(initial=0.0)) for each in timing.laid_out(asks))

@@ -152,8 +152,9 @@ class ProfileTiming(AbstractTiming):
 
     @property
     def around_seconds(self) -> float:
-        """What a layer's forward and backward pass take outside its programs: routing, the exchange of counts, autograd."""
-        return float(layer_features() @ self._costs) * self.profile.host.sharing
+        """What a layer takes before its forward program: routing, the exchange of counts. As much, by autograd, is before the
+        backward one."""
+        return float(layer_features() / 2 @ self._costs) * self.profile.host.sharing
 
     @property
     def collectives(self) -> Mapping[str, Fit]:
@@ -177,31 +178,36 @@ class ProfileTiming(AbstractTiming):
         does counts as computing.
         """
         asked = self.asked(program, volumes, dtype, known)
-        events = self.lay_out(asked)
-        most = float(events.ends.max(initial=0.0))
-        computing = (asked.features @ self._costs * self.profile.host.sharing + asked.compute).sum(axis=0)
-        return account(program, volumes, asked.movements, events, computing, at_most=most)
+        return self._account(asked, self.lay_out(asked))
 
-    def layer_seconds(self, passes: Sequence[tuple[Program, AbstractVolumes]], dtype: str) -> float:
-        return self.passes_seconds([self.asked(program, volumes, dtype) for program, volumes in passes])
+    def passes(self, passes: Sequence[tuple[Program, AbstractVolumes]], dtype: str) -> list[Simulated]:
+        asks = [self.asked(program, volumes, dtype) for program, volumes in passes]
+        return [self._account(*each) for each in zip(asks, self.laid_out(asks))]
 
-    def passes_seconds(self, asks: Sequence[Asked]) -> float:
-        """Return what a layer takes: a rank begins a pass when it has ended the one before, whatever the others do.
-
-        Of what a layer takes outside its programs one part is before each of them; ranks wait for each other's counts in the
-        first one.
-        """
-        around = layer_features() / len(asks)
-        late, first = None, float(around @ self._costs) * self.profile.host.sharing
-        for number, asked in enumerate(asks):
-            if number and len(asked.features):
+    def laid_out(self, asks: Sequence[Asked]) -> list[Events]:
+        """Return the events of a layer's passes, each from the end of the one before, though a rank that has ended one begins
+        the next whatever the others do: before 0."""
+        found: list[Events] = []
+        late: np.ndarray | None = None
+        for asked in asks:
+            if found and len(asked.features):
                 features = asked.features.copy()
-                features[0] += around
+                features[0] += layer_features() / 2
                 asked = replace(asked, features=features)
             events = self.lay_out(asked, late)
             ends = events.ends.max(axis=0, initial=0.0)
-            late = ends if late is None else np.maximum(ends, late)
-        return first + float(late.max(initial=0.0) if late is not None else 0.0)
+            if late is not None:
+                ends = np.maximum(ends, late)
+                events.starts -= late.max(initial=0.0)
+                events.ends -= late.max(initial=0.0)
+            late = ends
+            found.append(events)
+        return found
+
+    def _account(self, asked: Asked, events: Events) -> Simulated:
+        most = float(events.ends.max(initial=0.0))
+        computing = (asked.features @ self._costs * self.profile.host.sharing + asked.compute).sum(axis=0)
+        return account(asked.program, asked.volumes, asked.movements, events, computing, at_most=most)
 
     def asked(
         self, program: Program, volumes: AbstractVolumes, dtype: str, known: Mapping[str, float] | None = None

@@ -77,17 +77,33 @@ class Simulator:
         volumes = self.volumes(program, workload, grid, sizes=sizes)
         return self.timing.run(program, volumes, workload.products or workload.dtype, known)
 
-    def layer_seconds(self, forward: Program, backward: Program, workload: Workload, grid: Grid) -> float:
-        """Return how long a layer takes, forward and backward pass, routing where it was measured.
+    def passes(
+        self,
+        forward: Program,
+        backward: Program,
+        workload: Workload,
+        grid: Grid,
+        *,
+        sizes: tuple[CallSizes | None, CallSizes | None] = (None, None),
+    ) -> tuple[Simulated, Simulated]:
+        """Simulate a layer's forward and backward pass, the second from the end of the first.
 
         Args:
             forward: of a compiled plan.
             backward: of the same plan.
-            workload: of the layer, even routing.
+            workload: of the layer.
             grid: of the compiled plan.
+            sizes: of a call with counts, for each pass; None: even routing.
         """
-        passes = [(each, self.volumes(each, workload, grid)) for each in (forward, backward)]
-        return self.timing.layer_seconds(passes, workload.products or workload.dtype)
+        programs = zip((forward, backward), sizes)
+        volumes = [(each, self.volumes(each, workload, grid, sizes=some)) for each, some in programs]
+        there, back = self.timing.passes(volumes, workload.products or workload.dtype)
+        return there, back
+
+    def layer_seconds(self, forward: Program, backward: Program, workload: Workload, grid: Grid) -> float:
+        """Return how long a layer takes, forward and backward pass, routing where it was measured; as for `passes`."""
+        passes = self.passes(forward, backward, workload, grid)
+        return self.timing.around_seconds + sum(each.seconds for each in passes)
 
     def durations(
         self, program: Program, workload: Workload, grid: Grid, *, sizes: CallSizes | None = None

@@ -69,7 +69,7 @@ class AbstractTiming(ABC):
     @property
     @abstractmethod
     def around_seconds(self) -> float:
-        """What a layer's forward and backward pass take outside its programs; 0 where nobody measured it."""
+        """What a layer takes before its forward program; 0 where nobody measured it."""
 
     @property
     @abstractmethod
@@ -86,14 +86,14 @@ class AbstractTiming(ABC):
         """Ranks up to which each is told apart, and each message by itself, under an even workload too."""
         return 0
 
-    def layer_seconds(self, passes: Sequence[tuple[Program, AbstractVolumes]], dtype: str) -> float:
-        """Return what a layer takes, routing where it was measured.
+    def passes(self, passes: Sequence[tuple[Program, AbstractVolumes]], dtype: str) -> list[Simulated]:
+        """Return a layer's passes laid out in time, each from the end of the one before.
 
         Args:
             passes: forward and backward program, each with its rows and messages.
             dtype: of the products.
         """
-        return self.around_seconds + sum(self.run(*each, dtype).seconds for each in passes)
+        return [self.run(*each, dtype) for each in passes]
 
     @abstractmethod
     def run(

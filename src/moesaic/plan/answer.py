@@ -188,7 +188,7 @@ def _again(job: Job, cluster: ClusterSpec, found: Found) -> float:
     simulator = Simulator(cluster)
     around = StepCostModel(job.step_model(cluster, found.grid.dp), found.grid, simulator)
     compiled = compile_on(found.plan, found.grid, simulator, around.model.layer)
-    runs = (simulator.run(each, around.model.layer, compiled.grid) for each in (compiled.forward, compiled.backward))
+    runs = simulator.passes(compiled.forward, compiled.backward, around.model.layer, compiled.grid)
     return around.estimate(*runs).seconds
 
 

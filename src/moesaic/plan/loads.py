@@ -42,15 +42,10 @@ def simulate_counts(
     runs, replicated = decided(simulator, compiled, layer, counts)
     shapes = runs.shapes(layer.num_experts)
     there, back = (
-        simulator.run(
-            program,
-            layer,
-            runs.grid,
-            sizes=sizes_of(program, layer, runs.grid, counts, replicated=replicated, shapes=shapes),
-        )
+        sizes_of(program, layer, runs.grid, counts, replicated=replicated, shapes=shapes)
         for program in (runs.forward, runs.backward)
     )
-    return there, back
+    return simulator.passes(runs.forward, runs.backward, layer, runs.grid, sizes=(there, back))
 
 
 def simulate_even(simulator: Simulator, compiled: Compiled, layer: Workload) -> tuple[Simulated, Simulated]:
@@ -70,8 +65,7 @@ def simulate_even(simulator: Simulator, compiled: Compiled, layer: Workload) -> 
     counts = uniform_counts(compiled.grid.dp, layer) if compiled.replicates else None
     runs, replicated = (compiled, None) if counts is None else decided(simulator, compiled, layer, counts)
     if replicated is None or counts is None:
-        there, back = (simulator.run(program, layer, runs.grid) for program in (runs.forward, runs.backward))
-        return there, back
+        return simulator.passes(runs.forward, runs.backward, layer, runs.grid)
     if compiled.grid.world > MAX_RANKS_APART:
         raise InputError(
             f"replication={compiled.plan.replication} is decided under even routing too, which is simulated rank by rank, "

@@ -284,7 +284,7 @@ def predict(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> Found:
     around, compiled = StepCostModel(step, grid, simulator), compile_on(plan, grid, simulator, step.layer)
     programs = compiled.forward, compiled.backward
     forward, backward = map(in_pieces, programs) if by_deepep else programs
-    there, back = (simulator.run(each, step.layer, compiled.grid) for each in (forward, backward))
+    there, back = simulator.passes(forward, backward, step.layer, compiled.grid)
     both = around.beside(forward, backward, compiled.grid) if step.overlapped else None
     ranks = [StepCostModel(each, grid, simulator) for each in _ranks(whole, step)]
     return Found(

@@ -224,11 +224,8 @@ class _Search:
         """Simulate a plan's programs; plans that differ in name only are simulated once."""
         key = (around.grid, compiled.digest)
         if key not in self.times:
-            forward, backward = (
-                self.simulator.run(program, around.model.layer, compiled.grid)
-                for program in (compiled.forward, compiled.backward)
-            )
-            self.times[key] = (forward, backward)
+            programs = compiled.forward, compiled.backward
+            self.times[key] = self.simulator.passes(*programs, around.model.layer, compiled.grid)
         return self.times[key]
 
     def _ranking(self, counts: Sequence[np.ndarray]) -> list[Found]:
