@@ -66,7 +66,7 @@ def test_a_command_of_the_core_runs_without_torch(name: str, tmp_path: Path) -> 
     found = json.loads(done.stdout)
     assert found
     if name == "plan":
-        assert found["ranking"][0]["parts"]["routing"] == pytest.approx(2 * 2 * 1e-3)
+        assert found["ranking"][0]["parts"]["routing"] == pytest.approx(2 * 1e-3)
 
 
 def test_help_of_training_needs_no_torch(tmp_path: Path) -> None:
