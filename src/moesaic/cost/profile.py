@@ -96,7 +96,7 @@ class HostCosts:
     weight_byte: float = 0.0
     """Per byte of expert gradients written or added."""
     transport_byte: float = 0.0
-    """Per byte sent or received: the transport's own thread, beside the one that issues and computes."""
+    """Per byte sent or received, by the rank's thread, the transport's own and the kernel."""
     sharing: float = 1.0
     """How much longer a rank's processor time takes while all ranks of its machine compute: ranks over cores, if no more."""
 

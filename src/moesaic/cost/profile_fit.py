@@ -1,5 +1,5 @@
-"""Host costs from the processor time of whole layers, and links from timed movements; refuses to fit noise. Then both are
-brought to the time that whole layers took by the wall clock, which processor time alone does not tell."""
+"""Host costs from the processor time of whole layers, and links from timed movements; refuses to fit noise. Then some of the
+host's costs are brought to the time that whole layers took by the wall clock, which processor time alone does not tell."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scipy.optimize import least_squares
 
 from moesaic.cost.fit import MAX_SPREAD
 from moesaic.cost.profile import ClusterProfile, HostCosts
-from moesaic.cost.profile_simulate import FEATURES, Asked, ProfileTiming, profiled_simulator
+from moesaic.cost.profile_simulate import FEATURES, Demand, ProfileTiming, profiled_simulator
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
@@ -238,7 +238,7 @@ def calibrate(profile: ClusterProfile, layers: Sequence[TimedLayer]) -> tuple[Cl
     return (made(fitted.x), after) if after < before else (profile, before)
 
 
-def _asks(profile: ClusterProfile, layer: TimedLayer) -> list[Asked]:
+def _asks(profile: ClusterProfile, layer: TimedLayer) -> list[Demand]:
     """Return what both passes ask of the machine, which no cost that is fitted changes: worked out once for all trials."""
     simulator = profiled_simulator(profile, virtual_flops=layer.virtual_flops)
     timing = ProfileTiming(profile, simulator.cluster, layer.virtual_flops)
@@ -246,6 +246,6 @@ def _asks(profile: ClusterProfile, layer: TimedLayer) -> list[Asked]:
     return [timing.asked(program, volumes, layer.workload.dtype) for program, volumes in passes]
 
 
-def _seconds(profile: ClusterProfile, layer: TimedLayer, asks: list[Asked]) -> float:
+def _seconds(profile: ClusterProfile, layer: TimedLayer, asks: list[Demand]) -> float:
     timing = ProfileTiming(profile, profile.to_cluster(), layer.virtual_flops)
     return timing.around_seconds + sum(float(each.ends.max(initial=0.0)) for each in timing.laid_out(asks))

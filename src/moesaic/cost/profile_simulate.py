@@ -123,7 +123,7 @@ RANKS_APART = 16
 
 
 @dataclass(frozen=True)
-class Asked:
+class Demand:
     """What a program asks of a machine, whatever its host's costs are."""
 
     program: Program
@@ -184,7 +184,7 @@ class ProfileTiming(AbstractTiming):
         asks = [self.asked(program, volumes, dtype) for program, volumes in passes]
         return [self._account(*each) for each in zip(asks, self.laid_out(asks))]
 
-    def laid_out(self, asks: Sequence[Asked]) -> list[Events]:
+    def laid_out(self, asks: Sequence[Demand]) -> list[Events]:
         """Return the events of a layer's passes, each from the end of the one before, though a rank that has ended one begins
         the next whatever the others do: before 0."""
         found: list[Events] = []
@@ -204,14 +204,14 @@ class ProfileTiming(AbstractTiming):
             found.append(events)
         return found
 
-    def _account(self, asked: Asked, events: Events) -> Simulated:
+    def _account(self, asked: Demand, events: Events) -> Simulated:
         most = float(events.ends.max(initial=0.0))
         computing = (asked.features @ self._costs * self.profile.host.sharing + asked.compute).sum(axis=0)
         return account(asked.program, asked.volumes, asked.movements, events, computing, at_most=most)
 
     def asked(
         self, program: Program, volumes: AbstractVolumes, dtype: str, known: Mapping[str, float] | None = None
-    ) -> Asked:
+    ) -> Demand:
         """Return what a program asks of the machine; arguments as of `run`."""
         movements = movements_of(program, volumes)
         features = host_features(program, volumes, movements)
@@ -220,9 +220,9 @@ class ProfileTiming(AbstractTiming):
         compute = compute.reshape(features.shape[:2])
         put_known(compute, program, known)
         graph = graph_of(program, host_runs_compute=True, has_lanes=False)
-        return Asked(program, volumes, movements, features, compute, graph)
+        return Demand(program, volumes, movements, features, compute, graph)
 
-    def lay_out(self, asked: Asked, late: np.ndarray | None = None) -> Events:
+    def lay_out(self, asked: Demand, late: np.ndarray | None = None) -> Events:
         """Return the events of a program that were run.
 
         Args:
