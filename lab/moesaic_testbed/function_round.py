@@ -14,7 +14,7 @@ from moesaic_testbed.messages import Answer, Failure, Line, RunFunction
 from moesaic_testbed.round import AbstractRound, Process
 from moesaic_testbed.wiring import Wiring
 
-SETTLE_SECONDS = 0.2
+SETTLE_SECONDS = 1.0
 """How long a failure waits for others that may be its cause: a process that was killed makes its peers fail too."""
 
 
@@ -63,8 +63,8 @@ class FunctionRound(AbstractRound):
             self._tell_all()
             return Answer(value=[self._results[rank] for rank in range(world)])
         end = time.monotonic() + SETTLE_SECONDS
-        while time.monotonic() < end:
-            self._collect(end - time.monotonic())
+        while time.monotonic() < end and len(self._failures) + len(self._results) < world:
+            self._collect(max(end - time.monotonic(), 0.0))
         return Answer(failure=min(self._failures, key=lambda failure: (not failure.died, failure.at_seconds)))
 
     def _collect(self, seconds: float | None) -> int:

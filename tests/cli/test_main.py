@@ -116,7 +116,7 @@ def test_errors_of_our_own_are_not_hidden(monkeypatch, error):
 
 def test_the_module_is_the_command():
     done = subprocess.run(
-        [sys.executable, "-m", "moesaic", "nonsense"], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "moesaic", "nonsense"], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 2
     assert done.stderr == f"moesaic nonsense: unknown command: choose one of {', '.join([*COMMANDS, *LABORATORY])}\n"
@@ -133,5 +133,5 @@ def test_a_reader_that_stops_reading_is_no_error(words):
     assert process.stderr is not None
     process.stdout.close()
     assert process.stderr.read() == ""
-    assert process.wait(timeout=120) == 141
+    assert process.wait(timeout=300) == 141
     process.stderr.close()

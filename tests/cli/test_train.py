@@ -161,7 +161,7 @@ def test_a_signal_saves_says_how_to_go_on_and_exits_0(tmp_path, kind):
     process = start(config, tmp_path)
     wait_for(lambda: has_lines(run, 3), process)
     process.send_signal(kind)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (0, "")
     step = losses(run)[-1][0]
     assert step >= 3
@@ -185,7 +185,7 @@ def test_a_killed_process_leaves_only_whole_checkpoints(tmp_path):
         process = start(replace(config, existing="resume"), tmp_path)
         wait_for(lambda before=before: has_lines(run, before + 5), process)
         process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=120)
+        process.communicate(timeout=300)
         assert process.returncode == -signal.SIGKILL
         found = {path.name for path in (run / "checkpoints").iterdir()}
         assert all(re.fullmatch(r"step-\d{8}|\.writing-\d{8}", name) for name in found)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from moesaic.comm import TransportName, sockets_connect
+from moesaic.comm import TransportName, gloo, sockets_connect
 from moesaic.comm.collectives import DIRECT_BYTES, all_gather, all_reduce_sum, broadcast, share, slice_rows
 from moesaic.comm.mesh import Mesh, check_same, open_transport
 from moesaic.comm.transport import Transfer
@@ -183,3 +185,15 @@ def test_a_process_ends_well_while_threads_of_gloo_still_drop_tensors(tmp_path):
     for run in runs:
         error = run.communicate(timeout=300)[1]
         assert run.returncode == 0, error
+
+
+def test_a_process_that_ends_waits_for_a_thread_that_has_work():
+    done = threading.Event()
+
+    def work() -> None:
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)  # without the interpreter's lock
+        done.set()
+
+    threading.Thread(target=work, daemon=True).start()
+    gloo._let_threads_end()
+    assert done.is_set()

@@ -301,29 +301,40 @@ def test_sizes_no_peer_of_ours_announces_are_refused_before_memory_is_taken(size
         right.wait(right.issue(gone))
 
 
-def test_bytes_that_trickle_count_as_progress_and_those_of_others_do_not():
+class Waits:
+    """A poll in which a tenth of a second passes by no clock but its own, and then something is sent."""
+
+    def __init__(self, transport: Sockets, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._poll, self._now, self.send = transport._poll, 0.0, lambda: None
+        monkeypatch.setattr(sockets, "time", self)
+        monkeypatch.setattr(transport, "_poll", self)
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def poll(self, milliseconds: float) -> list[tuple[int, int]]:
+        self._now += min(milliseconds / 1000, 0.1)
+        self.send()
+        return self._poll.poll(0)
+
+    def modify(self, *arguments: object) -> None:
+        self._poll.modify(*arguments)
+
+
+def test_bytes_that_trickle_count_as_progress_and_those_of_others_do_not(monkeypatch):
     first, second, third = transports(3, patience=0.2)
     buffer = torch.empty(64, dtype=torch.uint8)
+    waits = Waits(second, monkeypatch)
     handle = second.issue(Transfer(1, 0, {}, {0: buffer}))
-    line, chatter = first._lines[1].socket, torch.zeros(1)
-    with ThreadPoolExecutor(1) as pool:
-
-        def trickle() -> None:
-            for part in (struct.pack("<qq", 0, 64), *[b"\1" * 8] * 8):
-                line.sendall(part)
-                time.sleep(0.1)
-
-        sent = pool.submit(trickle)
-        second.wait(handle)
-        sent.result()
-        assert buffer.tolist() == [1] * 64
-        ended = pool.submit(lambda: second.wait(second.issue(Transfer(1, 1, {}, {0: buffer}))))
-        tag = 0
-        while not ended.done():
-            third.issue(Transfer(2, (tag := tag + 1), {1: chatter}, {}))
-            time.sleep(0.001)
-        with pytest.raises(RuntimeError, match=r"rank 1 has waited 0.2 s for ranks \[0\]: nothing came"):
-            ended.result()
+    line, parts = first._lines[1].socket, iter((struct.pack("<qq", 0, 64), *[b"\1" * 8] * 8))
+    waits.send = lambda: line.sendall(next(parts))
+    second.wait(handle)
+    assert waits.monotonic() > 4 * 0.2
+    assert buffer.tolist() == [1] * 64
+    tags = iter(range(1, 1000))
+    waits.send = lambda: third.issue(Transfer(2, next(tags), {1: torch.zeros(1)}, {}))
+    with pytest.raises(RuntimeError, match=r"rank 1 has waited 0.2 s for ranks \[0\]: nothing came"):
+        second.wait(second.issue(Transfer(1, 1, {}, {0: buffer})))
 
 
 def test_a_peer_that_runs_ahead_waits_until_it_is_asked(monkeypatch):

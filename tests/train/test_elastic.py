@@ -31,14 +31,14 @@ def met(store: dist.Store, world: int) -> list[str]:
     words = [""] * world
 
     def come(rank: int) -> None:
-        words[rank] = meet(store, rank, world, 60.0)
+        words[rank] = meet(store, rank, world, 300.0)
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in reversed(range(world))]
     for thread in threads:
         thread.start()
         time.sleep(0.05)
     for thread in threads:
-        thread.join(20)
+        thread.join(300)
     return words
 
 
@@ -109,11 +109,9 @@ def children(parent: int) -> list[int]:
 
 def is_gone(process: int) -> bool:
     try:
-        os.kill(process, 0)
-    except ProcessLookupError:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between opening and reading
         return True
-    state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    return state == "Z"
 
 
 def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path):
@@ -123,11 +121,11 @@ def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path):
     ranks = children(process.pid)
     assert len(ranks) == 2
     process.kill()
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while not all(map(is_gone, ranks)) and time.monotonic() < until:
         time.sleep(0.1)
     assert all(map(is_gone, ranks))
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert err.count(f"torchrun (process {process.pid}) is gone: its ranks save and end") >= 1
     assert list_checkpoints(run / "checkpoints")[-1].name == f"step-{losses(run)[-1][0]:08d}"
 

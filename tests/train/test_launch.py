@@ -127,7 +127,7 @@ def test_flags_choose_mesh_and_plan(tmp_path):
     flags = ["--mesh.ep=2", "--plan.schedule=s2", "--plan.chunks=4", "--plan.all-to-all=hier2d", "--plan.codec=int8"]
     words = [sys.executable, *command(tiny(tmp_path, batch_size=4, steps=2), tmp_path, *flags)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    process = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    process = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=300, check=False)
     out, err = process.stdout, process.stderr
     assert (process.returncode, ours(err)) == (0, []), err
     assert "x 2 ranks (dp 2, tp 1; edp 1, ep 2, etp 1)" in out
@@ -151,7 +151,7 @@ def test_flags_choose_mesh_and_plan(tmp_path):
 )
 def test_bad_input_is_one_line_for_all_ranks(tmp_path, flags, line):
     process = start(tiny(tmp_path, batch_size=4), tmp_path, *flags)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode != 0
     (said,) = ours(err)
     assert said.startswith(line)
@@ -166,7 +166,7 @@ def test_sigterm_saves_on_all_ranks(tmp_path):
     process = start(config, tmp_path)
     wait_for(lambda: has_lines(run, 3), process)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=300)
     step = losses(run)[-1][0]
     assert (
         f"stopped by SIGTERM after step {step}, saved; go on with torchrun --nproc-per-node 2 -m moesaic train" in out
@@ -186,7 +186,7 @@ def test_a_rank_that_dies_says_why_and_the_others_leave(tmp_path, error, said):
     script = tmp_path / "fail.py"
     script.write_text(FAIL.format(error=error).replace("import sys\n", "import sys\nimport moesaic.errors\n", 1))
     process = start(tiny(tmp_path, steps=1_000_000, batch_size=4, mesh={"ep": 2}), tmp_path, script=script)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode != 0
     before, _, summary = err.partition("FAILED\n")
     assert before.count(said) == 1
@@ -274,7 +274,7 @@ def among(rank: int, port: int) -> dict[str, str]:
 def test_any_launcher_that_sets_rank_and_world_size_will_do(tmp_path):
     config, port = tiny(tmp_path, steps=2, batch_size=4, mesh={"ep": 2}), free_port()
     ranks = [bare(tmp_path, config, **among(rank, port)) for rank in range(2)]
-    said = [rank.communicate(timeout=120) for rank in ranks]
+    said = [rank.communicate(timeout=300) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert "x 2 ranks (dp 2, tp 1; edp 1, ep 2, etp 1)" in said[0][0]
     assert "done: " in said[0][0]
@@ -286,8 +286,8 @@ def test_where_the_store_dies_the_others_say_one_line(tmp_path):
     ranks = [bare(tmp_path, config, **among(rank, port)) for rank in range(2)]
     wait_for(lambda: has_lines(tmp_path / "run", 2), ranks[0])
     ranks[0].kill()
-    _, err = ranks[1].communicate(timeout=120)
-    ranks[0].communicate(timeout=120)
+    _, err = ranks[1].communicate(timeout=300)
+    ranks[0].communicate(timeout=300)
     assert ranks[1].returncode == 1
     (line,) = ours(err)
     assert "rank 1 of 2 lost the others: the process that kept their store is gone" in line

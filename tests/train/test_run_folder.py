@@ -303,7 +303,7 @@ def test_a_killed_run_lets_go_of_its_folder(tmp_path):
     with pytest.raises(InputError, match=f"process {process.pid} on"):
         open_run(config, pytest.fail)
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     open_run(config, lambda line: None).claim.release()
 
 

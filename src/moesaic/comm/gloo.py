@@ -7,7 +7,10 @@ collectives of one group issued in different orders swap data silently. Tagged m
 from __future__ import annotations
 
 import atexit
+import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,8 @@ _TAKEN = (torch.uint8, torch.int64, torch.float32, torch.float64)
 """Types that Gloo sends as they are; a view as bytes costs two operations more for each message."""
 PAUSE_AT_EXIT = 0.1
 """Seconds for which a process waits before its interpreter ends."""
+LONGEST_PAUSE = 10.0
+"""Seconds for which it waits at most while other threads have work but no processor."""
 
 
 class Gloo(AbstractTransport):
@@ -64,9 +69,24 @@ def _let_threads_end() -> None:
 
     Gloo's threads drop the tensors of a collective after its wait has returned. One that does so in an interpreter that takes
     itself apart aborts the process, "terminate called without an active exception" (pytorch/pytorch#179291), also after
-    `destroy_process_group` where a DeviceMesh, FSDP2 or DDP still holds the group.
+    `destroy_process_group` where a DeviceMesh, FSDP2 or DDP still holds the group. On a crowded machine such a thread may not run
+    for long: as long as one wants to, the process waits.
     """
     time.sleep(PAUSE_AT_EXIT)
+    end, quiet = time.monotonic() + LONGEST_PAUSE, 0
+    while quiet < 3 and time.monotonic() < end:  # one that waits for the interpreter looks idle while this looks
+        quiet = 0 if _others_run() else quiet + 1
+        time.sleep(0.005)
+
+
+def _others_run() -> bool:
+    """Say whether another thread of this process runs or waits for a processor; False where the system does not tell."""
+    own = str(threading.get_native_id())
+    for path in Path("/proc/self/task").glob("*/stat"):
+        with suppress(OSError):
+            if path.parent.name != own and path.read_bytes().rpartition(b")")[2].split()[0] == b"R":
+                return True
+    return False
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 Every rank has a thread that does three things every few seconds: it counts up in the store that all ranks reach, so that
 others see that its process lives; it looks at where the main thread stands; and it asks whether some rank has given up. A run
 stands still where a rank has ended no step, called no layer and not left its place for longer than the patience, and no rank
-gets on with saving or evaluating, for which the others may wait as long as it takes. All ranks that
-still answer then write down where they stand and for whose bytes they wait, the lowest of them puts that into one line and into
+gets on with saving or evaluating, for which the others may wait as long as it takes. Seconds in which the process was stopped
+do not count. All ranks that still answer then write down where they stand and for whose bytes they wait, the lowest of them puts that into one line and into
 `hang.json` of the run folder, and all end with code 1.
 
 The steps of training know nothing of this. Where a rank stands is read from the frames of its threads: the frame that runs a
@@ -90,7 +90,7 @@ class Watch:
         self._transports = {part.on_mesh.transport for part in layers.values() if part.on_mesh is not None}
         self._folder, self._patience, self._step, self._advice = folder, patience, step, advice
         self._pause = min(5.0, patience / 10)
-        self._answer = min(ANSWER_SECONDS, patience)
+        self._answer = min(ANSWER_SECONDS, patience / 2)
         self._reading = 2 * self._pause + 1  # seconds in which every rank that answers has looked once
         self._main = threading.get_ident()
         self._ends = threading.Event()
@@ -127,22 +127,26 @@ class Watch:
         self._ends.set()
 
     def _run(self) -> None:
-        beats, mark, since, moved, works = 0, None, time.monotonic(), 0, 0
+        beats, mark, moved, works = 0, None, 0, 0
+        stood, looked = 0.0, time.monotonic()
         while not self._ends.wait(self._pause):
             beats, before, moved = beats + 1, (mark, moved), _moved_bytes()
+            # Stopped, as its machine may be, a process does not stand still: a look counts for no more than it may take.
+            now = time.monotonic()
+            stood, looked = stood + min(now - looked, 2 * self._pause + self._answer), now
             # The place alone says little: a thread that waits for a GPU in every step is found there whenever one looks.
             main = sys._current_frames()[self._main]
             mark = (self._step(), [each.next_tag for each in self._transports], _marked(main))
             if mark != before[0]:
-                since = time.monotonic()
+                stood = 0.0
             works_on = (mark, moved) != before and any(each.f_code in self._long for each in _outward(main))
-            is_over = time.monotonic() - since > self._patience
+            is_over = stood > self._patience
             try:
                 is_given_up, worked = answered(partial(self._talk, beats, is_over, works_on), self._answer)
                 if is_given_up:
                     answered(self._give_up, self._answer + 2 * self._reading)
                 if worked != works:
-                    works, since = worked, time.monotonic()
+                    works, stood = worked, 0.0
             except ConnectionError:
                 if is_over:
                     alone = (
