@@ -69,8 +69,8 @@ def _let_threads_end() -> None:
 
     Gloo's threads drop the tensors of a collective after its wait has returned. One that does so in an interpreter that takes
     itself apart aborts the process, "terminate called without an active exception" (pytorch/pytorch#179291), also after
-    `destroy_process_group` where a DeviceMesh, FSDP2 or DDP still holds the group. On a crowded machine such a thread may not run
-    for long: as long as one wants to, the process waits.
+    `destroy_process_group` where a DeviceMesh, FSDP2 or DDP still holds the group. On a crowded machine such a thread may not
+    run for a while: as long as one wants to, the process waits.
     """
     time.sleep(PAUSE_AT_EXIT)
     end, quiet = time.monotonic() + LONGEST_PAUSE, 0

@@ -4,8 +4,8 @@ Every rank has a thread that does three things every few seconds: it counts up i
 others see that its process lives; it looks at where the main thread stands; and it asks whether some rank has given up. A run
 stands still where a rank has ended no step, called no layer and not left its place for longer than the patience, and no rank
 gets on with saving or evaluating, for which the others may wait as long as it takes. Seconds in which the process was stopped
-do not count. All ranks that still answer then write down where they stand and for whose bytes they wait, the lowest of them puts that into one line and into
-`hang.json` of the run folder, and all end with code 1.
+do not count. All ranks that still answer then write down where they stand and for whose bytes they wait, the lowest of them
+puts that into one line and into `hang.json` of the run folder, and all end with code 1.
 
 The steps of training know nothing of this. Where a rank stands is read from the frames of its threads: the frame that runs a
 program knows the task, the message, and the ranks from which it comes.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -37,7 +38,7 @@ from moesaic.comm.transport import Handle
 from moesaic.errors import InputError, TrainingError
 from moesaic.layer import MoE
 from moesaic.runtime.executor import LayerRun, drive, interpret, run_backward
-from moesaic.train.roll import ANSWER_SECONDS, Roll, answered, own_name, telling
+from moesaic.train.roll import ANSWER_SECONDS, Roll, SignalHandler, answered, heed_sigterm, own_name, telling
 from moesaic.train.run_folder import FLIGHT, HANG, HANG_SUMS, RunFolder
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class Watch:
         self._main = threading.get_ident()
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
+        self._before: SignalHandler = None
 
     def __enter__(self) -> Watch:
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -107,6 +109,7 @@ class Watch:
             self._roll = Roll(self._store, self._rank, self._world, self._pause)
             self._roll.sign()
             self._roll.count(0)
+            self._before = heed_sigterm(self._roll, self._when)
             self._thread = threading.Thread(target=self._run, name="moesaic-watch", daemon=True)
             self._thread.start()
         return self
@@ -120,11 +123,17 @@ class Watch:
             if self._is_given_up():
                 self._thread.join()  # which ends the process: others have left because the run was given up
             try:
-                with telling(self._roll, f"in {self._step()}; {self._advice()}"):
+                with telling(self._roll, self._when()):
                     raise error
             finally:  # not before, since asking others may take for ever
                 self._ends.set()
+        elif self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
         self._ends.set()
+
+    def _when(self) -> str:
+        """Return what the run is at, and how to go on."""
+        return f"in {self._step()}; {self._advice()}"
 
     def _run(self) -> None:
         beats, mark, moved, works = 0, None, 0, 0
