@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from helpers import pairwise
 from moesaic import Mesh, ModuleExperts, MoE, Plan, average_gradients, clip_grad_norm_, finish_step
 from moesaic.experts import GatedExperts
 from moesaic.experts.experts import stored_tensors
@@ -91,14 +92,11 @@ def by_ddp(model: nn.Sequential, mesh: Mesh) -> nn.Module:
 WAYS: dict[str, Callable[[nn.Sequential, Mesh], nn.Module]] = {"hand": by_hand, "fsdp": by_fsdp, "ddp": by_ddp}
 
 
-def cases(world: int) -> list[Case]:
-    return [
-        Case(kind, mesh, way)
-        for kind in KINDS
-        for mesh, sizes in MESHES[world].items()
-        if kind != "modules" or "etp" not in sizes
-        for way in WAYS
-    ]
+def cases(world: int, is_quick: bool) -> list[Case]:
+    """Return the cases of `make test`, in which each two values meet, or the others."""
+    sizes = MESHES[world]
+    drawn = pairwise(KINDS, sizes, WAYS, fits=lambda kind, mesh, _: kind != "modules" or "etp" not in sizes[mesh])
+    return [Case(*each.values) for each in drawn if is_quick != bool(each.marks)]
 
 
 def backward(model: nn.Module, inputs: list[Tensor]) -> None:
@@ -155,13 +153,20 @@ def expected(case: Case, dp: int) -> tuple[dict[str, Tensor], list[float]]:
     return {name: p.grad for name, p in model.named_parameters()}, norms
 
 
-def all_cases() -> list[dict[str, Any]]:
-    return [spread(case) for case in cases(dist.get_world_size())]
+def all_cases(is_quick: bool) -> list[dict[str, Any]]:
+    return [spread(case) for case in cases(dist.get_world_size(), is_quick)]
 
 
-@pytest.fixture(scope="module", params=list(MESHES))
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((world, is_quick), marks=() if is_quick else pytest.mark.random, id=f"{world}, {word}")
+        for world in MESHES
+        for is_quick, word in ((True, "pairs"), (False, "others"))
+    ],
+)
 def world(request) -> tuple[list[Case], list[list[dict[str, Any]]]]:
-    return cases(request.param), list(zip(*on_ranks(request.param, all_cases)))
+    return cases(*request.param), list(zip(*on_ranks(request.param[0], all_cases, request.param[1])))
 
 
 def test_gradients_and_norms_are_those_of_one_process(world):

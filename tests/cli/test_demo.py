@@ -14,7 +14,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "matmul_flops_per_second", lambda *_, **__: 1e9)
 
 
-@pytest.mark.parametrize("model", ["bert", "seq2seq"])
+@pytest.mark.parametrize("model", [pytest.param("bert", marks=pytest.mark.random), "seq2seq"])
 def test_a_demo_compares_the_two_halves(tmp_path, capsys, quick, model):
     assert main(["demo", "--model", model, "--steps", "2", "--out", str(tmp_path / "demo")]) == 0
     said = capsys.readouterr().out

@@ -124,8 +124,9 @@ def test_what_answers_skewed_routing_is_named():
     assert {f"balance={answer}" for answer in found} <= set(features(loaded))
 
 
+@pytest.mark.parametrize("count", [6, pytest.param(12, marks=pytest.mark.random)])
 @pytest.mark.parametrize("replication", ["shadow", "published", "spill", "least_loaded", "arbiter"])
-def test_policies_replicate_where_they_decide(replication, replicating, monkeypatch):
+def test_policies_replicate_where_they_decide(replication, count, replicating, monkeypatch):
     """Cases in which a policy would leave all copies at home check nothing."""
     replicated = []
     plain = ProgramSelector.choose
@@ -136,8 +137,8 @@ def test_policies_replicate_where_they_decide(replication, replicating, monkeypa
         return compiled, table
 
     monkeypatch.setattr(ProgramSelector, "choose", choose)
-    for case in replicating:
+    for case in replicating[:count]:
         plan = dataclasses.replace(case.plan, replication=replication)
         decided = dataclasses.replace(case, plan=plan, by_policy=True, placement="none")
         assert failures(decided, run_case(decided)) == {}
-    assert sum(copies > 0 for copies in replicated) >= (1 if replication == "published" else 3)
+    assert sum(copies > 0 for copies in replicated) >= (1 if replication == "published" else count // 4)

@@ -57,13 +57,16 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+KILLS = ((1, 2, "flush"), (0, 4, "checksum"), (1, 5, "require_read_back"))
+"""Ranks that die, the steps whose checkpoints they write then, and what they do."""
+
 DIE_IN_BACKGROUND = """
 import os, signal, sys, threading
 from moesaic.cli.main import main
 from moesaic.train import checkpoint, distributed_checkpoint
 from moesaic.train.loop import Trainer
 
-KILLS = {0: (1, 2, "flush"), 1: (0, 4, "checksum"), 2: (1, 5, "require_read_back")}
+KILLS = {kills}
 who, step, where = KILLS.get(int(os.environ["TORCHELASTIC_RESTART_COUNT"]), (9, 0, ""))
 is_saved = threading.local()
 write = checkpoint.write_shards
@@ -123,12 +126,19 @@ def test_without_torchrun_one_process_is_all():
     place.leave()
 
 
-def test_flags_choose_mesh_and_plan(tmp_path):
+@pytest.mark.parametrize("is_anew", [False, pytest.param(True, marks=pytest.mark.random)])
+def test_flags_choose_mesh_and_plan(tmp_path, is_anew):
+    """By a torchrun that is forked off these tests, and by one that an interpreter of its own runs."""
     flags = ["--mesh.ep=2", "--plan.schedule=s2", "--plan.chunks=4", "--plan.all-to-all=hier2d", "--plan.codec=int8"]
-    words = [sys.executable, *command(tiny(tmp_path, batch_size=4, steps=2), tmp_path, *flags)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    process = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    out, err = process.stdout, process.stderr
+    words = command(tiny(tmp_path, batch_size=4, steps=2), tmp_path, *flags)
+    if is_anew:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        words = [sys.executable, *words]
+        process = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=300, check=False)
+        out, err = process.stdout, process.stderr
+    else:
+        process = Forked(words, {})
+        out, err = process.communicate(timeout=300)
     assert (process.returncode, ours(err)) == (0, []), err
     assert "x 2 ranks (dp 2, tp 1; edp 1, ep 2, etp 1)" in out
     assert out.count("done: ") == 1
@@ -225,18 +235,21 @@ def test_a_run_that_is_killed_twice_is_started_anew_and_ends_as_if_undisturbed(t
     assert_same(parameters(tmp_path / "run"), parameters(undisturbed))
 
 
-def test_kills_in_the_threads_that_write_checkpoints_cost_nothing_but_the_steps_since_the_last(tmp_path, undisturbed):
+@pytest.mark.parametrize("kills", [KILLS[1:2], pytest.param(KILLS, marks=pytest.mark.random)], ids=len)
+def test_kills_in_the_threads_that_write_checkpoints_cost_nothing_but_the_steps_since_the_last(
+    tmp_path, undisturbed, kills
+):
     changes = {"steps": 7, "batch_size": 4, "save": "1:keep=1:background"}
     config = tiny(tmp_path, **changes, existing="resume", mesh={"ep": 2})
     script = tmp_path / "die.py"
-    script.write_text(DIE_IN_BACKGROUND)
+    script.write_text(DIE_IN_BACKGROUND.replace("{kills}", str(dict(enumerate(kills)))))
     process = start(config, tmp_path, script=script, elastic=("--standalone", "--max-restarts", "3"))
     try:
         out, err = process.communicate(timeout=600)
     finally:
         process.kill()
     assert process.returncode == 0, err
-    assert re.findall("killed in (.*)", out) == ["flush", "checksum", "require_read_back"]
+    assert re.findall("killed in (.*)", out) == [where for _, _, where in kills]
     assert losses(tmp_path / "run") == losses(undisturbed)
     assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, 8))
     assert_same(parameters(tmp_path / "run"), parameters(undisturbed))

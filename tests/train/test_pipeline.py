@@ -29,8 +29,8 @@ STAGES = {
     "tp": {"pp": 2, "vpp": 2, "tp": 2, "etp": 2, "sequence_parallel": True},
 }
 """Name to mesh, of four ranks. Of the nine layers every second is dense, so parts have several sizes and some no experts."""
-MORE = ("1f1b-4", "interleaved-2")
-"""Those of `make test-all`: 1F1B, four ranks in a line and two parts a rank are in the others too."""
+MORE = ("1f1b-4", "interleaved-2", "interleaved-4")
+"""Those of `make test-random`: there is another of 1F1B and of two parts a rank, and layers alone run on four ranks in a line."""
 REFUSED = {
     "pp=3 does not divide the 4 ranks": {"mesh": {"pp": 3}, "accumulation": 3},
     "mesh.ep": {"mesh": {"pp": 2, "ep": 4}},
@@ -74,7 +74,7 @@ def test_stages_train_as_one_process(world, name):
     assert_same_run(folder / "one", folder / name)
 
 
-@pytest.mark.slow
+@pytest.mark.random
 @pytest.mark.parametrize("name", MORE)
 def test_more_stages_train_as_one_process(more, name):
     folder, outcomes = more

@@ -44,6 +44,8 @@ CASES = {
     ),
 }  # fmt: skip
 """Name to mesh, plan, placement, more."""
+OTHERS = ("random, tp, etp", "random, sliced tokens, replication")
+"""Those of `make test-random`, each of which takes four processes a second and more of computing."""
 
 
 class Random(AbstractExpertPlacer):
@@ -87,7 +89,7 @@ def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
     folder = tmp_path_factory.mktemp("placed")
     with pytest.MonkeyPatch.context() as patch:
         skip_measuring(patch)
-        pairs = {name: one_and_four(folder, name) for name in CASES}
+        pairs = {name: one_and_four(folder, name) for name in CASES if name not in OTHERS}
         for plain, _ in pairs.values():
             run_quietly(plain)
         runs = {name: meshed for name, (_, meshed) in pairs.items()}
@@ -105,8 +107,30 @@ def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
     return folder, dict(zip(runs, outcomes))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.fixture(scope="module")
+def others(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
+    """Train the cases of `make test-random`, in the same way."""
+    folder = tmp_path_factory.mktemp("others")
+    with pytest.MonkeyPatch.context() as patch:
+        skip_measuring(patch)
+        pairs = {name: one_and_four(folder, name) for name in OTHERS}
+        for plain, _ in pairs.values():
+            run_quietly(plain)
+        return folder, dict(zip(pairs, train_on(4, [meshed for _, meshed in pairs.values()])))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in OTHERS])
 def test_training_with_moving_experts_is_training_on_one_process(world, name):
+    assert_trained_as_alone(world, name)
+
+
+@pytest.mark.random
+@pytest.mark.parametrize("name", OTHERS)
+def test_training_with_moving_experts_on_further_meshes_is_training_on_one_process(others, name):
+    assert_trained_as_alone(others, name)
+
+
+def assert_trained_as_alone(world: tuple[Path, dict[str, list[Outcome]]], name: str) -> None:
     folder, outcomes = world
     assert [outcome.refusal for outcome in outcomes[name]] == [""] * 4
     plain, meshed = one_and_four(folder, name)
