@@ -30,7 +30,7 @@ STAGES = {
 }
 """Name to mesh, of four ranks. Of the nine layers every second is dense, so parts have several sizes and some no experts."""
 MORE = ("1f1b-4", "interleaved-2", "interleaved-4")
-"""Those of `make test-random`: there is another of 1F1B and of two parts a rank, and layers alone run on four ranks in a line."""
+"""Those of `make test-random`: 1F1B and two parts a rank are in the others, and layers alone run on four ranks in a line."""
 REFUSED = {
     "pp=3 does not divide the 4 ranks": {"mesh": {"pp": 3}, "accumulation": 3},
     "mesh.ep": {"mesh": {"pp": 2, "ep": 4}},
