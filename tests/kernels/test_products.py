@@ -46,11 +46,13 @@ def close(found: torch.Tensor, exact: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize("transposed", [False, True])
-def test_rows_times_a_matrix(size, dtype, transposed, onednn):
+@pytest.mark.parametrize("form", ["plain", "transposed", "part"])
+def test_rows_times_a_matrix(size, dtype, form, onednn):
     num_rows, inner, columns = size
     rows = torch.randn(num_rows, 2 * inner).to(dtype)[:, :inner]  # a half, as of pre-activations
-    matrix = torch.randn(columns, inner).to(dtype).t() if transposed else torch.randn(inner, columns).to(dtype)
+    matrix = torch.randn(inner, columns).to(dtype)
+    if form != "plain":  # a part: of weights that were sent, whose rows stand between those of other matrices
+        matrix = torch.randn(columns, inner * (2 if form == "part" else 1)).to(dtype)[:, :inner].t()
     out = torch.full((num_rows, columns), torch.nan, dtype=dtype)
     rows_product(rows, matrix, out)
     assert close(out, rows.double() @ matrix.double())

@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesaic.routing.router import (
+    FEWEST_COLUMNS,
     chosen,
     linear_scores,
     normalized,
+    softmax_rows,
     token_choice,
     top_k_indices,
     top_k_indices_reference,
@@ -107,3 +109,20 @@ def test_the_router_matrix_starts_within_its_bound() -> None:
     assert matrix.abs().max() <= 0.25
     assert matrix.abs().max() > 0.24
     assert abs(float(matrix.mean())) < 0.02
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 2, FEWEST_COLUMNS - 1, FEWEST_COLUMNS])
+@pytest.mark.parametrize("rows", [0, 1, 37])
+def test_the_softmax_of_narrow_rows_and_its_gradient(rows: int, columns: int, dtype: torch.dtype) -> None:
+    logits, upstream = torch.randn(rows, columns, dtype=dtype).mul_(5).requires_grad_(), torch.randn(rows, columns)
+    probs, expected = softmax_rows(logits), logits.double().softmax(1)
+    torch.testing.assert_close(probs, expected.to(dtype))
+    found, exact = (torch.autograd.grad(each, logits, upstream.to(each.dtype))[0] for each in (probs, expected))
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-6)
+
+
+def test_a_row_of_nan_leaves_the_softmax_of_others() -> None:
+    logits = torch.zeros(40, 4)
+    logits[7, 1], logits[21] = math.nan, INF
+    assert softmax_rows(logits).isnan().any(1).nonzero().flatten().tolist() == [7, 21]

@@ -72,7 +72,7 @@ def sort_by_expert(
     else:
         narrow = expert.to(torch.int16) if len(counts) < 2**15 else expert  # half the time of a sort of int64
         order, row = narrow.argsort(stable=True), None
-    of_rows = token[order]
+    of_rows = token.index_select(0, order)
     if rows_per_token is None:
         by_token = of_rows.argsort(stable=True)
         per_token = torch.zeros(num_tokens, dtype=torch.int64, device=token.device)
@@ -81,8 +81,8 @@ def sort_by_expert(
     else:
         by_token = row
         if by_token is None:
-            by_token = torch.empty_like(order)
-            by_token[order] = torch.arange(len(order), device=order.device)
+            each = torch.arange(len(order), device=order.device)
+            by_token = torch.empty_like(order).scatter_(0, order, each)
         starts = torch.arange(num_tokens, device=order.device) * rows_per_token
     if has_unsent:
         by_token = by_token.masked_fill(by_token >= counts.sum(), -1)

@@ -49,7 +49,8 @@ class ExpertKernel:
     """One implementation of the expert stage."""
 
     forward: Callable[[ExpertWork, torch.dtype], tuple[Tensor, Tensor]]
-    """(work, dtype of the result) -> (T, D), or (R, D) without dispatch, and the pre-activations, what `up` gives: (R, C H)."""
+    """(work, dtype of the result) -> (T, D), or (R, D) without dispatch, and the pre-activations, what `up` gives: (R, C H),
+    whose numbers lie as its own backward reads them."""
     backward: Callable[[ExpertWork, Tensor, Tensor, Wanted], Gradients]
     """(work, pre-activations, gradient of the result in the dtype of `work.x`, what is wanted) -> gradients."""
 

@@ -34,7 +34,7 @@ def rows_product(rows: Tensor, matrix: Tensor, out: Tensor) -> None:
 
     Args:
         rows: (R, K), each row contiguous.
-        matrix: (K, N), contiguous or transposed.
+        matrix: (K, N), its rows or its columns contiguous each.
         out: (R, N), written.
     """
     cut = _cut(rows, matrix.shape)

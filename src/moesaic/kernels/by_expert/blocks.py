@@ -64,7 +64,8 @@ class Blocks:
         self.sizes: list[int] = []
         segments: list[Segment] = []
         sizes: list[int] = []
-        for expert, rows in enumerate(counts(work.ends)):
+        self.counts = counts(work.ends)
+        for expert, rows in enumerate(self.counts):
             for start in range(0, rows, limit):
                 size = min(limit, rows - start)
                 if sum(sizes) + size > limit:
@@ -73,15 +74,18 @@ class Blocks:
                 segments.append(Segment(expert, len(self.sizes) + len(sizes), start == 0))
                 sizes.append(size)
         self._close(segments, sizes)
-        self.most_rows = max((block.rows for block in self.all), default=0)
+        self._rows = [block.rows for block in self.all]
+        self.most_rows = max(self._rows, default=0)
+        self.each = torch.arange(self.most_rows, device=work.x.device)
+        """The numbers of a block's rows."""
 
     def cut(self, rows: Tensor) -> Sequence[Tensor]:
         """Return the blocks' parts of a tensor of all rows, as views."""
-        return rows.split([block.rows for block in self.all])
+        return torch.split_with_sizes(rows, self._rows)
 
     def segments(self, rows: Tensor) -> Sequence[Tensor]:
         """Return the segments' parts of a tensor of all rows, as views."""
-        return rows.split(self.sizes)
+        return torch.split_with_sizes(rows, self.sizes)
 
     def _close(self, segments: list[Segment], sizes: list[int]) -> None:
         if segments:
@@ -148,7 +152,7 @@ class Source:
         self._x = x
         self._token = None if work.dispatch is None else blocks.cut(work.dispatch.token)
         self._rows = blocks.cut(x) if work.dispatch is None else ()
-        self._each = torch.arange(0 if work.dispatch is None else blocks.most_rows, device=x.device)
+        self._each = blocks.each
 
     def take(self, block: RowBlock, scratch: Scratch, weight: Tensor | None = None) -> BlockRows:
         """Return a block's rows: gathered, or a view where there is nothing to do.

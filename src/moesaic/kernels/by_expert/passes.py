@@ -6,7 +6,7 @@ memory that no later block overwrites.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from moesaic.kernels.by_expert.blocks import BlockRows, Blocks, Results, RowBloc
 from moesaic.kernels.memory import empty
 from moesaic.kernels.permute import dot_rows
 from moesaic.kernels.products import rows_product, sum_product
-from moesaic.kernels.work import ExpertWork, Gradients, Wanted, counts
+from moesaic.kernels.work import ExpertWork, Gradients, Wanted
 
 
 @torch.no_grad()
@@ -25,27 +25,28 @@ def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Run the experts; see `ExpertKernel.forward`."""
     x, before, after = work.x, work.before, work.after
     blocks = Blocks(work, 1, 1)
-    pre = empty((work.num_rows, work.up.shape[1] * work.hidden), x.dtype, x.device)
+    pre = empty((work.up.shape[1], work.num_rows, work.hidden), x.dtype, x.device)
     results = Results(work, blocks, after)
     source, weights = Source(x, work, blocks), None if before is None else blocks.cut(before)
-    pre_of, pre_at = blocks.cut(pre), blocks.segments(pre)
-    up, down = work.up.unbind(), work.down.transpose(1, 2).unbind()
-    up_bias = () if work.up_bias is None else work.up_bias.flatten(1).unbind()
+    pre_of = [blocks.cut(part) for part in pre.unbind()]
+    ups = _by_matrix(work.up.transpose(2, 3), map(blocks.segments, pre.unbind()), work.up_bias)
+    down = work.down.transpose(1, 2).unbind()
     taken, wide = Scratch(blocks, x.shape[1], x), Scratch(blocks, work.hidden, x)
     for block in blocks.all:
         read = source.take(block, taken, None if weights is None else weights[block.index])
         hidden = wide.of(block)
         for segment, rows in zip(block.segments, read.segments):
-            rows_product(rows, _as_one(up[segment.expert]).t(), pre_at[segment.index])
-            if up_bias:
-                pre_at[segment.index].add_(up_bias[segment.expert])
-        hidden_rows_into(work.halves(pre_of[block.index]), work.activation, hidden.rows, clamp=work.clamp)
+            for up, pre_at, bias in ups:
+                rows_product(rows, up[segment.expert], pre_at[segment.index])
+                if bias is not None:
+                    pre_at[segment.index].add_(bias[segment.expert])
+        hidden_rows_into([part[block.index] for part in pre_of], work.activation, hidden.rows, clamp=work.clamp)
         for segment, rows, out in zip(block.segments, hidden.segments, results.of(block).segments):
             rows_product(rows, down[segment.expert], out)
             if work.down_bias is not None:
                 out.add_(work.down_bias[segment.expert])
         results.finish(block)
-    return results.summed(out_dtype), pre
+    return results.summed(out_dtype), pre.view(work.num_rows, work.up.shape[1] * work.hidden)
 
 
 SMALLEST_DIVISOR = 1e-10
@@ -68,14 +69,14 @@ class _Backward:
         x = work.x
         self.work, self.wanted = work, wanted
         self.blocks = blocks = Blocks(work, 1 + work.up.shape[1], 2)
-        self.pre, self.x, self.dy = blocks.cut(pre), Source(x, work, blocks), Source(dy, work, blocks)
+        self.pre = [blocks.cut(part) for part in pre.reshape(work.up.shape[1], work.num_rows, work.hidden).unbind()]
+        self.x, self.dy = Source(x, work, blocks), Source(dy, work, blocks)
         before, after = work.before, work.after
         self.before = None if before is None else blocks.cut(before)
         self.after = None if after is None else blocks.cut(after)
         self.up, self.down = work.up.unbind(), work.down.unbind()
         self.hidden, self.d_pre = Scratch(blocks, work.hidden, x), Scratch(blocks, pre.shape[1], x)
         self.taken, self.weighted = (Scratch(blocks, x.shape[1], x) for _ in range(2))
-        self.each = torch.arange(blocks.most_rows)
         wants_gates = wanted.gates and work.gates is not None
         self.d_gates = x.new_empty(work.num_rows) if wants_gates else None
         self.d_gates_of = None if self.d_gates is None else blocks.cut(self.d_gates)
@@ -95,12 +96,15 @@ class _Backward:
 
     def work_on(self, block: RowBlock) -> None:
         """Work on one block."""
-        parts, hidden, d_pre = self.work.halves(self.pre[block.index]), self.hidden.of(block), self.d_pre.of(block)
-        first, *gate = self.work.halves(d_pre.rows)
-        kept = gate[0] if gate else None
+        parts = [part[block.index] for part in self.pre]
+        hidden, d_pre = self.hidden.of(block), self.d_pre.of(block)
+        first, kept = d_pre, None
+        if len(parts) > 1:
+            half, kept = self.work.halves(d_pre.rows)
+            first = BlockRows.of(half, block)
         hidden_rows_into(parts, self.work.activation, hidden.rows, kept, self.work.clamp)
-        self._through_down(block, hidden, BlockRows.of(first, block))
-        hidden_gradient_into(parts, self.work.activation, first, kept, self.work.clamp)
+        self._through_down(block, hidden, first)
+        hidden_gradient_into(parts, self.work.activation, first.rows, kept, self.work.clamp)
         self._through_up(block, d_pre)
 
     def found(self) -> Gradients:
@@ -138,8 +142,11 @@ class _Backward:
         for segment, rows, out in zip(block.segments, dy.segments, grad.segments):
             rows_product(rows, self.down[segment.expert], out)
         if weight is not None and self.d_gates_of is not None:
-            dots = self._dots_with_results(block, dy, hidden, grad)
-            self.d_gates_of[block.index].copy_(dots if early is None else dots.div_(early))
+            dots, d_gates = self._dots_with_results(block, dy, hidden, grad), self.d_gates_of[block.index]
+            if early is None:
+                d_gates.copy_(dots)
+            else:
+                torch.div(dots, early, out=d_gates)
         if weight is not None and early is None:
             column, deferred_wgrad = weight.unsqueeze(1), self.weighted.of(block)
             grad.rows.mul_(column)
@@ -152,7 +159,7 @@ class _Backward:
 
     def _dots_with_results(self, block: RowBlock, dy: BlockRows, hidden: BlockRows, grad: BlockRows) -> Tensor:
         """Return the dot product of each row of dy with the expert's result before its weight: (rows,)."""
-        dots = dot_rows(grad.rows, hidden.rows, self.each[: block.rows])
+        dots = dot_rows(grad.rows, hidden.rows, self.blocks.each[: block.rows])
         if self.work.down_bias is not None:
             for segment, rows, out in zip(block.segments, dy.segments, dots.split(block.sizes)):
                 out += torch.mv(rows, self.work.down_bias[segment.expert])
@@ -166,7 +173,7 @@ class _Backward:
             for segment, rows, out in zip(block.segments, d_pre.segments, d_rows.segments):
                 rows_product(rows, _as_one(self.up[segment.expert]), out)
             if self.before is not None and self.d_gates_of is not None:
-                self.d_gates_of[block.index].copy_(dot_rows(d_rows.rows, read.rows, self.each[: block.rows]))
+                self.d_gates_of[block.index].copy_(dot_rows(d_rows.rows, read.rows, self.blocks.each[: block.rows]))
             self.d_rows.finish(block)
         if self.before is not None:
             weighted = self.weighted.of(block)
@@ -180,8 +187,8 @@ class _Backward:
     def _clear_idle(self) -> None:
         """Set the gradients of experts without rows to zero."""
         gradients = [self.d_up, self.d_up_bias, self.d_down, self.d_down_bias]
-        idle = [expert for expert, rows in enumerate(counts(self.work.ends)) if not rows]
-        for gradient in gradients:
+        idle = [expert for expert, rows in enumerate(self.blocks.counts) if not rows]
+        for gradient in gradients if idle else ():
             if gradient is not None:
                 for expert in idle:
                     gradient[expert].zero_()
@@ -207,6 +214,20 @@ def _as_one(matrices: Tensor) -> Tensor:
     It is a copy where others lie between their rows: of weights that were sent, or that a checkpoint interleaves.
     """
     return matrices.flatten(0, 1)
+
+
+def _by_matrix(
+    up: Tensor, pre: Iterable[Sequence[Tensor]], bias: Tensor | None
+) -> list[tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor] | None]]:
+    """Return for each of the C matrices that read the token views by expert, where its results go, and views of its bias.
+
+    Args:
+        up: (E, C, D, H).
+        pre: C times segments of (R, H).
+        bias: (E, C, H) or None.
+    """
+    biases = [None] * up.shape[1] if bias is None else [part.unbind() for part in bias.unbind(1)]
+    return list(zip([part.unbind() for part in up.unbind(1)], pre, biases))
 
 
 def _like(weights: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from moesaic.routing.router import (
     LinearRouter,
     check_learns,
     check_normalize,
+    softmax_rows,
     softmax_weights,
     token_choice,
     top_k_indices,
@@ -53,7 +54,7 @@ class SoftmaxTopK(LinearRouter):
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
         logits_TE = self.logits(x_TD)
-        probs_TE = logits_TE.softmax(-1)
+        probs_TE = softmax_rows(logits_TE)
         return Scores(logits_TE, probs_TE, probs_TE, logits_TE.detach())
 
     def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
