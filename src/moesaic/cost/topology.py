@@ -159,7 +159,14 @@ class Topology:
                     units, which = np.unique(at, return_inverse=True)
                     crowd = np.array([len({*a[used][at == one], *b[used][at == one]}) for one in units])[which]
                     each = each / np.interp(crowd, link.users, link.users_share)
-                spent = num_bytes[used] * each + messages[used] * link.message_us * 1e-6
+                message = link.message_us * 1e-6
+                if link.connection_us or link.connection_gbps:
+                    _, which = np.unique(at, return_inverse=True)
+                    open_ = np.maximum(np.bincount(which, weights=messages[used] * times), 1)[which]
+                    message = message + open_ * link.connection_us * 1e-6
+                    if link.connection_gbps:
+                        each = np.maximum(each, 8e-9 / (open_ * link.connection_gbps))
+                spent = num_bytes[used] * each + messages[used] * message
                 np.add.at(total[0], at, spent * times)
                 np.add.at(total[1], at, messages[used] * times)
                 slowest[used] = np.maximum(slowest[used], spent)
@@ -201,9 +208,10 @@ class Topology:
         return max(1, min(link.devices // self._devices, self.world // self.block))
 
     def _rate(self, link: Link, unit: int) -> float:
+        share = link.fabric_share(-(-self.world // self.ranks_per_node))
         if not self._folded or len(link.gbps) == 1:
-            return link.rate(unit)
-        return min(link.gbps[unit :: self._units(link)]) * 1e9 / 8
+            return link.rate(unit) * share
+        return min(link.gbps[unit :: self._units(link)]) * 1e9 / 8 * share
 
 
 def check_fit(spec: ClusterSpec, world: int, ranks_per_node: int | None) -> int:
