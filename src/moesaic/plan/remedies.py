@@ -80,7 +80,8 @@ def _changes(job: Job, cluster: ClusterSpec, settings: Settings) -> Iterator[tup
 
 def _more_devices(cluster: ClusterSpec, settings: Settings, larger: Larger) -> list[Remedy]:
     """Return the least number of devices, by doubling, that fits; or the most that were tried."""
-    times, told = 2, []
+    times = 2
+    told: list[Remedy] = []
     while times <= MOST_TIMES and not (told and told[-1].fits):
         try:
             job, more = larger(times * cluster.world)
