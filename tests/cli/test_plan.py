@@ -312,3 +312,35 @@ def test_questions_that_cannot_be_answered_are_one_line(
     said = capsys.readouterr().err.strip()
     assert words in said
     assert "\n" not in said
+
+
+def test_where_nothing_of_ours_fits_it_says_what_would_and_explains_all_the_same(
+    hub: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    tight = [*hub, "--reserve-gib", "79.5"]
+    assert main(tight) == 2
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said
+    for words in (
+        "the model fits no layout of 8 ranks: the smallest, tp 1, ep ", "what fits: ", "sizes of axes left free (",
+        " devices, blocks recomputed (", "devices of 8", "as Megatron shards",
+    ):  # fmt: skip
+        assert words in said
+    assert main([*tight, "--explain", "--expert-model-parallel-size 4 --use-distributed-optimizer"]) == 0
+    told = capsys.readouterr().err
+    assert "the model fits no layout of 8 ranks" in told
+    assert "yours: " in told
+    assert "your parts: attention" in told
+    assert "the layout above" not in told
+
+
+def test_a_layout_with_stages_is_printed_where_nothing_of_ours_fits(
+    hub: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    tight = [*hub, "--seq-len", "131072", "--reserve-gib", "70", "--pp", "2", "--emit", "megatron"]
+    found = main(tight)
+    said = capsys.readouterr()
+    if found == 0:
+        assert "--pipeline-model-parallel-size 2" in said.out
+    else:
+        assert "no layout of 8 devices with so many stages fits" in said.err

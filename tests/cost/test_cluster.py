@@ -12,8 +12,13 @@ from cost.clusters import DEVICE, tree
 from moesaic.cost.cluster import ClusterSpec, Link, Peer, Tflops
 from moesaic.cost.cluster_file import cluster_from, presets, read_cluster, to_toml
 from moesaic.cost.emulated import emulated, parse_rate
+from moesaic.cost.simulate import Simulator
 from moesaic.cost.topology import Topology
+from moesaic.cost.workload import Workload, uniform_counts
 from moesaic.errors import InputError
+from moesaic.plan import Plan, compile_plan
+from moesaic.plan.loads import simulate_counts, simulate_even
+from moesaic.program.grid import Grid
 
 PLAIN = {
     "nodes": 2,
@@ -211,3 +216,55 @@ def test_beds_that_cannot_be_are_refused(fields: dict, line: str) -> None:
 
 def test_rates_as_people_write_them() -> None:
     assert [parse_rate(text, "x") for text in ("200mbit", "1gbit", "64 kbit", "2.5Gbit")] == [0.2, 1.0, 64e-6, 2.5]
+
+
+def of_nodes(nodes: int, **link: float) -> Topology:
+    """Return nodes of two devices, each with a port of 80 Gb/s and what is said of it."""
+    ports = (
+        Link(name="nvlink", devices=1, carries="inside", gbps=(800,)),
+        Link(name="port", devices=1, carries="outside", gbps=(80,), **link),
+    )
+    return Topology(ClusterSpec(nodes=nodes, devices_per_node=2, device=DEVICE, links=ports), 2 * nodes, 2)
+
+
+def sent_to(topology: Topology, targets: list[int], num_bytes: float = 1e7) -> float:
+    """Return the seconds in which rank 0 sends as much to each of some ranks."""
+    ones = np.ones(len(targets))
+    return topology.loads(0 * ones.astype(int), np.array(targets), num_bytes * ones, ones).alone
+
+
+def test_messages_take_longer_the_more_connections_their_device_holds_open() -> None:
+    each = 1e7 / 1e10  # seconds, at 80 Gb/s
+    for targets in ([2], [2, 3], [2, 3, 4, 5]):
+        count = len(targets)
+        assert sent_to(of_nodes(3), targets) == pytest.approx(count * each)
+        assert sent_to(of_nodes(3, connection_us=5), targets) == pytest.approx(count * (each + count * 5e-6))
+    inside = sent_to(of_nodes(3, connection_us=5), [1])
+    assert inside == sent_to(of_nodes(3), [1]), "NVLink has none"
+
+
+def test_few_connections_do_not_fill_a_port() -> None:
+    narrow = of_nodes(3, connection_gbps=32)
+    for targets, gbps in (([2], 32), ([2, 3], 64), ([2, 3, 4], 80), ([2, 3, 4, 5], 80)):
+        assert sent_to(narrow, targets) == pytest.approx(len(targets) * 8e7 / (gbps * 1e9))
+
+
+def test_the_rate_of_a_fabric_falls_with_the_nodes_in_use() -> None:
+    times = [sent_to(of_nodes(nodes, fabric=0.5), [2]) for nodes in (2, 8, 32)]
+    assert times == pytest.approx([1e-3, 2e-3, 4e-3])
+    wide = of_nodes(32, fabric=0.5)
+    few = Topology(wide.spec, 4, 2)
+    assert sent_to(few, [2]) == pytest.approx(1e-3), "two nodes are in use"
+
+
+@pytest.mark.parametrize("gpus", [16, 32])
+def test_one_rank_for_all_has_as_many_connections_as_each_by_itself(gpus: int) -> None:
+    cluster = read_cluster("tutel", nodes=gpus // 8)
+    layer = Workload(tokens=4096, num_experts=gpus, top_k=2, dim=1024, hidden=1024, matrices=2, dtype="fp16")
+    grid = Grid(world=gpus, ep=gpus, ranks_per_node=8)
+    simulator = Simulator(cluster)
+    for all_to_all in ("linear", "hier2d"):
+        made = compile_plan(Plan(all_to_all=all_to_all, order="fifo"), grid)
+        even = simulate_even(simulator, made, layer)
+        apart = simulate_counts(simulator, made, layer, uniform_counts(gpus, layer))
+        assert [each.seconds for each in even] == pytest.approx([each.seconds for each in apart], rel=2e-3)

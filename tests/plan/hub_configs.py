@@ -6,24 +6,8 @@ from typing import Any
 
 from moesaic.plan.presets import CONFIGS
 
-MIXTRAL = {
-    "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
-    "vocab_size": 32000, "tie_word_embeddings": False,
-}  # fmt: skip
-QWEN3_30B = {
-    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
-    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
-    "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 151936,
-    "tie_word_embeddings": False, "sliding_window": None,
-}  # fmt: skip
-DEEPSEEK_V3 = CONFIGS["deepseek-v3"]
-GPT_OSS_120B = {
-    "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
-    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 128, "experts_per_token": 4,
-    "num_experts_per_tok": 4, "sliding_window": 128, "vocab_size": 201088, "tie_word_embeddings": False,
-    "layer_types": ["sliding_attention", "full_attention"] * 18,
-}  # fmt: skip
+MIXTRAL, QWEN3_30B = CONFIGS["mixtral-8x7b"], CONFIGS["qwen3-30b-a3b"]
+DEEPSEEK_V3, GPT_OSS_120B = CONFIGS["deepseek-v3"], CONFIGS["gpt-oss-120b"]
 
 PUBLISHED: dict[str, tuple[dict[str, Any], float, float, int]] = {
     "Mixtral-8x7B": (MIXTRAL, 46.7, 12.9, 2),
@@ -56,11 +40,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, float, int]] = {
          "linear_num_value_heads": 32, "linear_value_head_dim": 128, "decoder_sparse_step": 1, "mlp_only_layers": [],
          "vocab_size": 151936}, 80.0, 3.0, 0,
     ),
-    "OLMoE-1B-7B": (
-        {"model_type": "olmoe", "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16,
-         "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 64, "num_experts_per_tok": 8,
-         "vocab_size": 50304}, 6.9, 1.3, 2,
-    ),
+    "OLMoE-1B-7B": (CONFIGS["olmoe-1b-7b"], 6.9, 1.3, 2),
     "DeepSeek-V2": (
         {**DEEPSEEK_V3, "model_type": "deepseek_v2", "hidden_size": 5120, "intermediate_size": 12288,
          "moe_intermediate_size": 1536, "num_hidden_layers": 60, "first_k_dense_replace": 1, "n_routed_experts": 160,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,10 @@ def best() -> Found:
     return search(JOB, H100, Settings(pins=Pins(tp=1, etp=1, ep=8), keep=1)).best
 
 
+def as_there(best: Found) -> dict[str, Any]:
+    return {"tp": best.grid.tp, "crossing": best.plan.crossing}
+
+
 def every(best: Found) -> dict[OthersLayout, Found]:
     """Predict every combination that is tried, those that cannot be left out."""
     found = {}
@@ -47,7 +52,7 @@ def every(best: Found) -> dict[OthersLayout, Found]:
 
 
 def test_no_layout_that_fits_makes_a_shorter_step(best: Found) -> None:
-    told = best_in_stages(JOB, H100, best)
+    told = best_in_stages(JOB, H100, **as_there(best))
     assert told is not None
     layout, step = told
     of = every(best)
@@ -68,16 +73,18 @@ def test_blocks_are_recomputed_where_nothing_else_fits(best: Found) -> None:
     assert again < kept
     for size, recompute in ((kept, ()), ((kept + again) / 2, ("block",))):
         reserve = H100.device.memory_gib - 1.0501 * size / GIB
-        told = best_in_stages(JOB, H100, best, stages=2, reserve_gib=reserve)
+        told = best_in_stages(JOB, H100, **as_there(best), stages=2, reserve_gib=reserve)
         assert told is not None
         assert (told[0].pp, told[0].recompute) == (2, recompute)
         assert told[1].memory.total <= usable_bytes(H100, reserve)
-    assert best_in_stages(JOB, H100, best, stages=2, reserve_gib=H100.device.memory_gib - again / GIB) is None
+    assert (
+        best_in_stages(JOB, H100, **as_there(best), stages=2, reserve_gib=H100.device.memory_gib - again / GIB) is None
+    )
 
 
 def test_long_sequences_may_be_shared(best: Found) -> None:
     shape = replace(SHAPE, seq_len=65536)
     long = replace(JOB, model=shape, batch_size=16)
-    tight = best_in_stages(long, H100, best, reserve_gib=40)
+    tight = best_in_stages(long, H100, **as_there(best), reserve_gib=40)
     assert tight is not None
     assert tight[0].cp > 1

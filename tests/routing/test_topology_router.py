@@ -232,7 +232,9 @@ def test_limits_follow_from_the_clusters_links():
     assert only.name == "qpi"
     h100 = read_cluster("dgx-h100", nodes=2)
     (port,) = levels_of(h100, Grid(world=16, ep=16, ranks_per_node=8))
-    own, outside = (next(link.slowest for link in h100.links if link.carries == kind) for kind in ("inside", "outside"))
+    own, outside = (
+        next(link.slowest(h100.nodes) for link in h100.links if link.carries == kind) for kind in ("inside", "outside")
+    )
     assert port.share == pytest.approx(outside / own)
     assert port.group == (0,) * 8 + (1,) * 8
 

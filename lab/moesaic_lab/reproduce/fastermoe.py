@@ -88,7 +88,7 @@ class FasterMoEBed:
         self.grid = Grid(world=model.gpus, ep=model.gpus, ranks_per_node=per_node)
         self.smart = Plan(peer_groups=model.gpus // (2 if model.cluster == "johnny" else 4))
         nic = next(link for link in self.spec.links if link.name == "nic")
-        self.nic = nic.slowest
+        self.nic = nic.slowest(self.spec.nodes)
         self.machine = FasterMoEMachine(flops=self.spec.device.tflops.of("fp32"), bandwidth=self.nic, dim=model.dim)
         self._simulator = Simulator(self.spec)
         self._compiled: dict[Plan, Compiled] = {}
@@ -125,7 +125,7 @@ class FasterMoEBed:
             if link.carries != "all":
                 crosses &= (node[:, None] != node[None, :]) == (link.carries == "outside")
             rows = max(np.bincount(run, (counts * crosses).sum(axis)).max() for axis in (0, 1))
-            found.append(rows * self.model.dim * 4 / link.slowest)
+            found.append(rows * self.model.dim * 4 / link.slowest(self.spec.nodes))
         return 3 * self.machine.compute_seconds(counts.sum(0).max()), 4 * max(found)
 
     def shadowed(self, plan: Plan, counts: np.ndarray, experts: Sequence[int]) -> float:

@@ -91,7 +91,7 @@ class TutelCluster:
 
     def __init__(self, book: Book) -> None:
         self.book = book
-        self._simulators: dict[tuple[int, float | None, int], Simulator] = {}
+        self._simulators: dict[tuple[int, float | None], Simulator] = {}
         self._compiled: dict[tuple[Plan, Grid], Compiled] = {}
 
     def runs(self, plan: Plan, layer: TutelLayer, *, flexible: bool = True) -> tuple[Simulated, Simulated]:
@@ -103,9 +103,9 @@ class TutelCluster:
             flexible: the experts multiply all rows at once (Tutel's flexible all-to-all), not message by message.
         """
         rows = None if flexible else layer.rows_per_message
-        key = (layer.gpus, rows, connections(layer.gpus, plan.all_to_all))
+        key = (layer.gpus, rows)
         if key not in self._simulators:
-            self._simulators[key] = sweep_simulator(cluster(self.book, layer.gpus, rows, key[2]))
+            self._simulators[key] = sweep_simulator(cluster(self.book, layer.gpus, rows))
         if (plan, layer.grid) not in self._compiled:
             self._compiled[plan, layer.grid] = compile_plan(plan, layer.grid)
         made = self._compiled[plan, layer.grid]
@@ -151,30 +151,21 @@ class TutelCluster:
         return (5 if trains else 2) * operations / (self.book.constant("tutel.einsum") * 1e12)
 
 
-def connections(gpus: int, all_to_all: AllToAll) -> int:
-    """Return to how many GPUs of other nodes a GPU sends: all of them, or under 2DH those of equal place."""
-    return gpus // PER_NODE - 1 if all_to_all == "hier2d" else gpus - PER_NODE
-
-
-def cluster(book: Book, gpus: int, rows: float | None = None, peers: int | None = None) -> ClusterSpec:
+def cluster(book: Book, gpus: int, rows: float | None = None) -> ClusterSpec:
     """Return the cluster at a size: its preset with the constants in place.
-
-    A message's start-up grows with the connections that a GPU holds open, whose state an adapter keeps only a few hundred
-    of at hand, and one connection alone does not fill a port.
 
     Args:
         book: tells the constants.
-        gpus: in use. The rate between nodes falls with a power of their number.
-        peers: connections of a GPU to other nodes; None for one to each GPU there.
+        gpus: in use.
         rows: of each product, message by message; None for all rows of an expert at once. 8 rows reach the fitted share of the
             rate, 1024 that of the preset, and those between a share between them.
     """
     spec = read_cluster("tutel", nodes=gpus // PER_NODE)
     nvlink, nic = spec.links
-    rate = book.constant("tutel.nic") * (spec.nodes / 2) ** -book.constant("tutel.fabric")
-    held = connections(gpus, "linear") if peers is None else peers
-    rate = min(rate, max(held, 1) * book.constant("tutel.connection"))
-    nic = replace(nic, gbps=(rate,), message_us=nic.message_us + 1e-3 * book.constant("tutel.message") * held)
+    nic = replace(
+        nic, gbps=(book.constant("tutel.nic"),), fabric=book.constant("tutel.fabric"),
+        connection_us=1e-3 * book.constant("tutel.message"), connection_gbps=book.constant("tutel.connection"),
+    )  # fmt: skip
     device = replace(spec.device, tflops=Tflops(fp16=book.constant("tutel.tflops")))
     if rows is not None:
         whole = float(np.interp(np.log(1024), np.log(device.gemm_rows), device.gemm_share))

@@ -28,13 +28,15 @@ from moesaic.plan.algorithm1 import RULES, choose
 from moesaic.plan.answer import Speed, changes, cost_of_skew, longer_by_rank_skew, speed_of
 from moesaic.plan.candidates import Pins, SearchSpace, compile_on, name_of
 from moesaic.plan.files import write_planned
-from moesaic.plan.findings import LOSSLESS, LOSSY, Found, OfEp, Result, Settings
+from moesaic.plan.findings import LOSSLESS, LOSSY, Found, OfEp, Result, Settings, TooLargeError
 from moesaic.plan.hub import HubShape
 from moesaic.plan.loads import typical_counts
 from moesaic.plan.model import Job, with_batch
 from moesaic.plan.others import EMITTERS, OthersLayout, from_flags, layout_of, longer_by_narrow_rate, predict
-from moesaic.plan.plan import AllToAll, Codec, Order, Schedule, plan_in_words
+from moesaic.plan.plan import AllToAll, Codec, Crossing, Order, Schedule, plan_in_words
+from moesaic.plan.predict import APART
 from moesaic.plan.presets import CONFIGS, PRESETS, read_job
+from moesaic.plan.remedies import in_words, remedies
 from moesaic.plan.search import search
 from moesaic.plan.stages import best_in_stages
 from moesaic.traces.trace import Trace
@@ -57,8 +59,8 @@ class PlanOptions:
     """What to plan."""
 
     model: str = ""
-    """A preset (demo, gpt-tiny, gpt-small), a training configuration (TOML, or a run's config.json), or the config.json of a
-    model of the Hugging Face hub."""
+    """A preset (demo, gpt-small, mixtral-8x7b, qwen3-30b-a3b, deepseek-v3), a training configuration (TOML, or a run's
+    config.json), or the config.json of a model of the Hugging Face hub."""
     cluster: str = ""
     """A preset, or a file that ends in .toml; docs/planning.md describes both."""
     nodes: int | None = None
@@ -135,7 +137,7 @@ def run(arguments: Sequence[str]) -> int:
     options = parse(PlanOptions, _joined(arguments, "--explain"), prog="moesaic plan", description=DESCRIPTION)
     if not options.model:
         raise InputError(
-            f"--model is missing: choose one of {', '.join([*PRESETS, *CONFIGS])}, or give a training configuration, or a "
+            f"--model is missing: choose one of {', '.join({**PRESETS, **CONFIGS})}, or give a training configuration, or a "
             "config.json of the hub"
         )
     if options.write is not None and Path(options.write).suffix not in (".toml", ".json"):
@@ -144,24 +146,26 @@ def run(arguments: Sequence[str]) -> int:
     cluster = simulator.cluster
     job = _job(options, cluster)
     counts = [] if options.trace is None else _counts(Path(options.trace))
-    if options.explain is not None:  # what cannot be is said before the search
-        predict(job, cluster, from_flags(options.explain))
+    yours = None if options.explain is None else from_flags(options.explain)
+    if yours is not None:  # what cannot be is said before the search
+        predict(job, cluster, yours)
+        if options.emit is not None:
+            print("\n".join(EMITTERS[options.emit](job, yours, None)))
+            return 0
     console = Console(stderr=True)
-    with _shown(console) as progress:
-        job, result = _searched(job, _settings(options), counts, simulator, progress)
+    try:
+        with _shown(console) as progress:
+            job, result = _searched(job, _settings(options), counts, simulator, progress)
+    except TooLargeError as error:
+        return _told_without_ours(error, job, cluster, options, console)
     if options.write is not None:
         write_planned(result.best, Path(options.write), model=options.model, cluster=cluster.name)
     if options.emit is not None:
-        yours, best = None if options.explain is None else from_flags(options.explain), result.best
-        if yours is None and (options.pp or 1) > 1:
-            found = _in_stages(job, cluster, result, options)
-            if found is None:
-                raise InputError(
-                    f"--pp {options.pp}: no layout of {cluster.world} devices with so many stages fits: try another"
-                )
-            yours = found[0]
-        lines = EMITTERS[options.emit](job, yours or layout_of(job, best), None if yours else best)
-        print("\n".join(lines))
+        best = result.best
+        if (options.pp or 1) > 1:
+            print("\n".join(_emitted_in_stages(job, cluster, options, best.grid.tp, best.plan.crossing)))
+        else:
+            print("\n".join(EMITTERS[options.emit](job, layout_of(job, best), best)))
         return 0
     told = [*reasons(result, cluster), *answers(job, cluster, result, options), *_by_rules(job, simulator, result.best)]
     if options.page is not None:
@@ -174,6 +178,44 @@ def run(arguments: Sequence[str]) -> int:
         console.print(line, highlight=False, soft_wrap=True)
     if options.write is not None:
         console.print(f"wrote {options.write}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _emitted_in_stages(job: Job, cluster: ClusterSpec, options: PlanOptions, tp: int, crossing: Crossing) -> list[str]:
+    """Return the best layout with so many stages in the words of a system."""
+    found = _in_stages(job, cluster, options, tp, crossing)
+    if found is None:
+        raise InputError(
+            f"--pp {options.pp}: no layout of {cluster.world} devices with so many stages fits: try another"
+        )
+    return EMITTERS[str(options.emit)](job, found[0], None)
+
+
+def _told_without_ours(
+    error: TooLargeError, job: Job, cluster: ClusterSpec, options: PlanOptions, console: Console
+) -> int:
+    """Tell what can be told where no layout of ours fits: what to change, what does fit as Megatron shards, and how somebody's
+    own layout fares. Without a layout to explain or to print that is a refusal, in one line.
+
+    Raises:
+        InputError: the refusal.
+    """
+    if options.emit is not None and (options.pp or 1) > 1:
+        print("\n".join(_emitted_in_stages(job, cluster, options, error.grid.tp, Crossing.LINK)))
+        return 0
+
+    def larger(count: int) -> tuple[Job, ClusterSpec]:
+        more = read_cluster(options.cluster, nodes=-(-count // read_cluster(options.cluster).devices_per_node))
+        return _job(options, more), more
+
+    known = None if options.profile is not None else larger
+    lines = [f"{error}: {in_words(remedies(job, cluster, _settings(options), known))}"]
+    lines += _with_stages(job, cluster, options, error.grid.tp, Crossing.LINK, None)
+    if options.explain is None or options.emit is not None:
+        raise InputError("; ".join(lines))
+    lines += _explained(job, cluster, None, options.explain)
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
     return 0
 
 
@@ -397,6 +439,8 @@ def answers(job: Job, cluster: ClusterSpec, result: Result, options: PlanOptions
         lines.append(
             f"a MaxVio of 1 (one rank's experts get twice their share in every layer) makes a step {skew:.2f} times as long"
         )
+    elif best.grid.ep > 1:
+        lines.append(f"a MaxVio of 1: not told, since more than {APART} ranks share a copy of the experts")
     if longer is not None:
         lines.append("unlike ranks make the middle half of steps {:.2f} to {:.2f} times as long".format(*longer))
     hourly = options.price_per_hour
@@ -406,23 +450,25 @@ def answers(job: Job, cluster: ClusterSpec, result: Result, options: PlanOptions
         if hourly is None
         else f"price: {speed.price(hourly):,.0f} for a trillion tokens at {hourly:g} an hour"
     )
-    lines += _with_stages(job, cluster, result, speed, options)
+    lines += _with_stages(job, cluster, options, best.grid.tp, best.plan.crossing, speed)
     if options.explain is not None:
         lines += _explained(job, cluster, speed, options.explain)
     return lines
 
 
 def _in_stages(
-    job: Job, cluster: ClusterSpec, result: Result, options: PlanOptions
+    job: Job, cluster: ClusterSpec, options: PlanOptions, tp: int, crossing: Crossing
 ) -> tuple[OthersLayout, Found] | None:
-    return best_in_stages(job, cluster, result.best, stages=options.pp, reserve_gib=options.reserve_gib)
+    return best_in_stages(job, cluster, tp=tp, crossing=crossing, stages=options.pp, reserve_gib=options.reserve_gib)
 
 
-def _with_stages(job: Job, cluster: ClusterSpec, result: Result, ours: Speed, options: PlanOptions) -> list[str]:
+def _with_stages(
+    job: Job, cluster: ClusterSpec, options: PlanOptions, tp: int, crossing: Crossing, ours: Speed | None
+) -> list[str]:
     """Return what the best layout should reach that keeps parameters whole, with a pipeline or without."""
     if cluster.world == 1 or not isinstance(job.model, HubShape) or options.profile is not None:
         return []
-    found = _in_stages(job, cluster, result, options)
+    found = _in_stages(job, cluster, options, tp, crossing)
     if found is None:
         return [
             "as Megatron shards (parameters whole, the optimizer in parts): no layout fits, with a pipeline or without"
@@ -433,33 +479,40 @@ def _with_stages(job: Job, cluster: ClusterSpec, result: Result, ours: Speed, op
     words = sizes + [layout.schedule] * (layout.pp > 1) + [f"{layout.virtual_pp} runs a rank"] * (layout.virtual_pp > 1)
     words += ["blocks recomputed"] * bool(layout.recompute)
     emit = f" (--pp {layout.pp} --emit megatron prints it)" * (layout.pp > 1)
+    times = "" if ours is None else f", {speed.tokens_per_second / ours.tokens_per_second:.2f} times the speed above"
     return [
         f"as Megatron shards (parameters whole, the optimizer in parts): {', '.join(words)}: "
-        f"{speed.tokens_per_second:,.0f} tokens/s and device, {step.memory.total / GIB:.1f} GiB, "
-        f"{speed.tokens_per_second / ours.tokens_per_second:.2f} times the speed above{emit}"
+        f"{speed.tokens_per_second:,.0f} tokens/s and device, {step.memory.total / GIB:.1f} GiB{times}{emit}"
     ]
 
 
-def _explained(job: Job, cluster: ClusterSpec, ours: Speed, flags: str) -> list[str]:
-    """Return what a layout of somebody else should reach beside the best that was found."""
+def _explained(job: Job, cluster: ClusterSpec, ours: Speed | None, flags: str) -> list[str]:
+    """Return what a layout of somebody else should reach beside the best that was found, if any was."""
     layout = from_flags(flags)
     found = predict(job, cluster, layout)
     sequences = layout.sequences(cluster.world)
     longer = longer_by_narrow_rate(job, cluster, layout)
     speed = speed_of(job, found, cluster, devices=cluster.world, sequences=sequences, longer=longer)
-    gain, fits = ours.tokens_per_second / speed.tokens_per_second, found.memory.total <= usable_bytes(cluster, 0)
-    words = (
-        f"the layout above reaches {gain:.2f} times as much"
-        if gain > 1
-        else f"the layout above reaches only {gain:.2f} of it"
-    )
-    return [
+    fits = found.memory.total <= usable_bytes(cluster, 0)
+    lines = [
         f"yours: {_in_words(speed, found.seconds, sequences * job.model.seq_len)}; limited by {_limit(found)}; "
         f"{found.memory.total / GIB:.1f} GiB"
         + (f", which a device of {cluster.device.memory_gib:g} does not have" if not fits else ""),
         f"your parts: {', '.join(f'{part} {seconds * 1e3:,.1f} ms' for part, seconds in found.estimate.parts.items())}; "
         f"memory: {', '.join(f'{part} {num_bytes / GIB:.1f}' for part, num_bytes in asdict(found.memory).items())}",
-        words,
+    ]
+    if not layout.global_batch:
+        lines.append(
+            f"your flags give no global batch, so a step of yours has the fewest sequences, {sequences}: add one to compare"
+        )
+    if ours is None:
+        return lines
+    gain = ours.tokens_per_second / speed.tokens_per_second
+    return [
+        *lines,
+        f"the layout above reaches {gain:.2f} times as much"
+        if gain > 1
+        else f"the layout above reaches only {gain:.2f} of it",
     ]
 
 

@@ -34,6 +34,13 @@ class Link:
     """Microseconds that a movement which uses the link takes longer, once, whatever the number of messages."""
     message_us: float = 0.0
     """Microseconds that the link is taken by each message besides its bytes: the start-up cost paid per message in turn."""
+    connection_us: float = 0.0
+    """Microseconds that each message takes of the link besides, for every connection that is open on it: one thread drives a
+    device's connections and visits each in turn (NCCL, src/proxy.cc, progressOps)."""
+    connection_gbps: float = 0.0
+    """Rate of one connection between two devices at most, gigabits per second; 0 where one fills the link."""
+    fabric: float = 0.0
+    """The rate falls with this power of half the number of nodes in use: a fabric in which more messages meet."""
     carries: Literal["all", "inside", "outside"] = "all"
     """Which messages use it: those between devices of one node, those between nodes, or both. NVLink beside a NIC per
     device is two levels of one device each, the one inside and the other outside."""
@@ -63,7 +70,7 @@ class Link:
             raise InputError(f"{where}: gbps is missing: give gigabits per second, each direction")
         for rate in self.gbps:
             check_above_zero(f"{where}: gbps", rate)
-        for name in ("latency_us", "message_us"):
+        for name in ("latency_us", "message_us", "connection_us", "connection_gbps", "fabric"):
             check_not_negative(f"{where}: {name}", getattr(self, name))
         for name in ("size", "users"):
             check_curve(f"{where}: ", name + "s" * (name == "size"), f"{name}_share", self)
@@ -72,10 +79,13 @@ class Link:
         """Return bytes per second of one of the links, each direction."""
         return self.gbps[unit % len(self.gbps)] * 1e9 / 8
 
-    @property
-    def slowest(self) -> float:
-        """Bytes per second of the slowest of the links."""
-        return min(self.gbps) * 1e9 / 8
+    def slowest(self, nodes: int) -> float:
+        """Return bytes per second of the slowest of the links while so many nodes are in use."""
+        return min(self.gbps) * 1e9 / 8 * self.fabric_share(nodes)
+
+    def fabric_share(self, nodes: int) -> float:
+        """Return the share of the rate that is left while so many nodes are in use."""
+        return float((max(nodes, 2) / 2) ** -self.fabric)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -266,7 +266,8 @@ class StepCostModel:
         inside = self.grid.world < self.cluster.devices_per_node
         links = [link for link in self.cluster.links if link.carries in ("all", "inside" if inside else "outside")]
         each = (
-            num_bytes * min(link.devices, self.grid.world) / link.slowest + link.latency_us * 1e-6 for link in links
+            num_bytes * min(link.devices, self.grid.world) / link.slowest(self.cluster.nodes) + link.latency_us * 1e-6
+            for link in links
         )
         return max(each, default=0.0)
 
@@ -683,7 +684,7 @@ class StepCostModel:
             return 0.0
         tokens = node_tokens_per_node(layer, runs, 1) * elsewhere * grid.dp * where / grid.world
         weights = layer.matrices * layer.hidden * layer.num_experts * (1 - 1 / runs)
-        return min(tokens, weights) * layer.dim * layer.element_bytes * link.devices / where / link.slowest
+        return self._over(link, min(tokens, weights) * layer.dim * layer.element_bytes * link.devices / where)
 
     def _sharding(self, link: Link) -> float:
         """Return the seconds per micro-batch that gathering parameters and scattering gradients takes of a link."""
@@ -697,7 +698,11 @@ class StepCostModel:
         for num_bytes, stride, ranks in units:
             inside = min(ranks, max(1, where // stride))
             total += where / inside * num_bytes * (1 - inside / ranks)
-        return (2 * self._gathered + 1) * total * link.devices / where / link.slowest
+        return self._over(link, (2 * self._gathered + 1) * total * link.devices / where)
+
+    def _over(self, link: Link, num_bytes: float) -> float:
+        """Return the seconds in which bytes pass one of the links, all nodes in use."""
+        return num_bytes / link.slowest(self.cluster.nodes)
 
     def _run_of(self, link: Link) -> int:
         """Return how many devices leave by a link: of one that only carries what leaves a node, all of the node, evenly."""

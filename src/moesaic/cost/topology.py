@@ -159,7 +159,8 @@ class Topology:
                     units, which = np.unique(at, return_inverse=True)
                     crowd = np.array([len({*a[used][at == one], *b[used][at == one]}) for one in units])[which]
                     each = each / np.interp(crowd, link.users, link.users_share)
-                spent = num_bytes[used] * each + messages[used] * link.message_us * 1e-6
+                each, message = _by_connections(link, at, each, messages[used] * times)
+                spent = num_bytes[used] * each + messages[used] * message
                 np.add.at(total[0], at, spent * times)
                 np.add.at(total[1], at, messages[used] * times)
                 slowest[used] = np.maximum(slowest[used], spent)
@@ -201,9 +202,31 @@ class Topology:
         return max(1, min(link.devices // self._devices, self.world // self.block))
 
     def _rate(self, link: Link, unit: int) -> float:
+        share = link.fabric_share(-(-self.world // self.ranks_per_node))
         if not self._folded or len(link.gbps) == 1:
-            return link.rate(unit)
-        return min(link.gbps[unit :: self._units(link)]) * 1e9 / 8
+            return link.rate(unit) * share
+        return min(link.gbps[unit :: self._units(link)]) * 1e9 / 8 * share
+
+
+def _by_connections(
+    link: Link, at: np.ndarray, each: np.ndarray, messages: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the seconds of a byte and of a message, (n,), as the connections that are open on a link make them.
+
+    Args:
+        link: which kind.
+        at: (n,) numbers of the links that are used.
+        each: (n,) seconds of a byte at the link's rate.
+        messages: (n,) on each, a connection each.
+    """
+    usual = np.full(len(at), link.message_us * 1e-6)
+    if not link.connection_us and not link.connection_gbps:
+        return each, usual
+    _, which = np.unique(at, return_inverse=True)
+    count = np.maximum(np.bincount(which, weights=messages), 1)[which]
+    if link.connection_gbps:
+        each = np.maximum(each, 8e-9 / (count * link.connection_gbps))
+    return each, usual + count * link.connection_us * 1e-6
 
 
 def check_fit(spec: ClusterSpec, world: int, ranks_per_node: int | None) -> int:

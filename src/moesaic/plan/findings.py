@@ -9,6 +9,7 @@ from moesaic.codecs import CODECS, is_coded
 from moesaic.cost.memory import Memory
 from moesaic.cost.row_bytes import DTYPES, coded_bytes
 from moesaic.cost.step import Estimate
+from moesaic.errors import InputError
 from moesaic.plan.candidates import Pins, SearchSpace
 from moesaic.plan.plan import Codec, Plan
 from moesaic.program.grid import Grid
@@ -75,6 +76,19 @@ class Result:
     def best(self) -> Found:
         """The plan to use."""
         return self.ranking[0]
+
+
+class TooLargeError(InputError):
+    """No layout fits the memory of a device.
+
+    Args:
+        message: the line; says by how much the smallest layout does not fit.
+        grid: that layout.
+    """
+
+    def __init__(self, message: str, grid: Grid) -> None:
+        super().__init__(message)
+        self.grid = grid
 
 
 @dataclass(frozen=True, kw_only=True)

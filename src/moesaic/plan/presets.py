@@ -106,6 +106,28 @@ def _hub() -> dict[str, Job]:
 PRESETS: dict[str, Job] = {**_ours(), **_papers(), **_hub()}
 """The sparse models of `moesaic train --preset`, by the same names."""
 CONFIGS: dict[str, dict[str, Any]] = {
+    "mixtral-8x7b": {
+        "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "vocab_size": 32000, "tie_word_embeddings": False,
+    },
+    "olmoe-1b-7b": {
+        "model_type": "olmoe", "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 64, "num_experts_per_tok": 8,
+        "vocab_size": 50304,
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "vocab_size": 151936, "tie_word_embeddings": False, "sliding_window": None,
+    },
+    "gpt-oss-120b": {
+        "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 128,
+        "experts_per_token": 4, "num_experts_per_tok": 4, "sliding_window": 128, "vocab_size": 201088,
+        "tie_word_embeddings": False, "layer_types": ["sliding_attention", "full_attention"] * 18,
+    },
     "deepseek-v3": {
         "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
         "num_hidden_layers": 61, "first_k_dense_replace": 3, "moe_layer_freq": 1, "num_attention_heads": 128,
@@ -115,8 +137,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 1,
     }
 }  # fmt: skip
-"""Models whose blocks are transformers', and their sizes as its configurations name them: they are planned by name, and trained
-in transformers with our layer (DeepSeek-V3 has latent attention)."""
+"""Models of the hub that are planned by name as by their `config.json`: with a batch that fits the cluster, not with the small
+one that `moesaic train --preset` takes of those that it trains. The others' blocks are transformers' and train there with our
+layer (DeepSeek-V3 has latent attention, gpt-oss sinks)."""
 
 
 TOKENS = 1 << 22
@@ -137,11 +160,11 @@ def read_job(name: str, *, seq_len: int = 4096, world: int = 1) -> Job:
         InputError: for an unknown preset, a file that does not parse, none of whose fields is known, a misspelt field, or a
             value that cannot be.
     """
-    if name in PRESETS:
+    if name in PRESETS and name not in CONFIGS:
         return PRESETS[name]
     if name not in CONFIGS and not name.endswith((".toml", ".json")):
         raise InputError(
-            f"model {name!r} is unknown{suggestion(name, [*PRESETS, *CONFIGS])}; or give a path that ends in .toml"
+            f"model {name!r} is unknown{suggestion(name, [*{**PRESETS, **CONFIGS}])}; or give a path that ends in .toml"
         )
     table = CONFIGS[name] if name in CONFIGS else read_table(Path(name))
     if is_hub_config(table):

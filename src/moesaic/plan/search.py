@@ -24,7 +24,7 @@ from moesaic.cost.timing import Simulated
 from moesaic.errors import InputError
 from moesaic.plan.candidates import SearchSpace, compile_on, layouts, name_of
 from moesaic.plan.compile import Compiled
-from moesaic.plan.findings import Found, OfEp, Result, Settings
+from moesaic.plan.findings import Found, OfEp, Result, Settings, TooLargeError
 from moesaic.plan.loads import fit_counts, simulate_counts
 from moesaic.plan.model import Job
 from moesaic.plan.plan import AllToAll, Plan, Schedule
@@ -56,7 +56,8 @@ def search(
         progress: is told now and then what is done, how much of it, and out of how much.
 
     Raises:
-        InputError: if no layout holds the job, if none fits the memory (says by how much), or if the space is empty.
+        InputError: if no layout holds the job, or if the space is empty.
+        TooLargeError: if none fits the memory; says by how much.
     """
     return _Search(job, simulator or Simulator(cluster), settings or Settings(), progress).run(counts)
 
@@ -251,14 +252,14 @@ class _Search:
             again.append(replace(found, estimate=mean_of([around.estimate(there, back) for there, back in runs])))
         return sorted(again, key=lambda found: found.seconds)
 
-    def _too_large(self, grid: Grid, num_bytes: float) -> InputError:
+    def _too_large(self, grid: Grid, num_bytes: float) -> TooLargeError:
         device, reserve = self.cluster.device.memory_gib, self.settings.reserve_gib
         over = (num_bytes - self._memory) * FRAGMENTED / GIB
-        recompute = "" if self.job.model.checkpoint_activations else "set model.checkpoint_activations, "
-        return InputError(
+        return TooLargeError(
             f"the model fits no layout of {self.cluster.world} ranks: the smallest, {name_of(grid)}, needs "
             f"{num_bytes / GIB:.1f} GiB, {FRAGMENTED - 1:.0%} more by fragments and {reserve:g} in reserve, {over:.1f} more "
-            f"than a device of {self.cluster.name} has ({device:g}): {recompute}use a smaller batch_size, or more nodes"
+            f"than a device of {self.cluster.name} has ({device:g})",
+            grid,
         )
 
 

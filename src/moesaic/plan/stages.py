@@ -18,7 +18,7 @@ from moesaic.errors import InputError
 from moesaic.plan.findings import Found
 from moesaic.plan.model import Job
 from moesaic.plan.others import OthersLayout, predict
-from moesaic.plan.plan import Crossing
+from moesaic.plan.plan import AllToAll, Crossing
 
 MOST_STAGES, MOST_PARTS = 16, 8
 """Stages, and parts of a sequence, that are tried."""
@@ -29,20 +29,29 @@ SCHEDULES = (("1f1b", 2), ("zb-v", 1), ("dualpipev", 1))
 
 
 def best_in_stages(
-    job: Job, cluster: ClusterSpec, best: Found, *, stages: int | None = None, reserve_gib: float = 1.0
+    job: Job,
+    cluster: ClusterSpec,
+    *,
+    tp: int,
+    crossing: Crossing,
+    stages: int | None = None,
+    reserve_gib: float = 1.0,
 ) -> tuple[OthersLayout, Found] | None:
     """Return the layout that makes the shortest step, and that step; None if none fits.
 
     Args:
         job: what is trained, with the sequences of a step.
         cluster: all of it.
-        best: the best layout of ours; tp and how tokens cross are as there.
+        tp: tensor parallelism of attention, that of our best layout say.
+        crossing: how tokens cross, as in our best plan say.
         stages: of the pipeline; None: any number.
         reserve_gib: memory of a device that the framework takes.
     """
     most = usable_bytes(cluster, reserve_gib)
     found = [
-        tried for layout in _layouts(job, cluster, best, stages) if (tried := _fitting(job, cluster, layout, most))
+        tried
+        for layout in _layouts(job, cluster, tp, crossing, stages)
+        if (tried := _fitting(job, cluster, layout, most))
     ]
     if not found:
         return None
@@ -67,20 +76,20 @@ def _seconds(tried: tuple[OthersLayout, Found]) -> float:
     return tried[1].seconds
 
 
-def _layouts(job: Job, cluster: ClusterSpec, best: Found, stages: int | None) -> Iterator[OthersLayout]:
+def _layouts(job: Job, cluster: ClusterSpec, tp: int, crossing: Crossing, stages: int | None) -> Iterator[OthersLayout]:
     """Yield layouts under 1F1B, sizes in powers of two."""
-    seq_len, tp = job.model.seq_len, best.grid.tp
+    seq_len = job.model.seq_len
     counts = [2**power for power in range(MOST_STAGES.bit_length())] if stages is None else [stages]
     parts = [part for part in (1, 2, 4, MOST_PARTS) if part == 1 or (seq_len >= LONG and 4 * seq_len // part >= LONG)]
     sequences = job.batch_size * job.accumulation
-    crossing = "multicast" if best.plan.crossing is Crossing.MULTICAST else "linear"
+    all_to_all: AllToAll = "multicast" if crossing is Crossing.MULTICAST else "linear"
     for pp, cp in itertools.product(counts, parts):
         if cluster.world % pp:
             continue
         stage = cluster.world // pp
         sizes = [2**power for power in range(stage.bit_length()) if job.model.moe.num_experts % 2**power == 0]
         yield from (
-            OthersLayout(tp=tp, pp=pp, cp=cp, ep=ep, global_batch=sequences, all_to_all=crossing)
+            OthersLayout(tp=tp, pp=pp, cp=cp, ep=ep, global_batch=sequences, all_to_all=all_to_all)
             for ep in sizes
             if stage % ep == 0
         )

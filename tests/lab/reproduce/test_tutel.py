@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from moesaic.cost.cluster_file import read_cluster
 from moesaic.plan import Plan
 from moesaic_lab.reproduce.records import read_book
 from moesaic_lab.reproduce.tutel import (
@@ -14,7 +13,6 @@ from moesaic_lab.reproduce.tutel import (
     big,
     breakdown,
     cluster,
-    connections,
     single,
     sweep,
     swin_pictures,
@@ -37,27 +35,12 @@ def test_computing_and_moving_of_the_large_layer_are_those_it_was_fitted_to() ->
     assert moving == pytest.approx(BOOK.value("tutel.a2a.16"), rel=5e-3)
 
 
-def test_the_rate_between_nodes_falls_with_their_number() -> None:
-    rates = [cluster(BOOK, gpus).links[1].gbps[0] for gpus in (16, 64, 256)]
-    assert rates == sorted(rates, reverse=True)
-    assert rates[0] == BOOK.constant("tutel.nic")
-    assert rates[1] / rates[0] == pytest.approx(rates[2] / rates[1])
-
-
-def test_connections_are_those_to_gpus_of_other_nodes_and_few_under_2dh() -> None:
-    assert [connections(gpus, "linear") for gpus in (16, 2048)] == [8, 2040]
-    assert [connections(gpus, "hier2d") for gpus in (16, 2048)] == [1, 255]
-
-
-def test_a_start_up_grows_with_connections_and_a_single_one_does_not_fill_a_port() -> None:
-    start = [cluster(BOOK, 2048, peers=peers).links[1].message_us for peers in (8, 255, 2040)]
-    assert start == sorted(start)
-    each = 1e-3 * BOOK.constant("tutel.message")
-    assert start == pytest.approx(
-        [read_cluster("tutel").links[1].message_us + peers * each for peers in (8, 255, 2040)]
-    )
-    assert cluster(BOOK, 16, peers=1).links[1].gbps == (BOOK.constant("tutel.connection"),)
-    assert cluster(BOOK, 16, peers=8).links[1].gbps == (BOOK.constant("tutel.nic"),)
+def test_what_connections_and_the_fabric_cost_are_fields_of_the_cluster() -> None:
+    nic = cluster(BOOK, 2048).links[1]
+    assert nic.gbps == (BOOK.constant("tutel.nic"),)
+    assert nic.fabric == BOOK.constant("tutel.fabric")
+    assert nic.connection_gbps == BOOK.constant("tutel.connection")
+    assert nic.connection_us == pytest.approx(1e-3 * BOOK.constant("tutel.message"))
     assert cluster(BOOK, 16).host.task_us == BOOK.constant("tutel.issue")
 
 

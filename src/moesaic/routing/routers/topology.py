@@ -260,7 +260,7 @@ def levels_of(cluster: ClusterSpec, grid: Grid) -> tuple[LinkLevel, ...]:
         InputError: if they do not fit, or the cluster has no link of a device's own.
     """
     per_node = check_fit(cluster, grid.world, grid.ranks_per_node)
-    own = [link.slowest for link in cluster.links if link.devices == 1 and link.carries != "outside"]
+    own = [link.slowest(cluster.nodes) for link in cluster.links if link.devices == 1 and link.carries != "outside"]
     if not own or per_node != cluster.devices_per_node:
         raise InputError(
             f"topology gate: cluster {cluster.name} on nodes of {per_node} ranks does not say the rate of a rank's own link: "
@@ -270,7 +270,7 @@ def levels_of(cluster: ClusterSpec, grid: Grid) -> tuple[LinkLevel, ...]:
     for link in cluster.links:
         leaves_node = link.carries == "outside" or link.devices >= per_node
         size = max(link.devices, per_node) if leaves_node else link.devices
-        share = link.slowest / (link.devices * min(own))
+        share = link.slowest(cluster.nodes) / (link.devices * min(own))
         if link.carries == "inside" or link.shared or size >= grid.world or size == 1 or share >= 1:
             continue
         units = [rank // size if not link.units else link.units[rank // per_node] for rank in range(grid.world)]
