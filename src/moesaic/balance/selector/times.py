@@ -135,8 +135,8 @@ class Times:
     def factor(self, name: str, program: int, load: float) -> float:
         """Return what an option's modelled seconds are to be multiplied by, to compare it with others.
 
-        Of an option that never ran it is what others of its program were off by, or else all others; one that ran a few times
-        only is not quite believed.
+        Of an option that never ran it is what others of its program were off by, the less the fewer they are, or else all
+        others; one that ran a few times only is not quite believed.
         """
         return math.exp(self._log_factor(name, program, load))
 
@@ -153,10 +153,11 @@ class Times:
         if known is not None and count >= SETTLED:
             return known.at(load)[1]
         others = [each for other, each in self._known.items() if each.measured and other != name]
-        alike = [each.at(load)[1] for each in others if each.program == program] or [
-            each.at(load)[1] for each in others
-        ]
-        prior = median(alike) if alike else None
+        alike = [each.at(load)[1] for each in others if each.program == program]
+        rest = [each.at(load)[1] for each in others if each.program != program]
+        prior = median(alike or rest) if others else None
+        if alike and rest:  # where one option is off, its program need not be
+            prior = (len(alike) * median(alike) + TRUST * median(rest)) / (len(alike) + TRUST)
         if known is None or not count:
             return prior or 0.0
         own = known.at(load)[1]
