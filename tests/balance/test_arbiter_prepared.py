@@ -133,7 +133,14 @@ def test_a_load_that_moved_is_weighed_once_more_by_its_own_counts(monkeypatch):
         assert (pick.table == spread(now, weighs.tables(pick.choice.recipe, now))).all()
 
 
-def test_what_is_weighed_once_more_seemed_about_as_good_and_runs_otherwise():
+def test_a_small_call_is_weighed_once_and_no_more():
+    weighs, found = weigher(GRIDS[0]), weigher(GRIDS[0]).replica_loads(load(GRIDS[0], 1))
+    choices = [CallChoice(recipe.policy, 1, recipe) for recipe in (Recipe(limit=1.0), Recipe(redundant=1))]
+    assert Prepared(weighs, choices[0], False, found, dict.fromkeys(choices, 1.0)).choices == (choices[0],)
+
+
+def test_what_is_weighed_once_more_seemed_about_as_good_and_runs_otherwise(monkeypatch):
+    monkeypatch.setattr(prepared, "SMALL", 0)
     grid = GRIDS[0]
     plan = BarePlan(replication="arbiter")
     arbiter = Arbiter(costs=COSTS, learn=False).start(plan, list(Arbiter().option_plans(plan, grid)))

@@ -22,7 +22,8 @@ from moesaic.balance.replication.tables import DECIMALS, NOTHING, Replications, 
 from moesaic.balance.selector.options import NO_CHANGE, CallChoice, Weigher
 
 SMALL = 1024
-"""Counts of a call, ranks times experts, up to which shadows are found among them."""
+"""Counts of a call, ranks times experts, up to which shadows are found among them; to weigh anything once more takes as long as
+so small a call could gain by it."""
 
 WORSE = 0.15
 """Share of the mean load by which the busiest place may be busier than when its table was prepared."""
@@ -75,10 +76,11 @@ class Prepared:
         factors: Mapping[CallChoice, float] | None = None,
     ) -> None:  # fmt: skip
         self.choice, self.is_trial, self._weigher = choice, is_trial, weigher
-        self._factors = dict(factors or {choice: 1.0})
         self._links = [each.links for each in found]
         load = found[0].load
-        self._is_quick = load.copies.size <= SMALL and choice.recipe.is_quick
+        is_small = load.copies.size <= SMALL
+        self._factors = {choice: 1.0} if is_small or not factors else dict(factors)
+        self._is_quick = is_small and choice.recipe.is_quick
         self._cells, self._amounts, self._of = (np.zeros(0, dtype=np.int64),) * 3
         self._memory: np.ndarray | None = None
         self._busiest = np.inf

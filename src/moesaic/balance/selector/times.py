@@ -8,12 +8,11 @@ faster than the one that runs for that. An option counts as known only under abo
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
-
-import numpy as np
 
 KEPT = 32
 """Measured calls of an option that are remembered; their median counts, so that one slow call decides nothing."""
@@ -60,9 +59,15 @@ class _Known:
     def deviations(self) -> list[float]:
         """Return what each measured call deviates by, as a logarithm, from the median of those under about its load."""
         if self.off is None:
-            load, ratio = np.array(self.measured).T
-            near = np.abs(load[:, None] - load) <= NEAR * np.maximum(load[:, None], load)
-            self.off = np.abs(ratio - np.nanmedian(np.where(near, ratio, np.nan), axis=1)).tolist()
+            by_load = sorted(self.measured)
+            loads, ratios = [load for load, _ in by_load], [ratio for _, ratio in by_load]
+            off, ends = [], (0, 0, 0.0)
+            for load, ratio in by_load:
+                first, last = bisect_left(loads, load * (1 - NEAR)), bisect_right(loads, load / (1 - NEAR))
+                if (first, last) != ends[:2]:
+                    ends = first, last, median(ratios[first:last])
+                off.append(abs(ratio - ends[2]))
+            self.off = off
         return self.off
 
     def change(self) -> None:
