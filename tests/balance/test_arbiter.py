@@ -150,9 +150,7 @@ def test_between_weighings_the_table_still_follows_the_counts():
 def test_factors_change_the_choice():
     load = skewed(1.5)
     assert made().choose(load).option == "steps+shadow"
-    dear = {
-        f"{steps}{policy}": 9.0 for steps in ("", "steps+") for policy in ("shadow", "whole shadow", "shadow+spill")
-    }
+    dear = {f"{steps}{policy}": 9.0 for steps in ("", "steps+") for policy in ("shadow", "whole shadow", "redundant")}
     assert made(factors=dear).choose(load).option == "steps+spill"
 
 

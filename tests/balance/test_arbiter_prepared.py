@@ -9,6 +9,7 @@ from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.replication.policy import BarePlan
 from moesaic.balance.replication.tables import spread
 from moesaic.balance.selector import prepared
+from moesaic.balance.selector.arbiter import RIVAL, RIVALS, Arbiter
 from moesaic.balance.selector.options import CallChoice, Recipe, Weigher
 from moesaic.balance.selector.prepared import Prepared
 from moesaic.cost.alpha_beta import Machine
@@ -17,7 +18,7 @@ from moesaic.program.grid import Grid
 GRIDS = [Grid(world=8, ep=8, ranks_per_node=4), Grid(world=8, ep=4, ranks_per_node=4), Grid(world=8, tp=2, ep=4, etp=2)]
 RECIPES = [
     Recipe(shadows=True, least=(0.01, 0.01)), Recipe(shadows=True, whole=True, least=(0.1, 0.1)), Recipe(limit=1.1),
-    Recipe(shadows=True, limit=1.25, near_first=True, least=(0.02, 0.02)),
+    Recipe(limit=1.25, near_first=True), Recipe(redundant=1),
 ]  # fmt: skip
 COSTS = ReplicationCosts(machine=Machine(tflops=0.01))
 
@@ -107,3 +108,48 @@ def test_a_load_that_moved_makes_its_table_from_its_own_counts(monkeypatch):
             hot(place).copies.sum(0).reshape(8, 2).sum(1) + table.sum((0, 1)) - table.sum((0, 2)).reshape(8, 2).sum(1)
         )
         assert loads.max() <= 1.11 * loads.mean()
+
+
+def test_a_load_that_moved_is_weighed_once_more_by_its_own_counts(monkeypatch):
+    monkeypatch.setattr(prepared, "SMALL", 0)
+    grid = GRIDS[0]
+    weighs = weigher(grid)
+    choices = [CallChoice(recipe.policy, 1, recipe) for recipe in (Recipe(limit=1.0), Recipe(redundant=1))]
+
+    def hot(place: int) -> CallLoad:
+        copies = np.full((8, 16), 10)
+        copies[:, 2 * place] = 100
+        return CallLoad(grid, copies, 16, 32, 32)
+
+    before, now = weighs.replica_loads(hot(0)), weighs.replica_loads(hot(5))
+    own = {each: weighs.priced(each, weighs.tables(each.recipe, now), now).seconds for each in choices}
+    for factor in (0.1, 10.0):
+        factors = {choices[0]: 1.0, choices[1]: factor}
+        made = Prepared(weighs, choices[0], False, before, factors)
+        assert made.digest != Prepared(weighs, choices[0], False, before).digest
+        assert made.fit(hot(0)).choice == choices[0], "a load that stays runs what was decided"
+        pick = made.fit(hot(5))
+        assert pick.choice == min(choices, key=lambda each: own[each] * factors[each])
+        assert (pick.table == spread(now, weighs.tables(pick.choice.recipe, now))).all()
+
+
+def test_a_small_call_is_weighed_once_and_no_more():
+    weighs, found = weigher(GRIDS[0]), weigher(GRIDS[0]).replica_loads(load(GRIDS[0], 1))
+    choices = [CallChoice(recipe.policy, 1, recipe) for recipe in (Recipe(limit=1.0), Recipe(redundant=1))]
+    assert Prepared(weighs, choices[0], False, found, dict.fromkeys(choices, 1.0)).choices == (choices[0],)
+
+
+def test_what_is_weighed_once_more_seemed_about_as_good_and_runs_otherwise(monkeypatch):
+    monkeypatch.setattr(prepared, "SMALL", 0)
+    grid = GRIDS[0]
+    plan = BarePlan(replication="arbiter")
+    arbiter = Arbiter(costs=COSTS, learn=False).start(plan, list(Arbiter().option_plans(plan, grid)))
+    pick = arbiter.pick(load(grid, 1))
+    verdict = arbiter.weigh(pick, call=None)
+    assert arbiter.prepared is not None
+    chosen, *rivals = arbiter.prepared.choices
+    assert chosen == arbiter.last
+    assert 0 < len(rivals) <= RIVALS
+    offers = {option.name: option for option, _ in arbiter.offers(load(grid, 1))}
+    assert all(verdict.seconds[each.name] <= (1 + RIVAL) * verdict.seconds[chosen.name] for each in rivals)
+    assert len({offers[each.name].content for each in (chosen, *rivals)}) == 1 + len(rivals)

@@ -15,7 +15,6 @@ from moesaic.balance.replication.tables import (
     rows_of,
     shadows,
     shadows_above,
-    shadows_at,
     spills,
     spread,
 )
@@ -168,7 +167,7 @@ def test_what_replicated_experts_cost_the_host_makes_it_replicate_fewer():
     for microseconds in (0.0, 1.0, 1e9):
         (replica,) = replica_loads(load, ReplicationCosts(machine=QUICK, expert_us=microseconds))
         (free,) = replica_loads(load, ReplicationCosts(machine=QUICK))
-        (found,) = shadows_at(replica, [microseconds * 1e-6])
+        found = shadows(replica, microseconds * 1e-6)
         held.append(len(found.amount))
         more = replicated_cost(replica, found).seconds(1) - replicated_cost(free, found).seconds(1)
         assert more == pytest.approx(len(found.amount) * microseconds * 1e-6)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from balance_cells import cell
 from torch import Tensor
 
 from moesaic.balance.replication.cost import LinkTimes
@@ -38,6 +39,7 @@ from moesaic_lab.balance.config import (
 from moesaic_lab.balance.job import BalanceFound, BalanceJob, CountedPlan, Decided
 from moesaic_lab.balance.loads import Skew, made_up
 from moesaic_lab.balance.methods import NETMOE, OURS, OURS_PLACED, PLACED, PLAIN, SMART, methods, placed_by
+from moesaic_lab.balance.rows import cell_of, rows_of
 from moesaic_lab.balance.run import summed_up
 from moesaic_lab.balance.shares import (
     MADE_UP,
@@ -433,28 +435,39 @@ def test_a_machine_without_rights_can_still_simulate(
     assert next(c["value"] for c in told["claims"] if c["name"] == "balance.simulated_speedup_maxvio2") > 1
 
 
-def test_keep_leaves_the_beds_that_are_not_run_and_what_is_claimed_of_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_keep_leaves_the_beds_that_are_not_run_and_claims_rest_on_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config, results = tmp_path / "small.toml", tmp_path / "found.json"
-    config.write_text("memory = true\n[[skewed]]\nmax_vio = [0.0, 1.0]\n[simulated]\nranks = [8]\nmax_vio = [2.0]\n")
-    bed = {"part": "bed", "case": "bed-0", "method": OURS, "peak_bytes": 7}
-    claim = {"name": "balance.over_best_single", "value": 1.01, "unit": "1", "target": 1.03, "op": "<=", "holds": True}
-    other = {**claim, "name": "balance.simulated_over_best_single", "value": 9.0}
-    results.write_text(json.dumps({"rows": [bed], "claims": [claim, other]}))
+    config.write_text("[[skewed]]\nmax_vio = [0.0, 1.0]\n")
+    methods_of = {PLAIN: 3.0, "shadow": 2.0, OURS: 1.0}
     flags = ["--config", str(config), "--json", str(results), "--keep"]
-    monkeypatch.setattr("moesaic_lab.balance.benchmark.simulate", lambda *_: [])
-    assert main(["bench", "balance", *flags, "--only", "simulated"]) == 0
-    told = json.loads(results.read_text())
-    claims = {each["name"]: each for each in told["claims"]}
-    assert told["rows"] == [bed]
-    assert claims["balance.over_best_single"] == claim
-    assert claims["balance.simulated_over_best_single"]["value"] is None, "only what beds said is kept"
-    assert "over_best_single" in capsys.readouterr().out
-    monkeypatch.setattr("moesaic_testbed.refusal", lambda: None)
-    assert main(["bench", "balance", *flags, "--only", "bed-1"]) == 2
-    assert "--only bed-1 --keep: claims rest on every bed: name all of them (bed), or none" in capsys.readouterr().err
-    assert json.loads(results.read_text()) == told
+    monkeypatch.setattr("moesaic_lab.balance.benchmark.require_cluster", lambda: None)
+    told = {}
+    for load, ours in ((1.0, 1.0), (0.0, 1.6)):
+        (case,) = read_config(config).narrowed(only=(f"bed-{load:g}",)).cases()
+        near = {OURS: [ours] * 40, "shadow": [2.0] * 40}
+        made = cell(load, methods_of | {OURS: ours}, near=near, decided={OURS: [0.001, 0.003, 0.002]})
+        made = replace(made, job=replace(made.job, case=case))
+        monkeypatch.setattr("moesaic_lab.balance.benchmark.run", lambda *_, made=made: [made])
+        assert main(["bench", "balance", *flags, "--only", f"bed-{load:g}"]) in (0, 1)
+        told[load] = json.loads(results.read_text())
+    rows = told[0.0]["rows"]
+    assert [row["case"] for row in rows] == ["bed-0"] * 3 + ["bed-1"] * 3, "in the order of the configuration"
+    assert rows[3:] == told[1.0]["rows"]
+    worst = {load: {each["name"]: each["value"] for each in found["claims"]} for load, found in told.items()}
+    assert worst[1.0]["balance.over_best_single"] == 0.5
+    assert worst[0.0]["balance.over_best_single"] == 0.8
+    assert worst[0.0]["balance.decision_share"] == 0.002
+
+
+def test_rows_of_a_case_give_back_its_cell() -> None:
+    near = {OURS: [1.0, 1.5] * 20, PLAIN: [2.0] * 40}
+    made = cell(1.0, {PLAIN: [3.0, 2.0, 4.0], OURS: 1.0}, near=near, decided={OURS: [0.001, 0.003, 0.002]})
+    again = cell_of(json.loads(json.dumps(rows_of(made))), made.job.case)
+    assert rows_of(again) == rows_of(made)
+    assert again.timings == made.timings
+    assert again.near == {name: tuple(each) for name, each in near.items()}
 
 
 SMALL = """

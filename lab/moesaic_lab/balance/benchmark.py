@@ -13,12 +13,11 @@ from moesaic_lab.balance.config import BalanceBenchConfig, read_config
 from moesaic_lab.balance.decisions import TimedDecision, decisions
 from moesaic_lab.balance.memory import BudgetHeld, budgets_held
 from moesaic_lab.balance.pictures import panels
-from moesaic_lab.balance.rows import BED, NO_BEDS, NOTES, PARTS, KeptBeds, all_rows, tables
+from moesaic_lab.balance.rows import BED, NOTES, PARTS, all_rows, cell_of, tables
 from moesaic_lab.balance.run import BalanceCell, run
 from moesaic_lab.balance.shares import Share, shares_of_forced
 from moesaic_lab.balance.simulated import Forecast, simulate
 from moesaic_lab.benchmark import Benchmark, EmulatedOptions, Told, require_cluster, words_of
-from moesaic_lab.claims import Claim
 
 T = TypeVar("T")
 
@@ -29,7 +28,7 @@ class BalanceOptions(EmulatedOptions):
 
     keep: bool = False
     """Take what the file of --json has of simulated shares, forecasts and counted memory, rather than make that again, and
-    where no bed is run its beds, with what is claimed of them."""
+    the cases on beds that are not run."""
 
 
 class BalanceMeasured(NamedTuple):
@@ -40,7 +39,6 @@ class BalanceMeasured(NamedTuple):
     shares: list[Share]
     decided: list[TimedDecision]
     held: list[BudgetHeld]
-    beds: KeptBeds = NO_BEDS
 
 
 def cases(options: BalanceOptions) -> BalanceBenchConfig:
@@ -48,13 +46,8 @@ def cases(options: BalanceOptions) -> BalanceBenchConfig:
     if options.keep and options.json in (None, "-"):
         raise InputError("--keep takes rows from the file of --json: name that file")
     config = read_config(Path(options.config)) if options.config else read_config()
-    whole, config = config, config.narrowed(only=words_of(options.only), repeats=options.repeats)
+    config = config.narrowed(only=words_of(options.only), repeats=options.repeats)
     if config.labels:
-        if options.keep and config.labels != whole.labels:
-            names = ", ".join(dict.fromkeys(whole.labels.values()))
-            raise InputError(
-                f"--only {options.only} --keep: claims rest on every bed: name all of them ({names}), or none"
-            )
         require_cluster()
     return config
 
@@ -66,8 +59,8 @@ def measure(options: BalanceOptions, config: BalanceBenchConfig, told: Told) -> 
     rows = before.get("rows", [])
     forecasts, shares = kept(rows, PARTS[0], Forecast), kept(rows, PARTS[1], Share)
     decided, held = kept(rows, PARTS[2], TimedDecision), kept(rows, PARTS[3], BudgetHeld)
-    cells = run(config, told)
-    beds = NO_BEDS if cells else kept_beds(rows, before.get("claims", []))
+    cells = [*kept_cells(rows, config), *run(config, told)]
+    cells.sort(key=lambda cell: config.order.index(cell.job.case.label))
     if config.simulates:
         assert config.simulated is not None
         forecasts = simulate(config.simulated, config.seed, told, forecasts)
@@ -78,14 +71,21 @@ def measure(options: BalanceOptions, config: BalanceBenchConfig, told: Told) -> 
         decided = decisions()
     if config.counts_memory:
         held = held or budgets_held(told)
-    return BalanceMeasured(cells, forecasts, shares, decided, held, beds)
+    return BalanceMeasured(cells, forecasts, shares, decided, held)
 
 
-def kept_beds(rows: list[dict[str, Any]], claims: list[dict[str, Any]]) -> KeptBeds:
-    """Return the beds of a file of results, and its claims."""
-    found = [row for row in rows if row["part"] == BED]
-    fields_of = [each.name for each in fields(Claim)]
-    return KeptBeds(found, [Claim(**{k: v for k, v in each.items() if k in fields_of}) for each in claims if found])
+def kept_cells(rows: list[dict[str, Any]], config: BalanceBenchConfig) -> list[BalanceCell]:
+    """Return the cases on beds of a file of results that are not run again; those whose rows are of an older form are left
+    out."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["part"] == BED and "seconds" in row:
+            found.setdefault(row["case"], []).append(row)
+    return [
+        cell_of(of_case, config.case_without_routes(label))
+        for label, of_case in found.items()
+        if label in config.order and label not in config.labels
+    ]
 
 
 def kept(rows: list[dict[str, Any]], part: str, kind: type[T]) -> list[T]:

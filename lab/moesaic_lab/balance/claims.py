@@ -11,7 +11,7 @@ from moesaic_lab.balance.config import RecordedLoads, SharesOfForced
 from moesaic_lab.balance.decisions import TimedDecision
 from moesaic_lab.balance.memory import BudgetHeld
 from moesaic_lab.balance.methods import BOUNDED, LAER, OURS, OURS_PLACED, PLACED, PLAIN
-from moesaic_lab.balance.rows import NO_BEDS, KeptBeds, rows_of
+from moesaic_lab.balance.rows import rows_of
 from moesaic_lab.balance.run import BalanceCell
 from moesaic_lab.balance.shares import RECORDED, SLOW, Share
 from moesaic_lab.balance.simulated import BEST, Forecast
@@ -24,11 +24,10 @@ EQUIVALENT = 1.03
 
 def claims(
     cells: Sequence[BalanceCell], forecasts: Sequence[Forecast] = (), shares: Sequence[Share] = (),
-    decided: Sequence[TimedDecision] = (), held: Sequence[BudgetHeld] = (), beds: KeptBeds = NO_BEDS,
+    decided: Sequence[TimedDecision] = (), held: Sequence[BudgetHeld] = (),
 ) -> list[Claim]:  # fmt: skip
-    """Return all claims, also those that this run did not measure; of beds that it did not run, those that are kept."""
-    kept = {each.name: each for each in beds.claims}
-    of_beds = [
+    """Return all claims, also those that this run did not measure."""
+    return [
         claimed("balance.speedup_maxvio2", lambda: speedup(cells, 2.0), 1.8, ">="),
         claimed("balance.over_best_single", lambda: over_best_single(cells), EQUIVALENT),
         claimed("balance.equivalent_to_best_single", lambda: equivalent(cells), None, ">="),
@@ -40,11 +39,9 @@ def claims(
         claimed("balance.budget_speedup_maxvio4", lambda: budget_speedup(cells), None, ">="),
         claimed("balance.decision_share", lambda: decision_share(cells), 0.005),
         claimed("balance.recorded_speedup", lambda: recorded_speedup(cells), None, ">="),
-    ]
-    bed_rows = [*beds.rows, *(row for cell in cells for row in rows_of(cell))]
-    return [
-        *(kept.get(each.name, each) if each.value is None else each for each in of_beds),
-        claimed("balance.memory_worst", lambda: memory_worst(held, bed_rows), 1.1),
+        claimed(
+            "balance.memory_worst", lambda: memory_worst(held, [row for cell in cells for row in rows_of(cell)]), 1.1
+        ),
         claimed("balance.memory_worst_unbounded", lambda: memory_unbounded(held), None),
         claimed("balance.decision_us_64", lambda: decision_us(decided), 100, unit="us"),
         claimed("balance.simulated_slow_rank_speedup", lambda: simulated_slow(shares), None, ">="),

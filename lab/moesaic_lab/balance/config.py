@@ -26,6 +26,7 @@ SIMULATED, SHARES, MEMORY, DECISIONS = "simulated", "shares", "memory", "decisio
 """The parts of the benchmark that need no bed."""
 ELEMENT_BYTES, MATRICES = 4, 2
 """Of rows and weights on the bed (float32), and of an expert."""
+NO_ROUTES = Routes(experts=np.zeros((0, 0, 0, 0), dtype=np.int64), history=np.zeros(0, dtype=np.int64))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +65,9 @@ class BalancePlace:
     slow_link: str = ""
     """Rate of the last node's link, each direction; "" for that of the others. Policies are told `inter`; an arbiter that
     learns goes by probes of the links."""
-    pairs: int = 30
-    """How often ours and the methods that are near it are."""
+    pairs: int = 48
+    """How often ours and the methods that are near it are. Which is the fastest of many is chosen by the first `repeats`; the
+    forty after them judge it."""
     learning_calls: int = 120
     """Steps before anything is timed of a method that learns: training runs thousands of them."""
 
@@ -305,6 +307,17 @@ class BalanceBenchConfig:
     def labels(self) -> dict[str, str]:
         """Cases on beds that are asked for, each with the name of its bed."""
         return {label: place.name for place, label, _ in self._all() if self._wants(place, label)}
+
+    @property
+    def order(self) -> list[str]:
+        """All cases on beds, also those that are not asked for."""
+        return [label for _, label, _ in self._all()]
+
+    def case_without_routes(self, label: str) -> SkewedCase:
+        """Return a case by its label, asked for or not, as it is where nobody runs it again: its routing is not made."""
+        ((place, load),) = [(place, load) for place, each, load in self._all() if each == label]
+        axis = None if isinstance(place, RecordedLoads) else load
+        return SkewedCase(place=place, label=label, max_vio=axis, routes=NO_ROUTES)
 
     @property
     def simulates(self) -> bool:

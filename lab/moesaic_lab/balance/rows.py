@@ -5,17 +5,19 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.table import Table
 
+from moesaic_lab.balance.config import SkewedCase
 from moesaic_lab.balance.decisions import TimedDecision
+from moesaic_lab.balance.job import BalanceJob, Decided
 from moesaic_lab.balance.memory import BudgetHeld
-from moesaic_lab.balance.methods import PLAIN
+from moesaic_lab.balance.methods import PLAIN, methods
 from moesaic_lab.balance.run import BalanceCell
 from moesaic_lab.balance.shares import RECORDED, Share
 from moesaic_lab.balance.simulated import Forecast
-from moesaic_lab.claims import Claim
+from moesaic_lab.measure import Timing
 from moesaic_lab.tables import Column, byte_size, milliseconds, share, table
 
 NOTES = (
@@ -43,27 +45,16 @@ PARTS = ("simulated", "shares", "decision", "memory")
 """Of the rows, besides those of beds: forecasts, shares of forced balance, decisions by themselves, memory under budgets."""
 
 
-class KeptBeds(NamedTuple):
-    """What a file of results says of beds, where none is run."""
-
-    rows: list[dict[str, Any]]
-    claims: list[Claim]
-    """All of the file's; those that rest on beds are kept."""
-
-
-NO_BEDS = KeptBeds([], [])
-
-
 def all_rows(
     cells: Sequence[BalanceCell], forecasts: Sequence[Forecast], shares: Sequence[Share] = (),
-    decided: Sequence[TimedDecision] = (), held: Sequence[BudgetHeld] = (), beds: KeptBeds = NO_BEDS,
+    decided: Sequence[TimedDecision] = (), held: Sequence[BudgetHeld] = (),
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return everything that was measured and simulated, as plain data."""
     simulated = [{"part": PARTS[1], **asdict(each), "of_forced": each.of_forced} for each in shares]
     alone = [{"part": PARTS[2], **asdict(each)} for each in decided]
     counted = [{"part": PARTS[3], **asdict(each)} for each in held]
     measured = [row for cell in cells for row in rows_of(cell)]
-    return [*measured, *beds.rows, *forecast_rows(forecasts), *simulated, *alone, *counted]
+    return [*measured, *forecast_rows(forecasts), *simulated, *alone, *counted]
 
 
 def rows_of(cell: BalanceCell) -> list[dict[str, Any]]:
@@ -90,6 +81,8 @@ def _figures(cell: BalanceCell, name: str) -> dict[str, Any]:
     timing, over, decided = cell.timings[name], cell.ratio(PLAIN, name), cell.decided.get(name)
     return {
         **timing.row(),
+        "seconds": list(timing.seconds),
+        "near_seconds": list(cell.near[name]) if name in cell.near else None,
         **over.row("plain_over_this"),
         "communication_seconds": cell.link_seconds[name],
         "computing_seconds": cell.charged[name],
@@ -106,6 +99,33 @@ def _figures(cell: BalanceCell, name: str) -> dict[str, Any]:
         else 0.0,
         "trials": list(decided.trials) if decided else [0, 0],
     }
+
+
+def cell_of(rows: Sequence[dict[str, Any]], case: SkewedCase) -> BalanceCell:
+    """Return the cell whose rows these are: `rows_of` gives them back."""
+    place, by_method = case.place, {row["method"]: row for row in rows}
+    budget = next((row["promised_bytes"] for row in rows if row["promised_bytes"]), None)
+    every = methods(place.grid, budget)
+    return BalanceCell(
+        job=BalanceJob(case=case, methods={name: every[name] for name in by_method}),
+        max_vio=(rows[0]["max_vio"],),
+        timings={name: Timing.of(row["seconds"]) for name, row in by_method.items()},
+        near={name: tuple(row["near_seconds"]) for name, row in by_method.items() if row["near_seconds"]},
+        peak_bytes={name: row["peak_bytes"] for name, row in by_method.items()},
+        error={name: row["error"] for name, row in by_method.items()},
+        link_seconds={name: row["communication_seconds"] for name, row in by_method.items()},
+        across_bytes={name: row["across_bytes"] for name, row in by_method.items()},
+        charged={name: row["computing_seconds"] for name, row in by_method.items()},
+        decided={name: _decided_of(row) for name, row in by_method.items() if row["options"]},
+    )
+
+
+def _decided_of(row: dict[str, Any]) -> Decided:
+    return Decided(
+        seconds=(row["decision_seconds"],), options=tuple(row["options"].split(", ")),
+        replicated_experts=(row["replicated_experts"],), replicated_copies=(row["replicated_copies"],),
+        weighing_seconds=(row["weighing_seconds"],), trials=tuple(row["trials"]),
+    )  # fmt: skip
 
 
 def forecast_rows(forecasts: Sequence[Forecast]) -> list[dict[str, Any]]:

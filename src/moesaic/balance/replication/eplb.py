@@ -1,4 +1,5 @@
-"""EPLB's redundant experts (DeepSeek-V3, section 3.4; the balancer that DeepSeek published), kept to be compared with.
+"""EPLB's redundant experts (DeepSeek-V3, section 3.4; the balancer that DeepSeek published): a policy to compare with, and one
+of the tables among which the arbiter chooses.
 
 Every place has room for a few redundant experts. One after the other goes to the expert with the largest load per copy of it;
 heaviest first, each is put on the place with the least load that has room and does not hold the expert. An expert's home and
@@ -28,13 +29,20 @@ class EPLB(AbstractReplicationPolicy):
     def decide(self, load: CallLoad) -> np.ndarray:
         """Return the replicated copies."""
         found = replica_loads(load, ReplicationCosts())
-        return full_table(found, [self._replicated(replica) for replica in found])
+        return full_table(found, [redundant(replica, self.redundant) for replica in found])
 
-    def _replicated(self, replica: ReplicaLoad) -> Replications:
-        holds = redundant_places(replica, np.full(len(replica.origins), self.redundant))
-        share = replica.copies.sum(0) // holds.sum(1)
-        holds[np.arange(len(holds)), replica.load.home] = False
-        return from_tables(replica, np.where(holds, share[:, None], 0))
+
+def redundant(replica: ReplicaLoad, each: int) -> Replications:
+    """Return what is replicated with so many redundant experts on each place, all copies of an expert shared equally.
+
+    Args:
+        replica: the load of one replica of the experts.
+        each: redundant experts of a place.
+    """
+    holds = redundant_places(replica, np.full(len(replica.origins), each))
+    share = replica.copies.sum(0) // holds.sum(1)
+    holds[np.arange(len(holds)), replica.load.home] = False
+    return from_tables(replica, np.where(holds, share[:, None], 0))
 
 
 def redundant_places(replica: ReplicaLoad, room: np.ndarray) -> np.ndarray:

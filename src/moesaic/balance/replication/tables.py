@@ -88,37 +88,27 @@ def rows_of(replica: ReplicaLoad, replicated: Replications) -> Rows:
     return Rows(at_home - moved, helped, replica.sent(replicates), int(replicates.sum(0).max()))
 
 
-def shadows(replica: ReplicaLoad, *, at_most: int = 8, tries: int = 256, whole: bool = False) -> Replications:
+def shadows(
+    replica: ReplicaLoad, price: float = 0.0, *, at_most: int = 8, tries: int = 256, whole: bool = False
+) -> Replications:
     """Return the best prefix of the (expert, place) pairs, most copies first, in which a place computes its own copies.
 
     Args:
         replica: the load of one replica of the experts.
+        price: seconds that each expert costs besides, of the place that is replicated most.
         at_most: experts that one place may be replicated.
         tries: longest prefix that is looked at.
         whole: an expert is replicated to all places or to none, as the paper does: fewer experts, more of each.
     """
-    (found,) = shadows_at(replica, (0.0,), at_most=at_most, tries=tries, whole=whole)
-    return found
-
-
-def shadows_at(
-    replica: ReplicaLoad, prices: Sequence[float], *, at_most: int = 8, tries: int = 256, whole: bool = False
-) -> list[Replications]:
-    """Return the best prefix if each expert costs so much besides: `shadows` for several prices at once.
-
-    Args:
-        replica, at_most, tries, whole: as for `shadows`.
-        prices: seconds per expert, of the place that is replicated most.
-    """
     place, expert, most = _ranked(replica, at_most, tries, whole)
     if not len(place):
-        return [NOTHING] * len(prices)
+        return NOTHING
     amount = replica.copies[place, expert]
     seconds = _prefix_seconds(replica, place, expert, amount)
     if whole:
         seconds[1:-1][expert[1:] == expert[:-1]] = np.inf
-    ends = [int(np.argmin(np.round(seconds + price * most, DECIMALS))) for price in prices]
-    return [Replications(place[:end], expert[:end], place[:end], amount[:end]) for end in ends]
+    end = int(np.argmin(np.round(seconds + price * most, DECIMALS)))
+    return Replications(place[:end], expert[:end], place[:end], amount[:end])
 
 
 def shadows_above(replica: ReplicaLoad, least: float, *, at_most: int = 8, whole: bool = False) -> Replications:
@@ -150,7 +140,7 @@ def least_of(replica: ReplicaLoad, shadows: Replications, *, whole: bool = False
 
     Args:
         replica: the load of one replica of the experts.
-        shadows: a prefix that `shadows_at` found under it, with some entry.
+        shadows: a prefix that `shadows` found under it, with some entry.
         whole: as for `shadows`.
     """
     away, total = _away(replica), max(1, int(replica.copies.sum()))

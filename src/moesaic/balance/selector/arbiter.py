@@ -18,7 +18,7 @@ from moesaic.balance.replication.cost import CallLoad, LinkTimes, ReplicaLoad, R
 from moesaic.balance.replication.policy import AbstractReplicationPolicy, AnyPlan, BarePlan, PolicyPlan
 from moesaic.balance.replication.tables import spread
 from moesaic.balance.selector.cost import is_even
-from moesaic.balance.selector.options import ALONE, NO_CHANGE, THRESHOLDS, CallChoice, Option, Weigher, option_plans
+from moesaic.balance.selector.options import ALONE, NO_CHANGE, CallChoice, Option, Weigher, option_plans
 from moesaic.balance.selector.prepared import Pick, Prepared
 from moesaic.balance.selector.times import Times
 from moesaic.errors import InputError
@@ -36,6 +36,9 @@ RAREST = 5
 HOPELESS = 3.0
 """Leaving alone is not even tried once where it is thought to take so many times the best: under such skew it may need memory
 that is not there."""
+RIVAL, RIVALS = 0.2, 2
+"""By how much an option may seem slower than what was decided, as a share, and how many of them are weighed once more where a
+call's load moved."""
 UNANSWERED = 64
 """Calls that may be under way without anybody having told yet what they took."""
 
@@ -184,7 +187,6 @@ class Arbitration:
         """What was measured."""
         self.weigher = Weigher(
             plan, plans, settings.costs, at_most=settings.at_most, part_us=settings.part_us, factors=settings.factors,
-            thresholds=THRESHOLDS if settings.learn else THRESHOLDS[:1],
         )  # fmt: skip
         self._trial: CallChoice | None = None
         self._since_trial = self._trials = 0
@@ -241,7 +243,7 @@ class Arbitration:
             found = self.weigher.replica_loads(load)
             options = self._all(found, self.weigher.alone(found))
             self._settle({each.name: each.seconds for each in options}, _load_of(found, options[0]))
-            self._prepare(found)
+            self._prepare(found, {}, 0.0)
             assert self.prepared is not None
         return self.prepared.fit(load)
 
@@ -278,16 +280,25 @@ class Arbitration:
         options = self._all(found, alone) if self._is_due(load) else [alone, ran]
         thought = self._settle({each.name: each.seconds for each in options}, load)
         self._try(thought, load, may_try=call is not None)
-        self._prepare(found)
+        self._prepare(found, thought, load)
         machine, (name, program) = self.times.machine(), (pick.choice.name, pick.choice.program)
         corrected = {option: alone.seconds * machine * each for option, each in thought.items()}
         corrected.setdefault(name, ran.seconds * machine * self.times.factor(name, program, load))  # no option any more
         decision = decision_of(pick, alone, ran, corrected)
         return replace(decision, weighing_seconds=time.thread_time() - started)
 
-    def _prepare(self, found: Sequence[ReplicaLoad]) -> None:
+    def _prepare(self, found: Sequence[ReplicaLoad], thought: Mapping[str, float], load: float) -> None:
         """Prepare the next call, as far as that is possible without its counts."""
-        self.prepared = Prepared(self.weigher, self._trial or self.last, self._trial is not None, found)
+        if self._trial is not None:
+            self.prepared = Prepared(self.weigher, self._trial, True, found)
+            return
+        near = sorted((seconds, name) for name, seconds in thought.items() if name != self.last.name)
+        most = (1 + RIVAL) * thought.get(self.last.name, 0.0)
+        rivals = {self._contents[name]: self._choices[name] for seconds, name in reversed(near) if seconds <= most}
+        rivals.pop(self._contents.get(self.last.name, b""), None)
+        choices = [self.last, *list(reversed(rivals.values()))[:RIVALS]]
+        factors = {each: self.times.factor(each.name, each.program, load) for each in choices}
+        self.prepared = Prepared(self.weigher, self.last, False, found, factors)
 
     def _ask(self, call: int | None, choice: CallChoice, load: float, modelled: float) -> None:
         """Wait for what a call takes, unless it is the first one of its program, which makes what later ones find."""

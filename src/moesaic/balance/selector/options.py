@@ -4,8 +4,8 @@ and what the model says of it.
 The programs are those of the plan alone, with replication, with other r, and each step by step.
 
 A recipe says how a table is made, so that the next call's table can be made from its own counts without weighing anything.
-The model may be off by more than options are apart, above all in what an expert that is replicated costs the host. So
-shadows come with several thresholds, which only measured times can tell apart.
+Options are few, and tables of different kinds: what the model cannot tell apart, a noisy machine cannot either, and trials of
+it are calls that are lost.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from moesaic.balance.replication.cost import (
     ReplicationCosts,
     replica_links,
 )
+from moesaic.balance.replication.eplb import redundant
 from moesaic.balance.replication.policy import AnyPlan, PolicyPlan
 from moesaic.balance.replication.spill import LIMITS
 from moesaic.balance.replication.tables import (
@@ -29,8 +30,8 @@ from moesaic.balance.replication.tables import (
     NOTHING,
     Replications,
     least_of,
+    shadows,
     shadows_above,
-    shadows_at,
     spills,
 )
 from moesaic.balance.selector.cost import Cost, gathered_cost, replicated_cost, worst
@@ -81,8 +82,8 @@ def name_of(chosen: PolicyPlan, plan: PolicyPlan, policy: str = "") -> str:
     return "+".join(parts) or ALONE
 
 
-THRESHOLDS = (0.0, 0.05)
-"""Shares of the time left alone that each expert which is shadowed must save; the model alone would always choose 0."""
+REDUNDANT = (1, 2)
+"""Redundant experts of each place that are tried: one, or two where weights are light."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,11 @@ class Recipe:
     whole: bool = False
     """Replicate such an expert to all places or to none."""
     limit: float | None = None
-    """Then spill what places have above so many times the mean; None for no spilling."""
+    """Spill what places have above so many times the mean; None for no spilling."""
     near_first: bool = False
     """Spill inside nodes first."""
-    threshold: float = 0.0
-    """One of `THRESHOLDS`."""
+    redundant: int = 0
+    """Lay out so many redundant experts on each place, as EPLB does; 0 for none."""
     least: tuple[float, ...] = ()
     """By replica: the share of all copies from which a pair, or an expert that is replicated whole, was worth it when this was
     weighed; how many have so much, each call's counts say."""
@@ -106,25 +107,24 @@ class Recipe:
     @property
     def policy(self) -> str:
         """Its name; "" for one that replicates nothing."""
-        return self._named(f" {self.threshold:.0%}" if self.threshold else "")
+        if self.shadows:
+            return "whole shadow" if self.whole else "shadow"
+        return "redundant" if self.redundant else "spill" if self.limit is not None else ""
 
     @property
-    def family(self) -> str:
-        """Its name, whatever its threshold."""
-        return self._named("")
-
-    def _named(self, threshold: str) -> str:
-        shadow = ("whole shadow" if self.whole else "shadow") + threshold
-        return "+".join([shadow] * self.shadows + ["spill"] * (self.limit is not None))
+    def is_quick(self) -> bool:
+        """Whether a small table is made as quickly as shares of an earlier one are found."""
+        return self.limit is None and not self.redundant
 
     def table(self, replica: ReplicaLoad, least: float, at_most: int) -> Replications:
         """Return what it replicates between the places of a replica; `least` is that of the replica."""
-        found = NOTHING
+        if self.redundant:
+            return redundant(replica, self.redundant)
+        if self.limit is not None:
+            return spills(replica, NOTHING, self.limit, near_first=self.near_first)
         if self.shadows and least < 1:
-            found = shadows_above(replica, least, at_most=at_most, whole=self.whole)
-        if self.limit is None:
-            return found
-        return found.joined(spills(replica, found, self.limit, near_first=self.near_first))
+            return shadows_above(replica, least, at_most=at_most, whole=self.whole)
+        return NOTHING
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,6 @@ class Weigher:
         at_most: experts that a place may be replicated for its own copies.
         part_us: microseconds that each further part of a pass costs.
         factors: by option, what its modelled seconds are multiplied by.
-        thresholds: of shadows.
     """
 
     def __init__(
@@ -185,11 +184,10 @@ class Weigher:
         at_most: int,
         part_us: float,
         factors: Mapping[str, float],
-        thresholds: Sequence[float] = (0.0,),
     ) -> None:
         self.plan, self.plans, self._costs, self._at_most = plan, tuple(plans), costs, at_most
-        self._part_us, self._factors, self._thresholds = part_us, factors, tuple(thresholds)
-        self._limits: dict[bool, int] = {}
+        self._part_us, self._factors = part_us, factors
+        self._limit: int | None = None
         self._links: tuple[Grid, list[ReplicaLinks]] | None = None
         self._told = costs
         self._times: LinkTimes = {}
@@ -228,8 +226,7 @@ class Weigher:
         """Return what a recipe replicates under a load that is not the one for which it was weighed: as many shadows as are
         worth it now. It takes longer than `tables`."""
         if recipe.shadows:
-            (price,) = self._prices((recipe.threshold,), self.alone(found) if recipe.threshold else None)
-            best = [shadows_at(each, (price,), at_most=self._at_most, whole=recipe.whole)[0] for each in found]
+            best = self._shadows(found, whole=recipe.whole)
             recipe = replace(recipe, least=_least_of(found, best, whole=recipe.whole))
         return self.tables(recipe, found)
 
@@ -254,7 +251,7 @@ class Weigher:
             anew: try all limits again, and not only neighbours of the last best.
         """
         if anew:
-            self._limits = {}
+            self._limit = None
         replications = None
         options = [alone]
         for number, plan in list(enumerate(self.plans))[1:]:
@@ -262,7 +259,7 @@ class Weigher:
                 nothing = CallChoice(name_of(plan, self.plan), number, Recipe())
                 options.append(self.priced(nothing, alone.replicated, found, alone))
                 continue
-            replications = self._replications(found, alone) if replications is None else replications
+            replications = self._replications(found) if replications is None else replications
             options += [
                 self._option(number, recipe, replicated, cost, found[0]) for recipe, replicated, cost in replications
             ]
@@ -275,7 +272,7 @@ class Weigher:
         steps, name = plan.peer_groups, name_of(plan, self.plan, recipe.policy)
         seconds = cost.seconds(plan.chunks * steps)
         seconds += (steps - self.plan.peer_groups) * replica.passes / 2 * self._part_us * 1e-6
-        factor = self._factors.get(name_of(plan, self.plan, recipe.family), 1.0)
+        factor = self._factors.get(name, 1.0)
         return Option(CallChoice(name, number, recipe), replicated, cost, round(seconds * factor, DECIMALS))
 
     def _cost(self, found: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> Cost:
@@ -288,55 +285,37 @@ class Weigher:
             return cost
         return worst([gathered_cost(replica, cost, r) for replica in found])
 
-    def _replications(
-        self, found: Sequence[ReplicaLoad], alone: Option
-    ) -> list[tuple[Recipe, tuple[Replications, ...], Cost]]:
+    def _replications(self, found: Sequence[ReplicaLoad]) -> list[tuple[Recipe, tuple[Replications, ...], Cost]]:
         """Return the best table of each policy that replicates anything."""
-        shadowed = self._shadowed(found, alone)
-        bases = {False: (NOTHING,) * len(found)}
-        if shadowed and not shadowed[0][0].whole:
-            bases[True] = shadowed[0][1]
         tried: dict[Recipe, tuple[Recipe, tuple[Replications, ...], Cost]] = {}
 
         def table(recipe: Recipe) -> tuple[Recipe, tuple[Replications, ...], Cost]:
             if recipe not in tried:
-                replicated, limit, near = bases[recipe.shadows], recipe.limit, recipe.near_first
-                assert limit is not None
-                more = (spills(replica, base, limit, near_first=near) for replica, base in zip(found, replicated))
-                replicated = tuple(base.joined(each) for base, each in zip(replicated, more))
+                replicated = tuple(recipe.table(replica, 1.0, self._at_most) for replica in found)
                 tried[recipe] = (recipe, replicated, self._cost(found, replicated))
             return tried[recipe]
 
         def seconds(recipe: Recipe) -> float:
             return round(table(recipe)[2].seconds(self.plan.chunks), DECIMALS)
 
-        kept = [(recipe, replicated, self._cost(found, replicated)) for recipe, replicated in shadowed]
-        for base in bases:
-            plain = shadowed[0][0] if base else Recipe()
-            at = self._limits.get(base)
-            places = range(len(LIMITS)) if at is None else range(max(at - 1, 0), min(at + 2, len(LIMITS)))
-            by_limit = [replace(plain, limit=LIMITS[place]) for place in places]
-            best = min(by_limit, key=seconds)
-            assert best.limit is not None
-            self._limits[base] = LIMITS.index(best.limit)
-            kept.append(table(min((best, replace(best, near_first=True)), key=seconds)))
+        kept = []
+        for whole in (False, True):
+            shadowed = self._shadows(found, whole=whole)
+            recipe = Recipe(shadows=True, whole=whole, least=_least_of(found, shadowed, whole=whole))
+            kept.append((recipe, shadowed, self._cost(found, shadowed)))
+        at = self._limit
+        places = range(len(LIMITS)) if at is None else range(max(at - 1, 0), min(at + 2, len(LIMITS)))
+        best = min((Recipe(limit=LIMITS[place]) for place in places), key=seconds)
+        assert best.limit is not None
+        self._limit = LIMITS.index(best.limit)
+        kept.append(table(min((best, replace(best, near_first=True)), key=seconds)))
+        kept.append(table(min((Recipe(redundant=each) for each in REDUNDANT), key=seconds)))
         return [each for each in kept if not all(replicated.is_empty for replicated in each[1])]
 
-    def _shadowed(self, found: Sequence[ReplicaLoad], alone: Option) -> list[tuple[Recipe, tuple[Replications, ...]]]:
-        """Return the shadows of every threshold that replicate anything; for some places first, then whole ones."""
-        prices, kept = self._prices(self._thresholds, alone), []
-        for whole in (False, True):
-            by_board = [shadows_at(replica, prices, at_most=self._at_most, whole=whole) for replica in found]
-            for threshold, *replicated in zip(self._thresholds, *by_board):
-                if not all(each.is_empty for each in replicated):
-                    least = _least_of(found, replicated, whole=whole)
-                    kept.append((Recipe(True, whole, threshold=threshold, least=least), tuple(replicated)))
-        return kept
-
-    def _prices(self, thresholds: Sequence[float], alone: Option | None) -> list[float]:
-        """Return the seconds that each expert must save besides, by threshold."""
-        told = self._costs.expert_us * 1e-6
-        return [told + (threshold * alone.seconds if alone else 0.0) for threshold in thresholds]
+    def _shadows(self, found: Sequence[ReplicaLoad], *, whole: bool) -> tuple[Replications, ...]:
+        """Return the shadows that are worth what each expert costs the host besides."""
+        price = self._costs.expert_us * 1e-6
+        return tuple(shadows(replica, price, at_most=self._at_most, whole=whole) for replica in found)
 
 
 def _least_of(found: Sequence[ReplicaLoad], shadows: Sequence[Replications], *, whole: bool) -> tuple[float, ...]:

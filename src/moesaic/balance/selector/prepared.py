@@ -5,24 +5,25 @@ counts is done beforehand: which copies of which origin go to which helper, as s
 and LAER-MoE decide from the call before too), and the memory of the table. What is left is one product per entry, in whole
 numbers, so that all ranks come to the same table. Small tables of shadows are made from the counts themselves, which is as
 quick, and so are those of a load that moved so much that the shares of the call before leave some place busier than they did
-then.
+then. Such a load is also weighed once more: what was about as good under the call before may be better now.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from moesaic.balance.replication.cost import CallLoad, ReplicaLoad
-from moesaic.balance.replication.tables import NOTHING, Replications, spread
+from moesaic.balance.replication.tables import DECIMALS, NOTHING, Replications, spread
 from moesaic.balance.selector.options import NO_CHANGE, CallChoice, Weigher
 
 SMALL = 1024
-"""Counts of a call, ranks times experts, up to which shadows are found among them."""
+"""Counts of a call, ranks times experts, up to which shadows are found among them; to weigh anything once more takes as long as
+so small a call could gain by it."""
 
 WORSE = 0.15
 """Share of the mean load by which the busiest place may be busier than when its table was prepared."""
@@ -66,18 +67,26 @@ class Prepared:
         choice: what the next call runs.
         is_trial: whether it is run to learn what it takes.
         found: the loads of the call before.
+        factors: what is about as good, the choice first, and what the model's seconds of each are multiplied by; {} for the
+            choice alone. Where the load moved too much for the table, the fastest of them by its own counts runs.
     """
 
-    def __init__(self, weigher: Weigher, choice: CallChoice, is_trial: bool, found: Sequence[ReplicaLoad]) -> None:
+    def __init__(
+        self, weigher: Weigher, choice: CallChoice, is_trial: bool, found: Sequence[ReplicaLoad],
+        factors: Mapping[CallChoice, float] | None = None,
+    ) -> None:  # fmt: skip
         self.choice, self.is_trial, self._weigher = choice, is_trial, weigher
         self._links = [each.links for each in found]
         load = found[0].load
-        self._is_quick = load.copies.size <= SMALL and choice.recipe.limit is None
+        is_small = load.copies.size <= SMALL
+        self._factors = {choice: 1.0} if is_small or not factors else dict(factors)
+        self._is_quick = is_small and choice.recipe.is_quick
         self._cells, self._amounts, self._of = (np.zeros(0, dtype=np.int64),) * 3
         self._memory: np.ndarray | None = None
         self._busiest = np.inf
         self._places: tuple[np.ndarray, np.ndarray] | None = None
         text = hashlib.blake2b(f"{choice}{is_trial}".encode(), digest_size=6)
+        text.update(repr(list(self._factors.items())).encode())
         replicated = None if self._is_quick else weigher.tables(choice.recipe, found)
         if replicated is not None:
             self._cells, self._amounts = _entries(found, replicated)
@@ -91,6 +100,11 @@ class Prepared:
         self.digest = int.from_bytes(text.digest(), "big")
         """A whole number below 2^48 that two ranks share if they prepared the same; exact as a float64."""
 
+    @property
+    def choices(self) -> tuple[CallChoice, ...]:
+        """What is decided, and what is weighed once more where the load moved."""
+        return tuple(self._factors)
+
     def fit(self, load: CallLoad) -> Pick:
         """Return what a call runs.
 
@@ -100,16 +114,42 @@ class Prepared:
         found = tuple(ReplicaLoad(load, links) for links in self._links)
         if not self.choice.recipe.policy:
             return Pick(self.choice, found, None, self.is_trial)
-        amounts = None if self._is_quick else self._fitted(load)
+        if self._is_quick:
+            return self._picked(self.choice, found, self._weigher.tables(self.choice.recipe, found))
+        amounts = self._fitted(load)
         if amounts is None:
-            make = self._weigher.tables if self._is_quick else self._weigher.anew
-            replicated = make(self.choice.recipe, found)
-            table = None if replicated is None else spread(found, replicated)
-        else:
-            table = self._filled(load, amounts)
-        if table is None:
-            return Pick(NO_CHANGE, found, None)
-        return Pick(self.choice, found, table, self.is_trial, None if amounts is None else self._cells)
+            return self._anew(found)
+        table = self._filled(load, amounts)
+        return (
+            Pick(NO_CHANGE, found, None)
+            if table is None
+            else Pick(self.choice, found, table, self.is_trial, self._cells)
+        )
+
+    def _anew(self, found: tuple[ReplicaLoad, ...]) -> Pick:
+        """Return what runs where the load moved too much for the table."""
+        made = {choice: self._weigher.anew(choice.recipe, found) for choice in self._factors}
+        alone = self._weigher.alone(found)
+        nothing = alone.replicated
+        seconds = {
+            choice: self._factors[choice] * self._weigher.priced(choice, replicated or nothing, found, alone).seconds
+            for choice, replicated in made.items()
+            if replicated is not None or not choice.recipe.policy
+        }
+        best = min(seconds, key=lambda choice: round(seconds[choice], DECIMALS), default=NO_CHANGE)
+        return self._picked(best, found, made.get(best))
+
+    def _picked(
+        self, choice: CallChoice, found: tuple[ReplicaLoad, ...], replicated: tuple[Replications, ...] | None
+    ) -> Pick:
+        """Return a choice with its tables; leaving alone where they are empty and it would replicate."""
+        table = None if replicated is None else spread(found, replicated)
+        is_whole = table is not None or not choice.recipe.policy
+        return (
+            Pick(choice, found, table, self.is_trial and choice == self.choice)
+            if is_whole
+            else Pick(NO_CHANGE, found, None)
+        )
 
     def _fitted(self, load: CallLoad) -> np.ndarray | None:
         """Return what each entry replicates, the same shares of the call's copies; None if the load moved too much for that."""

@@ -8,12 +8,11 @@ faster than the one that runs for that. An option counts as known only under abo
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
-
-import numpy as np
 
 KEPT = 32
 """Measured calls of an option that are remembered; their median counts, so that one slow call decides nothing."""
@@ -60,9 +59,15 @@ class _Known:
     def deviations(self) -> list[float]:
         """Return what each measured call deviates by, as a logarithm, from the median of those under about its load."""
         if self.off is None:
-            load, ratio = np.array(self.measured).T
-            near = np.abs(load[:, None] - load) <= NEAR * np.maximum(load[:, None], load)
-            self.off = np.abs(ratio - np.nanmedian(np.where(near, ratio, np.nan), axis=1)).tolist()
+            by_load = sorted(self.measured)
+            loads, ratios = [load for load, _ in by_load], [ratio for _, ratio in by_load]
+            off, ends = [], (0, 0, 0.0)
+            for load, ratio in by_load:
+                first, last = bisect_left(loads, load * (1 - NEAR)), bisect_right(loads, load / (1 - NEAR))
+                if (first, last) != ends[:2]:
+                    ends = first, last, median(ratios[first:last])
+                off.append(abs(ratio - ends[2]))
+            self.off = off
         return self.off
 
     def change(self) -> None:
@@ -135,8 +140,8 @@ class Times:
     def factor(self, name: str, program: int, load: float) -> float:
         """Return what an option's modelled seconds are to be multiplied by, to compare it with others.
 
-        Of an option that never ran it is what others of its program were off by, or else all others; one that ran a few times
-        only is not quite believed.
+        Of an option that never ran it is what others of its program were off by, the less the fewer they are, or else all
+        others; one that ran a few times only is not quite believed.
         """
         return math.exp(self._log_factor(name, program, load))
 
@@ -153,10 +158,11 @@ class Times:
         if known is not None and count >= SETTLED:
             return known.at(load)[1]
         others = [each for other, each in self._known.items() if each.measured and other != name]
-        alike = [each.at(load)[1] for each in others if each.program == program] or [
-            each.at(load)[1] for each in others
-        ]
-        prior = median(alike) if alike else None
+        alike = [each.at(load)[1] for each in others if each.program == program]
+        rest = [each.at(load)[1] for each in others if each.program != program]
+        prior = median(alike or rest) if others else None
+        if alike and rest:  # where one option is off, its program need not be
+            prior = (len(alike) * median(alike) + TRUST * median(rest)) / (len(alike) + TRUST)
         if known is None or not count:
             return prior or 0.0
         own = known.at(load)[1]
