@@ -289,6 +289,13 @@ def test_a_message_passes_on_while_it_still_comes_in() -> None:
     assert events.ends[0, 2] == 6.0
 
 
+def test_a_link_is_not_kept_for_a_message_that_still_waits_for_the_one_before() -> None:
+    """What actor 0 sends to 2 begins at 3, behind what it sends to 1; the link into 2 takes what 3 sends before."""
+    movements = [[message(0, 1, [0], 3.0), message(0, 2, [0, 1], 3.0), message(3, 2, [2, 1], 3.0)], []]
+    events = queued(chain(MOVE_AND_READ), [[0.0, 0.0, 0.0, 1.0], [0.0] * 4], movements)
+    assert events.ends[0, 2] == 7.0
+
+
 def test_a_link_that_has_rested_lets_its_burst_through_at_once() -> None:
     movements = [[message(0, 1, [0], 3.0)], [], [message(0, 1, [0], 3.0)], []]
     program = chain([(Lane.INTER, []), (Lane.COMPUTE, [0]), (Lane.INTER, []), (Lane.COMPUTE, [2])])

@@ -33,6 +33,7 @@ from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.task import Op
 
 LAYER = Workload(tokens=64, num_experts=8, top_k=2, dim=16, hidden=32, matrices=2, dtype="fp32")
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
@@ -129,6 +130,9 @@ def samples(noise: float = 0.0, outlier: float = 1.0) -> tuple[list[Sample], Hos
         byte=2e-10,
         weight_byte=1e-10,
         transport_byte=2e-9,
+        copy=5e-5,
+        combine=4e-4,
+        gradient=6e-4,
         sharing=2.0,
     )
     found = []
@@ -136,6 +140,7 @@ def samples(noise: float = 0.0, outlier: float = 1.0) -> tuple[list[Sample], Hos
         counts = {
             "layer": 1, "task": draw.integers(16, 160), "wait": draw.integers(2, 18), "message": draw.integers(10, 300),
             "byte": draw.integers(0, 4e6), "weight_byte": draw.integers(0, 3e7), "transport_byte": draw.integers(0, 2e6),
+            "copy": draw.integers(0, 60), "combine": draw.integers(1, 12), "gradient": draw.integers(1, 5),
         }  # fmt: skip
         features = np.array([counts[name] for name in FEATURES], dtype=float)
         exact = float(features @ costs_vector(true)) * (outlier if number in (3, 11, 19) else 1.0)
@@ -301,6 +306,8 @@ def test_messages_and_bytes_are_those_that_ranks_send() -> None:
     sent = 2 * copies * LAYER.dim * 4 + copies * 4
     assert total[FEATURES.index("transport_byte")] == pytest.approx(2 * sent)
     assert total[FEATURES.index("wait")] == 2
+    assert total[FEATURES.index("combine")] == sum(task.op is Op.COMBINE for task in made.forward.tasks) == 1
+    assert total[FEATURES.index("gradient")] == 0, "the backward pass has them"
 
 
 def test_idle_links_let_the_first_bytes_through_at_once() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from moesaic.profiling import compute as profile_compute
 from moesaic.profiling import host as profile_shapes
 from moesaic.profiling import profile as profiling
 from moesaic.profiling.host import CalibrationStep, calibrations
+from moesaic.profiling.kept import read_measured, write_measured
 from moesaic.profiling.links import MESSAGE_SIZES, TimedMovements, partners
 from moesaic.profiling.profile import MeasuredMachine, layer_errors, measure, profile_of
 from moesaic.program.task import Op
@@ -91,6 +94,21 @@ def test_a_profile_says_what_was_measured() -> None:
     assert profile.machine == MachineInfo.here()
     assert profile.errors.host_worst < 0.02
     assert profile.errors.links_worst < 0.01
+
+
+def test_times_that_are_kept_give_the_same_profile(tmp_path: Path) -> None:
+    made = measured()
+    write_measured(made, tmp_path / "times.json")
+    assert read_measured(tmp_path / "times.json") == made
+    table = json.loads((tmp_path / "times.json").read_text())
+    (tmp_path / "other.json").write_text(
+        json.dumps(table | {"steps": {"another layer": {"processor": [], "wall": []}}})
+    )
+    with pytest.raises(InputError, match="other calibration layers"):
+        read_measured(tmp_path / "other.json")
+    (tmp_path / "none.json").write_text("{}")
+    with pytest.raises(InputError, match="no times of a machine"):
+        read_measured(tmp_path / "none.json")
 
 
 def test_whole_layers_are_checked_against_their_wall_times() -> None:

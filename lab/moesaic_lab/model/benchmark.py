@@ -43,9 +43,10 @@ def cases(options: ModelOptions) -> tuple[ModelBenchConfig, ModelBenchConfig]:
 def measure(options: ModelOptions, cases: tuple[ModelBenchConfig, ModelBenchConfig], told: Told) -> Timed:
     """Measure what is not kept yet, and predict it."""
     (config, wanted), folder, only = cases, Path(options.keep), words_of(options.only)
+    earlier = Path(options.earlier) if options.earlier else None
     if wanted.cases or "profile" in only:
-        run(wanted, folder, told, profiles="profile" in only)
-    return kept(config, folder), kept_earlier(config, folder, Path(options.earlier)) if options.earlier else []
+        run(wanted, folder, told, profiles="profile" in only, earlier=earlier)
+    return kept(config, folder), kept_earlier(config, folder, earlier) if earlier else []
 
 
 BENCHMARK = Benchmark(

@@ -1,7 +1,8 @@
 """Runs the model benchmark bed by bed: a profile first, then every plan of every case, measured and predicted.
 
-What is measured is kept in a folder, a file per profile and case: a run can be split and taken up again, and
-another model can be held against the same times. A file is used again only for the very same case, bed and repeats.
+What is measured is kept in a folder, a file per case, and per bed its profile and the times that this was fitted to: a run
+can be split and taken up again, and another model can be held against the same times (a profile that is removed is fitted anew
+to the times beside it). A file is used again only for the very same case, bed and repeats.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ class ModelFound:
         return again[self.pick] / min(again.values()) - 1
 
 
-def run(config: ModelBenchConfig, keep: Path, progress: Progress, *, profiles: bool = False) -> None:
+def run(
+    config: ModelBenchConfig, keep: Path, progress: Progress, *, profiles: bool = False, earlier: Path | None = None
+) -> None:
     """Measure what is not kept yet.
 
     Args:
@@ -75,6 +78,7 @@ def run(config: ModelBenchConfig, keep: Path, progress: Progress, *, profiles: b
         keep: folder of what was measured.
         progress: told what goes on.
         profiles: also profile the beds on which nothing is to be measured.
+        earlier: folder of earlier profiles, whose first plans are timed again too.
 
     Raises:
         InputError: if this machine cannot make the beds, or a profile would be noise.
@@ -84,13 +88,15 @@ def run(config: ModelBenchConfig, keep: Path, progress: Progress, *, profiles: b
         for bed in config.beds:
             jobs = [case for case in config.cases if case.bed == bed.name]
             jobs = [case for case in jobs if not _path(keep, config, bed, case).exists()]
-            if not jobs and (not profiles or _profile_path(keep, bed).exists()):
+            if not jobs and (not profiles or _profiled(keep, bed)):
                 continue
             with launcher.open(bed.bed) as ranks:
-                profile = _profile(keep, bed, ranks, progress)
+                known = [_profile(keep, bed, ranks, progress)]
+                if earlier is not None and _profiled(earlier, bed):
+                    known.append(_kept_profile(earlier, bed))
                 for case in jobs:
                     progress(f"{bed.name}: {case.name}")
-                    _measure(keep, config, bed, case, profile, ranks)
+                    _measure(keep, config, bed, case, known, ranks)
 
 
 def kept(config: ModelBenchConfig, keep: Path, profiles: Path | None = None) -> list[ModelFound]:
@@ -104,9 +110,9 @@ def kept(config: ModelBenchConfig, keep: Path, profiles: Path | None = None) -> 
     beds = [(config.bed_of(case), case) for case in config.cases]
     profiles = profiles or keep
     return [
-        _found(keep, config, bed, case, read_profile(_profile_path(profiles, bed)))
+        _found(keep, config, bed, case, _kept_profile(profiles, bed))
         for bed, case in beds
-        if _path(keep, config, bed, case).exists() and _profile_path(profiles, bed).exists()
+        if _path(keep, config, bed, case).exists() and _profiled(profiles, bed)
     ]
 
 
@@ -119,8 +125,8 @@ def kept_earlier(config: ModelBenchConfig, keep: Path, profiles: Path) -> list[M
     times = [_path(keep, config, config.bed_of(case), case) for case in config.cases]
     last = max((path.stat().st_mtime for path in times if path.exists()), default=0.0)
     for bed in config.beds:
-        path = _profile_path(profiles, bed)
-        if not path.exists():
+        path = _profiled(profiles, bed)
+        if path is None:
             raise InputError(
                 f"--earlier {profiles}: has no profile of {bed.name}: take one with --only profile --keep {profiles}"
             )
@@ -168,15 +174,22 @@ def described(plan: Plan) -> str:
 
 
 def _measure(
-    keep: Path, config: ModelBenchConfig, bed: BedFields, case: ModelCase, profile: ClusterProfile, ranks: object
+    keep: Path,
+    config: ModelBenchConfig,
+    bed: BedFields,
+    case: ModelCase,
+    profiles: Sequence[ClusterProfile],
+    ranks: object,
 ) -> None:
     from moesaic_lab.model import ranks as model_ranks
     from moesaic_testbed.cluster import Cluster
 
     assert isinstance(ranks, Cluster)
     plans = plans_of(case, bed)
-    predicted = predict(case, plans, profile, config.seed)
-    favourites = sorted(predicted, key=lambda name: predicted[name])[: config.favourites]
+    favourites: dict[str, None] = {}
+    for profile in profiles:
+        predicted = predict(case, plans, profile, config.seed)
+        favourites |= dict.fromkeys(sorted(predicted, key=lambda name: predicted[name])[: config.favourites])
     job = model_ranks.ModelJob(
         case=case, grid=case.grid(bed.bed), plans=plans, favourites=tuple(favourites), repeats=config.repeats,
         leaders=config.leaders, leader_repeats=config.leader_repeats, seed=config.seed,
@@ -187,15 +200,32 @@ def _measure(
 
 def _profile(keep: Path, bed: BedFields, ranks: object, progress: Progress) -> ClusterProfile:
     from moesaic.profiling import profile as measuring
+    from moesaic.profiling.kept import write_measured
     from moesaic_testbed.cluster import Cluster
 
     assert isinstance(ranks, Cluster)
-    path = _profile_path(keep, bed)
-    if not path.exists():
+    if not _profiled(keep, bed):
         progress(f"{bed.name}: profile")
         measured = ranks.run(measuring.measure_still, bed.ranks_per_node, PROFILE_REPEATS, ("fp32",), "sockets")[0]
-        measuring.profile_of(measured).write(path)
+        write_measured(measured, _times_path(keep, bed))
+    return _kept_profile(keep, bed)
+
+
+def _kept_profile(keep: Path, bed: BedFields) -> ClusterProfile:
+    """Return a bed's profile, fitted to the times beside it where it is not there yet."""
+    from moesaic.profiling.kept import read_measured
+    from moesaic.profiling.profile import profile_of
+
+    path = _profile_path(keep, bed)
+    if not path.exists():
+        profile_of(read_measured(_times_path(keep, bed))).write(path)
     return read_profile(path)
+
+
+def _profiled(keep: Path, bed: BedFields) -> Path | None:
+    """Return the file that tells when a bed was profiled: its times, or its profile alone; None if there is neither."""
+    paths = (_times_path(keep, bed), _profile_path(keep, bed))
+    return next((path for path in paths if path.exists()), None)
 
 
 def _found(
@@ -221,6 +251,10 @@ def _path(keep: Path, config: ModelBenchConfig, bed: BedFields, case: ModelCase)
 def _profile_path(keep: Path, bed: BedFields) -> Path:
     digest = hashlib.sha256(json.dumps(asdict(bed), sort_keys=True).encode()).hexdigest()[:12]
     return keep / f"profile-{bed.name}-{digest}.json"
+
+
+def _times_path(keep: Path, bed: BedFields) -> Path:
+    return _profile_path(keep, bed).with_suffix(".times.json")
 
 
 def points(found: Sequence[ModelFound]) -> list[tuple[float, float]]:

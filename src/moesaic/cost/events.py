@@ -31,7 +31,7 @@ from moesaic.cost.movement import Movement
 from moesaic.program.task import Lane, Program
 
 _END, _FLOW, _ARRIVED = 0, 1, 2
-"""Kinds of events: a node ends; a movement's latency is over; a movement's last byte has arrived."""
+"""Kinds of events: a node ends; a movement's first byte comes to a link; its last byte has arrived."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,8 @@ class _Flow:
     since: float = 0.0
     speed: float = 0.0
     version: int = 0
+    through: float = 0.0
+    """When the last byte is through the links that it has passed, where these are queues."""
 
 
 @dataclass
@@ -202,7 +204,7 @@ class Events:
                     if self._cores is not None and b < self._tasks:
                         self._issue_next(now, self._cores.release(a))
                 elif kind == _FLOW:
-                    changed |= self._enter(now, a)
+                    changed |= self._enter(now, a, b)
                 elif a in self._flows and self._flows[a].version == b:
                     changed |= self._arrive(now, a)
             self._rate(now, changed)
@@ -279,11 +281,18 @@ class Events:
             if not left[other]:
                 self._start(now, actor, other)
 
-    def _enter(self, now: float, number: int) -> set[int]:
+    def _enter(self, now: float, number: int, place: int) -> set[int]:
+        """Have a movement begin on its links; on the place-th of them where these are queues, since it comes to the next one
+        only when its first byte has passed this one, and others may come to that one before it does."""
         flow = self._flows[number]
         if self._queues is not None:
-            seconds = {link: use.part * flow.left for link, use in flow.use.items()}
-            heapq.heappush(self._heap, (self._queues.serve(now, seconds), _ARRIVED, number, flow.version))
+            if place == len(flow.use):
+                heapq.heappush(self._heap, (max(now, flow.through), _ARRIVED, number, flow.version))
+                return set()
+            link, use = list(flow.use.items())[place]
+            begin, end = self._queues.serve(now, link, use.part * flow.left)
+            flow.through = max(flow.through, end)
+            heapq.heappush(self._heap, (begin, _FLOW, number, place + 1))
             return set()
         flow.since, flow.speed = now, 1.0
         self._links.enter(number, flow.use)
@@ -363,21 +372,19 @@ class _Queues:
         self._bursts = bursts
         self._free: dict[int, float] = {}
 
-    def serve(self, now: float, seconds: Mapping[int, float]) -> float:
-        """Return when the last byte of a message is through.
+    def serve(self, now: float, link: int, seconds: float) -> tuple[float, float]:
+        """Return when a link lets a message's first byte through, and when its last one.
 
         Args:
-            now: when the message comes to its first link.
-            seconds: that it takes each link, in the order in which it passes them.
+            now: when the message comes to it.
+            link: which one.
+            seconds: that it takes the link.
         """
-        begin = end = now
-        for link, each in seconds.items():
-            free = self._free.get(link, -float("inf"))
-            rested = min(max(begin - free, 0.0), self._bursts[link])
-            begin = max(begin, free)
-            end = max(end, begin + max(each - rested, 0.0))
-            self._free[link] = end
-        return end
+        free = self._free.get(link, -float("inf"))
+        rested = min(max(now - free, 0.0), self._bursts[link])
+        begin = max(now, free)
+        self._free[link] = begin + max(seconds - rested, 0.0)
+        return begin, self._free[link]
 
 
 FULL = 1.0 + 1e-9

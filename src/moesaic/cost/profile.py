@@ -97,6 +97,12 @@ class HostCosts:
     """Per byte of expert gradients written or added."""
     transport_byte: float = 0.0
     """Per byte sent or received, by the rank's thread, the transport's own and the kernel."""
+    copy: float = 0.0
+    """More than `task`, per task that packs, unpacks, takes or joins rows."""
+    combine: float = 0.0
+    """More than `task`, per task that adds rows to their tokens."""
+    gradient: float = 0.0
+    """More than `task`, per backward pass of experts, besides its products and bytes."""
     sharing: float = 1.0
     """How much longer a rank's processor time takes while all ranks of its machine compute: ranks over cores, if no more."""
 
@@ -198,7 +204,7 @@ class ClusterProfile:
         return self.nodes * self.ranks_per_node
 
     def to_cluster(self, nodes: int | None = None) -> ClusterSpec:
-        """Return the cluster as the simulator and the planner know one; host costs are means over kinds of tasks.
+        """Return the cluster as the simulator and the planner know one; a task costs the host what every one does at least.
 
         Args:
             nodes: of the same kind; None for as many as were measured.

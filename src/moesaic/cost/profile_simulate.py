@@ -30,6 +30,10 @@ from moesaic.program.task import Kind, Op, Program, Slot, Task
 
 FEATURES = tuple(each.name for each in fields(HostCosts) if each.name != "sharing")
 """What costs are counted in."""
+DEARER = {
+    **dict.fromkeys((Op.PACK, Op.UNPACK, Op.TAKE, Op.JOIN), "copy"), Op.COMBINE: "combine", Op.EXPERT_GRAD: "gradient",
+}  # fmt: skip
+"""Tasks that cost the host more than others do, whatever their bytes, and the cost by which."""
 _BYTES = Rates(flops=1.0, rows=(1.0,), share=(1.0,), memory=1.0, codec=None)
 """Rates under which "seconds" are bytes."""
 
@@ -49,6 +53,8 @@ def host_features(program: Program, volumes: AbstractVolumes, movements: list[li
     for number, task in enumerate(program.tasks):
         found[number, :, FEATURES.index("task")] = 1
         found[number, :, FEATURES.index("wait")] = waits[number]
+        if task.op in DEARER:
+            found[number, :, FEATURES.index(DEARER[task.op])] = 1
         for moved in movements[number]:
             if number not in in_a_message:
                 found[number, list(moved.actors), FEATURES.index("message")] += moved.posts
