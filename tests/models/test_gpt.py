@@ -217,7 +217,7 @@ BAD = [
       for bad in (0.0, -1.0, float("nan"), float("inf"))),
     *((lambda bad=bad: MoEConfig(capacity=bad), f"model.moe.capacity='{bad}': write dropless, or fixed, fitted, padded with")
       for bad in ("", "fix", "dropless:2", "fixed:", "fixed:x", "fixed:1:ranks", "fixed:rank:rank", "fixed:1:2")),
-    (lambda: config(dense_hidden=0), "model.dense_hidden=0: must be at least 1"),
+    (lambda: config(ffn="dense:0"), "model.ffn='dense:0': write moe or moe:2"),
     (lambda: config(dim=0), "model.dim=0: must be at least 1"),
     (lambda: config(dim=18, num_heads=4), "model.dim=18 does not split into model.num_heads=4 .* multiple of 8"),
     (lambda: config(dim=6, num_heads=2), "heads of even width"),
