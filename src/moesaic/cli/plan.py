@@ -32,11 +32,18 @@ from moesaic.plan.findings import LOSSLESS, LOSSY, Found, OfEp, Result, Settings
 from moesaic.plan.hub import HubShape
 from moesaic.plan.loads import typical_counts
 from moesaic.plan.model import Job, with_batch
-from moesaic.plan.others import EMITTERS, OthersLayout, from_flags, layout_of, longer_by_narrow_rate, predict
+from moesaic.plan.others import (
+    EMITTERS,
+    OthersLayout,
+    best_in_stages,
+    from_flags,
+    layout_of,
+    longer_by_narrow_rate,
+    predict,
+)
 from moesaic.plan.plan import AllToAll, Codec, Order, Schedule, plan_in_words
 from moesaic.plan.presets import CONFIGS, PRESETS, read_job
 from moesaic.plan.search import search
-from moesaic.plan.stages import best_in_stages
 from moesaic.traces.trace import Trace
 
 if TYPE_CHECKING:

@@ -2,12 +2,18 @@
 
 What a system overlaps and shards is data here (`OthersLayout`), so that a published step and somebody's flags are predicted by
 one function, and by the same models of time and memory as our own plans.
+
+`best_in_stages` looks for the best layout as Megatron runs them: parameters whole on every rank and only the optimizer in
+parts, with a pipeline and shared sequences where these help. The search of meshes holds none of that. Stages, copies of the
+experts and parts of a sequence are tried in the combinations that fit the ranks, under 1F1B; the schedule is chosen on the
+best of them for each number of stages. Each is predicted as somebody's layout is.
 """
 
 from __future__ import annotations
 
+import itertools
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple
 
@@ -15,6 +21,7 @@ import numpy as np
 
 from moesaic.configfile import suggestion
 from moesaic.cost.cluster import ELEMENT_BYTES, ClusterSpec, ScoreKernel
+from moesaic.cost.memory import usable_bytes
 from moesaic.cost.pipeline import Pipeline
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import StepCostModel
@@ -25,8 +32,8 @@ from moesaic.plan.candidates import compile_on
 from moesaic.plan.findings import Found
 from moesaic.plan.model import Job
 from moesaic.plan.plan import AllToAll, Crossing, Plan
-from moesaic.program.forwarding import in_pieces
 from moesaic.program.grid import Grid
+from moesaic.program.passes.multicast import in_pieces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -562,3 +569,83 @@ EMITTERS: dict[str, Callable[[Job, OthersLayout, Found | None], list[str]]] = {
 }  # fmt: skip
 """By the name of a training system: the flags that ask it for a layout and, of one of our plans, for that plan as far as the
 system has it."""
+
+
+MOST_STAGES, MOST_PARTS = 16, 8
+"""Stages, and parts of a sequence, that are tried."""
+LONG = 16384
+"""Tokens of a sequence from which on sequences are shared; a rank keeps at least a quarter of it."""
+ONES_TRIED = (("1f1b", 2), ("zb-v", 1), ("dualpipev", 1))
+"""Schedules and runs of layers that are tried in place of 1F1B with one run."""
+
+
+def best_in_stages(
+    job: Job, cluster: ClusterSpec, best: Found, *, stages: int | None = None, reserve_gib: float = 1.0
+) -> tuple[OthersLayout, Found] | None:
+    """Return the layout that makes the shortest step, and that step; None if none fits.
+
+    Args:
+        job: what is trained, with the sequences of a step.
+        cluster: all of it.
+        best: the best layout of ours; tp and how tokens cross are as there.
+        stages: of the pipeline; None: any number.
+        reserve_gib: memory of a device that the framework takes.
+    """
+    most = usable_bytes(cluster, reserve_gib)
+    found = [
+        tried for layout in _layouts(job, cluster, best, stages) if (tried := _fitting(job, cluster, layout, most))
+    ]
+    if not found:
+        return None
+    leaders = [min(of, key=_seconds) for of in _by_stages(found).values()]
+    again = (
+        _fitting(job, cluster, replace(layout, schedule=schedule, virtual_pp=runs), most)
+        for layout, _ in leaders
+        for schedule, runs in ONES_TRIED
+        if layout.pp > 1
+    )
+    return min([*leaders, *filter(None, again)], key=_seconds)
+
+
+def _by_stages(found: list[tuple[OthersLayout, Found]]) -> dict[int, list[tuple[OthersLayout, Found]]]:
+    by_stages: dict[int, list[tuple[OthersLayout, Found]]] = {}
+    for each in found:
+        by_stages.setdefault(each[0].pp, []).append(each)
+    return by_stages
+
+
+def _seconds(tried: tuple[OthersLayout, Found]) -> float:
+    return tried[1].seconds
+
+
+def _layouts(job: Job, cluster: ClusterSpec, best: Found, stages: int | None) -> Iterator[OthersLayout]:
+    """Yield layouts under 1F1B, sizes in powers of two."""
+    seq_len, tp = job.model.seq_len, best.grid.tp
+    counts = [2**power for power in range(MOST_STAGES.bit_length())] if stages is None else [stages]
+    parts = [part for part in (1, 2, 4, MOST_PARTS) if part == 1 or (seq_len >= LONG and 4 * seq_len // part >= LONG)]
+    sequences = job.batch_size * job.accumulation
+    crossing = "multicast" if best.plan.crossing is Crossing.MULTICAST else "linear"
+    for pp, cp in itertools.product(counts, parts):
+        if cluster.world % pp:
+            continue
+        stage = cluster.world // pp
+        sizes = [2**power for power in range(stage.bit_length()) if job.model.moe.num_experts % 2**power == 0]
+        yield from (
+            OthersLayout(tp=tp, pp=pp, cp=cp, ep=ep, global_batch=sequences, all_to_all=crossing)
+            for ep in sizes
+            if stage % ep == 0
+        )
+
+
+def _fitting(job: Job, cluster: ClusterSpec, layout: OthersLayout, most: float) -> tuple[OthersLayout, Found] | None:
+    """Return a layout that fits the memory, with blocks recomputed if it must, and its step; None if it cannot be."""
+    choices: tuple[tuple[Part, ...], ...] = ((), ("block",))
+    for recompute in choices:
+        tried = replace(layout, recompute=recompute)
+        try:
+            found = predict(job, cluster, tried)
+        except InputError:
+            return None
+        if found.memory.total <= most:
+            return tried, found
+    return None

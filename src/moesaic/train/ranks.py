@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from moesaic.comm.agree import check_same
+from moesaic.comm.collectives import check_same
 from moesaic.comm.mesh import DeviceType, Mesh, open_transport
 from moesaic.errors import InputError, TrainingError
 from moesaic.train.config import TrainConfig

@@ -27,7 +27,7 @@ from moesaic.models.moving import MovingGPT
 from moesaic.routing.capacity import count
 from moesaic.routing.replay import encoded, replayed
 from moesaic.routing.route import RoutingRecord
-from moesaic.runtime.balance.samples.relocate import SampleTrip
+from moesaic.runtime.balance.relocate import SampleTrip
 from moesaic.runtime.routing_cache import RoutingCache, RoutingCached
 from moesaic.traces.trace import (
     FOLDER,
