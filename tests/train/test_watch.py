@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from forked import Forked
 from moesaic.cli.main import main
-from moesaic.errors import InputError
+from moesaic.errors import InputError, TrainingError
 from moesaic.train.checkpoint import list_checkpoints
-from moesaic.train.roll import Roll, telling
+from moesaic.train.roll import Roll, heed_sigterm, telling
 from moesaic.train.run_folder import FLIGHT, HANG, HANG_SUMS, RunFolder
 from moesaic.train.watch import Position, describe_hang, read_hang
 from runs import tiny
@@ -97,7 +97,7 @@ def test_a_rank_that_is_stopped_is_named_by_the_one_that_waits_for_it(tmp_path, 
 
 
 STARTS = """
-import os, signal, sys
+import os, signal, sys, time
 from moesaic.cli.main import main
 from moesaic.train import loop
 
@@ -106,6 +106,7 @@ plain = loop.{where}
 def disturbed(*arguments):
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.{signal})
+    time.sleep({late})
     return plain(*arguments)
 
 loop.{where} = disturbed
@@ -114,10 +115,19 @@ sys.exit(main(sys.argv[1:]))
 """Stops or kills the second rank between its meeting with the first and its first step."""
 
 
-@pytest.mark.parametrize(("kind", "where"), [("SIGSTOP", "open_run"), ("SIGKILL", "open_run"), ("SIGKILL", "train")])
-def test_a_rank_that_stops_or_dies_before_its_first_step_is_named(tmp_path, kind, where):
+@pytest.mark.parametrize(
+    ("kind", "where", "late"),
+    [
+        ("SIGSTOP", "open_run", 0),
+        ("SIGKILL", "open_run", 0),
+        ("SIGKILL", "train", 0),
+        ("SIGKILL", "open_run", 60),  # torchrun's SIGTERM comes before the first rank misses the second
+        ("SIGKILL", "train", 60),
+    ],
+)
+def test_a_rank_that_stops_or_dies_before_its_first_step_is_named(tmp_path, kind, where, late):
     script = tmp_path / "starts.py"
-    script.write_text(STARTS.format(signal=kind, where=where))
+    script.write_text(STARTS.format(signal=kind, where=where, late=late))
     process = start(tiny(tmp_path, batch_size=4, patience=(6, 600), mesh={"ep": 2}), tmp_path, script=script)
     err = said_by_a_run_that_fails(process)
     (said,) = ours(err)
@@ -190,6 +200,25 @@ def test_who_says_why_it_ends_is_not_ended_by_its_launcher_before(monkeypatch):
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.mark.parametrize("dead", [{}, {1: "died by SIGKILL (process 7)"}])
+def test_the_launchers_sigterm_names_the_dead_and_has_its_usual_effect_without_any(monkeypatch, dead):
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(Roll, "dead", lambda self: dead)
+    monkeypatch.setattr(os, "kill", lambda *sending: sent.append(sending))
+    before = heed_sigterm(Roll(dist.HashStore(), 0, 2), lambda: "in step 3")
+    try:
+        handler = signal.getsignal(signal.SIGTERM)
+        if dead:
+            with pytest.raises(TrainingError, match=r"^rank 1 died by SIGKILL \(process 7\), in step 3$"):
+                handler(signal.SIGTERM, None)
+            assert (sent, signal.getsignal(signal.SIGTERM)) == ([], signal.SIG_IGN)
+        else:
+            handler(signal.SIGTERM, None)
+            assert (sent, signal.getsignal(signal.SIGTERM)) == ([(os.getpid(), signal.SIGTERM)], signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 STEADY = """

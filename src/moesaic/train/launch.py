@@ -23,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from moesaic.errors import InputError, TrainingError
 from moesaic.train.config import START_PATIENCE
-from moesaic.train.roll import ANSWER_SECONDS, Roll, answered, telling
+from moesaic.train.roll import ANSWER_SECONDS, Roll, answered, heed_sigterm, telling
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -119,6 +119,7 @@ def launch(patience: float = START_PATIENCE) -> Launch:
         store = PrefixStore(f"moesaic/{meet(store, rank, world, patience)}", store)
         roll = Roll(store, rank, world)
         roll.sign()
+        heed_sigterm(roll, lambda: "in the start; start the run again")
         with telling(roll, "while the ranks met: start the run again"):
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     except dist.DistError as error:

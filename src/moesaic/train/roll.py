@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from moesaic.errors import TrainingError
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 T = TypeVar("T")
+SignalHandler = Callable[[int, FrameType | None], Any] | int | None
+"""What `signal.signal` takes and returns."""
 ANSWER_SECONDS = 10.0
 """How long the store may take for an answer."""
 OF_CONNECTIONS = ("gloo", "NCCL", "connection closed by rank")
@@ -120,8 +123,35 @@ def telling(roll: Roll | None, when: str) -> Iterator[None]:
                 f"rank {roll.rank} lost a connection to other ranks, whose processes live "
                 f"({' '.join(str(error).split()):.200}), {when}: look at the links between their nodes"
             ) from error
-        ranks = ", ".join(f"rank {rank} {fate}" for rank, fate in dead.items())
-        raise TrainingError(f"{ranks}, {when}") from error
+        raise TrainingError(f"{_named(dead)}, {when}") from error
+
+
+def heed_sigterm(roll: Roll, when: Callable[[], str]) -> SignalHandler:
+    """Have SIGTERM end this process by saying which ranks are dead, as torchrun sends it once one of them is.
+
+    It may come before this process has missed them. Where nobody is dead it has its usual effect.
+
+    Args:
+        roll: of the run.
+        when: tells what happens at that time.
+
+    Returns:
+        what SIGTERM did before; None where signals cannot be handled, outside the main thread.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        dead: dict[int, str] = {}
+        with suppress(ConnectionError):
+            dead = answered(roll.dead, ANSWER_SECONDS)
+        if dead:
+            raise TrainingError(f"{_named(dead)}, {when()}")
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    with suppress(ValueError):
+        return signal.signal(signal.SIGTERM, end)
+    return None
 
 
 def answered(ask: Callable[[], T], seconds: float) -> T:
@@ -153,6 +183,11 @@ def answered(ask: Callable[[], T], seconds: float) -> T:
 def own_name() -> str:
     """Return the number and host of this process."""
     return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def _named(dead: dict[int, str]) -> str:
+    """Return one line on ranks and what became of them."""
+    return ", ".join(f"rank {rank} {fate}" for rank, fate in dead.items())
 
 
 def _fate_here(number: int) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -37,7 +38,7 @@ from moesaic.comm.transport import Handle
 from moesaic.errors import InputError, TrainingError
 from moesaic.layer import MoE
 from moesaic.runtime.executor import LayerRun, drive, interpret, run_backward
-from moesaic.train.roll import ANSWER_SECONDS, Roll, answered, own_name, telling
+from moesaic.train.roll import ANSWER_SECONDS, Roll, SignalHandler, answered, heed_sigterm, own_name, telling
 from moesaic.train.run_folder import FLIGHT, HANG, HANG_SUMS, RunFolder
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class Watch:
         self._main = threading.get_ident()
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
+        self._before: SignalHandler = None
 
     def __enter__(self) -> Watch:
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -107,6 +109,7 @@ class Watch:
             self._roll = Roll(self._store, self._rank, self._world, self._pause)
             self._roll.sign()
             self._roll.count(0)
+            self._before = heed_sigterm(self._roll, self._when)
             self._thread = threading.Thread(target=self._run, name="moesaic-watch", daemon=True)
             self._thread.start()
         return self
@@ -120,11 +123,17 @@ class Watch:
             if self._is_given_up():
                 self._thread.join()  # which ends the process: others have left because the run was given up
             try:
-                with telling(self._roll, f"in {self._step()}; {self._advice()}"):
+                with telling(self._roll, self._when()):
                     raise error
             finally:  # not before, since asking others may take for ever
                 self._ends.set()
+        elif self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
         self._ends.set()
+
+    def _when(self) -> str:
+        """Return what the run is at, and how to go on."""
+        return f"in {self._step()}; {self._advice()}"
 
     def _run(self) -> None:
         beats, mark, since, moved, works = 0, None, time.monotonic(), 0, 0
