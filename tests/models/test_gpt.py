@@ -221,7 +221,7 @@ BAD = [
     (lambda: config(dim=0), "model.dim=0: must be at least 1"),
     (lambda: config(dim=18, num_heads=4), "model.dim=18 does not split into model.num_heads=4 .* multiple of 8"),
     (lambda: config(dim=6, num_heads=2), "heads of even width"),
-    *((lambda bad=bad: config(ffn=bad), f"model.ffn='{bad}': write moe, dense, or moe and a number of at least 1")
+    *((lambda bad=bad: config(ffn=bad), f"model.ffn='{bad}': write moe or moe:2, for an MoE layer in each second block")
       for bad in ("moe:0", "moe:", "moe:x", "dense:2", "sparse")),
     *((lambda bad=bad: MoEConfig(router=f"sigmoid{bad}"), f"model.moe.router='sigmoid{bad}': write each option once")
       for bad in (":", ":bias_rate", ":bias_rate=1:bias_rate=2")),
