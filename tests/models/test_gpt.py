@@ -222,7 +222,7 @@ BAD = [
     (lambda: config(dim=18, num_heads=4), "model.dim=18 does not split into model.num_heads=4 .* multiple of 8"),
     (lambda: config(dim=6, num_heads=2), "heads of even width"),
     *((lambda bad=bad: config(ffn=bad), f"model.ffn='{bad}': write moe or moe:2, for an MoE layer in each second block")
-      for bad in ("moe:0", "moe:", "moe:x", "dense:2", "sparse")),
+      for bad in ("moe:0", "moe:", "moe:x", "sparse")),
     *((lambda bad=bad: MoEConfig(router=f"sigmoid{bad}"), f"model.moe.router='sigmoid{bad}': write each option once")
       for bad in (":", ":bias_rate", ":bias_rate=1:bias_rate=2")),
     (lambda: config(moe={"top_k": 5}), "model.moe.top_k=5 does not fit model.moe.num_experts=4"),
