@@ -25,9 +25,8 @@ from moesaic.train.metrics import read_metrics
 TINY: dict[str, Any] = {
     "steps": 4,
     "batch_size": 2,
-    "device": "cpu",
+    "device": "cpu:1",
     "precision": "float32",
-    "threads": 1,
     "log_every": 1,
     "evaluate": (100, 4),
     "save": "100",
@@ -39,7 +38,7 @@ TINY: dict[str, Any] = {
         "seq_len": 16,
         "moe": {"num_experts": 4, "top_k": 2, "hidden": 16},
     },
-    "optimizer": {"lr": 1e-2, "warmup_steps": 2},
+    "optimizer": {"lr": 1e-2, "schedule": "cosine:0.1:warmup=2"},
 }
 """A run of four steps of 32 tokens, as a table."""
 

@@ -10,7 +10,7 @@ import pytest
 from moesaic.configfile import as_json, differing_fields, override, read_table, suggestion
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
-from moesaic.train.config import TrainConfig
+from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.presets import PRESETS
 
 
@@ -74,7 +74,7 @@ def test_unreadable_files_are_refused(tmp_path, name, content, message):
         ({"model": {"moe": {"router": "best"}}}, "model.moe.router='best' is unknown: choose one of softmax, switch"),
         ({"optimizer": {"betas": [0.9]}}, "here: optimizer.betas must be a list of 2, got [0.9]"),
         ({"optimizer": {"betas": ["a", 0.9]}}, "here: optimizer.betas must be a number, got 'a'"),
-        ({"threads": "two"}, "here: threads must be a whole number, got 'two'"),
+        ({"mesh": {"ranks_per_node": "two"}}, "here: mesh.ranks_per_node must be a whole number, got 'two'"),
     ],
 )
 def test_bad_tables_are_refused(table, message):
@@ -84,13 +84,13 @@ def test_bad_tables_are_refused(table, message):
 
 
 def test_values_become_the_fields_types():
-    table = {"threads": None, "optimizer": {"lr": 1}, "data": {"path": ["a", "b"]}}
-    config = override(TrainConfig(threads=3), table, source="here")
-    assert config.threads is None
+    table = {"mesh": {"ranks_per_node": None}, "optimizer": {"lr": 1}, "data": {"path": ["a", "b"]}}
+    config = override(TrainConfig(mesh=MeshConfig(ranks_per_node=3)), table, source="here")
+    assert config.mesh.ranks_per_node is None
     assert config.optimizer.lr == 1.0
     assert isinstance(config.optimizer.lr, float)
     assert config.data.path == ("a", "b")
-    assert override(TrainConfig(), {"threads": 2}, source="here").threads == 2
+    assert override(TrainConfig(), {"mesh": {"ranks_per_node": 2}}, source="here").mesh.ranks_per_node == 2
 
 
 def test_the_dataclass_checks_itself_after_an_override():

@@ -104,8 +104,7 @@ def configuration(name: str, out: Path, steps: int, seed: int, codecs: str, devi
         evaluate=(steps, base.evaluate[1]),
         save=str(steps),
         trackers=(),
-        threads=1,
-        device=device,
+        device="cpu:1" if device == "cpu" else device,
         mesh=MeshConfig() if is_dense else MeshConfig(ep=WORLD),
         plan=StaticPlan() if is_dense else StaticPlan(codec=forward, backward_codec=backward),
     )
@@ -119,7 +118,7 @@ def pair(codecs: str) -> tuple[str, str]:
 
 def _process(rank: int, config: TrainConfig, store: str) -> None:
     torch.set_num_threads(1)
-    backend = "gloo" if config.device == "cpu" else "nccl"
+    backend = "gloo" if config.device.startswith("cpu") else "nccl"
     dist.init_process_group(backend, store=FileStore(store, WORLD), rank=rank, world_size=WORLD)
     train(config, console=Console(quiet=True))
     leave()
@@ -132,7 +131,10 @@ def one_run(task: Task, config: TrainConfig, most_sentences: int) -> dict[str, f
     loss = next(line["val_loss"] for line in reversed(lines) if "val_loss" in line)
     if task == "language":
         return {"val_loss": loss, "score": math.exp(loss)}
-    return {"val_loss": loss, "score": bleu(load_trained(Path(config.out), config.device), most_sentences)}
+    return {
+        "val_loss": loss,
+        "score": bleu(load_trained(Path(config.out), config.device.partition(":")[0]), most_sentences),
+    }
 
 
 def bleu(trained: Trained, most: int) -> float:

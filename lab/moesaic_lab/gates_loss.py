@@ -87,7 +87,7 @@ def configuration(gate: str, seed: int, steps: int) -> TrainConfig:
         moe = replace(moe, num_experts=moe.num_experts // 2, hidden=moe.hidden * 2, top_k=1)
     moe = replace(moe, router="softmax" if gate == "topology" else gate)
     return replace(
-        plain, steps=steps, seed=seed, precision="float32", device="cpu", threads=1, trackers=(), log_every=steps,
+        plain, steps=steps, seed=seed, precision="float32", device="cpu:1", trackers=(), log_every=steps,
         save=str(steps), evaluate=(plain.evaluate[0], 64), model=replace(plain.model, seq_len=128, moe=moe),
     )  # fmt: skip
 

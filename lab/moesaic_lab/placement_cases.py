@@ -30,8 +30,8 @@ from moesaic.program.grid import Grid
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.routers import SigmoidTopK, SoftmaxTopK
 from moesaic.runtime.balance.moving import MovingMoE
-from moesaic.runtime.balance.samples.relocate import Following, Relocator, sample_dropout, samples_of
-from moesaic.runtime.balance.samples.residual import Residual
+from moesaic.runtime.balance.relocate import Following, Relocator, sample_dropout, samples_of
+from moesaic.runtime.balance.residual import Residual
 from moesaic.runtime.data_parallel import average_gradients
 from moesaic.testing.equivalence import random_homes
 from moesaic.testing.expected import shard_of

@@ -9,7 +9,7 @@ error; it then learns the load that the step really had, and the simulated time 
 The trace is 200 steps without a balance loss:
 
     moesaic train --preset gpt-tiny --steps 200 --batch-size 8 --model.moe.num-experts 8 --model.moe.balance-loss 0 \\
-        --record-routing counts
+        --routing record:counts
 """
 
 from __future__ import annotations

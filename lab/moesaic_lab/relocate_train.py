@@ -86,7 +86,7 @@ def configuration(steps: int, batch_size: int, changes: dict[str, Any] | None = 
     """Return the demo's configuration with shorter sequences, on four ranks in two nodes, changed by tables."""
     plain = demo()
     config = replace(
-        plain, steps=steps, batch_size=batch_size, precision="float32", device="cpu", threads=1, trackers=(),
+        plain, steps=steps, batch_size=batch_size, precision="float32", device="cpu:1", trackers=(),
         log_every=1, evaluate=(steps, plain.evaluate[1]), save=str(steps), model=replace(plain.model, seq_len=128),
         mesh=MeshConfig(ep=4, ranks_per_node=2),
     )  # fmt: skip
@@ -139,7 +139,7 @@ def compared(options: RelocateTrainOptions) -> list[dict[str, Any]]:
             if name == ALWAYS:
                 continue  # no option of a run
             out = str(Path(folder) / name.replace(", ", "-").replace(" ", "-"))
-            told: dict[str, Any] = {"replay_routing": runs["plain"].out} if runs else {"record_routing": "tokens"}
+            told: dict[str, Any] = {"routing": (f"replay:{runs['plain'].out}" if runs else "record:tokens",)}
             runs[name] = replace(configuration(options.steps, 8, {"balance": METHODS[name]} | told), out=out)
         spawn(_process, args=(folder, list(runs.values())), nprocs=4)
         lines = {

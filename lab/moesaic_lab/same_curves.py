@@ -74,8 +74,7 @@ def configuration(
         evaluate=(steps, 8),
         save=str(10 * steps),
         trackers=(),
-        threads=1,
-        device="cpu",
+        device="cpu:1",
         mesh=mesh,
         plan=plan,
     )

@@ -58,7 +58,7 @@ PLANS = (
 STEPS_EACH = 3
 """Steps under each plan; a checkpoint follows."""
 SMALL: dict[str, Any] = {
-    "batch_size": 4, "device": "cpu", "precision": "float32", "threads": 1, "trackers": (), "log_every": 1,
+    "batch_size": 4, "device": "cpu:1", "precision": "float32", "trackers": (), "log_every": 1,
     "evaluate": (10_000_000, 4), "steps": 10_000_000, "save": "10000000",
     "model": {"dim": 32, "num_layers": 2, "num_heads": 2, "seq_len": 32, "moe": {"num_experts": 8, "hidden": 16}},
     "mesh": {"ep": 4},

@@ -30,13 +30,13 @@ from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, note
 from moesaic_lab.claims import Claim
 
 MESHES: tuple[tuple[int, MeshConfig], ...] = (
-    (2, MeshConfig(pp=2)),
-    (4, MeshConfig(pp=2, ep=2)),
-    (4, MeshConfig(pp=4)),
-    (4, MeshConfig(pp=2, vpp=2)),
-    (4, MeshConfig(pp=4, vpp=2)),
-    (4, MeshConfig(pp=2, vpp=2, tp=2, etp=2, sequence_parallel=True)),
-    (8, MeshConfig(pp=4, vpp=2, ep=2)),
+    (2, MeshConfig(pp=(2,))),
+    (4, MeshConfig(pp=(2,), ep=2)),
+    (4, MeshConfig(pp=(4,))),
+    (4, MeshConfig(pp=(2, 2))),
+    (4, MeshConfig(pp=(4, 2))),
+    (4, MeshConfig(pp=(2, 2), tp=2, etp=2, sequence_parallel=True)),
+    (8, MeshConfig(pp=(4, 2), ep=2)),
 )
 """Ranks, and how they share the model."""
 WORST = 1e-9
@@ -57,8 +57,8 @@ def configuration(folder: Path, name: str, steps: int, mesh: MeshConfig) -> Trai
         text.write_text(" ".join(str(number * number) for number in range(4000)), encoding="utf-8")
     moe = MoEConfig(num_experts=8, top_k=2, hidden=32, losses=("load_balance_global_batch:0.01", "z_loss:0.001"))
     return TrainConfig(
-        out=str(folder / name), steps=steps, batch_size=4, accumulation=4, precision="float64", device="cpu", log_every=1,
-        evaluate=(steps, 7), trackers=(), threads=1, mesh=mesh, data=DataConfig(path=(str(text),)),
+        out=str(folder / name), steps=steps, batch_size=4, accumulation=4, precision="float64", device="cpu:1", log_every=1,
+        evaluate=(steps, 7), trackers=(), mesh=mesh, data=DataConfig(path=(str(text),)),
         model=ModelConfig(ffn="moe:2", dim=32, num_layers=9, num_heads=2, seq_len=32, moe=moe),
     )  # fmt: skip
 
@@ -88,7 +88,7 @@ def row(mesh: MeshConfig, world: int, found: Any, expected: Any) -> dict[str, An
     return {
         "ranks": world,
         "mesh": " ".join(f"{name}={value}" for name, value in vars(mesh).items() if value != vars(MeshConfig())[name]),
-        "schedule": "interleaved 1F1B" if mesh.vpp > 1 else "1F1B",
+        "schedule": "interleaved 1F1B" if mesh.parts_per_stage > 1 else "1F1B",
         "figures": max(abs(a - b) / abs(b) for a, b in zip(figures, wanted, strict=True)),
         "parameters": max(float((tensors[name] - whole[name]).abs().max()) / scales[name] for name in whole),
     }

@@ -99,8 +99,8 @@ def configuration(out: Path, seed: int, options: TopologyGateOptions) -> TrainCo
     """Return the demo's configuration."""
     every = options.steps // options.evaluations
     return replace(
-        demo(), out=str(out), steps=options.steps, seed=seed, precision="float32", device="cpu", threads=1, trackers=(),
-        log_every=every, evaluate=(every, 64), save=str(options.steps), record_routing="tokens",
+        demo(), out=str(out), steps=options.steps, seed=seed, precision="float32", device="cpu:1", trackers=(),
+        log_every=every, evaluate=(every, 64), save=str(options.steps), routing=("record:tokens",),
     )  # fmt: skip
 
 

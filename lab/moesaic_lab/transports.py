@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moesaic.comm.gloo import Gloo
+from moesaic.comm.process_groups import Gloo
 from moesaic.comm.sockets import Sockets
 from moesaic.comm.transport import AbstractTransport, Transfer
 from moesaic.profiling.together import latest, start_together

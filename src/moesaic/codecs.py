@@ -128,9 +128,9 @@ CODECS: dict[str, CodecSpec] = {
         implementation="sixteen.Bf16", layout=partial(sixteen_bits, transport="bfloat16"), tolerance=0.06
     ),
     "fp16": CodecSpec(implementation="sixteen.Fp16", layout=partial(sixteen_bits, transport="float16"), tolerance=0.01),
-    "int8": CodecSpec(implementation="int8.Int8", layout=partial(scaled_rows, transport="int8"), tolerance=0.15),
+    "int8": CodecSpec(implementation="eight.Int8", layout=partial(scaled_rows, transport="int8"), tolerance=0.15),
     "fp8": CodecSpec(
-        implementation="fp8.Fp8", layout=partial(scaled_tiles, width=128, transport="float8_e4m3fn"), tolerance=0.6
+        implementation="eight.Fp8", layout=partial(scaled_tiles, width=128, transport="float8_e4m3fn"), tolerance=0.6
     ),
     "zfp": CodecSpec(
         implementation="zfp.Zfp",

@@ -107,11 +107,11 @@ def test_without_anything_the_defaults_hold(taken):
 
 
 def test_several_paths_and_none(taken):
-    assert main(["train", "--data.path", "a.txt", "b", "--threads", "2", "--trackers"]) == 0
-    assert main(["train", "--threads", "None"]) == 0
+    assert main(["train", "--data.path", "a.txt", "b", "--device", "cpu:2", "--trackers"]) == 0
+    assert main(["train", "--device", "cpu", "--mesh.pp", "2", "2", "--accumulation", "2"]) == 0
     assert taken[0].data.path == ("a.txt", "b")
     assert (taken[0].threads, taken[0].trackers) == (2, ())
-    assert taken[1].threads is None
+    assert (taken[1].threads, taken[1].mesh.stages, taken[1].mesh.parts_per_stage) == (None, 2, 2)
 
 
 def test_the_configuration_of_a_run_takes_it_up_again(tmp_path, capsys):
@@ -156,7 +156,12 @@ def has_lines(folder: Path, count: int) -> bool:
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM], ids=lambda kind: kind.name)
 def test_a_signal_saves_says_how_to_go_on_and_exits_0(tmp_path, kind):
-    config = tiny(tmp_path, steps=1_000_000, model={"moe": {"router": "noisy"}}, optimizer={"warmup_steps": 1_000_000})
+    config = tiny(
+        tmp_path,
+        steps=1_000_000,
+        model={"moe": {"router": "noisy"}},
+        optimizer={"schedule": "cosine:0.1:warmup=1000000"},
+    )
     run = tmp_path / "run"
     process = start(config, tmp_path)
     wait_for(lambda: has_lines(run, 3), process)

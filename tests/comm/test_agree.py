@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from moesaic.comm.agree import check_same
+from moesaic.comm.collectives import check_same
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError

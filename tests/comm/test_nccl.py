@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moesaic.comm.nccl import Nccl
+from moesaic.comm.process_groups import Nccl
 from moesaic.comm.transport import Transfer
 
 DEVICE = torch.device("cpu")

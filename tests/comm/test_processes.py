@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from moesaic.comm import TransportName, gloo, sockets_connect
+from moesaic.comm import TransportName, process_groups, sockets_connect
 from moesaic.comm.collectives import DIRECT_BYTES, all_gather, all_reduce_sum, broadcast, share, slice_rows
 from moesaic.comm.mesh import Mesh, check_same, open_transport
 from moesaic.comm.transport import Transfer
@@ -195,5 +195,5 @@ def test_a_process_that_ends_waits_for_a_thread_that_has_work():
         done.set()
 
     threading.Thread(target=work, daemon=True).start()
-    gloo._let_threads_end()
+    process_groups._let_threads_end()
     assert done.is_set()

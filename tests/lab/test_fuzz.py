@@ -36,7 +36,7 @@ READS = (
 )  # fmt: skip
 """Names of calls that take in what a file holds; `open` without a mode for writing does too."""
 ELSEWHERE = {
-    ("comm/agree.py", "check_same"): "reads what ranks sent each other",
+    ("comm/collectives.py", "check_same"): "reads what ranks sent each other",
     ("runtime/auto_plan.py", "_first_says"): "reads what ranks sent each other",
     ("train/shard_metadata.py", "read_metadata"): "hands the file to read_list",
     ("train/watch.py", "_give_up"): "reads what ranks wrote into their store",

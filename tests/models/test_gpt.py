@@ -217,12 +217,12 @@ BAD = [
       for bad in (0.0, -1.0, float("nan"), float("inf"))),
     *((lambda bad=bad: MoEConfig(capacity=bad), f"model.moe.capacity='{bad}': write dropless, or fixed, fitted, padded with")
       for bad in ("", "fix", "dropless:2", "fixed:", "fixed:x", "fixed:1:ranks", "fixed:rank:rank", "fixed:1:2")),
-    (lambda: config(dense_hidden=0), "model.dense_hidden=0: must be at least 1"),
+    (lambda: config(ffn="dense:0"), "model.ffn='dense:0': write moe or moe:2"),
     (lambda: config(dim=0), "model.dim=0: must be at least 1"),
     (lambda: config(dim=18, num_heads=4), "model.dim=18 does not split into model.num_heads=4 .* multiple of 8"),
     (lambda: config(dim=6, num_heads=2), "heads of even width"),
-    *((lambda bad=bad: config(ffn=bad), f"model.ffn='{bad}': write moe, dense, or moe and a number of at least 1")
-      for bad in ("moe:0", "moe:", "moe:x", "dense:2", "sparse")),
+    *((lambda bad=bad: config(ffn=bad), f"model.ffn='{bad}': write moe or moe:2, for an MoE layer in each second block")
+      for bad in ("moe:0", "moe:", "moe:x", "sparse")),
     *((lambda bad=bad: MoEConfig(router=f"sigmoid{bad}"), f"model.moe.router='sigmoid{bad}': write each option once")
       for bad in (":", ":bias_rate", ":bias_rate=1:bias_rate=2")),
     (lambda: config(moe={"top_k": 5}), "model.moe.top_k=5 does not fit model.moe.num_experts=4"),

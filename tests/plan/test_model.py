@@ -65,7 +65,7 @@ def test_a_file_is_read_and_what_does_not_matter_is_passed_over(tmp_path: Path) 
         ("[model]\ndim = 1.5\n", "model.dim must be a whole number, got 1.5"),
         ("model = 3\n", "model must be a table, got 3"),
         ("batch_size = 0\n", "batch_size=0: must be at least 1"),
-        ("[model]\nffn = 'moe:0'\n", "model.ffn='moe:0': write moe, dense, or moe and a number"),
+        ("[model]\nffn = 'moe:0'\n", "model.ffn='moe:0': write moe or moe:2, for an MoE layer"),
         ("[model.moe]\nevery = 2\n", "model.moe.every is now model.ffn, as moe:2"),
         ("", "planning reads batch_size, accumulation, precision, model, data of a training configuration"),
         (

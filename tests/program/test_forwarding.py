@@ -9,8 +9,8 @@ from moesaic.cost.simulate import Simulator
 from moesaic.cost.timing import Simulated
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan
-from moesaic.program.forwarding import in_pieces
 from moesaic.program.grid import Grid
+from moesaic.program.passes.multicast import in_pieces
 from moesaic.program.task import Program
 
 GRID = Grid(world=8, ep=8, ranks_per_node=4)

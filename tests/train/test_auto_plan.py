@@ -25,7 +25,7 @@ from train.worlds import Outcome, assert_same_run, train_on
 
 BASE = {
     "batch_size": 4, "precision": "float64", "evaluate": (8, 5), "steps": 16, "save": "8",
-    "optimizer": {"warmup_steps": 0, "schedule": "cosine:1"},
+    "optimizer": {"schedule": "cosine:1:warmup=0"},
 }  # fmt: skip
 """A constant rate, so that a run in two parts is the run in one."""
 MESH = {"tp": 2, "ep": 2, "ranks_per_node": 1}

@@ -22,8 +22,8 @@ from train.worlds import Outcome, assert_same_run, train_on
 
 GPT2 = {"norm": "layer", "positions": "learned", "bias": True}
 BLOCKS: dict[str, dict[str, Any]] = {
-    "gpt2": {"block": GPT2, "ffn": "dense", "dense_hidden": 32},
-    "modern": {"block": {"kv_heads": 2, "head_dim": 6, "qk_norm": True, "tied": False}, "conv_width": 1},
+    "gpt2": {"block": GPT2, "ffn": "dense:32"},
+    "modern": {"block": {"attention": "plain:kv_heads=2:head_dim=6:qk_norm", "tied": False}, "conv_width": 1},
     "bert": {"block": GPT2 | {"kind": "encoder", "norm": "post_layer"}, "ffn": "moe:2"},
     "pairs": {"block": GPT2 | {"kind": "encoder_decoder", "tied": False}, "num_layers": 4, "ffn": "moe:2"},
 }

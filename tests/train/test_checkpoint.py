@@ -24,6 +24,7 @@ from moesaic.errors import InputError
 from moesaic.experts.experts import stored_tensors
 from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.gpt import GPT
+from moesaic.plan.model_shape import BlockConfig
 from moesaic.train import checkpoint as checkpoint_module
 from moesaic.train.checkpoint import (
     FORMAT,
@@ -379,7 +380,7 @@ KNOBS = {
 
 def test_what_steers_training_is_no_other_architecture(tmp_path):
     model = save(tmp_path, 3)
-    other = replace(SHAPE, seq_len=32, dense_hidden=99, moe=replace(SHAPE.moe, **KNOBS))
+    other = replace(SHAPE, seq_len=32, ffn="moe:1:99", moe=replace(SHAPE.moe, **KNOBS))
     twin = GPT(other, VOCABULARY)
     load_into(twin, load_checkpoint(tmp_path, pytest.fail), other, VOCABULARY)
     assert_same(twin.state_dict(), model.state_dict())
@@ -401,7 +402,9 @@ OTHER_SHAPES = {
     "moe.experts": (SHAPE, {}, {"experts": "gelu"}),
     "moe.router_options.num_groups": (GROUPED, {}, {"router": "group_limited:num_groups=2"}),
     "moe.router_options.top_groups": (GROUPED, {}, {"router": "group_limited:top_groups=1"}),
-    "dense_hidden": (DENSE, {"dense_hidden": 48}, {}),
+    "ffn.hidden": (DENSE, {"ffn": "dense:48"}, {}),
+    "block.attention.kv_heads": (SHAPE, {"block": BlockConfig(attention="plain:kv_heads=1")}, {}),
+    "block.attention.qk_norm": (SHAPE, {"block": BlockConfig(attention="plain:qk_norm")}, {}),
 }
 
 
@@ -414,7 +417,7 @@ def test_every_field_of_the_architecture_counts(field):
 
 
 def test_a_dense_model_is_compared_by_its_width():
-    same = replace(DENSE, dense_hidden=DENSE.active_hidden, moe=replace(DENSE.moe, num_experts=2, router="softmax"))
+    same = replace(DENSE, ffn=f"dense:{DENSE.active_hidden}", moe=replace(DENSE.moe, num_experts=2, router="softmax"))
     assert architecture(same) == architecture(DENSE)
 
 

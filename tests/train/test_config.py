@@ -44,7 +44,7 @@ BAD = [
     (lambda: TrainConfig(patience=(math.nan, 600.0)), r"^patience=\(nan, 600.0\): choose both from 1 to 1500 seconds"),
     (lambda: TrainConfig(trackers=("wandb",)), "trackers: 'wandb' is unknown: write tensorboard, or wandb:PROJECT"),
     (lambda: TrainConfig(trackers=("mlflow:x",)), "trackers: 'mlflow:x' is unknown"),
-    (lambda: TrainConfig(threads=0), "threads=0: must be at least 1"),
+    (lambda: TrainConfig(device="cpu:0"), "device=cpu:0: write a number of CPU threads"),
     (lambda: TrainConfig(seed=-1), "seed=-1: choose 0 or more"),
     (lambda: ModelConfig(num_layers=10**18), "model.num_layers=1000000000000000000: must be at most 10000"),
     (lambda: ModelConfig(dim=2**31), "model.dim=2147483648: must be at most 2147483647"),
@@ -72,7 +72,13 @@ BAD = [
     (lambda: OptimizerConfig(weight_decay=math.nan), "optimizer.weight_decay=nan: must be 0 or more and finite"),
     (lambda: OptimizerConfig(weight_decay=math.inf), "optimizer.weight_decay=inf: must be 0 or more and finite"),
     (lambda: OptimizerConfig(lr=float("nan")), "optimizer.lr=nan"),
-    (lambda: OptimizerConfig(warmup_steps=-1), "warmup_steps"),
+    (
+        lambda: OptimizerConfig(schedule="cosine:0.1:warmup=-1"),
+        "optimizer.schedule='cosine:0.1:warmup=-1': write one of",
+    ),
+    (lambda: TrainConfig(routing=("record:all",)), "routing=record:all: write record:counts or record:tokens once"),
+    (lambda: TrainConfig(routing=("replay:a", "replay:b")), "routing=replay:a replay:b: write"),
+    (lambda: TrainConfig(routing=("a",)), "routing=a: write"),
     (lambda: OptimizerConfig(weight_decay=-0.1), "weight_decay"),
     (lambda: OptimizerConfig(clip_norm=-1.0), "clip_norm"),
     (lambda: OptimizerConfig(betas=(1.0, 0.9)), r"optimizer.betas=\(1.0, 0.9\): both must be at least 0 and below 1"),
@@ -162,7 +168,8 @@ def test_files_of_earlier_versions_say_the_same_under_todays_names():
 def test_what_was_renamed_is_a_field_no_more():
     for path in RENAMED:
         *outer, name = path.split(".")
-        assert name not in {each.name for each in fields(reduce(getattr, outer, TrainConfig()))}, path
+        inside = reduce(getattr, outer, TrainConfig())
+        assert not is_dataclass(inside) or name not in {each.name for each in fields(inside)}, path
 
 
 def test_choices_that_had_fields_beside_them_are_read_with_these():
@@ -170,11 +177,13 @@ def test_choices_that_had_fields_beside_them_are_read_with_these():
     table = {
         "patience": 60.0, "start_patience": 30.0, "eval_every": 7, "eval_sequences": 3, "save_every": 5, "keep_last": 4,
         "save_in_background": True, "data": {"val_path": [], "val_share": 0.07},
-        "optimizer": {"schedule": "wsd", "final_share": 0.3, "expert_rate": 0.5, "router_rate": 1.0},
+        "optimizer": {"schedule": "wsd", "final_share": 0.3, "warmup_steps": 7, "expert_rate": 0.5, "router_rate": 1.0},
         "balance": {"replication": "arbiter", "learn": False, "experts": "smartmoe", "experts_every": 9},
-        "mesh": {"ep": 2},
+        "mesh": {"ep": 2}, "device": "cpu", "threads": 2,
+        "record_routing": "tokens", "replay_routing": None, "numbers": {"most_skipped": 5, "spikes": "rollback"},
         "model": {
-            "ffn": "moe", "block": {"positions": "rotary", "rope": [500.0, 2.0]},
+            "ffn": "moe", "dense_hidden": 96, "num_layers": 8,
+            "block": {"positions": "rotary", "rope": [500.0, 2.0], "kv_heads": 2, "head_dim": None, "qk_norm": True},
             "moe": {
                 "every": 2, "router": "group_limited", "router_options": {"num_groups": 4, "normalize": False, "scale": 2.5},
             },
@@ -185,21 +194,34 @@ def test_choices_that_had_fields_beside_them_are_read_with_these():
     assert found.saving() == Saves(every=5, keep=4, in_background=True)
     assert (found.data.val, found.data.val_share, found.data.val_path) == (("share:0.07",), 0.07, ())
     optimizer, balance, model = found.optimizer, found.balance, found.model
-    assert (optimizer.schedule, optimizer.way_down, optimizer.final_share) == ("wsd:0.3", "wsd", 0.3)
+    assert (optimizer.schedule, optimizer.way_down) == ("wsd:0.3:warmup=7", "wsd")
+    assert (optimizer.final_share, optimizer.warmup_steps) == (0.3, 7)
     assert (optimizer.rates, optimizer.rate_of("experts"), optimizer.rate_of("routers")) == (("experts:0.5",), 0.5, 1.0)
     assert (balance.replication, balance.policy, balance.learns) == ("arbiter:counts", "arbiter", False)
     assert (balance.experts, balance.expert_policy, balance.experts_every) == ("smartmoe:9", "smartmoe", 9)
-    assert (model.ffn, model.block.positions, model.block.rope) == ("moe:2", "rotary:500.0:2.0", (500.0, 2.0))
+    assert (model.ffn, model.block.positions, model.block.rope) == ("moe:2:96", "rotary:500.0:2.0", (500.0, 2.0))
+    assert (model.moe_every, model.active_hidden, model.is_sparse(7), model.is_sparse(6)) == (2, 96, True, False)
+    assert (model.block.attention, model.kv_heads, model.head_dim) == ("plain:kv_heads=2:qk_norm", 2, 32)
+    assert (found.device, found.threads, found.numbers, found.goes_back) == ("cpu:2", 2, (5, "rollback"), True)
+    assert (found.routing, found.record_routing, found.replay_routing) == (("record:tokens",), "tokens", None)
     assert model.moe.router_name == "group_limited"
     assert model.moe.router_options == {"num_groups": 4, "normalize": False, "scale": 2.5}
 
     plain = {
+        "device": "auto", "threads": None,  "record_routing": "none", "replay_routing": None, "accumulation": 2,
+        "mesh": {"pp": 2, "vpp": 2},
+        "optimizer": {"schedule": "cosine:0.1", "warmup_steps": 40},
         "data": {"val_path": ["a.txt"], "val_share": 0.05}, "balance": {"replication": "none", "learn": False},
-        "model": {"ffn": "dense", "block": {"positions": "learned", "rope": [10000.0, 1.0]}, "moe": {"every": 3}},
+        "model": {
+            "ffn": "dense", "dense_hidden": 64, "block": {"positions": "learned", "rope": [10000.0, 1.0]}, "moe": {"every": 3},
+        },
     }  # fmt: skip
     found = override(TrainConfig(), of_today(plain, "here"), source="here")
     assert (found.data.val_path, found.balance.replication) == (("a.txt",), "none")
-    assert (found.model.ffn, found.model.block.rope) == ("dense", None)
+    assert (found.model.ffn, found.model.active_hidden, found.model.block.rope) == ("dense:64", 64, None)
+    assert (found.device, found.routing, found.mesh.pp) == ("auto", (), (2, 2))
+    assert (found.mesh.stages, found.mesh.parts_per_stage, found.mesh.least_ranks) == (2, 2, 2)
+    assert found.optimizer.schedule == "cosine:0.1"
 
 
 @pytest.mark.parametrize(
@@ -212,6 +234,11 @@ def test_choices_that_had_fields_beside_them_are_read_with_these():
         ({"balance": {"learn": False}}, "balance.learn is now balance.replication, as arbiter:counts"),
         ({"balance": {"experts_every": 7}}, "balance.experts_every is now balance.experts, as balanced:50"),
         ({"model": {"block": {"rope": [1.0, 1.0]}}}, "model.block.rope is now model.block.positions"),
+        ({"model": {"dense_hidden": 64}}, "model.dense_hidden is now model.ffn, as moe:2:512 or dense:512"),
+        ({"optimizer": {"warmup_steps": 7}}, "optimizer.warmup_steps is now optimizer.schedule, as cosine:0.1:warmup=500"),
+        ({"mesh": {"vpp": 2}}, "mesh.vpp is now the second number of mesh.pp, as --mesh.pp 4 2"),
+        ({"threads": 2}, "threads is now device, as cpu:2"),
+        ({"numbers": {"spikes": "rollback"}}, "numbers.spikes is now the second of numbers, as --numbers 3 rollback"),
         ({"model": {"moe": {"every": 2}}}, "model.moe.every is now model.ffn, as moe:2"),
         ({"model": {"moe": {"router_options": {"scale": 2.0}}}}, "model.moe.router_options is now model.moe.router, as sig"),
     ],

@@ -120,8 +120,8 @@ def test_wrong_steps_in_a_row_end_the_run_and_others_do_not(tmp_path):
     ):
         assert part in str(caught.value)
     assert [step for step, _ in losses(tmp_path / "run")] == [1, 4]
-    with pytest.raises(InputError, match=r"numbers.most_skipped=0: must be at least 1"):
-        tiny(tmp_path, numbers={"most_skipped": 0})
+    with pytest.raises(InputError, match="numbers=0 warn: the steps must be at least 1"):
+        tiny(tmp_path, numbers=(0, "warn"))
 
 
 def test_a_run_that_left_steps_out_is_taken_up_bit_by_bit(tmp_path, monkeypatch):
@@ -143,7 +143,7 @@ def _spoil_on_two() -> None:
 
 
 def test_on_two_ranks_all_leave_the_step_out_and_name_the_one_that_spoilt_it(tmp_path):
-    config = tiny(tmp_path, steps=5, batch_size=4, mesh={"ep": 2}, numbers={"most_skipped": 4})
+    config = tiny(tmp_path, steps=5, batch_size=4, mesh={"ep": 2}, numbers=(4, "warn"))
     (outcomes,) = train_on(2, [config], _spoil_on_two)
     assert [each.refusal for each in outcomes] == ["", ""]
     origins = [line["origin"] for line in lines(tmp_path / "run", "skipped")]
@@ -223,7 +223,7 @@ def leaping(monkeypatch: pytest.MonkeyPatch, micro_batch: int) -> None:
 
 @pytest.mark.parametrize("spikes", ["warn", "rollback"])
 def test_a_leap_is_said_or_rolled_back(tmp_path, monkeypatch, spikes):
-    config = tiny(tmp_path, steps=26, save="10", optimizer={"lr": 1e-3}, numbers={"spikes": spikes})
+    config = tiny(tmp_path, steps=26, save="10", optimizer={"lr": 1e-3}, numbers=(3, spikes))
     leaping(monkeypatch, 22)
     result, screen = run_quietly(config)
     assert result.step == 26
@@ -247,7 +247,7 @@ def test_a_run_that_leaps_whatever_it_trains_on_goes_on_after_three_returns(tmp_
         return (10 * loss if self.state.step == 22 else loss), auxiliary
 
     monkeypatch.setattr(Trainer, "_accumulate", accumulate)
-    config = tiny(tmp_path, steps=26, save="20", optimizer={"lr": 1e-3}, numbers={"spikes": "rollback"})
+    config = tiny(tmp_path, steps=26, save="20", optimizer={"lr": 1e-3}, numbers=(3, "rollback"))
     monkeypatch.setattr("moesaic.train.numbers.FEWEST", 2)
     result, screen = run_quietly(config)
     assert result.step == 26

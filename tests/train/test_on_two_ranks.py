@@ -15,8 +15,8 @@ from runs import assert_same, lines, parameters, run_quietly, skip_measuring, ti
 from train.worlds import Outcome, assert_same_run, difference, train_on
 
 BASE = {"batch_size": 4, "precision": "float64", "evaluate": (2, 5), "steps": 2}
-DENSE = {"model": {"ffn": "dense", "dense_hidden": 24}}
-ODD_VOCABULARY = {"data": {"vocab_size": 301}, "model": {"ffn": "dense", "dense_hidden": 24}}
+DENSE = {"model": {"ffn": "dense:24"}}
+ODD_VOCABULARY = {"data": {"vocab_size": 301}, "model": {"ffn": "dense:24"}}
 FULL = {
     "accumulation": 2,
     "model": {
@@ -75,7 +75,9 @@ def refusals(folder: Path) -> dict[str, TrainConfig | list[TrainConfig]]:
         r"InputError: out=.*blocked: holds checkpoints, which no run wrote": replace(
             base, out=str(folder / "blocked"), save="1"
         ),
-        r"TrainingError: .* of step 2 is not finite": tiny(folder, **BASE, optimizer={"lr": 1e300, "warmup_steps": 0}),
+        r"TrainingError: .* of step 2 is not finite": tiny(
+            folder, **BASE, optimizer={"lr": 1e300, "schedule": "cosine:0.1:warmup=0"}
+        ),
     }
 
 
@@ -90,7 +92,7 @@ def chain(folder: Path) -> list[TrainConfig]:
 
 def noisy(folder: Path, mesh: str) -> list[TrainConfig]:
     """Return a run in one go, and one that is taken up again after one, with an evaluation more; the rate is constant."""
-    changes = {**BASE, "model": {"moe": {"router": "noisy"}}, "optimizer": {"warmup_steps": 0, "schedule": "cosine:1"}}
+    changes = {**BASE, "model": {"moe": {"router": "noisy"}}, "optimizer": {"schedule": "cosine:1:warmup=0"}}
     shape = {"tp": {"tp": 2}, "dp": {"ep": 2}}[mesh]
     whole = tiny(folder, **changes, mesh=shape, out=str(folder / f"whole-{mesh}"))
     parts = replace(whole, out=str(folder / f"parts-{mesh}"), existing="resume")

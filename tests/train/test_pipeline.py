@@ -22,18 +22,18 @@ BASE = {
     "batch_size": 4, "accumulation": 4, "steps": 2, "precision": "float64", "evaluate": (100, 5), "model": MODEL,
 }  # fmt: skip
 STAGES = {
-    "1f1b-2": {"pp": 2, "ep": 2},
-    "1f1b-4": {"pp": 4},
-    "interleaved-2": {"pp": 2, "vpp": 2},
-    "interleaved-4": {"pp": 4, "vpp": 2},
-    "tp": {"pp": 2, "vpp": 2, "tp": 2, "etp": 2, "sequence_parallel": True},
+    "1f1b-2": {"pp": (2,), "ep": 2},
+    "1f1b-4": {"pp": (4,)},
+    "interleaved-2": {"pp": (2, 2)},
+    "interleaved-4": {"pp": (4, 2)},
+    "tp": {"pp": (2, 2), "tp": 2, "etp": 2, "sequence_parallel": True},
 }
 """Name to mesh, of four ranks. Of the nine layers every second is dense, so parts have several sizes and some no experts."""
 MORE = ("1f1b-4", "interleaved-2", "interleaved-4")
 """Those of `make test-random`: 1F1B and two parts a rank are in the others, and layers alone run on four ranks in a line."""
 REFUSED = {
-    "pp=3 does not divide the 4 ranks": {"mesh": {"pp": 3}, "accumulation": 3},
-    "mesh.ep": {"mesh": {"pp": 2, "ep": 4}},
+    "pp=3: 3 stages do not divide the 4 ranks": {"mesh": {"pp": (3,)}, "accumulation": 3},
+    "mesh.ep": {"mesh": {"pp": (2,), "ep": 4}},
 }
 """A part of the line to settings that only the ranks can refuse."""
 
@@ -102,13 +102,14 @@ def test_sizes_that_do_not_fit_the_ranks_are_refused(world, line):
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"mesh": {"vpp": 2}}, "mesh.vpp=2 with mesh.pp=1"),
-        ({"mesh": {"pp": 4, "vpp": 4}}, "want 16 parts of a model of model.num_layers=9"),
-        ({"mesh": {"pp": 2}, "accumulation": 3}, "does not divide accumulation=3"),
-        ({"mesh": {"pp": 2}, "balance": {"replication": "shadow"}}, "clashes with balance.replication=shadow"),
-        ({"mesh": {"pp": 2}, "planner": {"plan": "auto"}}, "clashes with planner.plan=auto"),
-        ({"mesh": {"pp": 2}, "record_routing": "counts"}, "clashes with record_routing=counts"),
-        ({"mesh": {"pp": 0}}, "mesh.pp=0: must be at least 1"),
+        ({"mesh": {"pp": (1, 2)}}, "mesh.pp=1 2: one stage has the whole model"),
+        ({"mesh": {"pp": (2, 2, 2)}}, "mesh.pp=2 2 2: write the stages"),
+        ({"mesh": {"pp": (4, 4)}}, "want 16 parts of a model of model.num_layers=9"),
+        ({"mesh": {"pp": (2,)}, "accumulation": 3}, "does not divide accumulation=3"),
+        ({"mesh": {"pp": (2,)}, "balance": {"replication": "shadow"}}, "clashes with balance.replication=shadow"),
+        ({"mesh": {"pp": (2,)}, "planner": {"plan": "auto"}}, "clashes with planner.plan=auto"),
+        ({"mesh": {"pp": (2,)}, "routing": ("record:counts",)}, "clashes with routing=record:counts"),
+        ({"mesh": {"pp": (0,)}}, "mesh.pp=0: write the stages, at least 1"),
     ],
 )  # fmt: skip
 def test_settings_that_clash_are_refused(tmp_path, changes, line):

@@ -95,7 +95,7 @@ def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
         runs = {name: meshed for name, (_, meshed) in pairs.items()}
         whole = runs["random, edp 2"]
         parts = replace(whole, out=str(folder / "parts"), existing="resume", save="2")
-        constant = replace(whole.optimizer, warmup_steps=0, schedule="cosine:1")
+        constant = replace(whole.optimizer, schedule="cosine:1:warmup=0")
         runs["first half"] = replace(parts, steps=2, optimizer=constant)
         runs["second half"] = replace(parts, optimizer=constant)
         runs["without"] = replace(parts, out=str(folder / "without"), balance=BalanceConfig(), optimizer=constant)
@@ -174,7 +174,7 @@ def test_configurations_that_cannot_place_experts_are_refused(tmp_path):
             r"balance\.experts=balanced with mesh\.ep=1, where every rank has all experts: choose",
         ),
         (
-            {"balance": {"experts": "balanced"}, "mesh": {"ep": 2}, "model": {"ffn": "dense", "dense_hidden": 24}},
+            {"balance": {"experts": "balanced"}, "mesh": {"ep": 2}, "model": {"ffn": "dense:24"}},
             r'balance\.experts=balanced: model\.ffn="dense" has no experts to move: leave it none',
         ),
     ):

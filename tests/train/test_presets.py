@@ -88,14 +88,14 @@ def test_schemoes_models_have_the_published_parameters(name, dense, unit, expert
 )  # fmt: skip
 def test_the_dense_twin_of_a_gpt2_is_gpt2(name, parameters):
     config = PRESETS[name]()
-    dense = replace(config.model, ffn="dense", dense_hidden=config.model.moe.hidden)
+    dense = replace(config.model, ffn=f"dense:{config.model.moe.hidden}")
     assert count(built(dense, config.data.vocab_size)) == parameters
     assert config.model.moe.hidden == 4 * config.model.dim
 
 
 def test_the_dense_twin_of_parms_bert_is_bert_base_without_segments_and_pooler():
     config = PRESETS["parm-bert-base"]()
-    dense = built(replace(config.model, ffn="dense", dense_hidden=3072), config.data.vocab_size)
+    dense = built(replace(config.model, ffn="dense:3072"), config.data.vocab_size)
     with torch.device("meta"):
         bert = transformers.BertModel(transformers.BertConfig(), add_pooling_layer=False)
     assert count(dense) == count(bert) - count(bert, "token_type")
@@ -151,7 +151,7 @@ def test_gpt_small_has_the_size_it_says():
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "bert-tiny", "seq2seq-tiny"])
 def test_the_tiny_ones_train(tmp_path, name):
-    config = replace(preset(name), out=str(tmp_path / "run"), steps=2, threads=1, trackers=(), precision="float32")
+    config = replace(preset(name), out=str(tmp_path / "run"), steps=2, device="cpu:1", trackers=(), precision="float32")
     config = replace(config, device="cpu", evaluate=(100, 8))
     if name != "seq2seq-tiny":  # whose data are Django's
         config = replace(config, data=replace(config.data, path=(str(write_text(tmp_path / "a.txt")),)))

@@ -57,19 +57,19 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, lis
     trace = str(folder / "other")
     with pytest.MonkeyPatch.context() as patch:
         skip_measuring(patch)
-        run_quietly(configured(folder, "other", record_routing="tokens", accumulation=2, seed=7))
-        run_quietly(configured(folder, "told", replay_routing=trace, accumulation=2))
+        run_quietly(configured(folder, "other", routing=("record:tokens",), accumulation=2, seed=7))
+        run_quietly(configured(folder, "told", routing=(f"replay:{trace}",), accumulation=2))
         run_quietly(configured(folder, "free", accumulation=2))
         runs: dict[str, TrainConfig] = {}
         for name, how in TOLD.items():
-            told = {"replay_routing": trace, "record_routing": "tokens", "accumulation": 2}
+            told = {"routing": (f"replay:{trace}", "record:tokens"), "accumulation": 2}
             runs[f"told {name}"] = on_four(folder, f"told {name}", **told, **how)
         for holds in HOLDS:
-            run_quietly(configured(folder, f"one {holds}", record_routing=holds))
-            both = {"balance": MOVED | EXPERTS, "record_routing": holds}
+            run_quietly(configured(folder, f"one {holds}", routing=(f"record:{holds}",)))
+            both = {"balance": MOVED | EXPERTS, "routing": (f"record:{holds}",)}
             runs[f"four {holds}"] = on_four(folder, f"four {holds}", **both)
         first = runs["four tokens"]
-        runs["again"] = replace(first, out=str(folder / "again"), replay_routing=first.out)
+        runs["again"] = replace(first, out=str(folder / "again"), routing=(*first.routing, f"replay:{first.out}"))
         outcomes = train_on(4, list(runs.values()))
     return folder, dict(zip(runs, outcomes))
 

@@ -27,19 +27,21 @@ split evenly."""
 
 def plain(folder: Path, holds: str = "tokens") -> TrainConfig:
     """Return the run of one process that is recorded."""
-    return tiny(folder, **BASE, out=str(folder / f"one-{holds}"), record_routing=holds)
+    return tiny(folder, **BASE, out=str(folder / f"one-{holds}"), routing=(f"record:{holds}",))
 
 
 def on_mesh(folder: Path, name: str, holds: str) -> TrainConfig:
     """Return the same run on two ranks."""
     mesh, plan = MESHES[name]
     slug = name.replace(", ", "-")
-    return tiny(folder, **BASE, out=str(folder / f"two-{slug}-{holds}"), record_routing=holds, mesh=mesh, plan=plan)
+    return tiny(
+        folder, **BASE, out=str(folder / f"two-{slug}-{holds}"), routing=(f"record:{holds}",), mesh=mesh, plan=plan
+    )
 
 
 def noisy(folder: Path) -> TrainConfig:
     """Return a run of one process whose routing no other mesh would draw."""
-    return tiny(folder, **{**BASE, **NOISY}, out=str(folder / "noisy"), record_routing="tokens")
+    return tiny(folder, **{**BASE, **NOISY}, out=str(folder / "noisy"), routing=("record:tokens",))
 
 
 def told(folder: Path, name: str, trace: str) -> TrainConfig:
@@ -48,7 +50,7 @@ def told(folder: Path, name: str, trace: str) -> TrainConfig:
     slug = name.replace(", ", "-")
     out = str(folder / f"told-{slug}-{Path(trace).name}")
     return tiny(
-        folder, **{**BASE, **NOISY}, out=out, record_routing="tokens", replay_routing=trace, mesh=mesh, plan=plan
+        folder, **{**BASE, **NOISY}, out=out, routing=("record:tokens", f"replay:{trace}"), mesh=mesh, plan=plan
     )
 
 
@@ -65,12 +67,12 @@ def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
         for name in MESHES:
             runs[f"{name} told"] = told(folder, name, str(folder / "noisy"))
         runs |= {f"{name} {holds}": on_mesh(folder, name, holds) for name, holds in RECORDED}
-        free = tiny(folder, **{**BASE, **NOISY}, out=str(folder / "free"), mesh={"ep": 2}, record_routing="tokens")
+        free = tiny(folder, **{**BASE, **NOISY}, out=str(folder / "free"), mesh={"ep": 2}, routing=("record:tokens",))
         runs["free"] = free
-        runs["again"] = replace(free, out=str(folder / "again"), replay_routing=free.out)
+        runs["again"] = replace(free, out=str(folder / "again"), routing=("record:tokens", f"replay:{free.out}"))
         counts = str(folder / "one-counts")
-        runs["refused"] = tiny(folder, **BASE, out=str(folder / "refused"), replay_routing=counts)
-        runs["blocked"] = tiny(folder, **BASE, out=str(folder / "blocked"), record_routing="counts")
+        runs["refused"] = tiny(folder, **BASE, out=str(folder / "refused"), routing=(f"replay:{counts}",))
+        runs["blocked"] = tiny(folder, **BASE, out=str(folder / "blocked"), routing=("record:counts",))
         (folder / "blocked").mkdir()
         (folder / "blocked" / "routing").write_text("a file")
         outcomes = train_on(2, list(runs.values()))

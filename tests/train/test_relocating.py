@@ -20,7 +20,7 @@ from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.gpt import GPT
 from moesaic.models.moving import MovingGPT
 from moesaic.plan import Plan
-from moesaic.runtime.balance.samples.relocate import Relocator
+from moesaic.runtime.balance.relocate import Relocator
 from moesaic.testing.processes import leave
 from moesaic.train.parallel import parallelize
 from worlds import start

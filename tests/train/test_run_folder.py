@@ -165,7 +165,7 @@ HARMS = {
 @pytest.mark.parametrize("harm", HARMS)
 @pytest.mark.parametrize("pattern", ["routing/steps-*.npz", "tensorboard/events.out.tfevents.*"])
 def test_a_checkpoint_vouches_for_what_the_folder_holds_besides(tmp_path, pattern, harm):
-    changes = {"record_routing": "counts", "trackers": ["tensorboard"], "save": "1"}
+    changes = {"routing": ("record:counts",), "trackers": ["tensorboard"], "save": "1"}
     run_quietly(tiny(tmp_path, steps=2, **changes))
     own = min((tmp_path / "run").glob(pattern))
     assert str(own) not in run_quietly(tiny(tmp_path, steps=3, existing="resume", **changes))[1]
@@ -226,7 +226,7 @@ def test_where_there_are_no_locks_the_owner_decides_whether_one_is_stale(tmp_pat
 
 
 def test_replacing_deletes_what_the_run_wrote_and_nothing_else(tmp_path):
-    run_quietly(tiny(tmp_path, steps=2, save="1", trackers=["tensorboard"], record_routing="counts"))
+    run_quietly(tiny(tmp_path, steps=2, save="1", trackers=["tensorboard"], routing=("record:counts",)))
     run = tmp_path / "run"
     written = snapshot(run)
     mine = [

@@ -48,7 +48,9 @@ def test_the_optimizer_takes_its_constants_from_the_configuration():
 
 def test_experts_and_routers_have_learning_rates_of_their_own(tmp_path):
     rates = {"rates": ["experts:0", "routers:0.5"]}
-    config = tiny(tmp_path, steps=2, optimizer={"lr": 1e-2, "warmup_steps": 1, "weight_decay": 0.1, **rates})
+    config = tiny(
+        tmp_path, steps=2, optimizer={"lr": 1e-2, "schedule": "cosine:0.1:warmup=1", "weight_decay": 0.1, **rates}
+    )
     drawn = open_run(replace(config, out=str(tmp_path / "drawn")), pytest.fail).model.state_dict()
     before = {name: value.clone() for name, value in drawn.items()}
     run_quietly(config)

@@ -24,8 +24,8 @@ from moesaic.train.tokenizer import ByteTokenizer
 from moesaic.train.trained import Trained
 from moesaic.weights.run import export_run, to_hub
 
-MIXTRAL = BlockConfig(kv_heads=2, tied=False)
-QWEN3 = BlockConfig(kv_heads=2, head_dim=12, positions="rotary:500.0:2.0", qk_norm=True)
+MIXTRAL = BlockConfig(attention="plain:kv_heads=2", tied=False)
+QWEN3 = BlockConfig(attention="plain:kv_heads=2:head_dim=12:qk_norm", positions="rotary:500.0:2.0")
 
 
 def trained(block: BlockConfig, **changes: Any) -> Trained:
@@ -77,7 +77,7 @@ def test_a_run_on_the_hub_gives_the_same_logits(
         ({"conv_width": 4}, r"no place for model\.conv_width=4, the short convolutions"),
         ({"moe": {"shared_hidden": 8}}, r"no place for model\.moe\.shared_hidden=8"),
         ({"moe": {"router": "sigmoid"}}, r"no place for model\.moe\.router=sigmoid"),
-        ({"ffn": "moe:2"}, r"no place for model\.ffn=moe:2 without model\.block\.qk_norm"),
+        ({"ffn": "moe:2"}, r"no place for model\.ffn=moe:2 without qk_norm in model\.block\.attention"),
         ({"ffn": "dense"}, r"no place for model\.ffn=dense"),
     ],
 )

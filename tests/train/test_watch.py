@@ -137,7 +137,8 @@ def test_a_rank_that_stops_or_dies_before_its_first_step_is_named(tmp_path, kind
     if kind == "SIGSTOP":
         assert said.startswith("moesaic train: the start has stood still for 10 s: rank 1 is stopped (process ")
         assert re.search(
-            r"; rank 0 is at comm/gloo\.py:\d+ in wait, waiting for \d+ bytes of rank 1; start the run again$", said
+            r"; rank 0 is at comm/process_groups\.py:\d+ in wait, waiting for \d+ bytes of rank 1; start the run again$",
+            said,
         )
     else:
         assert re.match(

@@ -24,7 +24,7 @@ from moesaic.profiling.steady import hold_still
 from moesaic.profiling.together import latest, start_together
 from moesaic.runtime.balance.calls import decisions_of, hear_links
 from moesaic.runtime.balance.moving import MovingMoE
-from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleTrip
+from moesaic.runtime.balance.relocate import Following, Relocator, SampleTrip
 from moesaic.train.link_rates import LinkRates
 from moesaic.train.ranks import Ranks
 from moesaic_lab.across_ranks import in_turn_and_near

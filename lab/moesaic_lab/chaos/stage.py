@@ -47,9 +47,8 @@ LASTS_SECONDS = 1.5
 SMALL: dict[str, Any] = {
     "steps": STEPS,
     "batch_size": 4,
-    "device": "cpu",
+    "device": "cpu:1",
     "precision": "float32",
-    "threads": 1,
     "patience": (MEETING_SECONDS, PATIENCE),
     "log_every": 1,
     "evaluate": (STEPS, 4),

@@ -183,7 +183,7 @@ def _make_weights(folder: Path) -> None:
 
 
 _TINY: dict[str, Any] = {
-    "steps": 2, "batch_size": 2, "device": "cpu", "precision": "float32", "threads": 1, "log_every": 1, "evaluate": (2, 2),
+    "steps": 2, "batch_size": 2, "device": "cpu:1", "precision": "float32", "log_every": 1, "evaluate": (2, 2),
     "save": "1", "trackers": (),
     "model": {"dim": 16, "num_layers": 1, "num_heads": 2, "seq_len": 8, "moe": {"num_experts": 4, "top_k": 2, "hidden": 8}},
 }  # fmt: skip

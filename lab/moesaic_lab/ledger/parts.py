@@ -16,8 +16,8 @@ from moesaic.cost.step import all_reduce_seconds
 from moesaic.cost.topology import Topology
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan
-from moesaic.program.forwarding import in_pieces
 from moesaic.program.grid import Grid
+from moesaic.program.passes.multicast import in_pieces
 from moesaic.program.task import Op, Stage
 from moesaic_lab.ledger.records import Entry, read_figures, read_published
 

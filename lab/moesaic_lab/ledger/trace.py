@@ -22,8 +22,8 @@ from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
 from moesaic.plan.hub import read_shape
 from moesaic.plan.model import DataShape, Job
-from moesaic.program.forwarding import in_pieces
 from moesaic.program.grid import Grid
+from moesaic.program.passes.multicast import in_pieces
 from moesaic.program.task import Kind, Lane, Layout, Op, Program, Slot, Stage, Task
 from moesaic.program.timeline import lay_out
 from moesaic_lab.ledger.parts import cluster_of

@@ -25,8 +25,8 @@ from moesaic.program.grid import Grid
 from moesaic.routing.routers import SoftmaxTopK
 from moesaic.routing.routing import Scores
 from moesaic.runtime.balance.moving import MovingMoE
-from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleTrip
-from moesaic.runtime.balance.samples.residual import Residual
+from moesaic.runtime.balance.relocate import Following, Relocator, SampleTrip
+from moesaic.runtime.balance.residual import Residual
 from moesaic_lab.across_ranks import gathered, sent
 from moesaic_lab.bounds import crossing
 from moesaic_lab.measure import in_turn, without_collections

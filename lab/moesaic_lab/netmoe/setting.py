@@ -1,7 +1,7 @@
 """NetMoE's comparison without ranks: made-up loads, the homes that samples go to, bytes and simulated time of every layer.
 
 A journey is what a forward pass does: the samples start at home, each MoE layer decides from its own routing and the next
-one's where they live after it, the last one takes them home (`runtime/balance/samples/relocate.py` does the same with
+one's where they live after it, the last one takes them home (`runtime/balance/relocate.py` does the same with
 tensors). Consecutive layers are drawn apart: what a sample likes in one layer says nothing about the next, the harder case for
 placement.
 """

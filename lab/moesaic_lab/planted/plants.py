@@ -38,7 +38,7 @@ from moesaic.routing.routing import Scores
 from moesaic.runtime import data_parallel, executor, expert_parallel, messages, tasks
 from moesaic.runtime.balance import experts as moving_experts
 from moesaic.runtime.balance import selector
-from moesaic.runtime.balance.samples.relocate import SampleMove, SampleTrip
+from moesaic.runtime.balance.relocate import SampleMove, SampleTrip
 from moesaic.runtime.expert_order import ExpertOrder
 from moesaic.runtime.routing_cache import RoutingCache
 from moesaic.runtime.tasks import Indices

@@ -34,7 +34,7 @@ USAGE = """usage: moesaic trace show FILE [--picture FILE.html] [--json]
   check   say what is wrong with a trace: sums, top-k, layers, gaps; the exit code is 1 if anything is
   convert read what Megatron-Core, vLLM, SGLang, llama.cpp, SmartMoE or LAER-MoE recorded, or write it
 
-FILE is a trace, or the folder of a run of moesaic train --record-routing counts (or tokens).
+FILE is a trace, or the folder of a run of moesaic train --routing record:counts (or tokens).
 moesaic trace show --help tells what it takes."""
 
 

@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from moesaic.comm import TransportName
-from moesaic.comm.agree import check_same
+from moesaic.comm.collectives import check_same
 from moesaic.comm.deepep import DeepEP
-from moesaic.comm.gloo import Gloo
-from moesaic.comm.nccl import Nccl
+from moesaic.comm.process_groups import Gloo, Nccl
 from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.errors import InputError
 from moesaic.program.grid import Axis, Grid

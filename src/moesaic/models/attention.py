@@ -49,9 +49,10 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         block = block or BlockConfig()
-        self.width = width = block.head_dim or dim // num_heads
+        heads = block.heads
+        self.width = width = heads.head_dim or dim // num_heads
         self.causal, self.cross, self.dropout = causal, cross, block.dropout
-        kv_heads = block.kv_heads or num_heads
+        kv_heads = heads.kv_heads or num_heads
         self.shares = kv_heads != num_heads
         self.qkv = self.q = self.kv = None
         if cross or self.shares:
@@ -60,8 +61,8 @@ class Attention(nn.Module):
         else:
             self.qkv = StackedLinear(3, dim, num_heads * width, block.bias)
         self.out = RowLinear(num_heads * width, dim, block.bias)
-        self.q_norm = Norm(width) if block.qk_norm else None
-        self.k_norm = Norm(width) if block.qk_norm else None
+        self.q_norm = Norm(width) if heads.qk_norm else None
+        self.k_norm = Norm(width) if heads.qk_norm else None
         self.rotates = block.rope is not None and not cross
         base, self.scaling = block.rope or ROPE
         frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)

@@ -18,8 +18,8 @@ from moesaic.models.config import ModelConfig
 from moesaic.models.gpt import GPT, GPTOutput, TransformerBlock, without_graph
 from moesaic.routing.routing import Routing
 from moesaic.runtime.balance.moving import MovingMoE
-from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleMove, SampleTrip
-from moesaic.runtime.balance.samples.residual import Residual
+from moesaic.runtime.balance.relocate import Following, Relocator, SampleMove, SampleTrip
+from moesaic.runtime.balance.residual import Residual
 
 
 class MovingBlock(TransformerBlock):

@@ -163,7 +163,8 @@ def read_shape(table: Mapping[str, Any], source: str, *, seq_len: int) -> HubSha
     try:
         return HubShape(
             dim=found["dim"], num_layers=found["num_layers"], num_heads=found["num_heads"], seq_len=seq_len,
-            dense_hidden=found.get("dense_hidden"), dense_layers=_dense_layers(table, found),
+            ffn=f"moe:1:{found['dense_hidden']}" if "dense_hidden" in found else "moe",
+            dense_layers=_dense_layers(table, found),
             attention=_attention(table, found, seq_len), tied=bool(table.get("tie_word_embeddings", False)),
             vocab=found["vocab"], groups=found.get("groups", 1), top_groups=found.get("top_groups", 1),
             moe=MoEShape(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from moesaic.errors import InputError
@@ -19,6 +19,10 @@ PREFERENCES = ("rank", "score")
 """What may stand behind the factor."""
 ROTARY, ROPE = "rotary", (10_000.0, 1.0)
 """Rotary positions, and their base and factor where nobody says others."""
+PLAIN = "plain"
+"""Attention."""
+LARGEST = 2**31 - 1
+"""Of any size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +68,46 @@ def read_capacity(text: str) -> CapacityRule:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionRule:
+    """The heads of attention."""
+
+    kv_heads: int | None = None
+    """Heads of keys and values, each shared by as many queries (grouped-query attention); None for one per head."""
+    head_dim: int | None = None
+    """Width of a head; None for model.dim over model.num_heads."""
+    qk_norm: bool = False
+    """RMSNorm over each head's queries and keys, as in Qwen3."""
+
+
+def read_attention(text: str) -> AttentionRule:
+    """Return what the text of `BlockConfig.attention` says.
+
+    Raises:
+        InputError: if it says nothing that is known.
+    """
+    found: dict[str, Any] = {}
+    kind, *words = text.split(":")
+    for word in words:
+        name, equals, number = word.partition("=")
+        found[name] = True if name == "qk_norm" and not equals else int(number) if number.isdecimal() else 0
+    sizes = [value for name, value in found.items() if name != "qk_norm"]
+    known = {each.name for each in fields(AttentionRule)}
+    if kind != PLAIN or len(found) < len(words) or found.keys() - known or found.get("qk_norm", True) is not True:
+        raise InputError(
+            f"model.block.attention={text!r}: write {PLAIN}, and behind it each once, where you want them, "
+            ":kv_heads=4, :head_dim=128 and :qk_norm"
+        )
+    if not all(1 <= size <= LARGEST for size in sizes):
+        raise InputError(f"model.block.attention={text!r}: kv_heads and head_dim must be numbers from 1 to {LARGEST}")
+    return AttentionRule(**found)
+
+
 RENAMED_SHAPE = {
+    "model.block.kv_heads": "model.block.attention, as plain:kv_heads=4",
+    "model.block.head_dim": "model.block.attention, as plain:head_dim=128",
+    "model.block.qk_norm": "model.block.attention, as plain:qk_norm",
+    "model.dense_hidden": "model.ffn, as moe:2:512 or dense:512",
     "model.block.rope": "model.block.positions, as rotary:10000:1",
     "model.moe.every": "model.ffn, as moe:2",
 }
@@ -73,7 +116,7 @@ RENAMED_SHAPE = {
 
 def shape_of_today(model: dict[str, Any]) -> dict[str, Any]:
     """Return a table of `ModelShape`'s fields with one word for a choice and its options, where an earlier version had several
-    fields: capacities, rotary positions, and which blocks are sparse."""
+    fields: capacities, rotary positions, heads of attention, which blocks are sparse and how wide the dense ones are."""
     found = model | {name: dict(model[name]) for name in ("moe", "block") if isinstance(model.get(name), dict)}
     moe, block = found.get("moe"), found.get("block")
     if isinstance(moe, dict):
@@ -85,9 +128,19 @@ def shape_of_today(model: dict[str, Any]) -> dict[str, Any]:
         if "every" in moe and "ffn" in found:
             every = moe.pop("every")
             found["ffn"] += f":{every}" * (found["ffn"] == "moe" and every != 1)
+    if "dense_hidden" in found and "ffn" in found:
+        width = found.pop("dense_hidden")
+        kind = "moe:1" if found["ffn"] == "moe" else found["ffn"]
+        found["ffn"] = found["ffn"] if width is None else f"{kind}:{width}"
     if isinstance(block, dict) and {"positions", "rope"} <= block.keys():
         base, factor = block.pop("rope")
         block["positions"] += f":{base}:{factor}" * (block["positions"] == ROTARY and (base, factor) != ROPE)
+    if isinstance(block, dict):
+        sizes = {name: block.pop(name) for name in ("kv_heads", "head_dim") if name in block}
+        words = [f"{name}={size}" for name, size in sizes.items() if size is not None]
+        normed = ["qk_norm"] * bool(block.pop("qk_norm", False))
+        if words or normed:
+            block["attention"] = ":".join((PLAIN, *words, *normed))
     return found
 
 
@@ -130,10 +183,10 @@ class BlockConfig:
     kind: Literal["decoder", "encoder", "encoder_decoder"] = "decoder"
     """decoder: predicts the next token (GPT); encoder: predicts hidden tokens (BERT); encoder_decoder: the first half of the
     blocks reads the first half of a sequence, the others write the second half of it (translation)."""
-    kv_heads: int | None = None
-    """Heads of keys and values, each shared by as many queries (grouped-query attention); None for one per head."""
-    head_dim: int | None = None
-    """Width of a head; None for model.dim over model.num_heads."""
+    attention: str = PLAIN
+    """The heads of attention. plain: as many of keys and values as of queries, together as wide as the model. Behind it
+    :kv_heads=4 has each of four shared by as many queries (grouped-query attention), :head_dim=128 is another width of a head,
+    and :qk_norm puts an RMSNorm over each head's queries and keys, as in Qwen3."""
     tied: bool = True
     """The embedding is the output matrix too."""
     norm: Literal["rms", "layer", "post_layer"] = "rms"
@@ -142,17 +195,13 @@ class BlockConfig:
     """rotary: queries and keys are rotated by position; behind it stand the base of the frequencies, 10000 where none does, and
     the factor by which positions are divided (linear scaling): rotary:1000000:4. learned: a vector per position is added to
     the embedding."""
-    qk_norm: bool = False
-    """RMSNorm over each head's queries and keys, as in Qwen3."""
     bias: bool = False
     """Biases in attention and in dense feed-forward layers; experts have none."""
     dropout: float = 0.0
     """On the embedding, on attention's weights and on what a layer adds. Its draws depend on the mesh."""
 
     def __post_init__(self) -> None:
-        for name in ("kv_heads", "head_dim"):
-            if getattr(self, name) is not None:
-                check_at_least("model.block", self, name, 1)
+        read_attention(self.attention)
         if self.rope is not None and not all(0 < number < math.inf for number in self.rope):
             raise InputError(
                 f"model.block.positions={self.positions!r}: write learned, or rotary, and behind it a base and a factor "
@@ -160,6 +209,11 @@ class BlockConfig:
             )
         if not 0 <= self.dropout < 1:
             raise InputError(f"model.block.dropout={self.dropout}: choose a share from 0 to below 1")
+
+    @property
+    def heads(self) -> AttentionRule:
+        """What `attention` says."""
+        return read_attention(self.attention)
 
     @property
     def rope(self) -> tuple[float, float] | None:
@@ -180,7 +234,8 @@ class ModelShape:
 
     ffn: str = "moe"
     """Feed-forward layers. moe: sparse in every block; moe:2 in each second one, counted from the last block, the others being
-    dense; dense: in none. Dense ones have the inner width `dense_hidden`."""
+    dense; dense: in none. Behind it stands the inner width of dense ones: moe:2:512, dense:512. Where none does, it is the MoE
+    layer's active width, top_k * hidden + shared_hidden, so that a dense model has the active parameters of the sparse one."""
     dim: int = 128
     """Width of the residual stream."""
     num_layers: int = 4
@@ -189,9 +244,6 @@ class ModelShape:
     """Attention heads; must divide dim into heads of even width."""
     seq_len: int = 256
     """Tokens per training sequence, and the longest context."""
-    dense_hidden: int | None = None
-    """Inner width of dense feed-forward layers; None gives the MoE layer's active width, top_k * hidden + shared_hidden,
-    so that a dense model has the active parameters of the sparse one."""
     block: BlockConfig = field(default_factory=BlockConfig)
     """What the blocks are made of."""
     moe: MoEShape = field(default_factory=MoEShape)
@@ -202,13 +254,14 @@ class ModelShape:
     def __post_init__(self) -> None:
         for name in ("dim", "num_layers", "num_heads", "seq_len"):
             check_at_least("model", self, name, 1)
-        if self.dense_hidden is not None:
-            check_at_least("model", self, "dense_hidden", 1)
         self.check_heads()
-        if not re.fullmatch("dense|moe(:[1-9][0-9]*)?", self.ffn):
+        if (
+            not re.fullmatch("(dense|moe(:[1-9][0-9]{0,9})?)(:[1-9][0-9]{0,9})?", self.ffn)
+            or self.active_hidden > LARGEST
+        ):
             raise InputError(
-                f"model.ffn={self.ffn!r}: write moe, dense, or moe and a number of at least 1, such as moe:2 for an MoE "
-                "layer in each second block"
+                f"model.ffn={self.ffn!r}: write moe or moe:2, for an MoE layer in each second block, or dense, and behind it "
+                f"the inner width of dense layers, at most {LARGEST}, such as moe:2:512 or dense:512"
             )
         if not self.is_dense and not 1 <= self.moe.top_k <= self.moe.num_experts:
             raise InputError(
@@ -218,19 +271,19 @@ class ModelShape:
 
     def check_heads(self) -> None:
         """Raise InputError unless the width splits into the heads."""
-        kv_heads = self.block.kv_heads or self.num_heads
-        if self.num_heads % kv_heads:
+        heads, asked = self.block.heads, f"model.block.attention={self.block.attention}"
+        if self.num_heads % self.kv_heads:
             raise InputError(
-                f"model.block.kv_heads={kv_heads} does not divide model.num_heads={self.num_heads}: choose a divisor of it"
+                f"{asked}: kv_heads={self.kv_heads} does not divide model.num_heads={self.num_heads}: choose a divisor of it"
             )
         if self.block.kind == "encoder_decoder" and (self.num_layers % 2 or self.seq_len % 2):
             raise InputError(
                 f"model.num_layers={self.num_layers} and model.seq_len={self.seq_len}: an encoder_decoder splits both in "
                 "halves: choose even numbers"
             )
-        if self.block.head_dim is not None:
-            if self.block.head_dim % 2:
-                raise InputError(f"model.block.head_dim={self.block.head_dim}: choose an even width")
+        if heads.head_dim is not None:
+            if heads.head_dim % 2:
+                raise InputError(f"{asked}: head_dim={heads.head_dim}: choose an even width")
         elif self.dim % self.num_heads or self.dim // self.num_heads % 2:
             raise InputError(
                 f"model.dim={self.dim} does not split into model.num_heads={self.num_heads} heads of even width: "
@@ -241,17 +294,22 @@ class ModelShape:
     def around(self) -> dict[str, float]:
         """What a step has around MoE layers where it is not the default of `StepModel`, by its names."""
         block = self.block
-        width = self.head_dim * (self.num_heads + (block.kv_heads or self.num_heads))
+        width = self.head_dim * (self.num_heads + self.kv_heads)
         crosses = 1.5 if block.kind == "encoder_decoder" else 1.0  # every second block attends twice
         found: dict[str, float] = {"attention_parameters": crosses * 2 * self.dim * width}
-        if block.head_dim is not None:
+        if block.heads.head_dim is not None:
             found["score_operations"] = 2 * self.seq_len * self.num_heads * self.head_dim
         return found if found["attention_parameters"] != 4 * self.dim * self.dim else {}
 
     @property
     def head_dim(self) -> int:
         """Width of an attention head."""
-        return self.block.head_dim or self.dim // self.num_heads
+        return self.block.heads.head_dim or self.dim // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.block.heads.kv_heads or self.num_heads
 
     def is_decoder(self, layer: int) -> bool:
         """Whether block `layer`, counted from 0, sees no later positions."""
@@ -266,19 +324,19 @@ class ModelShape:
     @property
     def active_hidden(self) -> int:
         """Inner width that a token passes in one feed-forward layer."""
-        if self.dense_hidden is not None:
-            return self.dense_hidden
-        return self.moe.top_k * self.moe.hidden + self.moe.shared_hidden
+        kind, *numbers = self.ffn.split(":")
+        given = numbers[kind == "moe" :]
+        return int(given[0]) if given else self.moe.top_k * self.moe.hidden + self.moe.shared_hidden
 
     @property
     def is_dense(self) -> bool:
         """Whether no block has an MoE layer."""
-        return self.ffn == "dense"
+        return self.ffn.partition(":")[0] == "dense"
 
     @property
     def moe_every(self) -> int:
         """Each how-many-th block has an MoE layer, where any has, counted from the last block."""
-        return int(self.ffn.partition(":")[2] or 1)
+        return int([*self.ffn.split(":"), "1"][1]) if not self.is_dense else 1
 
     def is_sparse(self, layer: int) -> bool:
         """Whether block `layer`, counted from 0, has an MoE layer."""
@@ -293,8 +351,6 @@ def _number(text: str) -> float:
         return math.nan
 
 
-LARGEST = 2**31 - 1
-"""Of any size."""
 MOST = {"num_layers": 10_000}
 """Of sizes over which Python loops."""
 

@@ -25,8 +25,8 @@ from moesaic.plan.candidates import compile_on
 from moesaic.plan.findings import Found
 from moesaic.plan.model import Job
 from moesaic.plan.plan import AllToAll, Crossing, Plan
-from moesaic.program.forwarding import in_pieces
 from moesaic.program.grid import Grid
+from moesaic.program.passes.multicast import in_pieces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -544,7 +544,7 @@ def _moesaic(job: Job, layout: OthersLayout, found: Found | None) -> list[str]:
           recompute=((), ("block",)))  # fmt: skip
     mesh: dict[str, Any] = {"tp": layout.tp, "ep": layout.ep, "etp": layout.etp}
     mesh |= {} if found is None else {"innermost": found.grid.innermost}
-    mesh |= {"pp": layout.pp, "vpp": layout.virtual_pp} if layout.pp > 1 else {}
+    mesh |= {"pp": f"{layout.pp} {layout.virtual_pp}"} if layout.pp > 1 else {}
     lines, usual = [f"--mesh.{name} {value}" for name, value in mesh.items()], Plan()
     plan = Plan(all_to_all=layout.all_to_all) if found is None else found.plan
     for each in fields(Plan):

@@ -94,11 +94,12 @@ def _papers() -> dict[str, Job]:
 def _hub() -> dict[str, Job]:
     """Return models of the hub that our block builds; others train in transformers with our layer."""
     million = "rotary:1000000"
-    mixtral = BlockConfig(kv_heads=8, tied=False, positions=million)
-    qwen = BlockConfig(kv_heads=4, head_dim=128, tied=False, positions=million, qk_norm=True)
+    olmoe = BlockConfig(attention="plain:qk_norm", tied=False)
+    mixtral = BlockConfig(attention="plain:kv_heads=8", tied=False, positions=million)
+    qwen = BlockConfig(attention="plain:kv_heads=4:head_dim=128:qk_norm", tied=False, positions=million)
     return {
         "mixtral-8x7b": _job(4096, 32, 32, 4096, 32_000, _gated(8, 2, 14_336), mixtral),
-        "olmoe-1b-7b": _job(2048, 16, 16, 4096, 50_304, _gated(64, 8, 1024), BlockConfig(tied=False, qk_norm=True)),
+        "olmoe-1b-7b": _job(2048, 16, 16, 4096, 50_304, _gated(64, 8, 1024), olmoe),
         "qwen3-30b-a3b": _job(2048, 48, 32, 4096, 151_936, _gated(128, 8, 768), qwen),
     }
 

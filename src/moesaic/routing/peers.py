@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.comm.agree import as_text, check_same
-from moesaic.comm.collectives import all_gather
+from moesaic.comm.collectives import all_gather, as_text, check_same
 from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
 from moesaic.kernels.memory import uploaded

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moesaic.comm import deepep
-from moesaic.comm.agree import check_same
-from moesaic.comm.collectives import broadcast
+from moesaic.comm.collectives import broadcast, check_same
 from moesaic.comm.transport import AbstractTransport, as_bytes
 from moesaic.errors import InputError
 from moesaic.experts import ModuleExperts

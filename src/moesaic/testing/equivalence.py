@@ -33,7 +33,7 @@ from moesaic.runtime import data_parallel
 from moesaic.runtime.balance.calls import BalancedCalls
 from moesaic.runtime.balance.experts import ExpertPlacement
 from moesaic.runtime.balance.moving import MovingMoE
-from moesaic.runtime.balance.samples.relocate import Following, Relocator
+from moesaic.runtime.balance.relocate import Following, Relocator
 from moesaic.runtime.routing_cache import checkpoint
 from moesaic.testing.cases import Case
 from moesaic.testing.expected import Expected, expect, shard_of

@@ -1,6 +1,6 @@
 """`Trace`: which experts the tokens of a run chose, per layer and step. Numpy only: plans are tried on it without torch.
 
-A trace is recorded by `moesaic train --record-routing`, or made up by `synthetic.py`.
+A trace is recorded by `moesaic train --routing record:counts`, or made up by `synthetic.py`.
 
 A trace is a folder of files: `.npz` segments, each whole by itself, so that a run that is killed loses the last one at most. A
 segment holds some steps of a run: a header (JSON: format, version, the shape of what was recorded, how it was recorded), the
@@ -141,7 +141,7 @@ class Trace:
         """
         if self.holds != "tokens":
             raise InputError(
-                f"trace {self.name}: holds counts only, not the tokens' experts: record it with --record-routing tokens"
+                f"trace {self.name}: holds counts only, not the tokens' experts: record it with --routing record:tokens"
             )
         return self._table(layer, step, micro)
 
@@ -195,7 +195,7 @@ def segments_of(path: Path) -> list[Path]:
             return found
     raise InputError(
         f"trace {path}: holds no {PATTERN}: name a trace, or the folder of a run that recorded one "
-        "(moesaic train --record-routing counts)"
+        "(moesaic train --routing record:counts)"
     )
 
 
@@ -365,7 +365,7 @@ def read_header(path: Path) -> Header:
     except (ValueError, RecursionError):
         known = False
     if not known:
-        raise InputError(f"trace {path}: is no routing trace: make one with moesaic train --record-routing counts")
+        raise InputError(f"trace {path}: is no routing trace: make one with moesaic train --routing record:counts")
     if header["version"] > VERSION:
         raise InputError(
             f"trace {path}: has version {header['version']}, this Moesaic reads up to {VERSION}: upgrade it"
@@ -436,5 +436,5 @@ def _read(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
         ) from error
     except (KeyError, AttributeError, TypeError) as error:  # another .npz, or an .npy
         raise InputError(
-            f"trace {path}: is no routing trace: make one with moesaic train --record-routing counts"
+            f"trace {path}: is no routing trace: make one with moesaic train --routing record:counts"
         ) from error

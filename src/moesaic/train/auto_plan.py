@@ -79,7 +79,7 @@ def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: Non
         )
     if world == 1:
         return replace(config, mesh=replace(grid, tp=1, ep=1, etp=1), planner=replace(settings, plan=""))
-    on_cpu = config.device == "cpu" or not torch.cuda.is_available()
+    on_cpu = config.device.startswith("cpu") or not torch.cuda.is_available()
     found = find_layout(
         asdict(config), world, ranks_of_a_node(grid.ranks_per_node),
         cluster=settings.cluster, on_cpu=on_cpu,
@@ -179,7 +179,7 @@ def link_changes(kind: LinkKind, times: Sequence[float]) -> str:
 def _described(run: RunState) -> ClusterSpec | None:
     """Return what a run says of its cluster; None where it names none."""
     mesh = run.ranks.mesh
-    named = mesh is not None and run.config.planner.cluster and run.config.model.ffn != "dense"
+    named = mesh is not None and run.config.planner.cluster and not run.config.model.is_dense
     return known_cluster(run.config, mesh.grid)[0].cluster if named and mesh is not None else None
 
 

@@ -37,7 +37,7 @@ from moesaic.plan.model import job_of
 from moesaic.program.grid import Grid
 from moesaic.runtime.balance.calls import BalancedCalls, decisions_of
 from moesaic.runtime.balance.experts import ExpertPlacement, Moved
-from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleMove, SampleTrip
+from moesaic.runtime.balance.relocate import Following, Relocator, SampleMove, SampleTrip
 from moesaic.train.config import TrainConfig
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}

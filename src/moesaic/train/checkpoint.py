@@ -381,11 +381,14 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     inner = {field.name: getattr(config.moe, field.name) for field in fields(config.moe)}
     sparse = [config.is_sparse(layer) for layer in range(config.num_layers)]
     outer |= {f"block.{field.name}": getattr(config.block, field.name) for field in fields(config.block)}
-    unused = {"moe", "block", *_STEER_TRAINING}
+    outer |= {
+        f"block.attention.{field.name}": getattr(config.block.heads, field.name) for field in fields(config.block.heads)
+    }
+    unused = {"moe", "block", "block.attention", *_STEER_TRAINING}
     if config.block.rope is None:
         unused.discard("seq_len")  # which is the rows of their table
     if all(sparse):
-        unused.add("dense_hidden")
+        unused.add("ffn.hidden")
     if not any(sparse):
         unused |= inner.keys() - {"experts"}
     if config.block.rope is not None:
@@ -393,7 +396,7 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     inner["router"] = config.moe.router_name
     options = options_of((ROUTERS | ON_MESH)[config.moe.router_name]) | config.moe.router_options
     inner |= {f"router_options.{name}": value for name, value in options.items()} if any(sparse) else {}
-    outer["dense_hidden"] = config.active_hidden
+    outer["ffn"], outer["ffn.hidden"] = "dense" if config.is_dense else f"moe:{config.moe_every}", config.active_hidden
     named = {f"model.{name}": value for name, value in outer.items() if name not in unused}
     return named | {f"model.moe.{name}": value for name, value in inner.items() if name not in unused}
 

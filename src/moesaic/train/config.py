@@ -27,6 +27,10 @@ LEARNING, BY_COUNTS = "arbiter", "counts"
 """The replication that learns from what calls take, and the word behind a colon that keeps it from it."""
 WAYS_DOWN = ("cosine", "linear", "wsd")
 """Of the learning rate."""
+WARMUP, WARMUP_STEPS = "warmup=", 40
+"""In front of the steps of linear warm-up, and as many where nobody says another number."""
+RECORDED, REPLAY = ("record:counts", "record:tokens"), "replay:"
+"""Ways to record the routing, and what stands in front of the trace that is replayed."""
 SHARE = "share:"
 """In front of the share of the data that is set aside, where no files of validation data are named."""
 EXPERTS_EVERY, KEPT = 50, 2
@@ -89,11 +93,10 @@ class OptimizerConfig:
     rates: tuple[str, ...] = ()
     """What learns at another rate than lr, with that rate over lr at every step: experts:0.5 (the routed ones), routers:0,
     which leaves them as they were drawn."""
-    warmup_steps: int = 40
-    """Steps of linear warm-up."""
     schedule: str = "cosine:0.1"
     """The way down, and the learning rate at the last step over the peak: cosine:0.1; linear:0; wsd:0.1, none until a line over
-    the last fifth of the steps (warm-up, stable, decay). The number may be left out: 0.1."""
+    the last fifth of the steps (warm-up, stable, decay). The number may be left out: 0.1. Behind it stand the steps of linear
+    warm-up, 40 where none do: cosine:0.1:warmup=500."""
     weight_decay: float = 0.1
     """On matrices; norms, biases and routers have none."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -104,15 +107,17 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
             raise InputError(f"optimizer.lr={self.lr}: must be above 0 and finite")
-        for name in ("warmup_steps", "clip_norm", "weight_decay"):
+        for name in ("clip_norm", "weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise InputError(f"optimizer.{name}={getattr(self, name)}: must be 0 or more and finite")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise InputError(f"optimizer.betas={self.betas}: both must be at least 0 and below 1")
-        if self.way_down not in WAYS_DOWN or not 0 <= self.final_share <= 1:
+        if not re.fullmatch(rf"({'|'.join(WAYS_DOWN)})(:[^:=]+)?(:warmup=[0-9]{{1,18}})?", self.schedule) or not (
+            0 <= self.final_share <= 1
+        ):
             raise InputError(
-                f"optimizer.schedule={self.schedule!r}: write one of {', '.join(WAYS_DOWN)}, and behind a colon a share from 0 "
-                "to 1, such as cosine:0.1"
+                f"optimizer.schedule={self.schedule!r}: write one of {', '.join(WAYS_DOWN)}, and behind colons a share from 0 "
+                "to 1 and steps of warm-up, such as cosine:0.1:warmup=500"
             )
         names = [each.partition(":")[0] for each in self.rates]
         if set(names) - {"experts", "routers"} or len(names) > len(set(names)) or not all(
@@ -131,8 +136,14 @@ class OptimizerConfig:
     @property
     def final_share(self) -> float:
         """Learning rate at the last step over the peak."""
-        _, colon, share = self.schedule.partition(":")
-        return _number(share) if colon else 0.1
+        shares = [word for word in self.schedule.split(":")[1:] if not word.startswith(WARMUP)]
+        return _number(shares[0]) if shares else 0.1
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of linear warm-up."""
+        last = self.schedule.split(":")[-1]
+        return int(last.removeprefix(WARMUP)) if last.startswith(WARMUP) else WARMUP_STEPS
 
     def rate_of(self, what: str) -> float:
         """Return the learning rate of the experts, or of the routers, over `lr`."""
@@ -151,11 +162,10 @@ class MeshConfig:
     """Expert parallelism: the experts of a layer are split over so many ranks."""
     etp: int = 1
     """Expert tensor parallelism: each expert's inner width is split over so many ranks."""
-    pp: int = 1
+    pp: tuple[int, ...] = (1,)
     """Pipeline parallelism: the blocks are split over so many stages, which share the ranks evenly; a step's `accumulation`
-    micro-batches flow through them."""
-    vpp: int = 1
-    """Parts of the model that each stage has: 1 runs 1F1B, more run interleaved 1F1B."""
+    micro-batches flow through them. A second number has each stage take so many parts of the model, by interleaved 1F1B in
+    place of 1F1B."""
     innermost: Literal["etp", "ep"] = "etp"
     """Which of etp and ep has consecutive ranks, which usually share a node."""
     ranks_per_node: int | None = None
@@ -167,7 +177,14 @@ class MeshConfig:
     """Between the layers a rank of a tp group keeps only its part of the positions: less memory, the same bytes sent."""
 
     def __post_init__(self) -> None:
-        for name in ("tp", "ep", "etp", "pp", "vpp", "ranks_per_node"):
+        if not 1 <= len(self.pp) <= 2 or min(self.pp) < 1:
+            raise InputError(
+                f"mesh.pp={self.pp_in_words}: write the stages, at least 1, and behind them the parts of the model that each "
+                "has, where these are several, such as 4 2"
+            )
+        if self.stages == 1 and self.parts_per_stage > 1:
+            raise InputError(f"mesh.pp={self.pp_in_words}: one stage has the whole model: choose more stages")
+        for name in ("tp", "ep", "etp", "ranks_per_node"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"mesh.{name}={value}: must be at least 1")
@@ -175,7 +192,22 @@ class MeshConfig:
     @property
     def least_ranks(self) -> int:
         """The smallest world that the mesh fits."""
-        return self.pp * math.lcm(self.tp, self.ep * self.etp)
+        return self.stages * math.lcm(self.tp, self.ep * self.etp)
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+        return self.pp[0]
+
+    @property
+    def parts_per_stage(self) -> int:
+        """Parts of the model that each stage has."""
+        return self.pp[1] if len(self.pp) > 1 else 1
+
+    @property
+    def pp_in_words(self) -> str:
+        """The numbers of `pp`, as a command line has them."""
+        return " ".join(map(str, self.pp))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,22 +325,6 @@ class BalanceConfig:
         return self.expert_policy != UNMOVED
 
 
-@dataclass(frozen=True, kw_only=True)
-class NumbersConfig:
-    """What happens where numbers go wrong; docs/reliability.md."""
-
-    most_skipped: int = 3
-    """Steps in a row whose loss or gradient is not finite: each is left out on all ranks, and the last of so many ends the
-    run. 1: the first ends it."""
-    spikes: Literal["warn", "rollback"] = "warn"
-    """Where the loss leaps far above that of the steps before. warn: say so; rollback: go back to the last checkpoint, and
-    leave out the samples from there to the leap."""
-
-    def __post_init__(self) -> None:
-        if self.most_skipped < 1:
-            raise InputError(f"numbers.most_skipped={self.most_skipped}: must be at least 1")
-
-
 RENAMED = {
     "tensorboard": "trackers, to which tensorboard belongs by default",
     "wandb": "trackers, as wandb:PROJECT",
@@ -322,6 +338,13 @@ RENAMED = {
     "data.val_share": "data.val, as share:0.05",
     "optimizer.expert_rate": "optimizer.rates, as experts:0.5",
     "optimizer.router_rate": "optimizer.rates, as routers:0",
+    "mesh.vpp": "the second number of mesh.pp, as --mesh.pp 4 2",
+    "optimizer.warmup_steps": "optimizer.schedule, as cosine:0.1:warmup=500",
+    "record_routing": "routing, as record:tokens",
+    "replay_routing": "routing, as replay:FILE",
+    "numbers.most_skipped": "the first of numbers, as --numbers 3 warn",
+    "numbers.spikes": "the second of numbers, as --numbers 3 rollback",
+    "threads": "device, as cpu:2",
     "optimizer.final_share": "optimizer.schedule, as cosine:0.1",
     "balance.experts_every": "balance.experts, as balanced:50",
     "balance.learn": "balance.replication, as arbiter:counts where it was false",
@@ -350,7 +373,7 @@ def of_today(table: dict[str, Any], source: str) -> dict[str, Any]:
     Raises:
         InputError: for another field of an earlier version, in a line that says what stands for it.
     """
-    sections = ("model", "data", "optimizer", "planner", "balance")
+    sections = ("model", "data", "optimizer", "planner", "balance", "mesh")
     if not all(isinstance(table.get(name, {}), dict) for name in sections):
         return table
     found = table | {name: dict(table[name]) for name in sections if name in table}
@@ -377,6 +400,18 @@ def _pairs_of_today(found: dict[str, Any]) -> None:
         found["patience"] = [found.pop("start_patience", START_PATIENCE), found["patience"]]
     if {"eval_every", "eval_sequences"} <= found.keys():
         found["evaluate"] = [found.pop("eval_every"), found.pop("eval_sequences")]
+    numbers, mesh = found.get("numbers"), found.get("mesh", {})
+    if isinstance(numbers, dict) and numbers.keys() == {"most_skipped", "spikes"}:
+        found["numbers"] = [numbers["most_skipped"], numbers["spikes"]]
+    if isinstance(mesh.get("pp"), int):
+        parts = mesh.pop("vpp", 1)
+        mesh["pp"] = [mesh["pp"]] + [parts] * (parts > 1)
+    if "device" in found and "threads" in found:
+        threads = found.pop("threads")
+        found["device"] += "" if threads is None else f":{threads}"
+    if {"record_routing", "replay_routing"} & found.keys():
+        kept, told = found.pop("record_routing", "none"), found.pop("replay_routing", None)
+        found["routing"] = [f"record:{kept}"] * (kept != "none") + [f"{REPLAY}{told}"] * (told is not None)
     if "save_every" in found:
         keep, background = found.pop("keep_last", KEPT), found.pop("save_in_background", False)
         found["save"] = (
@@ -394,6 +429,9 @@ def _choices_of_today(data: dict[str, Any], optimizer: dict[str, Any], balance: 
         optimizer["rates"] = [f"{what}:{rate}" for what, rate in rates.items() if rate != 1]
     if {"schedule", "final_share"} <= optimizer.keys():
         optimizer["schedule"] = f"{optimizer['schedule']}:{optimizer.pop('final_share')}"
+    if {"schedule", "warmup_steps"} <= optimizer.keys():
+        steps = optimizer.pop("warmup_steps")
+        optimizer["schedule"] += f":{WARMUP}{steps}" * (steps != WARMUP_STEPS)
     if {"experts", "experts_every"} <= balance.keys():
         every = balance.pop("experts_every")
         balance["experts"] += f":{every}" * (balance["experts"] != UNMOVED and every != EXPERTS_EVERY)
@@ -438,12 +476,11 @@ class TrainConfig:
     seed: int = 0
     """Of initialisation, data order and routing noise."""
     device: str = "auto"
-    """auto (CUDA where there is a GPU), cpu, cuda, cuda:1. Of several ranks each takes a GPU of its own."""
+    """auto (CUDA where there is a GPU), cpu, cuda, cuda:1. Of several ranks each takes a GPU of its own. Behind auto and cpu
+    stand the CPU threads of a rank, cpu:2; where none do, torch chooses."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Autocast of the forward pass. auto: bfloat16 where a matmul of it is measured at least 1.5 times as fast. float64: the
     parameters too, for comparing runs."""
-    threads: int | None = None
-    """CPU threads; None leaves torch's choice."""
     patience: tuple[float, float] = (START_PATIENCE, 600.0)
     """Seconds that a rank of several may stand at one place before all end, with a line that says who is missing: until the
     first step, and after it. The first one as a flag is also how long ranks wait for each other to come."""
@@ -457,10 +494,15 @@ class TrainConfig:
     :background copies what is saved into the CPU's memory and writes it while training goes on."""
     trackers: tuple[str, ...] = (TENSORBOARD,)
     """Who is told the metrics besides: tensorboard writes event files, wandb:PROJECT tells Weights & Biases."""
-    record_routing: Literal["none", "counts", "tokens"] = "none"
-    """Write a trace of the routing into the run folder: copies per sequence, rank and expert; or every token's experts."""
-    replay_routing: str | None = None
-    """Take every token's experts from this trace (docs/traces.md), their weights from the router."""
+    routing: tuple[str, ...] = ()
+    """Traces of the routing (docs/traces.md). record:counts writes one into the run folder, copies per sequence, rank and
+    expert; record:tokens, every token's experts; replay:FILE takes every token's experts from one, their weights from the
+    router."""
+    numbers: tuple[int, Literal["warn", "rollback"]] = (3, "warn")
+    """What happens where numbers go wrong (docs/reliability.md). Steps in a row whose loss or gradient is not finite: each is
+    left out on all ranks, and the last of so many ends the run; with 1 the first does. And where the loss leaps far above that
+    of the steps before: warn says so; rollback goes back to the last checkpoint, and leaves out the samples from there to the
+    leap."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model."""
     data: DataConfig = DataConfig()
@@ -475,8 +517,6 @@ class TrainConfig:
     """Where the plan comes from besides."""
     balance: BalanceConfig = BalanceConfig()
     """What is done where routing is skewed."""
-    numbers: NumbersConfig = NumbersConfig()
-    """What happens where losses, gradients and weights go wrong."""
 
     def __post_init__(self) -> None:
         if isinstance(self.plan, Plan):
@@ -491,8 +531,11 @@ class TrainConfig:
             raise InputError(f"seed={self.seed}: choose 0 or more, below 2**63")
         if not all(1 <= seconds <= MOST_PATIENCE for seconds in self.patience):
             raise InputError(f"patience={self.patience}: choose both from 1 to {MOST_PATIENCE:g} seconds")
-        if self.threads is not None and self.threads < 1:
-            raise InputError(f"threads={self.threads}: must be at least 1")
+        kind, colon, number = self.device.partition(":")
+        if colon and kind in ("auto", "cpu") and not re.fullmatch("[1-9][0-9]{0,3}", number):
+            raise InputError(
+                f"device={self.device}: write a number of CPU threads behind the colon, at least 1, such as cpu:2"
+            )
         for tracker in self.trackers:
             name, _, project = tracker.partition(":")
             if tracker != TENSORBOARD and not (name == WANDB and project):
@@ -502,19 +545,30 @@ class TrainConfig:
                 f"mesh.tp={self.mesh.tp} does not divide model.num_heads={self.model.num_heads}: "
                 "choose a tp that divides the heads"
             )
-        kv_heads = self.model.block.kv_heads or self.model.num_heads
-        if kv_heads % self.mesh.tp:
+        if self.model.kv_heads % self.mesh.tp:
             raise InputError(
-                f"mesh.tp={self.mesh.tp} does not divide model.block.kv_heads={kv_heads}: choose a divisor"
+                f"mesh.tp={self.mesh.tp} does not divide the kv_heads={self.model.kv_heads} of model.block.attention: choose a "
+                "divisor"
             )
-        if self.numbers.spikes == "rollback" and self.replay_routing is not None:
-            raise InputError(
-                "numbers.spikes=rollback clashes with replay_routing, whose trace is of samples in their order: leave one out"
-            )
+        if self.numbers[0] < 1:
+            raise InputError(f"numbers={self.numbers[0]} {self.numbers[1]}: the steps must be at least 1")
+        self._check_routing()
         self._check_shards()
         self._check_stages()
         self._check_experts()
         self._check_samples()
+
+    def _check_routing(self) -> None:
+        recorded = [each for each in self.routing if each in RECORDED]
+        replayed = [each for each in self.routing if each.startswith(REPLAY) and each != REPLAY]
+        if len(recorded) + len(replayed) < len(self.routing) or len(recorded) > 1 or len(replayed) > 1:
+            raise InputError(
+                f"routing={' '.join(self.routing)}: write {' or '.join(RECORDED)} once at most, and {REPLAY}FILE once at most"
+            )
+        if self.goes_back and self.replay_routing is not None:
+            raise InputError(
+                "numbers: rollback clashes with routing=replay, whose trace is of samples in their order: leave one out"
+            )
 
     def _check_shards(self) -> None:
         model, mesh = self.model, self.mesh
@@ -531,20 +585,17 @@ class TrainConfig:
                 raise InputError(f"{axis}={ranks} does not divide {name}={size}: choose sizes that divide")
 
     def _check_stages(self) -> None:
-        mesh, asked = self.mesh, f"mesh.pp={self.mesh.pp}"
-        if mesh.pp == 1:
-            if mesh.vpp > 1:
-                raise InputError(f"mesh.vpp={mesh.vpp} with mesh.pp=1, where there are no stages: choose a pp above 1")
+        stages, parts, asked = self.mesh.stages, self.mesh.parts_per_stage, f"mesh.pp={self.mesh.pp_in_words}"
+        if stages == 1:
             return
-        if mesh.pp * mesh.vpp > self.model.num_layers:
+        if stages * parts > self.model.num_layers:
             raise InputError(
-                f"{asked} and mesh.vpp={mesh.vpp} want {mesh.pp * mesh.vpp} parts of a model of "
-                f"model.num_layers={self.model.num_layers}: choose fewer"
+                f"{asked}: wants {stages * parts} parts of a model of model.num_layers={self.model.num_layers}: choose fewer"
             )
-        if self.accumulation % mesh.pp:
+        if self.accumulation % stages:
             raise InputError(
-                f"{asked} does not divide accumulation={self.accumulation}, the micro-batches of a step that flow through the "
-                f"stages: choose a multiple of {mesh.pp}"
+                f"{asked}: {stages} stages do not divide accumulation={self.accumulation}, the micro-batches of a step that "
+                f"flow through them: choose a multiple of {stages}"
             )
         balance, kind = self.balance, self.model.block.kind
         for name, value, off in (
@@ -553,7 +604,7 @@ class TrainConfig:
             ("balance.memory_budget", balance.memory_budget, None),
             ("planner.plan", "" if self.planner.file else self.planner.plan, ""),
             ("model.block.kind", "encoder_decoder" if kind == "encoder_decoder" else "", ""),
-            ("record_routing", self.record_routing, "none"), ("replay_routing", self.replay_routing, None),
+            ("routing", " ".join(self.routing), ""),
         ):  # fmt: skip
             if value != off:
                 raise InputError(
@@ -593,6 +644,12 @@ class TrainConfig:
             if holds:
                 raise InputError(f"{asked} clashes with {what}; or leave samples none")
 
+    @property
+    def threads(self) -> int | None:
+        """CPU threads; None leaves torch's choice."""
+        kind, _, number = self.device.partition(":")
+        return int(number) if number and kind in ("auto", "cpu") else None
+
     def saving(self) -> Saves:
         """Return what `save` says.
 
@@ -607,6 +664,21 @@ class TrainConfig:
             )
         every, keep, background = found.groups()
         return Saves(every=int(every), keep=int(keep or KEPT), in_background=background is not None)
+
+    @property
+    def record_routing(self) -> Literal["none", "counts", "tokens"]:
+        """What of the routing is recorded."""
+        return "tokens" if RECORDED[1] in self.routing else "counts" if RECORDED[0] in self.routing else "none"
+
+    @property
+    def replay_routing(self) -> str | None:
+        """The trace that is replayed; None for none."""
+        return next((each.removeprefix(REPLAY) for each in self.routing if each.startswith(REPLAY)), None)
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether a leap of the loss takes the run back to its last checkpoint."""
+        return self.numbers[1] == "rollback"
 
     @property
     def layer_plan(self) -> Plan:

@@ -109,7 +109,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
                 run.left_out = wanted - run.step
                 returns[run.step] += 1
             trainer = Trainer(run, console if run.ranks.is_first else Console(quiet=True), candidates)
-        trainer.goes_back = config.numbers.spikes == "rollback" and returns[run.step] < MOST_RETURNS
+        trainer.goes_back = config.goes_back and returns[run.step] < MOST_RETURNS
         try:
             long = (Trainer._save, Trainer._finish_saving, Trainer._evaluate)
             with Watch(run.model, run.claim, config.patience[1], trainer.at, trainer.how_to_go_on, long):
@@ -326,7 +326,7 @@ class Trainer:
 
     def _leave_out(self, wrong: str) -> None:
         """Pass over a step whose numbers are wrong, on all ranks alike; the last of so many in a row ends the run."""
-        state, most = self.state, self.config.numbers.most_skipped
+        state, most = self.state, self.config.numbers[0]
         origin = find_origin(self.model, self.ranks, lambda: self._accumulate(again=True))
         state.optimizer.zero_grad()
         for layer in self.moe_layers.values():
@@ -359,7 +359,7 @@ class Trainer:
         if rolls_back:
             self._say(f"{line}: going back to {self._saved()[-1]}, the samples since are left out")
             raise LossSpikeError
-        hint = "" if self.config.numbers.spikes == "rollback" else "; --numbers.spikes rollback would take the run back"
+        hint = "" if self.config.goes_back else f"; --numbers {self.config.numbers[0]} rollback would take the run back"
         self._say(f"{line}, and the run goes on{hint}")
 
     def _balance(self) -> list[dict[str, object]]:

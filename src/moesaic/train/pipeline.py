@@ -87,7 +87,7 @@ class PipelinedGPT(nn.Module):
 
     Args:
         whole: the model, the same on all ranks, not split yet.
-        config: of the run; its `mesh.pp` is above 1.
+        config: of the run; it has several stages.
         stages: the ranks as ("pp", "stage").
         dp: data parallel groups of a stage.
         dtype: of the forward pass.
@@ -100,7 +100,7 @@ class PipelinedGPT(nn.Module):
         """Of the whole model's tensors, as checkpoints have them."""
         self._sizes = whole.num_parameters(), whole.num_active_parameters()
         self.stages, self.stage, self.pp = stages, stages.get_local_rank("pp"), stages.size(0)
-        count = self.pp * config.mesh.vpp
+        count = self.pp * config.mesh.parts_per_stage
         numbers = range(self.stage, count, self.pp)
         self.parts = [Part(whole, number, count, dtype) for number in numbers]
         self.blocks = nn.ModuleDict({name: block for part in self.parts for name, block in part.blocks.items()})

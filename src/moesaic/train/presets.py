@@ -14,10 +14,10 @@ from moesaic.configfile import override
 from moesaic.plan.presets import PRESETS as MODELS
 from moesaic.train.config import TrainConfig
 
-WARM = {"lr": 6e-4, "warmup_steps": 500}
+WARM = {"lr": 6e-4, "schedule": "cosine:0.1:warmup=500"}
 RUNS: dict[str, dict[str, Any]] = {
     "demo": {"out": "runs/demo/moe", "steps": 600, "save": "300"},
-    "gpt-tiny": {"steps": 50, "evaluate": [25, 8], "optimizer": {"lr": 1e-2, "warmup_steps": 10}},
+    "gpt-tiny": {"steps": 50, "evaluate": [25, 8], "optimizer": {"lr": 1e-2, "schedule": "cosine:0.1:warmup=10"}},
     "bert-tiny": {"steps": 250, "evaluate": [100, 4096], "model": {"conv_width": 8}, "optimizer": {"lr": 1e-2}},
     "seq2seq-tiny": {"steps": 1000, "evaluate": [100, 512], "optimizer": {"lr": 1e-2}},
     "gpt-small": {

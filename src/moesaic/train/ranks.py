@@ -6,7 +6,7 @@ import json
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from moesaic.comm.agree import check_same
+from moesaic.comm.collectives import check_same
 from moesaic.comm.mesh import DeviceType, Mesh, open_transport
 from moesaic.errors import InputError, TrainingError
 from moesaic.train.config import TrainConfig
@@ -152,12 +152,17 @@ class Ranks:
 def _make_meshes(config: TrainConfig, device_type: DeviceType) -> tuple[Mesh, DeviceMesh | None]:
     """Return the mesh of this rank's stage, and the stages if there are several."""
     # Over Gloo, which launch() has for CPU tensors: NCCL would make communicators for this alone.
-    check_same(open_transport("cpu"), _flat(asdict(config)))
+    alike = (
+        config if config.threads is None else replace(config, device=config.device.partition(":")[0])
+    )  # of their machines
+    check_same(open_transport("cpu"), _flat(asdict(alike)))
     chosen, world, stages, group = config.mesh, dist.get_world_size(), None, None
-    if world % chosen.pp:
-        raise InputError(f"mesh.pp={chosen.pp} does not divide the {world} ranks: choose a divisor of {world}")
-    if chosen.pp > 1:
-        stages = init_device_mesh(device_type, (chosen.pp, world // chosen.pp), mesh_dim_names=("pp", "stage"))
+    if world % chosen.stages:
+        raise InputError(
+            f"mesh.pp={chosen.pp_in_words}: {chosen.stages} stages do not divide the {world} ranks: choose a divisor of {world}"
+        )
+    if chosen.stages > 1:
+        stages = init_device_mesh(device_type, (chosen.stages, world // chosen.stages), mesh_dim_names=("pp", "stage"))
         group = stages["stage"].get_group()
     mesh = Mesh.create(
         tp=chosen.tp,
@@ -175,11 +180,11 @@ def _make_meshes(config: TrainConfig, device_type: DeviceType) -> tuple[Mesh, De
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return dotted paths to values as text; of the fields, `threads` may differ between machines."""
+    """Return dotted paths to values as text."""
     found: dict[str, str] = {}
     for name, value in table.items():
         if isinstance(value, dict):
             found |= _flat(value, f"{prefix}{name}.")
-        elif prefix or name != "threads":
+        else:
             found[prefix + name] = json.dumps(value)
     return found

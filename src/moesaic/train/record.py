@@ -1,7 +1,7 @@
 """Routing written down during training, and routing that was written down run again.
 
-    train --record-routing counts    copies per (sequence, expert), and so per (rank, expert); or tokens: every token's experts
-    train --replay-routing FILE      experts come from a trace, weights from the router's scores
+    train --routing record:counts    copies per (sequence, expert), and so per (rank, expert); or tokens: every token's experts
+    train --routing replay:FILE      experts come from a trace, weights from the router's scores
 
 Recording reads the routing cache that also serves activation checkpointing (`runtime/routing_cache.py`), so nothing is
 recorded twice where blocks are recomputed. Ranks keep what they routed and give it to the first one a segment at a
@@ -27,7 +27,7 @@ from moesaic.models.moving import MovingGPT
 from moesaic.routing.capacity import count
 from moesaic.routing.replay import encoded, replayed
 from moesaic.routing.route import RoutingRecord
-from moesaic.runtime.balance.samples.relocate import SampleTrip
+from moesaic.runtime.balance.relocate import SampleTrip
 from moesaic.runtime.routing_cache import RoutingCache, RoutingCached
 from moesaic.traces.trace import (
     FOLDER,
@@ -70,7 +70,7 @@ class RoutingObserver:
                 prune(run.folder / FOLDER, run.step)
         if self._replay is not None:
             advice = "give every rank the same files"
-            self._ranks.require_same("the trace of replay_routing", digest_of(Path(self._replay.name)), advice)
+            self._ranks.require_same("the trace that is replayed", digest_of(Path(self._replay.name)), advice)
         self._recorder: _Recorder | None = None
         if run.config.record_routing != "none":
             self._recorder = _Recorder(run.config, run.ranks, self._layers, run.folder / FOLDER)
@@ -312,13 +312,13 @@ def check_routing(config: TrainConfig, step: int = 0) -> Trace | None:
     """
     if config.record_routing == "none" and config.replay_routing is None:
         return None
-    option = "replay_routing" if config.replay_routing is not None else f"record_routing={config.record_routing}"
+    option = f"routing={' '.join(config.routing)}"
     if not any(config.model.is_sparse(layer) for layer in range(config.model.num_layers)):
         raise InputError(f"{option}: the model has no MoE layers: set model.ffn=moe, or leave it out")
     by_token = config.replay_routing is not None or config.record_routing == "tokens"
     if by_token and config.model.moe.router_name == "expert_choice":
         raise InputError(
-            f"{option}: under model.moe.router=expert_choice tokens do not choose experts: use record_routing=counts, or "
+            f"{option}: under model.moe.router=expert_choice tokens do not choose experts: use record:counts, or "
             "another router"
         )
     if config.replay_routing is None:
@@ -326,18 +326,18 @@ def check_routing(config: TrainConfig, step: int = 0) -> Trace | None:
     path = Path(config.replay_routing)
     own = Path(config.out).resolve()
     if own in (path.resolve(), *path.resolve().parents):
-        raise InputError(f"replay_routing={path}: lies in out={config.out}, which this run writes: choose another out")
+        raise InputError(f"routing=replay:{path}: lies in out={config.out}, which this run writes: choose another out")
     trace = Trace.open(path)
     found = differences(trace.shape, shape_of(config))
     if found:
-        raise InputError(f"replay_routing={path}: is of another model or batch, {', '.join(found)}: set the same here")
+        raise InputError(f"routing=replay:{path}: is of another model or batch, {', '.join(found)}: set the same here")
     if trace.holds != "tokens":
         raise InputError(
-            f"replay_routing={path}: holds counts only: record the tokens' experts with --record-routing tokens"
+            f"routing=replay:{path}: holds counts only: record the tokens' experts with --routing record:tokens"
         )
     if set(range(step, config.steps)) - set(trace.steps):
         raise InputError(
-            f"replay_routing={path}: holds steps {steps_in_words(trace.steps)}, the run wants {step} to {config.steps - 1}: "
+            f"routing=replay:{path}: holds steps {steps_in_words(trace.steps)}, the run wants {step} to {config.steps - 1}: "
             "set fewer steps, or record more"
         )
     return trace

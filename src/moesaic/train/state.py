@@ -104,7 +104,7 @@ def open_run(config: TrainConfig, say: Callable[[str], None]) -> RunState:
 def _open(config: TrainConfig, claim: RunFolder, say: Callable[[str], None]) -> RunState:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    device = pick_device(config.device)
+    device = pick_device(config.device if config.threads is None else config.device.partition(":")[0])
     ranks = Ranks.of(config, "cuda" if device.type == "cuda" else "cpu")
     folder = claim.path
     saved, dtype = ranks.first_says(_look_up(config, device, ranks, claim, say))

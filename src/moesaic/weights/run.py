@@ -92,7 +92,7 @@ def hub_config(shape: ModelConfig, vocab_size: int, where: str) -> Any:
         InputError: for a shape that the hub has no model for.
     """
     block, moe = shape.block, shape.moe
-    sparse = [shape.is_sparse(layer) for layer in range(shape.num_layers)]
+    sparse, normed = [shape.is_sparse(layer) for layer in range(shape.num_layers)], block.heads.qk_norm
     reasons = (
         (block.kind != "decoder", f"model.block.kind={block.kind}"),
         (block.norm != "rms", f"model.block.norm={block.norm}"),
@@ -103,7 +103,7 @@ def hub_config(shape: ModelConfig, vocab_size: int, where: str) -> Any:
         (moe.experts != "swiglu", f"model.moe.experts={moe.experts}"),
         (moe.router != "softmax", f"model.moe.router={moe.router}"),
         (moe.shared_hidden > 0, f"model.moe.shared_hidden={moe.shared_hidden}"),
-        (not all(sparse) and not block.qk_norm, f"model.ffn={shape.ffn} without model.block.qk_norm"),
+        (not all(sparse) and not normed, f"model.ffn={shape.ffn} without qk_norm in model.block.attention"),
     )
     for holds, what in reasons:
         if holds:
@@ -115,8 +115,8 @@ def hub_config(shape: ModelConfig, vocab_size: int, where: str) -> Any:
         "hidden_size": shape.dim,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": block.kv_heads or shape.num_heads,
-        "head_dim": block.head_dim or shape.dim // shape.num_heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
         "max_position_embeddings": shape.seq_len,
         "rms_norm_eps": EPS,
         "tie_word_embeddings": block.tied,
@@ -126,7 +126,7 @@ def hub_config(shape: ModelConfig, vocab_size: int, where: str) -> Any:
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    if not block.qk_norm:
+    if not normed:
         return transformers.MixtralConfig(
             **common, intermediate_size=moe.hidden, num_local_experts=moe.num_experts, sliding_window=None
         )

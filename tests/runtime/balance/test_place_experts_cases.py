@@ -19,7 +19,7 @@ from moesaic.layer import MoE
 from moesaic.plan import Plan
 from moesaic.program.grid import Grid
 from moesaic.runtime.balance.moving import MovingMoE
-from moesaic.runtime.balance.samples.relocate import Following, Relocator
+from moesaic.runtime.balance.relocate import Following, Relocator
 from moesaic.testing.cases import draw_case
 from moesaic.testing.equivalence import expert_placement_of, failures, run_case
 

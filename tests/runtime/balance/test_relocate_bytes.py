@@ -15,8 +15,8 @@ from moesaic.layer import MoE
 from moesaic.plan import Plan
 from moesaic.program.grid import Grid
 from moesaic.runtime.balance.moving import MovingMoE
-from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleTrip
-from moesaic.runtime.balance.samples.residual import Residual
+from moesaic.runtime.balance.relocate import Following, Relocator, SampleTrip
+from moesaic.runtime.balance.residual import Residual
 
 DIM, EXPERTS, SLOTS, LENGTH = 64, 8, 2, 16
 GRID = Grid(world=4, ep=4, ranks_per_node=2)

@@ -24,8 +24,8 @@ from moesaic.program.grid import Grid
 from moesaic.routing.losses import LoadBalance, ZLoss
 from moesaic.routing.routers import SoftmaxTopK
 from moesaic.runtime.balance.moving import MovingMoE
-from moesaic.runtime.balance.samples.relocate import Following, Relocator, SampleMove, sample_dropout, samples_of
-from moesaic.runtime.balance.samples.residual import Residual
+from moesaic.runtime.balance.relocate import Following, Relocator, SampleMove, sample_dropout, samples_of
+from moesaic.runtime.balance.residual import Residual
 from moesaic.runtime.data_parallel import average_gradients
 from moesaic.runtime.routing_cache import checkpoint
 from moesaic.testing.equivalence import budget_by_rows

@@ -16,8 +16,8 @@ from moesaic.comm.transport import AbstractTransport
 from moesaic.plan import Plan
 from moesaic.program.grid import Grid
 from moesaic.runtime.balance.moving import MovingMoE
-from moesaic.runtime.balance.samples.relocate import Following, Relocator, Rest
-from moesaic.runtime.balance.samples.residual import Residual
+from moesaic.runtime.balance.relocate import Following, Relocator, Rest
+from moesaic.runtime.balance.residual import Residual
 from moesaic_lab.recorder import Recorder
 
 FOUR = Grid(world=4, ep=4, ranks_per_node=2)

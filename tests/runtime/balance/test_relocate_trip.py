@@ -24,7 +24,7 @@ from moesaic.plan import Plan
 from moesaic.program.grid import Grid
 from moesaic.routing.routers import LinkLevel, SoftmaxTopK, TopologyRouter
 from moesaic.runtime.balance.moving import MovingMoE
-from moesaic.runtime.balance.samples.relocate import Following, Relocator, carry
+from moesaic.runtime.balance.relocate import Following, Relocator, carry
 from moesaic.runtime.data_parallel import average_gradients
 from moesaic_lab.recorder import Recorder
 

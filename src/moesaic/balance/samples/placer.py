@@ -1,7 +1,7 @@
 """The interface of sample placement: where samples live (`Homes`), what that costs (`SampleLoad`), and who decides it.
 
 A sample is one sequence with everything that belongs to it. Attention never looks across samples, so a sample may be
-anywhere, whole; what moves it stands elsewhere (`runtime/balance/samples/relocate.py`).
+anywhere, whole; what moves it stands elsewhere (`runtime/balance/relocate.py`).
 
 NetMoE (Liu et al., ICLR 2025), sections 3 and 4: with num[i, e] copies of sample i bound for expert e, moving sample i after
 a layer changes the gather of that layer and the scatter of the next, each by the copies whose expert is elsewhere. Three

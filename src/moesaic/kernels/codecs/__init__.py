@@ -1,4 +1,4 @@
-"""The codecs, one a file: rows to fewer bytes and back. They know no transport.
+"""The codecs: rows to fewer bytes and back. They know no transport.
 
 `moesaic.codecs.CODECS` lists them: to add one, a new file here and a line there.
 """
@@ -9,8 +9,7 @@ from importlib import import_module
 
 from moesaic import codecs
 from moesaic.kernels.codecs.codec import AbstractCodec, Field, Identity
-from moesaic.kernels.codecs.fp8 import Fp8
-from moesaic.kernels.codecs.int8 import Int8
+from moesaic.kernels.codecs.eight import Fp8, Int8
 from moesaic.kernels.codecs.sixteen import Bf16, Fp16
 from moesaic.kernels.codecs.zfp import Zfp
 

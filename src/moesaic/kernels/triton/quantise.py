@@ -1,4 +1,4 @@
-"""Rows to int8 or float8 and back, bit for bit as `kernels/codecs/int8.py` and `fp8.py`, which are the oracles.
+"""Rows to int8 or float8 and back, bit for bit as `kernels/codecs/eight.py`, which are the oracles.
 
 Eager: seven passes over the rows (absolute value, maximum, divide, round, clamp, replace NaN, cast). Here a program reads
 a row or a block twice, the second time from L1, and writes each byte once. Nothing is saved, nothing differentiated.
@@ -89,7 +89,7 @@ def _(scale: Tensor, eighths: Tensor, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def scale_of(largest: tl.tensor, is_finite: tl.tensor, LEVELS: tl.constexpr) -> tl.tensor:
-    """Return the scale that maps `largest` to LEVELS, as `codecs.int8.scales` does."""
+    """Return the scale that maps `largest` to LEVELS, as `codecs.eight.scales` does."""
     scale = tl.maximum(tl.div_rn(largest, largest * 0.0 + LEVELS), SMALLEST)
     return tl.where(is_finite, scale, float("nan"))
 

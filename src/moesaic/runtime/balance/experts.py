@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.balance.experts import AbstractExpertPlacer, Balanced, ExpertLoad, check_order, places_of
-from moesaic.comm.agree import check_same
-from moesaic.comm.collectives import all_reduce_max, all_reduce_sum, broadcast
+from moesaic.comm.collectives import all_reduce_max, all_reduce_sum, broadcast, check_same
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport, Transfer
 from moesaic.errors import InputError

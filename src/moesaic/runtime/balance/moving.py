@@ -17,8 +17,8 @@ from moesaic.routing.route import Routed, RoutedCall
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routing import Routing
 from moesaic.runtime.balance.calls import bare_of, selector_of
-from moesaic.runtime.balance.samples.relocate import SampleMove
-from moesaic.runtime.balance.samples.residual import Residual, WithResidual, rides_along, with_shares
+from moesaic.runtime.balance.relocate import SampleMove
+from moesaic.runtime.balance.residual import Residual, WithResidual, rides_along, with_shares
 from moesaic.runtime.executor import LayerRun, run_program
 from moesaic.runtime.expert_parallel import ExpertParallel
 from moesaic.runtime.tasks import Call

@@ -39,7 +39,7 @@ from moesaic.plan import Compiled
 from moesaic.plan.compile import for_call
 from moesaic.routing.route import RoutingRecord
 from moesaic.runtime.balance.clock import CallClock, TimedCall, WorkMeter, speeds_of
-from moesaic.runtime.balance.samples.relocate import SampleMove
+from moesaic.runtime.balance.relocate import SampleMove
 from moesaic.runtime.expert_parallel import NUMBERS
 
 PAUSE = 0.1

@@ -1,0 +1,119 @@
+"""Values of eight bits: int8 with a scale per row, and float8 e4m3 with a scale per 128 values of a row.
+
+ScheMoE's int8 (its released code) is affine, truncates, divides by zero for constant rows and sends its scales in separate
+exchanges. Here int8 is symmetric and rounded to nearest, which keeps zero at zero, so that padding costs no accuracy and adds
+nothing where rows are summed. The blocks of float8 are the tiles of DeepSeek-V3 (its section 3.3.2), for the transport only.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moesaic.kernels.code_formats import FP8_LARGEST, FP8_WIDTH, INT8_LARGEST, compute_dtype, saturate, with_cast
+from moesaic.kernels.codecs.codec import AbstractCodec
+from moesaic.kernels.pick import codes_by_triton
+
+
+@final
+class Int8(AbstractCodec):
+    """`round(127 x / max|x|)` per row, and `max|x| / 127` as float32 (float64 for float64 rows).
+
+    The scale is never below the smallest normal number, so a row of zeros stays zero and a row whose largest value is
+    below 1.5e-36 (float32) is rounded to multiples of 1.2e-38. A row with an infinity or a NaN decodes to NaN throughout.
+    """
+
+    name: ClassVar[str] = "int8"
+
+    def _write(self, rows: Tensor, fields: list[Tensor]) -> None:
+        if codes_by_triton(rows.device, rows.dtype):
+            from moesaic.kernels.triton.quantise import int8_encode
+
+            int8_encode(rows, *fields)
+            return
+        scale, integers = fields
+        values = rows.to(scale.dtype)
+        scale.copy_(scales(values.abs().amax(1, keepdim=True), INT8_LARGEST))
+        integers.copy_((values / scale).round_().clamp_(-INT8_LARGEST, INT8_LARGEST).nan_to_num_(0.0))
+
+    def _read(self, fields: list[Tensor], num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
+        if codes_by_triton(fields[0].device, dtype):
+            from moesaic.kernels.triton.quantise import int8_decode
+
+            decoded: Tensor = int8_decode(*fields, dtype)
+            return decoded
+        scale, integers = fields
+        return saturate(integers * scale, dtype)
+
+    def _bound(self, rows: Tensor) -> Tensor:
+        values = rows.to(compute_dtype(rows.dtype))
+        scale = scales(values.abs().amax(1, keepdim=True), INT8_LARGEST).double()
+        # Half a step; 2**-14 steps cover the rounding of the scale and of the quotient: 3 x 127 x 2**-24 in float32.
+        step = scale * (0.5 + 2.0**-14)
+        return with_cast(rows, step)
+
+
+def scales(largest: Tensor, levels: float) -> Tensor:
+    """Return the scale that maps `largest` to `levels`: at least the smallest normal number, NaN if not finite.
+
+    Args:
+        largest: magnitudes, any shape, float32 or float64.
+        levels: the largest number that is sent.
+    """
+    smallest = torch.finfo(largest.dtype).smallest_normal
+    return (largest / levels).clamp_(min=smallest).where(largest.isfinite(), torch.nan)
+
+
+@final
+class Fp8(AbstractCodec):
+    """Each block is scaled so that its largest magnitude is 448, then cast to e4m3, to nearest.
+
+    A value loses at most 1/16 of itself, or 2**-10 of the scale where e4m3 is subnormal: values below 2**-6 / 448, 3.5e-5
+    of the block's largest. Scales are float32 (float64 for float64 rows), never below the smallest normal number. A block
+    with an infinity or a NaN decodes to NaN throughout; the row's other blocks do not notice.
+    """
+
+    name: ClassVar[str] = "fp8"
+
+    def _write(self, rows: Tensor, fields: list[Tensor]) -> None:
+        if codes_by_triton(rows.device, rows.dtype):
+            from moesaic.kernels.triton.quantise import fp8_encode
+
+            fp8_encode(rows, *fields)
+            return
+        scale, eighths = fields
+        values = rows.to(scale.dtype)
+        scale.copy_(scales(block_max(values), FP8_LARGEST))
+        scaled = values / per_value(scale, rows.shape[1])
+        eighths.copy_(scaled.clamp_(-FP8_LARGEST, FP8_LARGEST).nan_to_num_(0.0))
+
+    def _read(self, fields: list[Tensor], num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
+        if codes_by_triton(fields[0].device, dtype):
+            from moesaic.kernels.triton.quantise import fp8_decode
+
+            decoded: Tensor = fp8_decode(*fields, dtype)
+            return decoded
+        scale, eighths = fields
+        return saturate(eighths.to(scale.dtype) * per_value(scale, dim), dtype)
+
+    def _bound(self, rows: Tensor) -> Tensor:
+        values = rows.to(compute_dtype(rows.dtype))
+        scale = per_value(scales(block_max(values), FP8_LARGEST), rows.shape[1]).double()
+        # The last factor covers the rounding of scale and quotient: at most 4 x 2**-24 of the value in float32.
+        step = torch.maximum(rows.double().abs() * 2.0**-4, scale * 2.0**-10) * (1 + 2.0**-18)
+        return with_cast(rows, step)
+
+
+def block_max(values: Tensor) -> Tensor:
+    """Return the largest magnitude of each block of `FP8_WIDTH` values: (R, D) -> (R, ceil(D / FP8_WIDTH))."""
+    rows, dim = values.shape
+    padded = F.pad(values, (0, -dim % FP8_WIDTH))
+    return padded.view(rows, -1, FP8_WIDTH).abs().amax(2)
+
+
+def per_value(scale: Tensor, dim: int) -> Tensor:
+    """Return each value's scale: (R, ceil(D / FP8_WIDTH)) -> (R, D)."""
+    return scale.repeat_interleave(FP8_WIDTH, dim=1)[:, :dim]

@@ -1,1 +1,0 @@
-"""Samples that move between ranks (NetMoE), and their residuals with them."""
