@@ -15,8 +15,9 @@ from moesaic.plan.candidates import Pins
 from moesaic.plan.findings import Found, Settings
 from moesaic.plan.hub import read_shape
 from moesaic.plan.model import DataShape, Job
-from moesaic.plan.others import OthersLayout, best_in_stages, predict
+from moesaic.plan.others import OthersLayout, predict
 from moesaic.plan.search import search
+from moesaic.plan.stages import best_in_stages
 from plan.hub_configs import QWEN3_30B
 
 H100 = read_cluster("dgx-h100", nodes=2)
