@@ -162,6 +162,7 @@ def test_files_of_earlier_versions_say_the_same_under_todays_names():
         router="sigmoid:bias_rate=0.1",
     )  # fmt: skip
     assert {name: table[name] for name in kept} == kept, "the table of the caller stays as it was"
+    assert of_today({"device": "cuda", "threads": 2}, "here") == {"device": "cuda"}  # cuda:2 names a GPU
     assert of_today(json.loads(as_json(TrainConfig())), "here") == json.loads(as_json(TrainConfig()))
 
 

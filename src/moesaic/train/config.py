@@ -408,7 +408,8 @@ def _pairs_of_today(found: dict[str, Any]) -> None:
         mesh["pp"] = [mesh["pp"]] + [parts] * (parts > 1)
     if "device" in found and "threads" in found:
         threads = found.pop("threads")
-        found["device"] += "" if threads is None else f":{threads}"
+        if threads is not None and found["device"] in ("auto", "cpu"):  # beside a GPU torch's choice serves
+            found["device"] += f":{threads}"
     if {"record_routing", "replay_routing"} & found.keys():
         kept, told = found.pop("record_routing", "none"), found.pop("replay_routing", None)
         found["routing"] = [f"record:{kept}"] * (kept != "none") + [f"{REPLAY}{told}"] * (told is not None)
