@@ -266,7 +266,7 @@ def test_a_truncated_checkpoint_is_no_error_where_there_is_an_earlier_one(tmp_pa
 
 
 def test_a_failed_training_exits_1_in_one_line(tmp_path, capsys):
-    assert main(base(tmp_path, "--optimizer.lr", "1e38", "--optimizer.warmup-steps", "0")) == 1
+    assert main(base(tmp_path, "--optimizer.lr", "1e38", "--optimizer.schedule", "cosine:0.1:warmup=0")) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     for part in (

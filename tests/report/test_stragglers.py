@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from moesaic.comm import gloo
+from moesaic.comm import process_groups
 from moesaic.report.summary import stragglers, summarise
 from moesaic.runtime import executor
 from runs import lines, tiny
@@ -71,7 +71,7 @@ def ticks(seconds: float, seconds_of_rank_1: float) -> Iterator[float]:
 def slow_on_rank_1() -> None:
     """Let clocks say that all tasks take thrice as long on the second rank, and that the first one waits for it."""
     executor.perf_counter = ticks(10.0, 30.0).__next__
-    gloo.time = SimpleNamespace(perf_counter=ticks(20.0, 1.0).__next__)
+    process_groups.time = SimpleNamespace(perf_counter=ticks(20.0, 1.0).__next__)
 
 
 def test_a_slow_rank_of_a_run_is_named_in_its_report(tmp_path):
