@@ -109,8 +109,8 @@ class Training:
         self.experts_moved = 0
         self._placement: ExpertPlacement | None = None
         placing = config.balance
-        if placing.experts != "none":
-            placer = EXPERT_PLACERS[placing.experts](rates_of(config, mesh.grid, element_bytes))
+        if placing.moves_experts:
+            placer = EXPERT_PLACERS[placing.expert_policy](rates_of(config, mesh.grid, element_bytes))
             self._placement = ExpertPlacement(
                 self.layers, mesh, self._optimizer, every=placing.experts_every, placer=placer
             )
