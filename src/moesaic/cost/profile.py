@@ -204,7 +204,9 @@ class ClusterProfile:
         return self.nodes * self.ranks_per_node
 
     def to_cluster(self, nodes: int | None = None) -> ClusterSpec:
-        """Return the cluster as the simulator and the planner know one; a task costs the host what every one does at least.
+        """Return the cluster as the simulator and the planner know one.
+
+        Its host has the cost that every task has; what copies, sums and gradients cost besides, `simulator` counts.
 
         Args:
             nodes: of the same kind; None for as many as were measured.

@@ -151,10 +151,9 @@ class Ranks:
 
 def _make_meshes(config: TrainConfig, device_type: DeviceType) -> tuple[Mesh, DeviceMesh | None]:
     """Return the mesh of this rank's stage, and the stages if there are several."""
+    # The number of CPU threads may differ between machines; everything else is the same on all ranks.
+    alike = config if config.threads is None else replace(config, device=config.device.partition(":")[0])
     # Over Gloo, which launch() has for CPU tensors: NCCL would make communicators for this alone.
-    alike = (
-        config if config.threads is None else replace(config, device=config.device.partition(":")[0])
-    )  # of their machines
     check_same(open_transport("cpu"), _flat(asdict(alike)))
     chosen, world, stages, group = config.mesh, dist.get_world_size(), None, None
     if world % chosen.stages:
