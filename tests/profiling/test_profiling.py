@@ -78,6 +78,15 @@ def test_calibrations_have_every_kind_of_task_and_differ() -> None:
     assert {each.mesh.tp for each in found} == {1, 2}
 
 
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_every_chunk_of_a_calibration_has_rows_for_every_expert(world: int) -> None:
+    """A message without rows is counted as one, and never sent: four chunks would seem to cost nothing."""
+    for each in calibrations(world, 2):
+        origins = each.mesh.tp if each.compiled.routes_slices else 1
+        rows = each.tokens * each.workload.top_k // (each.workload.num_experts * origins)
+        assert rows >= each.compiled.plan.chunks, each.name
+
+
 def test_one_rank_and_odd_worlds_can_be_calibrated_too() -> None:
     assert {each.mesh.world for each in calibrations(1, 1)} == {1}
     assert {each.mesh.ep for each in calibrations(3, 3)} == {3}

@@ -284,7 +284,7 @@ def sharing(repeats: int, barrier: Callable[[], object]) -> tuple[float, ...]:
 
 
 EXPERTS_PER_RANK = 2
-SHAPES = ((32, 32, 1), (256, 32, 4), (256, 1024, 1))
+SHAPES = ((32, 32, 2), (256, 32, 4), (256, 1024, 2))
 """dim, hidden, tokens per rank and expert: little of everything; wide rows; heavy weights."""
 PLANS = (
     Plan(),
