@@ -14,7 +14,7 @@ from cost.clusters import flat
 from moesaic.cost.call_sizes import sizes_of
 from moesaic.cost.cluster import ClusterSpec, Host
 from moesaic.cost.cluster_file import read_cluster
-from moesaic.cost.simulate import Simulator, simulate
+from moesaic.cost.simulate import Simulator
 from moesaic.cost.timing import Simulated
 from moesaic.cost.workload import Workload, zipf_counts
 from moesaic.plan import Plan, compile_plan
@@ -142,7 +142,7 @@ def test_2dh_pays_where_messages_cost_and_not_where_bytes_do() -> None:
         workload = Workload(tokens=tokens, num_experts=32, top_k=2, dim=64, hidden=64)
         for name in ("linear", "hier2d"):
             compiled = compile_plan(Plan(all_to_all=name), grid)  # type: ignore[arg-type]
-            seconds[(name, tokens)] = simulate(compiled.forward, workload, spec, grid).makespan
+            seconds[(name, tokens)] = Simulator(spec).run(compiled.forward, workload, grid).seconds
     assert seconds[("hier2d", 64)] < 0.5 * seconds[("linear", 64)]
     assert seconds[("hier2d", 65536)] > seconds[("linear", 65536)]
 
@@ -152,7 +152,7 @@ def test_optsche_order_starts_each_task_as_eq_12_says() -> None:
     spec = flat(1, W, intra=80.0)
     grid = Grid(world=W, ep=W)
     compiled = compile_plan(Plan(chunks=3, codec="int8"), grid)
-    spans = {span.task: span for span in simulate(compiled.forward, WORKLOAD, spec, grid).spans}
+    spans = {span.task: span for span in Simulator(spec).run(compiled.forward, WORKLOAD, grid).timeline.spans}
     first = [spans[f"h.{chunk}@0"] for chunk in range(3)]
     second = [spans[f"z.{chunk}@0"] for chunk in range(3)]
     assert [span.start for span in first[1:]] >= [span.end for span in first[:-1]]
@@ -210,7 +210,7 @@ def test_simulates_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from moesaic.cost.cluster_file import read_cluster\n"
-        "from moesaic.cost.simulate import simulate\n"
+        "from moesaic.cost.simulate import Simulator\n"
         "from moesaic.cost.step import StepCostModel\n"
         "from moesaic.cost.workload import Workload\n"
         "from moesaic.plan import Plan, compile_plan\n"
@@ -218,7 +218,7 @@ def test_simulates_without_torch() -> None:
         "grid = Grid(world=16, tp=2, ep=8, etp=2, ranks_per_node=8)\n"
         "plan = compile_plan(Plan(schedule='s2'), grid)\n"
         "layer = Workload(tokens=4096, num_experts=16, top_k=2, dim=1024, hidden=2816)\n"
-        "print(simulate(plan.forward, layer, read_cluster('dgx-h100'), grid).makespan)\n"
+        "print(Simulator(read_cluster('dgx-h100')).run(plan.forward, layer, grid).seconds)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -19,7 +19,7 @@ LAYER = Workload(tokens=2048, num_experts=8, top_k=2, dim=512, hidden=512, matri
 def test_the_choice_is_the_rules_on_the_clusters_operations() -> None:
     simulator = Simulator(flat(2, 4, device=DEVICE))
     found = operations(simulator, GRID, LAYER.top_k, capacity_factor=LAYER.capacity_factor)
-    assert min(found.all_to_all.per_element, found.gather.per_element, found.overlapped.per_element) > 0
+    assert min(found.all_to_all.beta, found.gather.beta, found.overlapped.beta) > 0
     for rule, decide in RULES.items():
         plan = choose(rule, simulator, LAYER, GRID)
         assert plan.schedule == decide(found, LAYER, 4, 4)

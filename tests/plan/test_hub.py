@@ -73,7 +73,7 @@ def test_scores_take_the_widths_of_the_heads_and_see_only_a_window() -> None:
     assert latent == 2 * 128 * (128 + 64 + 128) * 4096 / 2
     # Half of the layers see 128 keys each but for the first 128 tokens, half of them on the mean 2,048.
     width = 2 * 64 * 64
-    assert shape(GPT_OSS_120B).attention.width == pytest.approx(width * (0.5 + 0.5 * (128 - 128**2 / 8192) / 2048))
+    assert shape(GPT_OSS_120B).score_width == pytest.approx(width * (0.5 + 0.5 * (128 - 128**2 / 8192) / 2048))
 
 
 def expected_by_hand(groups: int, top_groups: int, nodes: int, experts: int, top_k: int) -> float:

@@ -211,7 +211,7 @@ def test_a_further_token_costs_a_block_a_projection_and_an_output() -> None:
     one, two = (predict(QWEN, H100, from_flags(f"--expert-model-parallel-size 8{more}"))
                 for more in ("", " --mtp-num-layers 1"))  # fmt: skip
     shape = QWEN.model
-    block = shape.attention.parameters + 2 * shape.dim**2 + shape.dim * shape.moe.num_experts
+    block = shape.attention["attention_parameters"] + 2 * shape.dim**2 + shape.dim * shape.moe.num_experts
     block += shape.moe.num_experts / 8 * 3 * shape.dim * shape.moe.hidden
     assert two.memory.weights - one.memory.weights == pytest.approx(2 * block)
     assert two.estimate.parts["unembed"] == pytest.approx(2 * one.estimate.parts["unembed"])
@@ -409,9 +409,9 @@ def test_low_rank_attention_keeps_what_its_tensors_add_up_to() -> None:
     ranks before and after their norms, 2 d_R of the shared key, 8 n d + 4 n d_R of queries, keys, values and the result."""
     shape = read_shape(DEEPSEEK_V3, "config.json", seq_len=4096)
     by_hand = 2 * 7168 + 4 * (1536 + 512) + 2 * 64 + 8 * 128 * 128 + 4 * 128 * 64
-    assert 2 * shape.attention.kept == pytest.approx(by_hand)
+    assert 2 * shape.attention["attention_kept"] == pytest.approx(by_hand)
     plain = predict(job(DEEPSEEK_V3), H100, OthersLayout(ep=8)).memory.activations
-    narrow = replace(shape.attention, kept=shape.attention.kept - 1000)
+    narrow = {**shape.attention, "attention_kept": shape.attention["attention_kept"] - 1000}
     less = replace(job(DEEPSEEK_V3), model=replace(job(DEEPSEEK_V3).model, attention=narrow))
     assert plain - predict(less, H100, OthersLayout(ep=8)).memory.activations == pytest.approx(2048 * 2 * 1000 * 61)
 

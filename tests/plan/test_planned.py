@@ -32,9 +32,10 @@ def test_mesh_and_plan_come_back(ending: str, tmp_path: Path) -> None:
     assert "simulated_step_seconds" in path.read_text()
 
 
-def test_a_plan_alone_has_no_mesh(tmp_path: Path) -> None:
-    write_plan(FOUND.plan, tmp_path / "plan.json")
-    assert read_planned(tmp_path / "plan.json") == ({}, FOUND.plan)
+@pytest.mark.parametrize("ending", ["toml", "json"])
+def test_a_plan_alone_has_no_mesh(ending: str, tmp_path: Path) -> None:
+    write_plan(FOUND.plan, tmp_path / f"plan.{ending}")
+    assert read_planned(tmp_path / f"plan.{ending}") == ({}, FOUND.plan)
 
 
 @pytest.mark.parametrize(

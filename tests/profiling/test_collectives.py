@@ -74,7 +74,7 @@ def test_algorithm_1_takes_the_measured_lines(saa: float, schedule: str) -> None
     )
     found = measured_operations(measured.collectives, GRID, "fp32")
     assert found is not None
-    assert found.overlapped(10) == pytest.approx(1e-4 + 40 * saa)
+    assert found.overlapped.seconds(10) == pytest.approx(1e-4 + 40 * saa)
     assert choose("parm", profiled_simulator(measured), LAYER, GRID).schedule == schedule
     assert profiled_simulator(measured, nodes=4).timing.collectives == {}
 

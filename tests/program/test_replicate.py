@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moesaic.cost.cluster import ClusterSpec, Device, Link, Tflops
-from moesaic.cost.simulate import simulate
+from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
@@ -226,7 +226,8 @@ def test_weights_travel_beside_the_experts_that_stay() -> None:
         work = compile_plan(plan, NODES)
         given = replicated if work.replicates else None
         sizes = CallSizes(NODES, copies, copies.sum(1), replicated=given, units=512, shapes=work.shapes(8))
-        ends[name] = {span.task: span for span in simulate(work.forward, workload, cluster, NODES, sizes=sizes).spans}
+        run = Simulator(cluster).run(work.forward, workload, NODES, sizes=sizes)
+        ends[name] = {span.task: span for span in run.timeline.spans}
     replicates, plain = ends["lends"], ends["plain"]
     assert replicates["h.0"].end <= 1.001 * plain["h"].end
     assert replicates["w_near"].start < replicates["out.0"].end

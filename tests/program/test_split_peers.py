@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moesaic.cost.cluster import ClusterSpec, Device, Link, Tflops
-from moesaic.cost.simulate import simulate
+from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
@@ -93,7 +93,7 @@ def spans(plan: Plan) -> dict[str, Span]:
     cluster = ClusterSpec(nodes=4, devices_per_node=2, device=device, links=links)
     workload = Workload(tokens=4096, dim=1024, hidden=1024, num_experts=8, top_k=2)
     work = compile_plan(plan, GRID)
-    return {span.task: span for span in simulate(work.forward, workload, cluster, GRID).spans}
+    return {span.task: span for span in Simulator(cluster).run(work.forward, workload, GRID).timeline.spans}
 
 
 def test_the_next_step_travels_while_the_experts_of_one_run() -> None:

@@ -21,7 +21,7 @@ from moesaic.cost.timing import Simulated as Span
 from moesaic.cost.topology import Topology
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, compile_plan
-from moesaic.plan.compile import for_call
+from moesaic.plan.compile import for_call, moving
 from moesaic.plan.loads import arbiter_for
 from moesaic.plan.plan import Plan
 from moesaic.program.grid import Grid
@@ -276,7 +276,8 @@ def compiled_once(methods: Mapping[str, BalanceMethod], grid: Grid) -> dict[str,
             plan = replace(plan, replication="spill")
         key = (plan, method.moves_samples)
         if key not in made:
-            made[key] = compile_plan(plan, grid, moves_samples=method.moves_samples)
+            stays = compile_plan(plan, grid)
+            made[key] = moving(stays) if method.moves_samples else stays
         found[name] = made[key]
     return found
 

@@ -31,7 +31,7 @@ from moesaic.plan.files import write_planned
 from moesaic.plan.findings import LOSSLESS, LOSSY, Found, OfEp, Result, Settings, TooLargeError
 from moesaic.plan.hub import HubShape
 from moesaic.plan.loads import typical_counts
-from moesaic.plan.model import Job, with_batch
+from moesaic.plan.model import Job
 from moesaic.plan.others import EMITTERS, OthersLayout, from_flags, layout_of, longer_by_narrow_rate, predict
 from moesaic.plan.plan import AllToAll, Codec, Crossing, Order, Schedule, plan_in_words
 from moesaic.plan.predict import APART
@@ -256,7 +256,7 @@ def _joined(arguments: Sequence[str], flag: str) -> list[str]:
 def _job(options: PlanOptions, cluster: ClusterSpec) -> Job:
     """Return what is trained, with the batch and the sequences that the options say."""
     read = read_job(options.model, seq_len=options.seq_len or 4096, world=cluster.world)
-    job = with_batch(read, options.batch_size)
+    job = read if options.batch_size is None else replace(read, batch_size=options.batch_size)
     if options.seq_len is not None and job.model.seq_len != options.seq_len:
         job = replace(job, model=replace(job.model, seq_len=options.seq_len))
     return job if options.accumulation is None else replace(job, accumulation=options.accumulation)

@@ -22,9 +22,10 @@ from moesaic.cost.row_bytes import LayerShape
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload, uniform_counts
 from moesaic.errors import InputError
-from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.plan import Compiled, Plan
 from moesaic.plan.budget import CountedCall, MemoryBudget
-from moesaic.plan.compile import durations_on
+from moesaic.plan.candidates import compile_on
+from moesaic.plan.compile import moving
 from moesaic.plan.files import read_plan, write_plan
 from moesaic.plan.plan import Crossing
 from moesaic.program.all_to_all.volume import traffic
@@ -131,10 +132,8 @@ def run(arguments: Sequence[str]) -> int:
     grid = Grid(**vars(options.mesh))
     cluster = _cluster(options)
     layer, simulator = options.layer.workload, Simulator(cluster)
-    compiled = compile_plan(
-        plan, grid, durations=durations_on(simulator, layer), host_runs_compute=cluster.host.runs_compute,
-        moves_samples=options.samples > 0,
-    )  # fmt: skip
+    stays = compile_on(plan, grid, simulator, layer)
+    compiled = moving(stays) if options.samples else stays
     sizes = sizes_of(compiled.forward, layer, compiled.grid)
     if options.samples:
         sizes = _by_sample(sizes, plan, options.layer, options.samples)
@@ -149,7 +148,7 @@ def run(arguments: Sequence[str]) -> int:
     if options.write is not None:
         write_plan(plan, Path(options.write))
     _write_pictures(options, timelines)
-    held = [] if plan.crossing is Crossing.DEEPEP or options.samples else _held(compiled, layer)
+    held = [] if options.samples else _held(compiled, layer)
     if options.json:
         print(json.dumps({**_as_data(programs, rows, timelines), "held": held}, indent=2))
         return 0

@@ -72,10 +72,6 @@ class Rates:
         per_row = (2 * dim + 2 * matrices * units) * element_bytes
         return rows * ((self.activation_traffic * per_row + self.cast_bytes * (dim + units)) / self.memory)
 
-    def copy_seconds(self, num_bytes: float) -> float:
-        """Return the seconds of reading and writing so many bytes together."""
-        return num_bytes / self.memory
-
 
 def rates_of(spec: ClusterSpec, dtype: str) -> Rates:
     """Return the rates of a cluster's devices; of unlike ones those of the slowest.
@@ -113,8 +109,6 @@ def compute_seconds(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolu
         return np.zeros(volumes.num_actors)
     if task.op in (Op.PACK, Op.UNPACK):
         return _coding(task, slots, volumes, rates)
-    if task.op in (Op.MOVE, Op.TAKE, Op.JOIN):
-        return (read + written) / rates.memory
     if task.op is Op.PERMUTE:
         return 2 * written / rates.memory
     return (read + written) / rates.memory

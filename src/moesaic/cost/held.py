@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moesaic.codecs import codec_spec, is_coded
+from moesaic.cost.movement import ends_of
 from moesaic.cost.row_bytes import DTYPES
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import legs_by_hop
@@ -25,7 +26,6 @@ from moesaic.program.bundles import bundles
 from moesaic.program.grid import Axis
 from moesaic.program.sizes import AbstractLayoutIndex, CallSizes, Move
 from moesaic.program.task import Kind, Lane, Layout, Op, Program, Slot, Task
-from moesaic.program.validate import reduces
 
 INDEX = 16
 """Bytes of a copy's token and expert, int64 both."""
@@ -221,8 +221,7 @@ class _Walk:
             task: a move.
             joined: it travels with others as one message, so that rows are copied in and out.
         """
-        source, target = (self.slots[name] for name in (task.reads[0], task.writes[0]))
-        move = Move(source.layout, target.layout, task.group, reduces(source, target))
+        (source, move), target = ends_of(task, self.slots), self.slots[task.writes[0]]
         world = range(self.shapes.grid.world)
         sent, received = ([one(move, rank) for rank in world] for one in (self.shapes.sent, self.shapes.received))
         held, made = ([self.shapes.pieces(layout, rank) for rank in world] for layout in (move.source, move.target))
@@ -236,15 +235,12 @@ class _Walk:
 
     def stays(self, task: Task) -> bool:
         """Whether a move leaves all rows where they are, on every rank."""
-        source, target = (self.slots[name] for name in (task.reads[0], task.writes[0]))
-        move = Move(source.layout, target.layout, task.group, reduces(source, target))
+        _, move = ends_of(task, self.slots)
         return all(self.shapes.stays(move, rank) for rank in range(self.shapes.grid.world))
 
     def hop(self, task: Task) -> tuple[Bytes, Bytes]:
         """Return the bytes of the messages that leave and arrive in a hop."""
-        assert task.of is not None
-        source, target = (self.slots[name] for name in task.of)
-        move = Move(source.layout, target.layout, task.group, reduces(source, target))
+        source, move = ends_of(task, self.slots)
         size = self.coded(source, self._codecs.get(task.of, ""))
         ways = (_Hop(move, task.link, task.group, task.hop, arrives) for arrives in (False, True))
         leaves, arrives = (_of(way, size) for way in ways)

@@ -358,14 +358,9 @@ class Pipeline:
     @property
     def runs_of_ranks(self) -> list[list[int]]:
         """Which of the model's runs each rank has."""
-        ranks, found = range(self.ranks), []
-        for rank in ranks:
-            if self._how.folds:
-                last = self.num_runs - 1 - rank
-                found.append([rank, last])
-            else:
-                found.append(list(range(rank, self.num_runs, self.ranks)))
-        return found
+        if self._how.folds:
+            return [[rank, self.num_runs - 1 - rank] for rank in range(self.ranks)]
+        return [list(range(rank, self.num_runs, self.ranks)) for rank in range(self.ranks)]
 
     @property
     def copies(self) -> int:
@@ -391,7 +386,7 @@ class Pipeline:
         Raises:
             InputError: if the schedule cannot be with so many micro-batches.
         """
-        halves = 2 if self._how.both_ways else 1
+        halves = self.copies
         if micro_batches % halves:
             raise InputError(f"schedule {self.schedule} needs an even number of micro-batches, not {micro_batches}")
         ranks, count = self.ranks // halves, micro_batches // halves

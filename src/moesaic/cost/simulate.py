@@ -24,25 +24,6 @@ from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import CallSizes, LayoutIndex
 from moesaic.program.task import Program
-from moesaic.program.timeline import Timeline
-
-
-def simulate(
-    program: Program, workload: Workload, cluster: ClusterSpec, grid: Grid, *, sizes: CallSizes | None = None
-) -> Timeline:
-    """Simulate a program; returns the timeline of the rank that ends last.
-
-    Args:
-        program: forward or backward, in the order of issue.
-        workload: of the layer; even routing unless `sizes` says otherwise.
-        cluster: what it runs on.
-        grid: the mesh, etp factored as the plan wants it.
-        sizes: of a call with counts; every rank is then simulated apart.
-
-    Raises:
-        InputError: if the mesh does not fit the cluster, or the dtype's rate is not known.
-    """
-    return Simulator(cluster).run(program, workload, grid, sizes=sizes).timeline
 
 
 class Simulator:
@@ -73,7 +54,18 @@ class Simulator:
         sizes: CallSizes | None = None,
         known: Mapping[str, float] | None = None,
     ) -> Simulated:
-        """Simulate a program; see `simulate`, and for `known` `AbstractTiming.run`."""
+        """Simulate a program.
+
+        Args:
+            program: forward or backward, in the order of issue.
+            workload: of the layer; even routing unless `sizes` says otherwise.
+            grid: the mesh, etp factored as the plan wants it.
+            sizes: of a call with counts; every rank is then simulated apart.
+            known: as of `AbstractTiming.run`.
+
+        Raises:
+            InputError: if the mesh does not fit the cluster, or the dtype's rate is not known.
+        """
         volumes = self.volumes(program, workload, grid, sizes=sizes)
         return self.timing.run(program, volumes, workload.products or workload.dtype, known)
 

@@ -170,7 +170,6 @@ class StepCostModel:
         if self.model.overlapped and both is not None:
             at_once = (both.seconds - 3 * self.once.attention) / (there.seconds + back.seconds)
         forward, backward = (self.again - 1 + at_once) * there.seconds, at_once * back.seconds
-        activated = 0.0 if self.again > 1 else self._activated_again
         parts = {
             "attention": count * self.attention,
             "dense": count * self.dense,
@@ -179,7 +178,7 @@ class StepCostModel:
             "small kernels": count * self.small,
             "routing": count * layers * self.routing,
             "moe forward": count * layers * forward,
-            "moe backward": count * layers * (backward + activated),
+            "moe backward": count * layers * (backward + self._activated_again),
             "parameters": count * self._exposed(there, back) if self._in_parts else self._exposed_once(there, back),
             "optimizer": self.optimizer_seconds,
         }
@@ -223,8 +222,7 @@ class StepCostModel:
         """Return the seconds of a micro-batch in a run of layers, forward and backward."""
         model, once = self.model, self.once
         dense = (run.blocks - run.sparse) * (3 + self._runs_again("mlp")) * once.dense
-        activated = 0.0 if self.again > 1 else self._activated_again
-        sparse = self.again * there.seconds + back.seconds + activated + self.routing
+        sparse = self.again * there.seconds + back.seconds + self._activated_again + self.routing
         sparse += (3 + self._runs_again("moe", "shared_experts")) * once.shared
         sparse += self._layer_apart
         around = run.blocks * (3 * once.attention + self._attention_again + self._block_apart) + dense
@@ -368,8 +366,8 @@ class StepCostModel:
 
     @property
     def _activated_again(self) -> float:
-        """Seconds of computing an MoE layer's activation again: two values are read and one written."""
-        values = self._activated_values * ("moe_act" in self.model.recomputed)
+        """Seconds of computing an MoE layer's activation again by itself: two values are read and one written."""
+        values = self._activated_values * ("moe_act" in self.model.recomputed and self.again == 1)
         return self.model.layer.matrices * values * self.model.layer.element_bytes / self._rates.memory
 
     @property
@@ -598,9 +596,10 @@ class StepCostModel:
     @property
     def _whole_parameters(self) -> float:
         """Parameters of a rank before they are cut over data-parallel ranks."""
-        shared = self.model.shared_hidden * self.model.layer.matrices * self.model.layer.dim * self.model.moe_layers
         experts = self.model.expert_parameters / (self.grid.ep * self.grid.etp)
-        return self.model.pipeline.copies * (self.model.dense_parameters / self.grid.tp + shared + experts)
+        return self.model.pipeline.copies * (
+            self.model.dense_parameters / self.grid.tp + self._shared_parameters + experts
+        )
 
     @cached_property
     def _unit_seconds(self) -> tuple[float, float]:
@@ -633,7 +632,7 @@ class StepCostModel:
         """Parameters of a block on a rank before they are cut over data-parallel ranks: dense ones, experts'."""
         model, layer = self.model, self.model.layer
         dense = (model.dense_parameters - model.embeddings * model.vocab * layer.dim) / model.num_layers / self.grid.tp
-        dense += self.model.shared_hidden * layer.matrices * layer.dim * model.moe_layers / model.num_layers
+        dense += self._shared_parameters / model.num_layers
         return dense, model.expert_parameters / model.moe_layers / (self.grid.ep * self.grid.etp)
 
     @property
@@ -644,9 +643,14 @@ class StepCostModel:
         )
 
     @property
+    def _shared_parameters(self) -> int:
+        """Parameters of all shared experts, which every rank of a tensor group has whole."""
+        layer = self.model.layer
+        return self.model.shared_hidden * layer.matrices * layer.dim * self.model.moe_layers
+
+    @property
     def _held_parameters(self) -> float:
-        shared = self.model.shared_hidden * self.model.layer.matrices * self.model.layer.dim * self.model.moe_layers
-        dense = self.model.dense_parameters / self.grid.tp + shared
+        dense = self.model.dense_parameters / self.grid.tp + self._shared_parameters
         held = dense / self.grid.dp + self.model.expert_parameters / self.grid.world
         return self.model.pipeline.copies * self.model.replicas * held
 

@@ -18,8 +18,6 @@ import numpy as np
 from moesaic.cost.cluster import ClusterSpec, Link
 from moesaic.errors import InputError
 
-UP, DOWN = 0, 1
-
 
 @dataclass(frozen=True)
 class Load:

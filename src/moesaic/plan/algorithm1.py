@@ -25,28 +25,14 @@ SMALL, LARGE = 1024, 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class CostLine:
-    """t = startup + per_element * elements."""
-
-    startup: float
-    """Seconds."""
-    per_element: float
-    """Seconds."""
-
-    def __call__(self, elements: float) -> float:
-        """Return the seconds of an operation."""
-        return self.startup + self.per_element * elements
-
-
-@dataclass(frozen=True, kw_only=True)
 class Operations:
-    """What Algorithm 1 knows of a cluster."""
+    """What Algorithm 1 knows of a cluster: lines over elements, whose `beta` is in seconds per element."""
 
-    all_to_all: CostLine
+    all_to_all: Fit
     """Over the elements that a rank puts in."""
-    gather: CostLine
+    gather: Fit
     """MP-AllGather, over the elements of its output."""
-    overlapped: CostLine
+    overlapped: Fit
     """SAA: the second all-to-all with the gather behind it, over the elements that a rank puts in."""
 
 
@@ -58,16 +44,19 @@ def published(operations: Operations, layer: Workload, m: int, s: int) -> str:
     """
     per_expert = layer.copies / layer.num_experts * layer.dim
     y = layer.num_experts * per_expert * layer.dim * s
-    first = 2 * operations.all_to_all(y / m) + operations.gather(layer.tokens * layer.dim)
-    second = operations.all_to_all(y / m) + operations.overlapped(y)
-    return "s1" if first <= second else "s2"
+    return _faster(operations, layer, y / m, y)
 
 
 def corrected(operations: Operations, layer: Workload, m: int, s: int) -> str:
     """Return "s1" or "s2" by the closed forms: y = s E C M, everything of y / m."""
     y = s * layer.copies * layer.dim
-    first = 2 * operations.all_to_all(y / m) + operations.gather(layer.tokens * layer.dim)
-    second = operations.all_to_all(y / m) + operations.overlapped(y / m)
+    return _faster(operations, layer, y / m, y / m)
+
+
+def _faster(operations: Operations, layer: Workload, entered: float, overlapped: float) -> str:
+    """Return the schedule of less time, for so many elements of an all-to-all, and of the overlapped one."""
+    first = 2 * operations.all_to_all.seconds(entered) + operations.gather.seconds(layer.tokens * layer.dim)
+    second = operations.all_to_all.seconds(entered) + operations.overlapped.seconds(overlapped)
     return "s1" if first <= second else "s2"
 
 
@@ -102,11 +91,8 @@ def measured_operations(collectives: Mapping[str, Fit], grid: Grid, dtype: str) 
     names = (f"all_to_all {entered}", f"all_gather {held}", f"saa {entered}")
     if held != "inside" or any(name not in collectives for name in names):
         return None
-    bytes_each = ELEMENT_BYTES[dtype]
-    lines = [
-        CostLine(startup=line.alpha, per_element=line.beta * bytes_each) for line in map(collectives.get, names) if line
-    ]
-    return Operations(all_to_all=lines[0], gather=lines[1], overlapped=lines[2])
+    lines = (replace(collectives[name], beta=collectives[name].beta * ELEMENT_BYTES[dtype]) for name in names)
+    return Operations(**dict(zip(("all_to_all", "gather", "overlapped"), lines)))
 
 
 def _span(grid: Grid, axes: tuple[Axis, ...]) -> str:
@@ -138,10 +124,10 @@ def operations(
     )  # fmt: skip
     small, large = ((each, _spans(simulator, grid, each)) for each in (replace(layer, tokens=SMALL), layer))
 
-    def line(name: str, elements: Callable[[Workload], float]) -> CostLine:
+    def line(name: str, elements: Callable[[Workload], float]) -> Fit:
         (x0, t0), (x1, t1) = ((elements(layer), spans[name]) for layer, spans in (small, large))
         slope = (t1 - t0) / (x1 - x0)
-        return CostLine(startup=max(t0 - slope * x0, 0.0), per_element=slope)
+        return Fit(alpha=max(t0 - slope * x0, 0.0), beta=slope)
 
     def entered(layer: Workload) -> float:
         return grid.etp * layer.copies * layer.dim / grid.tp

@@ -113,22 +113,22 @@ def cost_of_skew(job: Job, cluster: ClusterSpec, found: Found) -> float | None:
 
     One replica of the experts stands for all; all of them are as uneven.
     """
-    grid, compiled = found.grid, _replica(job, found, Simulator(cluster))
+    grid, simulator = found.grid, Simulator(cluster)
+    compiled = _replica(job, found, simulator)
     if compiled is None or grid.ep == 1:
         return None
-    simulator = Simulator(cluster)
-    layer = job.step_model(cluster, grid.dp).layer
+    around = StepCostModel(job.step_model(cluster, grid.dp), grid, simulator)
+    layer = around.model.layer
     share = np.ones(layer.num_experts)
     hot = layer.num_experts // grid.ep
     share[:hot] = min(2.0, grid.ep)
     share[hot:] = (layer.num_experts - share[:hot].sum()) / (layer.num_experts - hot)
     counts = np.tile(np.rint(share * layer.copies / layer.num_experts).astype(np.int64), (compiled.grid.dp, 1))
-    around = StepCostModel(job.step_model(cluster, grid.dp), grid, simulator)
     skewed = around.estimate(*simulate_counts(simulator, compiled, layer, counts)).seconds
     return skewed / found.seconds
 
 
-def longer_by_rank_skew(job: Job, cluster: ClusterSpec, found: Found, *, seed: int = 0) -> tuple[float, float] | None:
+def longer_by_rank_skew(job: Job, cluster: ClusterSpec, found: Found) -> tuple[float, float] | None:
     """Return between how many times the time of a step with equal ranks the middle half of steps lies; None where the cluster
     says nothing of unlike ranks, or they are too many to simulate apart.
 
@@ -139,13 +139,12 @@ def longer_by_rank_skew(job: Job, cluster: ClusterSpec, found: Found, *, seed: i
         job: sizes of the model.
         cluster: on what; its `rank_skew` is drawn from.
         found: the step with equal ranks.
-        seed: of the draws.
     """
     skew, compiled = cluster.rank_skew, _replica(job, found, Simulator(cluster))
     if compiled is None or skew == type(skew)():
         return None
     step, ranks = job.step_model(cluster, found.grid.dp), compiled.grid.world
-    counts, draw = uniform_counts(compiled.grid.dp, step.layer), np.random.default_rng(seed)
+    counts, draw = uniform_counts(compiled.grid.dp, step.layer), np.random.default_rng(0)
 
     def seconds(speeds: np.ndarray, late: np.ndarray) -> float:
         known = np.resize(cluster.speeds or (1.0,), cluster.world)
@@ -154,11 +153,8 @@ def longer_by_rank_skew(job: Job, cluster: ClusterSpec, found: Found, *, seed: i
         unlike = known * np.append(speeds, np.full(cluster.world - ranks, speeds.min()))
         uneven = replace(cluster, speeds=tuple(unlike.tolist()))
         simulator = Simulator(uneven, timing=SpecTiming(uneven, late=late))
-        return (
-            StepCostModel(step, found.grid, simulator)
-            .estimate(*simulate_counts(simulator, compiled, step.layer, counts))
-            .seconds
-        )
+        runs = simulate_counts(simulator, compiled, step.layer, counts)
+        return StepCostModel(step, found.grid, simulator).estimate(*runs).seconds
 
     equal, (steps, passes) = seconds(np.ones(ranks), np.zeros(ranks)), DRAWS
     drawn = []

@@ -154,30 +154,33 @@ class MemoryBudget:
             yield compiled, replicated, each
         if not self.compiled.replicates:
             return
-        bare = self.compiled.unreplicated or self.compiled
-        if (
-            replicated is not None or compiled.digest != bare.digest
-        ):  # what may replicate holds more, also where it does not
+        bare = self._bare
+        # What may replicate holds more, also where it does not.
+        if replicated is not None or compiled.digest != bare.digest:
             for each in self._cuts(bare, None, call, budget):
                 yield bare, None, each
         replication = compiled if compiled.replicates else self.compiled
         none = np.zeros((*call.copies.shape, self.compiled.grid.ep), dtype=np.int64)
-        rows, fewest = self._rows_that_fit(bare, call, budget)
+        rows, fewest = self._rows_that_fit(call, budget)
         for table in fitting_tables(load, none if replicated is None else replicated, rows, fewest):
             for each in self._cuts(replication, table, call, budget):
                 yield replication, table, each
 
-    def _rows_that_fit(self, bare: Compiled, call: CountedCall, budget: int) -> tuple[int, int]:
+    @property
+    def _bare(self) -> Compiled:
+        """The plan without replication."""
+        return self.compiled.unreplicated or self.compiled
+
+    def _rows_that_fit(self, call: CountedCall, budget: int) -> tuple[int, int]:
         """Return about how many rows at the experts of a rank fit, nothing replicated, and how many times there are as many."""
+        bare = self._bare
         busiest = int(self._cut(bare, None, call, None).loads.max())
         most = float(self.peak(bare, None, call).max())
-        least = float(self.peak(bare, None, call._replace(copies=np.zeros_like(call.copies))).max())
+        least = float(self.peak(bare, None, _nothing(call)).max())
         rows = max(1, int(busiest * max(0.0, budget - least) / max(1.0, most - least)))
         return rows, -(-busiest // rows)
 
-    def _cut(
-        self, compiled: Compiled, replicated: np.ndarray | None, call: CountedCall, limit: int | None
-    ) -> Cut:  # fmt: skip
+    def _cut(self, compiled: Compiled, replicated: np.ndarray | None, call: CountedCall, limit: int | None) -> Cut:
         """Return a call cut at so many rows at a rank's experts; None for one slice."""
         if compiled.digest not in self._holders:
             self._holders[compiled.digest] = holders_of(compiled, self.num_experts)
@@ -236,7 +239,7 @@ class MemoryBudget:
 
     def bytes_of_rows(self, rows: int, call: CountedCall) -> int:
         """Return what a rank holds at most if a call runs in slices of so many rows at a rank's experts, nothing replicated."""
-        bare = self.compiled.unreplicated or self.compiled
+        bare = self._bare
         return int(np.ceil(self._slices(bare, self._cut(bare, None, call, rows), call)[0].max()))
 
     def _too_small(self, call: CountedCall, budget: int) -> str:

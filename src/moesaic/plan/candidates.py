@@ -7,13 +7,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
-from moesaic.plan.compile import Compiled, Durations, compile_plan, durations_on
+from moesaic.plan.compile import Compiled, compile_plan, durations_on
 from moesaic.plan.model import Job
 from moesaic.plan.plan import AllToAll, Codec, Order, Plan, Schedule
 from moesaic.program.all_to_all import ALL_TO_ALLS
@@ -133,45 +133,36 @@ class SearchSpace:
             if values is not None and values is not False and not values and name != "gather_weights":
                 raise InputError(f"search.{name} is empty: name at least one value")
 
-    def groups(self, grid: Grid) -> tuple[int, ...]:
-        """Return the numbers of peer groups to try on a mesh."""
-        by_node = (groups_inside_nodes(grid),) if self.node_groups else ()
-        return tuple(dict.fromkeys((*self.peer_groups, *by_node)))
-
-    def plans(self, grid: Grid) -> Iterator[Plan]:
-        """Yield every combination, those that do not fit the mesh among them.
+    def values(self, grid: Grid) -> dict[str, tuple[Any, ...]]:
+        """Return the values of every choice on a mesh, by the fields of `Plan`.
 
         Args:
-            grid: tells the values of r.
+            grid: tells the values of r, and how many groups of peers there are for one per node.
         """
         shards = self.gather_weights
         if shards is None:
             shards = tuple(r for r in range(grid.etp) if r == 0 or grid.etp % r == 0)
-        for values in itertools.product(
-            self.schedules, self.fuse, (None, *shards), self.chunks, self.groups(grid), self.overlap_gather,
-            self.all_to_alls, self.codecs, self.backward_codecs, self.orders,
-        ):  # fmt: skip
-            schedule, fuse, r, chunks, groups, overlap, links, codec, backward_codec, order = values
-            yield Plan(
-                schedule=schedule, fuse=fuse, gather_weights=r, chunks=chunks, peer_groups=groups, overlap_gather=overlap,
-                all_to_all=links, codec=codec, backward_codec=backward_codec, order=order,
-            )  # fmt: skip
+        by_node = (groups_inside_nodes(grid),) if self.node_groups else ()
+        return {
+            "schedule": self.schedules, "fuse": self.fuse, "gather_weights": (None, *shards), "chunks": self.chunks,
+            "peer_groups": tuple(dict.fromkeys((*self.peer_groups, *by_node))), "overlap_gather": self.overlap_gather,
+            "all_to_all": self.all_to_alls, "codec": self.codecs, "backward_codec": self.backward_codecs,
+            "order": self.orders,
+        }  # fmt: skip
+
+    def plans(self, grid: Grid) -> Iterator[Plan]:
+        """Yield every combination on a mesh, those that do not fit it among them."""
+        values = self.values(grid)
+        for choice in itertools.product(*values.values()):
+            yield Plan(**dict(zip(values, choice)))
 
 
-def candidates(
-    grid: Grid,
-    space: SearchSpace | None = None,
-    *,
-    bias: bool = False,
-    durations: Durations | None = None,
-    host_runs_compute: bool = False,
-) -> Iterator[Compiled]:
+def candidates(grid: Grid, space: SearchSpace | None = None) -> Iterator[Compiled]:
     """Yield the compiled plans that fit a mesh, each different program once: of equal ones, the first of the space.
 
     Args:
         grid: the mesh.
         space: of choices; None is the default, lossless one.
-        bias, durations, host_runs_compute: as for `compile_plan`.
 
     Raises:
         InputError: if no plan of the space fits; the line repeats why the last one does not.
@@ -180,7 +171,7 @@ def candidates(
     refusal = ""
     for plan in (space or SearchSpace()).plans(grid):
         try:
-            compiled = compile_plan(plan, grid, bias=bias, durations=durations, host_runs_compute=host_runs_compute)
+            compiled = compile_plan(plan, grid)
         except InputError as error:
             refusal = str(error)
             continue

@@ -130,7 +130,6 @@ def compile_plan(
     bias: bool = False,
     durations: Durations | None = None,
     host_runs_compute: bool = False,
-    moves_samples: bool = False,
 ) -> Compiled:
     """Compile a plan for a mesh.
 
@@ -141,22 +140,17 @@ def compile_plan(
         durations: for the exact order, as of `durations_on`; None takes those of a middling layer by the default rates of
             `cost.Machine`.
         host_runs_compute: True on CPU, where the thread that issues movements also computes; the exact order minds it.
-        moves_samples: results go to their samples' next homes; see `moving`.
 
     Raises:
         InputError: if the plan does not fit the mesh, or two of its choices clash; the line names both.
     """
-    if moves_samples:
-        stays = compile_plan(plan, grid, bias=bias, durations=durations, host_runs_compute=host_runs_compute)
-        return moving(stays)
+    how: dict[str, Any] = {"bias": bias, "durations": durations, "host_runs_compute": host_runs_compute}
     unreplicated = None
     if plan.replicates:
         options = tuple(REPLICATION_POLICIES[plan.replication](ReplicationCosts()).option_plans(plan, grid))
         if options:
-            how = {"bias": bias, "durations": durations, "host_runs_compute": host_runs_compute}
             return _with_options(plan, grid, options, how)
-        bare = replace(plan, replication=NO_REPLICATION)
-        unreplicated = compile_plan(bare, grid, bias=bias, durations=durations, host_runs_compute=host_runs_compute)
+        unreplicated = compile_plan(replace(plan, replication=NO_REPLICATION), grid, **how)
     logical, grid = _logical(plan, grid, bias)
     programs, is_assumed = [], False
 

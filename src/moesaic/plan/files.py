@@ -40,18 +40,16 @@ def read_plan(path: Path) -> Plan:
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    """Write a plan as JSON.
+    """Write a plan.
+
+    Args:
+        plan: to write.
+        path: ends in .toml or .json.
 
     Raises:
-        InputError: if the file cannot be written, or is not to be called .json, by which it is read back.
+        InputError: if the file cannot be written, or has another ending.
     """
-    if path.suffix != ".json":
-        raise InputError(f"plan {path}: is written as JSON: choose a name that ends in .json")
-    text = json.dumps({"version": VERSION, "plan": asdict(plan)}, indent=2)
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"plan {path}: cannot be written ({error.strerror}): choose another path") from error
+    _write({"version": VERSION, "plan": _fields_of(plan)}, path)
 
 
 def write_planned(found: Found, path: Path, *, model: str, cluster: str) -> None:
@@ -66,10 +64,10 @@ def write_planned(found: Found, path: Path, *, model: str, cluster: str) -> None
     Raises:
         InputError: if the file cannot be written, or has another ending.
     """
-    table = {
+    table: dict[str, Any] = {
         "version": VERSION,
         "mesh": {name: getattr(found.grid, name) for name in MESH},
-        "plan": {name: value for name, value in asdict(found.plan).items() if value is not None},
+        "plan": _fields_of(found.plan),
         "found": {
             "model": model,
             "cluster": cluster,
@@ -79,13 +77,7 @@ def write_planned(found: Found, path: Path, *, model: str, cluster: str) -> None
             "memory_gib": round(found.memory.total / GIB, 3),
         },
     }
-    if path.suffix not in (".toml", ".json"):
-        raise InputError(f"plan {path}: choose a name that ends in .toml or .json")
-    text = json.dumps(table, indent=2) + "\n" if path.suffix == ".json" else _to_toml(table)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"plan {path}: cannot be written ({error.strerror}): choose another path") from error
+    _write(table, path)
 
 
 def read_planned(path: Path) -> tuple[dict[str, Any], Plan]:
@@ -101,6 +93,21 @@ def read_planned(path: Path) -> tuple[dict[str, Any], Plan]:
             f"plan {path}: [mesh] must be a table of {', '.join(MESH)}: write it with moesaic plan --write"
         )
     return mesh, plan
+
+
+def _fields_of(plan: Plan) -> dict[str, Any]:
+    """Return the fields of a plan that are set: TOML has no null."""
+    return {name: value for name, value in asdict(plan).items() if value is not None}
+
+
+def _write(table: dict[str, Any], path: Path) -> None:
+    if path.suffix not in (".toml", ".json"):
+        raise InputError(f"plan {path}: choose a name that ends in .toml or .json")
+    text = json.dumps(table, indent=2) + "\n" if path.suffix == ".json" else _to_toml(table)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"plan {path}: cannot be written ({error.strerror}): choose another path") from error
 
 
 def _to_toml(table: dict[str, Any]) -> str:

@@ -47,41 +47,16 @@ PLAIN = {"relu2": "relu", "gelu": "gelu"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class HubAttention:
-    """A block's attention, the mean over blocks."""
-
-    parameters: float = 0.0
-    width: float = 0.0
-    """Columns of queries and of values that meet the keys of a context, over all heads, times the context's length over half
-    the sequence."""
-    kept: float = 0.0
-    """Values per token that backward needs: what products and norms read, queries, keys, values, and the result."""
-    key_values: float = 0.0
-    """Values per token of keys and values."""
-    up_kept: float = 0.0
-    """Of these, what low-rank attention expands."""
-    up: float = 0.0
-    """Parameters that expand them."""
-    copied: float = 0.0
-    """Values per token that are read and written between projections and scores."""
-    head_dim: float = 0.0
-    """Width of a head's queries."""
-    normed: float = 0.0
-    """Values per token of norms inside attention."""
-    rotated: float = 0.0
-    """Values per token of queries and keys that are rotated."""
-    result: float = 0.0
-    """Values per token that the scores give."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class HubShape(ModelShape):
     """A model of the hub; `num_heads` only says over how many tensor-parallel ranks attention splits."""
 
     dense_layers: tuple[int, ...] = ()
     """Blocks without an MoE layer."""
-    attention: HubAttention = field(default_factory=HubAttention)
-    """Of a block."""
+    attention: Mapping[str, float] = field(default_factory=dict)
+    """Of a block, the mean over blocks, by the names of `StepModel`; what the length of a sequence decides is not among it."""
+    score_width: float = 0.0
+    """Columns of queries and of values that meet the keys of a context, over all heads, times the context's length over half
+    the sequence; the mean over blocks."""
     tied: bool = False
     """One matrix is the embedding and the output."""
     groups: int = 1
@@ -101,14 +76,8 @@ class HubShape(ModelShape):
     @property
     def around(self) -> dict[str, float]:
         """What a step has around MoE layers, by the names of `StepModel`."""
-        each = self.attention
-        return {
-            "attention_parameters": each.parameters, "score_operations": 2 * each.width * self.seq_len / 2,
-            "attention_kept": each.kept, "key_values": each.key_values, "attention_up_kept": each.up_kept,
-            "attention_up": each.up, "attention_copied": each.copied, "embeddings": 1 if self.tied else 2,
-            "head_dim": each.head_dim, "attention_normed": each.normed, "attention_rotated": each.rotated,
-            "attention_result": each.result,
-        }  # fmt: skip
+        scores = 2 * self.score_width * self.seq_len / 2
+        return {**self.attention, "score_operations": scores, "embeddings": 1 if self.tied else 2}
 
     @property
     def routing(self) -> dict[str, int]:
@@ -127,7 +96,7 @@ class HubShape(ModelShape):
         layer = matrices * self.dim * each + self.dim * moe.num_experts
         dense = len(self.dense_layers) * matrices * self.dim * self.active_hidden
         return (
-            self.num_layers * self.attention.parameters
+            self.num_layers * self.attention["attention_parameters"]
             + sparse * layer
             + dense
             + (1 if self.tied else 2) * self.vocab * self.dim
@@ -165,7 +134,7 @@ def read_shape(table: Mapping[str, Any], source: str, *, seq_len: int) -> HubSha
             dim=found["dim"], num_layers=found["num_layers"], num_heads=found["num_heads"], seq_len=seq_len,
             ffn=f"moe:1:{found['dense_hidden']}" if "dense_hidden" in found else "moe",
             dense_layers=_dense_layers(table, found),
-            attention=_attention(table, found, seq_len), tied=bool(table.get("tie_word_embeddings", False)),
+            **_attention(table, found, seq_len), tied=bool(table.get("tie_word_embeddings", False)),
             vocab=found["vocab"], groups=found.get("groups", 1), top_groups=found.get("top_groups", 1),
             moe=MoEShape(
                 num_experts=found["num_experts"], top_k=found["top_k"], hidden=hidden, shared_hidden=shared,
@@ -216,8 +185,8 @@ def _dense_layers(table: Mapping[str, Any], found: Mapping[str, int]) -> tuple[i
     return tuple(block for block in blocks if block in listed or block < first or (block + 1) % every)
 
 
-def _attention(table: Mapping[str, Any], found: Mapping[str, int], seq_len: int) -> HubAttention:
-    """Return a block's attention, the mean over blocks."""
+def _attention(table: Mapping[str, Any], found: Mapping[str, int], seq_len: int) -> dict[str, Any]:
+    """Return what `HubShape` has of a block's attention."""
     dim, heads, layers = found["dim"], found["num_heads"], found["num_layers"]
     up = up_kept = 0.0
     if isinstance(table.get("kv_lora_rank"), int):
@@ -250,11 +219,13 @@ def _attention(table: Mapping[str, Any], found: Mapping[str, int], seq_len: int)
     # A window of w keys is as far as a query sees once w tokens came before it.
     window = min(int(table.get("sliding_window") or table.get("attention_chunk_size") or seq_len), seq_len)
     seen = (window - window**2 / (2 * seq_len)) / (seq_len / 2)
-    return HubAttention(
-        parameters=((layers - linear) * full + linear * _linear_attention(table, dim)) / layers,
-        width=(layers - linear - sliding * (1 - seen)) * width / layers, kept=kept, key_values=key_values,
-        up_kept=up_kept, up=up, copied=copied, head_dim=head_dim, normed=normed, rotated=rotated, result=result,
-    )  # fmt: skip
+    attention = {
+        "attention_parameters": ((layers - linear) * full + linear * _linear_attention(table, dim)) / layers,
+        "attention_kept": kept, "key_values": key_values, "attention_up_kept": up_kept, "attention_up": up,
+        "attention_copied": copied, "head_dim": head_dim, "attention_normed": normed, "attention_rotated": rotated,
+        "attention_result": result,
+    }  # fmt: skip
+    return {"attention": attention, "score_width": (layers - linear - sliding * (1 - seen)) * width / layers}
 
 
 def _linear_attention(table: Mapping[str, Any], dim: int) -> int:

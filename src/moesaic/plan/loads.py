@@ -6,6 +6,7 @@ simulated beforehand under a few skewed loads, and what that says is kept as a f
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -84,13 +85,7 @@ def decided(
     """
     if not compiled.replicates:
         return compiled, None
-    costs = ReplicationCosts(
-        machine=machine_of(simulator.cluster, compiled.grid, layer),
-        element_bytes=layer.element_bytes,
-        matrices=layer.matrices,
-    )
-    copies = copies_by_rank(compiled.forward, compiled.grid, counts)
-    load = CallLoad(compiled.grid, copies, layer.num_experts, max(1, layer.hidden // compiled.grid.etp), layer.dim)
+    costs, load = _costs(simulator, compiled, layer), _load(compiled, layer, counts)
     if compiled.options:
         arbitration = Arbiter(costs=costs).start(compiled.plan, [option.plan for option in compiled.options])
         decision = arbitration.choose(load)
@@ -98,6 +93,18 @@ def decided(
     replicated = REPLICATION_POLICIES[compiled.plan.replication](costs).decide(load)
     runs = for_call(compiled, replicated)
     return runs, replicated if runs.replicates else None
+
+
+def _costs(simulator: Simulator, compiled: Compiled, layer: Workload) -> ReplicationCosts:
+    """Return the rates by which policies decide."""
+    machine = machine_of(simulator.cluster, compiled.grid, layer)
+    return ReplicationCosts(machine=machine, element_bytes=layer.element_bytes, matrices=layer.matrices)
+
+
+def _load(compiled: Compiled, layer: Workload, counts: np.ndarray) -> CallLoad:
+    """Return what a call asks of its policy."""
+    grid, copies = compiled.grid, copies_by_rank(compiled.forward, compiled.grid, counts)
+    return CallLoad(grid, copies, layer.num_experts, max(1, layer.hidden // grid.etp), layer.dim)
 
 
 def fit_counts(counts: np.ndarray, groups: int, layer: Workload) -> np.ndarray:
@@ -165,12 +172,7 @@ def arbiter_for(simulator: Simulator, compiled: Compiled, layer: Workload, **set
     Raises:
         InputError: as `machine_of` does.
     """
-    costs = ReplicationCosts(
-        machine=machine_of(simulator.cluster, compiled.grid, layer),
-        cluster=simulator.cluster,
-        element_bytes=layer.element_bytes,
-        matrices=layer.matrices,
-    )
+    costs = replace(_costs(simulator, compiled, layer), cluster=simulator.cluster)
     arbiter = Arbiter(costs=costs, part_us=0.0, learn=False)
     off: dict[str, list[float]] = {}
     for skew, seed in PROBES:
@@ -186,12 +188,10 @@ def _off_by(
     simulator: Simulator, compiled: Compiled, layer: Workload, arbiter: Arbiter, skew: float, seed: int
 ) -> dict[str, float]:
     """Return by option what it takes by a simulation of one load, over what the model says."""
-    grid, counts = compiled.grid, zipf_counts(compiled.grid.dp, layer, exponent=skew, seed=seed)
-    copies = copies_by_rank(compiled.forward, grid, counts)
-    load = CallLoad(grid, copies, layer.num_experts, max(1, layer.hidden // grid.etp), layer.dim)
+    counts = zipf_counts(compiled.grid.dp, layer, exponent=skew, seed=seed)
     arbitration = arbiter.start(compiled.plan, [each.plan for each in compiled.options])
     found = {}
-    for option, replicated in arbitration.offers(load):
+    for option, replicated in arbitration.offers(_load(compiled, layer, counts)):
         program = compiled.options[option.choice.program]
         shapes, seconds = program.shapes(layer.num_experts), 0.0
         for each in (program.forward, program.backward):

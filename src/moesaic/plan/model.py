@@ -7,7 +7,7 @@ around it the few that matter stand here under the trainer's names, and a test h
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
 from moesaic.configfile import override, refuse_renamed
@@ -129,11 +129,6 @@ def job_of(table: dict[str, Any], source: str) -> Job:
         table = table | {"model": shape_of_today(table["model"])}
     refuse_renamed(table, RENAMED_SHAPE, source)
     return override(Job(), _known(Job(), table, source), source=source)
-
-
-def with_batch(job: Job, batch_size: int | None) -> Job:
-    """Return the job with another batch; None leaves it."""
-    return job if batch_size is None else replace(job, batch_size=batch_size)
 
 
 def _known(shape: Any, table: dict[str, Any], source: str, prefix: str = "") -> dict[str, Any]:

@@ -6,7 +6,7 @@ holds the parameters against the published ones.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +26,23 @@ GPT2_VOCAB, BERT_VOCAB = 50_257, 30_522
 
 
 def _job(
-    dim: int, num_layers: int, num_heads: int, seq_len: int, vocab: int, moe: dict[str, Any], block: BlockConfig,
+    dim: int, num_layers: int, num_heads: int, seq_len: int, vocab: int, moe: MoEShape, block: BlockConfig,
     batch_size: int = 16,
 ) -> Job:  # fmt: skip
     shape = ModelShape(
-        dim=dim, num_layers=num_layers, num_heads=num_heads, seq_len=seq_len, block=block, moe=MoEShape(**moe),
+        dim=dim, num_layers=num_layers, num_heads=num_heads, seq_len=seq_len, block=block, moe=moe,
         checkpoint_activations=dim >= 768,
     )  # fmt: skip
     return Job(batch_size=batch_size, model=shape, data=DataShape(vocab_size=vocab))
 
 
-def _plain(num_experts: int, top_k: int, hidden: int, **more: Any) -> dict[str, Any]:
+def _plain(num_experts: int, top_k: int, hidden: int, shared_hidden: int = 0) -> MoEShape:
     """Return MoE layers whose experts have two matrices."""
-    return {"num_experts": num_experts, "top_k": top_k, "hidden": hidden, "experts": "gelu", **more}
+    return replace(_gated(num_experts, top_k, hidden, shared_hidden), experts="gelu")
 
 
-def _gated(num_experts: int, top_k: int, hidden: int, **more: Any) -> dict[str, Any]:
-    return {"num_experts": num_experts, "top_k": top_k, "hidden": hidden, **more}
+def _gated(num_experts: int, top_k: int, hidden: int, shared_hidden: int = 0) -> MoEShape:
+    return MoEShape(num_experts=num_experts, top_k=top_k, hidden=hidden, shared_hidden=shared_hidden)
 
 
 def _ours() -> dict[str, Job]:
@@ -57,7 +57,7 @@ def _ours() -> dict[str, Job]:
         "seq2seq-tiny": _job(
             32, 2, 4, 32, 1024, _gated(16, 1, 16, shared_hidden=16), BlockConfig(kind="encoder_decoder"), 64
         ),
-        "gpt-small": Job(batch_size=16, accumulation=4, model=small.model, data=small.data),
+        "gpt-small": replace(small, accumulation=4),
     }
 
 

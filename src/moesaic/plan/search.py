@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
@@ -144,21 +143,11 @@ class _Search:
 
     def _starts(self, grid: Grid) -> Iterator[Plan]:
         space = self.settings.space
+        first = {name: values[0] for name, values in space.values(grid).items()}
         links = list(filter(_judges_layouts, space.all_to_alls)) or [space.all_to_alls[0]]
         for schedule in _schedules(space, grid):
             for link in links:
-                yield self._first(schedule=schedule, all_to_all=link)
-
-    def _first(self, **choices: Any) -> Plan:
-        """Return a plan with the first value of the space for what is not given."""
-        space = self.settings.space
-        return Plan(
-            **{
-                "fuse": space.fuse[0], "chunks": space.chunks[0], "peer_groups": space.peer_groups[0],
-                "overlap_gather": space.overlap_gather[0], "codec": space.codecs[0],
-                "backward_codec": space.backward_codecs[0], "order": space.orders[0], **choices,
-            }
-        )  # fmt: skip
+                yield Plan(**first | {"schedule": schedule, "all_to_all": link})
 
     def _refine(self, layouts: list[StepCostModel]) -> None:
         """Simulate further plans on the most promising layouts."""
@@ -269,22 +258,14 @@ def neighbours(plan: Plan, space: SearchSpace, grid: Grid, changed: int = 1) -> 
     Args:
         plan: to change.
         space: of the values.
-        grid: tells the values of r.
+        grid: as of `SearchSpace.values`.
         changed: in how many choices they differ.
     """
-    shards = space.gather_weights
-    if shards is None:
-        shards = tuple(r for r in range(grid.etp) if r == 0 or grid.etp % r == 0)
-    values: dict[str, Sequence[object]] = {
-        "schedule": _schedules(space, grid), "fuse": space.fuse, "gather_weights": (None, *shards), "chunks": space.chunks,
-        "peer_groups": space.groups(grid), "overlap_gather": space.overlap_gather, "all_to_all": space.all_to_alls,
-        "codec": space.codecs, "backward_codec": space.backward_codecs, "order": space.orders,
-    }  # fmt: skip
-    assert set(values) <= {each.name for each in fields(Plan)}
+    values = space.values(grid) | {"schedule": _schedules(space, grid)}
     others = {name: [each for each in choices if each != getattr(plan, name)] for name, choices in values.items()}
     for names in itertools.combinations(values, changed):
         for choice in itertools.product(*(others[name] for name in names)):
-            yield replace(plan, **dict(zip(names, choice)))  # type: ignore[arg-type]
+            yield replace(plan, **dict(zip(names, choice)))
 
 
 def _schedules(space: SearchSpace, grid: Grid) -> tuple[Schedule, ...]:

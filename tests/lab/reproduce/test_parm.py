@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from moesaic.cost.fit import Fit
 from moesaic.cost.workload import Workload
-from moesaic.plan.algorithm1 import RULES, CostLine, Operations, corrected, operations, published
+from moesaic.plan.algorithm1 import RULES, Operations, corrected, operations, published
 from moesaic.program.grid import Grid
 from moesaic_lab.reproduce import parm, parm_report
 from moesaic_lab.reproduce.end_to_end import WholeStep
@@ -19,7 +20,7 @@ LAYER = Workload(tokens=1000, num_experts=4, top_k=2, dim=10, hidden=8, matrices
 
 def rates(all_to_all: float, gather: float, overlapped: float) -> Operations:
     """Return operations without start-up."""
-    lines = (CostLine(startup=0.0, per_element=rate) for rate in (all_to_all, gather, overlapped))
+    lines = (Fit(beta=rate) for rate in (all_to_all, gather, overlapped))
     return Operations(**dict(zip(("all_to_all", "gather", "overlapped"), lines)))
 
 
@@ -56,10 +57,10 @@ def test_operations_are_fitted_to_the_simulated_cluster() -> None:
     bed = Bed(BOOK, "a")
     found = operations(bed.simulator, Grid(world=8, tp=4, ep=2, etp=4, ranks_per_node=8), bed.top_k)
     rate = BOOK.constant("parm.a.link") * 1e9 / 8
-    assert found.all_to_all.per_element == pytest.approx(4 * 7 / 8 / rate)
-    assert found.all_to_all.startup == pytest.approx(7 * 664e-6)
-    assert found.gather.per_element == pytest.approx(4 * 3 / 4 / rate)
-    assert found.overlapped.per_element > found.all_to_all.per_element
+    assert found.all_to_all.beta == pytest.approx(4 * 7 / 8 / rate)
+    assert found.all_to_all.alpha == pytest.approx(7 * 664e-6)
+    assert found.gather.beta == pytest.approx(4 * 3 / 4 / rate)
+    assert found.overlapped.beta > found.all_to_all.beta
 
 
 def test_tensor_groups_of_two_make_the_schedules_about_twice_as_fast() -> None:
