@@ -6,7 +6,7 @@ import difflib
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -57,20 +57,51 @@ def override(config: T, table: dict[str, Any], *, source: str, prefix: str = "")
     """
     assert is_dataclass(config)
     assert not isinstance(config, type)
-    hints = get_type_hints(type(config))
+    hints = _hints(type(config), table, source, prefix)
     changes: dict[str, Any] = {}
     for name, value in table.items():
-        if name not in hints:
-            names = [field.name for field in fields(config)]
-            raise InputError(f"{source}: unknown field {prefix}{name}{suggestion(name, names)}")
-        current = getattr(config, name)
+        current, where = getattr(config, name), f"{source}: {prefix}{name}"
         if is_dataclass(current):
-            if not isinstance(value, dict):
-                raise InputError(f"{source}: {prefix}{name} must be a table, got {value!r}")
-            changes[name] = override(current, value, source=source, prefix=f"{prefix}{name}.")
+            changes[name] = override(current, _table(value, where), source=source, prefix=f"{prefix}{name}.")
         else:
-            changes[name] = _convert(value, hints[name], f"{source}: {prefix}{name}")
+            changes[name] = _convert(value, hints[name], where)
     return replace(config, **changes)
+
+
+def build(kind: type[T], table: dict[str, Any], *, source: str, prefix: str = "") -> T:
+    """Return a dataclass with the fields of `table`, nested tables and lists of them included.
+
+    Args:
+        kind: the class.
+        table, source, prefix: as for `override`.
+
+    Raises:
+        InputError: as `override` does; if a field that has no default is missing, or the class refuses a value.
+    """
+    hints = _hints(kind, table, source, prefix)
+    for each in fields(kind):  # type: ignore[arg-type]
+        if each.name not in table and each.default is MISSING and each.default_factory is MISSING:
+            raise InputError(f"{source}: {prefix}{each.name} is missing")
+    values = {name: _convert(value, hints[name], f"{source}: {prefix}{name}") for name, value in table.items()}
+    try:
+        return kind(**values)
+    except InputError as error:
+        raise InputError(f"{source}: {error}") from error
+
+
+def _hints(kind: type, table: dict[str, Any], source: str, prefix: str) -> dict[str, Any]:
+    """Return the types of a class's fields; refuse names in a table that are none."""
+    hints = get_type_hints(kind)
+    for name in table:
+        if name not in hints:
+            raise InputError(f"{source}: unknown field {prefix}{name}{suggestion(name, list(hints))}")
+    return hints
+
+
+def _table(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InputError(f"{where} must be a table, got {value!r}")
+    return value
 
 
 def refuse_renamed(table: dict[str, Any], renamed: Mapping[str, str], source: str) -> None:
@@ -117,29 +148,25 @@ def differing_fields(one: Any, other: Any, prefix: str = "") -> list[str]:
 
 
 def _convert(value: Any, hint: Any, where: str) -> Any:
-    """Check a TOML or JSON value against a field's type; lists become tuples, whole numbers floats where due."""
+    """Check a TOML or JSON value against a field's type; lists become tuples, whole numbers floats where due. A value by itself
+    stands for a list of one where a list may have any length."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         if value not in arguments:
             raise InputError(f"{where}={value!r}: choose one of {', '.join(map(str, arguments))}")
         return value
     if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise InputError(f"{where} must be a list, got {value!r}")
         if Ellipsis in arguments:
-            return tuple(_convert(item, arguments[0], where) for item in value)
-        if len(value) != len(arguments):
+            items = value if isinstance(value, list | tuple) else [value]
+            return tuple(_convert(item, arguments[0], f"{where}[{n}]") for n, item in enumerate(items))
+        if not isinstance(value, list | tuple) or len(value) != len(arguments):
             raise InputError(f"{where} must be a list of {len(arguments)}, got {value!r}")
         return tuple(_convert(item, wanted, where) for item, wanted in zip(value, arguments))
     if origin is dict:
-        if not isinstance(value, dict):
-            raise InputError(f"{where} must be a table, got {value!r}")
-        return {key: _convert(item, arguments[1], f"{where}.{key}") for key, item in value.items()}
+        return {key: _convert(item, arguments[1], f"{where}.{key}") for key, item in _table(value, where).items()}
     if isinstance(hint, type) and is_dataclass(hint):
-        if not isinstance(value, dict):
-            raise InputError(f"{where} must be a table, got {value!r}")
         head, _, name = where.rpartition(": ")
-        return override(hint(), value, source=head, prefix=f"{name}.")
+        return build(hint, _table(value, where), source=head, prefix=f"{name}.")
     if type(None) in arguments:
         if value is None:
             return None

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from cost.clusters import DEVICE, tree
+from moesaic.configfile import as_json, build
 from moesaic.cost.cluster import ClusterSpec, Link, Peer, Tflops
-from moesaic.cost.cluster_file import cluster_from, presets, read_cluster, to_toml
+from moesaic.cost.cluster_file import presets, read_cluster
 from moesaic.cost.emulated import emulated, parse_rate
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.topology import Topology
@@ -41,8 +42,8 @@ def test_presets_read_say_where_they_come_from_and_survive_a_round_trip(name: st
     assert spec.name == name
     assert len(spec.source) > 20
     assert len(spec.description) > 20
-    path = tmp_path / "again.toml"
-    path.write_text(to_toml(spec), encoding="utf-8")
+    path = tmp_path / "again.json"
+    path.write_text(as_json(spec), encoding="utf-8")
     assert read_cluster(str(path)) == spec
     many = read_cluster(name, nodes=32)
     assert many.nodes == 32
@@ -96,7 +97,7 @@ def test_the_papers_test_beds_and_common_machines_are_there() -> None:
 )  # fmt: skip
 def test_what_is_wrong_is_named_in_one_line(table: dict, line: str) -> None:
     with pytest.raises(InputError) as refusal:
-        cluster_from(table, source="here")
+        build(ClusterSpec, table, source="here")
     assert line in str(refusal.value)
     assert "\n" not in str(refusal.value)
 

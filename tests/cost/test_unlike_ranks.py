@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from cost.clusters import FREE, flat
-from moesaic.configfile import read_table
+from moesaic.configfile import as_json
 from moesaic.cost.call_sizes import sizes_of
 from moesaic.cost.cluster import ClusterSpec, Device, RankSkew, Tflops
-from moesaic.cost.cluster_file import cluster_from, to_toml
+from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.timing import Simulated, SpecTiming
 from moesaic.cost.workload import Workload
@@ -59,9 +59,9 @@ def test_equal_ranks_take_to_the_bit_what_they_take_without() -> None:
 
 def test_speeds_and_skew_are_read_checked_and_cut_with_the_cluster(tmp_path) -> None:
     spec = replace(flat(2, 4), speeds=(1.0,) * 7 + (0.8,), rank_skew=RankSkew(start_us=50, speed=0.02))
-    path = tmp_path / "cluster.toml"
-    path.write_text(to_toml(spec), encoding="utf-8")
-    assert cluster_from(read_table(path), source="file") == spec
+    path = tmp_path / "cluster.json"
+    path.write_text(as_json(spec), encoding="utf-8")
+    assert read_cluster(str(path)) == spec
     assert spec.of_devices(4).speeds == (1.0,) * 4
     per_node = replace(spec, speeds=(1.0, 1.0, 1.0, 0.8))
     assert per_node.of_devices(8).speeds == per_node.speeds

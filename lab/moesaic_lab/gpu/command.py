@@ -32,7 +32,7 @@ from moesaic_lab.gpu.shapes import LAYERS
 
 SECONDS = 540.0
 """Of the whole command: a borrowed GPU gives ten minutes to one."""
-FILES = ("gpu.json", "rows.json", "tiles.json", "compiled.json", "checks.json", "cluster.toml", "tests.txt", "ncu.csv")
+FILES = ("gpu.json", "rows.json", "tiles.json", "compiled.json", "checks.json", "cluster.json", "tests.txt", "ncu.csv")
 TUNED = ("T40960_H768_I256", "T32768_H4096_I512_E128")
 """Two layers that span the shapes, whose tiles are searched; the others have default tiles unless their products are alike."""
 PRODUCTS = ("up", "down", "down_grad", "rows_grad", "weight_grad", "weight_grad_down")
@@ -99,7 +99,7 @@ def steps(folder: Path, scratch: Path, *, dry: bool) -> list[GpuStep]:
     for tool in SANITIZERS:
         command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *part("--stages", "check"))
         found.append(GpuStep(name=tool, command=command, seconds=30, output="tests.txt", needs="compute-sanitizer"))
-    profile = (python, "-m", "moesaic_lab.gpu.profile", "--out", str(folder / "cluster.toml"), *extra)
+    profile = (python, "-m", "moesaic_lab.gpu.profile", "--out", str(folder / "cluster.json"), *extra)
     found.append(GpuStep(name="profile", command=profile, seconds=30))
     tuned, per_product = (("T24",), 60.0) if dry else (TUNED, 14.0)
     for layer, product in ((layer, product) for layer in tuned for product in (PRODUCTS[:1] if dry else PRODUCTS)):

@@ -1,6 +1,6 @@
 """What the planner wants to know of a GPU, measured: rates of products, of experts by rows, of copies, and its memory.
 
-Written as a cluster of one device, which `moesaic plan --cluster cluster.toml` reads. One GPU says nothing of links: its
+Written as a cluster of one device, which `moesaic plan --cluster cluster.json` reads. One GPU says nothing of links: its
 `[device]` table goes into a file that has them.
 """
 
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
+from moesaic.configfile import as_json
 from moesaic.cost.cluster import ClusterSpec, Device, Tflops
-from moesaic.cost.cluster_file import to_toml
 from moesaic.profiling.compute import expert_step
 from moesaic_lab.gpu.timing import GIB, dense_tflops, seconds_of
 
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         properties = torch.cuda.get_device_properties(0)
         found = cluster_of(ProfileSizes(), "cuda", properties.name, properties.total_memory / GIB)
-    given.out.write_text(to_toml(found), encoding="utf-8")
+    given.out.write_text(as_json(found), encoding="utf-8")
     return 0
 
 
