@@ -73,7 +73,6 @@ bench-all: bench  ## every benchmark, the long trainings too
 	$(BIN)/moesaic bench netmoe --json $(RESULTS)/netmoe.json --picture $(PICTURES)/netmoe.svg
 	$(BIN)/moesaic bench gates_loss --json $(RESULTS)/gates_loss.json --picture $(PICTURES)/gates_loss.svg
 	$(BIN)/moesaic bench relocate_train --json $(RESULTS)/relocate_train.json
-	$(BIN)/moesaic bench replicated_weights --json $(RESULTS)/replicated_weights.json
 	$(BIN)/moesaic bench placement_gaps --json $(RESULTS)/placement_gaps.json
 	$(BIN)/moesaic bench extending --json $(RESULTS)/extending.json
 	$(BIN)/moesaic bench moe_vs_dense --json $(RESULTS)/moe_vs_dense.json
@@ -81,7 +80,6 @@ bench-all: bench  ## every benchmark, the long trainings too
 	$(BIN)/moesaic bench vision_sweeps --json $(RESULTS)/vision_sweeps.json
 	$(BIN)/moesaic bench codec_error --json $(RESULTS)/codec_error.json
 	$(BIN)/moesaic bench schedules --json $(RESULTS)/schedules.json
-	$(BIN)/moesaic bench transports --json $(RESULTS)/transports.json
 	$(BIN)/moesaic bench simulator --json $(RESULTS)/simulator.json
 	$(BIN)/moesaic bench collectives --json $(RESULTS)/collectives.json
 	$(BIN)/moesaic bench model --json $(RESULTS)/model.json --picture $(PICTURES)/model.svg
@@ -89,7 +87,6 @@ bench-all: bench  ## every benchmark, the long trainings too
 	$(BIN)/moesaic bench kernels --json $(RESULTS)/kernels_cpu.json --picture $(PICTURES)/kernels_cpu.svg
 	$(BIN)/moesaic reproduce all --json $(RESULTS)/reproduce.json
 	$(BIN)/moesaic bench plan_table --json $(RESULTS)/plan_table.json
-	$(BIN)/moesaic bench topology_gate --json $(RESULTS)/topology_gate.json
 	$(BIN)/moesaic bench same_curves --json $(RESULTS)/same_curves.json
 	$(BIN)/moesaic bench codec_convergence --json $(RESULTS)/codec_convergence.json
 	$(BIN)/moesaic bench check --json $(RESULTS)/check.json

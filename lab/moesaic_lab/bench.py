@@ -43,16 +43,13 @@ BENCHMARKS = {
     "placement_gaps": ("placement_gaps", "placements of samples and experts beside the best ones"),
     "plan_table": ("plan_table_replay", "the plan table that was told wrong loads, on recorded routing"),
     "relocate_train": ("relocate_train", "training steps under every answer to skewed routing"),
-    "replicated_weights": ("replicated_weights", "replicating weights straight and once per node, simulated"),
     "same_curves": ("same_curves", "the same training on every mesh and plan"),
     "schedules": ("schedules", "bytes of every schedule and all-to-all, beside formulas"),
     "simulator": ("simulator", "how long the simulator takes"),
     "soak": ("soak", "memory, descriptors and threads of a long run whose plans change"),
     "stages": ("stages", "training in pipeline stages, beside one process"),
-    "topology_gate": ("topology_gate", "the gate that knows the cluster, beside the plain one"),
     "train": ("train.benchmark", "the demo model end to end on an emulated cluster, beside others"),
     "vision_sweeps": ("vision.sweeps", "balance loss, inference capacity and admission of a vision model"),
-    "transports": ("transports", "sockets beside Gloo"),
 }
 """Name to module, which has a `BENCHMARK`, and what it measures."""
 GPU = "every figure of one GPU in nine minutes, one process a step; --dry without a GPU"

@@ -31,7 +31,6 @@ from moesaic_lab.balance.config import (
     COMMITTED,
     BalancePlace,
     SharesOfForced,
-    SimulatedLoads,
     Skewed,
     SkewedCase,
     read_config,
@@ -52,7 +51,7 @@ from moesaic_lab.balance.shares import (
     names_of,
     shares_of_forced,
 )
-from moesaic_lab.balance.simulated import BEST, Larger, machine_of, simulate
+from moesaic_lab.balance.simulated import BEST, Larger, machine_of
 from moesaic_lab.bounds import Message, link_limit
 from moesaic_lab.recorder import Recorder
 from moesaic_testbed import Cluster, refusal
@@ -231,23 +230,29 @@ def test_cells_sum_up_what_ranks_found() -> None:
 # Larger clusters
 
 
-def test_forecasts_agree_where_methods_do_the_same_and_differ_where_they_should() -> None:
-    config = SimulatedLoads(
-        ranks=(8,), max_vio=(0.0, 2.0), calls=1, experts_per_rank=4, sample_tokens=2048, locality=0.0, persistence=0.98
+def test_methods_that_do_the_same_take_the_same_and_others_differ_where_they_should() -> None:
+    layer = replace(SharesOfForced(), top_k=2).layer(8)
+    larger, tokens = Larger(layer, read_cluster("dgx-h100", nodes=1)), 8192
+    skew = Skew(
+        ranks=8, num_experts=32, top_k=2, samples=32, sample_tokens=2048, max_vio=2.0, calls=2, locality=0.0, seed=1
     )
-    found = {(each.max_vio, each.method): each for each in simulate(config, 1, str)}
-    assert len(found) == 2 * 15
-    even, skewed = ({n: found[load, n] for n in methods(PLACE.grid)} for load in (0.0, 2.0))
-    assert even["spill"].seconds == even[PLAIN].seconds == even["least loaded"].seconds
-    assert even["spill"].replicated_experts == 0
-    assert skewed[PLAIN].compute_seconds > 2 * even[PLAIN].compute_seconds
-    assert skewed["least loaded"].compute_seconds < 1.3 * even[PLAIN].compute_seconds
-    assert skewed["least loaded"].replicated_experts > 0
-    assert skewed[PLACED].compute_seconds < 0.9 * skewed[PLAIN].compute_seconds
-    assert skewed[NETMOE].compute_seconds == pytest.approx(skewed[PLAIN].compute_seconds)
-    assert skewed[OURS].seconds < skewed[PLAIN].seconds
-    assert skewed[OURS].option
-    assert even["ZeRO-3 (r = 0)"].communication_seconds > even[PLAIN].communication_seconds
+    routes, even = made_up(skew), np.full((8, 32), 2 * tokens // 32)
+    loads = [routes.counts(call, 8, 32) for call in range(2)]
+
+    def took(calls: list[np.ndarray]) -> dict[str, tuple[float, int]]:
+        names = [name for name in methods(larger.grid) if name != NETMOE]
+        found = {name: larger.seconds(name, calls, calls[0].sum(0), tokens)[-1] for name in names}
+        return {name: (seconds, replicated) for name, (seconds, _, replicated) in found.items()}
+
+    balanced, skewed = took([even, even]), took(loads)
+    assert balanced["spill"] == balanced[PLAIN] == balanced["least loaded"]
+    assert balanced["spill"][1] == 0
+    assert balanced["ZeRO-3 (r = 0)"][0] != balanced[PLAIN][0]
+    assert skewed[PLAIN][0] > 2 * balanced[PLAIN][0]
+    assert skewed["least loaded"][0] < 0.7 * skewed[PLAIN][0]
+    assert skewed["least loaded"][1] > 0
+    assert skewed[PLACED][0] < 0.9 * skewed[PLAIN][0]
+    assert skewed[OURS][0] < skewed[PLAIN][0]
 
 
 def test_shares_of_forced_balance_are_of_the_calls_after_the_first(tmp_path: Path) -> None:
@@ -279,8 +284,8 @@ def test_shares_of_forced_balance_are_of_the_calls_after_the_first(tmp_path: Pat
 
 
 def test_moving_experts_takes_what_the_fullest_link_needs_for_their_weights_and_state() -> None:
-    spec, layer = read_cluster("100gbe", nodes=2), SimulatedLoads(cluster="100gbe", experts_per_rank=2)
-    larger = Larger(layer, spec, 8)
+    spec = read_cluster("100gbe", nodes=2)
+    larger = Larger(SharesOfForced(experts_per_rank=2).layer(8), spec)
     card, port = spec.links[:2]
     assert (card.devices, port.devices) == (1, 4)
     of_expert = 3 * 2048 * 1024 * 14  # three matrices; bfloat16 weight, float32 copy, two moments
@@ -339,11 +344,6 @@ def test_policies_see_a_device_s_share_of_the_links() -> None:
     assert machine_of(read_cluster("dgx-h100"), "bf16").inter_gbps == 368
 
 
-def test_ranks_that_fill_no_nodes_are_refused() -> None:
-    with pytest.raises(InputError, match=r"simulated\.ranks=12: nodes of dgx-h100 have 8 devices: choose a multiple"):
-        simulate(SimulatedLoads(ranks=(12,)), 0, str)
-
-
 # The file and the command
 
 
@@ -352,14 +352,12 @@ def test_the_committed_file_covers_what_the_claims_need() -> None:
     labels = {case.label: case for case in config.cases()}
     assert {"2x2-0", "2x2-0.5", "2x2-1", "2x2-2", "4x2-0", "4x2-2", "4x2-4", "trace"} <= set(labels)
     assert all(place.repeats >= 8 and place.pairs >= 30 for place in (*config.skewed, *config.recorded))
-    assert config.simulated is not None
-    assert config.simulated.ranks == (16, 32, 64)
     assert {"laer-4x2-5", "laer-4x2-11", "laer-4x2-17"} <= set(labels)
     assert labels["laer-4x2-5"].max_vio is None
     assert config.shares is not None
     assert 64 in config.shares.ranks
     assert set(config.shares.ratios) == {0.05, 0.14, 0.5, 1.0, 5.0}
-    assert not config.narrowed(only=("simulated",)).shares_forced
+    assert not config.narrowed(only=("memory",)).has("shares")
     costs = labels["4x2-2"].place.costs
     assert costs.cluster is not None
     assert [link.gbps for link in costs.cluster.links] == [(1.0,), (0.08,)]
@@ -372,9 +370,9 @@ def test_a_part_can_be_asked_for() -> None:
     config = read_config()
     assert [case.label for case in replace(config, only=("4x2-2", "trace")).cases()] == ["4x2-2", "trace"]
     assert len(replace(config, only=("2x2",)).cases()) == 4
-    simulated = replace(config, only=("simulated",))
-    assert (simulated.cases(), simulated.simulates) == ([], True)
-    assert not replace(config, only=("2x2",)).simulates
+    simulated = replace(config, only=("shares",))
+    assert (simulated.cases(), simulated.has("shares")) == ([], True)
+    assert not replace(config, only=("2x2",)).has("shares")
     few = config.narrowed(repeats=3)
     assert {place.repeats for place in (*few.skewed, *few.recorded)} == {3}
 
@@ -384,7 +382,7 @@ def test_a_part_can_be_asked_for() -> None:
     [
         ("speed = 1", "unknown field speed"),
         ("skewed = 3", r"skewed must be a list of tables: write \[\[skewed\]\] above each"),
-        ("simulated = 3", r"simulated must be a table: write \[simulated\]"),
+        ("shares = 3", r"shares must be a table: write \[shares\]"),
         ('[[skewed]]\nname = "a"\n[[recorded]]\nname = "a"', "two beds have one name"),
         ("[[skewed]]\ngflops = 0", "gflops=0.0: must be above 0"),
         ("[[skewed]]\ngflop = 1", "gflop"),
@@ -420,19 +418,21 @@ def test_a_machine_without_rights_can_still_simulate(
 ) -> None:
     monkeypatch.setattr("moesaic_testbed.refusal", lambda: "tc is missing: install iproute2")
     config = tmp_path / "small.toml"
-    config.write_text("[[skewed]]\n[simulated]\nranks = [8]\nmax_vio = [2.0]\ncalls = 1\nsample_tokens = 1024\n")
+    (tmp_path / "loads.npz").symlink_to(COMMITTED.parent / "laer_e16k4.npz")
+    shares = 'clusters = ["dgx-h100"]\nranks = [8]\ntrace = "loads.npz"\nlayers = [5]\nmax_vio = [2.0]\nratios = []'
+    config.write_text(f"[[skewed]]\n[shares]\n{shares}\nhidden = 64\n")
     assert main(["bench", "balance", "--config", str(config)]) == 2
     assert "tc is missing" in capsys.readouterr().err
-    assert main(["bench", "balance", "--config", str(config), "--only", "simulated", "--json", "-"]) == 0
+    assert main(["bench", "balance", "--config", str(config), "--only", "shares", "--json", "-"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert {row["part"] for row in told["rows"]} == {"simulated"}
+    assert {row["part"] for row in told["rows"]} == {"shares"}
     results = tmp_path / "found.json"
     results.write_text(json.dumps(told))
-    monkeypatch.setattr("moesaic_lab.balance.simulated.Larger", None)
-    flags = ["--config", str(config), "--only", "simulated", "--json", str(results), "--keep"]
+    monkeypatch.setattr("moesaic_lab.balance.shares.Larger", None)
+    flags = ["--config", str(config), "--only", "shares", "--json", str(results), "--keep"]
     assert main(["bench", "balance", *flags]) == 0
     assert json.loads(results.read_text())["rows"] == told["rows"], "kept, and not simulated again"
-    assert next(c["value"] for c in told["claims"] if c["name"] == "balance.simulated_speedup_maxvio2") > 1
+    assert next(c["value"] for c in told["claims"] if c["name"] == "balance.simulated_slow_rank_speedup") > 1
 
 
 def test_keep_leaves_the_beds_that_are_not_run_and_claims_rest_on_all(

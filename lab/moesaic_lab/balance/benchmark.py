@@ -9,14 +9,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from moesaic.errors import InputError
 from moesaic_lab.balance.claims import claims
-from moesaic_lab.balance.config import BalanceBenchConfig, read_config
+from moesaic_lab.balance.config import DECISIONS, MEMORY, SHARES, BalanceBenchConfig, read_config
 from moesaic_lab.balance.decisions import TimedDecision, decisions
 from moesaic_lab.balance.memory import BudgetHeld, budgets_held
 from moesaic_lab.balance.pictures import panels
 from moesaic_lab.balance.rows import BED, NOTES, PARTS, all_rows, cell_of, tables
 from moesaic_lab.balance.run import BalanceCell, run
 from moesaic_lab.balance.shares import Share, shares_of_forced
-from moesaic_lab.balance.simulated import Forecast, simulate
 from moesaic_lab.benchmark import Benchmark, EmulatedOptions, Told, require_cluster, words_of
 
 T = TypeVar("T")
@@ -27,7 +26,7 @@ class BalanceOptions(EmulatedOptions):
     """What the benchmark can be asked for."""
 
     keep: bool = False
-    """Take what the file of --json has of simulated shares, forecasts and counted memory, rather than make that again, and
+    """Take what the file of --json has of simulated shares and counted memory, rather than make that again, and
     the cases on beds that are not run."""
 
 
@@ -35,7 +34,6 @@ class BalanceMeasured(NamedTuple):
     """What was found."""
 
     cells: list[BalanceCell]
-    forecasts: list[Forecast]
     shares: list[Share]
     decided: list[TimedDecision]
     held: list[BudgetHeld]
@@ -57,21 +55,17 @@ def measure(options: BalanceOptions, config: BalanceBenchConfig, told: Told) -> 
     there = Path(options.json) if options.keep and options.json else None
     before = json.loads(there.read_text(encoding="utf-8")) if there is not None and there.exists() else {}
     rows = before.get("rows", [])
-    forecasts, shares = kept(rows, PARTS[0], Forecast), kept(rows, PARTS[1], Share)
-    decided, held = kept(rows, PARTS[2], TimedDecision), kept(rows, PARTS[3], BudgetHeld)
+    shares, decided, held = (kept(rows, part, kind) for part, kind in PARTS.items())
     cells = [*kept_cells(rows, config), *run(config, told)]
     cells.sort(key=lambda cell: config.order.index(cell.job.case.label))
-    if config.simulates:
-        assert config.simulated is not None
-        forecasts = simulate(config.simulated, config.seed, told, forecasts)
-    if config.shares_forced:
+    if config.has(SHARES):
         assert config.shares is not None
         shares = shares_of_forced(config.shares, config.folder, config.seed, told, shares)
-    if config.times_decisions:
+    if config.has(DECISIONS):
         decided = decisions()
-    if config.counts_memory:
+    if config.has(MEMORY):
         held = held or budgets_held(told)
-    return BalanceMeasured(cells, forecasts, shares, decided, held)
+    return BalanceMeasured(cells, shares, decided, held)
 
 
 def kept_cells(rows: list[dict[str, Any]], config: BalanceBenchConfig) -> list[BalanceCell]:
@@ -99,6 +93,6 @@ BENCHMARK = Benchmark(
     name="balance",
     description="Measure answers to skewed routing in turn on an emulated cluster, with virtual compute.",
     options=BalanceOptions, notes=NOTES, cases=cases, measure=measure, rows=lambda found: all_rows(*found),
-    claims=lambda found: claims(*found), columns=lambda found: tables(*found[:3]), panels=lambda found: panels(*found[:3]),
+    claims=lambda found: claims(*found), columns=lambda found: tables(*found[:2]), panels=lambda found: panels(*found[:2]),
     title="One MoE layer under skewed routing, virtual compute", panels_in_a_row=3,
 )  # fmt: skip

@@ -14,7 +14,7 @@ from moesaic_lab.balance.methods import BOUNDED, LAER, OURS, OURS_PLACED, PLACED
 from moesaic_lab.balance.rows import rows_of
 from moesaic_lab.balance.run import BalanceCell
 from moesaic_lab.balance.shares import RECORDED, SLOW, Share
-from moesaic_lab.balance.simulated import BEST, Forecast
+from moesaic_lab.balance.simulated import BEST
 from moesaic_lab.claims import Claim, claimed, enough, some
 from moesaic_lab.measure import MANY, NEAR, Ratio, paired
 
@@ -23,8 +23,8 @@ EQUIVALENT = 1.03
 
 
 def claims(
-    cells: Sequence[BalanceCell], forecasts: Sequence[Forecast] = (), shares: Sequence[Share] = (),
-    decided: Sequence[TimedDecision] = (), held: Sequence[BudgetHeld] = (),
+    cells: Sequence[BalanceCell], shares: Sequence[Share] = (), decided: Sequence[TimedDecision] = (),
+    held: Sequence[BudgetHeld] = (),
 ) -> list[Claim]:  # fmt: skip
     """Return all claims, also those that this run did not measure."""
     return [
@@ -45,8 +45,6 @@ def claims(
         claimed("balance.memory_worst_unbounded", lambda: memory_unbounded(held), None),
         claimed("balance.decision_us_64", lambda: decision_us(decided), 100, unit="us"),
         claimed("balance.simulated_slow_rank_speedup", lambda: simulated_slow(shares), None, ">="),
-        claimed("balance.simulated_speedup_maxvio2", lambda: simulated_speedup(forecasts), None, ">="),
-        claimed("balance.simulated_over_best_single", lambda: simulated_over_best(forecasts), None),
         claimed("balance.simulated_share_of_forced", lambda: simulated_share(shares, OURS), 0.94, ">="),
         claimed("balance.simulated_share_of_forced_placed", lambda: simulated_share(shares, OURS_PLACED), 0.94, ">="),
         claimed("balance.shares_over_best_single", lambda: shares_over_best(shares), EQUIVALENT),
@@ -204,25 +202,6 @@ def recorded_speedup(cells: Sequence[BalanceCell]) -> float:
     """Return the plain layer's time over ours on recorded routing."""
     found = [cell.ratio(PLAIN, OURS).median for cell in cells if cell.job.case.max_vio is None]
     return statistics.median(some(found, "of recorded routing"))
-
-
-def simulated_speedup(forecasts: Sequence[Forecast]) -> float:
-    """Return the simulated time of the plain layer over ours at MaxVio 2, least over the clusters."""
-    at = {(each.ranks, each.method): each.seconds for each in forecasts if each.max_vio == 2}
-    return min(some([at[ranks, PLAIN] / at[ranks, OURS] for ranks, name in at if name == OURS], "simulated"))
-
-
-def simulated_over_best(forecasts: Sequence[Forecast]) -> float:
-    """Return our simulated time over that of the fastest other method with experts where they are, worst over clusters and
-    loads."""
-    by_case: dict[tuple[int, float], dict[str, float]] = {}
-    for each in forecasts:
-        by_case.setdefault((each.ranks, each.max_vio), {})[each.method] = each.seconds
-    shares = [
-        found[OURS] / min(s for name, s in found.items() if name not in (OURS, PLACED, OURS_PLACED))
-        for found in by_case.values()
-    ]
-    return max(some(shares, "simulated"))
 
 
 def simulated_slow(shares: Sequence[Share]) -> float:

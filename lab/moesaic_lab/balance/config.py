@@ -22,7 +22,7 @@ from moesaic_lab.benchmark import read_parts
 from moesaic_testbed.bed import Bed
 
 COMMITTED = Path(__file__).parent.parent / "configs" / "balance.toml"
-SIMULATED, SHARES, MEMORY, DECISIONS = "simulated", "shares", "memory", "decisions"
+SHARES, MEMORY, DECISIONS = "shares", "memory", "decisions"
 """The parts of the benchmark that need no bed."""
 ELEMENT_BYTES, MATRICES = 4, 2
 """Of rows and weights on the bed (float32), and of an expert."""
@@ -163,37 +163,6 @@ class RecordedLoads(BalancePlace):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulatedLoads:
-    """Larger clusters, simulated."""
-
-    cluster: str = "dgx-h100"
-    """A preset of `moesaic.cost`, or a file."""
-    ranks: tuple[int, ...] = (16, 32, 64)
-    max_vio: tuple[float, ...] = (0.0, 0.5, 1.0, 2.0, 4.0)
-    """Of ranks."""
-    calls: int = 2
-    """Different routings for each, of which the mean is told."""
-    persistence: float = 0.98
-    locality: float = 0.2
-    dim: int = 2048
-    """Width of a token."""
-    hidden: int = 1024
-    """Inner width of an expert, of three matrices."""
-    experts_per_rank: int = 2
-    top_k: int = 2
-    """Copies per token."""
-    samples_per_rank: int = 4
-    sample_tokens: int = 1024
-
-    def layer(self, ranks: int) -> Workload:
-        """Return the layer on so many ranks."""
-        return Workload(
-            tokens=self.samples_per_rank * self.sample_tokens, num_experts=ranks * self.experts_per_rank,
-            top_k=self.top_k, dim=self.dim, hidden=self.hidden,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
 class SharesOfForced:
     """What is simulated of larger clusters, as a share of forced balance: recorded loads, made-up loads, and weights heavy or
     light."""
@@ -229,6 +198,13 @@ class SharesOfForced:
     moved_bytes: int = 14
     """Of a parameter that moves: its bfloat16 weight, and the optimizer's float32 copy and two moments."""
 
+    def layer(self, ranks: int) -> Workload:
+        """Return the layer on so many ranks, with the tokens of `ratio`."""
+        return Workload(
+            tokens=self.tokens(self.ratio), num_experts=ranks * self.experts_per_rank, top_k=self.top_k, dim=self.dim,
+            hidden=self.hidden,
+        )  # fmt: skip
+
     def tokens(self, ratio: float) -> int:
         """Return the tokens of a rank at which an expert's weights have so many times its rows."""
         return max(1, round(3 * self.hidden / (ratio * self.top_k)))
@@ -255,14 +231,13 @@ class BalanceBenchConfig:
     skewed: tuple[Skewed, ...] = ()
     recorded: tuple[Recorded, ...] = ()
     loads: tuple[RecordedLoads, ...] = ()
-    simulated: SimulatedLoads | None = None
     shares: SharesOfForced | None = None
     memory: bool = False
     """Count the bytes that a layer holds under memory budgets."""
     decisions: bool = False
     """Time decisions by themselves, which wants a quiet machine."""
     only: tuple[str, ...] = field(default=())
-    """Cases, beds or `simulated`; () for everything."""
+    """Cases, beds, or parts that need none; () for everything."""
     folder: Path = Path()
     """Of the file: traces are found from there."""
 
@@ -283,14 +258,13 @@ class BalanceBenchConfig:
         """Return what was asked for.
 
         Args:
-            only: cases, "4x2-2"; those of a bed, "4x2"; "trace"; "simulated"; () for everything.
+            only: cases, "4x2-2"; those of a bed, "4x2"; "trace"; "shares"; () for everything.
             repeats: everywhere, the close methods' too; None as the file says.
 
         Raises:
             InputError: for a name that is none.
         """
-        known = [*([SIMULATED] if self.simulated else []), *([SHARES] if self.shares else [])]
-        known += [*([MEMORY] if self.memory else []), *([DECISIONS] if self.decisions else [])]
+        known = [name for name in (SHARES, MEMORY, DECISIONS) if getattr(self, name)]
         for place, label, _ in self._all():
             known += [place.name, label]
         for word in only:
@@ -319,25 +293,9 @@ class BalanceBenchConfig:
         axis = None if isinstance(place, RecordedLoads) else load
         return SkewedCase(place=place, label=label, max_vio=axis, routes=NO_ROUTES)
 
-    @property
-    def simulates(self) -> bool:
-        """Whether larger clusters are asked for."""
-        return self.simulated is not None and (not self.only or SIMULATED in self.only)
-
-    @property
-    def shares_forced(self) -> bool:
-        """Whether shares of forced balance are asked for."""
-        return self.shares is not None and (not self.only or SHARES in self.only)
-
-    @property
-    def counts_memory(self) -> bool:
-        """Whether memory under budgets is asked for."""
-        return self.memory and (not self.only or MEMORY in self.only)
-
-    @property
-    def times_decisions(self) -> bool:
-        """Whether decisions by themselves are asked for."""
-        return self.decisions and (not self.only or DECISIONS in self.only)
+    def has(self, part: str) -> bool:
+        """Whether a part that needs no bed is there and asked for."""
+        return bool(getattr(self, part)) and (not self.only or part in self.only)
 
     def _all(self) -> list[tuple[BalancePlace, str, float | None]]:
         found: list[tuple[BalancePlace, str, float | None]] = []
@@ -371,14 +329,13 @@ class BalanceBenchConfig:
 
 def read_config(path: Path = COMMITTED) -> BalanceBenchConfig:
     """Read the benchmark from a TOML or JSON file: fields of `BalanceBenchConfig`, lists `[[skewed]]`, `[[recorded]]` and
-    `[[loads]]`, and `[simulated]` and `[shares]`.
+    `[[loads]]`, and `[shares]`.
 
     Raises:
         InputError: naming the file and the field.
     """
     lists = {"skewed": ("skewed", Skewed()), "recorded": ("recorded", Recorded()), "loads": ("loads", RecordedLoads())}
-    tables = {SIMULATED: SimulatedLoads(), SHARES: SharesOfForced()}
-    made = read_parts(path, BalanceBenchConfig(), lists=lists, tables=tables)
+    made = read_parts(path, BalanceBenchConfig(), lists=lists, tables={SHARES: SharesOfForced()})
     names = [place.name for place in (*made.skewed, *made.recorded, *made.loads)]
     if len(set(names)) < len(names):
         raise InputError(f"config {path}: two beds have one name: give each its own")

@@ -71,7 +71,7 @@ def methods(grid: Grid, budget: int | None = None) -> dict[str, BalanceMethod]:
     }
 
 
-def policy_of(name: str, method: BalanceMethod, costs: ReplicationCosts) -> AbstractReplicationPolicy | None:
+def policy_of(method: BalanceMethod, costs: ReplicationCosts) -> AbstractReplicationPolicy | None:
     """Return the policy of a method, which knows the rates; None for a method that replicates nothing."""
     if method.plan.replication == "arbiter":
         parts = max(Arbiter.part_us, PARTS_PER_MESSAGE * costs.machine.inter_latency_us)

@@ -15,7 +15,7 @@ from moesaic_lab.balance.benchmark import kept
 from moesaic_lab.balance.config import SharesOfForced
 from moesaic_lab.balance.equivalence import Needed, needed
 from moesaic_lab.balance.pictures import panels
-from moesaic_lab.balance.rows import BED, PARTS, share_rows
+from moesaic_lab.balance.rows import BED, share_rows
 from moesaic_lab.balance.shares import RECORDED, Share
 from moesaic_lab.performance_page import line, table
 from moesaic_lab.pictures import write_picture
@@ -32,15 +32,15 @@ def main() -> int:
     result = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     before, rest = PAGE.read_text(encoding="utf-8").split(START)
     PAGE.write_text(f"{before}{START}\n\n{tables(result)}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
-    shares = [each for each in kept(result["rows"], PARTS[1], Share) if each.ranks == DRAWN]
-    write_picture(PICTURE, "Share of forced balance, simulated", panels([], [], shares), result["notes"])
+    shares = [each for each in kept(result["rows"], "shares", Share) if each.ranks == DRAWN]
+    write_picture(PICTURE, "Share of forced balance, simulated", panels([], shares), result["notes"])
     return 0
 
 
 def tables(result: dict[str, Any]) -> str:
     """Return shares of forced balance by load, cluster after cluster, then by how heavy weights are, the claims, and the pairs
     that a test of equivalence would need."""
-    rows = share_rows(kept(result["rows"], PARTS[1], Share))
+    rows = share_rows(kept(result["rows"], "shares", Share))
     parts = []
     for cluster, ranks in dict.fromkeys((row["cluster"], row["ranks"]) for row in rows):
         here = [row for row in rows if (row["cluster"], row["ranks"]) == (cluster, ranks)]

@@ -9,7 +9,6 @@ from moesaic_lab.balance.config import SharesOfForced
 from moesaic_lab.balance.methods import PLAIN, SMART
 from moesaic_lab.balance.run import BalanceCell
 from moesaic_lab.balance.shares import SLOW, Share
-from moesaic_lab.balance.simulated import Forecast
 from moesaic_lab.pictures import Panel, PlottedSeries
 
 BASE_RATIO = SharesOfForced.ratio
@@ -18,9 +17,9 @@ VIRTUAL = "virtual compute"
 """What stands beside every axis of time."""
 
 
-def panels(cells: Sequence[BalanceCell], forecasts: Sequence[Forecast], shares: Sequence[Share] = ()) -> list[Panel]:
+def panels(cells: Sequence[BalanceCell], shares: Sequence[Share] = ()) -> list[Panel]:
     """Return the panels of what was run: one per cluster and kind of load of shares of forced
-    balance, two per bed, one for all recorded cases, three for all beds, one per simulated cluster."""
+    balance, two per bed, one for all recorded cases, two for all beds."""
     made = []
     drawn = [each for each in shares if each.ratio == BASE_RATIO and each.load != SLOW]
     for cluster, ranks, load in dict.fromkeys((each.cluster, each.ranks, each.load) for each in drawn):
@@ -37,8 +36,6 @@ def panels(cells: Sequence[BalanceCell], forecasts: Sequence[Forecast], shares: 
         made.append(_bars("recorded routing", recorded))
     if skewed:
         made += [_replicated(skewed), _gain(skewed)]
-    for ranks in dict.fromkeys(each.ranks for each in forecasts):
-        made.append(_simulated(ranks, [each for each in forecasts if each.ranks == ranks]))
     return made
 
 
@@ -133,19 +130,6 @@ def _gain(cells: Sequence[BalanceCell]) -> Panel:
 def _most(cell: BalanceCell) -> float:
     comm, comp = cell.link_seconds[PLAIN], cell.charged[PLAIN]
     return (comm + comp) / max(comm, comp)
-
-
-def _simulated(ranks: int, forecasts: Sequence[Forecast]) -> Panel:
-    plain = {each.max_vio: each.seconds for each in forecasts if each.method == PLAIN}
-    series = []
-    for name in dict.fromkeys(each.method for each in forecasts):
-        found = [each for each in forecasts if each.method == name]
-        y = tuple(plain[each.max_vio] / each.seconds for each in found)
-        series.append(PlottedSeries(name=name, x=tuple(each.max_vio for each in found), y=y))
-    return Panel(
-        title=f"{ranks} ranks, simulated", x_title="MaxVio of ranks", y_title="plain ep / method, simulated",
-        series=tuple(series),
-    )  # fmt: skip
 
 
 def _load(cell: BalanceCell) -> float:

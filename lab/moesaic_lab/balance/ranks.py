@@ -94,7 +94,7 @@ class Subject:
         )
         for weights in self.layer.experts.parameters():
             weights.data = weights.data[torch.from_numpy(np.argsort(self.experts_at))]
-        policy = policy_of(name, method, place.costs)
+        policy = policy_of(method, place.costs)
         self.watched = (
             None if policy is None or isinstance(policy, Arbiter) else Watched(policy, method.plan.replication)
         )

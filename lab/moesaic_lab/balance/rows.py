@@ -16,7 +16,6 @@ from moesaic_lab.balance.memory import BudgetHeld
 from moesaic_lab.balance.methods import PLAIN, methods
 from moesaic_lab.balance.run import BalanceCell
 from moesaic_lab.balance.shares import RECORDED, Share
-from moesaic_lab.balance.simulated import Forecast
 from moesaic_lab.measure import Timing
 from moesaic_lab.tables import Column, byte_size, milliseconds, share, table
 
@@ -41,20 +40,20 @@ NOTES = (
 
 
 BED = "bed"
-PARTS = ("simulated", "shares", "decision", "memory")
-"""Of the rows, besides those of beds: forecasts, shares of forced balance, decisions by themselves, memory under budgets."""
+PARTS: dict[str, type] = {"shares": Share, "decision": TimedDecision, "memory": BudgetHeld}
+"""Of the rows, besides those of beds, and what they are of: shares of forced balance, decisions by themselves, memory under
+budgets."""
 
 
 def all_rows(
-    cells: Sequence[BalanceCell], forecasts: Sequence[Forecast], shares: Sequence[Share] = (),
-    decided: Sequence[TimedDecision] = (), held: Sequence[BudgetHeld] = (),
+    cells: Sequence[BalanceCell], shares: Sequence[Share] = (), decided: Sequence[TimedDecision] = (),
+    held: Sequence[BudgetHeld] = (),
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return everything that was measured and simulated, as plain data."""
-    simulated = [{"part": PARTS[1], **asdict(each), "of_forced": each.of_forced} for each in shares]
-    alone = [{"part": PARTS[2], **asdict(each)} for each in decided]
-    counted = [{"part": PARTS[3], **asdict(each)} for each in held]
-    measured = [row for cell in cells for row in rows_of(cell)]
-    return [*measured, *forecast_rows(forecasts), *simulated, *alone, *counted]
+    simulated = [{"part": "shares", **asdict(each), "of_forced": each.of_forced} for each in shares]
+    alone = [{"part": "decision", **asdict(each)} for each in decided]
+    counted = [{"part": "memory", **asdict(each)} for each in held]
+    return [*(row for cell in cells for row in rows_of(cell)), *simulated, *alone, *counted]
 
 
 def rows_of(cell: BalanceCell) -> list[dict[str, Any]]:
@@ -128,15 +127,6 @@ def _decided_of(row: dict[str, Any]) -> Decided:
     )  # fmt: skip
 
 
-def forecast_rows(forecasts: Sequence[Forecast]) -> list[dict[str, Any]]:
-    """Return what was simulated, as plain data."""
-    plain = {(each.ranks, each.max_vio): each.seconds for each in forecasts if each.method == PLAIN}
-    return [
-        {"part": PARTS[0], **asdict(each), "plain_over_this": plain[each.ranks, each.max_vio] / each.seconds}
-        for each in forecasts
-    ]
-
-
 COLUMNS = (
     Column(key="case", title="case", is_text=True),
     Column(key="max_vio", title="MaxVio", show=share),
@@ -155,19 +145,6 @@ COLUMNS = (
     Column(key="trials", title="trials", show=lambda value: " + ".join(map(str, value)) if any(value) else ""),
 )
 """Of the table on the terminal."""
-FORECAST_COLUMNS = (
-    Column(key="ranks", title="ranks"),
-    Column(key="max_vio", title="MaxVio", show=share),
-    Column(key="method", title="method", is_text=True),
-    Column(key="seconds", title="ms", show=milliseconds),
-    Column(key="plain_over_this", title="plain / this", show=share),
-    Column(key="communication_seconds", title="links ms", show=milliseconds),
-    Column(key="compute_seconds", title="computing ms", show=milliseconds),
-    Column(key="replicated_experts", title="replicated experts", show=lambda value: f"{value:.1f}" if value else ""),
-    Column(key="option", title="chosen", is_text=True),
-)
-
-
 SHARE_COLUMNS = (
     Column(key="cluster", title="cluster", is_text=True),
     Column(key="ranks", title="ranks"),
@@ -206,14 +183,12 @@ def share_rows(shares: Sequence[Share]) -> list[dict[str, Any]]:
     ]
 
 
-def tables(cells: Sequence[BalanceCell], forecasts: Sequence[Forecast], shares: Sequence[Share] = ()) -> list[Table]:
-    """Return a table per bed and layer, one of what was simulated, and one of shares of forced balance, for a terminal."""
+def tables(cells: Sequence[BalanceCell], shares: Sequence[Share] = ()) -> list[Table]:
+    """Return a table per bed and layer, and one of shares of forced balance, for a terminal."""
     made = []
     for place in dict.fromkeys(cell.job.case.place for cell in cells):
         rows = [row for cell in cells if cell.job.case.place == place for row in rows_of(cell)]
         made.append(table(f"{described(rows[0])}, virtual compute", rows, COLUMNS, group_by=("case",)))
-    if forecasts:
-        made.append(table("Simulated", forecast_rows(forecasts), FORECAST_COLUMNS, group_by=("ranks", "max_vio")))
     if shares:
         title, groups = "Simulated: share of forced balance", ("cluster", "ranks", "load", "ratio")
         made.append(table(title, share_rows(shares), SHARE_COLUMNS, group_by=groups))

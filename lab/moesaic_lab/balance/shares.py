@@ -13,7 +13,7 @@ import numpy as np
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.program.grid import Grid
 from moesaic.traces.trace import Trace
-from moesaic_lab.balance.config import SharesOfForced, SimulatedLoads
+from moesaic_lab.balance.config import SharesOfForced
 from moesaic_lab.balance.loads import Skew, alike, made_up, max_vio, recorded_shares
 from moesaic_lab.balance.methods import NETMOE, PLAIN, methods
 from moesaic_lab.balance.simulated import BEST, Larger
@@ -100,13 +100,7 @@ def shares_of_forced(
             if not any(left.values()):
                 continue
             spec = read_cluster(cluster)
-            larger = Larger(
-                SimulatedLoads(
-                    cluster=cluster, ranks=(ranks,), dim=config.dim, hidden=config.hidden, top_k=config.top_k,
-                    experts_per_rank=config.experts_per_rank, samples_per_rank=1, sample_tokens=config.tokens(config.ratio),
-                ),
-                read_cluster(cluster, nodes=ranks // spec.devices_per_node), ranks, larger,
-            )  # fmt: skip
+            larger = Larger(config.layer(ranks), read_cluster(cluster, nodes=ranks // spec.devices_per_node), larger)
             forced: dict[tuple[float, str], float] = {}
             for case, wanted in left.items():
                 if wanted:
@@ -179,7 +173,7 @@ def _slow(config: SharesOfForced, larger: Larger, cluster: str, names: Sequence[
     """Yield the shares where loads are even and the last rank is slower; the policies that know rates know that."""
     ranks, tokens = larger.grid.world, config.tokens(config.ratio)
     spec = replace(larger.spec, speeds=(*(1.0,) * (ranks - 1), config.slow_rank))
-    unlike = Larger(larger.config, spec, ranks, larger)
+    unlike = Larger(larger.layer, spec, larger)
     experts, copies = ranks * config.experts_per_rank, tokens * config.top_k
     even = [alike(np.full(experts, 1 / experts), ranks, copies)] * 2
     plain = larger.seconds(PLAIN, even, even[0].sum(0), tokens)[-1][0]

@@ -4,105 +4,44 @@ would send, every rank apart. No torch."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
-from moesaic.balance.samples import Homes, SampleLoad, TwoStage
 from moesaic.balance.selector.arbiter import Arbiter, Arbitration
 from moesaic.cost.alpha_beta import Machine
 from moesaic.cost.cluster import ClusterSpec
-from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator
-from moesaic.cost.timing import Simulated as Span
 from moesaic.cost.topology import Topology
-from moesaic.errors import InputError
+from moesaic.cost.workload import Workload
 from moesaic.plan import Compiled, compile_plan
 from moesaic.plan.compile import for_call, moving
 from moesaic.plan.loads import arbiter_for
 from moesaic.plan.plan import Plan
 from moesaic.program.grid import Grid
-from moesaic.program.placed import PlacedIndex, placed_sizes
-from moesaic.program.sizes import CallSizes, LayoutIndex
-from moesaic_lab.balance.config import SimulatedLoads
-from moesaic_lab.balance.loads import Routes, Skew, made_up
+from moesaic.program.sizes import CallSizes
 from moesaic_lab.balance.methods import OURS, OURS_PLACED, BalanceMethod, methods, placed_by, policy_of
-from moesaic_lab.benchmark import Told
 
 BEST = {"best option": OURS, "best option, experts placed": OURS_PLACED}
 """What nobody can have, to hold the arbiter against: of its options the one that is fastest by simulation, from the call's own
 counts. By name: the method whose options these are."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Forecast:
-    """One method under one load on one cluster, simulated."""
-
-    ranks: int
-    max_vio: float
-    method: str
-    seconds: float
-    """Forward and backward, mean over the calls."""
-    compute_seconds: float
-    """Of the rank that computes most."""
-    communication_seconds: float
-    """Below which the movements alone cannot go."""
-    replicated_experts: float
-    """Experts that some other rank computed, mean over the calls."""
-    option: str
-    """What the arbiter chose in the first call; "" for other methods."""
-    decision_seconds: float
-    """What deciding took on this machine, mean over the calls; 0 where nothing is decided."""
-
-
-def simulate(config: SimulatedLoads, seed: int, told: Told, made: Sequence[Forecast] = ()) -> list[Forecast]:
-    """Simulate all methods under all loads on clusters of all sizes, but for what is made already.
-
-    Raises:
-        InputError: if the cluster's nodes do not make up a number of ranks, or no routing has a load.
-    """
-    found, known = list(made), {(each.ranks, each.max_vio) for each in made}
-    for ranks in config.ranks:
-        loads = [load for load in config.max_vio if (ranks, load) not in known]
-        if not loads:
-            continue
-        spec = read_cluster(config.cluster)
-        nodes, rest = divmod(ranks, spec.devices_per_node)
-        if rest or not nodes:
-            raise InputError(
-                f"simulated.ranks={ranks}: nodes of {config.cluster} have {spec.devices_per_node} devices: choose a multiple"
-            )
-        spec = read_cluster(config.cluster, nodes=nodes)
-        cluster = Larger(config, spec, ranks)
-        for load in loads:
-            told(f"simulated: {ranks} ranks, MaxVio {load:g}")
-            routes = made_up(
-                Skew(
-                    ranks=ranks, num_experts=cluster.layer.num_experts, top_k=config.top_k,
-                    samples=ranks * config.samples_per_rank, sample_tokens=config.sample_tokens, max_vio=load,
-                    calls=config.calls, persistence=config.persistence, locality=config.locality, seed=seed,
-                )
-            )  # fmt: skip
-            found += list(cluster.forecasts(routes, load))
-    return found
-
-
 class Larger:
     """All methods on one cluster.
 
     Args:
-        config: the layer.
-        spec: the cluster.
-        ranks: all of its devices.
+        layer: of a rank of it; how many tokens a rank has is told with every call.
+        spec: the cluster, all of whose devices are ranks.
         like: a cluster of as many ranks and nodes, whose programs are taken; None to compile them.
     """
 
-    def __init__(self, config: SimulatedLoads, spec: ClusterSpec, ranks: int, like: Larger | None = None) -> None:
-        self.config, self.spec, self.layer = config, spec, config.layer(ranks)
-        self.grid = Grid(world=ranks, ep=ranks, ranks_per_node=spec.devices_per_node)
+    def __init__(self, layer: Workload, spec: ClusterSpec, like: Larger | None = None) -> None:
+        self.layer, self.spec = layer, spec
+        self.grid = Grid(world=spec.world, ep=spec.world, ranks_per_node=spec.devices_per_node)
         self.methods = methods(self.grid)
         self._simulator = Simulator(spec)
         self._costs = ReplicationCosts(
@@ -112,38 +51,8 @@ class Larger:
         self._plans: dict[str, Compiled] = (
             like._plans if like is not None and like.grid == self.grid else compiled_once(self.methods, self.grid)
         )
-        self._slots: LayoutIndex | None = None
         self._known: dict[tuple[int, int, bytes, bytes], float] = {}
         self._arbiters: dict[int, Arbiter] = {}
-
-    def forecasts(self, routes: Routes, max_vio: float) -> Iterator[Forecast]:
-        """Yield what each method takes for a case's calls."""
-        for name, method in self.methods.items():
-            policy = self._policy(method, name, self.layer.tokens)
-            deciding = Deciding(policy, self._plans[name])
-            spans, replicated, decided = [], [], []
-            for call in range(len(routes.experts)):
-                counts = routes.counts(call, self.grid.world, self.layer.num_experts)
-                (copies,) = self._copies([counts], routes.history, method)
-                load = CallLoad(self.grid, copies, self.layer.num_experts, self.layer.hidden, self.layer.dim)
-                compiled, table = deciding(load)
-                decided.append(deciding.seconds)
-                replicated.append(0 if table is None else int((table.sum(axis=(0, 2)) > 0).sum()))
-                sizes = self._placed(routes, call) if method.moves_samples else None
-                spans.append(self._run(compiled, copies, table, sizes))
-            yield Forecast(
-                ranks=self.grid.world,
-                max_vio=max_vio,
-                method=name,
-                seconds=float(np.mean([there.seconds + back.seconds for there, back in spans])),
-                compute_seconds=float(np.mean([there.compute_seconds + back.compute_seconds for there, back in spans])),
-                communication_seconds=float(
-                    np.mean([there.communication_seconds + back.communication_seconds for there, back in spans])
-                ),
-                replicated_experts=float(np.mean(replicated)),
-                option=deciding.option,
-                decision_seconds=float(np.mean(decided)) if policy else 0.0,
-            )
 
     def _arbiter(self, tokens: int) -> Arbiter:
         """Return what a run with so many tokens of a rank would have: its model held against a simulation of every program."""
@@ -151,9 +60,9 @@ class Larger:
             self._arbiters[tokens] = arbiter_for(self._simulator, self._plans[OURS], replace(self.layer, tokens=tokens))
         return self._arbiters[tokens]
 
-    def _policy(self, method: BalanceMethod, name: str, tokens: int) -> AbstractReplicationPolicy | None:
+    def _policy(self, method: BalanceMethod, tokens: int) -> AbstractReplicationPolicy | None:
         """Return what decides for a method; None where nothing is replicated."""
-        return self._arbiter(tokens) if method.plan.replication == "arbiter" else policy_of(name, method, self._costs)
+        return self._arbiter(tokens) if method.plan.replication == "arbiter" else policy_of(method, self._costs)
 
     def seconds(
         self, name: str, calls: Sequence[np.ndarray], history: np.ndarray, tokens: int
@@ -174,7 +83,7 @@ class Larger:
         ]
         if name in BEST:
             return [self._best(load, tokens) for load in loads[1:]]
-        policy = self._policy(method, name, tokens)
+        policy = self._policy(method, tokens)
         deciding, found = Deciding(policy, self._plans[name]), []
         if isinstance(policy, Arbiter):
             deciding(loads[0])
@@ -194,7 +103,7 @@ class Larger:
         """
         if not self.methods[BEST.get(name, name)].places_experts:
             return 0.0
-        each, slot = self.config.experts_per_rank, placed_by(history, self.grid)
+        each, slot = self.layer.num_experts // self.grid.world, placed_by(history, self.grid)
         source, target = np.arange(len(slot)) // each, slot // each
         pairs, experts = np.unique(np.stack([source, target])[:, source != target], axis=1, return_counts=True)
         of_expert = self.layer.matrices * self.layer.dim * self.layer.hidden * moved_bytes
@@ -218,8 +127,7 @@ class Larger:
         )
         key = (id(compiled), tokens, load.copies.tobytes(), cells)
         if key not in self._known:
-            there, back = self._run(compiled, load.copies, replicated, None, tokens)
-            self._known[key] = there.seconds + back.seconds
+            self._known[key] = self._seconds_of(compiled, load.copies, replicated, tokens)
         return self._known[key]
 
     def _copies(self, calls: Iterable[np.ndarray], history: np.ndarray, method: BalanceMethod) -> list[np.ndarray]:
@@ -229,36 +137,20 @@ class Larger:
         order = np.argsort(placed_by(history, self.grid))
         return [counts[:, order] for counts in calls]
 
-    def _run(
-        self, compiled: Compiled, copies: np.ndarray, replicated: np.ndarray | None, sizes: CallSizes | None,
-        tokens: int | None = None,
-    ) -> tuple[Span, Span]:  # fmt: skip
+    def _seconds_of(
+        self, compiled: Compiled, copies: np.ndarray, replicated: np.ndarray | None, tokens: int
+    ) -> float:  # fmt: skip
         """Simulate one call, forward and backward."""
-        if sizes is None:
-            every = np.full(self.grid.world, tokens or self.layer.tokens)
-            sizes = CallSizes(
-                compiled.grid, copies, every, compiled.plan.chunks, units=self.layer.hidden, replicated=replicated,
-                shapes=compiled.shapes(self.layer.num_experts),
-            )  # fmt: skip
+        sizes = CallSizes(
+            compiled.grid, copies, np.full(self.grid.world, tokens), compiled.plan.chunks, units=self.layer.hidden,
+            replicated=replicated, shapes=compiled.shapes(self.layer.num_experts),
+        )  # fmt: skip
+        layer = replace(self.layer, tokens=tokens)
         there, back = (
-            self._simulator.run(
-                each, replace(self.layer, tokens=tokens or self.layer.tokens), compiled.grid, sizes=sizes
-            )
+            self._simulator.run(each, layer, compiled.grid, sizes=sizes)
             for each in (compiled.forward, compiled.backward)
         )
-        return there, back
-
-    def _placed(self, routes: Routes, call: int) -> CallSizes:
-        """Return the sizes of a call whose results go to the new homes that NetMoE's two stages choose."""
-        slots, length = self.config.samples_per_rank, self.config.sample_tokens
-        if self._slots is None:
-            self._slots = LayoutIndex(self.grid, self.layer.num_experts, slots, parts=1)
-        samples = routes.samples(call, self.layer.num_experts)
-        before = Homes.start(self.grid.world, slots)
-        after = TwoStage(least_gain=0.0).decide(SampleLoad(self.grid, before, samples, None))
-        shapes = PlacedIndex(self._slots, lambda: before.targets(after), length)
-        copies = samples.reshape(self.grid.world, slots, -1)
-        return placed_sizes(self.grid, copies, shapes, self.layer.hidden)
+        return there.seconds + back.seconds
 
 
 def _helped(replicated: np.ndarray | None) -> int:
@@ -295,8 +187,6 @@ class Deciding:
         self._arbitration: Arbitration | None = None
         if isinstance(policy, Arbiter):
             self._arbitration = policy.start(compiled.plan, [option.plan for option in compiled.options])
-        self.option = ""
-        """What the arbiter chose first."""
         self.seconds = 0.0
         """What the last decision kept a rank from going on, on this machine."""
 
@@ -307,7 +197,6 @@ class Deciding:
             pick = self._arbitration.pick(load)
             self.seconds = time.perf_counter() - started
             self._arbitration.weigh(pick, call=None)
-            self.option = self.option or pick.choice.name
             return self._compiled.options[pick.choice.program], pick.table
         if self._policy is None:
             return self._compiled, None

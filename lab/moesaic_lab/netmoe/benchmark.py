@@ -12,7 +12,6 @@ Decisions are timed on one core of this machine, what they hide behind is simula
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from moesaic.balance.samples import Homes, SampleLoad, Stay, TwoStage, Weighed
+from moesaic.balance.samples import Stay, TwoStage, Weighed
 from moesaic.cost.alpha_beta import Machine
 from moesaic.cost.cluster import Device, Tflops
 from moesaic.cost.emulated import UNSHAPED_GBPS, emulated
@@ -30,7 +29,6 @@ from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan
 from moesaic_lab.benchmark import Benchmark, DrawnOptions, Shown, Told, keeping, kept, notes_of, once, same
 from moesaic_lab.claims import Claim
-from moesaic_lab.exact_placements import sample_gap
 from moesaic_lab.measure import Timing, paired
 from moesaic_lab.netmoe.ranks import Method, TravelJob
 from moesaic_lab.netmoe.ranks import measure as measure_steps
@@ -55,22 +53,15 @@ METHODS: dict[str, Method] = {
 }
 DECIDED = (64, 128, 256, 512, 1024)
 """Samples of all 16 devices."""
-ALL_TO_ALLS = {
-    "NetMoE's cluster": (1 / (200 * 4), 1 / 17.8),
-    "the emulated ones": (1 / (UNSHAPED_GBPS / 8), 1 / (INTER_GBPS / 8)),
-    "alike": (1.0, 1.0),
-    "8 times slower inside": (8.0, 1.0),
-}
-"""Seconds of a row inside nodes and between them, over all ranks, up to a common factor."""
 Rows = list[dict[str, Any]]
-Part = Literal["simulated", "decisions", "gap", "2x2", "4x2"]
+Part = Literal["simulated", "decisions", "2x2", "4x2"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetmoeOptions(DrawnOptions):
     """What to run."""
 
-    parts: tuple[Part, ...] = ("simulated", "decisions", "gap", "2x2", "4x2")
+    parts: tuple[Part, ...] = ("simulated", "decisions", "2x2", "4x2")
     """Which parts; those that the folder has already are not run again."""
     repeats: int = 4
     """Of every method at every locality."""
@@ -160,26 +151,6 @@ def decisions() -> Rows:
     return rows
 
 
-def gaps() -> Rows:
-    """Return how far policies are from the integer program's optimum, by what links are like."""
-    loads = []
-    for nodes, per_node in ((2, 2), (2, 4), (4, 2)):
-        for slots, locality, seed in ((2, 0.2, 0), (2, 0.6, 1), (4, 0.2, 2), (4, 0.6, 3)):
-            setting = Setting(nodes=nodes, per_node=per_node, slots=slots, layer=BED_LAYER, num_layers=2)
-            trace = routing(setting, locality, seed=seed)
-            homes = Homes.start(setting.grid.world, slots)
-            loads.append(SampleLoad(setting.grid, homes, trace.samples(0, 0), trace.samples(1, 0)))
-    rows = Rows()
-    for links, (intra, inter) in ALL_TO_ALLS.items():
-        machine = Machine(intra_gbps=1 / intra, inter_gbps=1 / inter)
-        policies = {"nobody moves": Stay(), "two_stage": TwoStage(**ALWAYS), "weighed": Weighed(machine, **ALWAYS)}
-        for name, placer in policies.items():
-            found = [sample_gap(load, placer, intra, inter) for load in loads]
-            row = {"links": links, "method": name, "cases": len(found), "gap_median": statistics.median(found)}
-            rows.append(row | {"gap_worst": max(found)})
-    return rows
-
-
 def claims(rows: Rows) -> list[Claim]:
     """Return the figures that documentation quotes; those of parts that were not run have a reason in their place."""
 
@@ -197,9 +168,6 @@ def claims(rows: Rows) -> list[Claim]:
         figure("netmoe_time_ratio", "time_ratio", "1", "<=", part="2x2", method="two_stage", locality=0.4),
         figure("netmoe_time_ratio.without_locality", "time_ratio", "1", "<=", part="2x2", method="two_stage", locality=0.0),
         figure("netmoe_decision_over_hidden", "share_of_hidden", "1", "<=", part="decisions", method="two_stage"),
-        figure("placement_gap_to_milp", "gap_worst", "share", "<=", part="gap", method="two_stage", links="NetMoE's cluster"),
-        figure("placement_gap_to_milp.weighed", "gap_worst", "share", "<=", part="gap", method="weighed"),
-        figure("placement_gap_to_milp.links_alike", "gap_worst", "share", "<=", part="gap", method="two_stage", links="alike"),
     ]  # fmt: skip
 
 
@@ -267,18 +235,13 @@ TABLES = (
          Column(key="hidden_seconds", title="hidden, ms", show=milliseconds),
          Column(key="share_of_hidden", title="of it", show=share)),
     ),
-    Shown(
-        title="longer than the best placement", where={"part": ("gap",)}, group_by=("part",),
-        columns=(Column(key="links", title="links", is_text=True), LOCAL[1], Column(key="cases", title="cases"),
-         Column(key="gap_median", title="median", show=percent), Column(key="gap_worst", title="worst", show=percent)),
-    ),
 )  # fmt: skip
 
 
 def measure(options: NetmoeOptions, cases: None, told: Told) -> Rows:
     """Run the parts that the folder does not have."""
     torch.set_num_threads(1)
-    runs: dict[str, Callable[[], Rows]] = {"simulated": simulated, "decisions": decisions, "gap": gaps}
+    runs: dict[str, Callable[[], Rows]] = {"simulated": simulated, "decisions": decisions}
     runs |= {name: partial(on_bed, name, options.repeats) for name in BEDS}
     rows = Rows()
     with keeping(options.keep) as folder:
