@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
-import pickle
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.distributed import FileStore
-
-from moesaic.testing.processes import leave, start_ranks
+from moesaic.testing import processes
+from moesaic.testing.processes import start_ranks
 
 TIMEOUT_SECONDS = 120
 PRELOAD = (
@@ -36,9 +29,7 @@ def preloaded() -> tuple[str, ...]:
 
 def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Call a function of a module in `world` processes of one process group; return what each rank's returned."""
-    with tempfile.TemporaryDirectory() as folder:
-        start(world, _process, world, folder, function, arguments)
-        return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world)]
+    return processes.on_ranks(world, function, *arguments, timeout_seconds=TIMEOUT_SECONDS, preload=preloaded())
 
 
 def refusal(function: Callable[..., Any], *arguments: Any, **options: Any) -> str:
@@ -48,13 +39,3 @@ def refusal(function: Callable[..., Any], *arguments: Any, **options: Any) -> st
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def _process(rank: int, world: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    store = FileStore(str(Path(folder) / "store"), world)
-    timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-    found = function(*arguments)
-    (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(found))
-    leave()

@@ -24,6 +24,7 @@ from moesaic.cli.arguments import parse
 from moesaic.configfile import override, read_table, suggestion
 from moesaic.errors import InputError
 from moesaic_lab.claims import Claim, Measurement
+from moesaic_lab.pages import Marks, write_page
 from moesaic_lab.pictures import Panel, check_picture, write_picture
 from moesaic_lab.tables import Column, claims_table, table
 
@@ -45,6 +46,14 @@ class DrawnOptions(BenchmarkOptions):
 
     picture: str | None = None
     """Draw the results into this .svg, .png or .pdf file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedOptions(BenchmarkOptions):
+    """The same, of a benchmark that a page of the documentation is written by."""
+
+    page: str | None = None
+    """Also write the results into this page."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +135,10 @@ class Benchmark(Generic[O, C, F]):
     panels: Callable[[F], Sequence[Panel]] | None = None
     """Of the picture; its options are `DrawnOptions` then."""
     panels_in_a_row: int = 2
+    page: Callable[[F], str] | None = None
+    """Text of the page; its options are `PagedOptions` then."""
+    page_marks: Marks | None = None
+    """Between which the text goes; None where it is the whole page."""
     packages: tuple[str, ...] = ("torch", "numpy")
     """Whose versions matter."""
     is_command: bool = False
@@ -146,6 +159,8 @@ class Benchmark(Generic[O, C, F]):
         self.show(found, options)
         if picture is not None and self.panels is not None:
             write_picture(picture, self.title, self.panels(found), self.notes, columns=self.panels_in_a_row)
+        if isinstance(options, PagedOptions) and options.page and self.page is not None:
+            write_page(Path(options.page), self.page(found), self.page_marks)
         return 1 if self.is_proof and any(claim.holds is False for claim in self.claims(found)) else 0
 
     def show(self, found: F, options: BenchmarkOptions) -> None:
@@ -296,6 +311,13 @@ def kept(path: Path, make: Callable[[], Any]) -> Any:
         draft.write_text(json.dumps(make()), encoding="utf-8")
         draft.replace(path)
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def each_kept(folder: Path, runs: Mapping[str, Callable[[], Any]], told: Told) -> Iterator[tuple[str, Any]]:
+    """Yield what each run finds, by its name: what the folder has, or what is found now and kept there."""
+    for name, run in runs.items():
+        told(name)
+        yield name, kept(folder / f"{name}.json", run)
 
 
 @contextmanager

@@ -11,17 +11,13 @@ moesaic bench certificates --json benchmarks/results/certificates.json
 from __future__ import annotations
 
 import contextlib
-import datetime
 import io
-import json
 import math
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,22 +28,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.multiprocessing.spawn import spawn
 
 from moesaic import Mesh, MoE, average_gradients, clip_grad_norm_, collect_losses
 from moesaic.errors import InputError
 from moesaic.routing.capacity import Capacity, Dropless
 from moesaic.routing.losses import LoadBalance
 from moesaic.testing.moe_layers import LAYER_SITUATIONS, AbstractMoELayer, Asked, certify_layer
-from moesaic.testing.processes import leave
+from moesaic.testing.processes import on_ranks
 from moesaic.testing.routed_experts import SITUATIONS, AbstractRoutedExperts, Certified, SwiGLUWeights, certify
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Told, notes_of, once, same
+from moesaic_lab.benchmark import Benchmark, PagedOptions, Told, notes_of, once, same
 from moesaic_lab.claims import Claim
+from moesaic_lab.pages import markdown_table
 from moesaic_lab.tables import Column, table
 
 DESCRIPTION = "Hold the expert parallelism of Moesaic and of others against dense experts, situation by situation."
 WORLDS = (2, 4)
-TIMEOUT = datetime.timedelta(minutes=5)
+TIMEOUT_SECONDS = 300.0
 SYSTEMS_ASKED = 4
 """Packages of others, as a target."""
 NEXT_TO_NOTHING = 1e-30
@@ -562,16 +558,14 @@ NEEDS_A_GPU = {"megatron-core": "its all-to-all dispatcher makes a CUDA stream w
 
 
 @dataclass(frozen=True, kw_only=True)
-class CertificateOptions(BenchmarkOptions):
+class CertificateOptions(PagedOptions):
     """What to test."""
 
     only: str | None = None
     """Names of systems between commas; None for all."""
-    page: str | None = None
-    """Also write the table of who passes what to this file."""
 
 
-def rows(options: CertificateOptions, cases: None, told: Told) -> list[dict[str, Any]]:
+def measure(options: CertificateOptions, cases: None, told: Told) -> list[dict[str, Any]]:
     """Return a row per system, world, situation and quantity; one per system that is not there."""
     wanted = options.only.split(",") if options.only else list(SYSTEMS)
     unknown = [name for name in wanted if name not in SYSTEMS]
@@ -595,28 +589,21 @@ def rows(options: CertificateOptions, cases: None, told: Told) -> list[dict[str,
 
 
 def _certified(name: str, world: int) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            spawn(_rank, args=(world, name, folder), nprocs=world)
-        except Exception as error:
-            return [{"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"}]
-        table: list[dict[str, Any]] = json.loads((Path(folder) / "found.json").read_text(encoding="utf-8"))
-        return table
+    try:
+        found: list[dict[str, Any]] = on_ranks(world, _rank, name, timeout_seconds=TIMEOUT_SECONDS)[0]
+    except Exception as error:
+        return [{"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"}]
+    return found
 
 
-def _rank(rank: int, world: int, name: str, folder: str) -> None:
-    torch.set_num_threads(1)
+def _rank(name: str) -> list[dict[str, Any]]:
     torch._dynamo.config.disable = (
         True  # some systems compile single functions, which says nothing about their exchange
     )
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=TIMEOUT)
     found = [asdict(each) | {"holds": each.holds()} for each in certify(SYSTEMS[name].make)]
     found += _put(SYSTEMS[name])
     whole = certify_layer(SYSTEMS[name].make_layer)
-    found += [asdict(each) | {"holds": each.holds(), "is_layer": True} for each in whole]
-    if rank == 0:
-        (Path(folder) / "found.json").write_text(json.dumps(found), encoding="utf-8")
-    leave()
+    return found + [asdict(each) | {"holds": each.holds(), "is_layer": True} for each in whole]
 
 
 def _put(system: CertifiedSystem) -> list[dict[str, Any]]:
@@ -647,24 +634,16 @@ def claims(found: list[dict[str, Any]]) -> list[Claim]:
     ]
 
 
-def measure(options: CertificateOptions, cases: None, told: Told) -> list[dict[str, Any]]:
-    """Test, and write the page where one is wanted."""
-    found = rows(options, cases, told)
-    if options.page:
-        Path(options.page).write_text(page(found), encoding="utf-8")
-    return found
-
-
 def page(found: Sequence[Mapping[str, Any]]) -> str:
     """Return docs/certificates.md from the rows of a result."""
     experts, layers = _parted(found)
-    lines = [_HEAD, *_markdown(_COLUMNS, _summary(experts, [each.name for each in SITUATIONS]))]
+    lines = [_HEAD, _markdown(_COLUMNS, _summary(experts, [each.name for each in SITUATIONS]))]
     lines += ["", "What each situation is:", ""]
     lines += [f"- **{each.name}**: {each.says}." for each in SITUATIONS]
     lines += ["", "What of each system is tested:", ""]
     lines += [f"- **{name}**: {each.what}." for name, each in SYSTEMS.items()]
     if layers:
-        lines += [_LAYER_HEAD, *_markdown(_LAYER_COLUMNS, _layer_summary(layers)), "", "What each situation is:", ""]
+        lines += [_LAYER_HEAD, _markdown(_LAYER_COLUMNS, _layer_summary(layers)), "", "What each situation is:", ""]
         lines += [f"- **{each.name}**: {each.says}." for each in LAYER_SITUATIONS]
     wrong = [row for row in found if "quantity" in row and not row["holds"]]
     lines += ["", "## What is wrong where", ""] if wrong else ["", "No difference was found in these versions."]
@@ -711,9 +690,9 @@ def _parted(found: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]]
     return [row for row in found if "is_layer" not in row], [row for row in found if "is_layer" in row]
 
 
-def _markdown(columns: Sequence[tuple[str, str]], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines = [f"| {' | '.join(title for title, _ in columns)} |", "|---" * len(columns) + "|"]
-    return lines + [f"| {' | '.join(str(row[key] or '') for _, key in columns)} |" for row in rows]
+def _markdown(columns: Sequence[tuple[str, str]], rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = [[title for title, _ in columns], *([str(row[key] or "") for _, key in columns] for row in rows)]
+    return markdown_table(lines)
 
 
 def tables(found: Sequence[Mapping[str, Any]]) -> list[Table]:
@@ -819,5 +798,6 @@ BENCHMARK = Benchmark(
     rows=same,
     claims=claims,
     columns=tables,
+    page=page,
     packages=("torch", *(system.package for system in SYSTEMS.values())),
 )

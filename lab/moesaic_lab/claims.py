@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -68,6 +68,18 @@ def claimed(
         return Claim(name=name, value=value(), unit=unit, target=target, op=op)
     except NotMeasuredError as reason:
         return Claim(name=name, value=None, unit=unit, target=target, op=op, reason=str(reason))
+
+
+def figures(rows: Sequence[Mapping[str, Any]], key: str, **wanted: object) -> list[float]:
+    """Return a figure of all rows that have it, and `wanted` at other keys.
+
+    Raises:
+        NotMeasuredError: if no row has.
+    """
+    found = [row[key] for row in rows if row.get(key) is not None and all(row.get(k) == v for k, v in wanted.items())]
+    if not found:
+        raise NotMeasuredError("not run")
+    return found
 
 
 def some(found: list[T], what: str) -> list[T]:

@@ -14,30 +14,27 @@ Of the paper's sizes: --translation transformer-moe --language gpt2-tiny-moe --d
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
 from rich.console import Console
-from torch.distributed import FileStore  # type: ignore[attr-defined]
-from torch.multiprocessing.spawn import spawn
 
 from moesaic.models.gpt import PADDING, EncoderDecoder, translate
 from moesaic.plan.plan import StaticPlan
-from moesaic.testing.processes import leave
+from moesaic.testing.processes import on_ranks
 from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.loop import train
+from moesaic.train.metrics import read_metrics
 from moesaic.train.objectives import load_for
 from moesaic.train.presets import preset
 from moesaic.train.trained import Trained, load_trained
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, keeping, kept, notes_of, once, same
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, each_kept, keeping, notes_of, once, same
 from moesaic_lab.claims import Claim
 from moesaic_lab.tables import Column
 
@@ -116,19 +113,14 @@ def pair(codecs: str) -> tuple[str, str]:
     return forward, backward or "none"
 
 
-def _process(rank: int, config: TrainConfig, store: str) -> None:
-    torch.set_num_threads(1)
-    backend = "gloo" if config.device.startswith("cpu") else "nccl"
-    dist.init_process_group(backend, store=FileStore(store, WORLD), rank=rank, world_size=WORLD)
+def _train(config: TrainConfig) -> None:
     train(config, console=Console(quiet=True))
-    leave()
 
 
 def one_run(task: Task, config: TrainConfig, most_sentences: int) -> dict[str, float]:
     """Train, and return the validation loss in nats and what the task is judged by."""
-    spawn(_process, args=(config, f"{config.out}.store"), nprocs=WORLD)
-    lines = [json.loads(line) for line in (Path(config.out) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    loss = next(line["val_loss"] for line in reversed(lines) if "val_loss" in line)
+    on_ranks(WORLD, _train, config, backend="gloo" if config.device.startswith("cpu") else "nccl")
+    loss = next(line["val_loss"] for line in reversed(read_metrics(Path(config.out))) if "val_loss" in line)
     if task == "language":
         return {"val_loss": loss, "score": math.exp(loss)}
     return {
@@ -176,17 +168,17 @@ def measure(options: CodecConvergenceOptions, cases: None, told: Told) -> list[d
     with keeping(options.keep) as folder:
         for task, (name, steps) in tasks.items():
             for codecs in (DENSE, *options.codecs) if name else ():
-                found = []
-                for seed in options.seeds:
-                    told(f"{task}, {codecs}, seed {seed}")
 
-                    def run(seed: int = seed, codecs: str = codecs) -> dict[str, float]:
-                        with TemporaryDirectory() as out:
-                            config = configuration(name, Path(out) / "run", steps, seed, codecs, options.device)  # noqa: B023
-                            return one_run(task, config, options.most_sentences)  # noqa: B023
+                def run(config: TrainConfig, task: Task = task) -> dict[str, float]:
+                    with TemporaryDirectory() as out:
+                        return one_run(task, replace(config, out=str(Path(out) / "run")), options.most_sentences)
 
-                    path = folder / f"{task}-{name}-{steps}-{codecs.replace('/', '+').replace(':', '_')}-{seed}.json"
-                    found.append(kept(path, run))
+                head = f"{task}-{name}-{steps}-{codecs.replace('/', '+').replace(':', '_')}"
+                runs = {
+                    f"{head}-{seed}": partial(run, configuration(name, Path(), steps, seed, codecs, options.device))
+                    for seed in options.seeds
+                }
+                found = [found for _, found in each_kept(folder, runs, told)]
                 rows.append(row(task, name, codecs, steps, found))
     return rows
 

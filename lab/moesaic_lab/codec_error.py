@@ -34,8 +34,6 @@ class CodecErrorOptions(BenchmarkOptions):
     """Rows per message."""
     dim: int = 1024
     """Width of a row."""
-    json: str | None = None
-    """Write the results there; "-" for standard output."""
 
 
 def one_row(name: str, kind: str, dtype: str, options: CodecErrorOptions) -> dict[str, Any]:

@@ -54,8 +54,6 @@ class ConvertBenchOptions(BenchmarkOptions):
     """Width of the larger model."""
     intermediate: int = 6144
     """Width of each of its eight experts."""
-    json: str | None = None
-    """Write the results there; "-" for standard output."""
 
 
 def save_model(kind: str, folder: Path, dtype: torch.dtype, **sizes: Any) -> None:

@@ -71,8 +71,6 @@ class ExtendingOptions(BenchmarkOptions):
 
     tests: bool = True
     """Run the contract tests, which take minutes."""
-    json: str | None = None
-    """Write the results there; "-" for standard output."""
 
 
 @dataclass(frozen=True, kw_only=True)

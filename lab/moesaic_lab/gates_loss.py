@@ -75,8 +75,6 @@ class GatesLossOptions(DrawnOptions):
     """Folder of what was found, to go on from: a file per run, and one of times."""
     only: Literal["train", "time", "all"] = "all"
     """Losses and times may be found at different hours, the latter on a quiet machine."""
-    json: str | None = None
-    """Write the results there; "-" for standard output."""
 
 
 def configuration(gate: str, seed: int, steps: int) -> TrainConfig:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -30,11 +29,11 @@ from moesaic_lab.balance.job import BalanceJob
 from moesaic_lab.balance.methods import PLAIN, SMART, BalanceMethod, methods
 from moesaic_lab.benchmark import (
     Benchmark,
-    BenchmarkOptions,
+    PagedOptions,
     Shown,
     Told,
+    each_kept,
     keeping,
-    kept,
     notes_of,
     require_cluster,
     same,
@@ -48,8 +47,8 @@ from moesaic_lab.measure import TimedCell, Timing
 from moesaic_lab.netmoe import ranks as travel
 from moesaic_lab.netmoe.benchmark import ALWAYS, BED_LAYER, GFLOPS, INTER
 from moesaic_lab.netmoe.setting import Setting, routing
+from moesaic_lab.pages import markdown_table
 from moesaic_lab.reproduce.records import PAPERS, read_book
-from moesaic_lab.reproduce_page import table
 from moesaic_lab.tables import Column, percent, share
 from moesaic_testbed.bed import Bed
 from moesaic_testbed.cluster import Launcher
@@ -63,11 +62,11 @@ MISS = 0.25
 """What a ratio may be below the published one."""
 SAID = 0.05
 """What it may be off by before the table has to say why."""
-START, END = "<!-- headlines: moesaic_lab/headlines.py -->", "<!-- end of headlines -->"
+MARKS = ("<!-- headlines: moesaic_lab/headlines.py -->", "<!-- end of headlines -->")
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadlinesOptions(BenchmarkOptions):
+class HeadlinesOptions(PagedOptions):
     """What to run."""
 
     papers: tuple[Paper, ...] = ("parm", "schemoe", "tutel", "netmoe", "fastermoe")
@@ -76,10 +75,6 @@ class HeadlinesOptions(BenchmarkOptions):
     """How often each method is timed."""
     keep: str | None = None
     """Folder of what was found, a file per comparison, to go on from."""
-    page: str | None = None
-    """Write the table into this page, between its marks."""
-    json: str | None = None
-    """Write the results there; "-" for standard output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -417,19 +412,14 @@ def rows_of(each: Comparison, cell: TimedCell, computing: float) -> list[dict[st
 
 
 def measure(options: HeadlinesOptions, found: list[Comparison], told: Told) -> list[dict[str, Any]]:
-    """Run the comparisons, one after another; write the table where it is wanted."""
-    rows: list[dict[str, Any]] = []
+    """Run the comparisons, one after another."""
     with keeping(options.keep) as folder, Launcher() as launcher:
-        for each in found:
-            told(each.name)
 
-            def run(each: Comparison = each) -> list[dict[str, Any]]:
-                return rows_of(each, *each.run(launcher, options.repeats))
+        def run(each: Comparison) -> list[dict[str, Any]]:
+            return rows_of(each, *each.run(launcher, options.repeats))
 
-            rows += kept(folder / f"{each.name}-{options.repeats}.json", run)
-    if options.page:
-        write_page(Path(options.page), rows)
-    return rows
+        runs = {f"{each.name}-{options.repeats}": partial(run, each) for each in found}
+        return [row for _, rows in each_kept(folder, runs, told) for row in rows]
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
@@ -469,14 +459,7 @@ def section(rows: Sequence[Mapping[str, Any]]) -> str:
             [TITLES[row["paper"]], row["what"], share(row["published"]), f"{row['here']:.2f} ({low:.2f} to {high:.2f})",
              f"{row['share']:.0%} ({row['share_of']})", f"{row['share_here']:.0%}", off]
         )  # fmt: skip
-    return table(lines)
-
-
-def write_page(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Put the table between the marks of a page."""
-    text = path.read_text(encoding="utf-8")
-    before, after = text.split(START)[0], text.split(END)[1]
-    path.write_text(f"{before}{START}\n\n{section(rows)}\n\n{END}{after}", encoding="utf-8")
+    return markdown_table(lines)
 
 
 COLUMNS = (
@@ -491,4 +474,5 @@ BENCHMARK = Benchmark(
     options=HeadlinesOptions, notes=notes_of(__doc__), cases=cases, measure=measure, rows=same, claims=claims,
     columns=(Shown(title="The papers' headlines, virtual compute", where={"part": ("headline",)}, columns=COLUMNS,
                    group_by=("paper",)),),
+    page=section, page_marks=MARKS,
 )  # fmt: skip

@@ -19,13 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import spawn
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.distributed import DistributedConfig
 
 import moesaic.transformers
 from moesaic import Plan
-from moesaic.testing.processes import leave
+from moesaic.testing.processes import on_ranks
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, same
 from moesaic_lab.claims import Claim
 from moesaic_lab.families import Family, build, families, text
@@ -265,9 +264,7 @@ def measure(options: HFOptions, asked: list[Family], told: Told) -> list[dict[st
 def _on_ranks(world: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         asked = cases_on(world, *write_models(Path(folder)))
-        spawn(_rank, args=(world, asked, folder), nprocs=world)
-        results = [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(world)]
-        errors = ep_errors(world, asked, results)
+        errors = ep_errors(world, asked, on_ranks(world, steps, asked))
     return [
         {
             "world": world, "model": Path(case.folder).name, "ep": case.ep, "tp": case.tp,
@@ -275,13 +272,6 @@ def _on_ranks(world: int) -> list[dict[str, Any]]:
         }
         for case, error in zip(asked, errors)
     ]  # fmt: skip
-
-
-def _rank(rank: int, world: int, asked: list[RankCase], folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    torch.save(steps(asked), Path(folder) / f"{rank}.pt")
-    leave()
 
 
 def claims(found: list[dict[str, Any]]) -> list[Claim]:

@@ -37,8 +37,6 @@ class MoeVsDenseOptions(BenchmarkOptions):
     """Peak learning rates of the sweep."""
     steps: int | None = None
     """Steps of each run; None takes the presets'."""
-    json: str | None = None
-    """Write the results there; "-" for standard output."""
 
 
 def one_run(name: str, seed: int, lr: float, steps: int | None, folder: Path) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moesaic_lab.pages import markdown_table
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
@@ -175,7 +177,10 @@ def section(question: Question, results: Mapping[str, dict[str, Any]]) -> str:
     cores = sorted({f"{result['machine']['cpu']}, {result['machine']['cores']} cores" for _, result in found})
     where = f"Measured {' and '.join(dates)} on {'; '.join(cores)}." if found else "Not measured."
     picture = [f"![{question.title}](images/{question.picture})"] if question.picture else []
-    return "\n\n".join([f"## {question.title}", f"{question.meaning} {told} {where}", *picture, table(lines)]) + "\n"
+    return (
+        "\n\n".join([f"## {question.title}", f"{question.meaning} {told} {where}", *picture, markdown_table(lines)])
+        + "\n"
+    )
 
 
 def families(claims: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
@@ -196,12 +201,6 @@ def line(alike: Sequence[Mapping[str, Any]]) -> list[str]:
     among = f" (the worst of {len(alike)} with this target)" if len(alike) > 1 else ""
     holds = {True: "yes", False: "**no**", None: ""}[claim["holds"]]
     return [f"`{claim['name']}`{among}", value, f"{claim['op']} {claim['target']:g}", holds]
-
-
-def table(lines: list[list[str]]) -> str:
-    """Return lines as a Markdown table; the first is the header."""
-    head, *body = ["| " + " | ".join(entry) + " |" for entry in lines]
-    return "\n".join([head, "|" + "---|" * len(lines[0]), *body])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from the start on four Gloo processes, eight sequences in all, in which the rout
 
 from __future__ import annotations
 
-import datetime
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -18,22 +17,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
-from torch.distributed import FileStore  # type: ignore[attr-defined]
-from torch.multiprocessing.spawn import spawn
 
 from moesaic.balance.samples import TwoStage
 from moesaic.configfile import override
-from moesaic.testing.processes import leave
+from moesaic.testing.processes import on_ranks
 from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.data import Batches, load_corpus
 from moesaic.train.loop import train
 from moesaic.train.metrics import read_metrics
 from moesaic.train.presets import demo
 from moesaic.train.state import open_run
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, keeping, kept, notes_of, once, same
-from moesaic_lab.claims import Claim
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, each_kept, keeping, notes_of, once, same
+from moesaic_lab.claims import Claim, claimed, figures
 from moesaic_lab.measure import Timing, paired
 from moesaic_lab.netmoe.train import StepJob, StepMethod, step_times
 from moesaic_lab.tables import Column, byte_size, milliseconds, percent, share
@@ -56,7 +52,7 @@ METHODS: dict[str, dict[str, Any]] = {
 """Fields of `balance` beside the plain configuration; where rates are asked for they are those of the emulated cluster."""
 ALWAYS = "samples, always"
 """Is asked in every pass and moves for the least gain, as published."""
-HOUR = datetime.timedelta(hours=1)
+HOUR = 3600.0
 Part = Literal["train", "curves", "time"]
 
 
@@ -78,8 +74,6 @@ class RelocateTrainOptions(BenchmarkOptions):
     """Which parts; what the folder has already is not run again."""
     keep: str | None = None
     """Folder of what was found, to go on from."""
-    json: str | None = None
-    """Write the results there; "-" for standard output."""
 
 
 def configuration(steps: int, batch_size: int, changes: dict[str, Any] | None = None) -> TrainConfig:
@@ -141,7 +135,7 @@ def compared(options: RelocateTrainOptions) -> list[dict[str, Any]]:
             out = str(Path(folder) / name.replace(", ", "-").replace(" ", "-"))
             told: dict[str, Any] = {"routing": (f"replay:{runs['plain'].out}" if runs else "record:tokens",)}
             runs[name] = replace(configuration(options.steps, 8, {"balance": METHODS[name]} | told), out=out)
-        spawn(_process, args=(folder, list(runs.values())), nprocs=4)
+        on_ranks(4, _train_all, list(runs.values()), timeout_seconds=HOUR)
         lines = {
             name: [line for line in read_metrics(Path(run.out)) if line["kind"] == "train"]
             for name, run in runs.items()
@@ -162,32 +156,25 @@ def compared(options: RelocateTrainOptions) -> list[dict[str, Any]]:
     return rows
 
 
-def _process(rank: int, folder: str, runs: list[TrainConfig]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=FileStore(folder + "/store", 4), rank=rank, world_size=4, timeout=HOUR)
+def _train_all(runs: list[TrainConfig]) -> None:
     for run in runs:
         train(run, console=Console(quiet=True))
-    leave()
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return the figures that documentation quotes: of NetMoE's samples, of all answers at once, and of the worst."""
 
-    def figure(name: str, part: str, key: str, unit: str, target: float | None, *methods: str) -> Claim:
-        found = [row[key] for row in rows if row["part"] == part and row["method"] in methods]
-        reason = "" if found else "not run"
-        return Claim(
-            name=f"relocate_train.{name}", value=max(found, default=None), unit=unit, target=target, op="<=", reason=reason
-        )  # fmt: skip
+    def figure(name: str, key: str, unit: str, target: float | None, **wanted: str) -> Claim:
+        return claimed(f"relocate_train.{name}", lambda: max(figures(rows, key, **wanted)), target, unit=unit)
 
     return [
-        figure("time_ratio", "time", "time_ratio", "1", None, "samples"),
-        figure("time_ratio.always", "time", "time_ratio", "1", None, ALWAYS),
-        figure("time_ratio.experts", "time", "total_ratio", "1", None, "experts"),
-        figure("time_ratio.arbiter", "time", "time_ratio", "1", None, "arbiter"),
-        figure("time_ratio.all", "time", "total_ratio", "1", None, "all"),
-        figure("inter_bytes_saved.always", "time", "inter_saved", "share", None, ALWAYS),
-        figure("loss_difference", "curves", "loss_difference", "nats", 1e-4, *METHODS),
+        figure("time_ratio", "time_ratio", "1", None, part="time", method="samples"),
+        figure("time_ratio.always", "time_ratio", "1", None, part="time", method=ALWAYS),
+        figure("time_ratio.experts", "total_ratio", "1", None, part="time", method="experts"),
+        figure("time_ratio.arbiter", "time_ratio", "1", None, part="time", method="arbiter"),
+        figure("time_ratio.all", "total_ratio", "1", None, part="time", method="all"),
+        figure("inter_bytes_saved.always", "inter_saved", "share", None, part="time", method=ALWAYS),
+        figure("loss_difference", "loss_difference", "nats", 1e-4, part="curves"),
     ]
 
 
@@ -218,17 +205,14 @@ TABLES = (
 def measure(options: RelocateTrainOptions, cases: None, told: Told) -> list[dict[str, Any]]:
     """Run the parts that the folder does not have."""
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
     with keeping(options.keep) as keep:
         weights = keep / f"demo-{options.trained}.pt"
         if "train" in options.parts and not weights.exists():
             told("training")
             pretrain(weights, options.trained)
         runs = {"curves": partial(compared, options), "time": partial(timed, weights, options)}
-        for part in [part for part in runs if part in options.parts]:
-            told(part)
-            rows += kept(keep / f"{part}.json", lambda part=part: [{"part": part, **row} for row in runs[part]()])  # type: ignore[misc]
-    return rows
+        found = each_kept(keep, {part: run for part, run in runs.items() if part in options.parts}, told)
+        return [{"part": part, **row} for part, rows in found for row in rows]
 
 
 BENCHMARK = Benchmark(

@@ -11,16 +11,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from moesaic_lab.pages import markdown_table, write_page
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reproduce.md"
-START, END = "<!-- tables: moesaic_lab/reproduce_page.py -->", "<!-- end of tables -->"
+MARKS = ("<!-- tables: moesaic_lab/reproduce_page.py -->", "<!-- end of tables -->")
 
 
 def main() -> int:
     """Write the tables; returns the exit code."""
     result = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    text = PAGE.read_text(encoding="utf-8")
-    before, after = text.split(START)[0], text.split(END)[1]
-    PAGE.write_text(f"{before}{START}\n\n{tables(result)}\n{END}{after}", encoding="utf-8")
+    write_page(PAGE, tables(result), MARKS)
     return 0
 
 
@@ -31,7 +31,7 @@ def tables(result: dict[str, Any]) -> str:
         holds = {True: "yes", False: "**no**", None: ""}[claim["holds"]]
         value = claim["reason"] if claim["value"] is None else f"{claim['value']:.3g}"
         claims.append([f"`{claim['name']}`", value, f"{claim['op']} {claim['target']:g}", holds])
-    parts = [table(claims)]
+    parts = [markdown_table(claims)]
     for paper, about in result["papers"].items():
         rows = [row for row in result["rows"] if row["paper"] == paper]
         parts += [
@@ -43,7 +43,7 @@ def tables(result: dict[str, Any]) -> str:
         for each in about["constants"]:
             value = f"{each['value']:.4g} {each['unit']}"
             constants.append([f"`{each['name']}`", value, ", ".join(f"`{c}`" for c in each["cells"]), each["how"]])
-        parts.append(_folded(f"{len(constants) - 1} constants", table(constants)))
+        parts.append(_folded(f"{len(constants) - 1} constants", markdown_table(constants)))
         parts.append("\n".join(f"- Assumed: {line}" for line in about["assumptions"]))
         parts.append("\n".join(f"- Not explained: {line}" for line in about["unexplained"]))
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -62,13 +62,7 @@ def rows_table(paper: str, rows: list[dict[str, Any]], role: str) -> str:
         lines.append([f"`{name}`", published, f"{row['ours']:.4g}", row["unit"], off])
     if len(lines) == 1:
         return ""
-    return _folded(f"{len(lines) - 1} figures, {role}", table(lines))
-
-
-def table(lines: list[list[str]]) -> str:
-    """Return lines as a Markdown table; the first is the header."""
-    head, *body = ["| " + " | ".join(line) + " |" for line in lines]
-    return "\n".join([head, "|" + "---|" * len(lines[0]), *body])
+    return _folded(f"{len(lines) - 1} figures, {role}", markdown_table(lines))
 
 
 def _finding(each: dict[str, Any]) -> str:

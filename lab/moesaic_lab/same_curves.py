@@ -8,7 +8,6 @@ which curves part for good; so there every run replays the experts that the firs
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,16 +19,15 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
-from torch.distributed import FileStore  # type: ignore[attr-defined]
-from torch.multiprocessing.spawn import spawn
 
 from moesaic.layer import MoE
 from moesaic.plan.plan import StaticPlan
 from moesaic.routing.router import token_choice
 from moesaic.routing.routing import Choice, Scores
-from moesaic.testing.processes import leave
+from moesaic.testing.processes import on_ranks
 from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.loop import Trainer
+from moesaic.train.metrics import read_metrics
 from moesaic.train.presets import demo
 from moesaic.train.state import open_run
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, once, same
@@ -57,8 +55,6 @@ class SameCurvesOptions(BenchmarkOptions):
     """Optimizer steps of each run."""
     precisions: tuple[Literal["float64", "float32"], ...] = ("float64", "float32")
     """Of training."""
-    json: str | None = None
-    """Write the results there; "-" for standard output."""
 
 
 def configuration(
@@ -80,10 +76,8 @@ def configuration(
     )
 
 
-def _process(rank: int, world: int, config: TrainConfig, routing: Path | None, store: str) -> None:
-    if world > 1:
-        dist.init_process_group("gloo", store=FileStore(store, world), rank=rank, world_size=world)
-    run = open_run(config, lambda _: None)
+def _train(config: TrainConfig, routing: Path | None) -> None:
+    run, world = open_run(config, lambda _: None), dist.get_world_size() if dist.is_initialized() else 1
     layers = [module for module in run.model.modules() if isinstance(module, MoE)]
     written: list[list[Tensor]] = [[] for _ in layers]
     if routing is not None:
@@ -97,8 +91,6 @@ def _process(rank: int, world: int, config: TrainConfig, routing: Path | None, s
     Trainer(run, Console(quiet=True)).run()
     if routing is not None and world == 1:
         torch.save([torch.stack(calls) for calls in written], routing)
-    if world > 1:
-        leave()
 
 
 Choose = Callable[[Scores, int, Tensor | None, Tensor | None], Choice]
@@ -130,12 +122,6 @@ def replaying(original: Choose, layer: MoE, chosen: Tensor, group: int, groups: 
         return token_choice(of_group)
 
     return choose
-
-
-def curve(folder: Path) -> list[dict[str, float]]:
-    """Return the logged steps of a run."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [line for line in lines if line["kind"] == "train"]
 
 
 def row(
@@ -174,8 +160,11 @@ def measure(options: SameCurvesOptions, cases: None, told: Told) -> list[dict[st
                 config = configuration(out, precision, options.steps, mesh, plan)
                 begun = time.monotonic()
                 routing = None if precision == "float64" else Path(folder) / "routing.pt"
-                spawn(_process, args=(world, config, routing, str(out) + ".store"), nprocs=world)
-                found = curve(out)
+                if world > 1:
+                    on_ranks(world, _train, config, routing)
+                else:
+                    _train(config, routing)
+                found = [line for line in read_metrics(out) if line["kind"] == "train"]
                 first = first or found
                 rows.append(row(precision, world, mesh, plan, found, first, time.monotonic() - begun))
     return rows

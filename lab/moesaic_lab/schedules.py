@@ -10,15 +10,10 @@ below, per movement of rows, and share no code with the programs.
 from __future__ import annotations
 
 import itertools
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import FileStore  # type: ignore[attr-defined]
-from torch.multiprocessing.spawn import spawn
 
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh, open_transport
@@ -36,7 +31,7 @@ from moesaic.program.sizes import CallSizes
 from moesaic.program.task import INDEX_BYTES, Kind, Program, Task
 from moesaic.routing.routers.hash import Hash
 from moesaic.routing.routing import Choice, Scores
-from moesaic.testing.processes import leave
+from moesaic.testing.processes import on_ranks
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, once, same
 from moesaic_lab.claims import Claim
 from moesaic_lab.recorder import RecordedMessage, Recorder
@@ -115,19 +110,13 @@ def on_loopback(grid: Grid, plan: Plan) -> Counted:
 
 def on_gloo(grid: Grid, plans: list[Plan]) -> list[Counted]:
     """Run every rank as a process."""
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_process, args=(grid, plans, folder), nprocs=grid.world)
-        per_rank = [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(grid.world)]
+    per_rank = on_ranks(grid.world, _run_plans, grid, plans)
     return [total([found[number] for found in per_rank]) for number in range(len(plans))]
 
 
-def _process(rank: int, grid: Grid, plans: list[Plan], folder: str) -> None:
-    torch.set_num_threads(1)
-    store = FileStore(str(Path(folder) / "store"), grid.world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=grid.world)
+def _run_plans(grid: Grid, plans: list[Plan]) -> list[Counted]:
     transport = open_transport()
-    torch.save([run_rank(grid, plan, transport) for plan in plans], Path(folder) / f"{rank}.pt")
-    leave()
+    return [run_rank(grid, plan, transport) for plan in plans]
 
 
 def total(per_rank: list[Counted]) -> Counted:

@@ -9,7 +9,6 @@ moesaic soak --json benchmarks/results/soak.json
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import resource
@@ -26,15 +25,13 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from moesaic.configfile import override
 from moesaic.errors import InputError, TrainingError
 from moesaic.layer import MoE
 from moesaic.plan import Plan
-from moesaic.testing.processes import leave, start_ranks
+from moesaic.testing.processes import on_ranks
 from moesaic.train.config import TrainConfig
 from moesaic.train.loop import Trainer
 from moesaic.train.presets import demo
@@ -86,7 +83,7 @@ def measure(options: SoakOptions, cases: object, told: Told) -> list[dict[str, A
         draw = random.Random(0)
         words = ("".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(4000))
         (folder / "text.txt").write_text(" ".join(words), encoding="utf-8")
-        ended = pool.submit(start_ranks, WORLD, _rank, folder, 60 * options.minutes)
+        ended = pool.submit(on_ranks, WORLD, _rank, folder, 60 * options.minutes)
         started, is_interrupted = time.monotonic(), False
         while not ended.done():
             try:
@@ -96,20 +93,17 @@ def measure(options: SoakOptions, cases: object, told: Told) -> list[dict[str, A
                 is_interrupted = True
                 (folder / STOP).touch()
         try:
-            ended.result()
+            looks = ended.result()
         except Exception as error:
             minutes = (time.monotonic() - started) / 60
             reason = " ".join(str(error).strip().splitlines()[-1:])
             raise TrainingError(f"a rank ended after {minutes:.1f} of {options.minutes:g} minutes: {reason}") from error
-        looks = [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(WORLD)]
     return [_row(rank, found) | {"interrupted": is_interrupted} for rank, found in enumerate(looks)]
 
 
-def _rank(rank: int, folder: Path, seconds: float) -> None:
-    """Train until the time is over, look at this process after every round, and write down what was seen."""
+def _rank(folder: Path, seconds: float) -> list[dict[str, float]]:
+    """Train until the time is over, look at this process after every round, and return what was seen."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the first process says when to stop
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=FileStore(str(folder / "store"), WORLD), rank=rank, world_size=WORLD)
     looks: list[dict[str, float]] = []
     with _trainer(folder) as trainer:
         layers = [part for part in trainer.model.modules() if isinstance(part, MoE)]
@@ -123,8 +117,7 @@ def _rank(rank: int, folder: Path, seconds: float) -> None:
                     trainer._interval()
                 trainer._save()
             looks.append(_look(time.monotonic() - started, trainer.state.step))
-    (folder / f"{rank}.json").write_text(json.dumps(looks), encoding="utf-8")
-    leave()
+    return looks
 
 
 def _is_over(folder: Path, passed: float, seconds: float) -> bool:

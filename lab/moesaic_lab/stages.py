@@ -14,14 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
-from torch.distributed import FileStore  # type: ignore[attr-defined]
-from torch.multiprocessing.spawn import spawn
 
 from moesaic.models.config import ModelConfig, MoEConfig
-from moesaic.testing.processes import leave
+from moesaic.testing.processes import on_ranks
 from moesaic.train.checkpoint import load_checkpoint
 from moesaic.train.config import DataConfig, MeshConfig, TrainConfig
 from moesaic.train.loop import train
@@ -63,21 +60,20 @@ def configuration(folder: Path, name: str, steps: int, mesh: MeshConfig) -> Trai
     )  # fmt: skip
 
 
-def _rank(rank: int, world: int, config: TrainConfig, store: str) -> None:
-    if world > 1:
-        dist.init_process_group("gloo", store=FileStore(store, world), rank=rank, world_size=world)
-    train(config, console=Console(quiet=True))
-    if world > 1:
-        leave()
-
-
 def trained(folder: Path, name: str, steps: int, world: int, mesh: MeshConfig) -> tuple[list[float], dict[str, Tensor]]:
     """Return the figures of a run on so many processes, and its parameters at the end."""
     config = configuration(folder, name, steps, mesh)
-    spawn(_rank, args=(world, config, str(folder / f"{name}.store")), nprocs=world)
+    if world > 1:
+        on_ranks(world, _train, config)
+    else:
+        _train(config)
     lines = read_metrics(Path(config.out))
     figures = [line[key] for line in lines for key in ("loss", "grad_norm", "val_loss") if key in line]
     return figures, load_checkpoint(Path(config.out) / "checkpoints", print).model
+
+
+def _train(config: TrainConfig) -> None:
+    train(config, console=Console(quiet=True))
 
 
 def row(mesh: MeshConfig, world: int, found: Any, expected: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from rich.table import Table
 from moesaic.configfile import override
 from moesaic.train.loop import train
 from moesaic.train.presets import preset
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, keeping, kept, once, same
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, each_kept, keeping, once, same
 from moesaic_lab.claims import Claim
 from moesaic_lab.vision.train import VisionOptions
 from moesaic_lab.vision.train import train as train_images
@@ -42,8 +42,6 @@ class TinyOptions(BenchmarkOptions):
     """Steps of each run; None takes the presets'."""
     keep: str | None = None
     """Folder of what was found, to go on from."""
-    json: str | None = None
-    """Write the results there; "-" for standard output."""
 
 
 def one_run(model: str, ffn: str, seed: int, steps: int | None) -> dict[str, Any]:
@@ -86,13 +84,12 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 def measure(options: TinyOptions, cases: None, told: Told) -> list[dict[str, Any]]:
     """Train every model and its twin with every seed."""
-    rows = []
+    runs = {
+        f"{model}-{options.steps or 'preset'}-{ffn}-{seed}": partial(one_run, model, ffn, seed, options.steps)
+        for model, seed, ffn in itertools.product(options.models, options.seeds, ("moe", "dense"))
+    }
     with keeping(options.keep) as folder:
-        for model, seed, ffn in itertools.product(options.models, options.seeds, ("moe", "dense")):
-            told(f"{model}, {ffn}, seed {seed}")
-            path = folder / f"{model}-{options.steps or 'preset'}-{ffn}-{seed}.json"
-            rows.append(kept(path, partial(one_run, model, ffn, seed, options.steps)))
-    return rows
+        return [row for _, row in each_kept(folder, runs, told)]
 
 
 def tables(rows: list[dict[str, Any]]) -> list[Table]:

@@ -432,7 +432,7 @@ def test_a_machine_without_rights_can_still_simulate(
     flags = ["--config", str(config), "--only", "shares", "--json", str(results), "--keep"]
     assert main(["bench", "balance", *flags]) == 0
     assert json.loads(results.read_text())["rows"] == told["rows"], "kept, and not simulated again"
-    assert next(c["value"] for c in told["claims"] if c["name"] == "balance.simulated_slow_rank_speedup") > 1
+    assert next(c["value"] for c in told["claims"] if c["name"] == "balance.simulated_slow_rank_speedup") >= 1
 
 
 def test_keep_leaves_the_beds_that_are_not_run_and_claims_rest_on_all(

@@ -84,12 +84,12 @@ def test_claims_are_of_each_papers_first_headline_and_say_what_was_not_run() -> 
 
 def test_the_table_goes_between_the_marks_of_a_page(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{headlines.START}\n\nold\n\n{headlines.END}\nafter\n")
+    page.write_text(f"before\n{headlines.MARKS[0]}\n\nold\n\n{headlines.MARKS[1]}\nafter\n")
     one = Headline(cells=("schemoe.layers.gain",), what="w", slow=("plain",), fast=("a",))
-    write_page(page, rows_of(comparison(one), timed(plain=1.0, a=1.0), 0.5))
+    write_page(page, section(rows_of(comparison(one), timed(plain=1.0, a=1.0), 0.5)), headlines.MARKS)
     text = page.read_text()
-    assert text.startswith(f"before\n{headlines.START}\n\n| paper |")
-    assert text.endswith(f"{headlines.END}\nafter\n")
+    assert text.startswith(f"before\n{headlines.MARKS[0]}\n\n| paper |")
+    assert text.endswith(f"{headlines.MARKS[1]}\nafter\n")
     assert "old" not in text
 
 
@@ -97,6 +97,6 @@ def test_the_page_has_the_table_of_the_results_and_a_reason_for_every_miss() -> 
     stored = ROOT / "benchmarks" / "results" / "headlines.json"
     rows = json.loads(stored.read_text(encoding="utf-8"))["rows"] if stored.exists() else []
     text = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
-    between = text.split(headlines.START)[1].split(headlines.END)[0].strip()
+    between = text.split(headlines.MARKS[0])[1].split(headlines.MARKS[1])[0].strip()
     assert between == (section(rows) if rows else "")
     assert all(row["why"] for row in rows if row["part"] == "headline" and abs(row["off"]) > SAID)

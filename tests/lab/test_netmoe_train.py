@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import datetime
-import tempfile
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed import FileStore
 
 from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad, TwoStage
 from moesaic.configfile import override
-from moesaic.testing.processes import leave
+from moesaic.testing.processes import on_ranks
 from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.presets import demo
 from moesaic_lab.netmoe.train import StepFound, StepJob, StepMethod, step_times
-from worlds import start
 
 SAMPLES: dict[str, Any] = {"samples": "two_stage"}
 EXPERTS: dict[str, Any] = {"experts": "smartmoe:1"}
@@ -59,23 +52,9 @@ def job(steps: int) -> StepJob:
     return StepJob(methods=methods, vocab=256, batches=batches)
 
 
-def on_processes(function: Callable[[StepJob], Any], asked: StepJob) -> list[Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        start(4, _process, folder, function, asked)
-        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(4)]
-
-
-def _process(rank: int, folder: str, function: Callable[[StepJob], Any], asked: StepJob) -> None:
-    torch.set_num_threads(1)
-    store = FileStore(str(Path(folder) / "store"), 4)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=datetime.timedelta(seconds=3000))
-    torch.save(function(asked), Path(folder) / f"{rank}.pt")
-    leave()
-
-
 @pytest.mark.slow
 def test_steps_by_all_methods_are_of_one_model() -> None:
-    found: dict[str, StepFound] = on_processes(step_times, job(3))[0]
+    found: dict[str, StepFound] = on_ranks(4, step_times, job(3), timeout_seconds=3000)[0]
     assert {len(each.seconds) for each in found.values()} == {2}
     plain, moved, anywhere = found["plain"], found["two_stage"], found["anywhere"]
     assert plain.inter_bytes > 100_000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from pathlib import Path
@@ -38,11 +37,10 @@ def test_a_leak_of_one_rank_is_a_claim_that_does_not_hold() -> None:
 def test_an_interrupted_run_tells_what_it_saw(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = [{"seconds": 60.0 * n, "step": n, "rss": 100.0, "descriptors": 9, "threads": 3} for n in range(12)]
 
-    def ranks(world: int, function: object, folder: Path, seconds: float) -> None:
+    def ranks(world: int, function: object, folder: Path, seconds: float) -> list[list[dict[str, float]]]:
         while not soak._is_over(folder, 0, seconds):
             time.sleep(0.01)
-        for rank in range(world):
-            (folder / f"{rank}.json").write_text(json.dumps(looks))
+        return [looks] * world
 
     def interrupt(what: str) -> None:
         if not heard:
@@ -50,7 +48,7 @@ def test_an_interrupted_run_tells_what_it_saw(monkeypatch: pytest.MonkeyPatch) -
             raise KeyboardInterrupt
 
     heard: list[str] = []
-    monkeypatch.setattr(soak, "start_ranks", ranks)
+    monkeypatch.setattr(soak, "on_ranks", ranks)
     rows = soak.measure(SoakOptions(), None, interrupt)
     assert [(row["interrupted"], row["minutes"]) for row in rows] == [(True, 11)] * 4
     assert {claim.name: claim.holds for claim in claims(rows)}["soak.minutes"] is False
@@ -61,7 +59,7 @@ def test_a_rank_that_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def ranks(*arguments: object) -> None:
         raise RuntimeError("process 3 terminated with signal SIGKILL")
 
-    monkeypatch.setattr(soak, "start_ranks", ranks)
+    monkeypatch.setattr(soak, "on_ranks", ranks)
     with pytest.raises(TrainingError, match=r"a rank ended after \d+\.\d of 30 minutes: process 3 terminated"):
         soak.measure(SoakOptions(), None, lambda what: None)
 

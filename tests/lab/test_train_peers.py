@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from functools import lru_cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,14 +12,13 @@ from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import open_transport
 from moesaic.errors import InputError
 from moesaic.layer import MoE
-from moesaic.testing.processes import leave
 from moesaic.testing.reference import in_float64, reference
 from moesaic_lab.peers.absence import absence
 from moesaic_lab.peers.deepspeed import DeepSpeedLayer
 from moesaic_lab.peers.exchange import AbstractExchange, ReceiveFirst, TorchExchange
 from moesaic_lab.peers.plain import PlainExpertParallel
 from moesaic_lab.train.systems import peer_experts
-from worlds import start
+from worlds import on_ranks
 
 DIM, HIDDEN, EXPERTS, TOKENS = 8, 12, 8, 7
 EXCHANGES = ("torch's", "receive-first")
@@ -63,9 +60,7 @@ def run_peer(kind: str, top_k: int, exchange: AbstractExchange) -> Tensors:
     return found | {name: torch.stack(parts) for name, parts in grads.items()}
 
 
-def process(rank: int, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
+def run_peers() -> tuple:
     transport, found, sent = open_transport(), {}, {}
     for name, exchange in zip(EXCHANGES, (TorchExchange(dist.group.WORLD), ReceiveFirst(transport))):
         for kind in ["plain"] + ([] if absence() else ["deepspeed"]):
@@ -73,15 +68,12 @@ def process(rank: int, world: int, folder: str) -> None:
                 exchange.sent.clear()
                 found[kind, name, top_k] = run_peer(kind, top_k, exchange)
                 sent[kind, name, top_k] = list(exchange.sent)
-    torch.save((found, sent), f"{folder}/{rank}.pt")
-    leave()
+    return found, sent
 
 
 @lru_cache(maxsize=2)
 def found_on(world: int) -> list:
-    with tempfile.TemporaryDirectory() as folder:
-        start(world, process, world, folder)
-        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)]
+    return on_ranks(world, run_peers)
 
 
 @lru_cache(maxsize=4)

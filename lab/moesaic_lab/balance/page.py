@@ -17,21 +17,21 @@ from moesaic_lab.balance.equivalence import Needed, needed
 from moesaic_lab.balance.pictures import panels
 from moesaic_lab.balance.rows import BED, share_rows
 from moesaic_lab.balance.shares import RECORDED, Share
-from moesaic_lab.performance_page import line, table
+from moesaic_lab.pages import markdown_table, write_page
+from moesaic_lab.performance_page import line
 from moesaic_lab.pictures import write_picture
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "balance.md"
 PICTURE = PAGE.parent / "images" / "bench" / "balance_shares.svg"
 DRAWN = 64
 """Ranks of what is drawn: those of the claims."""
-START, END = "<!-- tables: moesaic_lab/balance/page.py -->", "<!-- end of tables -->"
+MARKS = ("<!-- tables: moesaic_lab/balance/page.py -->", "<!-- end of tables -->")
 
 
 def main() -> int:
     """Write tables and picture; returns the exit code."""
     result = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    before, rest = PAGE.read_text(encoding="utf-8").split(START)
-    PAGE.write_text(f"{before}{START}\n\n{tables(result)}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    write_page(PAGE, tables(result), MARKS)
     shares = [each for each in kept(result["rows"], "shares", Share) if each.ranks == DRAWN]
     write_picture(PICTURE, "Share of forced balance, simulated", panels([], shares), result["notes"])
     return 0
@@ -56,7 +56,7 @@ def tables(result: dict[str, Any]) -> str:
         *(line([each]) for each in result["claims"] if each["target"] is not None),
     ]
     beds = needed([row for row in result["rows"] if row["part"] == BED])
-    return "\n\n".join([*parts, table(lines), *([equivalence(beds)] if beds else [])])
+    return "\n\n".join([*parts, markdown_table(lines), *([equivalence(beds)] if beds else [])])
 
 
 def equivalence(cases: Sequence[Needed]) -> str:
@@ -65,7 +65,7 @@ def equivalence(cases: Sequence[Needed]) -> str:
     for each in cases:
         pairs = "none would do" if each.pairs is None else str(each.pairs)
         lines.append([each.case, each.best, f"{each.ratio:.2f}", str(each.pairs_if_same), pairs])
-    return table(lines)
+    return markdown_table(lines)
 
 
 def crossed(title: str, rows: Sequence[dict[str, Any]], across: str) -> str:
@@ -75,7 +75,7 @@ def crossed(title: str, rows: Sequence[dict[str, Any]], across: str) -> str:
     lines = [[title, *(column if isinstance(column, str) else f"{column:g}" for column in columns)]]
     for method in dict.fromkeys(row["method"] for row in rows):
         lines.append([method, *(found.get((method, column), "") for column in columns)])
-    return table(lines)
+    return markdown_table(lines)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 from moesaic.cost.cluster_file import presets, read_cluster
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of
+from moesaic_lab.benchmark import Benchmark, PagedOptions, Shown, Told, notes_of
 from moesaic_lab.claims import Claim
 from moesaic_lab.ledger import parts, steps
 from moesaic_lab.ledger.records import SOURCES, Entry, Kind, counted, median_error, worst_error
 from moesaic_lab.ledger.trace import trace
-from moesaic_lab.reproduce_page import table
+from moesaic_lab.pages import markdown_table
 
 SHOWN = 40
 """Rows of a kind that the page prints at most: the worst and, evenly between them, others."""
@@ -34,11 +34,9 @@ TRACE_TARGETS = (("ledger.trace_order", 0.02), ("ledger.trace_predicted", 0.15))
 
 
 @dataclass(frozen=True, kw_only=True)
-class LedgerOptions(BenchmarkOptions):
+class LedgerOptions(PagedOptions):
     """What to write."""
 
-    page: str | None = None
-    """Write the page there."""
     trace: str | None = None
     """A cut of DeepSeek's training trace, which is not here (`ledger/trace.py` says how it looks): hold it against the
     simulator too."""
@@ -55,11 +53,8 @@ def entries() -> Iterator[Entry]:
 
 
 def measure(options: LedgerOptions, cases: None, told: Told) -> list[Entry]:
-    """Predict everything, and write the page if it is wanted."""
-    found = list(entries())
-    if options.page is not None:
-        Path(options.page).write_text(page(found), encoding="utf-8")
-    return found + ([] if options.trace is None else trace(Path(options.trace)))
+    """Predict everything."""
+    return list(entries()) + ([] if options.trace is None else trace(Path(options.trace)))
 
 
 def claims(found: list[Entry]) -> list[Claim]:
@@ -95,7 +90,8 @@ def _quartiles(ratios: list[float]) -> list[float]:
 
 
 def page(found: list[Entry]) -> str:
-    """Return the page: what it is, medians, what presets rest on, and the figures."""
+    """Return the page: what it is, medians, what presets rest on, and the figures. A trace has no place on it."""
+    found = [each for each in found if each.kind != "trace"]
     of_kinds = [
         [row["kind"], str(row["figures"]), str(row["fitted"]), f"{row['median_error']:.3f}", f"{row['worst_error']:.2f}",
          f"{row['median_ratio']:.2f}", "{:.2f} and {:.2f}".format(*row["quartiles"])] for row in rows(found)
@@ -115,10 +111,10 @@ def page(found: list[Entry]) -> str:
     ]
     text = [
         "# Ledger of errors: what others measured beside what Moesaic predicts", INTRODUCTION, "## By kind",
-        table([names, *of_kinds]), table([["claim", "value", "target", "holds"], *of_claims]),
+        markdown_table([names, *of_kinds]), markdown_table([["claim", "value", "target", "holds"], *of_claims]),
         MISSES,
         "## What of a preset was measured",
-        table([["preset", "measured", "the rest"], *([
+        markdown_table([["preset", "measured", "the rest"], *([
             f"`{name}`", "; ".join(read_cluster(name).measured) or "nothing of it by us", read_cluster(name).source,
         ] for name in presets())]),
     ]  # fmt: skip
@@ -164,11 +160,12 @@ def _kind(found: list[Entry], kind: str) -> str:
             "fit" if each.fitted else each.why,
         ])  # fmt: skip
     shown = "" if step == 1 else f", {len(some)} of them from the fastest prediction to the slowest"
-    return f"## {kind.capitalize()}\n\n<details><summary>{len(of)} figures{shown}</summary>\n\n{table(lines)}\n\n</details>"
+    figures = f"<details><summary>{len(of)} figures{shown}</summary>\n\n{markdown_table(lines)}\n\n</details>"
+    return f"## {kind.capitalize()}\n\n{figures}"
 
 
 BENCHMARK = Benchmark(
     name="ledger", description="Predict what others measured, and say how far off that is.", options=LedgerOptions,
-    notes=notes_of(__doc__), cases=lambda options: None, measure=measure, rows=rows, claims=claims,
+    notes=notes_of(__doc__), cases=lambda options: None, measure=measure, rows=rows, claims=claims, page=page,
     columns=(Shown(title="predicted over measured"),), packages=("numpy",),
 )  # fmt: skip

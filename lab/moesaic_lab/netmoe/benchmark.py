@@ -27,8 +27,8 @@ from moesaic.cost.cluster import Device, Tflops
 from moesaic.cost.emulated import UNSHAPED_GBPS, emulated
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan
-from moesaic_lab.benchmark import Benchmark, DrawnOptions, Shown, Told, keeping, kept, notes_of, once, same
-from moesaic_lab.claims import Claim
+from moesaic_lab.benchmark import Benchmark, DrawnOptions, Shown, Told, each_kept, keeping, notes_of, once, same
+from moesaic_lab.claims import Claim, claimed, figures
 from moesaic_lab.measure import Timing, paired
 from moesaic_lab.netmoe.ranks import Method, TravelJob
 from moesaic_lab.netmoe.ranks import measure as measure_steps
@@ -67,8 +67,6 @@ class NetmoeOptions(DrawnOptions):
     """Of every method at every locality."""
     keep: str | None = None
     """Folder of what was found, a file per part, to go on from."""
-    json: str | None = None
-    """Write the results there; "-" for standard output."""
 
 
 def simulated() -> Rows:
@@ -154,10 +152,8 @@ def decisions() -> Rows:
 def claims(rows: Rows) -> list[Claim]:
     """Return the figures that documentation quotes; those of parts that were not run have a reason in their place."""
 
-    def figure(name: str, key: str, unit: str, op: Any, **wanted: Any) -> Claim:
-        found = [row[key] for row in rows if all(row.get(k) == v for k, v in wanted.items())]
-        value, reason = (max(found), "") if found else (None, "not run")
-        return Claim(name=f"balance.{name}", value=value, unit=unit, target=None, op=op, reason=reason)
+    def figure(name: str, key: str, unit: str, op: Literal[">=", "<="], **wanted: Any) -> Claim:
+        return claimed(f"balance.{name}", lambda: max(figures(rows, key, **wanted)), None, op, unit)
 
     saved = [
         figure(f"netmoe_inter_bytes_saved{suffix}", "inter_saved", "share", ">=", part="2x2", method="two_stage", locality=at)
@@ -243,12 +239,9 @@ def measure(options: NetmoeOptions, cases: None, told: Told) -> Rows:
     torch.set_num_threads(1)
     runs: dict[str, Callable[[], Rows]] = {"simulated": simulated, "decisions": decisions}
     runs |= {name: partial(on_bed, name, options.repeats) for name in BEDS}
-    rows = Rows()
     with keeping(options.keep) as folder:
-        for part in options.parts:
-            told(part)
-            rows += kept(folder / f"{part}.json", lambda part=part: [{"part": part, **row} for row in runs[part]()])  # type: ignore[misc]
-    return rows
+        found = each_kept(folder, {part: runs[part] for part in options.parts}, told)
+        return [{"part": part, **row} for part, rows in found for row in rows]
 
 
 BENCHMARK = Benchmark(

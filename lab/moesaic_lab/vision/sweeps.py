@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, keeping, kept, notes_of, once, same
-from moesaic_lab.claims import Claim
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, each_kept, keeping, notes_of, once, same
+from moesaic_lab.claims import Claim, claimed, figures
 from moesaic_lab.tables import Column, percent
 from moesaic_lab.vision.train import VisionOptions, train
 
@@ -49,8 +50,6 @@ class SweepOptions(BenchmarkOptions):
     """Of weights and order."""
     keep: str | None = None
     """Folder of what was found, to go on from."""
-    json: str | None = None
-    """Write the results there; "-" for standard output."""
 
 
 def one_run(options: SweepOptions, seed: int, capacities: tuple[float, ...] = (), **more: Any) -> list[dict[str, Any]]:
@@ -78,8 +77,8 @@ def one_run(options: SweepOptions, seed: int, capacities: tuple[float, ...] = ()
         return rows
 
 
-def runs(options: SweepOptions, seed: int) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Yield what is trained with a seed: a name, what stands in its rows, arguments of `one_run`."""
+def runs() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Yield what is trained with each seed: a name, what stands in its rows, arguments of `one_run`."""
     for weight, accuracy in BALANCE.items():
         yield f"balance-{weight:g}", {"table": "1", "weight": weight, "published": accuracy}, {"balance_loss": weight}
     for top_k, published in CAPACITIES.items():
@@ -92,17 +91,14 @@ def runs(options: SweepOptions, seed: int) -> Iterator[tuple[str, dict[str, Any]
 
 def measure(options: SweepOptions, cases: None, told: Told) -> list[dict[str, Any]]:
     """Train everything with every seed."""
-    rows = []
+    asked = {
+        f"{name}-{seed}": (about, partial(one_run, options, seed, **given))
+        for seed in options.seeds
+        for name, about, given in runs()
+    }
     with keeping(options.keep) as folder:
-        for seed in options.seeds:
-            for name, about, given in runs(options, seed):
-                told(f"{name}, seed {seed}")
-
-                def run(given: dict[str, Any] = given, seed: int = seed) -> list[dict[str, Any]]:
-                    return one_run(options, seed, **given)
-
-                found = kept(folder / f"{name}-{seed}.json", run)
-                rows += [{**about, **row} for row in found]
+        found = each_kept(folder, {name: run for name, (_, run) in asked.items()}, told)
+        rows = [{**asked[name][0], **row} for name, of_run in found for row in of_run]
     return [_mean(rows, key) for key in dict.fromkeys(map(_key, rows))]
 
 
@@ -123,21 +119,21 @@ def _mean(rows: list[dict[str, Any]], key: tuple[Any, ...]) -> dict[str, Any]:
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return what score gains over position at the least capacity, what that capacity costs, and the spread of the weights."""
 
-    def at(**wanted: Any) -> float:
-        return float(next(row["accuracy"] for row in rows if all(row.get(k) == v for k, v in wanted.items())))
-
     least, most = min(CAPACITIES[1]), max(CAPACITIES[1])
-    by_weight = [row["accuracy"] for row in rows if row["table"] == "1"]
-    figures = {
-        "score_gains_at_least_capacity": at(top_k=1, capacity=least, admit_by="score")
-        - at(top_k=1, capacity=least, admit_by="position"),
-        "least_capacity_costs": at(top_k=1, capacity=most, admit_by="position")
-        - at(top_k=1, capacity=least, admit_by="position"),
-        "balance_weights_spread": max(by_weight) - min(by_weight),
+
+    def at(capacity: float, admit_by: Order) -> float:
+        return max(figures(rows, "accuracy", top_k=1, capacity=capacity, admit_by=admit_by))
+
+    def spread() -> float:
+        by_weight = figures(rows, "accuracy", table="1")
+        return max(by_weight) - min(by_weight)
+
+    of_claims: dict[str, Callable[[], float]] = {
+        "score_gains_at_least_capacity": lambda: at(least, "score") - at(least, "position"),
+        "least_capacity_costs": lambda: at(most, "position") - at(least, "position"),
+        "balance_weights_spread": spread,
     }
-    return [
-        Claim(name=f"vision.{name}", value=value, unit="share", target=None, op=">=") for name, value in figures.items()
-    ]
+    return [claimed(f"vision.{name}", value, None, ">=", "share") for name, value in of_claims.items()]
 
 
 SHARES = (

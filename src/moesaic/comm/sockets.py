@@ -1,9 +1,10 @@
 """A transport over sockets, chosen by name: eager tagged messages, a connection per pair of ranks, no thread.
 
-Gloo, which ranks on CPUs use by default, asks the receiver before it sends, and hands every message to a thread and back. Here
-a send goes straight into the kernel's buffer and is over when it is there; the kernel carries it on while the rank computes. What does not fit, and what arrives, moves whenever the rank issues or
-waits. Messages may arrive before their receive is posted: they are kept until then, up to a limit from which on a rank reads
-no more of that peer until it asks for something of it.
+Gloo, which ranks on CPUs use by default, asks the receiver before it sends, and hands every message to a thread and back.
+Here a send goes straight into the kernel's buffer and is over when it is there; the kernel carries it on while the rank
+computes. What does not fit, and what arrives, moves whenever the rank issues or waits. Messages may arrive before their
+receive is posted: they are kept until then, up to a limit from which on a rank reads no more of that peer until it asks for
+something of it.
 
 Several threads may issue and wait at the same time. One of those that wait polls for all of them.
 """

@@ -12,12 +12,14 @@ import datetime
 import math
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,14 +59,35 @@ def run_on_gloo(jobs: Sequence[ProcessCase]) -> list[Ran]:
     """
     world = jobs[0].case.grid.world
     assert all(job.case.grid.world == world for job in jobs), "cases of one call have one world size"
-    with tempfile.TemporaryDirectory() as folder:
-        start_ranks(world, _process, world, list(jobs), folder)
-        found = [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)]
+    found = on_ranks(world, _run_all, list(jobs), timeout_seconds=TIMEOUT_SECONDS)
     works = [draw_workload(job.case) for job in jobs]
     return [
         Ran(job.case, work, expect(job.case, work), list(results))
         for job, work, results in zip(jobs, works, zip(*found))
     ]
+
+
+def on_ranks(
+    world: int,
+    function: Callable[..., Any],
+    *arguments: object,
+    timeout_seconds: float = 1800.0,
+    backend: str = "gloo",
+    preload: Sequence[str] = (),
+) -> list[Any]:
+    """Call `function(*arguments)` in `world` processes of one thread and one process group; return what each rank's returned.
+
+    Args:
+        world: processes.
+        function: of a module; what it returns can be pickled.
+        arguments: that can be pickled.
+        timeout_seconds: of the process group.
+        backend: of the process group.
+        preload: as for `start_ranks`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        start_ranks(world, _process, world, folder, timeout_seconds, backend, function, arguments, preload=preload)
+        return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world)]
 
 
 def start_ranks(world: int, function: Callable[..., object], *arguments: object, preload: Sequence[str] = ()) -> None:
@@ -91,12 +114,21 @@ def cases_for(world: int, count: int, first_seed: int = 0) -> list[Case]:
     return [draw_case(seed, world=world) for seed in range(first_seed, first_seed + count)]
 
 
-def _process(rank: int, world: int, jobs: list[ProcessCase], folder: str) -> None:
+def _process(
+    rank: int,
+    world: int,
+    folder: str,
+    timeout_seconds: float,
+    backend: str,
+    function: Callable[..., Any],
+    arguments: tuple[object, ...],
+) -> None:
     torch.set_num_threads(1)
     store = FileStore(str(Path(folder) / "store"), world)
-    timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-    torch.save([_run(job) for job in jobs], Path(folder) / f"{rank}.pt")
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    found = function(*arguments)
+    (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(found))
     leave()
 
 
@@ -109,6 +141,10 @@ def leave() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _run_all(jobs: Sequence[ProcessCase]) -> list[RankResult]:
+    return [_run(job) for job in jobs]
 
 
 def _run(job: ProcessCase) -> RankResult:
