@@ -24,7 +24,6 @@ from triton.runtime.jit import JITFunction
 from moesaic.kernels.triton import expert_stage
 from moesaic.kernels.triton.rows import launch
 from moesaic.kernels.triton.rows.tiles import TileDevice
-from moesaic_lab.gpu import mlp
 
 DEVICES = {
     80: TileDevice(name="Ampere", capability=(8, 0), multiprocessors=108, shared_bytes=166_912),
@@ -84,7 +83,7 @@ def compiling_for(capability: int, cache: Path, private: Path | None = None) -> 
         within.enter_context(mock.patch.object(triton.knobs.cache, "dir", str(cache)))
         within.enter_context(mock.patch.object(JITFunction, "run", compile_only))
         within.enter_context(mock.patch.object(driver, "_active", _Driver(capability)))
-        for user in (launch, mlp, expert_stage):
+        for user in (launch, expert_stage):
             within.enter_context(mock.patch.object(user, "device_of", return_value=DEVICES[capability]))
         yield found
 

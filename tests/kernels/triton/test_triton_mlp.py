@@ -10,10 +10,9 @@ from torch import Tensor
 
 from moesaic.kernels.activation import ACTIVATIONS
 from moesaic.kernels.triton.expert_stage import TILES, shapes
-from moesaic.kernels.triton.rows.launch import INTERPRETED
 from moesaic.kernels.triton.rows.sort import sort
-from moesaic.kernels.triton.rows.tiles import Tile, default_tile
-from moesaic_lab.gpu.mlp import as_numbers, mlp_forward, moe_mlp
+from moesaic.kernels.triton.rows.tiles import Tile
+from moesaic_lab.gpu.mlp import moe_mlp
 
 #        tokens, top_k, experts, dim, hidden
 SIZES = [
@@ -147,34 +146,6 @@ def test_backward_keeps_the_input_the_routing_and_the_pre_activation(device):
     activations = 2 * (num_tokens * dim + copies * 2 * hidden)
     routing = 4 * (3 * copies + num_experts)
     assert sum(kept.values()) == weights + activations + routing
-
-
-def test_operators_compile_and_export(device):
-    """The layer between two other operations: one graph, and the same numbers from it, gradients included."""
-    of = layer((12, 2, 4, 24, 16), torch.float32, device, gated=True)
-    order = sort(of["expert"].reshape(-1).to(device), 4)
-
-    def block(x: Tensor) -> Tensor:
-        matrices = [of[name] for name in ("up", "down")]
-        return moe_mlp(x * 2, *matrices, of["weight"], *order, top_k=2, activation="silu") + 1
-
-    eager, compiled = (of["x"].clone().requires_grad_() for _ in range(2))
-    block(eager).sum().backward()
-    found = torch.compile(block, backend="aot_eager", fullgraph=True)(compiled)
-    found.sum().backward()
-    assert torch.equal(found, block(of["x"]))
-    assert torch.equal(compiled.grad, eager.grad)
-
-
-def test_fake_tensors_have_the_shapes_of_the_results(device):
-    of = layer((12, 2, 4, 24, 16), torch.float32, device, gated=True)
-    order = sort(of["expert"].reshape(-1).to(device), 4)
-    of_layer = shapes(24, 4, 24, 16, 4, gated=True)
-    tiles = as_numbers({name: default_tile(shape, INTERPRETED) for name, shape in of_layer.items()})
-    torch.library.opcheck(
-        mlp_forward, (*leaves_of(of).values(), *order, 2, "silu", tiles),
-        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
-    )  # fmt: skip
 
 
 def test_shapes_name_every_tile():
