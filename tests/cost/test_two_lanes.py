@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from cost.clusters import flat
+from cost.schemoe_forms import in_turn_all_to_all, pipelined_all_to_all
 from moesaic.cost.cluster import Host
 from moesaic.cost.emulated import emulated
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.topology import Topology
 from moesaic.cost.workload import Workload
 from moesaic_lab.comm.programs import all_ep, exchange
-from moesaic_lab.reproduce.collectives import in_turn_all_to_all, pipelined_all_to_all
 
 COMM = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "comm.json"
 RATES = [(80.0, 8.0), (8.0, 8.0), (4.0, 40.0)]

@@ -9,8 +9,9 @@ from typing import get_args
 import pytest
 
 from moesaic_lab import headlines
-from moesaic_lab.headlines import COMPARISONS, SAID, Comparison, Headline, Paper, claims, rows_of, section, write_page
+from moesaic_lab.headlines import COMPARISONS, SAID, Comparison, Headline, Paper, claims, rows_of, section
 from moesaic_lab.measure import TimedCell, Timing
+from moesaic_lab.pages import write_page
 from moesaic_lab.reproduce.records import read_book
 from moesaic_testbed.bed import Bed
 

@@ -55,7 +55,7 @@ def measure(options: BalanceOptions, config: BalanceBenchConfig, told: Told) -> 
     there = Path(options.json) if options.keep and options.json else None
     before = json.loads(there.read_text(encoding="utf-8")) if there is not None and there.exists() else {}
     rows = before.get("rows", [])
-    shares, decided, held = (kept(rows, part, kind) for part, kind in PARTS.items())
+    shares, decided, held = kept(rows, Share), kept(rows, TimedDecision), kept(rows, BudgetHeld)
     cells = [*kept_cells(rows, config), *run(config, told)]
     cells.sort(key=lambda cell: config.order.index(cell.job.case.label))
     if config.has(SHARES):
@@ -82,10 +82,10 @@ def kept_cells(rows: list[dict[str, Any]], config: BalanceBenchConfig) -> list[B
     ]
 
 
-def kept(rows: list[dict[str, Any]], part: str, kind: type[T]) -> list[T]:
-    """Return what rows of a part were made of; rows of an older form are left out."""
+def kept(rows: list[dict[str, Any]], kind: type[T]) -> list[T]:
+    """Return what the rows of a kind were made of; rows of an older form are left out."""
     names = [each.name for each in fields(kind)]  # type: ignore[arg-type]
-    whole = [row for row in rows if row["part"] == part and set(names) <= set(row)]
+    whole = [row for row in rows if row["part"] == PARTS[kind] and set(names) <= set(row)]
     return [kind(**{name: row[name] for name in names}) for row in whole]
 
 

@@ -40,9 +40,8 @@ NOTES = (
 
 
 BED = "bed"
-PARTS: dict[str, type] = {"shares": Share, "decision": TimedDecision, "memory": BudgetHeld}
-"""Of the rows, besides those of beds, and what they are of: shares of forced balance, decisions by themselves, memory under
-budgets."""
+PARTS: dict[type, str] = {Share: "shares", TimedDecision: "decision", BudgetHeld: "memory"}
+"""Of the rows besides those of beds, by what they are made of."""
 
 
 def all_rows(
@@ -50,10 +49,9 @@ def all_rows(
     held: Sequence[BudgetHeld] = (),
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return everything that was measured and simulated, as plain data."""
-    simulated = [{"part": "shares", **asdict(each), "of_forced": each.of_forced} for each in shares]
-    alone = [{"part": "decision", **asdict(each)} for each in decided]
-    counted = [{"part": "memory", **asdict(each)} for each in held]
-    return [*(row for cell in cells for row in rows_of(cell)), *simulated, *alone, *counted]
+    simulated = [{"part": PARTS[Share], **asdict(each), "of_forced": each.of_forced} for each in shares]
+    counted = [{"part": PARTS[type(each)], **asdict(each)} for each in (*decided, *held)]
+    return [*(row for cell in cells for row in rows_of(cell)), *simulated, *counted]
 
 
 def rows_of(cell: BalanceCell) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ waits for no host.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ class _Mlp(torch.autograd.Function):
         top_k: int, activation: str, tiles: Mapping[str, Tile] | None,
     ) -> Tensor:  # fmt: skip
         held = (x, up, down, weight, copy, row, ends)
-        y, pre = expert_stage.forward(_work(*held, top_k, activation), x.dtype, tiles)
+        y, pre = expert_stage.forward(_work(held, top_k, activation), x.dtype, tiles)
         ctx.save_for_backward(*held, pre)
         ctx.top_k, ctx.activation, ctx.tiles = top_k, activation, tiles
         return y
@@ -74,7 +74,7 @@ class _Mlp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         *held, pre = ctx.saved_tensors
-        work = _work(*held, ctx.top_k, ctx.activation)
+        work = _work(held, ctx.top_k, ctx.activation)
         found = expert_stage.backward(work, pre, dy.contiguous(), Wanted(), ctx.tiles)
         assert found.gates is not None
         weight, row = held[3], held[5]
@@ -83,11 +83,9 @@ class _Mlp(torch.autograd.Function):
         return found.x, found.up, found.down, d_weight, *(None,) * 6
 
 
-def _work(
-    x: Tensor, up: Tensor, down: Tensor, weight: Tensor, copy: Tensor, row: Tensor, ends: Tensor,
-    top_k: int, activation: str,
-) -> ExpertWork:  # fmt: skip
+def _work(held: Sequence[Tensor], top_k: int, activation: str) -> ExpertWork:
     """Return the call as the stage takes it: weights in expert order, a token's rows in the order of its copies."""
+    x, up, down, weight, copy, row, ends = held
     starts = torch.arange(0, len(row), top_k, device=row.device)
     return ExpertWork(
         x=x, dispatch=Dispatch(token=copy // top_k, by_token=row, starts=starts, per_token=top_k),

@@ -6,6 +6,7 @@ everywhere. Shadows are exchanged before and after the layer, as the artifact do
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,6 @@ from moesaic.cost.timing import Simulated
 from moesaic.cost.workload import Workload, zipf_counts
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.program.grid import Grid
-from moesaic_lab.reproduce.collectives import broadcast, reduce
 from moesaic_lab.reproduce.fastermoe_model import FasterMoEMachine, Rule, shadows, stay_home
 from moesaic_lab.reproduce.records import Book
 
@@ -132,8 +132,8 @@ class FasterMoEBed:
         """Return the time of a layer with shadows: their weights out, the layer, their gradients back."""
         kept = stay_home(counts, list(experts))
         nbytes = self.model.layer.matrices * self.model.layer.dim * self.model.layer.hidden * 4
-        trees = sum(tree(self.model.gpus, nbytes, 10e-6, 1 / self.nic) for tree in (broadcast, reduce))
-        return self.run(plan, kept).seconds + len(experts) * trees
+        tree = tree_seconds(self.model.gpus, nbytes, 10e-6, 1 / self.nic)
+        return self.run(plan, kept).seconds + len(experts) * (tree + tree)
 
     def chosen(self, counts: np.ndarray, rule: Rule = "printed") -> list[int]:
         """Return the experts that the policy shadows."""
@@ -152,6 +152,21 @@ class FasterMoEBed:
         nbytes = layer.num_experts * layer.matrices * layer.dim * layer.hidden * 4
         exchange = reduce_seconds(self.spec, self.grid, nbytes, 1, self.model.gpus)
         return 3 * float(each.sum()) + exchange * (1.5 if stage == 3 else 1.0)
+
+
+def tree_seconds(ranks: int, num_bytes: float, alpha: float, beta: float) -> float:
+    """Return the seconds of a broadcast by a pipelined tree, and of a reduction, which is one backwards.
+
+    Its depth in start-ups, the bytes once over each link: Thakur, Rabenseifner and Gropp, "Optimization of collective
+    communication operations in MPICH" (2005).
+
+    Args:
+        ranks: of the tree.
+        num_bytes: that all of them get.
+        alpha: seconds that a message costs whatever its size.
+        beta: seconds per byte of one rank's link.
+    """
+    return math.ceil(math.log2(ranks)) * alpha + (beta * num_bytes if ranks > 1 else 0.0)
 
 
 def predictor_r2(beds: Sequence[FasterMoEBed], skews: Sequence[float]) -> tuple[float, float]:

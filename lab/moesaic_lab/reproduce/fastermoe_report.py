@@ -18,8 +18,8 @@ from moesaic_lab.reproduce.fastermoe import (
     shadow_gain,
     skew_of,
 )
+from moesaic_lab.reproduce.fastermoe_model import ideal, semi_ideal
 from moesaic_lab.reproduce.records import Book, Chart, PaperFinding, Reproduction
-from moesaic_lab.reproduce.roofline import ideal, semi_ideal
 
 ASSUMPTIONS = (
     "experts are chosen by a Zipf law, its exponent fitted on one figure; 1024 tokens per GPU for MoE-GPT, 2048 for BERT-Wide",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moesaic_lab.reproduce.fastermoe import GPT, GPT_S, PLAIN, FasterMoEBed, predictor_r2
+from moesaic_lab.reproduce.fastermoe import GPT, GPT_S, PLAIN, FasterMoEBed, predictor_r2, tree_seconds
 from moesaic_lab.reproduce.fastermoe_model import (
     FasterMoEMachine,
     ideal,
@@ -103,6 +103,11 @@ def test_even_loads_need_no_shadow_and_hot_ones_gain() -> None:
     assert bed.shadowed(PLAIN, hot, bed.chosen(hot)) < slow.seconds
     assert bed.run(bed.smart, hot).seconds < slow.seconds
     assert slow.limit <= slow.seconds
+
+
+def test_a_tree_starts_up_once_per_level_and_one_rank_alone_sends_nothing() -> None:
+    assert tree_seconds(8, 4000, 1e-5, 1e-9) == pytest.approx(3e-5 + 4e-6)
+    assert tree_seconds(1, 4000, 1e-5, 1e-9) == 0
 
 
 def test_zero_gathers_once_more_in_stage_3_than_it_reduces_in_stage_2() -> None:
