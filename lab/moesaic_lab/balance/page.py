@@ -32,7 +32,7 @@ def main() -> int:
     """Write tables and picture; returns the exit code."""
     result = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     write_page(PAGE, tables(result), MARKS)
-    shares = [each for each in kept(result["rows"], "shares", Share) if each.ranks == DRAWN]
+    shares = [each for each in kept(result["rows"], Share) if each.ranks == DRAWN]
     write_picture(PICTURE, "Share of forced balance, simulated", panels([], shares), result["notes"])
     return 0
 
@@ -40,7 +40,7 @@ def main() -> int:
 def tables(result: dict[str, Any]) -> str:
     """Return shares of forced balance by load, cluster after cluster, then by how heavy weights are, the claims, and the pairs
     that a test of equivalence would need."""
-    rows = share_rows(kept(result["rows"], "shares", Share))
+    rows = share_rows(kept(result["rows"], Share))
     parts = []
     for cluster, ranks in dict.fromkeys((row["cluster"], row["ranks"]) for row in rows):
         here = [row for row in rows if (row["cluster"], row["ranks"]) == (cluster, ranks)]

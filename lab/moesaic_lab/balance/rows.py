@@ -50,8 +50,9 @@ def all_rows(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return everything that was measured and simulated, as plain data."""
     simulated = [{"part": PARTS[Share], **asdict(each), "of_forced": each.of_forced} for each in shares]
-    counted = [{"part": PARTS[type(each)], **asdict(each)} for each in (*decided, *held)]
-    return [*(row for cell in cells for row in rows_of(cell)), *simulated, *counted]
+    alone = [{"part": PARTS[TimedDecision], **asdict(each)} for each in decided]
+    counted = [{"part": PARTS[BudgetHeld], **asdict(each)} for each in held]
+    return [*(row for cell in cells for row in rows_of(cell)), *simulated, *alone, *counted]
 
 
 def rows_of(cell: BalanceCell) -> list[dict[str, Any]]:
