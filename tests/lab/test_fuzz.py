@@ -50,7 +50,7 @@ ELSEWHERE = {
     ("train/run_folder.py", "seal"): "hashes what the run has written",
     ("train/watch.py", "_moved_bytes"): "reads /proc",
     ("comm/process_groups.py", "_others_run"): "reads /proc",
-    ("testing/processes.py", "run_on_gloo"): "reads what its processes wrote",
+    ("testing/processes.py", "on_ranks"): "reads what its processes wrote",
 }
 """What reads something else than a person's file, or is tried elsewhere."""
 

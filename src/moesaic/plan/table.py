@@ -368,8 +368,6 @@ class PlanTable:
             )
         try:
             self._take_up(state)
-        except InputError:
-            raise
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
             raise InputError(f"is damaged ({error!r}): delete the file to start anew") from error
 
