@@ -127,6 +127,7 @@ def samples(noise: float = 0.0, outlier: float = 1.0) -> tuple[list[Sample], Hos
         task=1e-4,
         wait=1.5e-4,
         message=2e-5,
+        transfer=3e-4,
         byte=2e-10,
         weight_byte=1e-10,
         transport_byte=2e-9,
@@ -139,6 +140,7 @@ def samples(noise: float = 0.0, outlier: float = 1.0) -> tuple[list[Sample], Hos
     for number in range(60):
         counts = {
             "layer": 1, "task": draw.integers(16, 160), "wait": draw.integers(2, 18), "message": draw.integers(10, 300),
+            "transfer": draw.integers(4, 40),
             "byte": draw.integers(0, 4e6), "weight_byte": draw.integers(0, 3e7), "transport_byte": draw.integers(0, 2e6),
             "copy": draw.integers(0, 60), "combine": draw.integers(1, 12), "gradient": draw.integers(1, 5),
         }  # fmt: skip

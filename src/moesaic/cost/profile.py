@@ -91,6 +91,8 @@ class HostCosts:
     waking up."""
     message: float = 0.0
     """Per message that is sent or received."""
+    transfer: float = 0.0
+    """Per movement in which a rank sends or receives anything, in a message of its own or in another one's."""
     byte: float = 0.0
     """Per byte of rows read or written by tasks that put them in another order or add them."""
     weight_byte: float = 0.0

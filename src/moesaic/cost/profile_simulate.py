@@ -55,6 +55,9 @@ def host_features(program: Program, volumes: AbstractVolumes, movements: list[li
         found[number, :, FEATURES.index("wait")] = waits[number]
         if task.op in DEARER:
             found[number, :, FEATURES.index(DEARER[task.op])] = 1
+        found[
+            number, list({actor for moved in movements[number] for actor in moved.actors}), FEATURES.index("transfer")
+        ] = 1
         for moved in movements[number]:
             if number not in in_a_message:
                 found[number, list(moved.actors), FEATURES.index("message")] += moved.posts

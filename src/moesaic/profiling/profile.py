@@ -25,6 +25,8 @@ from moesaic.profiling.together import latest, start_together
 
 NO_TIME = 1e30
 """Operations per second of products that take no time, as the calibration layers' do."""
+REPEATS_OF_LAYERS = 3
+"""So many times as often as everything else a layer is timed: ranks that share cores make its time vary by a tenth."""
 Progress = Callable[[str, float], None]
 """Told what is measured now, and the share of all that is done."""
 
@@ -87,7 +89,11 @@ def measure(
     lines = collectives(transport, ranks_per_node, repeats, barrier)
     found = list(calibrations(transport.world, ranks_per_node))
     steps = host_steps(
-        found, transport, repeats, barrier, lambda share: progress(f"{len(found)} layers", 0.45 + 0.55 * share)
+        found,
+        transport,
+        REPEATS_OF_LAYERS * repeats,
+        barrier,
+        lambda share: progress(f"{len(found)} layers", 0.45 + 0.55 * share),
     )
     return MeasuredMachine(
         ranks_per_node=ranks_per_node, world=transport.world, steps=steps, sharing=shared, links=links,
