@@ -7,6 +7,7 @@ kept by the few tests that start `sys.executable`: that a command finds its modu
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -86,6 +87,7 @@ class Forked:
 def _become(
     words: list[str], environment: dict[str, str], out: str, err: str, imports: Sequence[str], folder: str
 ) -> NoReturn:
+    gc.freeze()  # what the server imported is neither looked through nor copied
     for descriptor, path in ((1, out), (2, err)):
         opened = os.open(path, SAID)
         os.dup2(opened, descriptor)

@@ -9,6 +9,7 @@ cases; each case lays its own mesh over it.
 from __future__ import annotations
 
 import datetime
+import gc
 import math
 import multiprocessing
 import os
@@ -104,9 +105,14 @@ def start_ranks(world: int, function: Callable[..., object], *arguments: object,
     """
     if sys.platform == "linux":
         multiprocessing.set_forkserver_preload([__name__, *preload])
-        start_processes(function, args=arguments, nprocs=world, start_method="forkserver")
+        start_processes(_rank, args=(function, *arguments), nprocs=world, start_method="forkserver")
     else:
-        start_processes(function, args=arguments, nprocs=world, start_method="spawn")
+        start_processes(_rank, args=(function, *arguments), nprocs=world, start_method="spawn")
+
+
+def _rank(rank: int, function: Callable[..., object], *arguments: object) -> None:
+    gc.freeze()  # else the first collection goes through all of torch, and copies its pages
+    function(rank, *arguments)
 
 
 def cases_for(world: int, count: int, first_seed: int = 0) -> list[Case]:
