@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.current
 PEERS := $(VENV)/.peers
-# A worker more than there are cores, since tests that wait for links or patience leave theirs idle; a file on one worker, in the
-# order of the names, lest the longest files, which have few tests, come last; ranks and workers have one thread each. Bytecode is
-# kept wherever the machine says otherwise: processes of tests would compile the library anew.
+# A worker more than there are cores, since tests that wait for links or patience leave theirs idle: the files of these are for one
+# worker (tests/conftest.py). A file on one worker, in the order of the names, lest the longest files, which have few tests, come
+# last; ranks and workers have one thread each. Bytecode is kept wherever the machine says otherwise: processes of tests would
+# compile the library anew.
 WORKERS := $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 

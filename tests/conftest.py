@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,12 @@ settings.register_profile(
 settings.load_profile("moesaic")
 torch.set_num_threads(1)
 
+WAITING = (
+    "train/test_watch.py", "lab/test_balance_run.py", "lab/test_fuzz.py", "lab/test_bench_convert.py", "lab/test_layer_run.py",
+    "lab/test_comm.py", "testbed/test_leftovers.py", "testbed/test_cluster.py", "testing/test_routed_experts.py",
+)  # fmt: skip
+"""Files whose tests wait most of their time, for patience, slow links, disks or another process."""
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
@@ -33,8 +40,21 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the file that waits longest, for ranks that stand still: at the end it would leave processors idle."""
-    items.sort(key=lambda item: item.path.name != "test_watch.py")
+    """Begin with the files that wait: at the end they would leave processors idle."""
+    items.sort(key=lambda item: not item.path.as_posix().endswith(WAITING))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, give the files that wait to one worker, one after another, so that no two wait at a time."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = super()._split_scope(nodeid)
+            return "files that wait" if path.endswith(WAITING) else path
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(autouse=True)
