@@ -30,8 +30,8 @@ import numpy as np
 from moesaic.cost.movement import Movement
 from moesaic.program.task import Lane, Program
 
-_END, _FLOW, _ARRIVED = 0, 1, 2
-"""Kinds of events: a node ends; a movement's first byte comes to a link; its last byte has arrived."""
+_END, _FLOW, _ARRIVED, _FREE = 0, 1, 2, 3
+"""Kinds of events: a node ends; a movement's first byte comes to a link; its last byte has arrived; a core has moved bytes."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,8 @@ class Events:
         compute: (tasks, actors) seconds of computing; of movements, of the copies around them.
         movements: of each task; () for tasks that move nothing.
         cores: (actors,) on which core each actor issues; None: on one of its own.
+        moving: (tasks, actors) seconds for which a core goes on with a task's bytes while they move, after it has issued the
+            task; where there are no cores, they are nobody's.
         bursts: (links,) seconds' worth of bytes that a link which has rested as long lets through at once; links are queues
             then. None: messages share them.
     """
@@ -156,12 +158,14 @@ class Events:
         movements: Sequence[Sequence[Movement]],
         *,
         cores: Sequence[int] | None = None,
+        moving: np.ndarray | None = None,
         bursts: np.ndarray | None = None,
     ) -> None:
         self._graph, self._movements = graph, movements
         self._tasks, self._actors = compute.shape
         self._issue, self._compute = issue.tolist(), compute.tolist()
         self._cores = None if cores is None else _Cores(cores)
+        self._moving = np.zeros_like(issue).tolist() if moving is None else moving.tolist()
         self._queues = None if bursts is None else _Queues(bursts.tolist())
         self._of: list[dict[int, list[int]]] = [{} for _ in movements]
         self._waits: list[dict[int, int]] = [{} for _ in movements]
@@ -202,7 +206,13 @@ class Events:
                 if kind == _END:
                     self._end(now, a, b)
                     if self._cores is not None and b < self._tasks:
-                        self._issue_next(now, self._cores.release(a))
+                        if self._moving[b][a]:
+                            heapq.heappush(self._heap, (now + self._moving[b][a], _FREE, a, b))
+                        else:
+                            self._issue_next(now, self._cores.release(a))
+                elif kind == _FREE:
+                    assert self._cores is not None, "only a core moves bytes"
+                    self._issue_next(now, self._cores.release(a))
                 elif kind == _FLOW:
                     changed |= self._enter(now, a, b)
                 elif a in self._flows and self._flows[a].version == b:

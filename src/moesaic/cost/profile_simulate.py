@@ -30,6 +30,7 @@ from moesaic.program.task import Kind, Op, Program, Slot, Task
 
 FEATURES = tuple(each.name for each in fields(HostCosts) if each.name != "sharing")
 """What costs are counted in."""
+TRANSPORT = FEATURES.index("transport_byte")
 DEARER = {
     **dict.fromkeys((Op.PACK, Op.UNPACK, Op.TAKE, Op.JOIN), "copy"), Op.COMBINE: "combine", Op.EXPERT_GRAD: "gradient",
 }  # fmt: skip
@@ -239,17 +240,18 @@ class ProfileTiming(AbstractTiming):
             late: as of `Events.run`.
         """
         actors, profile = asked.volumes.num_actors, self.profile
-        work, compute = asked.features @ self._costs, asked.compute
-        cores = None
+        moving = asked.features[..., TRANSPORT] * self._costs[TRANSPORT]
+        work, compute = asked.features @ self._costs - moving, asked.compute
+        cores = [0]
         if actors > 1:
             cores = self._cores_of(actors)
             if self._virtual_flops is None:  # products take the core that the rates share among the ranks
                 work, compute = work + compute / profile.host.sharing, np.zeros_like(compute)
         else:
-            work = work * profile.host.sharing
+            work, moving = work * profile.host.sharing, moving * profile.host.sharing
         names = asked.volumes.topology.names
         bursts = [(profile.inside if name.startswith("inside") else profile.outside).credit_seconds for name in names]
-        events = Events(asked.graph, work, compute, asked.movements, cores=cores, bursts=np.array(bursts))
+        events = Events(asked.graph, work, compute, asked.movements, cores=cores, moving=moving, bursts=np.array(bursts))
         events.run(late)
         return events
 
