@@ -174,7 +174,7 @@ def _with_links(measured: MeasuredMachine, host: HostCosts) -> tuple[ClusterProf
         one, error = fit_link(*_timed(measured.links[f"{name}, one"]), f"one sender {name} nodes")
         every, other_error = fit_link(*_timed(moved), f"all senders {name} nodes")
         found[name] = LinkCosts(
-            latency_seconds=max(one.latency - host.task - host.message, 0.0),
+            latency_seconds=max(one.latency - host.task - host.message - host.transfer, 0.0),
             credit_seconds=one.credit,
             all_senders=every.bytes_per_second,
             one_sender=one.bytes_per_second,
