@@ -315,3 +315,15 @@ def test_ranks_of_a_core_issue_one_after_the_other_as_long_as_they_have_anything
     assert shared.starts[1].tolist() == [2.0, 4.0]
     assert shared.ends[1].tolist() == [9.0, 7.0]
     assert shared.ends[2].tolist() == [10.0, 8.0]
+
+
+def test_a_message_leaves_before_its_core_is_done_with_its_bytes() -> None:
+    """Actor 0 issues for 1, its message arrives 5 later whatever its core does; what it issues next begins when the bytes are
+    moved. Where actor 1 has the same core, it issues after that too."""
+    program = chain([(Lane.INTER, []), (Lane.COMPUTE, [])])
+    movements = [[message(0, 1, [0], 5.0)], []]
+    issue, moving = [[1.0, 1.0], [1.0, 1.0]], np.array([[2.0, 0.0], [0.0, 0.0]])
+    apart = queued(program, issue, movements, cores=[0, 1], moving=moving)
+    assert apart.ends.tolist() == [[1.0, 6.0], [4.0, 2.0]]
+    shared = queued(program, issue, movements, cores=[0, 0], moving=moving)
+    assert shared.ends.tolist() == [[1.0, 6.0], [4.0, 6.0]]

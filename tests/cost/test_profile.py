@@ -307,6 +307,7 @@ def test_messages_and_bytes_are_those_that_ranks_send() -> None:
     copies = LAYER.tokens * LAYER.top_k * 3 / 4
     sent = 2 * copies * LAYER.dim * 4 + copies * 4
     assert total[FEATURES.index("transport_byte")] == pytest.approx(2 * sent)
+    assert total[FEATURES.index("transfer")] == moves, "with a message of its own or in another one's"
     assert total[FEATURES.index("wait")] == 2
     assert total[FEATURES.index("combine")] == sum(task.op is Op.COMBINE for task in made.forward.tasks) == 1
     assert total[FEATURES.index("gradient")] == 0, "the backward pass has them"

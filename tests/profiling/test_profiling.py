@@ -22,8 +22,9 @@ from moesaic.profiling.profile import MeasuredMachine, layer_errors, measure, pr
 from moesaic.program.task import Op
 
 TRUE = HostCosts(
-    layer=2e-3, task=1e-4, wait=1.5e-4, message=2e-5, byte=2e-10, weight_byte=1e-10, transport_byte=2e-9, sharing=2.0
-)
+    layer=2e-3, task=1e-4, wait=1.5e-4, message=2e-5, transfer=8e-5, byte=2e-10, weight_byte=1e-10, transport_byte=2e-9,
+    sharing=2.0,
+)  # fmt: skip
 REST = ClusterProfile(products=Products(rows=(1.0, 64.0), fp32=(1e9, 2e10)))
 
 
@@ -53,7 +54,7 @@ def measured() -> MeasuredMachine:
             outside=LinkCosts(one_sender=25e6, all_senders=12.5e6),
         )
     )  # fmt: skip
-    costs, late = costs_vector(TRUE), 4e-4 - TRUE.task - TRUE.message
+    costs, late = costs_vector(TRUE), 4e-4 - TRUE.task - TRUE.message - TRUE.transfer
     true = replace(
         REST, nodes=2, ranks_per_node=2, host=TRUE,
         inside=LinkCosts(one_sender=50e6, all_senders=25e6, latency_seconds=late),
@@ -94,11 +95,11 @@ def test_one_rank_and_odd_worlds_can_be_calibrated_too() -> None:
 
 def test_a_profile_says_what_was_measured() -> None:
     profile = profile_of(measured())
-    assert costs_vector(profile.host)[:4] == pytest.approx(costs_vector(TRUE)[:4], rel=0.02)
+    assert costs_vector(profile.host)[:5] == pytest.approx(costs_vector(TRUE)[:5], rel=0.02)
     assert (profile.nodes, profile.ranks_per_node, profile.host.sharing) == (2, 2, 2.0)
     assert profile.inside.one_sender == pytest.approx(50e6)
     assert profile.outside.all_senders == pytest.approx(12.5e6)
-    assert profile.outside.latency_seconds == pytest.approx(4e-4 - TRUE.task - TRUE.message, rel=0.05)
+    assert profile.outside.latency_seconds == pytest.approx(4e-4 - TRUE.task - TRUE.message - TRUE.transfer, rel=0.05)
     assert profile.products == REST.products
     assert profile.machine == MachineInfo.here()
     assert profile.errors.host_worst < 0.02

@@ -251,7 +251,9 @@ class ProfileTiming(AbstractTiming):
             work, moving = work * profile.host.sharing, moving * profile.host.sharing
         names = asked.volumes.topology.names
         bursts = [(profile.inside if name.startswith("inside") else profile.outside).credit_seconds for name in names]
-        events = Events(asked.graph, work, compute, asked.movements, cores=cores, moving=moving, bursts=np.array(bursts))
+        events = Events(
+            asked.graph, work, compute, asked.movements, cores=cores, moving=moving, bursts=np.array(bursts)
+        )
         events.run(late)
         return events
 
