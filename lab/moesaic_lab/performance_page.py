@@ -88,9 +88,9 @@ QUESTIONS = (
     Question(
         title="How near is the simulator to what is measured?",
         meaning=(
-            "Layers on the beds, predicted from a profile that was taken before. Since ranks can talk over sockets the "
-            "worst cases are off by more than was asked; the median is not. [The ledger](ledger.md) holds predictions "
-            "against what other people measured, and names what is off."
+            "Layers on the beds, predicted from a profile that was taken before, at once or by an hour. What is missed is the "
+            "worst pick: a plan that is predicted to be as fast as the fastest one, and is not. [The ledger](ledger.md) holds "
+            "predictions against what other people measured, and names what is off."
         ),
         results=("model", "collectives", "simulator", "ledger"),
         picture="bench/model.svg",
