@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,7 @@ def moved(rate: float, messages: int = 1, latency: float = 4e-4) -> TimedMovemen
     return TimedMovements(sent, tuple((max(latency, size / rate),) * 3 for size in sent), messages)
 
 
+@cache
 def measured() -> MeasuredMachine:
     found = list(calibrations(4, 2))
     made = MeasuredMachine(
@@ -70,6 +72,11 @@ def measured() -> MeasuredMachine:
     return replace(made, steps=steps)
 
 
+@cache
+def found_profile() -> ClusterProfile:
+    return profile_of(measured())
+
+
 def test_calibrations_have_every_kind_of_task_and_differ() -> None:
     found = list(calibrations(4, 2))
     kinds = {task.op for each in found for task in (*each.compiled.forward.tasks, *each.compiled.backward.tasks)}
@@ -94,7 +101,7 @@ def test_one_rank_and_odd_worlds_can_be_calibrated_too() -> None:
 
 
 def test_a_profile_says_what_was_measured() -> None:
-    profile = profile_of(measured())
+    profile = found_profile()
     assert costs_vector(profile.host)[:5] == pytest.approx(costs_vector(TRUE)[:5], rel=0.02)
     assert (profile.nodes, profile.ranks_per_node, profile.host.sharing) == (2, 2, 2.0)
     assert profile.inside.one_sender == pytest.approx(50e6)
@@ -123,12 +130,12 @@ def test_times_that_are_kept_give_the_same_profile(tmp_path: Path) -> None:
 
 def test_whole_layers_are_checked_against_their_wall_times() -> None:
     made = measured()
-    errors = layer_errors(profile_of(made), made)
+    errors = layer_errors(found_profile(), made)
     assert len(errors) == len(made.steps)
     slower = replace(
         made, steps=[(each, CalibrationStep(step.processor, (2 * step.wall[0],) * 3)) for each, step in made.steps]
     )
-    assert np.array(layer_errors(profile_of(made), slower)) + 1 == pytest.approx((np.array(errors) + 1) / 2)
+    assert np.array(layer_errors(found_profile(), slower)) + 1 == pytest.approx((np.array(errors) + 1) / 2)
 
 
 def test_noise_is_refused() -> None:

@@ -6,6 +6,7 @@ everything that ranks need and has one thread, so that ranks are forked from it 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -511,6 +512,7 @@ def _fork(child: Callable[[], None]) -> int:
     pid = os.fork()
     if pid == 0:
         try:
+            gc.freeze()  # else the first collection goes through all of torch, and copies its pages
             die_with_parent()
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
