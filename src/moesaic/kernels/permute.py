@@ -183,7 +183,7 @@ def dot_rows(a: Tensor, b: Tensor, each: Tensor | None = None) -> Tensor:
     """Return the dot product of each row of `a` with that of `b`, (R, H) both: (R,).
 
     On a CPU torch's `embedding_bag` has a kernel for it, the gradient of a bag's weights, which writes no product of
-    (R, H): half the time of `(a * b).sum(1)`. Elsewhere it is that.
+    (R, H): half the time of `(a * b).sum(1)`. Elsewhere it is that; float16 on a CPU is summed as float32.
 
     Args:
         a: (R, H).
@@ -192,6 +192,8 @@ def dot_rows(a: Tensor, b: Tensor, each: Tensor | None = None) -> Tensor:
     """
     if a.device.type != "cpu":
         return (a * b).sum(1)
+    if a.dtype == torch.float16:
+        return (a.float() * b.float()).sum(1).to(a.dtype)
     each = torch.arange(len(a)) if each is None else each
     dots: Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(a, b, each, each, each, 0)
     return dots

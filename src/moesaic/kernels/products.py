@@ -6,6 +6,9 @@ calls it for float32 in one operator, which returns a tensor of its own: product
 
 oneDNN compiles code for every shape, and keeps the last thousand. Rows of an expert are another number in each step, so it gets
 the most that is a multiple of `STEP`, and MKL the rest.
+
+float16 is multiplied as float32 and rounded once. torch's own products of float16 take 4 to 13 times as long on a processor
+without instructions for it (docs/kernels.md), and come from another library on one that has them.
 """
 
 from __future__ import annotations
@@ -37,6 +40,9 @@ def rows_product(rows: Tensor, matrix: Tensor, out: Tensor) -> None:
         matrix: (K, N), its rows or its columns contiguous each.
         out: (R, N), written.
     """
+    if _widens(rows):
+        out.copy_(rows.float() @ matrix.float())
+        return
     cut = _cut(rows, matrix.shape)
     if not cut:
         torch.mm(rows, matrix, out=out)
@@ -55,6 +61,10 @@ def sum_product(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> Non
         out: (M, N), written.
         adds: whether to add to what `out` holds.
     """
+    if _widens(a):
+        found = a.t().float() @ b.float()
+        out.copy_(found.add_(out) if adds else found)
+        return
     cut = _cut(a, out.shape)
     if not cut:
         if adds:
@@ -106,6 +116,11 @@ class _Linear(torch.autograd.Function):
             d_weight = torch.empty_like(weight)
             sum_product(grad, x, d_weight)
         return d_x, d_weight
+
+
+def _widens(rows: Tensor) -> bool:
+    """Whether the rows are multiplied as float32: float16 on a CPU."""
+    return rows.dtype == torch.float16 and rows.device.type == "cpu"
 
 
 def _cut(rows: Tensor, matrix: torch.Size) -> int:
