@@ -36,7 +36,10 @@ NAMES: dict[str, tuple[str, ...]] = {
     "top_groups": ("topk_group", "topk_groups", "num_limited_groups"),
 }  # fmt: skip
 """What planning reads, and the names that configurations have for it; the first one that is there counts."""
-NEEDED = ("dim", "num_layers", "num_heads", "num_experts", "top_k", "hidden", "vocab")
+NEEDED = {
+    "dim": 4096, "num_layers": 32, "num_heads": 32, "num_experts": 8, "top_k": 2, "hidden": 14336, "vocab": 32000,
+}  # fmt: skip
+"""Sizes that every model has, and what could stand in for one that is missing: those of Mixtral 8x7B."""
 POSITIVE = (*NEEDED, "kv_heads", "head_dim")
 """Sizes that are at least 1 where they are there; the others may be 0."""
 IMPLIED: dict[str, dict[str, Any]] = {
@@ -181,8 +184,8 @@ def _sizes(table: Mapping[str, Any], source: str) -> dict[str, int]:
                 "the model has no experts to plan for" if ours == "num_experts" else "it is of an unknown architecture"
             )
             raise InputError(
-                f"{source}: none of {', '.join(NAMES[ours])} is there, so {what}: add one, or write the sizes as [model] and "
-                "[model.moe] of a training configuration"
+                f"{source}: none of {', '.join(NAMES[ours])} is there, so {what}: add one, {NAMES[ours][0]} = {NEEDED[ours]} "
+                "as in Mixtral 8x7B say, or write the sizes as [model] and [model.moe] of a training configuration"
             )
     return found
 
