@@ -349,6 +349,24 @@ def test_every_emitter_says_what_was_found() -> None:
         EMITTERS["torchtitan"](small, OthersLayout(ep=4, etp=2), None)
 
 
+@pytest.mark.parametrize("sharded", ["gradients", "parameters"])
+def test_a_stage_of_dense_blocks_alone_needs_less_than_one_with_experts(sharded: Any) -> None:
+    """DeepSeek-V3's first three blocks are dense: of 32 stages the first has none with experts."""
+    found = predict(job(DEEPSEEK_V3), H100, OthersLayout(pp=32, sharded=sharded, global_batch=64))
+    experts = 2 * 256 * 3 * 7168 * 2048 * (2 if sharded == "gradients" else 4)
+    assert experts < found.memory.weights < 1.2 * experts
+
+
+@pytest.mark.parametrize(("schedule", "runs"), [("zb-v", 1), ("1f1b", 4)])
+def test_parts_add_up_where_next_to_nothing_waits_and_stages_are_unlike(schedule: str, runs: int) -> None:
+    """61 blocks on 16 stages: no rank has four blocks and a part of the output, which is what the parts begin with."""
+    layout = OthersLayout(pp=16, ep=2, schedule=schedule, virtual_pp=runs, global_batch=8192)
+    found = predict(job(DEEPSEEK_V3), H100, layout)
+    assert sum(found.estimate.parts.values()) == pytest.approx(found.seconds, rel=1e-9)
+    assert min(found.estimate.parts.values()) > 0
+    assert max(found.estimate.limits.values()) <= found.seconds
+
+
 def test_schedules_of_a_pipeline_wait_as_their_papers_say() -> None:
     """Backward passes in two halves wait less, and so do pairs; two copies of a stage cost twice its memory."""
     of = {
