@@ -15,7 +15,15 @@ from moesaic.plan.candidates import Pins
 from moesaic.plan.findings import Found, Settings
 from moesaic.plan.hub import read_shape
 from moesaic.plan.model import DataShape, Job
-from moesaic.plan.others import EMITTERS, OthersLayout, from_flags, layout_of, longer_by_narrow_rate, predict
+from moesaic.plan.others import (
+    EMITTERS,
+    OthersLayout,
+    from_flags,
+    layout_of,
+    longer_by_narrow_rate,
+    predict,
+    unread_flags,
+)  # fmt: skip
 from moesaic.plan.search import search
 from moesaic.program.grid import Grid
 from plan.hub_configs import DEEPSEEK_V3, MIXTRAL, QWEN3_30B
@@ -96,6 +104,35 @@ def test_flags_that_say_nothing_are_one_line(flags: str, words: str) -> None:
         from_flags(flags)
     assert words in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_flags_that_may_matter_and_are_not_read_are_named() -> None:
+    flags = (
+        "--num-layers 48 --seq-length=2048 --hidden-size 2048 --num-experts 128 --moe-router-topk 8 --swiglu --bf16 "
+        "--expert-model-parallel-size 8 --sequence-parallel --decoder-last-pipeline-num-layers 10 --optimizer-cpu-offload "
+        "--moe-expert-capacity-factor 1.0 --training.local_batch_size 4 --lr 1e-4"
+    )
+    assert unread_flags(flags, QWEN) == [
+        "--decoder-last-pipeline-num-layers", "--optimizer-cpu-offload", "--moe-expert-capacity-factor"
+    ]  # fmt: skip
+    for system in ("megatron", "torchtitan"):
+        assert (
+            unread_flags(" ".join(EMITTERS[system](QWEN, OthersLayout(ep=8, recompute=("block",)), None)), QWEN) == []
+        )
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--seq-length 8192", "--seq-length 8192, and what is planned has 2048: make them agree (--seq-len)"),
+        ("--training.seq_len=4096", "--training.seq_len 4096, and what is planned has 2048"),
+        ("--num-layers 32", "--num-layers 32, and what is planned has 48: make them agree"),
+    ],
+)
+def test_flags_of_another_model_or_other_sequences_are_one_line(flags: str, words: str) -> None:
+    with pytest.raises(InputError) as refusal:
+        unread_flags(f"{flags} --expert-model-parallel-size 8", QWEN)
+    assert words in str(refusal.value)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,15 @@ from moesaic.plan.findings import LOSSLESS, LOSSY, Found, OfEp, Result, Settings
 from moesaic.plan.hub import HubShape
 from moesaic.plan.loads import typical_counts
 from moesaic.plan.model import Job
-from moesaic.plan.others import EMITTERS, OthersLayout, from_flags, layout_of, longer_by_narrow_rate, predict
+from moesaic.plan.others import (
+    EMITTERS,
+    OthersLayout,
+    from_flags,
+    layout_of,
+    longer_by_narrow_rate,
+    predict,
+    unread_flags,
+)  # fmt: skip
 from moesaic.plan.plan import AllToAll, Codec, Crossing, Order, Schedule, plan_in_words
 from moesaic.plan.predict import APART
 from moesaic.plan.presets import CONFIGS, PRESETS, read_job
@@ -148,6 +156,7 @@ def run(arguments: Sequence[str]) -> int:
     counts = [] if options.trace is None else _counts(Path(options.trace))
     yours = None if options.explain is None else from_flags(options.explain)
     if yours is not None:  # what cannot be is said before the search
+        unread_flags(str(options.explain), job)
         predict(job, cluster, yours)
         if options.emit is not None:
             print("\n".join(EMITTERS[options.emit](job, yours, None)))
@@ -501,6 +510,8 @@ def _explained(job: Job, cluster: ClusterSpec, ours: Speed | None, flags: str) -
         f"your parts: {', '.join(f'{part} {seconds * 1e3:,.1f} ms' for part, seconds in found.estimate.parts.items())}; "
         f"memory: {', '.join(f'{part} {num_bytes / GIB:.1f}' for part, num_bytes in asdict(found.memory).items())}",
     ]
+    unread = unread_flags(flags, job)
+    lines += [f"of your flags these may matter and are not read: {', '.join(unread)}"] * bool(unread)
     if not layout.global_batch:
         lines.append(
             f"your flags give no global batch, so a step of yours has the fewest sequences, {sequences}: add one to compare"
