@@ -135,6 +135,10 @@ class PlanOptions:
             raise InputError(f"--price-per-hour {self.price_per_hour}: must be a finite number above 0")
         if self.nodes is not None and self.gpus is not None:
             raise InputError("--nodes and --gpus both say how large the cluster is: give one of them")
+        if self.profile is not None and self.gpus is not None:
+            raise InputError(f"--gpus {self.gpus}: a profile holds for whole nodes of its machine: give --nodes")
+        if not 0 <= self.reserve_gib < math.inf:
+            raise InputError(f"--reserve-gib {self.reserve_gib}: must be a finite number of at least 0")
         for name in ("schedules", "all_to_alls", "chunks", "orders"):
             if not getattr(self, name):
                 raise InputError(f"--{name.replace('_', '-')} is empty: name at least one, or leave it out")
