@@ -455,6 +455,7 @@ def layout_of(job: Job, found: Found) -> OthersLayout:
         recompute=("block",) if job.model.checkpoint_activations else (),
         all_to_all="multicast" if plan.crossing is not Crossing.LINK else "linear",
         overlapped=plan.chunks > 1,
+        sharded="parameters",
     )
 
 
