@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from moesaic.cli.main import main
-from moesaic.cli.plan import plan_in_words
+from moesaic.cli.plan import plan_in_words, what_was_measured
+from moesaic.cost.cluster_file import presets, read_cluster
 from moesaic.plan import Plan
 from moesaic.plan.files import read_planned
 from moesaic.train.auto_plan import with_planned
@@ -85,6 +86,24 @@ def test_the_table_goes_to_people(
     assert out == ""
     for words in ("over bound", "limited by", "best: tp ", "times the bound of this layout", "memory: ", "ep = 1"):
         assert words in shown
+
+
+@pytest.mark.parametrize("name", presets())
+def test_what_was_measured_of_a_preset_is_told(name: str) -> None:
+    spec, said = read_cluster(name), what_was_measured(read_cluster(name))
+    assert said.startswith(f"measured of {name}: {'; '.join(spec.measured) or 'nothing by us'}; ")
+    assert said.endswith(spec.source)
+    assert "\n" not in said
+
+
+def test_a_description_that_does_not_say_where_its_numbers_come_from_is_told_so(
+    files: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    assert main([*files, *FEW, "--ep", "2", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["reasons"][-1]
+    assert said == (
+        "measured of cluster: nothing by us; its description does not say where its numbers come from (source = ...)"
+    )
 
 
 @pytest.mark.parametrize("ending", ["toml", "json"])

@@ -181,6 +181,7 @@ def run(arguments: Sequence[str]) -> int:
             print("\n".join(EMITTERS[options.emit](job, layout_of(job, best), best)))
         return 0
     told = [*reasons(result, cluster), *answers(job, cluster, result, options), *_by_rules(job, simulator, result.best)]
+    told.append(what_was_measured(cluster))
     if options.page is not None:
         _write_page(options, told, job, result, simulator)
     if options.json:
@@ -414,6 +415,14 @@ def reasons(result: Result, cluster: ClusterSpec) -> list[str]:
         + ", ".join(f"{part} {num_bytes / GIB:.1f}" for part, num_bytes in asdict(memory).items()),
     ]
     return [*lines, *_about_whole_experts(best, result.by_ep)]
+
+
+def what_was_measured(cluster: ClusterSpec) -> str:
+    """Return in a sentence which numbers of a cluster rest on measurements, and what the others rest on."""
+    rest = cluster.source or "its description does not say where its numbers come from (source = ...)"
+    if not cluster.measured:
+        return f"measured of {cluster.name}: nothing by us; {rest}"
+    return f"measured of {cluster.name}: {'; '.join(cluster.measured)}; the rest: {rest}"
 
 
 def _about_whole_experts(best: Found, by_ep: dict[int, OfEp]) -> list[str]:
