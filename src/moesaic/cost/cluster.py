@@ -338,7 +338,19 @@ class ClusterSpec:
             near = max(count // per_node, 1) * per_node
             raise InputError(f"{count} devices are no whole nodes of {self.name}, which have {per_node}: try {near}")
         speeds = self.speeds[: count if len(self.speeds) > per_node or count < per_node else per_node]
-        return replace(self, nodes=max(count // per_node, 1), devices_per_node=min(count, per_node), speeds=speeds)
+        # In a part of a node fewer devices are behind a link, and some bridges lead nowhere.
+        links = tuple(
+            replace(link, devices=min(link.devices, count), gbps=link.gbps[: max(count // link.devices, 1)])
+            for link in self.links
+        )
+        return replace(
+            self,
+            nodes=max(count // per_node, 1),
+            devices_per_node=min(count, per_node),
+            links=links if count < per_node else self.links,
+            peers=tuple(peer for peer in self.peers if max(peer.devices) < count),
+            speeds=speeds,
+        )
 
     def with_links(self, carries: Literal["inside", "outside"], times: float | Sequence[float]) -> ClusterSpec:
         """Return a cluster whose links inside or between nodes are so many times as fast; those that carry both count.
