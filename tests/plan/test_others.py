@@ -514,6 +514,16 @@ def test_narrow_products_are_faster_but_not_by_all_of_their_rate() -> None:
         predict(QWEN, H100, OthersLayout(ep=8, precision="mxfp8"))
 
 
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
+def test_no_step_is_shorter_than_its_bound_where_products_are_narrow(precision: Any) -> None:
+    of, b200 = job(MIXTRAL), read_cluster("dgx-b200", nodes=2)
+    wide, narrow = (
+        predict(of, b200, OthersLayout(ep=8, global_batch=512, precision=each)) for each in ("bf16", precision)
+    )
+    assert narrow.bound_seconds <= narrow.seconds
+    assert narrow.bound_seconds < wide.bound_seconds
+
+
 def test_what_nobody_measured_of_narrow_products_is_an_interval() -> None:
     """A preset's rate times 0.78 to 1.2; steps are not off by all of it, since not all of a step is products."""
     narrow = OthersLayout(ep=8, global_batch=320, precision="fp8")

@@ -666,7 +666,8 @@ class StepCostModel:
         layer, grid = self.model.layer, self.grid
         rows = np.array([grid.dp * layer.copies / layer.num_experts / grid.edp])
         work = layer.matrices * layer.dim * layer.hidden / grid.etp
-        each = self._rates.product_seconds(rows, 2.0 * work, work * layer.element_bytes)
+        rates = rates_of(self.cluster, layer.products or layer.dtype)
+        each = rates.product_seconds(rows, 2.0 * work, work * layer.element_bytes)
         return float(each[0]) * layer.num_experts / grid.ep
 
     @property
