@@ -300,7 +300,13 @@ def test_the_answer_is_a_page_to_share(hub: list[str], tmp_path: Path, capsys: p
     page = tmp_path / "plan.html"
     assert main([*hub, "--ep", "8", "--page", str(page)]) == 0
     told, text = capsys.readouterr().err, page.read_text(encoding="utf-8")
-    for title in ("One step", "One MoE layer of the best plan, forward", "Memory of a rank", "Roofline of products"):
+    for title in (
+        "One step of the best plan",
+        "One step",
+        "One MoE layer of the best plan, forward",
+        "Memory of a rank",
+        "Roofline of products",
+    ):
         assert f"{title}<" in text
     line = next(line for line in told.splitlines() if line.startswith("change first"))
     assert html.escape(line, quote=False)[:60] in html.unescape(text)

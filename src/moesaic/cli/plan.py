@@ -244,7 +244,7 @@ def _write_page(options: PlanOptions, told: list[str], job: Job, result: Result,
         for name, program in (("forward", compiled.forward), ("backward", compiled.backward))
     }
     title = f"{options.model} on {cluster.name}, {cluster.world} devices"
-    write_plan_page(title, told, result, cluster, layer, timelines, Path(str(options.page)))
+    write_plan_page(title, told, job, result, cluster, timelines, Path(str(options.page)))
 
 
 def _by_rules(job: Job, simulator: Simulator, best: Found) -> list[str]:
