@@ -144,6 +144,28 @@ def test_recorded_counts_rank_anew(files: list[str], tmp_path: Path, capsys: pyt
     assert seconds[1] > seconds[0]
 
 
+def test_layouts_of_others_are_compared_under_even_routing_whatever_the_counts(
+    hub: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    np.save(tmp_path / "counts.npy", np.array([[9, 1, 1, 1, 1, 1, 1, 1]] * 8))
+    flags = ["--ep", "8", "--chunks", "1", "--all-to-alls", "linear", "--explain", "--expert-model-parallel-size 8"]
+    assert main([*hub, *flags, "--trace", str(tmp_path / "counts.npy")]) == 0
+    lines = capsys.readouterr().err.splitlines()
+
+    def number(start: str, place: int) -> float:
+        (line,) = (line for line in lines if line.startswith(start))
+        return float(line.removeprefix(start).split()[place].replace(",", ""))
+
+    even, counted = number("under even routing, as what follows:", 0), number("speed:", 0)
+    assert even > counted
+    megatron = next(line for line in lines if line.startswith("as Megatron shards")).split(": ")[-1].split()
+    assert float(megatron[-5]) == pytest.approx(float(megatron[0].replace(",", "")) / even, abs=0.006)
+    yours = number("yours:", 0)
+    reached = next(line for line in lines if line.startswith("the layout above reaches"))
+    (gain,) = (float(word) for word in reached.split() if word[0].isdecimal())
+    assert gain == pytest.approx(even / yours, abs=0.006)
+
+
 @pytest.mark.parametrize(
     ("words", "refusal"),
     [
@@ -247,6 +269,7 @@ def test_a_model_of_the_hub_is_answered_in_what_people_ask(hub: list[str], capsy
         "as Megatron shards (parameters whole, the optimizer in parts): ",
     ):  # fmt: skip
         assert words in text
+    assert ": :" not in text
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import read_counts
 from moesaic.errors import InputError
 from moesaic.plan.algorithm1 import RULES, choose
-from moesaic.plan.answer import Speed, changes, cost_of_skew, longer_by_rank_skew, speed_of
+from moesaic.plan.answer import Speed, again, changes, cost_of_skew, longer_by_rank_skew, speed_of
 from moesaic.plan.candidates import Pins, SearchSpace, compile_on, name_of
 from moesaic.plan.files import write_planned
 from moesaic.plan.findings import LOSSLESS, LOSSY, Found, OfEp, Result, Settings, TooLargeError
@@ -454,7 +454,8 @@ def answers(job: Job, cluster: ClusterSpec, result: Result, options: PlanOptions
     lines += ["activations are recomputed: without that it fits no layout"] * (
         job.model.checkpoint_activations and isinstance(job.model, HubShape)
     )
-    gains = [f"{each.what}: {each.speedup:.2f} times the speed" for each in changes(job, cluster, result)[:5]]
+    changed = changes(job, cluster, result, reserve_gib=options.reserve_gib)
+    gains = [f"{each.what}: {each.speedup:.2f} times the speed" for each in changed[:5]]
     lines.append(f"change first: {'; '.join(gains) or 'nothing that was tried helps by half a percent'}")
     skew = cost_of_skew(job, cluster, best)
     if skew is not None:
@@ -472,6 +473,12 @@ def answers(job: Job, cluster: ClusterSpec, result: Result, options: PlanOptions
         if hourly is None
         else f"price: {speed.price(hourly):,.0f} for a trillion tokens at {hourly:g} an hour"
     )
+    if options.trace is not None:  # layouts of others are predicted under even routing
+        even = replace(best, estimate=replace(best.estimate, seconds=again(job, cluster, best)[0]))
+        speed = speed_of(job, even, cluster, devices=cluster.world, sequences=sequences)
+        lines.append(
+            f"under even routing, as what follows: {speed.tokens_per_second:,.0f} tokens/s and device in place of those above"
+        )
     lines += _with_stages(job, cluster, options, best.grid.tp, best.plan.crossing, speed)
     if options.explain is not None:
         lines += _explained(job, cluster, speed, options.explain)
@@ -500,6 +507,7 @@ def _with_stages(
     sizes = [f"{name} {getattr(layout, name)}" for name in ("pp", "cp", "tp", "ep") if getattr(layout, name) > 1]
     words = sizes + [layout.schedule] * (layout.pp > 1) + [f"{layout.virtual_pp} runs a rank"] * (layout.virtual_pp > 1)
     words += ["blocks recomputed"] * bool(layout.recompute)
+    words = words or ["every size 1"]
     emit = f" (--pp {layout.pp} --emit megatron prints it)" * (layout.pp > 1)
     times = "" if ours is None else f", {speed.tokens_per_second / ours.tokens_per_second:.2f} times the speed above"
     return [
