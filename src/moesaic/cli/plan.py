@@ -302,7 +302,12 @@ def _simulator(options: PlanOptions) -> Simulator:
     if not options.cluster:
         raise InputError(f"--cluster is missing: choose one of {', '.join(presets())}, give a file, or a --profile")
     cluster = read_cluster(options.cluster, nodes=options.nodes)
-    return Simulator(cluster if options.gpus is None else cluster.of_devices(options.gpus))
+    cluster = cluster if options.gpus is None else cluster.of_devices(options.gpus)
+    if options.pp is not None and cluster.world % options.pp:
+        raise InputError(
+            f"--pp {options.pp}: does not divide {cluster.world} devices: choose a divisor, or leave it out"
+        )
+    return Simulator(cluster)
 
 
 def _counts(path: Path) -> list[np.ndarray]:
