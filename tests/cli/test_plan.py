@@ -273,6 +273,9 @@ def test_a_model_of_the_hub_is_answered_in_what_people_ask(hub: list[str], capsy
     ):  # fmt: skip
         assert words in text
     assert ": :" not in text
+    first = next(line for line in text.splitlines() if line.startswith("change first: "))
+    assert " times the speed" in first
+    assert ": 0." not in first, "what slows a step down is no change to begin with"
 
 
 @pytest.mark.parametrize(

@@ -460,8 +460,12 @@ def answers(job: Job, cluster: ClusterSpec, result: Result, options: PlanOptions
         job.model.checkpoint_activations and isinstance(job.model, HubShape)
     )
     changed = changes(job, cluster, result, reserve_gib=options.reserve_gib)
-    gains = [f"{each.what}: {each.speedup:.2f} times the speed" for each in changed[:5]]
-    lines.append(f"change first: {'; '.join(gains) or 'nothing that was tried helps by half a percent'}")
+    gains, losses = (
+        [f"{each.what}: {each.speedup:.2f} times the speed" for each in changed if (each.speedup > 1) == is_gain]
+        for is_gain in (True, False)
+    )
+    lines.append(f"change first: {'; '.join(gains[:5]) or 'nothing that was tried helps by half a percent'}")
+    lines += [f"slower: {'; '.join(losses[:3])}"] * bool(losses)
     skew = cost_of_skew(job, cluster, best)
     if skew is not None:
         lines.append(
