@@ -90,7 +90,8 @@ QUESTIONS = (
         meaning=(
             "Layers on the beds, predicted from a profile that was taken before, at once or by an hour. What is missed is the "
             "worst pick: a plan that is predicted to be as fast as the fastest one, and is not. [The ledger](ledger.md) holds "
-            "predictions against what other people measured, and names what is off."
+            "predictions against what other people measured, and names what is off. Seconds of a simulation are of even "
+            "routing, where one rank stands for all, but for those of skewed loads."
         ),
         results=("model", "collectives", "simulator", "ledger"),
         picture="bench/model.svg",

@@ -18,6 +18,8 @@ else:
     import tomli as tomllib
 
 T = TypeVar("T")
+SUCH_AS = "such as"
+"""In the metadata of a field without a default: a value that could stand in, for the message that it is missing."""
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -76,12 +78,14 @@ def build(kind: type[T], table: dict[str, Any], *, source: str, prefix: str = ""
         table, source, prefix: as for `override`.
 
     Raises:
-        InputError: as `override` does; if a field that has no default is missing, or the class refuses a value.
+        InputError: as `override` does; if a field that has no default is missing (the line names what could stand in, where
+            the field's metadata has `SUCH_AS`), or the class refuses a value.
     """
     hints = _hints(kind, table, source, prefix)
     for each in fields(kind):  # type: ignore[arg-type]
         if each.name not in table and each.default is MISSING and each.default_factory is MISSING:
-            raise InputError(f"{source}: {prefix}{each.name} is missing")
+            such_as = each.metadata.get(SUCH_AS, "")
+            raise InputError(f"{source}: {prefix}{each.name} is missing" + f": add it, {such_as} say" * bool(such_as))
     values = {name: _convert(value, hints[name], f"{source}: {prefix}{name}") for name, value in table.items()}
     try:
         return kind(**values)

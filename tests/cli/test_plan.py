@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from moesaic.cli.main import main
-from moesaic.cli.plan import plan_in_words
+from moesaic.cli.plan import plan_in_words, what_was_measured
+from moesaic.cost.cluster_file import presets, read_cluster
 from moesaic.plan import Plan
 from moesaic.plan.files import read_planned
 from moesaic.train.auto_plan import with_planned
@@ -87,6 +88,24 @@ def test_the_table_goes_to_people(
         assert words in shown
 
 
+@pytest.mark.parametrize("name", presets())
+def test_what_was_measured_of_a_preset_is_told(name: str) -> None:
+    spec, said = read_cluster(name), what_was_measured(read_cluster(name))
+    assert said.startswith(f"measured of {name}: {'; '.join(spec.measured) or 'nothing by us'}; ")
+    assert said.endswith(spec.source)
+    assert "\n" not in said
+
+
+def test_a_description_that_does_not_say_where_its_numbers_come_from_is_told_so(
+    files: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    assert main([*files, *FEW, "--ep", "2", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["reasons"][-1]
+    assert said == (
+        "measured of cluster: nothing by us; its description does not say where its numbers come from (source = ...)"
+    )
+
+
 @pytest.mark.parametrize("ending", ["toml", "json"])
 def test_the_plan_file_is_what_training_takes(files: list[str], ending: str, tmp_path: Path, capsys) -> None:
     path = tmp_path / f"plan.{ending}"
@@ -125,6 +144,28 @@ def test_recorded_counts_rank_anew(files: list[str], tmp_path: Path, capsys: pyt
     assert seconds[1] > seconds[0]
 
 
+def test_layouts_of_others_are_compared_under_even_routing_whatever_the_counts(
+    hub: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    np.save(tmp_path / "counts.npy", np.array([[9, 1, 1, 1, 1, 1, 1, 1]] * 8))
+    flags = ["--ep", "8", "--chunks", "1", "--all-to-alls", "linear", "--explain", "--expert-model-parallel-size 8"]
+    assert main([*hub, *flags, "--trace", str(tmp_path / "counts.npy")]) == 0
+    lines = capsys.readouterr().err.splitlines()
+
+    def number(start: str, place: int) -> float:
+        (line,) = (line for line in lines if line.startswith(start))
+        return float(line.removeprefix(start).split()[place].replace(",", ""))
+
+    even, counted = number("under even routing, as what follows:", 0), number("speed:", 0)
+    assert even > counted
+    megatron = next(line for line in lines if line.startswith("as Megatron shards")).split(": ")[-1].split()
+    assert float(megatron[-5]) == pytest.approx(float(megatron[0].replace(",", "")) / even, abs=0.006)
+    yours = number("yours:", 0)
+    reached = next(line for line in lines if line.startswith("the layout above reaches"))
+    (gain,) = (float(word) for word in reached.split() if word[0].isdecimal())
+    assert gain == pytest.approx(even / yours, abs=0.006)
+
+
 @pytest.mark.parametrize(
     ("words", "refusal"),
     [
@@ -134,6 +175,9 @@ def test_recorded_counts_rank_anew(files: list[str], tmp_path: Path, capsys: pyt
         (["--model", "demo"], "--cluster is missing: choose one of 100gbe"),
         (["--model", "demo", "--cluster", "25gbe", "--profile", "p.json"], "give one of them"),
         (["--model", "demo", "--cluster", "25gbe", "--pp", "0"], "--pp 0: must be at least 1"),
+        (["--model", "demo", "--cluster", "25gbe", "--pp", "3"], "--pp 3: does not divide 16 devices: choose a divisor"),
+        (["--model", "demo", "--cluster", "25gbe", "--batch-size", "7"],
+         "tp 1, ep 1, etp 1: the data-parallel groups, 16 does not divide batch_size=7"),
         (["--model", "demo", "--cluster", "25gbe", "--tp", "0"], "--tp 0: must be at least 1"),
         (["--model", "demo", "--cluster", "25gbe", "--top", "0"], "--top 0: must be at least 1"),
         (["--model", "demo", "--cluster", "25gbe", "--chunks"], "--chunks is empty: name at least one"),
@@ -145,6 +189,9 @@ def test_recorded_counts_rank_anew(files: list[str], tmp_path: Path, capsys: pyt
          "16 ranks do not split into tp 1, cp 1, pp 1, ep 5, etp 1"),
         (["--model", "demo", "--cluster", "25gbe", "--profile", "no.json"], "both say what the cluster is"),
         (["--model", "demo", "--profile", "no.json"], "no.json: no such file"),
+        (["--model", "demo", "--profile", "no.json", "--gpus", "8"], "--gpus 8: a profile holds for whole nodes"),
+        (["--model", "demo", "--cluster", "25gbe", "--reserve-gib", "nan"], "--reserve-gib nan: must be a finite number"),
+        (["--model", "demo", "--cluster", "25gbe", "--reserve-gib", "-1"], "--reserve-gib -1.0: must be a finite number"),
         (["--model", "no.toml", "--cluster", "25gbe"], "config no.toml: no such file"),
         (["--model", "demo", "--cluster", "25gbe", "--trace", "no.npz"], "no.npz"),
         (["--model", "demo", "--cluster", "25gbe", "--write", "plan.txt"], "--write plan.txt: choose a name that ends in"),
@@ -225,6 +272,10 @@ def test_a_model_of_the_hub_is_answered_in_what_people_ask(hub: list[str], capsy
         "as Megatron shards (parameters whole, the optimizer in parts): ",
     ):  # fmt: skip
         assert words in text
+    assert ": :" not in text
+    first = next(line for line in text.splitlines() if line.startswith("change first: "))
+    assert " times the speed" in first
+    assert ": 0." not in first, "what slows a step down is no change to begin with"
 
 
 @pytest.mark.parametrize(
@@ -278,7 +329,13 @@ def test_the_answer_is_a_page_to_share(hub: list[str], tmp_path: Path, capsys: p
     page = tmp_path / "plan.html"
     assert main([*hub, "--ep", "8", "--page", str(page)]) == 0
     told, text = capsys.readouterr().err, page.read_text(encoding="utf-8")
-    for title in ("One step", "One MoE layer of the best plan, forward", "Memory of a rank", "Roofline of products"):
+    for title in (
+        "One step of the best plan",
+        "One step",
+        "One MoE layer of the best plan, forward",
+        "Memory of a rank",
+        "Roofline of products",
+    ):
         assert f"{title}<" in text
     line = next(line for line in told.splitlines() if line.startswith("change first"))
     assert html.escape(line, quote=False)[:60] in html.unescape(text)

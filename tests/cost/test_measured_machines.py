@@ -118,6 +118,18 @@ def test_a_cluster_of_some_devices_is_whole_nodes_or_a_part_of_one() -> None:
         spec.of_devices(12)
 
 
+@pytest.mark.parametrize("name", [name for name in presets() if read_cluster(name).devices_per_node > 2])
+def test_a_part_of_a_node_is_any_number_of_devices_that_its_links_hold(name: str) -> None:
+    """Fewer devices are behind a link of the whole node, and bridges to the others lead nowhere."""
+    spec = read_cluster(name)
+    for count in (1, 2, 3):
+        part = spec.of_devices(count)
+        assert (part.nodes, part.devices_per_node) == (1, count)
+        assert [(link.name, link.gbps[0]) for link in part.links] == [(link.name, link.gbps[0]) for link in spec.links]
+        assert all(max(peer.devices) < count for peer in part.peers)
+    assert spec.of_devices(spec.devices_per_node).links == spec.links
+
+
 def test_links_inside_and_between_nodes_are_made_faster_apart() -> None:
     spec = read_cluster("dgx-h100")
     rates = {kind: [link.gbps[0] for link in spec.with_links(kind, 2.0).links] for kind in ("inside", "outside")}

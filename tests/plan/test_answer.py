@@ -19,7 +19,7 @@ from moesaic.plan.answer import (
     speed_of,
 )  # fmt: skip
 from moesaic.plan.candidates import Pins
-from moesaic.plan.findings import Result, Settings
+from moesaic.plan.findings import LOSSLESS, Result, Settings
 from moesaic.plan.model import Job
 from moesaic.plan.model_shape import ModelShape, MoEShape
 from moesaic.plan.search import search
@@ -68,6 +68,35 @@ def test_another_ep_is_among_the_changes() -> None:
     assert any(word.startswith("ep ") for word in words)
 
 
+def test_more_memory_is_among_the_changes_where_it_would_help() -> None:
+    """As much as keeps activations, or as the fastest plan needs that does not fit."""
+    again = replace(JOB, model=replace(JOB.model, checkpoint_activations=True))
+    tight = replace(SLOW_PORTS, device=replace(DEVICE, memory_gib=0.5))
+    settings = Settings(pins=Pins(tp=1, ep=8, etp=1), reserve_gib=0.1)
+    result = search(again, tight, settings)
+    kept = search(JOB, SLOW_PORTS, settings)
+    (more,) = (each for each in changes(again, tight, result, reserve_gib=0.1) if each.what.startswith("devices of "))
+    assert more.what == "devices of 1 GiB (nothing recomputed)"
+    assert more.speedup == pytest.approx(result.best.seconds / kept.best.seconds, rel=0.05)
+    assert more.speedup > 1.1
+    plenty = replace(tight, device=replace(DEVICE, memory_gib=80))
+    assert not any("devices of" in each.what for each in changes(again, plenty, search(again, plenty, settings)))
+
+
+def test_the_fastest_plan_that_does_not_fit_is_kept() -> None:
+    few = replace(LOSSLESS, chunks=(1, 4), orders=("fifo",), fuse=(False,))
+    settings = Settings(reserve_gib=0, space=few, pins=Pins(tp=1, etp=1), keep=50)
+    free = search(JOB, SLOW_PORTS, settings)
+    assert free.too_large is None
+    size = free.best.memory.total
+    assert min(each.memory.total for each in free.ranking) < size, "the best plan is not the smallest"
+    tight = replace(SLOW_PORTS, device=replace(DEVICE, memory_gib=1.05 * (size - 1) / 2**30))
+    found = search(JOB, tight, settings)
+    assert found.too_large is not None
+    assert found.too_large.seconds < found.best.seconds
+    assert found.too_large.memory.total >= size > found.best.memory.total
+
+
 def test_skew_costs_where_experts_are_spread_and_nothing_where_every_rank_has_them_all() -> None:
     weak = flat(1, 8, intra=80000, device=replace(DEVICE, tflops=Tflops(fp32=0.5)))
     spread = found(Pins(tp=1, ep=8, etp=1), weak).best
@@ -76,6 +105,15 @@ def test_skew_costs_where_experts_are_spread_and_nothing_where_every_rank_has_th
     moe = sum(seconds for part, seconds in spread.estimate.parts.items() if part.startswith("moe"))
     assert cost == pytest.approx(1 + moe / spread.seconds, rel=0.1)
     assert cost_of_skew(JOB, weak, found(Pins(tp=1, ep=1, etp=1), weak).best) is None
+
+
+def test_a_ranking_by_other_seconds_changes_neither_what_helps_nor_what_skew_costs() -> None:
+    """Under recorded counts, or by a profile, steps take longer than the description of the cluster says."""
+    result = found(Pins(tp=1, ep=8, etp=1))
+    slower = replace(result.best, estimate=replace(result.best.estimate, seconds=3 * result.best.seconds))
+    changed = replace(result, ranking=(slower,), by_ep={})
+    assert changes(JOB, SLOW_PORTS, changed) == changes(JOB, SLOW_PORTS, replace(result, by_ep={}))
+    assert cost_of_skew(JOB, SLOW_PORTS, slower) == cost_of_skew(JOB, SLOW_PORTS, result.best)
 
 
 @pytest.mark.parametrize("skew", [RankSkew(speed=0.1), RankSkew(start_us=2000)])

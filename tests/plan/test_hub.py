@@ -102,7 +102,8 @@ def test_a_group_limit_keeps_tokens_from_nodes(nodes: int) -> None:
     [
         ({"num_local_experts": None}, "so the model has no experts to plan for"),
         ({"hidden_size": None}, "none of hidden_size, d_model, n_embd is there, so it is of an unknown architecture"),
-        ({"num_hidden_layers": 0}, "num_layers=0: must be at least 1"),
+        ({"vocab_size": None}, "add one, vocab_size = 32000 as in Mixtral 8x7B say, or write the sizes as [model]"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0: must be at least 1"),
         ({"hidden_size": 10**400}, "a size is larger than that of any model"),
         ({"num_experts_per_tok": 9}, "model.moe.top_k=9 does not fit model.moe.num_experts=8"),
         ({"mamba_d_state": 16}, "mamba_d_state means layers that planning does not know"),
@@ -115,3 +116,34 @@ def test_a_model_that_cannot_be_planned_is_one_line(change: dict[str, Any], word
         read_job(str(path))
     assert words in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"qk_nope_head_dim": None}, "qk_nope_head_dim=None: low-rank attention needs a whole number of at least 1: add it"),
+        ({"v_head_dim": "128"}, "v_head_dim='128': low-rank attention needs a whole number"),
+        ({"qk_rope_head_dim": -64}, "qk_rope_head_dim=-64: low-rank attention needs"),
+        ({"q_lora_rank": "1536"}, "q_lora_rank='1536': low-rank attention needs"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers=1000000000000: must be at most 10000"),
+        ({"first_k_dense_replace": 61}, "no block has an MoE layer"),
+        ({"moe_layers": []}, "no block has an MoE layer"),
+        ({"kv_lora_rank": None, "head_dim": -8}, "head_dim=-8: must be at least 1"),
+        ({"kv_lora_rank": None, "num_key_value_heads": 0}, "num_key_value_heads=0: must be at least 1"),
+        ({"n_shared_experts": -1}, "n_shared_experts=-1: must be at least 0"),
+        ({"kv_lora_rank": None, "sliding_window": "all"}, "is of an unknown architecture"),
+        ({"kv_lora_rank": None, "layer_types": 3}, "is of an unknown architecture"),
+        ({"kv_lora_rank": None, "full_attention_interval": -4}, "full_attention_interval=-4: must be at least 0"),
+        ({"mlp_only_layers": 3}, "is of an unknown architecture"),
+    ],
+)  # fmt: skip
+def test_fields_that_cannot_be_are_one_line(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError) as refusal:
+        shape(DEEPSEEK_V3 | change)
+    assert words in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_kinds_of_layers_behind_the_last_one_count_nothing() -> None:
+    more = GPT_OSS_120B | {"layer_types": ["sliding_attention", "full_attention"] * 18 + ["sliding_attention"] * 30}
+    assert shape(more) == shape(GPT_OSS_120B)

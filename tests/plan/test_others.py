@@ -15,7 +15,15 @@ from moesaic.plan.candidates import Pins
 from moesaic.plan.findings import Found, Settings
 from moesaic.plan.hub import read_shape
 from moesaic.plan.model import DataShape, Job
-from moesaic.plan.others import EMITTERS, OthersLayout, from_flags, layout_of, longer_by_narrow_rate, predict
+from moesaic.plan.others import (
+    EMITTERS,
+    OthersLayout,
+    from_flags,
+    layout_of,
+    longer_by_narrow_rate,
+    predict,
+    unread_flags,
+)  # fmt: skip
 from moesaic.plan.search import search
 from moesaic.program.grid import Grid
 from plan.hub_configs import DEEPSEEK_V3, MIXTRAL, QWEN3_30B
@@ -96,6 +104,35 @@ def test_flags_that_say_nothing_are_one_line(flags: str, words: str) -> None:
         from_flags(flags)
     assert words in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_flags_that_may_matter_and_are_not_read_are_named() -> None:
+    flags = (
+        "--num-layers 48 --seq-length=2048 --hidden-size 2048 --num-experts 128 --moe-router-topk 8 --swiglu --bf16 "
+        "--expert-model-parallel-size 8 --sequence-parallel --decoder-last-pipeline-num-layers 10 --optimizer-cpu-offload "
+        "--moe-expert-capacity-factor 1.0 --training.local_batch_size 4 --lr 1e-4"
+    )
+    assert unread_flags(flags, QWEN) == [
+        "--decoder-last-pipeline-num-layers", "--optimizer-cpu-offload", "--moe-expert-capacity-factor"
+    ]  # fmt: skip
+    for system in ("megatron", "torchtitan"):
+        assert (
+            unread_flags(" ".join(EMITTERS[system](QWEN, OthersLayout(ep=8, recompute=("block",)), None)), QWEN) == []
+        )
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--seq-length 8192", "--seq-length 8192, and what is planned has 2048: make them agree (--seq-len)"),
+        ("--training.seq_len=4096", "--training.seq_len 4096, and what is planned has 2048"),
+        ("--num-layers 32", "--num-layers 32, and what is planned has 48: make them agree"),
+    ],
+)
+def test_flags_of_another_model_or_other_sequences_are_one_line(flags: str, words: str) -> None:
+    with pytest.raises(InputError) as refusal:
+        unread_flags(f"{flags} --expert-model-parallel-size 8", QWEN)
+    assert words in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -349,6 +386,24 @@ def test_every_emitter_says_what_was_found() -> None:
         EMITTERS["torchtitan"](small, OthersLayout(ep=4, etp=2), None)
 
 
+@pytest.mark.parametrize("sharded", ["gradients", "parameters"])
+def test_a_stage_of_dense_blocks_alone_needs_less_than_one_with_experts(sharded: Any) -> None:
+    """DeepSeek-V3's first three blocks are dense: of 32 stages the first has none with experts."""
+    found = predict(job(DEEPSEEK_V3), H100, OthersLayout(pp=32, sharded=sharded, global_batch=64))
+    experts = 2 * 256 * 3 * 7168 * 2048 * (2 if sharded == "gradients" else 4)
+    assert experts < found.memory.weights < 1.2 * experts
+
+
+@pytest.mark.parametrize(("schedule", "runs"), [("zb-v", 1), ("1f1b", 4)])
+def test_parts_add_up_where_next_to_nothing_waits_and_stages_are_unlike(schedule: str, runs: int) -> None:
+    """61 blocks on 16 stages: no rank has four blocks and a part of the output, which is what the parts begin with."""
+    layout = OthersLayout(pp=16, ep=2, schedule=schedule, virtual_pp=runs, global_batch=8192)
+    found = predict(job(DEEPSEEK_V3), H100, layout)
+    assert sum(found.estimate.parts.values()) == pytest.approx(found.seconds, rel=1e-9)
+    assert min(found.estimate.parts.values()) > 0
+    assert max(found.estimate.limits.values()) <= found.seconds
+
+
 def test_schedules_of_a_pipeline_wait_as_their_papers_say() -> None:
     """Backward passes in two halves wait less, and so do pairs; two copies of a stage cost twice its memory."""
     of = {
@@ -457,6 +512,16 @@ def test_narrow_products_are_faster_but_not_by_all_of_their_rate() -> None:
     assert narrow.estimate.parts["attention"] < wide.estimate.parts["attention"]
     with pytest.raises(InputError, match=r"cluster\.device\.tflops\.mxfp8 is not given"):
         predict(QWEN, H100, OthersLayout(ep=8, precision="mxfp8"))
+
+
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
+def test_no_step_is_shorter_than_its_bound_where_products_are_narrow(precision: Any) -> None:
+    of, b200 = job(MIXTRAL), read_cluster("dgx-b200", nodes=2)
+    wide, narrow = (
+        predict(of, b200, OthersLayout(ep=8, global_batch=512, precision=each)) for each in ("bf16", precision)
+    )
+    assert narrow.bound_seconds <= narrow.seconds
+    assert narrow.bound_seconds < wide.bound_seconds
 
 
 def test_what_nobody_measured_of_narrow_products_is_an_interval() -> None:

@@ -110,6 +110,7 @@ def test_what_is_found_fits_and_is_said_alike_in_every_system(model: str, name: 
         read = from_flags(" ".join(EMITTERS[system](job, layout, best)))
         for size in ("tp", "pp", "ep", "etp", "cp"):
             assert getattr(read, size) == getattr(layout, size), f"{system}: {size}"
+        assert read.sharded == layout.sharded == "parameters", "as our plans keep them"
         assert read.sequences(cluster.world) == layout.sequences(cluster.world)
         assert cluster.world % (read.tp * read.pp * read.cp) == 0
         assert cluster.world // read.pp % (read.ep * read.etp) == 0

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 pytest.importorskip("plotly")
 
 from moesaic.cost.cluster_file import read_cluster
-from moesaic.plan.candidates import Pins
+from moesaic.cost.simulate import Simulator
+from moesaic.plan.candidates import Pins, compile_on
 from moesaic.plan.findings import Settings
 from moesaic.plan.model import Job
+from moesaic.plan.model_shape import ModelShape, MoEShape
 from moesaic.plan.search import search
 from moesaic.report.plan_page import roofline, stacked
+from moesaic.report.step_gantt import COMPUTING, bars_of, step_gantt
 
 H100 = read_cluster("dgx-h100", nodes=2)
 JOB = Job()
@@ -38,3 +43,32 @@ def test_the_roofline_is_never_passed_and_holds_the_plans_experts() -> None:
     assert tuple(here.x) == (rows,)
     before = max(x for x in reached.x if x <= rows)
     assert here.y[0] >= reached.y[list(reached.x).index(before)] * 0.999
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_bars_of_a_step_are_its_parts_and_end_with_it(again: bool) -> None:
+    shape = ModelShape(
+        num_layers=4, ffn="moe:2:512", checkpoint_activations=again, moe=MoEShape(num_experts=8, shared_hidden=64)
+    )
+    job = Job(batch_size=16, accumulation=3, model=shape)
+    best = search(job, H100, Settings(pins=Pins(tp=1, ep=8, etp=1), keep=1)).best
+    layer, simulator = job.step_model(H100, best.grid.dp).layer, Simulator(H100)
+    made = compile_on(best.plan, best.grid, simulator, layer)
+    timelines = {
+        name: simulator.run(program, layer, made.grid).timeline
+        for name, program in (("forward", made.forward), ("backward", made.backward))
+    }
+    bars, parts = bars_of(job, best, timelines), best.estimate.parts
+    assert max(bar.end for bar in bars) == pytest.approx(best.seconds)
+    for part in ("attention", "dense", "shared experts", "unembed", "parameters"):
+        seconds = sum(bar.end - bar.start for bar in bars if bar.part == part)
+        assert 3 * seconds == pytest.approx(parts.get(part, 0.0)), part
+    assert {bar.what for bar in bars if bar.part == "moe backward"} == {
+        f"MoE layer of block {block}, backward" for block in (1, 3)
+    }
+    computing = sorted((bar.start, bar.end) for bar in bars if bar.row == COMPUTING)
+    assert all(before[1] <= after[0] * (1 + 1e-9) for before, after in pairwise(computing))
+    drawn = step_gantt(bars)
+    assert sum(len(trace.x) for trace in drawn.data) == len(bars)
+    (others,) = (trace for trace in drawn.data if trace.name == "further micro-batches")
+    assert drawn.layout.xaxis.range[1] == pytest.approx(1.05 * others.x[0] / 2, rel=1e-3)

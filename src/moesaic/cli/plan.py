@@ -25,14 +25,22 @@ from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import read_counts
 from moesaic.errors import InputError
 from moesaic.plan.algorithm1 import RULES, choose
-from moesaic.plan.answer import Speed, changes, cost_of_skew, longer_by_rank_skew, speed_of
+from moesaic.plan.answer import Speed, again, changes, cost_of_skew, longer_by_rank_skew, speed_of
 from moesaic.plan.candidates import Pins, SearchSpace, compile_on, name_of
 from moesaic.plan.files import write_planned
 from moesaic.plan.findings import LOSSLESS, LOSSY, Found, OfEp, Result, Settings, TooLargeError
 from moesaic.plan.hub import HubShape
 from moesaic.plan.loads import typical_counts
 from moesaic.plan.model import Job
-from moesaic.plan.others import EMITTERS, OthersLayout, from_flags, layout_of, longer_by_narrow_rate, predict
+from moesaic.plan.others import (
+    EMITTERS,
+    OthersLayout,
+    from_flags,
+    layout_of,
+    longer_by_narrow_rate,
+    predict,
+    unread_flags,
+)  # fmt: skip
 from moesaic.plan.plan import AllToAll, Codec, Crossing, Order, Schedule, plan_in_words
 from moesaic.plan.predict import APART
 from moesaic.plan.presets import CONFIGS, PRESETS, read_job
@@ -127,6 +135,10 @@ class PlanOptions:
             raise InputError(f"--price-per-hour {self.price_per_hour}: must be a finite number above 0")
         if self.nodes is not None and self.gpus is not None:
             raise InputError("--nodes and --gpus both say how large the cluster is: give one of them")
+        if self.profile is not None and self.gpus is not None:
+            raise InputError(f"--gpus {self.gpus}: a profile holds for whole nodes of its machine: give --nodes")
+        if not 0 <= self.reserve_gib < math.inf:
+            raise InputError(f"--reserve-gib {self.reserve_gib}: must be a finite number of at least 0")
         for name in ("schedules", "all_to_alls", "chunks", "orders"):
             if not getattr(self, name):
                 raise InputError(f"--{name.replace('_', '-')} is empty: name at least one, or leave it out")
@@ -148,6 +160,7 @@ def run(arguments: Sequence[str]) -> int:
     counts = [] if options.trace is None else _counts(Path(options.trace))
     yours = None if options.explain is None else from_flags(options.explain)
     if yours is not None:  # what cannot be is said before the search
+        unread_flags(str(options.explain), job)
         predict(job, cluster, yours)
         if options.emit is not None:
             print("\n".join(EMITTERS[options.emit](job, yours, None)))
@@ -168,6 +181,7 @@ def run(arguments: Sequence[str]) -> int:
             print("\n".join(EMITTERS[options.emit](job, layout_of(job, best), best)))
         return 0
     told = [*reasons(result, cluster), *answers(job, cluster, result, options), *_by_rules(job, simulator, result.best)]
+    told.append(what_was_measured(cluster))
     if options.page is not None:
         _write_page(options, told, job, result, simulator)
     if options.json:
@@ -230,7 +244,7 @@ def _write_page(options: PlanOptions, told: list[str], job: Job, result: Result,
         for name, program in (("forward", compiled.forward), ("backward", compiled.backward))
     }
     title = f"{options.model} on {cluster.name}, {cluster.world} devices"
-    write_plan_page(title, told, result, cluster, layer, timelines, Path(str(options.page)))
+    write_plan_page(title, told, job, result, cluster, timelines, Path(str(options.page)))
 
 
 def _by_rules(job: Job, simulator: Simulator, best: Found) -> list[str]:
@@ -288,7 +302,12 @@ def _simulator(options: PlanOptions) -> Simulator:
     if not options.cluster:
         raise InputError(f"--cluster is missing: choose one of {', '.join(presets())}, give a file, or a --profile")
     cluster = read_cluster(options.cluster, nodes=options.nodes)
-    return Simulator(cluster if options.gpus is None else cluster.of_devices(options.gpus))
+    cluster = cluster if options.gpus is None else cluster.of_devices(options.gpus)
+    if options.pp is not None and cluster.world % options.pp:
+        raise InputError(
+            f"--pp {options.pp}: does not divide {cluster.world} devices: choose a divisor, or leave it out"
+        )
+    return Simulator(cluster)
 
 
 def _counts(path: Path) -> list[np.ndarray]:
@@ -403,6 +422,14 @@ def reasons(result: Result, cluster: ClusterSpec) -> list[str]:
     return [*lines, *_about_whole_experts(best, result.by_ep)]
 
 
+def what_was_measured(cluster: ClusterSpec) -> str:
+    """Return in a sentence which numbers of a cluster rest on measurements, and what the others rest on."""
+    rest = cluster.source or "its description does not say where its numbers come from (source = ...)"
+    if not cluster.measured:
+        return f"measured of {cluster.name}: nothing by us; {rest}"
+    return f"measured of {cluster.name}: {'; '.join(cluster.measured)}; the rest: {rest}"
+
+
 def _about_whole_experts(best: Found, by_ep: dict[int, OfEp]) -> list[str]:
     """Return a sentence on ep = 1, where the search tried it."""
     if 1 not in by_ep or by_ep[1].is_too_large:
@@ -432,8 +459,13 @@ def answers(job: Job, cluster: ClusterSpec, result: Result, options: PlanOptions
     lines += ["activations are recomputed: without that it fits no layout"] * (
         job.model.checkpoint_activations and isinstance(job.model, HubShape)
     )
-    gains = [f"{each.what}: {each.speedup:.2f} times the speed" for each in changes(job, cluster, result)[:5]]
-    lines.append(f"change first: {'; '.join(gains) or 'nothing that was tried helps by half a percent'}")
+    changed = changes(job, cluster, result, reserve_gib=options.reserve_gib)
+    gains, losses = (
+        [f"{each.what}: {each.speedup:.2f} times the speed" for each in changed if (each.speedup > 1) == is_gain]
+        for is_gain in (True, False)
+    )
+    lines.append(f"change first: {'; '.join(gains[:5]) or 'nothing that was tried helps by half a percent'}")
+    lines += [f"slower: {'; '.join(losses[:3])}"] * bool(losses)
     skew = cost_of_skew(job, cluster, best)
     if skew is not None:
         lines.append(
@@ -450,6 +482,12 @@ def answers(job: Job, cluster: ClusterSpec, result: Result, options: PlanOptions
         if hourly is None
         else f"price: {speed.price(hourly):,.0f} for a trillion tokens at {hourly:g} an hour"
     )
+    if options.trace is not None:  # layouts of others are predicted under even routing
+        even = replace(best, estimate=replace(best.estimate, seconds=again(job, cluster, best)[0]))
+        speed = speed_of(job, even, cluster, devices=cluster.world, sequences=sequences)
+        lines.append(
+            f"under even routing, as what follows: {speed.tokens_per_second:,.0f} tokens/s and device in place of those above"
+        )
     lines += _with_stages(job, cluster, options, best.grid.tp, best.plan.crossing, speed)
     if options.explain is not None:
         lines += _explained(job, cluster, speed, options.explain)
@@ -478,6 +516,7 @@ def _with_stages(
     sizes = [f"{name} {getattr(layout, name)}" for name in ("pp", "cp", "tp", "ep") if getattr(layout, name) > 1]
     words = sizes + [layout.schedule] * (layout.pp > 1) + [f"{layout.virtual_pp} runs a rank"] * (layout.virtual_pp > 1)
     words += ["blocks recomputed"] * bool(layout.recompute)
+    words = words or ["every size 1"]
     emit = f" (--pp {layout.pp} --emit megatron prints it)" * (layout.pp > 1)
     times = "" if ours is None else f", {speed.tokens_per_second / ours.tokens_per_second:.2f} times the speed above"
     return [
@@ -501,6 +540,8 @@ def _explained(job: Job, cluster: ClusterSpec, ours: Speed | None, flags: str) -
         f"your parts: {', '.join(f'{part} {seconds * 1e3:,.1f} ms' for part, seconds in found.estimate.parts.items())}; "
         f"memory: {', '.join(f'{part} {num_bytes / GIB:.1f}' for part, num_bytes in asdict(found.memory).items())}",
     ]
+    unread = unread_flags(flags, job)
+    lines += [f"of your flags these may matter and are not read: {', '.join(unread)}"] * bool(unread)
     if not layout.global_batch:
         lines.append(
             f"your flags give no global batch, so a step of yours has the fewest sequences, {sequences}: add one to compare"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Literal, get_args
 
+from moesaic.configfile import SUCH_AS
 from moesaic.errors import InputError
 
 Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8"]
@@ -26,9 +27,11 @@ class Link:
 
     name: str
     """Shown where it is the bottleneck: nvlink, pcie, nic, leaf."""
-    devices: int
+    devices: int = field(metadata={SUCH_AS: "1 for a link of each device"})
     """Consecutive devices behind each of these links: 1 for a device's own, all of a node's for a node's only NIC."""
-    gbps: tuple[float, ...]
+    gbps: tuple[float, ...] = field(
+        metadata={SUCH_AS: "2484 for NVLink of H100, 120 for PCIe 4, 92 for Ethernet of 100 Gb/s"}
+    )
     """Rate in each direction, gigabits per second: one for all, one per link of a node, or one per link of the cluster."""
     latency_us: float = 0.0
     """Microseconds that a movement which uses the link takes longer, once, whatever the number of messages."""
@@ -183,11 +186,11 @@ class ScoreShares:
 class Device:
     """One accelerator, or on CPU one process."""
 
-    tflops: Tflops
+    tflops: Tflops = field(metadata={SUCH_AS: "{ bf16 = 677 } for H100, { bf16 = 213 } for A100"})
     """Rates of large products by dtype."""
-    memory_gib: float
+    memory_gib: float = field(metadata={SUCH_AS: "80 for H100, 24 for RTX 4090"})
     """Memory, in GiB."""
-    memory_gigabytes_per_second: float
+    memory_gigabytes_per_second: float = field(metadata={SUCH_AS: "2850 for H100, 850 for RTX 4090"})
     """Rate of copies: bytes read plus bytes written."""
     gemm_rows: tuple[float, ...] = (1, 16, 64, 256, 1024, 4096)
     """Rows per expert at which `gemm_share` is given, ascending."""
@@ -263,11 +266,11 @@ class RankSkew:
 class ClusterSpec:
     """A cluster of equal nodes."""
 
-    nodes: int
+    nodes: int = field(metadata={SUCH_AS: "2"})
     """Machines."""
-    devices_per_node: int
+    devices_per_node: int = field(metadata={SUCH_AS: "8"})
     """Devices in each; as many ranks."""
-    device: Device
+    device: Device = field(metadata={SUCH_AS: "[device] with tflops = { bf16 = 677 } and memory_gib = 80 for H100"})
     """What each device is."""
     links: tuple[Link, ...] = ()
     """Levels, innermost first."""
@@ -335,7 +338,19 @@ class ClusterSpec:
             near = max(count // per_node, 1) * per_node
             raise InputError(f"{count} devices are no whole nodes of {self.name}, which have {per_node}: try {near}")
         speeds = self.speeds[: count if len(self.speeds) > per_node or count < per_node else per_node]
-        return replace(self, nodes=max(count // per_node, 1), devices_per_node=min(count, per_node), speeds=speeds)
+        # In a part of a node fewer devices are behind a link, and some bridges lead nowhere.
+        links = tuple(
+            replace(link, devices=min(link.devices, count), gbps=link.gbps[: max(count // link.devices, 1)])
+            for link in self.links
+        )
+        return replace(
+            self,
+            nodes=max(count // per_node, 1),
+            devices_per_node=min(count, per_node),
+            links=links if count < per_node else self.links,
+            peers=tuple(peer for peer in self.peers if max(peer.devices) < count),
+            speeds=speeds,
+        )
 
     def with_links(self, carries: Literal["inside", "outside"], times: float | Sequence[float]) -> ClusterSpec:
         """Return a cluster whose links inside or between nodes are so many times as fast; those that carry both count.

@@ -30,6 +30,9 @@ from moesaic.program.order.beside import BEFORE, BEHIND, together
 from moesaic.program.order.exact import search
 from moesaic.program.task import Program
 
+ONCE = ("parameters", "optimizer")
+"""Parts of a step that a pipeline has no part in."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Once:
@@ -182,20 +185,22 @@ class StepCostModel:
             "parameters": count * self._exposed(there, back) if self._in_parts else self._exposed_once(there, back),
             "optimizer": self.optimizer_seconds,
         }
+        fewer = 1.0
         if self.model.pipeline.ranks > 1:
             busy = sum(parts.values()) - parts["parameters"] - parts["optimizer"]
             apart = busy + count * layers * (1 - at_once) * (there.seconds + back.seconds)
             laid = self.model.pipeline.laid_out(count, self._passes_of(there, back, apart / count, busy / count))
-            parts["pipeline"] = laid.seconds - busy
+            # Ranks with fewer blocks than `num_layers` are busy for less: where next to nothing waits, none is for as long.
+            fewer = min(laid.seconds / busy, 1.0)
+            parts = {name: seconds * (1.0 if name in ONCE else fewer) for name, seconds in parts.items()}
+            parts["pipeline"] = max(laid.seconds - busy, 0.0)
         experts = layers * (self.routing + self.again * there.compute_seconds + back.compute_seconds)
-        computing = (
-            count * (self.attention + self.dense + self.unembed + self.shared + self.small + experts)
-            + self.optimizer_seconds
-        )
+        computing = fewer * count * (self.attention + self.dense + self.unembed + self.shared + self.small + experts)
+        computing += self.optimizer_seconds
         limits = {"compute": computing, "gathering parameters": self._gatherings * sum(self.sharding.values())}
         for name in sorted({*there.link_seconds, *back.link_seconds}):
             seconds = self.again * there.link_seconds.get(name, 0.0) + back.link_seconds.get(name, 0.0)
-            limits[name] = count * layers * seconds
+            limits[name] = fewer * count * layers * seconds
         return Estimate(
             seconds=sum(parts.values()),
             parts={name: seconds for name, seconds in parts.items() if seconds > 0},
@@ -633,7 +638,8 @@ class StepCostModel:
         model, layer = self.model, self.model.layer
         dense = (model.dense_parameters - model.embeddings * model.vocab * layer.dim) / model.num_layers / self.grid.tp
         dense += self._shared_parameters / model.num_layers
-        return dense, model.expert_parameters / model.moe_layers / (self.grid.ep * self.grid.etp)
+        # A stage of dense blocks alone has no experts.
+        return dense, model.expert_parameters / max(model.moe_layers, 1) / (self.grid.ep * self.grid.etp)
 
     @property
     def _root_bytes(self) -> float:
@@ -660,7 +666,8 @@ class StepCostModel:
         layer, grid = self.model.layer, self.grid
         rows = np.array([grid.dp * layer.copies / layer.num_experts / grid.edp])
         work = layer.matrices * layer.dim * layer.hidden / grid.etp
-        each = self._rates.product_seconds(rows, 2.0 * work, work * layer.element_bytes)
+        rates = rates_of(self.cluster, layer.products or layer.dtype)
+        each = rates.product_seconds(rows, 2.0 * work, work * layer.element_bytes)
         return float(each[0]) * layer.num_experts / grid.ep
 
     @property

@@ -3,6 +3,7 @@ cost. Each is the search's best plan predicted again with one thing changed."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -10,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from moesaic.cost.cluster import ClusterSpec
+from moesaic.cost.memory import FRAGMENTED, GIB, Memory
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import StepCostModel
 from moesaic.cost.timing import SpecTiming
@@ -96,15 +98,50 @@ def operations_per_token(job: Job, cluster: ClusterSpec) -> float:
     return 6 * (experts + around) + 3 * step.num_layers * step.scores
 
 
-def changes(job: Job, cluster: ClusterSpec, result: Result) -> list[Change]:
+def changes(job: Job, cluster: ClusterSpec, result: Result, *, reserve_gib: float = 1.0) -> list[Change]:
     """Return what the best plan would gain by one change of the machine, or of ep, the most first; what changes nothing is
-    left out."""
+    left out.
+
+    Args:
+        job: sizes of the model.
+        cluster: on what.
+        result: of a search.
+        reserve_gib: memory of a device that the framework takes.
+    """
     best = result.best
-    found = [Change(what=what, speedup=best.seconds / _again(job, other, best)) for what, other in _machines(cluster)]
+    # By the cluster's description both times: a ranking under counts or by a profile has other seconds.
+    before = again(job, cluster, best)[0]
+    found = [Change(what=what, speedup=before / again(job, other, best)[0]) for what, other in _machines(cluster)]
+    more = []
+    if result.too_large is not None:
+        more.append((name_of(result.too_large.grid), *again(job, cluster, result.too_large)))
+    if job.model.checkpoint_activations:
+        kept = replace(job, model=replace(job.model, checkpoint_activations=False))
+        more.append(("nothing recomputed", *again(kept, cluster, best)))
+    for what, seconds, memory in more:
+        gib = math.ceil(memory.total * FRAGMENTED / GIB + reserve_gib)
+        if gib > cluster.device.memory_gib and seconds < before:
+            found.append(Change(what=f"devices of {gib} GiB ({what})", speedup=before / seconds))
     for ep, of in result.by_ep.items():
         if of.best is not None and ep != best.grid.ep:
             found.append(Change(what=f"ep {ep} ({name_of(of.best.grid)})", speedup=best.seconds / of.best.seconds))
     return sorted((each for each in found if abs(each.speedup - 1) > 0.005), key=lambda each: -each.speedup)
+
+
+def again(job: Job, cluster: ClusterSpec, found: Found) -> tuple[float, Memory]:
+    """Return the seconds and the memory of a plan on its layout under even routing, by a cluster's description.
+
+    Args:
+        job: sizes of the model.
+        cluster: of as many ranks as the plan is for.
+        found: the plan and its layout.
+    """
+    simulator = Simulator(cluster)
+    around = StepCostModel(job.step_model(cluster, found.grid.dp), found.grid, simulator)
+    compiled = compile_on(found.plan, found.grid, simulator, around.model.layer)
+    programs = compiled.forward, compiled.backward
+    memory = around.memory(*programs, compiled.grid, memory_budget=found.plan.memory_budget)
+    return around.estimate(*simulator.passes(*programs, around.model.layer, compiled.grid)).seconds, memory
 
 
 def cost_of_skew(job: Job, cluster: ClusterSpec, found: Found) -> float | None:
@@ -125,7 +162,7 @@ def cost_of_skew(job: Job, cluster: ClusterSpec, found: Found) -> float | None:
     share[hot:] = (layer.num_experts - share[:hot].sum()) / (layer.num_experts - hot)
     counts = np.tile(np.rint(share * layer.copies / layer.num_experts).astype(np.int64), (compiled.grid.dp, 1))
     skewed = around.estimate(*simulate_counts(simulator, compiled, layer, counts)).seconds
-    return skewed / found.seconds
+    return skewed / again(job, cluster, found)[0]
 
 
 def longer_by_rank_skew(job: Job, cluster: ClusterSpec, found: Found) -> tuple[float, float] | None:
@@ -177,15 +214,6 @@ def _replica(job: Job, found: Found, simulator: Simulator) -> Compiled | None:
         return None
     one = replace(grid, world=min(unit, grid.world))
     return replace(small, grid=replace(one, etp_inner=small.grid.etp_inner))
-
-
-def _again(job: Job, cluster: ClusterSpec, found: Found) -> float:
-    """Return the seconds of a plan on its layout on another cluster of as many ranks."""
-    simulator = Simulator(cluster)
-    around = StepCostModel(job.step_model(cluster, found.grid.dp), found.grid, simulator)
-    compiled = compile_on(found.plan, found.grid, simulator, around.model.layer)
-    runs = simulator.passes(compiled.forward, compiled.backward, around.model.layer, compiled.grid)
-    return around.estimate(*runs).seconds
 
 
 def _machines(cluster: ClusterSpec) -> Iterator[tuple[str, ClusterSpec]]:

@@ -40,17 +40,16 @@ def layouts(job: Job, cluster: ClusterSpec, pins: Pins = Pins()) -> list[Grid]:
     """Return the meshes of all of a cluster's devices that a job fits on; pipeline stages are not among them.
 
     Raises:
-        InputError: if there is none; the line names what refused the last.
+        InputError: if there is none; the line names what refused the one with the smallest sizes.
     """
     found, refusal = [], ""
     for grid in _grids(cluster, pins):
         wrong = _refusal(job, grid)
-        if wrong:
-            refusal = wrong
-        else:
+        if not wrong:
             found.append(grid)
+        refusal = refusal or f"{name_of(grid)}: {wrong}"
     if not found:
-        why = f": the last one, {name_of(grid)}: {refusal}" if refusal else _undivided(cluster.world, pins)
+        why = f": the first one, {refusal}" if refusal else _undivided(cluster.world, pins)
         raise InputError(f"the search space holds no layout of {cluster.world} ranks{why}")
     return found
 

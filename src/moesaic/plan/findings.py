@@ -71,6 +71,8 @@ class Result:
     """Of them, those whose floor or memory told enough."""
     num_simulated: int
     """Plans that were simulated."""
+    too_large: Found | None = None
+    """The best plan that was simulated, faster than all of the ranking, but for the memory; None if there is none."""
 
     @property
     def best(self) -> Found:

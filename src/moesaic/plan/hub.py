@@ -6,12 +6,13 @@ norms, biases and layers for multi-token prediction are not counted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from moesaic.errors import InputError
-from moesaic.plan.model_shape import ModelShape, MoEShape
+from moesaic.plan.model_shape import MOST, ModelShape, MoEShape
 
 NAMES: dict[str, tuple[str, ...]] = {
     "dim": ("hidden_size", "d_model", "n_embd"),
@@ -30,11 +31,17 @@ NAMES: dict[str, tuple[str, ...]] = {
     "shared_experts": ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts"),
     "first_dense": ("first_k_dense_replace", "moe_layer_start_index", "moe_first_k_dense_replace"),
     "every": ("decoder_sparse_step", "moe_layer_freq", "interleave_moe_layer_step", "moe_layer_interval"),
+    "full_every": ("full_attention_interval",),
     "groups": ("n_group", "num_expert_group"),
     "top_groups": ("topk_group", "topk_groups", "num_limited_groups"),
 }  # fmt: skip
 """What planning reads, and the names that configurations have for it; the first one that is there counts."""
-NEEDED = ("dim", "num_layers", "num_heads", "num_experts", "top_k", "hidden", "vocab")
+NEEDED = {
+    "dim": 4096, "num_layers": 32, "num_heads": 32, "num_experts": 8, "top_k": 2, "hidden": 14336, "vocab": 32000,
+}  # fmt: skip
+"""Sizes that every model has, and what could stand in for one that is missing: those of Mixtral 8x7B."""
+POSITIVE = (*NEEDED, "kv_heads", "head_dim")
+"""Sizes that are at least 1 where they are there; the others may be 0."""
 IMPLIED: dict[str, dict[str, Any]] = {
     "llama4_text": {"n_shared_experts": 1}, "qwen3_next": {"attn_output_gate": True, "use_qk_norm": True},
     "qwen3_moe": {"use_qk_norm": True},
@@ -42,6 +49,14 @@ IMPLIED: dict[str, dict[str, Any]] = {
 """What families have without a field for it."""
 RECURRENT = ("mamba_d_state", "ssm_state_size", "mamba_d_ssm", "hybrid_override_pattern", "linear_attn_config")
 """Fields of layers whose time planning does not know."""
+LOW_RANKS = {
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+}
+"""Sizes of low-rank attention in DeepSeek-V3, which could stand in for one that is missing."""
 PLAIN = {"relu2": "relu", "gelu": "gelu"}
 """Activations of experts of two matrices, and ours of the same work, where a configuration says that nothing gates them."""
 
@@ -143,6 +158,11 @@ def read_shape(table: Mapping[str, Any], source: str, *, seq_len: int) -> HubSha
         )  # fmt: skip
     except InputError as error:
         raise InputError(f"{source}: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"{source}: a field is of another kind than configurations have it ({error}), so it is of an unknown architecture: "
+            "correct it, or write the sizes as [model] and [model.moe] of a training configuration"
+        ) from error
     except OverflowError as error:
         raise InputError(f"{source}: a size is larger than that of any model: correct it") from error
 
@@ -151,24 +171,40 @@ def _sizes(table: Mapping[str, Any], source: str) -> dict[str, int]:
     """Return the whole numbers of a configuration by our names; lists and null are left to others."""
     found: dict[str, int] = {}
     for ours, theirs in NAMES.items():
-        value = next((table[name] for name in theirs if isinstance(table.get(name), int)), None)
-        if value is not None and not isinstance(value, bool):
-            found[ours] = value
+        name = next((name for name in theirs if isinstance(table.get(name), int)), None)
+        if name is None or isinstance(table[name], bool):
+            continue
+        found[ours], least, most = table[name], int(ours in POSITIVE), MOST.get(ours, math.inf)
+        if not least <= found[ours] <= most:
+            bound = f"at least {least}" if found[ours] < least else f"at most {most}"
+            raise InputError(f"{source}: {name}={found[ours]}: must be {bound}")
     for ours in NEEDED:
         if ours not in found:
             what = (
                 "the model has no experts to plan for" if ours == "num_experts" else "it is of an unknown architecture"
             )
             raise InputError(
-                f"{source}: none of {', '.join(NAMES[ours])} is there, so {what}: add one, or write the sizes as [model] and "
-                "[model.moe] of a training configuration"
+                f"{source}: none of {', '.join(NAMES[ours])} is there, so {what}: add one, {NAMES[ours][0]} = {NEEDED[ours]} "
+                "as in Mixtral 8x7B say, or write the sizes as [model] and [model.moe] of a training configuration"
             )
-        if found[ours] < 1:
-            raise InputError(f"{source}: {ours}={found[ours]}: must be at least 1")
     return found
 
 
 def _dense_layers(table: Mapping[str, Any], found: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the blocks without an MoE layer.
+
+    Raises:
+        InputError: if all are.
+    """
+    dense = _dense_by_fields(table, found)
+    if len(dense) == found["num_layers"]:
+        raise InputError(
+            "no block has an MoE layer, so there is nothing to plan: correct the fields that say which have one"
+        )
+    return dense
+
+
+def _dense_by_fields(table: Mapping[str, Any], found: Mapping[str, int]) -> tuple[int, ...]:
     """Return the blocks without an MoE layer, by lists where the configuration has them, else by the usual numbers."""
     blocks = range(found["num_layers"])
     if isinstance(table.get("moe_layers"), list):
@@ -190,8 +226,11 @@ def _attention(table: Mapping[str, Any], found: Mapping[str, int], seq_len: int)
     dim, heads, layers = found["dim"], found["num_heads"], found["num_layers"]
     up = up_kept = 0.0
     if isinstance(table.get("kv_lora_rank"), int):
-        nope, rope, value = (int(table[name]) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-        rank, query = int(table["kv_lora_rank"]), table.get("q_lora_rank") or 0
+        nope, rope, value, rank = (
+            _of_low_ranks(table, name)
+            for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
+        )
+        query = _of_low_ranks(table, "q_lora_rank") if table.get("q_lora_rank") else 0
         up = heads * (nope + rope) * query + rank * heads * (nope + value)
         full = up + (dim * query or heads * (nope + rope) * dim) + dim * (rank + rope) + heads * value * dim
         width = float(heads * (nope + rope + value))
@@ -210,8 +249,8 @@ def _attention(table: Mapping[str, Any], found: Mapping[str, int], seq_len: int)
         copied = 2.0 * normed * (heads + kv) * each
         head_dim, rotated, result = each, (heads + kv) * each, heads * each
         normed = (normed - 1) * rotated
-    kinds = table.get("layer_types") or ()
-    interval = table.get("full_attention_interval")
+    kinds = (table.get("layer_types") or ())[:layers]
+    interval = found.get("full_every", 0)
     linear = (
         sum(kind == "linear_attention" for kind in kinds) if kinds else layers - layers // interval if interval else 0
     )
@@ -226,6 +265,16 @@ def _attention(table: Mapping[str, Any], found: Mapping[str, int], seq_len: int)
         "attention_result": result,
     }  # fmt: skip
     return {"attention": attention, "score_width": (layers - linear - sliding * (1 - seen)) * width / layers}
+
+
+def _of_low_ranks(table: Mapping[str, Any], name: str) -> int:
+    """Return a size of low-rank attention; raises InputError where it is none."""
+    value = table.get(name)
+    if not isinstance(value, int) or value < 1:
+        raise InputError(
+            f"{name}={value!r}: low-rank attention needs a whole number of at least 1: add it, {LOW_RANKS[name]} in DeepSeek-V3"
+        )
+    return value
 
 
 def _linear_attention(table: Mapping[str, Any], dim: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -221,6 +222,43 @@ def from_flags(flags: str) -> OthersLayout:
     return OthersLayout(**{"etp": found.get("tp", 1), "sharded": "none", **dict.fromkeys(APART, False), **found})
 
 
+SIZES: dict[str, Callable[[Job], int]] = {
+    "seq-length": lambda job: job.model.seq_len, "training.seq-len": lambda job: job.model.seq_len,
+    "num-layers": lambda job: job.model.num_layers, "hidden-size": lambda job: job.model.dim,
+    "num-experts": lambda job: job.model.moe.num_experts, "moe-router-topk": lambda job: job.model.moe.top_k,
+    "moe-ffn-hidden-size": lambda job: job.model.moe.hidden,
+}  # fmt: skip
+"""Flags that say what is trained, and what a job says of it."""
+ASSUMED = (
+    "sequence-parallel", "use-megatron-fsdp", "recompute-method", "recompute-num-layers",
+    "parallelism.data-parallel-shard-degree",
+)  # fmt: skip
+"""Flags whose usual value a prediction takes."""
+MATTERING = ("parallel", "pipeline", "offload", "overlap", "capacity", "dtype", "checkpoint", "recompute", "converters")
+"""Parts of names of flags that may change how long a step takes, or its memory."""
+
+
+def unread_flags(flags: str, job: Job) -> list[str]:
+    """Return the flags of a layout that may matter and that no prediction reads.
+
+    Args:
+        flags: as of `from_flags`.
+        job: what is trained.
+
+    Raises:
+        InputError: if the flags are those of another model, or of longer or shorter sequences.
+    """
+    words = [part for word in shlex.split(flags) for part in word.split("=", 1)]
+    names = {word: word.lstrip("-").replace("_", "-") for word in words if word.startswith("--")}
+    for word, value in pairwise(words):
+        size = SIZES.get(names.get(word, ""))
+        if size is not None and value.isdecimal() and int(value) != size(job):
+            flag = " (--seq-len)" if "seq" in word else ""
+            raise InputError(f"--explain: {word} {value}, and what is planned has {size(job)}: make them agree{flag}")
+    read = {*MEGATRON, *TORCHTITAN, *SIZES, *ASSUMED}
+    return [word for word, name in names.items() if name not in read and any(part in name for part in MATTERING)]
+
+
 def _value(flag: str, given: list[str], make: Any) -> Any:
     """Return what a flag's words mean."""
     if make is list:
@@ -417,6 +455,7 @@ def layout_of(job: Job, found: Found) -> OthersLayout:
         recompute=("block",) if job.model.checkpoint_activations else (),
         all_to_all="multicast" if plan.crossing is not Crossing.LINK else "linear",
         overlapped=plan.chunks > 1,
+        sharded="parameters",
     )
 
 

@@ -97,6 +97,7 @@ class _Search:
             num_layouts=len(grids),
             num_left_out=len(grids) - len({grid for grid, _ in self.tried}),
             num_simulated=sum(found is not None for found in self.tried.values()),
+            too_large=self._too_large_and_faster(),
         )
 
     def _by_ep(self, fitting: list[StepCostModel], ranking: list[Found]) -> dict[int, OfEp]:
@@ -107,6 +108,11 @@ class _Search:
             tried = any(grid.ep == ep and one is not None for (grid, _), one in self.tried.items())
             found[ep] = OfEp(floor_seconds=min(floors), best=best, is_too_large=tried and best is None)
         return found
+
+    def _too_large_and_faster(self) -> Found | None:
+        """Return the best plan that was simulated if it does not fit the memory."""
+        best = min(filter(None, self.tried.values()), key=lambda found: found.seconds)
+        return best if self._cost(best)[0] else None
 
     @property
     def _memory(self) -> float:

@@ -14,15 +14,17 @@ from moesaic.cost.memory import GIB
 from moesaic.cost.workload import Workload
 from moesaic.plan.candidates import name_of
 from moesaic.plan.findings import Found, Result
+from moesaic.plan.model import Job
 from moesaic.plan.plan import plan_in_words
 from moesaic.program.timeline import Timeline
 from moesaic.report.gantt import gantt, in_words, unit_of
+from moesaic.report.step_gantt import bars_of, step_gantt
 from moesaic.report.style import INK, figure, line, rounded, run_colour
 from moesaic.report.template import Drawn, Picture, page_text, write_text
 
 
 def write_plan_page(
-    title: str, told: Sequence[str], result: Result, cluster: ClusterSpec, layer: Workload, timelines: Mapping[str, Timeline],
+    title: str, told: Sequence[str], job: Job, result: Result, cluster: ClusterSpec, timelines: Mapping[str, Timeline],
     path: Path,
 ) -> Path:  # fmt: skip
     """Write the page; returns its path. The file holds everything that it shows and loads nothing.
@@ -30,17 +32,23 @@ def write_plan_page(
     Args:
         title: of the page.
         told: the answer in sentences.
+        job: what is trained.
         result: the ranking.
         cluster: on what.
-        layer: the MoE layers of the best layout.
-        timelines: of its programs, by name.
+        timelines: of the best plan's programs, "forward" and "backward".
         path: of the file.
 
     Raises:
         InputError: if the file cannot be written.
     """
     best, until = result.best, max(timeline.makespan for timeline in timelines.values())
+    layer = job.step_model(cluster, best.grid.dp).layer
     pictures = [
+        Picture(
+            "One step of the best plan",
+            f"Block by block, the first micro-batch of {job.accumulation}; drag to look closer, double click for all of it.",
+            step_gantt(bars_of(job, best, timelines)),
+        ),
         Picture("One step", "Seconds by part, of the best plans.", stacked(
             {_name(found): found.estimate.parts for found in result.ranking},
             "seconds",
