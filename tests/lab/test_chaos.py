@@ -33,6 +33,8 @@ def test_links_are_cut_on_beds_only() -> None:
         kinds_of(("foward",), on_bed=True)
     with pytest.raises(InputError, match="--faults 0"):
         cases(ChaosOptions(faults=0))
+    with pytest.raises(InputError, match="--steps 20"):
+        cases(ChaosOptions(steps=20))
 
 
 @pytest.mark.parametrize(
@@ -64,10 +66,13 @@ def test_a_broken_promise_is_a_claim_that_does_not_hold(broken: dict[str, object
         assert {each.name: each.holds for each in claims(rows)}[claim] is holds
 
 
-@pytest.mark.parametrize("kinds", [["backward"], pytest.param(["startup", "damage"], marks=pytest.mark.random)])
-def test_runs_under_fire_on_plain_processes_keep_every_promise(tmp_path: Path, kinds: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("kinds", "steps"), [(["backward"], 24), pytest.param(["startup", "damage"], 60, marks=pytest.mark.random)]
+)
+def test_runs_under_fire_on_plain_processes_keep_every_promise(tmp_path: Path, kinds: list[str], steps: int) -> None:
     target = tmp_path / "chaos.json"
-    words = ["--faults", str(len(kinds)), "--kinds", ",".join(kinds), "--no-bed", "--json", str(target)]
+    words = ["--faults", str(len(kinds)), "--kinds", ",".join(kinds), "--steps", str(steps)]
+    words += ["--no-bed", "--json", str(target)]
     assert BENCHMARK.run([*words, "--keep", str(tmp_path / "kept")]) == 1  # they are not two hundred
     found = json.loads(target.read_text())
     assert [row["line"] for row in found["rows"] if row["is_wrong"]] == []

@@ -18,7 +18,8 @@ from moesaic_lab.pictures import figure
 
 BED = BedFields(name="2x2", intra="400mbit")
 CASE = ModelCase(name="tp 2", bed="2x2", tp=2, dim=32, hidden=32)
-CONFIG = ModelBenchConfig(beds=(BED,), cases=(CASE,))
+FEW = replace(CASE, plans=6)
+CONFIG = ModelBenchConfig(beds=(BED,), cases=(FEW,))
 PROFILE = ClusterProfile(
     machine=MachineInfo.here(), versions=Versions.here(), nodes=2, ranks_per_node=2,
     inside=LinkCosts(one_sender=50e6, all_senders=25e6), outside=LinkCosts(one_sender=25e6, all_senders=12.5e6),
@@ -107,18 +108,18 @@ def test_predictions_come_from_the_profile_alone() -> None:
 
 
 def test_what_is_kept_is_used_again_for_the_same_case_only(tmp_path: Path) -> None:
-    plans = plans_of(CASE, BED)
+    plans = plans_of(FEW, BED)
     table = {"screened": {name: [0.1, 0.2, 0.3] for name in plans}, "confirmed": {}}
     PROFILE.write(_profile_path(tmp_path, BED))
     assert kept(CONFIG, tmp_path) == []
-    _path(tmp_path, CONFIG, BED, CASE).write_text(json.dumps(table))
+    _path(tmp_path, CONFIG, BED, FEW).write_text(json.dumps(table))
     (again,) = kept(CONFIG, tmp_path)
     assert again.measured == dict.fromkeys(plans, 0.2)
-    assert again.predicted == predict(CASE, plans, PROFILE)
-    assert kept(replace(CONFIG, cases=(replace(CASE, gflops=1.0),)), tmp_path) == []
+    assert again.predicted == predict(FEW, plans, PROFILE)
+    assert kept(replace(CONFIG, cases=(replace(FEW, gflops=1.0),)), tmp_path) == []
     assert kept(replace(CONFIG, repeats=9), tmp_path) == []
     assert kept(replace(CONFIG, beds=(replace(BED, inter="100mbit"),)), tmp_path) == []
-    _path(tmp_path, CONFIG, BED, CASE).write_text(json.dumps({"screened": {"x": [1.0]}, "confirmed": {}}))
+    _path(tmp_path, CONFIG, BED, FEW).write_text(json.dumps({"screened": {"x": [1.0]}, "confirmed": {}}))
     with pytest.raises(InputError, match="other plans than this version"):
         kept(CONFIG, tmp_path)
 
@@ -185,13 +186,11 @@ def test_regret_counts_cases_of_few_plans_too() -> None:
 
 def test_profiles_from_an_hour_before_predict_the_same_cases(tmp_path: Path) -> None:
     keep, before = tmp_path / "now", tmp_path / "before"
-    plans = plans_of(CASE, BED)
+    plans = plans_of(FEW, BED)
     for folder in (keep, before):
         folder.mkdir()
     PROFILE.write(_profile_path(keep, BED))
-    _path(keep, CONFIG, BED, CASE).write_text(
-        json.dumps({"screened": {name: [0.1] for name in plans}, "confirmed": {}})
-    )
+    _path(keep, CONFIG, BED, FEW).write_text(json.dumps({"screened": {name: [0.1] for name in plans}, "confirmed": {}}))
     with pytest.raises(InputError, match="has no profile of 2x2: take one with --only profile"):
         kept_earlier(CONFIG, keep, before)
     slower = replace(PROFILE, host=replace(PROFILE.host, task=1e-3))
@@ -200,7 +199,7 @@ def test_profiles_from_an_hour_before_predict_the_same_cases(tmp_path: Path) -> 
         kept_earlier(CONFIG, keep, before)
     os.utime(_profile_path(before, BED), (0, 0))
     (later,) = kept_earlier(CONFIG, keep, before)
-    assert later.predicted == predict(CASE, plans, slower)
+    assert later.predicted == predict(FEW, plans, slower)
     assert later.measured == kept(CONFIG, keep)[0].measured
     named = {claim.name: claim.value for claim in claims(many(10), many(10, error=0.2))}
     assert named["model.median_error"] == pytest.approx(0.1)

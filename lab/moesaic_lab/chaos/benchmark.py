@@ -30,7 +30,7 @@ from moesaic_lab.claims import Claim
 from moesaic_lab.tables import Column
 from moesaic_testbed import Bed, Launcher, refusal
 
-LEAST_FAULTS = 200
+LEAST_FAULTS, LEAST_STEPS = 200, 24
 TRANSPORTS = ("gloo", "sockets")
 PER_COURSE = 8
 """Faults that one run meets at most."""
@@ -46,6 +46,8 @@ class ChaosOptions(BenchmarkOptions):
     """How many."""
     seed: int = 0
     """Of the schedule."""
+    steps: int = 60
+    """Of every run, at least 24. No fault begins in the last 20, and a kill at an instant of the start wants 60."""
     kinds: str | None = None
     """Only these, separated by commas; a wrong one is told."""
     bed: bool = True
@@ -66,6 +68,8 @@ def cases(options: ChaosOptions) -> Schedule:
     """Draw the schedule."""
     if options.faults < 1:
         raise InputError(f"--faults {options.faults}: must be at least 1")
+    if options.steps < LEAST_STEPS:
+        raise InputError(f"--steps {options.steps}: must be at least {LEAST_STEPS}")
     on_bed = options.bed and refusal() is None
     return Schedule(
         faults=draw_faults(options.faults, options.seed, kinds_of(words_of(options.kinds), on_bed)), on_bed=on_bed
@@ -88,13 +92,15 @@ def measure(options: ChaosOptions, schedule: Schedule, told: Told) -> list[dict[
             (folder / "told").unlink(missing_ok=True)
             return found.result()
 
-        whole = Course(folder=folder / "undisturbed", transport=TRANSPORTS[0], faults=(), told=folder / "told")
+        whole = Course(
+            folder=folder / "undisturbed", steps=options.steps, transport=TRANSPORTS[0], faults=(), told=folder / "told"
+        )
         reference = kept(folder / "undisturbed.json", lambda: played(whole))[0]["losses"]
         numbers = itertools.count()
         while left := schedule.faults[len(rows) :]:
             number = next(numbers)
             course = Course(
-                folder=folder / f"course-{number}", transport=TRANSPORTS[number % len(TRANSPORTS)],
+                folder=folder / f"course-{number}", steps=options.steps, transport=TRANSPORTS[number % len(TRANSPORTS)],
                 in_background=number // len(TRANSPORTS) % 2 == 1,
                 faults=tuple(left[:PER_COURSE]), reference=reference, told=folder / "told", keeps=options.keep is not None,
             )  # fmt: skip

@@ -35,8 +35,8 @@ from moesaic_testbed.kernel import adopt_orphans, die_with_parent, enter_net
 from moesaic_testbed.rank import launcher_variables
 from moesaic_testbed.wiring import Wiring, node_address
 
-STEPS = 60
-"""Of every run."""
+LAST_STEPS = 20
+"""Of a run, in which no fault begins any more."""
 PATIENCE, SLACK = 5.0, 30.0
 """Seconds after which a run that stands still is given up, and what the ranks have to agree on one line and to leave."""
 MEETING_SECONDS = 20.0
@@ -46,13 +46,11 @@ START_SECONDS = 120.0
 LASTS_SECONDS = 1.5
 """How long a fault that passes lasts."""
 SMALL: dict[str, Any] = {
-    "steps": STEPS,
     "batch_size": 4,
     "device": "cpu:1",
     "precision": "float32",
     "patience": (MEETING_SECONDS, PATIENCE),
     "log_every": 1,
-    "evaluate": (STEPS, 4),
     "save": f"{INTERVAL}",
     "trackers": [],
     "model": {"dim": 16, "num_layers": 2, "num_heads": 2, "seq_len": 16, "moe": {"num_experts": 8, "hidden": 16}},
@@ -76,6 +74,8 @@ class Course:
 
     folder: Path
     """For the run and the logs of its ranks; is made."""
+    steps: int
+    """Of the run."""
     transport: str
     """What carries the messages of MoE layers."""
     in_background: bool = False
@@ -143,7 +143,7 @@ def play(wiring: Wiring | None, course: Course) -> list[dict[str, Any]]:
         return [{"losses": [float(line["loss"]) for line in lines]}]
     outcomes: list[FaultOutcome] = []
     for fault in course.faults:
-        if stage.newest() > STEPS - 20:
+        if stage.newest() > course.steps - LAST_STEPS:
             break
         outcomes.append(stage.meet(fault))
         if course.told is not None:
@@ -176,6 +176,8 @@ class FaultedRun:
         text.write_text(" ".join("".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(2000)))
         config = override(replace(demo(), out=str(self.run), existing="resume"), SMALL, source="chaos")
         changes = {
+            "steps": course.steps,
+            "evaluate": (course.steps, 4),
             "mesh": {"transport": course.transport},
             "save": f"{INTERVAL}" + ":background" * course.in_background,
         }
@@ -232,7 +234,7 @@ class FaultedRun:
         last = list(self._pending)
         self._undisturbed(until=None)
         for each in last:
-            each.same = each.same and self._is_same() and self._step() == STEPS
+            each.same = each.same and self._is_same() and self._step() == self.course.steps
             rest = [*(self.run / "checkpoints").glob(".*"), *self.run.glob("*.writing"), *self.run.glob(".lock")]
             each.leftovers += len(rest)
 
@@ -373,7 +375,7 @@ class FaultedRun:
         logs = self.course.folder / f"attempt-{self._attempts}"
         logs.mkdir()
         words = ["train", "--config", str(self._given), "--patience", str(MEETING_SECONDS), str(PATIENCE)]
-        words += [] if paced else ["--save", str(STEPS)]
+        words += [] if paced else ["--save", str(self.course.steps)]
         attempt = Attempt(logs)
         for rank in range(WORLD):
             environment = launcher_variables(Bed(), rank, port) | {"TORCHELASTIC_RESTART_COUNT": str(restarts)}

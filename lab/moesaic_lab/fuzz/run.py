@@ -145,9 +145,7 @@ def work(line: Connection, folder: Path, engine: str, only: Sequence[str]) -> No
     )
     resource.setrlimit(resource.RLIMIT_AS, (held + MOST_BYTES, resource.RLIM_INFINITY))
     signal.signal(signal.SIGPROF, _stop)
-    targets = [
-        target for target in (*_readers(folder), *_commands()) if not only or target.name.startswith(tuple(only))
-    ]
+    targets = [*_readers(folder, only), *_commands(only)]
     Target("what hypothesis does once", st.tuples(st.just(False), st.text()), repr).drawn(1, 0)()  # takes many seconds
     with contextlib.suppress(EOFError):
         while True:
@@ -162,16 +160,16 @@ def _batch(line: Connection, targets: list[Target], engine: str, inputs: int, nu
     take, at_once = ENGINES[engine]
     has_readers = any(target.name.startswith("read") for target in targets)
     rounds = 0
-    while sum(target.inputs for target in targets) < inputs:
+    while (missing := inputs - sum(target.inputs for target in targets)) > 0:
         left = [each for each in targets if not (has_readers and _has_enough(each, inputs))]
         # Where an input takes long, fewer are taken: each target gets its share of the time, and some inputs at least.
-        share = sum(each.seconds for each in left) / len(left)
+        share, count = sum(each.seconds for each in left) / len(left), -(-missing // len(left))
         for target in targets if rounds == 0 else left:
             if rounds == 0 or target.seconds <= share:
                 line.send((target.name, target.inputs))
                 fit = int(target.inputs / max(target.seconds, 0.01)) + 1
                 started = sum(os.times()[:4])
-                take(target, min(at_once, fit) if rounds else FIRST, number * 1_000_003 + rounds)
+                take(target, min(at_once, fit, count) if rounds else FIRST, number * 1_000_003 + rounds)
                 target.seconds += sum(os.times()[:4]) - started
         rounds += 1
 
@@ -251,8 +249,14 @@ ENGINES: dict[str, tuple[Round, int]] = {"hypothesis": (_by_hypothesis, 100), "a
 """By name: what hands over inputs, and how many of one target follow each other."""
 
 
-def _readers(folder: Path) -> Iterator[Target]:
+def _is_asked(name: str, only: Sequence[str]) -> bool:
+    return not only or name.startswith(tuple(only))
+
+
+def _readers(folder: Path, only: Sequence[str]) -> Iterator[Target]:
     for name, reader in READERS.items():
+        if not _is_asked(f"read {name}", only):
+            continue
         path = reader.path(folder)
         data = path.read_bytes()
         yield Target(f"read {name}", drawn_from(path.name, data), _reading(folder, reader, path, data), data)
@@ -273,10 +277,13 @@ def _reading(folder: Path, reader: Reader, path: Path, data: bytes) -> Callable[
     return read
 
 
-def _commands() -> Iterator[Target]:
-    """Yield every command of the registry, ours and those of other packages that are installed."""
+def _commands(only: Sequence[str]) -> Iterator[Target]:
+    """Yield every command of the registry that is asked for, ours and those of other packages that are installed.
+
+    What one may be given is read in its help, which takes a second for all of them.
+    """
     offered = {entry.name for entry in entry_points(group=main.GROUP)}
-    for name in (*main.COMMANDS, *sorted(offered)):
+    for name in filter(lambda name: _is_asked(f"command {name}", only), (*main.COMMANDS, *sorted(offered))):
         yield Target(f"command {name}", _command_lines(name), _running(name, name in main.COMMANDS))
 
 

@@ -81,6 +81,11 @@ def sum_product(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> Non
         out.addmm_(a[cut:].t(), b[cut:])
 
 
+def vector_product(rows: Tensor, vector: Tensor) -> Tensor:
+    """Return `rows @ vector`, (R,), of rows (R, K) and a vector (K,)."""
+    return (rows.float() @ vector.float()).to(rows.dtype) if _widens(rows) else torch.mv(rows, vector)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `x @ weight.T + bias`, differentiable once; as `F.linear` wherever oneDNN has nothing to gain.
 

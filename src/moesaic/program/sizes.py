@@ -142,6 +142,13 @@ class Held:
         kinds, of_rank = np.unique(self.experts, axis=0, return_inverse=True)
         return None if (kinds.sum(0) > 1).any() else (of_rank.ravel(), kinds.argmax(0))
 
+    @cached_property
+    def _alike(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the different sets of experts and of chunks that ranks hold, (experts, sets) and (chunks, sets) float64, and
+        which of them each rank has, (ranks,)."""
+        found = (np.unique(table, axis=0, return_inverse=True) for table in (self.experts, self.chunks))
+        return [(sets.T.astype(np.float64), of_rank.ravel()) for sets, of_rank in found]
+
     def sums(self, rows: np.ndarray) -> np.ndarray:
         """Return the rows of all pieces that each rank holds, (ranks,) float64, whole numbers; not where pieces have homes.
 
@@ -152,14 +159,11 @@ class Held:
         """
         assert self.homes is None, "pieces that have homes are held one by one"
         table = rows.astype(np.float64) if self.inside is None else (rows * self.inside[:, :, None]).astype(np.float64)
-        of_experts, experts = np.unique(self.experts, axis=0, return_inverse=True)
-        of_chunks, chunks = np.unique(self.chunks, axis=0, return_inverse=True)
+        (of_experts, experts), (of_chunks, chunks) = self._alike
         # (origins, chunks, kinds of experts), then (origins, kinds of experts, kinds of chunks)
-        per_origin = (table.swapaxes(1, 2) @ of_experts.T.astype(np.float64)).swapaxes(1, 2) @ of_chunks.T.astype(
-            np.float64
-        )
+        per_origin = (table.swapaxes(1, 2) @ of_experts).swapaxes(1, 2) @ of_chunks
         rank, origin = np.nonzero(self.origins)
-        held = per_origin[origin, experts.ravel()[rank], chunks.ravel()[rank]]
+        held = per_origin[origin, experts[rank], chunks[rank]]
         return np.bincount(rank, held, len(self.origins))
 
 

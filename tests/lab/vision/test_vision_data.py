@@ -18,7 +18,7 @@ def numbered(count: int) -> Images:
 
 
 def test_without_scikit_learn_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(InputError, match=r'the digits need scikit-learn: pip install "./lab\[vision\]"'):
         load_digits()
 

@@ -16,7 +16,7 @@ from moesaic.kernels.activation import hidden_gradient_into, hidden_rows_into
 from moesaic.kernels.by_expert.blocks import BlockRows, Blocks, Results, RowBlock, Scratch, Source
 from moesaic.kernels.memory import empty
 from moesaic.kernels.permute import dot_rows
-from moesaic.kernels.products import rows_product, sum_product
+from moesaic.kernels.products import rows_product, sum_product, vector_product
 from moesaic.kernels.work import ExpertWork, Gradients, Wanted
 
 
@@ -162,7 +162,7 @@ class _Backward:
         dots = dot_rows(grad.rows, hidden.rows, self.blocks.each[: block.rows])
         if self.work.down_bias is not None:
             for segment, rows, out in zip(block.segments, dy.segments, dots.split(block.sizes)):
-                out += torch.mv(rows, self.work.down_bias[segment.expert])
+                out += vector_product(rows, self.work.down_bias[segment.expert])
         return dots
 
     def _through_up(self, block: RowBlock, d_pre: BlockRows) -> None:

@@ -14,6 +14,7 @@ whose times are nowhere earlier is dropped.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -42,7 +43,7 @@ class Jobs:
     twins: tuple[tuple[frozenset[int], frozenset[int]], ...]
     """Pairs (a, b) of equal chunks: exchanging them changes nothing, so that a may go first."""
 
-    def bound(self, done: int, free: Free, ends: tuple[float, ...]) -> float:
+    def bound(self, done: int, free: Free, ends: tuple[float, ...], enough: float = math.inf) -> float:
         """Return a lower bound of the makespan of every completion of a partial schedule.
 
         For each resource its remaining jobs are run with preemption, each from the earliest time its predecessors allow,
@@ -53,19 +54,26 @@ class Jobs:
             done: the jobs that are placed, a bit each.
             free: when the resources are free.
             ends: when each placed job ends.
+            enough: a bound that is not smaller is not worth sharpening.
         """
-        reached = list(ends)
-        waiting: dict[int, list[tuple[float, float, float]]] = {}
+        reached, seconds, tails, thread = list(ends), self.seconds, self.tails, free[0]
+        waiting: list[list[tuple[float, float, float]]] = [[] for _ in free]
         for job, at in enumerate(self.resources):
             if done >> job & 1:
                 continue
-            head = free[at] if free[at] > free[0] else free[0]
+            head = free[at] if free[at] > thread else thread
             for other in self.before[job]:
                 if reached[other] > head:
                     head = reached[other]
-            reached[job] = head + self.seconds[job]
-            waiting.setdefault(at, []).append((head, self.seconds[job], self.tails[job]))
-        return max([*free, *ends, *(preemptive(jobs) for jobs in waiting.values())])
+            reached[job] = end = head + seconds[job]
+            if end + tails[job] >= enough:
+                return end + tails[job]
+            waiting[at].append((head, seconds[job], tails[job]))
+        found = max(*free, *ends)
+        for jobs in waiting:
+            if jobs and found < enough:
+                found = max(found, preemptive(jobs))
+        return found
 
 
 def jobs_of(program: Program, seconds: Mapping[str, float], host_runs_compute: bool) -> Jobs:
@@ -99,25 +107,27 @@ def preemptive(jobs: list[tuple[float, float, float]]) -> float:
     Args:
         jobs: (earliest start, seconds, tail) of each.
     """
-    coming = sorted(jobs)
+    coming = [*sorted(jobs), (math.inf, 0.0, 0.0)]
     running: list[tuple[float, float]] = []
     """Jobs that may run: (-tail, seconds left)."""
     now = latest = 0.0
     at = 0
-    while at < len(coming) or running:
-        if not running and coming[at][0] > now:
-            now = coming[at][0]
-        while at < len(coming) and coming[at][0] <= now:
-            heapq.heappush(running, (-coming[at][2], coming[at][1]))
+    head, seconds, tail = coming[0]
+    while running or head < math.inf:
+        if not running and head > now:
+            now = head
+        while head <= now:
+            heapq.heappush(running, (-tail, seconds))
             at += 1
-        tail, left = heapq.heappop(running)
-        until = coming[at][0] if at < len(coming) else float("inf")
-        if now + left <= until:
+            head, seconds, tail = coming[at]
+        first, left = running[0]
+        if now + left <= head:
+            heapq.heappop(running)
             now += left
-            latest = max(latest, now - tail)
+            latest = max(latest, now - first)
         else:
-            heapq.heappush(running, (tail, left - (until - now)))
-            now = until
+            heapq.heapreplace(running, (first, left - (head - now)))
+            now = head
     return latest
 
 
@@ -215,8 +225,9 @@ def branch_and_bound(jobs: Jobs, best: float, *, host_runs_compute: bool, max_no
         if nodes >= max_nodes:
             return SearchResult(order, False, nodes)
         nodes += 1
-        children = (search.append(node, job) for job in search.candidates(node))
-        promising = [child for child in children if child.bound < best * _BETTER]
+        enough = best * _BETTER
+        children = (search.append(node, job, enough) for job in search.candidates(node))
+        promising = [child for child in children if child.bound < enough]
         stack += sorted(promising, key=lambda child: child.bound, reverse=True)
     return SearchResult(order, True, nodes)
 
@@ -253,12 +264,12 @@ class _Search:
         end, at = starts[first] + jobs.seconds[first], jobs.resources[first]
         return [job for job in ready if job == first or (jobs.resources[job] == at and starts[job] < end)]
 
-    def append(self, node: _Node, job: int) -> _Node:
-        """Return the list with one job more."""
+    def append(self, node: _Node, job: int, enough: float) -> _Node:
+        """Return the list with one job more; see `Jobs.bound`."""
         free, start = place(node.free, *self._request(node, job))
         ends = (*node.ends[:job], start + self._jobs.seconds[job], *node.ends[job + 1 :])
         done = node.done | 1 << job
-        return _Node(done, free, ends, self._jobs.bound(done, free, ends), (*node.order, job))
+        return _Node(done, free, ends, self._jobs.bound(done, free, ends, enough), (*node.order, job))
 
     def is_dominated(self, node: _Node) -> bool:
         """Whether a node with the same jobs placed and no time later has been seen; remembers this one if not.
