@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesaic.kernels.codecs import CODECS, codec_named
+from moesaic.codecs import CODECS
+from moesaic.kernels.codecs import codec_named
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, once, same
 from moesaic_lab.claims import Claim
 

@@ -107,14 +107,9 @@ def blocks_of_bits(rows: float, dim: int, dtype: str, *, rate: int = 8) -> tuple
     return Part((1,), "int16"), Part((math.ceil(num_bits / 64) * 8,), "uint8"), Part((math.ceil(rows / 8),), "uint8")
 
 
-def scaled_tiles(rows: float, dim: int, dtype: str, *, width: int, transport: str) -> tuple[Part, ...]:
-    """Return the parts of rows cast to `transport`, with a scale per `width` values of a row."""
-    return Part((rows, math.ceil(dim / width)), scale_dtype(dtype)), Part((rows, dim), transport)
-
-
-def scaled_rows(rows: float, dim: int, dtype: str, *, transport: str) -> tuple[Part, ...]:
-    """Return the parts of rows cast to `transport`, with a scale per row."""
-    return Part((rows, 1), scale_dtype(dtype)), Part((rows, dim), transport)
+def scaled(rows: float, dim: int, dtype: str, *, transport: str, width: int | None = None) -> tuple[Part, ...]:
+    """Return the parts of rows cast to `transport`, with a scale per `width` values of a row; None: one per row."""
+    return Part((rows, math.ceil(dim / (width or dim))), scale_dtype(dtype)), Part((rows, dim), transport)
 
 
 NO_CODEC = "none"
@@ -128,9 +123,9 @@ CODECS: dict[str, CodecSpec] = {
         implementation="sixteen.Bf16", layout=partial(sixteen_bits, transport="bfloat16"), tolerance=0.06
     ),
     "fp16": CodecSpec(implementation="sixteen.Fp16", layout=partial(sixteen_bits, transport="float16"), tolerance=0.01),
-    "int8": CodecSpec(implementation="eight.Int8", layout=partial(scaled_rows, transport="int8"), tolerance=0.15),
+    "int8": CodecSpec(implementation="eight.Int8", layout=partial(scaled, transport="int8"), tolerance=0.15),
     "fp8": CodecSpec(
-        implementation="eight.Fp8", layout=partial(scaled_tiles, width=128, transport="float8_e4m3fn"), tolerance=0.6
+        implementation="eight.Fp8", layout=partial(scaled, width=128, transport="float8_e4m3fn"), tolerance=0.6
     ),
     "zfp": CodecSpec(
         implementation="zfp.Zfp",

@@ -9,7 +9,7 @@ import pytest
 
 from moesaic.cli.main import main
 from moesaic.errors import InputError
-from moesaic.kernels.codecs import Zfp
+from moesaic.kernels.codecs.zfp import Zfp
 from moesaic.testing import processes, suite
 from moesaic.testing.cases import draw_case, missing_codecs
 from moesaic.testing.suite import BALANCE, answers

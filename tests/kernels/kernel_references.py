@@ -10,11 +10,10 @@ from moesaic.kernels.permute import Permutation
 from moesaic.kernels.work import ExpertWork
 
 
-def swiglu_reference(gate: Tensor, up: Tensor, weight: Tensor | None) -> Tensor:
-    """Return `gated` with silu written out, in float64."""
+def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
+    """Return the hidden rows of two pre-activations with silu, written out, in float64."""
     gate, up = gate.double(), up.double()
-    hidden = gate / (1 + torch.exp(-gate)) * up
-    return hidden if weight is None else hidden * weight.double()[:, None]
+    return gate / (1 + torch.exp(-gate)) * up
 
 
 def expert_ffn_reference(work: ExpertWork) -> Tensor:
@@ -32,7 +31,7 @@ def expert_ffn_reference(work: ExpertWork) -> Tensor:
         pre = [matrix.double() @ read for matrix in work.up[expert]]
         if work.up_bias is not None:
             pre = [part + bias.double() for part, bias in zip(pre, work.up_bias[expert])]
-        result = work.down[expert].double() @ hidden_rows(pre, work.activation, None, work.clamp)
+        result = work.down[expert].double() @ hidden_rows(pre, work.activation, work.clamp)
         if work.down_bias is not None:
             result = result + work.down_bias[expert].double()
         out[at] = out[at] + result * (1 if work.gates_first else weight)

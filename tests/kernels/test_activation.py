@@ -1,4 +1,4 @@
-"""Activations with the routing weight multiplied in."""
+"""Activations, and what writes them and their gradients into memory that is given."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from torch import Tensor
 from moesaic.kernels.activation import (
     ACTIVATIONS,
     Clamp,
-    activate,
-    clamped_swiglu,
-    gated,
     hidden_gradient_into,
     hidden_rows,
     hidden_rows_into,
@@ -22,38 +19,26 @@ from moesaic.testing.reference import reference_activation
 SHAPES = [(0, 4), (1, 1), (3, 5), (7, 8)]
 
 
-@pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_swiglu_equals_the_formula(dtype: torch.dtype, shape: tuple[int, int], weighted: bool) -> None:
+def test_swiglu_equals_the_formula(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     gate, up = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
-    weight = torch.rand(shape[0]) if weighted else None
-    y = gated(gate, up, weight)
+    y = hidden_rows((gate, up), "silu")
     tolerance = {torch.float32: 1e-6, torch.float64: 1e-12, torch.bfloat16: 3e-2}[dtype]
-    weight = None if weight is None else weight.to(dtype)
     assert y.dtype == dtype
-    torch.testing.assert_close(y.double(), swiglu_reference(gate, up, weight), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(y.double(), swiglu_reference(gate, up), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
-def test_activations_equal_their_formulas(name: str, shape: tuple[int, int], weighted: bool) -> None:
+def test_activations_equal_their_formulas(name: str, shape: tuple[int, int]) -> None:
     hidden = torch.randn(shape, dtype=torch.float64)
-    weight = torch.rand(shape[0], dtype=torch.float64) if weighted else None
-    expected = reference_activation(hidden, name)
-    expected = expected if weight is None else weight[:, None] * expected
-    torch.testing.assert_close(activate(hidden, name, weight), expected)
+    torch.testing.assert_close(hidden_rows((hidden,), name), reference_activation(hidden, name))
 
 
 def test_swiglu_gradients_are_exact() -> None:
-    gate, up, weight = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in [(3, 4), (3, 4), (3,)])
-    assert torch.autograd.gradcheck(gated, (gate, up, weight))
-
-
-def test_the_weight_scales_rows() -> None:
-    ones = torch.ones(2, 3)
-    assert activate(ones, "relu", torch.tensor([2.0, -1.0])).tolist() == [[2.0] * 3, [-1.0] * 3]
+    gate, up = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(lambda gate, up: hidden_rows((gate, up), "silu"), (gate, up))
 
 
 def test_clamped_swiglu_is_what_gpt_oss_writes() -> None:
@@ -61,7 +46,7 @@ def test_clamped_swiglu_is_what_gpt_oss_writes() -> None:
     clamp = Clamp(limit=7.0, alpha=1.702, offset=1.0)
     one, two = torch.where(gate > 7, 7, gate), torch.where(up > 7, 7, torch.where(up < -7, -7, up))
     expected = one / (1 + torch.exp(-1.702 * one)) * (two + 1)
-    torch.testing.assert_close(clamped_swiglu(gate, up, None, clamp), expected)
+    torch.testing.assert_close(hidden_rows((gate, up), "silu", clamp), expected)
     assert (gate > 7).any()
     assert (up < -7).any()
 
@@ -72,7 +57,7 @@ def test_clamped_swiglu_is_what_gpt_oss_writes() -> None:
 def test_what_writes_into_memory_equals_what_autograd_finds(name: str, clamp: Clamp | None, keeps: bool) -> None:
     for number in (1, 2) if clamp is None else (2,):
         pre = [torch.randn(7, 5, dtype=torch.float64, requires_grad=True) for _ in range(number)]
-        expected, hidden = hidden_rows(pre, name, None, clamp), torch.empty(7, 5, dtype=torch.float64)
+        expected, hidden = hidden_rows(pre, name, clamp), torch.empty(7, 5, dtype=torch.float64)
         gate: Tensor | None = torch.empty_like(hidden) if keeps and number == 2 else None
         with torch.no_grad():
             hidden_rows_into(pre, name, hidden, gate, clamp)

@@ -11,9 +11,8 @@ from kernel_references import expert_ffn_reference
 from torch import Tensor
 
 from helpers import pairwise
-from moesaic.kernels import pick
+from moesaic.kernels import blocks, pick
 from moesaic.kernels.activation import ACTIVATIONS, Clamp
-from moesaic.kernels.by_expert import blocks
 from moesaic.kernels.expert_ffn import expert_ffn
 from moesaic.kernels.permute import sort_by_expert
 from moesaic.kernels.work import ExpertWork, Wanted

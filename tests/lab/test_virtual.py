@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moesaic.codecs import CODECS
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.errors import InputError
-from moesaic.kernels.codecs import CODECS
+from moesaic.kernels.codecs import codec_named
 from moesaic.layer import MoE
 from moesaic.plan import Plan, compile_plan
 from moesaic.plan.plan import Codec
@@ -86,7 +87,7 @@ def test_rates_that_make_no_sense_are_refused(options: dict[str, float], words: 
 def test_a_codec_without_a_rate_is_refused() -> None:
     device = accelerator(coded_bytes_per_second=0.0)
     with pytest.raises(InputError, match="give the virtual accelerator coded_bytes_per_second"):
-        VirtualCodec(CODECS["int8"](), device).encode(torch.zeros(2, 3))
+        VirtualCodec(codec_named("int8"), device).encode(torch.zeros(2, 3))
 
 
 def test_experts_charge_two_flops_per_row_and_element_forward_and_four_backward() -> None:
@@ -134,7 +135,7 @@ def test_packed_weights_come_back() -> None:
 @pytest.mark.parametrize("rows", [0, 1, 5, 8])
 def test_virtual_messages_are_as_long_as_the_codecs(name: str, rows: int) -> None:
     device = accelerator()
-    codec, virtual = CODECS[name](), VirtualCodec(CODECS[name](), device)
+    codec, virtual = codec_named(name), VirtualCodec(codec_named(name), device)
     values = torch.randn(rows, 12)
     message = virtual.encode(values)
     assert message.dtype == torch.uint8
@@ -199,7 +200,7 @@ def test_a_layer_sends_what_a_real_codec_would(codec: Codec) -> None:
             if not virtual:
                 assert layer.on_mesh is not None
                 del layer.on_mesh.codecs
-                layer.on_mesh.codecs = lambda name: CODECS[name]()
+                layer.on_mesh.codecs = codec_named
             layer(torch.ones(8, DIM, requires_grad=True)).sum().backward()
             return [message.num_bytes for each in recorder.ranges for message in each.messages]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import defaultdict
 from threading import get_ident
 
@@ -11,11 +10,9 @@ from meshes import make_layer, on_mesh, tokens_of
 
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.transport import AbstractTransport, Handle, Transfer
+from moesaic.kernels import by_expert
 from moesaic.plan import Plan
 from moesaic.program.grid import Grid
-
-by_expert_backward = importlib.import_module("moesaic.kernels.by_expert.passes")
-"""The module: the package gives its function the same name."""
 
 TWO_NODES = Grid(world=4, ep=4, ranks_per_node=2)
 
@@ -46,14 +43,14 @@ class Diary(AbstractTransport):
 
 def events_of_backward(plan: Plan, grid: Grid, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Each rank's transfers and products for weights, in the order of one backward pass."""
-    products = by_expert_backward._products
+    products = by_expert._products
     of_thread: dict[int, list[str]] = defaultdict(list)  # ranks are threads
 
     def written(*args: object) -> None:
         of_thread[get_ident()].append("product")
         products(*args)
 
-    monkeypatch.setattr(by_expert_backward, "_products", written)
+    monkeypatch.setattr(by_expert, "_products", written)
 
     def rank(transport: AbstractTransport) -> list[str]:
         events = of_thread[get_ident()]

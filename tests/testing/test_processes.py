@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from moesaic.testing.cases import draw_case
 from moesaic.testing.equivalence import failures
-from moesaic.testing.processes import ProcessCase, cases_for, run_on_gloo
+from moesaic.testing.processes import ProcessCase, run_on_gloo
 
 CASES = {2: 8, 4: 6, 8: 4}
 """World size to how many cases it runs."""
 
 
 def check(world: int) -> None:
-    cases = cases_for(world, CASES[world])
+    cases = [draw_case(seed, world=world) for seed in range(CASES[world])]
     found = run_on_gloo([ProcessCase(case) for case in cases])
     assert [(ran.case.seed, failures(ran.case, ran.errors)) for ran in found] == [(case.seed, {}) for case in cases]
     assert any("gradient norm" in ran.errors for ran in found)

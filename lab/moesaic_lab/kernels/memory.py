@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moesaic.kernels.by_expert.blocks import CACHE_BYTES, MIN_ROWS
+from moesaic.kernels.blocks import CACHE_BYTES, MIN_ROWS
 from moesaic.layer import MoE
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, once, same
 from moesaic_lab.claims import Claim

@@ -1,7 +1,4 @@
-"""Activations between an expert's products, with the routing weight multiplied in.
-
-The weight enters the hidden row, not the output row: `w * (a @ W2) = (w * a) @ W2`. The combine stage is then a plain
-sum that saves nothing, and the weight's gradient is a dot product of two hidden rows that backward has anyway.
+"""Activations between an expert's products.
 
 The functions that end in `_into` write into memory that is given: run over one expert's rows at a time they work in the
 processor's cache.
@@ -53,56 +50,33 @@ class Clamp:
         return [self.limit, self.alpha, self.offset]
 
 
-def activate(hidden: Tensor, activation: str, weight: Tensor | None) -> Tensor:
-    """Apply an activation, then the rows' routing weights.
+def hidden_rows(pre: Sequence[Tensor], activation: str, clamp: Clamp | None = None) -> Tensor:
+    """Return the hidden rows, (R, H) in the dtype of `pre`, differentiable.
 
     Args:
-        hidden: (R, H).
+        pre: one or two of (R, H): what the matrices that read the token give. Of two the first gates the second; with silu that
+            is SwiGLU (Shazeer, "GLU Variants", 2020).
         activation: a key of `ACTIVATIONS`.
-        weight: (R,) or None for weights of 1.
-
-    Returns:
-        (R, H) in the dtype of `hidden`.
+        clamp: of clamped SwiGLU; None for others.
     """
-    return _weighted(ACTIVATIONS[activation](hidden), weight)
-
-
-def gated(gate: Tensor, up: Tensor, weight: Tensor | None, activation: str = "silu") -> Tensor:
-    """Return `activation(gate) * up`, times the rows' weights; with silu SwiGLU (Shazeer, "GLU Variants", 2020).
-
-    Args:
-        gate: (R, H).
-        up: (R, H).
-        weight: (R,) or None for weights of 1.
-        activation: a key of `ACTIVATIONS`.
-    """
-    return _weighted(ACTIVATIONS[activation](gate) * up, weight)
-
-
-def clamped_swiglu(gate: Tensor, up: Tensor, weight: Tensor | None, clamp: Clamp) -> Tensor:
-    """Return what `Clamp` says, times the rows' weights; shapes as for `gated`."""
-    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
-    return _weighted(gate * torch.sigmoid(clamp.alpha * gate) * (up + clamp.offset), weight)
-
-
-def hidden_rows(pre: Sequence[Tensor], activation: str, weight: Tensor | None, clamp: Clamp | None = None) -> Tensor:
-    """Return the hidden rows of plain (one pre-activation) or gated (two) experts, differentiable; shapes as above."""
     if len(pre) == 1:
-        return activate(pre[0], activation, weight)
-    return gated(pre[0], pre[1], weight, activation) if clamp is None else clamped_swiglu(pre[0], pre[1], weight, clamp)
+        return ACTIVATIONS[activation](pre[0])
+    gate, up = pre
+    if clamp is None:
+        return ACTIVATIONS[activation](gate) * up
+    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+    return gate * torch.sigmoid(clamp.alpha * gate) * (up + clamp.offset)
 
 
 def hidden_rows_into(
     pre: Sequence[Tensor], activation: str, hidden: Tensor, gate: Tensor | None = None, clamp: Clamp | None = None
 ) -> None:
-    """Write the hidden rows, without routing weights.
+    """Write the hidden rows.
 
     Args:
-        pre: one or two of (R, H): what the matrices that read the token give.
-        activation: a key of `ACTIVATIONS`; of two, that of the first, which gates the second.
+        pre, activation, clamp: as for `hidden_rows`.
         hidden: (R, H), written.
         gate: (R, H), written: the activation of the first of two, which `hidden_gradient_into` reads; None: not kept.
-        clamp: of clamped SwiGLU; None for others.
     """
     if len(pre) == 1:
         _activation_into(pre[0], activation, hidden)
@@ -124,11 +98,9 @@ def hidden_gradient_into(
     """Turn the gradient of the hidden rows into those of `pre`, in place.
 
     Args:
-        pre: as for `hidden_rows_into`.
-        activation: the same.
+        pre, activation, clamp: as for `hidden_rows`.
         grad: (R, H), the hidden rows' gradient; becomes that of `pre[0]`.
         gate: (R, H), what `hidden_rows_into` wrote; becomes the gradient of `pre[1]`. None for one.
-        clamp: as for `hidden_rows_into`.
     """
     if gate is None:
         _gradient_into(pre[0], activation, grad)
@@ -168,7 +140,3 @@ def _gradient_into(x: Tensor, activation: str, grad: Tensor) -> None:
         grad.mul_(x.clamp(min=0)).mul_(2)
     else:
         torch.ops.aten.threshold_backward.grad_input(grad, x, 0, grad_input=grad)
-
-
-def _weighted(hidden: Tensor, weight: Tensor | None) -> Tensor:
-    return hidden if weight is None else hidden * weight.to(hidden.dtype).unsqueeze(1)

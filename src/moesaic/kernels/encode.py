@@ -38,7 +38,6 @@ def encoding(expert_TK: Tensor, num_experts: int, capacity: int) -> Encoding:
 
     Args:
         expert_TK: (tokens, top_k) int64; the experts of one token differ.
-        num_experts: how many there are.
         capacity: places of each.
 
     Raises:

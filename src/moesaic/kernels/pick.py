@@ -96,7 +96,6 @@ def require(work: ExpertWork, name: str, majors: tuple[int, ...], multiple: int)
     """Refuse a call that a tier cannot compute.
 
     Args:
-        work: the call.
         name: of the tier.
         majors: first numbers of the compute capabilities that it runs on.
         multiple: what the widths of tokens and experts have to be multiples of.

@@ -30,7 +30,7 @@ def forward(work: ExpertWork, out_dtype: torch.dtype, rows_times: GroupedProduct
     pre = rows_times(read, work.up.flatten(1, 2).transpose(1, 2), work.ends)
     if work.up_bias is not None:
         pre += _per_row(work.up_bias.flatten(1), work)
-    hidden = hidden_rows(work.halves(pre), work.activation, None, work.clamp)
+    hidden = hidden_rows(work.halves(pre), work.activation, work.clamp)
     results = rows_times(hidden, work.down.transpose(1, 2), work.ends)
     if work.down_bias is not None:
         results = results + _per_row(work.down_bias, work)
@@ -121,10 +121,6 @@ def _taken(x: Tensor, work: ExpertWork) -> Tensor:
     return x if work.dispatch is None else x.index_select(0, work.dispatch.token)
 
 
-def _counts(work: ExpertWork) -> Tensor:
-    return work.ends.long().diff(prepend=work.ends.new_zeros(1).long())
-
-
 def _per_row(biases: Tensor, work: ExpertWork) -> Tensor:
     """Return each row's expert's bias: (E, width) -> (R, width)."""
     row = torch.arange(work.num_rows, dtype=work.ends.dtype, device=work.ends.device)
@@ -133,4 +129,5 @@ def _per_row(biases: Tensor, work: ExpertWork) -> Tensor:
 
 def _sums(rows: Tensor, work: ExpertWork) -> Tensor:
     """Return the sum of each expert's rows, (E, width), in a fixed order."""
-    return torch.segment_reduce(rows, "sum", lengths=_counts(work), axis=0, unsafe=True, initial=0)
+    counts = work.ends.long().diff(prepend=work.ends.new_zeros(1).long())
+    return torch.segment_reduce(rows, "sum", lengths=counts, axis=0, unsafe=True, initial=0)

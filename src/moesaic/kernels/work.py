@@ -118,8 +118,8 @@ class Gradients:
 
 def counts(ends: Tensor) -> list[int]:
     """Return each expert's rows, on the host."""
-    rank_tokens: list[int] = ends.tolist()
-    return [stop - start for start, stop in zip([0, *rank_tokens], rank_tokens)]
+    stops: list[int] = ends.tolist()
+    return [stop - start for start, stop in zip([0, *stops], stops)]
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

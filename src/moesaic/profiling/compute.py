@@ -10,10 +10,10 @@ from functools import partial
 
 import torch
 
-from moesaic.codecs import is_coded
+from moesaic.codecs import CODECS, is_coded
 from moesaic.cost.profile import Products
 from moesaic.experts import EXPERTS
-from moesaic.kernels.codecs import CODECS, AbstractCodec, codec_named
+from moesaic.kernels.codecs import AbstractCodec, codec_named
 from moesaic.profiling.together import gathered
 
 ROWS = (1, 4, 16, 64, 256, 1024)

@@ -171,8 +171,6 @@ class AbstractLayoutIndex(ABC):
     """The pieces of every slot and movement on a mesh.
 
     Args:
-        grid: the mesh.
-        num_experts: how many experts the layer has.
         num_chunks: parts that each run of copies is cut into.
         replicates: after these parts, each run has one more for every rank of ep, which that rank computes.
 
@@ -268,8 +266,6 @@ class LayoutIndex(AbstractLayoutIndex):
     """The pieces of slots and movements that depend on layouts alone, shared between calls.
 
     Args:
-        grid: the mesh.
-        num_experts: how many experts the layer has.
         num_chunks: parts that each run of copies is cut into.
         replicates: after these parts, each run has one more for every rank of ep, which that rank computes.
         parts: chunks of a program, each of which takes its share of these parts; None: one each.
@@ -552,7 +548,6 @@ class CallSizes:
     """The rows of every slot and movement, for one call.
 
     Args:
-        grid: the mesh.
         copies: (world, num_experts) int64: copies that each origin sends to each expert.
         tokens: (world,) int64: tokens of which each origin is responsible.
         num_chunks: parts that each run of copies is cut into.

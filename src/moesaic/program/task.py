@@ -17,7 +17,8 @@ ONCE: tuple[Flow, ...] = ("node_tokens", "rank_tokens")
 """Flows in which a token goes to a place once, whatever the number of its copies there."""
 Which = Literal["all", "rank", "node"]
 WHICH: tuple[Which, ...] = ("all", "rank", "node")
-Chunk = int | Literal["replicated", "here", "near"]
+NamedChunk = Literal["replicated", "here", "near"]
+Chunk = int | NamedChunk
 
 INDEX_BYTES = 4
 """Of an index on its way: an int32."""

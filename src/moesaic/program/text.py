@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from typing import TypeVar, get_args
 
 from moesaic.errors import InputError
 from moesaic.program.grid import AXES, Axis
@@ -11,19 +13,19 @@ from moesaic.program.task import (
     FLOWS,
     WHICH,
     Chunk,
-    Flow,
     Kind,
     Lane,
     Layout,
+    NamedChunk,
     Op,
     Program,
     Slot,
     Stage,
     State,
     Task,
-    Which,
 )
 
+T = TypeVar("T")
 VERSION = 1
 """Of the text form; a reader refuses newer ones."""
 
@@ -116,13 +118,12 @@ def _read_slot(words: list[str]) -> Slot:
         word = rest.pop(0)
         if word != "-":
             axis, value = word.split(":")
-            states.append((_axis(axis), State(value)))
-    origins = rest[2].split("+")
+            states.append((_one_of(AXES, axis, "axis"), State(value)))
     layout = (Placed if "placed" in rest else Layout)(
-        flow=_flow(rest[0]),
-        spread=() if origins == ["own"] else tuple(map(_axis, origins)),
+        flow=_one_of(FLOWS, rest[0], "flow"),
+        spread=() if rest[2] == "own" else _axes(rest[2]),
         whole_tp="whole-tp" in rest,
-        experts=_which(rest[rest.index("at") + 1]) if "at" in rest else "all",
+        experts=_one_of(WHICH, rest[rest.index("at") + 1], "place of experts") if "at" in rest else "all",
         chunk=_chunk(rest[rest.index("chunk") + 1]) if "chunk" in rest else None,
         step=_step(rest[rest.index("step") + 1]) if "step" in rest else None,
     )
@@ -140,7 +141,7 @@ def _read_task(line: str) -> Task:
         op=Op(words[2]),
         stage=Stage(words[3]),
         lane=Lane(words[4]),
-        group=() if words[5] == "-" else tuple(map(_axis, words[5].split("+"))),
+        group=() if words[5] == "-" else _axes(words[5]),
         reads=tuple(words[6:]),
         writes=tuple(re.sub(r"\^-?\d+|\w+=\S+", "", tail).split()),
         power=powers[0] if powers else 0,
@@ -152,32 +153,24 @@ def _read_task(line: str) -> Task:
     )
 
 
-def _axis(word: str) -> Axis:
-    for axis in AXES:
-        if word == axis:
-            return axis
-    raise ValueError(f"{word!r} is no axis")
+def _one_of(names: Iterable[T], word: str, what: str) -> T:
+    for name in names:
+        if word == name:
+            return name
+    raise ValueError(f"{word!r} is no {what}")
 
 
-def _which(word: str) -> Which:
-    for which in WHICH:
-        if word == which:
-            return which
-    raise ValueError(f"{word!r} says nowhere which experts")
+def _axes(words: str) -> tuple[Axis, ...]:
+    return tuple(_one_of(AXES, word, "axis") for word in words.split("+"))
 
 
 def _chunk(word: str) -> Chunk:
-    named: dict[str, Chunk] = {"replicated": "replicated", "here": "here", "near": "near"}
-    return named[word] if word in named else int(word)
+    if word.isdecimal():
+        return int(word)
+    named: NamedChunk = _one_of(get_args(NamedChunk), word, "chunk")
+    return named
 
 
 def _step(word: str) -> tuple[int, int]:
     step, _, steps = word.partition("/")
     return int(step), int(steps)
-
-
-def _flow(word: str) -> Flow:
-    for flow in FLOWS:
-        if word == flow:
-            return flow
-    raise ValueError(f"{word!r} is no flow")

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from moesaic.program.grid import Axis
 from moesaic.program.task import Op, Program, Slot, State, Task
-from moesaic.program.transpose import transpose
-
-_MOVING = (Op.MOVE, Op.HOP)
 
 _CHANGES: dict[tuple[State, State], str] = {
     (State.SHARDED, State.SHARDED): "exchange",
@@ -63,48 +57,6 @@ def validate(program: Program) -> None:
     for name in program.outputs:
         if name not in written:
             raise ProgramError(f"output {name} is never written")
-
-
-def validate_ranks(programs: Sequence[Program]) -> None:
-    """Check that ranks issue the movements of every group in the same order, as transports that match by order need.
-
-    Args:
-        programs: one per rank, of one direction.
-
-    Raises:
-        ProgramError: naming the group and the first movement that differs.
-    """
-    for rank, program in enumerate(programs):
-        for group in sorted({task.group for task in (*programs[0].tasks, *program.tasks) if task.op in _MOVING}):
-            ours, theirs = (_issued(each, group) for each in (programs[0], program))
-            if ours != theirs:
-                at = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
-                first, second = (names[at] if at < len(names) else "nothing" for names in (ours, theirs))
-                raise ProgramError(
-                    f"movement {at} over {'+'.join(group)} is {first} on rank 0 and {second} on rank {rank}: "
-                    "all ranks must run the same program"
-                )
-
-
-def validate_pair(forward: Program, backward: Program) -> None:
-    """Check that a backward program, not lowered yet, is the transpose of a forward one.
-
-    Raises:
-        ProgramError: naming the task whose transpose is missing, or is another one.
-    """
-    found = {task.name: task for task in backward.tasks}
-    for task in transpose(forward).tasks:
-        other = found.pop(task.name, None)
-        if other is None:
-            raise ProgramError(f"task {task.name} is missing: the transpose of {forward.name} needs it")
-        if other != task:
-            raise ProgramError(f"task {task.name} is not the transpose of what {forward.name} does there")
-    if found:
-        raise ProgramError(f"task {next(iter(found))} is no transpose of a task of {forward.name}")
-
-
-def _issued(program: Program, group: tuple[Axis, ...]) -> list[str]:
-    return [task.name for task in program.tasks if task.op in _MOVING and task.group == group]
 
 
 def _cycle(program: Program, start: Task) -> tuple[str, ...]:

@@ -60,10 +60,7 @@ class AbstractCapacity(ABC):
 class Dropless(AbstractCapacity):
     """Every copy is served, however uneven the load."""
 
-    @property
-    def never_drops(self) -> bool:
-        """True."""
-        return True
+    never_drops = True
 
     def rows(self, requested_E: Tensor, num_valid: Tensor, top_k: int) -> Tensor | None:
         """Return None: no limit."""
@@ -117,7 +114,6 @@ class Capacity(AbstractCapacity):
         Args:
             num_tokens: padding included.
             top_k: experts per token.
-            num_experts: how many experts the layer has.
         """
         assert self.factor is not None
         return math.ceil(num_tokens * (self.factor * top_k / num_experts))
@@ -185,7 +181,6 @@ def admit(
         alive_N: (N,) bool, False for padding and for copies that the router itself held back; None means all alive.
         rows: () int64 rows per expert, None for no limit.
         best_weight_T: (tokens,) the largest weight of each token, to admit by score; None admits by position.
-        num_experts: how many experts there are.
         before_KE: (K, num_experts) copies that stand before this rank's first of a choice in the queue of an expert, where
             several ranks queue; None where these are all copies.
     """

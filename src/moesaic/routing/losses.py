@@ -259,13 +259,8 @@ class _TimesOfFirstPass(torch.autograd.Function):
 class Importance(AbstractLoss):
     """The squared coefficient of variation of the experts' summed routing weights."""
 
-    @property
-    def name(self) -> str:
-        return "importance"
-
-    @property
-    def needs_importance(self) -> bool:
-        return True
+    name = "importance"
+    needs_importance = True
 
     def value(self, statistics: RouterStatistics) -> Tensor:
         importance_E = statistics.importance_E
@@ -279,13 +274,8 @@ class Importance(AbstractLoss):
 class ZLoss(AbstractLoss):
     """The mean squared logsumexp of the logits: keeps them small, where low precision is exact enough."""
 
-    @property
-    def name(self) -> str:
-        return "z_loss"
-
-    @property
-    def needs_logsumexp(self) -> bool:
-        return True
+    name = "z_loss"
+    needs_logsumexp = True
 
     def value(self, statistics: RouterStatistics) -> Tensor:
         return statistics.logsumexp_squared / statistics.tokens_G.sum().clamp_min(1)

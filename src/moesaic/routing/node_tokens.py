@@ -81,10 +81,8 @@ def find_node_tokens(
     Args:
         token: (copies,) int64, expert after expert, as the copies travel.
         expert: (copies,) int64, ascending; `num_experts` for copies that are not sent, which come last.
-        num_experts: how many experts the layer has.
         num_tokens: how many tokens `token` counts.
         num_chunks: into how many chunks the program was cut.
-        grid: the mesh.
     """
     tokens, nodes = max(num_tokens, 1), grid.nodes_per_replica
     cell = expert // (num_experts // grid.ep) * num_chunks

@@ -66,7 +66,6 @@ class Gathered:
         """Tell the peers this rank's counts and sums, and hear theirs.
 
         Args:
-            peers: the ranks.
             counts_KE: (K, E) int64 copies before capacity, by choice and expert.
             num_valid: () tokens that are not padding; None for all.
             num_tokens: padding included.
@@ -110,16 +109,6 @@ class Gathered:
         return self.values[:, _SIZES : _SIZES + width].long().view(-1, self.num_slots, self.num_experts)
 
     @cached_property
-    def digests(self) -> Tensor:
-        """(P, 4) float64: every rank's `Peers.digest`."""
-        return self.values[:, -_DIGEST:]
-
-    @cached_property
-    def more(self) -> Tensor:
-        """(P, m) float64: what every rank's `Peers.also` returned."""
-        return self.values[:, -_DIGEST - self.num_more : -_DIGEST]
-
-    @cached_property
     def _all_on_host(self) -> np.ndarray:
         """(P, n + E) float64: the values and `sent`, brought to the host at once: the one wait of a call."""
         parts = [self.values] if self.sent is None else [self.values, self.sent.double()]
@@ -138,12 +127,12 @@ class Gathered:
 
     @property
     def digests_on_host(self) -> np.ndarray:
-        """(P, 4) float64: `digests`, on the host."""
+        """(P, 4) float64: every rank's `Peers.digest`, on the host."""
         return self.on_host[:, -_DIGEST:]
 
     @property
     def more_on_host(self) -> np.ndarray:
-        """(P, m) float64: `more`, on the host."""
+        """(P, m) float64: what every rank's `Peers.also` returned, on the host."""
         return self.on_host[:, -_DIGEST - self.num_more : -_DIGEST]
 
     def statistics(self, local: RouterStatistics, peers: Peers, earlier_counts_E: Tensor | None) -> RouterStatistics:
@@ -151,7 +140,6 @@ class Gathered:
 
         Args:
             local: this rank's sums.
-            peers: the ranks.
             earlier_counts_E: (E,) int64 copies of the step before this call, over all ranks.
         """
         mine = local.packed()
@@ -193,7 +181,6 @@ class Peers:
 
     Args:
         transport: the transport between all ranks.
-        grid: the mesh.
         slices: whether each rank of a tensor group routes a slice of the group's tokens.
         digest: 16 bytes, the same on all ranks that run the same programs.
         find: under multicast, the function that finds the node tokens of copies sorted by slot, from (token, slot, number of
@@ -260,7 +247,6 @@ class Peers:
             choice: the copies of this rank's tokens.
             alive_N: (N,) bool, which of them are sent; None for all.
             num_tokens: how many tokens this rank routes.
-            num_experts: how many experts the layer has.
             may_drop: the capacity may drop some copies, so that nobody knows yet which are sent.
 
         Returns:

@@ -64,9 +64,6 @@ def own_choice(router: AbstractRouter) -> Callable[[Scores, int, Tensor | None, 
 
     A prediction that read the recorded choices would be right more often than that of the run that was recorded, and
     what is decided from it would be something else.
-
-    Args:
-        router: any.
     """
     return partial(type(router).choose, router)
 

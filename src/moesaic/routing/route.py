@@ -148,7 +148,6 @@ def route_chosen(expert_TK: Tensor, weight_TK: Tensor, num_experts: int, peers: 
     Args:
         expert_TK: (tokens, K) int64, of a token each expert once.
         weight_TK: (tokens, K) routing weights, differentiable.
-        num_experts: how many there are.
         peers: as for `route`.
     """
     num_tokens, top_k = expert_TK.shape

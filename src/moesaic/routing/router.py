@@ -85,9 +85,8 @@ class AbstractRouter(KeepsFloat32, ABC):
             token_ids: (tokens,) int64 vocabulary ids, or None.
         """
 
-    @abstractmethod
     def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
-        """Pick experts for the tokens; nothing here is differentiable.
+        """Pick experts for the tokens, by default those that `rank_by` ranks highest; nothing here is differentiable.
 
         Args:
             scores: what `scores` returned.
@@ -95,6 +94,7 @@ class AbstractRouter(KeepsFloat32, ABC):
             valid_T: (tokens,) bool, False for padding; None when there is none.
             noise: what `draw` returned for this call.
         """
+        return token_choice(top_k_indices(scores.rank_by, top_k))
 
     @abstractmethod
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
@@ -180,6 +180,37 @@ class LinearRouter(AbstractRouter):
         """Return the logits, (tokens, num_experts), in the dtype of the tokens, (tokens, dim)."""
         bias = None if self.logit_bias is None else self.logit_bias.to(x_TD.dtype)
         return linear(x_TD, self.weight.to(x_TD.dtype), bias)
+
+
+class SoftmaxWeights(AbstractRouter):
+    """A router that weighs a token's chosen experts by the softmax of their logits.
+
+    `normalize` says of which: "after" applies the softmax to the chosen logits, so that a token's weights sum to one; "before"
+    applies it to all of them and keeps the chosen probabilities as they are.
+    """
+
+    scale: float
+    normalize: str
+
+    def _set_normalize(self, normalize: str) -> None:
+        if normalize not in ("before", "after"):
+            raise InputError(f'normalize={normalize!r} is unknown: write normalize="before" or normalize="after"')
+        self.normalize = normalize
+
+    def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
+        if self.normalize == "after":
+            weights_TK = softmax_rows(chosen(scores.logits, choice, top_k))
+        else:
+            weights_TK = chosen(scores.gates, choice, top_k)
+        return self.scale * weights_TK.reshape(-1)
+
+    def check(self, top_k: int) -> None:
+        super().check(top_k)
+        if top_k == 1 and self.normalize == "after" and self.num_experts > 1:
+            raise InputError(
+                'top_k=1 with normalize="after" gives every token weight 1 and the router no gradient: '
+                'write normalize="before"'
+            )
 
 
 class LimitedRouter(AbstractRouter):
@@ -277,7 +308,7 @@ def top_k_indices(rank_by: Tensor, top_k: int) -> Tensor:
     """
     if rank_by.dtype != torch.float32:
         return top_k_indices_reference(rank_by, top_k)
-    if chooses_by_triton(rank_by.device) and rank_by.shape[1] <= MOST_COLUMNS and 0 < top_k <= MOST_CHOICES:
+    if kind_of(rank_by.device) == "triton" and rank_by.shape[1] <= MOST_COLUMNS and 0 < top_k <= MOST_CHOICES:
         from moesaic.kernels.triton.rows.top_k import top_k_columns
 
         return top_k_columns(rank_by, top_k).long()
@@ -292,11 +323,6 @@ def top_k_indices(rank_by: Tensor, top_k: int) -> Tensor:
     columns = rank_by.shape[-1]
     tie_break = torch.arange(columns - 1, -1, -1, device=rank_by.device)
     return (ordered.double() * columns + tie_break).topk(top_k, dim=-1).indices
-
-
-def chooses_by_triton(device: torch.device) -> bool:
-    """Whether the Triton kernel chooses experts on a device."""
-    return device.type == "cuda" and kind_of(device) == "triton"
 
 
 def top_k_indices_reference(rank_by: Tensor, top_k: int) -> Tensor:
@@ -330,35 +356,6 @@ def softmax_rows(logits: Tensor) -> Tensor:
     if logits.device.type != "cpu" or logits.shape[1] >= FEWEST_COLUMNS:
         return logits.softmax(1)
     return logits.t().softmax(0).t()
-
-
-def softmax_weights(scores: Scores, choice: Choice, top_k: int, normalize: str) -> Tensor:
-    """Return the weights, (tokens * top_k,), of a choice made by `token_choice`.
-
-    Args:
-        scores: `gates` is the softmax of `logits`.
-        choice: of experts.
-        top_k: per token.
-        normalize: "after" for the softmax of the chosen logits, "before" for what they have of the softmax of all.
-    """
-    if normalize == "after":
-        return softmax_rows(chosen(scores.logits, choice, top_k)).reshape(-1)
-    return chosen(scores.gates, choice, top_k).reshape(-1)
-
-
-def check_normalize(normalize: str) -> None:
-    """Raise InputError, in one line, for what `softmax_weights` does not know."""
-    if normalize not in ("before", "after"):
-        raise InputError(f'normalize={normalize!r} is unknown: write normalize="before" or normalize="after"')
-
-
-def check_learns(normalize: str, top_k: int, num_experts: int) -> None:
-    """Raise InputError, in one line, for weights of `softmax_weights` that teach the router nothing."""
-    if top_k == 1 and normalize == "after" and num_experts > 1:
-        raise InputError(
-            'top_k=1 with normalize="after" gives every token weight 1 and the router no gradient: '
-            'write normalize="before"'
-        )
 
 
 def normalized(gates_TK: Tensor) -> Tensor:

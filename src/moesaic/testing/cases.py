@@ -114,13 +114,8 @@ class Case:
             return AnyOption(seed=self.seed)
         if self.plan.replication != "shadow":
             return None
-        rng = np.random.default_rng(self.seed)
-        replicated = rng.integers(0, 4, size=(self.grid.world, self.num_experts, self.grid.ep))
-        replicated *= rng.random(replicated.shape) < rng.choice([0.1, 0.5, 1.0])
-        replicated[
-            :, np.arange(self.num_experts), np.arange(self.num_experts) // (self.num_experts // self.grid.ep)
-        ] = 0
-        return Replicated(replicated)
+        home = np.arange(self.num_experts) // (self.num_experts // self.grid.ep)
+        return Replicated(random_replication(self.grid, home, np.random.default_rng(self.seed)))
 
     def lies_on(self, micro: int, group: int) -> tuple[int, int]:
         """Return the shape of a group's batch without dim: (sequences, length)."""
@@ -135,7 +130,7 @@ def slow_policy(replication: str) -> AbstractReplicationPolicy | None:
 
 @dataclass
 class Refusals:
-    """What was drawn and then refused as illegal, counted by the first word of the reason."""
+    """How many plans were drawn and then refused as illegal."""
 
     count: int = 0
 
@@ -334,11 +329,15 @@ def _draw_losses(rng: random.Random) -> tuple[AbstractLoss, ...]:
     return tuple(rng.sample(every, rng.choice([0, 1, 2, 3])))
 
 
-def random_replication(load: CallLoad, rng: np.random.Generator) -> np.ndarray:
-    """Return copies replicated from anywhere to anywhere, (world, num_experts, ep) int64; more than there are, perhaps."""
-    replicated: np.ndarray = rng.integers(0, 4, size=(load.grid.world, load.num_experts, load.grid.ep))
+def random_replication(grid: Grid, home: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Return copies replicated from anywhere to anywhere, (world, num_experts, ep) int64; more than there are, perhaps.
+
+    Args:
+        home: (num_experts,) the place of ep that stores each expert.
+    """
+    replicated: np.ndarray = rng.integers(0, 4, size=(grid.world, len(home), grid.ep))
     replicated *= rng.random(replicated.shape) < rng.choice([0.1, 0.5, 1.0])
-    replicated[:, np.arange(load.num_experts), load.home] = 0
+    replicated[:, np.arange(len(home)), home] = 0
     return replicated
 
 
@@ -375,7 +374,7 @@ class _Drawing(Arbitration):
         program = int(rng.integers(len(self.plans)))
         replicated = None
         if self.plans[program].replicates:
-            replicated = as_far_as_there_are(load, random_replication(load, rng))
+            replicated = as_far_as_there_are(load, random_replication(load.grid, load.home, rng))
         return CallDecision(
             option=f"program {program}",
             program=program,

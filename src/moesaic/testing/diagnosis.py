@@ -86,7 +86,6 @@ def diagnose(case: Case, run: Callable[[Case], Ran], others: Sequence[Case] | No
     """Say what is wrong with a case.
 
     Args:
-        case: it.
         run: runs it or a case like it, with whatever makes it fail.
         others: cases like it on other meshes; None for `relatives(case)`.
     """

@@ -83,7 +83,6 @@ def place_anew(case: Case, layer: MoE, mesh: Mesh) -> Callable[[], None]:
     """Put a case's experts into a random order, if they move in it; returns what takes them home, gradients with them.
 
     Args:
-        case: the case.
         layer: its layer, on the mesh, before its first call.
         mesh: all ranks enter and leave together.
     """
@@ -208,10 +207,8 @@ def run_rank(case: Case, work: CaseData, compiled: Compiled, mesh: Mesh, norm: N
     """Run one rank's part of a case: a step of training. All ranks call it together.
 
     Args:
-        case: the case.
         work: its layer and tokens.
         compiled: its plan.
-        mesh: the rank's.
         norm: computes the norm of all gradients, where there is something that can.
     """
     layer, result = work.fresh_layer(), RankResult()

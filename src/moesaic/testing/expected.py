@@ -2,8 +2,7 @@
 
     total = sum over micro-batches of share * (mean over groups of sum(y * dy) + auxiliary loss over all tokens)
 
-Choices come from the router itself, asked about the whole batch (its own tests check it); admission, experts, combine and
-losses are computed here, over a dense (tokens, experts) table of weights.
+`reference.py` computes it, asked about the whole batch.
 
 Under a codec rows are coded where the rank that they come from is not the rank of the shard that they go to. Straight through:
 the backward pass takes the codec for the identity, and codes the gradients that travel if the plan says so. Exact for s1 and
@@ -25,10 +24,8 @@ from moesaic.experts import GatedExperts, PlainExperts
 from moesaic.kernels.codecs import codec_named
 from moesaic.layer import MoE
 from moesaic.program.grid import Grid
-from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
-from moesaic.routing.routing import Scores
 from moesaic.testing.cases import Case
-from moesaic.testing.reference import in_float64, reference_expert, reference_limit, reference_shared
+from moesaic.testing.reference import Copy, Reference, dense_pass, in_float64
 from moesaic.testing.workload import CaseData, GroupBatch
 
 
@@ -68,18 +65,18 @@ class Travel:
         return next(r for r in peers if grid.coordinate(r, "ep") == home and grid.coordinate(r, "etp") == shard)
 
 
-def coded_output(twin: MoE, x_TD: Tensor, weight_TE: Tensor, travel: Travel) -> Tensor:
+def coded_output(twin: MoE, x_TD: Tensor, sent: Sequence[Copy], travel: Travel) -> Tensor:
     """Return the sum of every copy's results, coded on their ways, (tokens, dim)."""
-    plan, rows = travel.case.plan, []
-    for (token, expert), origin in travel.origin.items():
-        weight, row = weight_TE[token, expert], x_TD[token]
-        for shard in range(travel.case.grid.etp):
+    plan, shards, rows = travel.case.plan, travel.case.grid.etp, []
+    for token, expert, _, weight in sent:
+        origin, row = travel.origin[(token, expert)], x_TD[token]
+        for shard in range(shards):
             crosses = travel.target(origin, expert, shard) != origin
             seen = _Coded.apply(row, plan.codec, plan.backward_codec) if crosses else row
-            part = _shard_output(twin, expert, shard, travel.case.grid.etp, seen, weight)
+            part = _shard_output(twin, expert, shard, shards, seen, weight)
             part = _Coded.apply(part, plan.codec, plan.backward_codec) if crosses else part
             rows.append(part)
-    tokens = torch.tensor([token for token, _ in travel.origin for _ in range(travel.case.grid.etp)], dtype=torch.int64)
+    tokens = torch.tensor([copy.token for copy in sent for _ in range(shards)], dtype=torch.int64)
     return torch.zeros_like(x_TD).index_add(0, tokens, torch.stack(rows)) if rows else 0 * x_TD
 
 
@@ -154,27 +151,16 @@ class Parts:
     """By micro-batch, group and source: "the experts", "the routing weights", "the shared expert" or an auxiliary loss."""
 
 
-@dataclass(frozen=True)
-class Pass:
-    """One forward pass over all groups' tokens."""
-
-    y_TD: Tensor
-    loss: Tensor
-    losses: dict[str, Tensor]
-    requested: list[int]
-    sent: list[int]
-
-
 def expect(case: Case, work: CaseData) -> Expected:
     """Compute what a case must give."""
     twin = in_float64(work.layer)
     leaves = [[batch.x.detach().double().clone().requires_grad_() for batch in of_groups] for of_groups in work.batches]
     total, passes, evaluated = torch.zeros((), dtype=torch.float64), [], None
     for micro, (share, xs, batches) in enumerate(zip(work.shares, leaves, work.batches)):
-        done = dense_pass(case, twin, xs, batches)
+        done = _pass(case, twin, xs, batches)
         passes.append(done)
         cotangents = torch.cat([batch.dy.double().flatten(0, 1) for batch in batches])
-        total = total + share * ((done.y_TD * cotangents).sum() / case.grid.dp + done.loss)
+        total = total + share * ((done.y * cotangents).sum() / case.grid.dp + done.loss)
         twin.step_counts += torch.tensor(done.requested)
         if case.evaluate and micro == 0:
             evaluated = _evaluate(case, twin, xs, batches)
@@ -185,12 +171,12 @@ def expect(case: Case, work: CaseData) -> Expected:
     dx = iter(found)
     twin.finish_step()
     return Expected(
-        outputs=[_by_group(done.y_TD.detach(), batches) for done, batches in zip(passes, work.batches)],
+        outputs=[_by_group(done.y.detach(), batches) for done, batches in zip(passes, work.batches)],
         input_gradients=[[case.grid.dp * next(dx) for _ in xs] for xs in leaves],
         gradients=gradients,
         losses=[{name: value.detach() for name, value in done.losses.items()} for done in passes],
         requested=[done.requested for done in passes],
-        sent=[done.sent for done in passes],
+        sent=[[sum(e == expert for _, e in done.rows) for expert in range(case.num_experts)] for done in passes],
         evaluated=evaluated,
         buffers=dict(twin.router.named_buffers()),
         norm=float(sum(g.square().sum() for g in gradients.values() if g is not None) ** 0.5),
@@ -207,9 +193,9 @@ def expect_parts(case: Case, work: CaseData) -> Parts:
         routed, computed, shared = (
             [batch.x.detach().double().clone().requires_grad_() for batch in batches] for _ in range(3)
         )
-        done = dense_pass(case, twin, routed, batches, computed, shared)
+        done = _pass(case, twin, routed, batches, computed, shared)
         cotangents = torch.cat([batch.dy.double().flatten(0, 1) for batch in batches])
-        totals = {"the outputs": (done.y_TD * cotangents).sum() / case.grid.dp}
+        totals = {"the outputs": (done.y * cotangents).sum() / case.grid.dp}
         totals |= {loss.name: loss.coefficient * done.losses[loss.name] for loss in twin.losses}
         of_groups: list[dict[str, Tensor]] = [{} for _ in batches]
         for source, total in totals.items():
@@ -228,18 +214,17 @@ def expect_parts(case: Case, work: CaseData) -> Parts:
     return Parts(router, inputs)
 
 
-def dense_pass(
+def _pass(
     case: Case,
     twin: MoE,
     xs: Sequence[Tensor],
     batches: Sequence[GroupBatch],
     to_experts: Sequence[Tensor] | None = None,
     to_shared: Sequence[Tensor] | None = None,
-) -> Pass:
-    """Run the layer on all groups' tokens.
+) -> Reference:
+    """Run the layer on all groups' tokens; see `dense_pass`.
 
     Args:
-        case: the case.
         twin: the layer in float64, in training or evaluation.
         xs: (sequences, length, dim) float64 per group.
         batches: what else belongs to them.
@@ -249,125 +234,26 @@ def dense_pass(
     x_TD, seen_TD, common_TD = (
         torch.cat([x.flatten(0, 1) for x in (xs if way is None else way)]) for way in (xs, to_experts, to_shared)
     )
-    ids = torch.cat([batch.ids.flatten() for batch in batches])
-    valid = torch.ones(len(x_TD), dtype=torch.bool)
-    if case.padding:
-        valid = torch.cat([batch.mask.flatten() for batch in batches if batch.mask is not None])
-    noise = _noise(case, twin, batches)
-    scores = twin.router.scores(x_TD.masked_fill(~valid.unsqueeze(1), 0.0), noise, ids)
-    choice = twin.router.choose(scores, case.top_k, valid if case.padding else None, noise)
-    weight_N = twin.router.weigh(scores, choice, case.top_k)
-    alive = valid[choice.token] if choice.sent is None else valid[choice.token] & choice.sent
-    weight_TE = torch.zeros_like(scores.probs)
-    copies = list(zip(choice.token.tolist(), choice.expert.tolist(), choice.slot.tolist(), weight_N.tolist()))
-    chosen = [n for n, is_alive in enumerate(alive.tolist()) if is_alive]
-    admitted = _admit(case, copies, chosen, _slices(case, batches), valid)
-    pairs = choice.token[admitted], choice.expert[admitted]
-    weight_TE = weight_TE.index_put(pairs, weight_N[admitted].to(weight_TE.dtype))
-    is_sent_TE = torch.zeros(weight_TE.shape, dtype=torch.bool).index_put(pairs, torch.tensor(True))
-    if case.plan.is_lossless or not case.is_exact:
-        y_TD = plain_output(twin, seen_TD, weight_TE, is_sent_TE)
-    else:
-        order = [(int(choice.token[n]), int(choice.expert[n])) for n in admitted]
-        y_TD = coded_output(
-            twin, seen_TD, weight_TE, Travel.of(case, order, [batch.x.shape[:2].numel() for batch in batches])
-        )
-    if twin.shared is not None:
-        y_TD = y_TD + reference_shared(twin, common_TD).masked_fill(~valid.unsqueeze(1), 0.0)
-    taken = torch.tensor(chosen, dtype=torch.int64)
-    copies_TE = torch.zeros(weight_TE.shape, dtype=torch.float64)
-    copies_TE[choice.token[taken], choice.expert[taken]] = 1.0
-    all_weights = torch.zeros_like(weight_TE).index_put(
-        (choice.token[taken], choice.expert[taken]), weight_N[taken].to(weight_TE.dtype)
+
+    def coded(twin: MoE, x_TD: Tensor, sent: Sequence[Copy]) -> Tensor:
+        order = [(copy.token, copy.expert) for copy in sent]
+        return coded_output(twin, x_TD, sent, Travel.of(case, order, [batch.x.shape[:2].numel() for batch in batches]))
+
+    masks = [batch.mask.flatten() for batch in batches if batch.mask is not None]
+    return dense_pass(
+        twin,
+        x_TD,
+        top_k=case.top_k,
+        capacity=case.capacity,
+        valid_T=torch.cat(masks) if case.padding else torch.ones(len(x_TD), dtype=torch.bool),
+        sequence_T=_sequence_of(batches),
+        token_ids=torch.cat([batch.ids.flatten() for batch in batches]),
+        noise=_noise(case, twin, batches),
+        domains=_slices(case, batches),
+        output=None if case.plan.is_lossless or not case.is_exact else coded,
+        to_experts=seen_TD,
+        to_shared=common_TD,
     )
-    losses = {
-        loss.name: dense_loss(loss, scores, copies_TE, all_weights, valid, _sequence_of(batches), twin.step_counts)
-        for loss in twin.losses
-    }
-    loss = sum(
-        (loss.coefficient * losses[loss.name] for loss in twin.losses), start=torch.zeros((), dtype=torch.float64)
-    )
-    return Pass(y_TD, loss, losses, copies_TE.sum(0).long().tolist(), is_sent_TE.sum(0).tolist())
-
-
-def plain_output(twin: MoE, x_TD: Tensor, weight_TE: Tensor, is_sent_TE: Tensor) -> Tensor:
-    """Return the sum over experts of every token's weighted result, (tokens, dim)."""
-    y_TD = torch.zeros_like(x_TD)
-    for e in range(twin.num_experts):
-        weight = weight_TE[:, e : e + 1]
-        if twin.apply_weight == "before":
-            out = reference_expert(twin.experts, e, weight * x_TD) * is_sent_TE[:, e : e + 1]
-        else:
-            out = weight * reference_expert(twin.experts, e, x_TD)
-        y_TD = y_TD + out
-    return y_TD
-
-
-def dense_loss(
-    loss: AbstractLoss,
-    scores: Scores,
-    copies_TE: Tensor,
-    weight_TE: Tensor,
-    valid_T: Tensor,
-    sequence_T: Tensor,
-    earlier_E: Tensor,
-) -> Tensor:
-    """Return one auxiliary loss over all tokens, () float64, differentiable; 0 without valid tokens.
-
-    Args:
-        loss: which one.
-        scores: of all tokens.
-        copies_TE: (tokens, experts) 1 where a copy was chosen, before capacity.
-        weight_TE: (tokens, experts) its routing weight.
-        valid_T: (tokens,) bool.
-        sequence_T: (tokens,) the number of each token's sequence.
-        earlier_E: (experts,) copies of the step before this pass.
-    """
-    num_valid = int(valid_T.sum())
-    if not num_valid:
-        return 0 * scores.logits.sum()
-    if isinstance(loss, ZLoss):
-        return scores.logits[valid_T].exp().sum(1).log().square().mean()
-    if isinstance(loss, Importance):
-        importance = weight_TE.sum(0)
-        mean = importance.mean()
-        return (importance - mean).square().mean() / mean**2 if float(mean.detach()) else 0 * mean
-    assert isinstance(loss, LoadBalance), f"no reference for {type(loss).__name__}"
-    if loss.level != "sequence":
-        load = copies_TE.sum(0) + (earlier_E if loss.level == "global_batch" else 0)
-        return copies_TE.shape[1] * (load / load.sum().clamp_min(1) * scores.probs[valid_T].mean(0)).sum()
-    total = 0 * scores.logits.sum()
-    for sequence in set(sequence_T[valid_T].tolist()):
-        inside = (sequence_T == sequence) & valid_T
-        load = copies_TE[inside].sum(0)
-        value = copies_TE.shape[1] * (load / load.sum().clamp_min(1) * scores.probs[inside].mean(0)).sum()
-        total = total + value * int(inside.sum()) / num_valid
-    return total
-
-
-def _admit(
-    case: Case, copies: list[tuple[int, int, int, float]], alive: list[int], domains: list[range], valid: Tensor
-) -> list[int]:
-    """Return which copies have room, ascending; a capacity per rank is one per domain of tokens."""
-    spans = case.capacity.spans_mesh
-    kept: list[int] = []
-    for domain in [range(len(valid))] if spans else domains:
-        inside = [n for n in alive if copies[n][0] in domain]
-        requested = [sum(copies[n][1] == e for n in inside) for e in range(case.num_experts)]
-        counted = int(valid[domain.start : domain.stop].sum())
-        if case.capacity.is_padded:
-            counted = len(domain)
-        limit = reference_limit(case.capacity, requested, counted, case.top_k)
-        best: dict[int, float] = {}
-        for token, _, _, weight in (copies[n] for n in inside):
-            best[token] = max(best.get(token, 0.0), weight)
-        by_score = case.capacity.admits_by_score
-        load = [0] * case.num_experts
-        for n in sorted(inside, key=lambda n: (copies[n][2], -best[copies[n][0]] if by_score else 0.0, copies[n][0])):
-            if limit is None or load[copies[n][1]] < limit:
-                load[copies[n][1]] += 1
-                kept.append(n)
-    return sorted(kept)
 
 
 def _slices(case: Case, batches: Sequence[GroupBatch]) -> list[range]:
@@ -402,7 +288,7 @@ def _sequence_of(batches: Sequence[GroupBatch]) -> Tensor:
 def _evaluate(case: Case, twin: MoE, xs: Sequence[Tensor], batches: Sequence[GroupBatch]) -> list[Tensor]:
     twin.eval()
     with torch.no_grad():
-        y_TD = dense_pass(case, twin, xs, batches).y_TD
+        y_TD = _pass(case, twin, xs, batches).y
     twin.train()
     return _by_group(y_TD, batches)
 
@@ -417,7 +303,6 @@ def shard_of(whole: Tensor, grid: Grid, rank: int, dim: int | None) -> Tensor:
 
     Args:
         whole: (num_experts, ...).
-        grid: the mesh.
         rank: whose part.
         dim: the dimension that etp splits; None if it does not.
     """

@@ -16,13 +16,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.testing.routed_experts import Certified, SwiGLUWeights
+from moesaic.testing.routed_experts import Certified, SwiGLUWeights, attempted
 
 
 class AbstractMoELayer(ABC):
@@ -104,22 +105,14 @@ def certify_layer(
     assert group is not None, "start a process group first"
     beside = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
     found: list[Certified] = []
-    is_over = ""
+    is_over = False
     for situation in situations:
         asked, xs, dys = _draw(situation, group)
-        failed, ran = is_over, None
-        try:
-            ran = None if is_over else _run(make, asked, xs[group.rank()], dys[group.rank()])
-        except Exception as error:  # whatever somebody's code raises is the finding
-            failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        said: list[str] = [""] * group.size()
-        dist.all_gather_object(said, failed, group=beside)
-        if len(set(said)) > 1:
-            is_over = "is left out: after what failed before, ranks are not at the same place"
-            failed = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(said) if each)
+        run = partial(_run, make, asked, xs[group.rank()], dys[group.rank()])
+        ran, failed, is_over = attempted(run, beside, is_over=is_over)
         if failed:
             found.append(Certified(situation.name, "all", torch.inf, None, failed))
-        if failed or ran is None:
+        if ran is None:
             continue
         every: list[_Errors] = [{}] * group.size()
         dist.all_gather_object(

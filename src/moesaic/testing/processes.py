@@ -115,11 +115,6 @@ def _rank(rank: int, function: Callable[..., object], *arguments: object) -> Non
     function(rank, *arguments)
 
 
-def cases_for(world: int, count: int, first_seed: int = 0) -> list[Case]:
-    """Return drawn cases for a world of processes, the first ones from a seed on."""
-    return [draw_case(seed, world=world) for seed in range(first_seed, first_seed + count)]
-
-
 def _process(
     rank: int,
     world: int,
@@ -150,20 +145,18 @@ def leave() -> None:
 
 
 def _run_all(jobs: Sequence[ProcessCase]) -> list[RankResult]:
-    return [_run(job) for job in jobs]
-
-
-def _run(job: ProcessCase) -> RankResult:
-    grid = job.case.grid
-    mesh = Mesh.create(
-        tp=grid.tp, ep=grid.ep, etp=grid.etp, innermost=grid.innermost, ranks_per_node=grid.ranks_per_node
-    )
-    with job.patch():
-        return run_rank(job.case, draw_workload(job.case), compile_case(job.case), mesh, _norm)
+    results = []
+    for job in jobs:
+        grid = job.case.grid
+        mesh = Mesh.create(
+            tp=grid.tp, ep=grid.ep, etp=grid.etp, innermost=grid.innermost, ranks_per_node=grid.ranks_per_node
+        )
+        with job.patch():
+            results.append(run_rank(job.case, draw_workload(job.case), compile_case(job.case), mesh, _norm))
+    return results
 
 
 def _norm(layer: MoE, mesh: Mesh) -> float:
-    assert isinstance(mesh, Mesh)
     norm = float(clip_grad_norm_(layer, math.inf))
     return norm if not math.isnan(norm) else math.inf
 
@@ -207,7 +200,7 @@ def gather_evidence(
     evidence = Evidence()
     evidence.summary = run_seeds(seeds, workers=workers, done=lambda summary: told("cases", summary.cases))
     for world in WORLDS if gloo else ():
-        cases = cases_for(world, GLOO_CASES[world])
+        cases = [draw_case(seed, world=world) for seed in range(GLOO_CASES[world])]
         for ran in run_on_gloo([ProcessCase(case) for case in cases]):
             if wrong := failures(ran.case, ran.errors):
                 reason = ", ".join(f"{quantity} {error:.1e}" for quantity, error in wrong.items())

@@ -1,4 +1,4 @@
-"""What a layer must compute, written as plainly as possible: float64, a loop over copies, no sort, no grouped product.
+"""What a layer must compute, written as plainly as possible: float64, tables of tokens by experts, no grouped product.
 
 The fast layer and this page share no arithmetic. Softmax and sigmoid top-k are scored, chosen and weighed here; the
 other routers are asked for their scores, choice and weights in float64, which their own tests check. Capacity,
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple, cast
 
@@ -39,7 +39,7 @@ class Reference:
     """What the reference computes for one call."""
 
     y: Tensor
-    """x's shape, float64, differentiable; no loss is injected."""
+    """The tokens' shape, float64, differentiable; no loss is injected."""
     rows: list[tuple[int, int]]
     """(token, expert) of the copies that are sent, in token order."""
     requested: list[int]
@@ -82,53 +82,95 @@ def reference(
     if capacity is None:
         capacity = twin.capacity if twin.training or twin.eval_capacity is None else twin.eval_capacity
     x_TD = x.reshape(-1, twin.dim)
-    valid = [True] * len(x_TD) if mask is None else mask.reshape(-1).tolist()
-    logits, probs, copies = reference_choice(twin, x_TD, valid, token_ids, top_k)
-    requested = [sum(c.expert == e for c in copies) for e in range(twin.num_experts)]
-    limit = reference_limit(capacity, requested, sum(valid), top_k)
-    sent = reference_admission(copies, limit, "score" if capacity.admits_by_score else "position")
-
-    outputs = [torch.zeros(twin.dim, dtype=torch.float64) for _ in range(len(x_TD))]
-    for token, expert, _, weight in sent:
-        if twin.apply_weight == "before":
-            outputs[token] = outputs[token] + reference_expert(twin.experts, expert, weight * x_TD[token])
-        else:
-            outputs[token] = outputs[token] + weight * reference_expert(twin.experts, expert, x_TD[token])
-    y_TD = torch.stack(outputs) if outputs else 0 * x_TD
-    if twin.shared is not None and outputs:
-        y_TD = y_TD + torch.stack(
-            [reference_shared(twin, row) if is_valid else torch.zeros_like(row) for row, is_valid in zip(x_TD, valid)]
-        )
-
-    num_sequences = math.prod(x.shape[:-2]) if x.numel() else 1
-    losses = {}
-    total = torch.zeros((), dtype=torch.float64)
-    for loss in twin.losses:
-        value = reference_loss(loss, logits, probs, copies, valid, num_sequences, twin.step_counts.tolist())
-        losses[loss.name] = value
-        total = total + loss.coefficient * value
-    rows = sorted((c.token, c.expert) for c in sent)
-    return Reference(y=y_TD.view(x.shape), rows=rows, requested=requested, losses=losses, loss=total)
+    length = len(x_TD) // math.prod(x.shape[:-2]) if x.numel() else 1
+    found = dense_pass(
+        twin,
+        x_TD,
+        top_k=top_k,
+        capacity=capacity,
+        valid_T=torch.ones(len(x_TD), dtype=torch.bool) if mask is None else mask.reshape(-1),
+        sequence_T=torch.arange(len(x_TD)) // length,
+        token_ids=None if token_ids is None else token_ids.reshape(-1),
+        noise=twin.router.draw(len(x_TD), x.device),
+    )
+    return replace(found, y=found.y.view(x.shape))
 
 
-def reference_shared(twin: MoE, row: Tensor) -> Tensor:
-    """Return what the shared expert adds to one token, (dim,), or to several, (rows, dim)."""
-    assert twin.shared is not None
-    added = reference_expert(twin.shared, 0, row)
-    return added if twin.shared_gate is None else added / (1 + (-row @ twin.shared_gate.weight.T).exp())
+def dense_pass(
+    twin: MoE,
+    x_TD: Tensor,
+    *,
+    top_k: int,
+    capacity: AbstractCapacity,
+    valid_T: Tensor,
+    sequence_T: Tensor,
+    token_ids: Tensor | None,
+    noise: Tensor | None,
+    domains: Sequence[range] | None = None,
+    output: Callable[[MoE, Tensor, Sequence[Copy]], Tensor] | None = None,
+    to_experts: Tensor | None = None,
+    to_shared: Tensor | None = None,
+) -> Reference:
+    """Run the layer once over tokens.
+
+    Args:
+        twin: the layer in float64, in training or evaluation.
+        x_TD: (tokens, dim) float64.
+        top_k: experts per token.
+        capacity: rows per expert.
+        valid_T: (tokens,) bool, False for padding.
+        sequence_T: (tokens,) the number of each token's sequence.
+        token_ids: (tokens,) int64, for routers that read them.
+        noise: what the router's `draw` returned.
+        domains: tokens for which a capacity per rank holds, one after the other; None for all of them.
+        output: sums the results of copies; None for `reference_output`.
+        to_experts: the same values as `x_TD`, where the experts' gradients are to be told from the router's; None for `x_TD`.
+        to_shared: likewise for the shared expert.
+    """
+    num_tokens, num_experts = len(x_TD), twin.num_experts
+    logits, probs, copies = reference_choice(twin, x_TD, valid_T, noise, token_ids, top_k)
+    sent: list[Copy] = []
+    for tokens in [range(num_tokens)] if domains is None or capacity.spans_mesh else domains:
+        inside = [c for c in copies if c.token in tokens]
+        counted = int(valid_T[tokens.start : tokens.stop].sum())
+        if domains is not None and capacity.is_padded:
+            counted = len(tokens)
+        limit = reference_limit(capacity, _per_expert(inside, num_experts), counted, top_k)
+        sent += reference_admission(inside, limit, "score" if capacity.admits_by_score else "position")
+    y_TD = (output or reference_output)(twin, x_TD if to_experts is None else to_experts, sent)
+    if twin.shared is not None:
+        is_padding = ~valid_T.unsqueeze(1)  # which may hold anything
+        added_TD = reference_shared(twin, (x_TD if to_shared is None else to_shared).masked_fill(is_padding, 0.0))
+        y_TD = y_TD + added_TD.masked_fill(is_padding, 0.0)
+    earlier_E = twin.step_counts
+    losses = {
+        loss.name: reference_loss(loss, logits, probs, copies, valid_T, sequence_T, earlier_E) for loss in twin.losses
+    }
+    zero = torch.zeros((), dtype=torch.float64)
+    return Reference(
+        y=y_TD,
+        rows=sorted((c.token, c.expert) for c in sent),
+        requested=_per_expert(copies, num_experts),
+        losses=losses,
+        loss=sum((loss.coefficient * losses[loss.name] for loss in twin.losses), start=zero),
+    )
+
+
+def _per_expert(copies: Sequence[Copy], num_experts: int) -> list[int]:
+    return [sum(c.expert == e for c in copies) for e in range(num_experts)]
 
 
 def reference_choice(
-    twin: MoE, x_TD: Tensor, valid: Sequence[bool], token_ids: Tensor | None, top_k: int
+    twin: MoE, x_TD: Tensor, valid_T: Tensor, noise: Tensor | None, token_ids: Tensor | None, top_k: int
 ) -> tuple[Tensor, Tensor, list[Copy]]:
     """Return logits (T, E), probabilities (T, E) and the copies of the valid tokens before capacity, all float64."""
-    router = twin.router
+    router, valid = twin.router, valid_T.tolist()
+    x_TD = x_TD.masked_fill(~valid_T.unsqueeze(1), 0.0)
     if not isinstance(router, (SoftmaxTopK, SigmoidTopK)):
-        noise = router.draw(len(x_TD), x_TD.device)
-        scores = router.scores(x_TD, noise, None if token_ids is None else token_ids.reshape(-1))
-        choice = router.choose(scores, top_k, None if all(valid) else torch.tensor(valid, dtype=torch.bool), noise)
+        scores = router.scores(x_TD, noise, token_ids)
+        choice = router.choose(scores, top_k, None if all(valid) else valid_T, noise)
         alive = [True] * len(choice.token) if choice.sent is None else choice.sent.tolist()
-        weights = router.weigh(scores, choice, top_k)
+        weights = router.weigh(scores, choice, top_k).unbind()
         entries = zip(choice.token.tolist(), choice.expert.tolist(), choice.slot.tolist(), weights, alive)
         copies = [Copy(t, e, slot, weight) for t, e, slot, weight, sent in entries if sent and valid[t]]
         return scores.logits, scores.probs, copies
@@ -136,21 +178,51 @@ def reference_choice(
     logits = x_TD @ router.weight.T
     if router.logit_bias is not None:
         logits = logits + router.logit_bias
-    copies = []
     if isinstance(router, SoftmaxTopK):
         gates = logits.exp() / logits.exp().sum(1, keepdim=True)
-        probs, rank_by, scale = gates, logits, router.scale
+        probs, rank_by, sums_to_one = gates, logits, router.normalize == "after"
     else:
         gates = 1 / (1 + (-logits).exp())
-        probs, rank_by, scale = gates / gates.sum(1, keepdim=True), gates + router.bias, router.scale
-    for token in range(len(x_TD)):
-        ranking = rank_by[token].tolist()
-        best = sorted(range(twin.num_experts), key=lambda e: (-ranking[e], e))[:top_k]
-        sums_to_one = router.normalize == "after" if isinstance(router, SoftmaxTopK) else router.normalize
-        total = gates[token, best].sum() if sums_to_one else 1.0
-        if valid[token]:
-            copies += [Copy(token, e, slot, scale * gates[token, e] / total) for slot, e in enumerate(best)]
-    return logits, probs, copies
+        probs, rank_by = gates / gates.sum(1, keepdim=True), gates + router.bias
+        sums_to_one = router.normalize
+    best = [sorted(range(twin.num_experts), key=lambda e: (-row[e], e))[:top_k] for row in rank_by.tolist()]
+    chosen_TK = gates.gather(1, torch.tensor(best, dtype=torch.int64).view(-1, top_k))
+    weights_TK = router.scale * (chosen_TK / chosen_TK.sum(1, keepdim=True) if sums_to_one else chosen_TK)
+    places = [(t, e, slot) for t, of_token in enumerate(best) for slot, e in enumerate(of_token)]
+    return (
+        logits,
+        probs,
+        [Copy(*at, weight) for at, weight in zip(places, weights_TK.flatten().unbind()) if valid[at[0]]],
+    )
+
+
+def _tables(copies: Sequence[Copy], num_tokens: int, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Return the copies' weights, and 1 for each copy, (tokens, experts) float64 each, 0 elsewhere."""
+    at = tuple(torch.tensor([c[axis] for c in copies], dtype=torch.int64) for axis in range(2))
+    zeros = torch.zeros(num_tokens, num_experts, dtype=torch.float64)
+    weights = torch.stack([c.weight for c in copies]) if copies else torch.zeros(0, dtype=torch.float64)
+    return zeros.index_put(at, weights.double()), zeros.index_put(at, torch.ones(len(copies), dtype=torch.float64))
+
+
+def reference_output(twin: MoE, x_TD: Tensor, sent: Sequence[Copy]) -> Tensor:
+    """Return the sum of every token's weighted results, (tokens, dim)."""
+    y_TD = torch.zeros_like(x_TD)
+    for e in sorted({c.expert for c in sent}):
+        own = [c for c in sent if c.expert == e]
+        token, weight = torch.tensor([c.token for c in own]), torch.stack([c.weight for c in own]).unsqueeze(1)
+        if twin.apply_weight == "before":
+            out = reference_expert(twin.experts, e, weight * x_TD[token])
+        else:
+            out = weight * reference_expert(twin.experts, e, x_TD[token])
+        y_TD = y_TD.index_add(0, token, out)
+    return y_TD
+
+
+def reference_shared(twin: MoE, row: Tensor) -> Tensor:
+    """Return what the shared expert adds to one token, (dim,), or to several, (rows, dim)."""
+    assert twin.shared is not None
+    added = reference_expert(twin.shared, 0, row)
+    return added if twin.shared_gate is None else added / (1 + (-row @ twin.shared_gate.weight.T).exp())
 
 
 def reference_expert(experts: AbstractExperts, expert: int, row: Tensor) -> Tensor:
@@ -208,12 +280,14 @@ def reference_admission(copies: Sequence[Copy], limit: int | None, order: str = 
         best[token] = max(best.get(token, 0.0), float(weight.detach()))
     load: dict[int, int] = {}
     sent = []
-    turns = sorted(copies, key=lambda c: (c.slot, -best[c.token] if order == "score" else 0.0, c.token))
-    for turn in turns:
+    turns = sorted(
+        enumerate(copies), key=lambda n: (n[1].slot, -best[n[1].token] if order == "score" else 0.0, n[1].token)
+    )
+    for place, turn in turns:
         if load.get(turn.expert, 0) < limit:
             load[turn.expert] = load.get(turn.expert, 0) + 1
-            sent.append(turn)
-    return sent
+            sent.append(place)
+    return [copies[place] for place in sorted(sent)]
 
 
 def reference_loss(
@@ -221,63 +295,40 @@ def reference_loss(
     logits: Tensor,
     probs: Tensor,
     copies: Sequence[Copy],
-    valid: Sequence[bool],
-    num_sequences: int = 1,
-    earlier: Sequence[int] | None = None,
+    valid_T: Tensor,
+    sequence_T: Tensor,
+    earlier_E: Tensor,
 ) -> Tensor:
     """Return one auxiliary loss before its coefficient, () float64, differentiable; 0 without valid tokens.
 
     Args:
         loss: which one.
-        logits: (T, E) float64.
-        probs: (T, E) float64.
+        logits: (tokens, experts) float64.
+        probs: likewise.
         copies: of the valid tokens, before capacity.
-        valid: T flags, False for padding.
-        num_sequences: the tokens are this many sequences of equal length.
-        earlier: copies per expert since the last optimizer step, for losses over the global batch.
+        valid_T: (tokens,) bool, False for padding.
+        sequence_T: (tokens,) the number of each token's sequence.
+        earlier_E: (experts,) copies of the step before this pass, for losses over the global batch.
     """
-    tokens = [t for t, is_valid in enumerate(valid) if is_valid]
-    if not tokens:
+    if not bool(valid_T.any()):
         return 0 * logits.sum()
     if isinstance(loss, ZLoss):
-        return torch.stack([logits[t].exp().sum().log() ** 2 for t in tokens]).mean()
+        return logits[valid_T].exp().sum(1).log().square().mean()
+    weight_TE, copies_TE = _tables(copies, *logits.shape)
     if isinstance(loss, Importance):
-        return reference_importance(copies, logits.shape[1])
+        importance = weight_TE.sum(0)
+        mean = importance.mean()
+        return (importance - mean).square().mean() / mean**2 if float(mean.detach()) else 0 * mean
     assert isinstance(loss, LoadBalance), f"no reference for {type(loss).__name__}"
-    if loss.level == "micro_batch":
-        return reference_load_balance(probs, copies, tokens)
-    if loss.level == "global_batch":
-        return reference_load_balance(probs, copies, tokens, earlier)
-    length = len(valid) // num_sequences
-    values = []
-    for start in range(0, len(valid), length):
-        inside = range(start, start + length)
-        own = [t for t in tokens if t in inside]
-        if own:
-            values.append(len(own) * reference_load_balance(probs, [c for c in copies if c.token in inside], own))
-    return torch.stack(values).sum() / len(tokens)
 
+    def balance(inside_T: Tensor, load_E: Tensor) -> Tensor:
+        """E times the sum over experts of the share of copies times the mean probability."""
+        return len(load_E) * (load_E / load_E.sum().clamp_min(1) * probs[inside_T].mean(0)).sum()
 
-def reference_load_balance(
-    probs: Tensor, copies: Sequence[Copy], tokens: Sequence[int], earlier: Sequence[int] | None = None
-) -> Tensor:
-    """Return `E * sum_e f_e P_e` over `tokens`: f_e from the copies (and earlier counts), P_e from the probabilities."""
-    num_experts = probs.shape[1]
-    load = [0 if earlier is None else earlier[e] for e in range(num_experts)]
-    for _, expert, _, _ in copies:
-        load[expert] += 1
-    value = torch.zeros((), dtype=torch.float64)
-    for e in range(num_experts):
-        share = load[e] / max(sum(load), 1)
-        value = value + num_experts * share * torch.stack([probs[t, e] for t in tokens]).mean()
-    return value
-
-
-def reference_importance(copies: Sequence[Copy], num_experts: int) -> Tensor:
-    """Return the squared coefficient of variation of the summed weights per expert."""
-    zero = torch.zeros((), dtype=torch.float64)
-    importance = [sum((c.weight for c in copies if c.expert == e), start=zero) for e in range(num_experts)]
-    mean = sum(importance, start=zero) / num_experts
-    if float(mean.detach()) == 0:
-        return zero
-    return sum(((value - mean) ** 2 for value in importance), start=zero) / num_experts / mean**2
+    if loss.level != "sequence":
+        return balance(valid_T, copies_TE.sum(0) + (earlier_E if loss.level == "global_batch" else 0))
+    total = 0 * logits.sum()
+    for sequence in set(sequence_T[valid_T].tolist()):
+        inside = (sequence_T == sequence) & valid_T
+        total = total + balance(inside, copies_TE[inside].sum(0)) * int(inside.sum()) / int(valid_T.sum())
+    return total

@@ -17,12 +17,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -185,21 +189,35 @@ def certify(
     for situation in situations:
         drawn = _draw(situation, group.size(), num_experts, top_k, dim, hidden, dtype)
         right = _dense(drawn, group)
-        failed, results = (
-            "is left out: after what failed before, ranks are not at the same place" if is_over else "",
-            None,
-        )
-        try:
-            results = None if is_over else _run(make, drawn, group)
-        except Exception as error:  # whatever somebody's code raises is the finding
-            failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        said: list[str] = [""] * group.size()
-        dist.all_gather_object(said, failed, group=beside)
-        if len(set(said)) > 1:
-            is_over, failed = True, "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(said) if each)
-        errors = dict.fromkeys(right, _NOTHING) if results is None or failed else _compared(results, right, beside)
+        results, failed, is_over = attempted(partial(_run, make, drawn, group), beside, is_over=is_over)
+        errors = dict.fromkeys(right, _NOTHING) if results is None else _compared(results, right, beside)
         found += [Certified(situation.name, name, *errors[name], failed) for name in right]
     return found
+
+
+def attempted(run: Callable[[], T], group: dist.ProcessGroup, *, is_over: bool) -> tuple[T | None, str, bool]:
+    """Run somebody's code on every rank of a group.
+
+    Args:
+        run: the code.
+        group: tells what it raised.
+        is_over: ranks are not at the same place any more, so nothing can be run.
+
+    Returns:
+        what it returned, None where any rank failed; what failed, the same on all ranks; whether it is over from now on.
+    """
+    if is_over:
+        return None, "is left out: after what failed before, ranks are not at the same place", True
+    result, failed = None, ""
+    try:
+        result = run()
+    except Exception as error:  # whatever somebody's code raises is the finding
+        failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    said: list[str] = [""] * group.size()
+    dist.all_gather_object(said, failed, group=group)
+    if len(set(said)) > 1:
+        return None, "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(said) if each), True
+    return result, failed, False
 
 
 _NOTHING = (torch.inf, None)

@@ -114,8 +114,6 @@ def assert_equivalent(
         make_layer: makes a rank's layer, in float64, holding the same weights as the reference; it maps (tokens, dim) to
             the same shape.
         reference: the plain layer, in float64.
-        grid: the mesh.
-        dim: width of a token.
         shard: says what the gradient of a rank's parameter must be, from the reference's gradients.
         finish: reduces gradients over the ranks, as your training loop does.
         tokens: of the data-parallel groups in turn, repeated as needed; one without any belongs among them.

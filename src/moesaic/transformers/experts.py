@@ -109,7 +109,7 @@ def _recognised(module: Any) -> Gate | None:
         pre = [points.reshape(1, -1)]
         found = module.act_fn(pre[0])
     for candidate in _candidates(module):
-        expected = hidden_rows(pre, candidate.activation, None, candidate.clamp)
+        expected = hidden_rows(pre, candidate.activation, candidate.clamp)
         if found.shape == expected.shape and torch.allclose(found.double(), expected, rtol=1e-6, atol=1e-6):
             return candidate
     return None

@@ -15,6 +15,7 @@ from torch import Tensor
 from moesaic import __version__
 from moesaic.errors import InputError
 from moesaic.weights.checkpoint import FORMATS, Checkpoint, format_of, open_checkpoint
+from moesaic.weights.files import require_room
 from moesaic.weights.format import AbstractFormat
 from moesaic.weights.layout import Layout, Made, Readable, every, identity, naming
 from moesaic.weights.model import Architecture, read_config
@@ -61,7 +62,7 @@ def convert(
     for name in (to, source_format or to):
         if name not in FORMATS:
             raise InputError(f"{name} is no format: choose of {', '.join(FORMATS)}")
-    _require_room(target)
+    require_room(target)
     came_from = source_format or format_of(folder)
     model = Architecture(read_config(folder, None if config is None else Path(config)))
     before = open_checkpoint(folder, came_from, model)
@@ -85,14 +86,6 @@ def convert(
     receipt["logits"] = _compared(folder, before, after, target, upcycle is None, (came_from, to)) if run else None
     (target / RECEIPT).write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
     return receipt
-
-
-def _require_room(target: Path) -> None:
-    for each in (target, *target.parents):
-        if each.exists() and not each.is_dir():
-            raise InputError(f"{each}: is there and no folder: choose another one")
-    if target.exists() and any(target.iterdir()):
-        raise InputError(f"{target}: is there and not empty: choose another folder, or delete it")
 
 
 def _named(before: Checkpoint, layout: Layout, format: AbstractFormat) -> tuple[dict[str, Readable], list[str]]:

@@ -107,6 +107,15 @@ class Stored:
         return out.reshape([len(dim) for dim in at if isinstance(dim, range)])
 
 
+def require_room(target: Path) -> None:
+    """Raise InputError unless a folder can be made at a path, or an empty one is there."""
+    for each in (target, *target.parents):
+        if each.exists() and not each.is_dir():
+            raise InputError(f"{each}: is there and no folder: choose another one")
+    if target.exists() and any(target.iterdir()):
+        raise InputError(f"{target}: is there and not empty: choose another folder, or delete it")
+
+
 def _before(dim: range, place: int) -> int:
     """Return how many places of a row stand before one."""
     return min(len(dim), max(0, -((dim.start - place) // dim.step)))

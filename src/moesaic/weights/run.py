@@ -23,6 +23,7 @@ from moesaic.models.config import ModelConfig
 from moesaic.models.gpt import GPT, TransformerBlock
 from moesaic.plan.model_shape import ROPE
 from moesaic.train.trained import Trained, load_trained
+from moesaic.weights.files import require_room
 
 EPS = torch.finfo(torch.float32).eps
 """Of our RMSNorm in float32."""
@@ -46,8 +47,7 @@ def export_run(folder: Path, out: Path) -> dict[str, Any]:
     Raises:
         InputError: if there is no run, or its model is none of the hub's.
     """
-    if out.exists() and any(out.iterdir()):
-        raise InputError(f"{out}: is there and not empty: choose another folder, or delete it")
+    require_room(out)
     trained = load_trained(folder, "cpu")
     model = to_hub(trained)
     model.save_pretrained(out)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.kernels.codecs import Zfp
 from moesaic.kernels.codecs.codec import split
+from moesaic.kernels.codecs.zfp import Zfp
 from moesaic.kernels.triton.zfp import zfp_decode, zfp_encode
 
 pytest.importorskip("zfpy")

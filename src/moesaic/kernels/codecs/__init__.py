@@ -7,21 +7,10 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from moesaic import codecs
-from moesaic.kernels.codecs.codec import AbstractCodec, Field, Identity
-from moesaic.kernels.codecs.eight import Fp8, Int8
-from moesaic.kernels.codecs.sixteen import Bf16, Fp16
-from moesaic.kernels.codecs.zfp import Zfp
+from moesaic.codecs import codec_spec
+from moesaic.kernels.codecs.codec import AbstractCodec
 
-
-def _class_of(implementation: str) -> type[AbstractCodec]:
-    file, name = implementation.split(".")
-    found: type[AbstractCodec] = getattr(import_module(f"{__name__}.{file}"), name)
-    return found
-
-
-CODECS = {name: _class_of(spec.implementation) for name, spec in codecs.CODECS.items()}
-"""The classes of the codecs that `moesaic.codecs.CODECS` lists, by the same names."""
+__all__ = ["AbstractCodec", "codec_named"]
 
 
 def codec_named(name: str) -> AbstractCodec:
@@ -30,20 +19,8 @@ def codec_named(name: str) -> AbstractCodec:
     Raises:
         InputError: there is no such codec, or a package that it needs is not installed.
     """
-    codec = _class_of(codecs.codec_spec(name).implementation)(**codecs.codec_spec(name).arguments)
+    spec = codec_spec(name)
+    file, leaf = spec.implementation.split(".")
+    codec: AbstractCodec = getattr(import_module(f"{__name__}.{file}"), leaf)(**spec.arguments)
     codec.check_available()
     return codec
-
-
-__all__ = [
-    "CODECS",
-    "AbstractCodec",
-    "Bf16",
-    "Field",
-    "Fp8",
-    "Fp16",
-    "Identity",
-    "Int8",
-    "Zfp",
-    "codec_named",
-]

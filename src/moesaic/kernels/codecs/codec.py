@@ -8,28 +8,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import ClassVar, NamedTuple, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
-from moesaic.codecs import CODECS, CodecSpec
+from moesaic.codecs import CODECS, CodecSpec, Part
 from moesaic.errors import InputError
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """The dtypes of rows that every codec takes."""
-
-
-class Field(NamedTuple):
-    """One part of a message: a tensor, laid down in row-major order."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """How long the part is."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class AbstractCodec(ABC):
@@ -48,26 +36,13 @@ class AbstractCodec(ABC):
         """What everyone else knows of the codec: its line in `moesaic.codecs.CODECS`, with this instance's options."""
         return CODECS[self.name]
 
-    @property
-    def is_lossless(self) -> bool:
-        """Whether decoded rows equal the rows bit for bit, whatever they are."""
-        return self.spec.is_lossless
-
-    @property
-    def rows_per_block(self) -> int:
-        """Rows that are encoded together: a message of a multiple of them wastes no bytes."""
-        return self.spec.rows_per_block
-
-    def layout(self, num_rows: int, dim: int, dtype: torch.dtype) -> tuple[Field, ...]:
+    def layout(self, num_rows: int, dim: int, dtype: torch.dtype) -> tuple[Part, ...]:
         """Return the parts of a message of (num_rows, dim) rows in `dtype`, neither number being 0."""
-        parts = self.spec.layout(num_rows, dim, str(dtype).removeprefix("torch."))
-        return tuple(Field(tuple(map(int, shape)), getattr(torch, name)) for shape, name in parts)
+        return self.spec.layout(num_rows, dim, _name(dtype))
 
     def num_bytes(self, num_rows: int, dim: int, dtype: torch.dtype) -> int:
         """Return the length of the message of (num_rows, dim) rows in `dtype`, in bytes; 0 for no rows."""
-        if num_rows == 0 or dim == 0:
-            return 0
-        return sum(field.num_bytes for field in self.layout(num_rows, dim, dtype))
+        return int(self.spec.num_bytes(num_rows, dim, _name(dtype)))
 
     def encode(self, rows: Tensor) -> Tensor:
         """Encode rows into one message.
@@ -136,12 +111,16 @@ class AbstractCodec(ABC):
 
     def _check(self, rows: Tensor) -> None:
         assert rows.dim() == 2, f"{self.name}: (rows, dim) expected, got {tuple(rows.shape)}"
-        if rows.dtype not in FLOATS and not self.is_lossless:
-            takes = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+        if rows.dtype not in FLOATS and not self.spec.is_lossless:
+            takes = ", ".join(map(_name, FLOATS))
             raise InputError(f"codec {self.name} takes rows in {takes}, got {rows.dtype}: use codec none for them")
 
 
-def split(message: Tensor, layout: tuple[Field, ...]) -> list[Tensor]:
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def split(message: Tensor, layout: tuple[Part, ...]) -> list[Tensor]:
     """Return a message's parts as tensors of their own shape and dtype: views where the address allows it, else copies.
 
     Args:
@@ -149,12 +128,13 @@ def split(message: Tensor, layout: tuple[Field, ...]) -> list[Tensor]:
         layout: of the message.
     """
     parts, start = [], 0
-    for field in layout:
-        part = message[start : start + field.num_bytes]
-        if part.storage_offset() % field.dtype.itemsize or part.data_ptr() % field.dtype.itemsize:
-            part = part.clone()
-        parts.append(part.view(field.dtype).view(field.shape))
-        start += field.num_bytes
+    for part in layout:
+        dtype, end = getattr(torch, part.dtype), start + int(part.num_bytes)
+        held = message[start:end]
+        if held.storage_offset() % dtype.itemsize or held.data_ptr() % dtype.itemsize:
+            held = held.clone()
+        parts.append(held.view(dtype).view(*map(int, part.shape)))
+        start = end
     return parts
 
 

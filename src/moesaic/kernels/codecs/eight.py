@@ -41,9 +41,9 @@ class Int8(AbstractCodec):
 
     def _read(self, fields: list[Tensor], num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
         if codes_by_triton(fields[0].device, dtype):
-            from moesaic.kernels.triton.quantise import int8_decode
+            from moesaic.kernels.triton.quantise import decode
 
-            decoded: Tensor = int8_decode(*fields, dtype)
+            decoded: Tensor = decode(*fields, dtype)
             return decoded
         scale, integers = fields
         return saturate(integers * scale, dtype)
@@ -92,9 +92,9 @@ class Fp8(AbstractCodec):
 
     def _read(self, fields: list[Tensor], num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
         if codes_by_triton(fields[0].device, dtype):
-            from moesaic.kernels.triton.quantise import fp8_decode
+            from moesaic.kernels.triton.quantise import decode
 
-            decoded: Tensor = fp8_decode(*fields, dtype)
+            decoded: Tensor = decode(*fields, dtype)
             return decoded
         scale, eighths = fields
         return saturate(eighths.to(scale.dtype) * per_value(scale, dim), dtype)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moesaic.kernels.triton.grouped import matrix_tile, rows_tile
 from moesaic.kernels.triton.parts import act, halves, max_tiles, place, row_tiles, rows_of_tile, slope
-from moesaic.kernels.triton.rows.launch import KernelLaunch, as_operand, dot_precision, unit_stride
+from moesaic.kernels.triton.rows.launch import as_operand, dot_precision, num_programs, unit_stride
 from moesaic.kernels.triton.rows.tiles import Tile, num_bites
 
 
@@ -58,15 +58,14 @@ def down_grad(
     gated = pre.shape[1] > width
     bites = num_bites(tile, is_long=gated or activation == "gelu")
     capacity = max_tiles(num_rows, len(ends), tile.rows)
-    launch = KernelLaunch.of(tile, capacity * column_tiles, dy.device)
     matrix, by_descriptor = as_operand(down, (1, tile.depth, tile.columns), tile)
     rows, rows_by_descriptor = as_operand(dy, (tile.rows, tile.depth), tile if token is None else None)
-    _down_grad_kernel[(launch.programs,)](
+    _down_grad_kernel[(num_programs(tile, capacity * column_tiles, dy.device),)](
         rows, matrix, pre.contiguous(), d_pre, hidden, parts,
         dy if token is None else token, dy if weight is None else weight, row_tiles(ends, num_rows, tile.rows), capacity,
         width, dy.shape[1], dy.stride(0), down.stride(0), down.stride(1), ACTIVATION=activation, PARTS=2 if gated else 1,
         WEIGHTED=weight is not None, GATHERED=token is not None, ROWS_BY_DESCRIPTOR=rows_by_descriptor,
-        BY_DESCRIPTOR=by_descriptor, PRECISION=dot_precision(dy.dtype), FLATTEN=launch.flatten, BITES=bites,
+        BY_DESCRIPTOR=by_descriptor, PRECISION=dot_precision(dy.dtype), FLATTEN=tile.programs > 0, BITES=bites,
         BLOCK_R=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=tile.group, num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip

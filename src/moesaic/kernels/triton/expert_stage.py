@@ -81,7 +81,6 @@ def forward(work: ExpertWork, out_dtype: torch.dtype, tiles: Mapping[str, Tile] 
     """Run the experts; see `ExpertKernel.forward`.
 
     Args:
-        work: the call.
         out_dtype: of the result.
         tiles: by names in `TILES`; None for the defaults.
     """
@@ -101,7 +100,6 @@ def backward(
     """Run the transpose; see `ExpertKernel.backward`.
 
     Args:
-        work: the call.
         pre: what `forward` returned beside the result.
         dy: gradient of the result, in the dtype of `work.x`.
         wanted: which gradients.

@@ -1,10 +1,9 @@
 """Grouped product of rows: each expert's rows times that expert's matrix. Forward of the down projection, and the
 gradient of rows that went into any projection.
 
-Eager: `torch.cat([x[a:b] @ w[e].T for each expert e])`. Saved by the caller, not here. With `token`, rows are read through
-the token index, so no permuted copy of the tokens is ever stored (SonicMoE, Guo et al. 2025, section 4.1; ScatterMoE, Tan
-et al. 2024, section 3). FLOPs: 2 R K N. Bytes: R K + R N + E K N elements at least; tiles of one expert that run at the
-same time share its matrix and its rows in L2. Accumulated in float32, in one order: deterministic.
+Eager: `torch.cat([x[a:b] @ w[e].T for each expert e])`. Saved by the caller, not here. FLOPs: 2 R K N. Bytes: R K + R N + E K N
+elements at least; tiles of one expert that run at the same time share its matrix and its rows in L2. Accumulated in float32,
+in one order: deterministic.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.kernels.triton.parts import max_tiles, place, row_tiles, rows_of_tile
-from moesaic.kernels.triton.rows.launch import KernelLaunch, as_operand, dot_precision, unit_stride
+from moesaic.kernels.triton.rows.launch import as_operand, dot_precision, num_programs, unit_stride
 from moesaic.kernels.triton.rows.tiles import Tile
 
 
@@ -25,37 +24,34 @@ def rows_times(
     tile: Tile,
     *,
     transposed: bool,
-    token: Tensor | None = None,
 ) -> Tensor:
     """Multiply each expert's rows by its matrix.
 
     Args:
-        x: (R, K) rows in expert order, or with `token` (T, K) tokens.
+        x: (R, K) rows in expert order.
         w: (E, N, K) if `transposed`, as `nn.Linear` stores it, else (E, K, N).
         ends: (E,) int32, one past the last row of each expert.
         tile: how the work is cut.
         transposed: multiply by the transpose of each matrix.
-        token: (R,) int32, the token that each row is.
 
     Returns:
         (R, N) in the dtype of the rows; rows from `ends[-1]` on are left as they come.
     """
     x, w = x.contiguous(), unit_stride(w)
-    num_rows = len(x) if token is None else len(token)
+    num_rows = len(x)
     columns, depth = (w.shape[1], w.shape[2]) if transposed else (w.shape[2], w.shape[1])
     out = x.new_empty(num_rows, columns)
     if num_rows == 0 or columns == 0:
         return out
     capacity = max_tiles(num_rows, len(ends), tile.rows)
-    launch = KernelLaunch.of(tile, capacity * triton.cdiv(columns, tile.columns), x.device)
+    programs = num_programs(tile, capacity * triton.cdiv(columns, tile.columns), x.device)
     block = (1, tile.columns, tile.depth) if transposed else (1, tile.depth, tile.columns)
     matrix, by_descriptor = as_operand(w, block, tile)
-    source, rows_by_descriptor = as_operand(x, (tile.rows, tile.depth), tile if token is None else None)
-    _rows_kernel[(launch.programs,)](
-        source, matrix, out, x if token is None else token, row_tiles(ends, num_rows, tile.rows),
-        capacity, columns, depth, x.stride(0), w.stride(0), w.stride(1),
-        TRANSPOSED=transposed, GATHERED=token is not None, ROWS_BY_DESCRIPTOR=rows_by_descriptor,
-        BY_DESCRIPTOR=by_descriptor, PRECISION=dot_precision(x.dtype), FLATTEN=launch.flatten,
+    source, rows_by_descriptor = as_operand(x, (tile.rows, tile.depth), tile)
+    _rows_kernel[(programs,)](
+        source, matrix, out, row_tiles(ends, num_rows, tile.rows), capacity, columns, depth, x.stride(0), w.stride(0),
+        w.stride(1), TRANSPOSED=transposed, ROWS_BY_DESCRIPTOR=rows_by_descriptor, BY_DESCRIPTOR=by_descriptor,
+        PRECISION=dot_precision(x.dtype), FLATTEN=tile.programs > 0,
         BLOCK_R=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=tile.group,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -67,7 +63,6 @@ def _rows_kernel(
     x: tl.tensor,
     w: tl.tensor,
     out: tl.tensor,
-    token: tl.tensor,
     schedule: tl.tensor,
     capacity: tl.tensor,
     columns: tl.tensor,
@@ -76,7 +71,6 @@ def _rows_kernel(
     stride_expert: tl.tensor,
     stride_w: tl.tensor,
     TRANSPOSED: tl.constexpr,
-    GATHERED: tl.constexpr,
     ROWS_BY_DESCRIPTOR: tl.constexpr,
     BY_DESCRIPTOR: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -90,7 +84,7 @@ def _rows_kernel(
     num_row_tiles = tl.load(schedule)
     for index in tl.range(tl.program_id(0), num_row_tiles * column_tiles, tl.num_programs(0), flatten=FLATTEN):
         row_tile, column_tile = place(index, num_row_tiles, column_tiles, GROUP)
-        expert, first, row, is_row, source = rows_of_tile(schedule, capacity, token, row_tile, GATHERED, BLOCK_R)
+        expert, first, row, is_row, source = rows_of_tile(schedule, capacity, schedule, row_tile, False, BLOCK_R)
         start = column_tile * BLOCK_N
         total = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
         for k in tl.range(0, depth, BLOCK_K):

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.kernels.triton.parts import place
-from moesaic.kernels.triton.rows.launch import KernelLaunch, as_operand, dot_precision
+from moesaic.kernels.triton.rows.launch import as_operand, dot_precision, num_programs
 from moesaic.kernels.triton.rows.tiles import Tile
 
 
@@ -51,11 +51,10 @@ def outer_products(
         return out
     p, q = p.contiguous(), q.contiguous()
     per_expert = triton.cdiv(out.shape[1], tile.rows) * triton.cdiv(out.shape[2], tile.columns)
-    launch = KernelLaunch.of(tile, len(ends) * per_expert, p.device)
     is_gathered = p_token is not None or q_token is not None  # then half of the stages fetch row numbers, ahead of rows
     p_steps, p_by_descriptor = as_operand(p, (tile.depth, tile.rows), tile if p_token is None else None)
     q_steps, q_by_descriptor = as_operand(q, (tile.depth, tile.columns), tile if q_token is None else None)
-    _outer_kernel[(launch.programs,)](
+    _outer_kernel[(num_programs(tile, len(ends) * per_expert, p.device),)](
         p, q, p_steps, q_steps, out, p if p_token is None else p_token, q if q_token is None else q_token, ends,
         longest_first(ends) if order is None else order, len(ends), out.shape[1], out.shape[2],
         P_GATHERED=p_token is not None, Q_GATHERED=q_token is not None, P_BY_DESCRIPTOR=p_by_descriptor,

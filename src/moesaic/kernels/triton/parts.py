@@ -77,7 +77,7 @@ def rows_of_tile(
     GATHERED: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ) -> tl.tensor:
-    """Return (expert, first row, rows, which of them are the expert's, where each is read) of a tile of `schedule.py`."""
+    """Return (expert, first row, rows, which of them are the expert's, where each is read) of a tile of `row_tiles`."""
     expert = tl.load(schedule + 1 + row_tile)
     first = tl.load(schedule + 1 + capacity + row_tile)
     row = first + tl.arange(0, BLOCK_R)

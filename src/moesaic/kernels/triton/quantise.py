@@ -38,22 +38,6 @@ def int8_encode(rows: Tensor, scale: Tensor, integers: Tensor) -> None:
     )
 
 
-@torch.library.custom_op("moesaic::triton_int8_decode", mutates_args=())
-def int8_decode(scale: Tensor, integers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (R, D) rows in `dtype` from the fields of an `Int8` message."""
-    rows = torch.empty(integers.shape, dtype=dtype, device=integers.device)
-    grid = (len(rows), triton.cdiv(rows.shape[1], CHUNK))
-    _decode_kernel[grid](
-        scale, integers, rows, rows.shape[1], 1, PER_SCALE=0, LIMIT=torch.finfo(dtype).max, CHUNK=CHUNK
-    )
-    return rows
-
-
-@int8_decode.register_fake
-def _(scale: Tensor, integers: Tensor, dtype: torch.dtype) -> Tensor:
-    return integers.new_empty(integers.shape, dtype=dtype)
-
-
 @torch.library.custom_op("moesaic::triton_fp8_encode", mutates_args=("scale", "eighths"))
 def fp8_encode(rows: Tensor, scale: Tensor, eighths: Tensor) -> None:
     """Fill the fields of an `Fp8` message.
@@ -70,21 +54,22 @@ def fp8_encode(rows: Tensor, scale: Tensor, eighths: Tensor) -> None:
     )  # fmt: skip
 
 
-@torch.library.custom_op("moesaic::triton_fp8_decode", mutates_args=())
-def fp8_decode(scale: Tensor, eighths: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (R, D) rows in `dtype` from the fields of an `Fp8` message."""
-    rows = torch.empty(eighths.shape, dtype=dtype, device=eighths.device)
+@torch.library.custom_op("moesaic::triton_decode", mutates_args=())
+def decode(scale: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return (R, D) rows in `dtype` from the fields of an `Int8` or `Fp8` message."""
+    is_float8 = codes.dtype == torch.float8_e4m3fn
+    rows = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     grid = (len(rows), triton.cdiv(rows.shape[1], CHUNK))
     _decode_kernel[grid](
-        scale, eighths.view(torch.uint8), rows, rows.shape[1], scale.shape[1], PER_SCALE=FP8_WIDTH,
-        LIMIT=torch.finfo(dtype).max, CHUNK=CHUNK,
+        scale, codes.view(torch.uint8) if is_float8 else codes, rows, rows.shape[1], scale.shape[1],
+        PER_SCALE=FP8_WIDTH if is_float8 else 0, LIMIT=torch.finfo(dtype).max, CHUNK=CHUNK,
     )  # fmt: skip
     return rows
 
 
-@fp8_decode.register_fake
-def _(scale: Tensor, eighths: Tensor, dtype: torch.dtype) -> Tensor:
-    return eighths.new_empty(eighths.shape, dtype=dtype)
+@decode.register_fake
+def _(scale: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    return codes.new_empty(codes.shape, dtype=dtype)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moesaic.kernels.triton.grouped import rows_tile
 from moesaic.kernels.triton.parts import act, halves, max_tiles, place, row_tiles, rows_of_tile
-from moesaic.kernels.triton.rows.launch import KernelLaunch, as_operand, dot_precision, unit_stride
+from moesaic.kernels.triton.rows.launch import as_operand, dot_precision, num_programs, unit_stride
 from moesaic.kernels.triton.rows.tiles import Tile, num_bites
 
 
@@ -50,15 +50,15 @@ def up(
     if num_rows == 0 or width == 0:
         return pre, hidden
     capacity = max_tiles(num_rows, len(ends), tile.rows)
-    launch = KernelLaunch.of(tile, capacity * triton.cdiv(width, tile.columns), x.device)
+    programs = num_programs(tile, capacity * triton.cdiv(width, tile.columns), x.device)
     matrix, by_descriptor = as_operand(w, (1, parts, tile.columns, tile.depth), tile)
     rows, rows_by_descriptor = as_operand(x, (tile.rows, tile.depth), tile if token is None else None)
-    _up_kernel[(launch.programs,)](
+    _up_kernel[(programs,)](
         rows, matrix, pre, hidden, x if token is None else token, x if weight is None else weight,
         row_tiles(ends, num_rows, tile.rows), capacity, width, x.shape[1], x.stride(0), w.stride(0), w.stride(1),
         w.stride(2), ACTIVATION=activation, PARTS=parts, WEIGHTED=weight is not None,
         GATHERED=token is not None, ROWS_BY_DESCRIPTOR=rows_by_descriptor, BY_DESCRIPTOR=by_descriptor,
-        PRECISION=dot_precision(x.dtype), FLATTEN=launch.flatten, BITES=num_bites(tile), BLOCK_R=tile.rows,
+        PRECISION=dot_precision(x.dtype), FLATTEN=tile.programs > 0, BITES=num_bites(tile), BLOCK_R=tile.rows,
         BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=tile.group, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return pre, hidden

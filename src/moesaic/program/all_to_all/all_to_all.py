@@ -74,7 +74,6 @@ class NodeMap:
     """Where the ranks of a group stand: on which node, and which one of the group's ranks there.
 
     Args:
-        grid: the mesh.
         ranks: of the group, ascending.
     """
 
@@ -135,6 +134,6 @@ def check_link(link: AbstractAllToAll, name: str, grid: Grid, group: tuple[Axis,
         )
 
 
-def legs_of(*rank_tokens: tuple[int, int, int]) -> tuple[Leg, ...]:
+def legs_of(*legs: tuple[int, int, int]) -> tuple[Leg, ...]:
     """Return legs from (hop, source, target) triples, those that stay in place left out."""
-    return tuple(Leg(*stop) for stop in rank_tokens if stop[1] != stop[2])
+    return tuple(Leg(*leg) for leg in legs if leg[1] != leg[2])

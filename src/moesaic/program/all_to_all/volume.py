@@ -54,7 +54,6 @@ def traffic(program: Program, sizes: CallSizes, node_of: Callable[[int], int]) -
 
     Args:
         program: forward or backward.
-        sizes: of the call.
         node_of: rank to node.
     """
     slots = {slot.name: slot for slot in program.slots}
@@ -97,7 +96,6 @@ def messages_of(task: Task, slots: dict[str, Slot], sizes: CallSizes) -> Iterato
     Args:
         task: a move or hop.
         slots: of its program, by name.
-        sizes: of the call.
     """
     before, after = _ends(task, slots)
     move = Move(before.layout, after.layout, task.group, reduces(before, after))

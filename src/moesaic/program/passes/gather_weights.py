@@ -20,7 +20,6 @@ def gather_weights(program: Program, r: int, grid: Grid) -> tuple[Program, Grid]
     Args:
         program: a forward program that knows no r yet.
         r: 0 or a divisor of etp; etp returns the program as it is.
-        grid: the mesh.
 
     Raises:
         InputError: for another r, or a program in which r cannot change.
@@ -42,10 +41,10 @@ def gather_weights(program: Program, r: int, grid: Grid) -> tuple[Program, Grid]
             )
         return _fetch(_stay_home(program), ("ep", "etp"), ("etp",), "r=0"), grid
     factored = replace(grid, etp_inner=grid.etp // r)
-    return _fetch(_node_token(program), ("etp_inner",), ("etp_inner",), f"r={r}"), factored
+    return _fetch(_visit_outer(program), ("etp_inner",), ("etp_inner",), f"r={r}"), factored
 
 
-def _node_token(program: Program) -> Program:
+def _visit_outer(program: Program) -> Program:
     """Let rows visit etp_outer only."""
 
     def renamed(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
@@ -92,12 +91,8 @@ def _fetch(program: Program, group: tuple[Axis, ...], spread: tuple[Axis, ...], 
     """Let the experts read weights that were gathered over `group`."""
     everywhere: Which = "all" if "ep" in group else "rank"
     gathered = tuple((axis, State.REPLICATED) for axis in sorted(group))
-    full = Slot(
-        name="w_full",
-        kind=Kind.WEIGHT,
-        layout=Layout(flow="weights", spread=spread, experts=everywhere),
-        state=gathered,
-    )
+    layout = Layout(flow="weights", spread=spread, experts=everywhere)
+    full = Slot(name="w_full", kind=Kind.WEIGHT, layout=layout, state=gathered)
     lane = Lane.INTER if "ep" in group else Lane.INTRA
     move = Task(
         name="w_full", op=Op.MOVE, reads=("w",), writes=("w_full",), stage=Stage.DISPATCH, lane=lane, group=group

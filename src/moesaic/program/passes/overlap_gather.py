@@ -19,7 +19,6 @@ def overlap_gather(program: Program, grid: Grid, *, required: bool = True) -> Pr
 
     Args:
         program: forward or backward.
-        grid: the mesh.
         required: raise where there is no such pair; else return the program as it is.
 
     Raises:

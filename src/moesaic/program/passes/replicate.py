@@ -64,9 +64,6 @@ def relays(grid: Grid) -> bool:
     on inside.
 
     The gradients come back so, summed on each node first. It needs more than one rank of ep on a node.
-
-    Args:
-        grid: the mesh.
     """
     if grid.nodes_per_replica < 2 or _is_alone(grid):
         return False
@@ -125,9 +122,6 @@ def _with_weights(program: Program, source: str, name: str, on_etp: State, *, re
         tasks.append(task)
     experts = [number for number, task in enumerate(tasks) if task.op is Op.EXPERT]
     at = next(number for number in experts if here.name in tasks[number].reads)
-    early, deferred_wgrad = (
-        tasks[: experts[0]],
-        tasks[experts[0] : at],
-    )  # behind the first tokens; just before it is read
-    tasks = [*early, first, *deferred_wgrad, *second, *tasks[at:]]
+    # Behind the first tokens; what is passed on inside nodes goes just before it is read.
+    tasks = [*tasks[: experts[0]], first, *tasks[experts[0] : at], *second, *tasks[at:]]
     return replace(program, slots=(*program.slots, *near, here), tasks=tuple(tasks))

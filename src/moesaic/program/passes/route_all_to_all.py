@@ -21,7 +21,6 @@ def route_all_to_all(program: Program, algorithm: str, grid: Grid) -> Program:
     Args:
         program: forward or backward, not lowered yet.
         algorithm: a name in `ALL_TO_ALLS`. Under "linear" movements without a codec stay as they are: they are that.
-        grid: the mesh.
 
     Raises:
         InputError: for an unknown algorithm, or groups that lie unevenly on the nodes where it needs them even.
@@ -52,7 +51,6 @@ def compress(program: Program, codec: str, grid: Grid) -> Program:
     Args:
         program: forward or backward; routed already, or not.
         codec: a name of a codec; "none" returns the program as it is.
-        grid: the mesh.
     """
     if not is_coded(codec):
         return program

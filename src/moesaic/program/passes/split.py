@@ -64,14 +64,14 @@ def split_stretch(program: Program, names: Sequence[str], parts: Sequence[Stretc
 
 def _around(program: Program, inside: set[str]) -> tuple[list[Task], list[Task]]:
     """Split the other tasks into those that may stand before the stretch and those that read from it."""
-    deferred_wgrad = {name for task in program.tasks if task.name in inside for name in task.writes}
+    behind = {name for task in program.tasks if task.name in inside for name in task.writes}
     before: list[Task] = []
     after: list[Task] = []
     for task in program.tasks:
         if task.name in inside:
             continue
-        if deferred_wgrad.intersection(task.reads):
-            deferred_wgrad.update(task.writes)
+        if behind.intersection(task.reads):
+            behind.update(task.writes)
             after.append(task)
         else:
             before.append(task)
@@ -157,7 +157,6 @@ def split_peers(program: Program, groups: int, grid: Grid) -> Program:
     Args:
         program: a forward program; it may be chunked, each chunk then goes step by step.
         groups: n; the ranks of ep form so many groups of neighbours, and as many steps. 1 returns the program as it is.
-        grid: the mesh.
 
     Raises:
         InputError: if the groups do not divide ep, or the program sends tokens to nodes rather than to experts.
@@ -186,11 +185,7 @@ def split_peers(program: Program, groups: int, grid: Grid) -> Program:
 
 
 def groups_inside_nodes(grid: Grid) -> int:
-    """Return the fewest groups of peers that each lie inside one node: one per node, where nodes hold equal parts of ep.
-
-    Args:
-        grid: the mesh.
-    """
+    """Return the fewest groups of peers that each lie inside one node: one per node, where nodes hold equal parts of ep."""
     return next(
         n for n in range(1, grid.ep + 1) if grid.ep % n == 0 and (n == grid.ep or _stay_inside(grid, n, ("ep",)))
     )

@@ -16,16 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moesaic.routing.router import AbstractRouter
-    from moesaic.routing.routers.base import BalancedAssignment
-    from moesaic.routing.routers.cosine import CosineTopK
-    from moesaic.routing.routers.expert_choice import ExpertChoice
-    from moesaic.routing.routers.group_limited import GroupLimited, group_limited_sigmoid
-    from moesaic.routing.routers.gshard import GShardTop2
-    from moesaic.routing.routers.hash import Hash
-    from moesaic.routing.routers.noisy import NoisyTopK
-    from moesaic.routing.routers.sigmoid import SigmoidTopK
-    from moesaic.routing.routers.softmax import SoftmaxTopK
-    from moesaic.routing.routers.topology import LinkLevel, TopologyRouter, levels_of, node_level, topology_gate
+    from moesaic.routing.routers.base import BalancedAssignment as BalancedAssignment
+    from moesaic.routing.routers.cosine import CosineTopK as CosineTopK
+    from moesaic.routing.routers.expert_choice import ExpertChoice as ExpertChoice
+    from moesaic.routing.routers.group_limited import GroupLimited as GroupLimited
+    from moesaic.routing.routers.group_limited import group_limited_sigmoid as group_limited_sigmoid
+    from moesaic.routing.routers.gshard import GShardTop2 as GShardTop2
+    from moesaic.routing.routers.hash import Hash as Hash
+    from moesaic.routing.routers.noisy import NoisyTopK as NoisyTopK
+    from moesaic.routing.routers.sigmoid import SigmoidTopK as SigmoidTopK
+    from moesaic.routing.routers.softmax import SoftmaxTopK as SoftmaxTopK
+    from moesaic.routing.routers.topology import LinkLevel as LinkLevel
+    from moesaic.routing.routers.topology import TopologyRouter as TopologyRouter
+    from moesaic.routing.routers.topology import levels_of as levels_of
+    from moesaic.routing.routers.topology import node_level as node_level
+    from moesaic.routing.routers.topology import topology_gate as topology_gate
 
 RouterFactory = Callable[..., "AbstractRouter"]
 """Builds a router from (dim, num_experts), and options of its own by name."""
@@ -80,28 +85,6 @@ _FILES = {
     "node_level": "topology",
     "topology_gate": "topology",
 }
-
-__all__ = [
-    "ON_MESH",
-    "ROUTERS",
-    "BalancedAssignment",
-    "CosineTopK",
-    "ExpertChoice",
-    "GShardTop2",
-    "GroupLimited",
-    "Hash",
-    "LinkLevel",
-    "NoisyTopK",
-    "RouterFactory",
-    "SigmoidTopK",
-    "SoftmaxTopK",
-    "TopologyRouter",
-    "group_limited_sigmoid",
-    "levels_of",
-    "node_level",
-    "options_of",
-    "topology_gate",
-]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,11 +22,8 @@ class BalancedAssignment(LinearRouter):
     micro-batches small). A training-time choice depends on the other tokens of the batch, later ones included.
 
     Args:
-        dim: width of a token.
-        num_experts: how many experts there are; a token goes to one of them with weight `sigmoid(score)`.
-        bias, scale: as for `LinearRouter`.
-        device: where parameters are made; None for torch's default device.
-        dtype: of the parameters; None for torch's default dtype.
+        dim, num_experts, bias, scale, device, dtype: as for `LinearRouter`; a token goes to one expert, with weight
+            `sigmoid(score)`.
     """
 
     takes_best_ranked = False

@@ -12,31 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.errors import InputError
-from moesaic.routing.router import (
-    AbstractRouter,
-    check_learns,
-    check_normalize,
-    linear_scores,
-    softmax_weights,
-    token_choice,
-    top_k_indices,
-)
-from moesaic.routing.routing import Choice, Scores
+from moesaic.routing.router import SoftmaxWeights, linear_scores
+from moesaic.routing.routing import Scores
 
 
-class CosineTopK(AbstractRouter):
+class CosineTopK(SoftmaxWeights):
     """Logits are cosines between the projected token and each expert's embedding, over a learnt temperature.
 
     Args:
-        dim: width of a token.
-        num_experts: how many experts there are.
+        dim, num_experts, bias, scale, device, dtype: as for `LinearRouter`.
         projection: width in which cosines are taken; 256 in Tutel.
         temperature: initial temperature.
         floor: the temperature never goes below it.
         normalize: as for `SoftmaxTopK`.
-        bias, scale: as for `LinearRouter`.
-        device: where parameters are made; None for torch's default device.
-        dtype: of the parameters; None for torch's default dtype.
     """
 
     def __init__(
@@ -61,9 +49,9 @@ class CosineTopK(AbstractRouter):
         self.log_temperature = nn.Parameter(
             torch.tensor([math.log(temperature)], device=device, dtype=dtype)
         )  # FSDP2 takes no scalars
-        check_normalize(normalize)
+        self._set_normalize(normalize)
         self.logit_bias = nn.Parameter(torch.zeros(num_experts, device=device, dtype=dtype)) if bias else None
-        self.temperature, self.floor, self.normalize, self.scale = temperature, floor, normalize, scale
+        self.temperature, self.floor, self.scale = temperature, floor, scale
 
     @torch.no_grad()
     def reset_state(self) -> None:
@@ -80,13 +68,3 @@ class CosineTopK(AbstractRouter):
             logits_TE = logits_TE + self.logit_bias.to(x_TD.dtype)
         probs_TE = logits_TE.softmax(-1)
         return Scores(logits_TE, probs_TE, probs_TE, logits_TE.detach())
-
-    def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
-        return token_choice(top_k_indices(scores.rank_by, top_k))
-
-    def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
-        return self.scale * softmax_weights(scores, choice, top_k, self.normalize)
-
-    def check(self, top_k: int) -> None:
-        super().check(top_k)
-        check_learns(self.normalize, top_k, self.num_experts)

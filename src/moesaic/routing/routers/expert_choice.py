@@ -20,18 +20,11 @@ class ExpertChoice(LinearRouter):
     (batch x sequence) of one micro-batch, padding excluded.
 
     Args:
-        dim: width of a token.
-        num_experts: how many experts there are.
-        bias, scale: as for `LinearRouter`.
-        device: where parameters are made; None for torch's default device.
-        dtype: of the parameters; None for torch's default dtype.
+        dim, num_experts, bias, scale, device, dtype: as for `LinearRouter`.
     """
 
     takes_best_ranked = False
-
-    @property
-    def looks_across_tokens(self) -> bool:
-        return True
+    looks_across_tokens = True
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
         logits_TE = self.logits(x_TD)

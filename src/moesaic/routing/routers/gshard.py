@@ -16,15 +16,11 @@ class GShardTop2(LinearRouter):
     """The best expert always; the second one by chance in training, by rank in evaluation.
 
     Args:
-        dim: width of a token.
-        num_experts: how many experts there are, at least 2.
+        dim, num_experts, bias, scale, device, dtype: as for `LinearRouter`; at least 2 experts.
         second: "sampled" draws the second expert from the softmax over the others (by the Gumbel-max trick, as
             Mesh-TensorFlow and DeepSpeed do); "random_dispatch" takes the second best and sends the token there with
             probability `min(1, 2 * g2)`, g2 its normalised weight, as the GShard paper has it.
         normalize: divide a token's weights by their sum; False keeps what they have of the softmax over all.
-        bias, scale: as for `LinearRouter`.
-        device: where parameters are made; None for torch's default device.
-        dtype: of the parameters; None for torch's default dtype.
     """
 
     def __init__(

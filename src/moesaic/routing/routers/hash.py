@@ -17,7 +17,6 @@ class Hash(AbstractRouter):
 
     Args:
         dim: width of a token (not read).
-        num_experts: how many experts there are.
         buckets: rows of the table; ids are taken modulo it.
         seed: of the table.
         scale: factor on the weights.

@@ -8,30 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.routing.router import (
-    LinearRouter,
-    check_learns,
-    check_normalize,
-    softmax_weights,
-    token_choice,
-    top_k_indices,
-)
-from moesaic.routing.routing import Choice, Scores
+from moesaic.routing.router import LinearRouter, SoftmaxWeights
+from moesaic.routing.routing import Scores
 
 
-class NoisyTopK(LinearRouter):
+class NoisyTopK(SoftmaxWeights, LinearRouter):
     """In training each logit gets Gaussian noise with a learnt standard deviation, `softplus(x @ W_noise)`.
 
     Weights are the softmax over the chosen noisy logits, or what these have of the softmax over all. The gate matrix starts as
     `nn.Linear` does and `W_noise` at zero (so every logit starts with noise of ln 2), as in the paper's appendix A.
 
     Args:
-        dim: width of a token.
-        num_experts: how many experts there are.
+        dim, num_experts, bias, scale, device, dtype: as for `LinearRouter`.
         normalize: as for `SoftmaxTopK`.
-        bias, scale: as for `LinearRouter`.
-        device: where parameters are made; None for torch's default device.
-        dtype: of the parameters; None for torch's default dtype.
     """
 
     def __init__(
@@ -46,8 +35,7 @@ class NoisyTopK(LinearRouter):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(dim, num_experts, bias=bias, scale=scale, device=device, dtype=dtype)
-        check_normalize(normalize)
-        self.normalize = normalize
+        self._set_normalize(normalize)
         self.noise_weight = nn.Parameter(torch.zeros(num_experts, dim, device=device, dtype=dtype))
 
     @torch.no_grad()
@@ -71,13 +59,3 @@ class NoisyTopK(LinearRouter):
             logits_TE = logits_TE + noise.to(x_TD.dtype) * deviation_TE
         probs_TE = logits_TE.softmax(-1)
         return Scores(logits_TE, probs_TE, probs_TE, logits_TE.detach())
-
-    def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
-        return token_choice(top_k_indices(scores.rank_by, top_k))
-
-    def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
-        return self.scale * softmax_weights(scores, choice, top_k, self.normalize)
-
-    def check(self, top_k: int) -> None:
-        super().check(top_k)
-        check_learns(self.normalize, top_k, self.num_experts)

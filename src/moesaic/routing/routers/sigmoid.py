@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import InputError
-from moesaic.routing.router import LinearRouter, chosen, normalized, token_choice, top_k_indices
+from moesaic.routing.router import LinearRouter, chosen, normalized
 from moesaic.routing.routing import Choice, Scores
 
 
@@ -24,13 +24,10 @@ class SigmoidTopK(LinearRouter):
     `moesaic.balance_on_step(optimizer, model)` calls the update once per step.
 
     Args:
-        dim: width of a token.
-        num_experts: how many experts there are.
+        dim, num_experts, bias, scale, device, dtype: as for `LinearRouter`; `logit_bias` is the trained bias,
+            `bias` the balancing one, which keeps torch's default dtype.
         bias_rate: the step of the bias; 0 turns the correction off. DeepSeek-V3 uses 0.001; short runs need more.
         normalize: divide a token's weights by their sum.
-        bias, scale: as for `LinearRouter`; the trained bias is `logit_bias`, `bias` the balancing one.
-        device: where parameters are made; None for torch's default device.
-        dtype: of the matrix (the bias keeps torch's default dtype); None for torch's default dtype.
     """
 
     float32_buffers = ("bias",)
@@ -60,9 +57,6 @@ class SigmoidTopK(LinearRouter):
         gates_TE = logits_TE.sigmoid()
         probs_TE = gates_TE / gates_TE.sum(-1, keepdim=True)
         return Scores(logits_TE, probs_TE, gates_TE, gates_TE.detach() + self.bias)
-
-    def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
-        return token_choice(top_k_indices(scores.rank_by, top_k))
 
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
         gates_TK = chosen(scores.gates, choice, top_k)

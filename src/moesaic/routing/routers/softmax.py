@@ -11,30 +11,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moesaic.routing.router import (
-    LinearRouter,
-    check_learns,
-    check_normalize,
-    softmax_rows,
-    softmax_weights,
-    token_choice,
-    top_k_indices,
-)
-from moesaic.routing.routing import Choice, Scores
+from moesaic.routing.router import LinearRouter, SoftmaxWeights, softmax_rows
+from moesaic.routing.routing import Scores
 
 
-class SoftmaxTopK(LinearRouter):
+class SoftmaxTopK(SoftmaxWeights, LinearRouter):
     """Each token goes to the `top_k` experts with the largest logits.
 
     Args:
-        dim: width of a token.
-        num_experts: how many experts there are.
+        dim, num_experts, bias, scale, device, dtype: as for `LinearRouter`.
         normalize: "after" applies the softmax to the chosen logits, so that a token's weights sum to one (Mixtral,
             Qwen3); "before" applies it to all of them and keeps the chosen probabilities as they are (Switch, OLMoE).
             With one expert per token "after" would always give weight 1 and no gradient, so it is refused in training.
-        bias, scale: as for `LinearRouter`.
-        device: where parameters are made; None for torch's default device.
-        dtype: of the parameters; None for torch's default dtype.
     """
 
     def __init__(
@@ -49,20 +37,9 @@ class SoftmaxTopK(LinearRouter):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(dim, num_experts, bias=bias, scale=scale, device=device, dtype=dtype)
-        check_normalize(normalize)
-        self.normalize = normalize
+        self._set_normalize(normalize)
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
         logits_TE = self.logits(x_TD)
         probs_TE = softmax_rows(logits_TE)
         return Scores(logits_TE, probs_TE, probs_TE, logits_TE.detach())
-
-    def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
-        return token_choice(top_k_indices(scores.rank_by, top_k))
-
-    def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
-        return self.scale * softmax_weights(scores, choice, top_k, self.normalize)
-
-    def check(self, top_k: int) -> None:
-        super().check(top_k)
-        check_learns(self.normalize, top_k, self.num_experts)

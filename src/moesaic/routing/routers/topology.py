@@ -99,7 +99,6 @@ class TopologyRouter(LimitedRouter):
         """Tell the gate on which mesh the experts are; limits hold from then on.
 
         Args:
-            grid: the mesh.
             origin: as of the class.
 
         Raises:
@@ -184,7 +183,6 @@ def experts_inside(grid: Grid, levels: Sequence[LinkLevel], num_experts: int) ->
     An expert is inside if all ranks of the tensor group are in one group with all shards of the expert that they use.
 
     Args:
-        grid: the mesh.
         levels: groups of its ranks.
         num_experts: of a layer.
 
@@ -219,8 +217,6 @@ def topology_gate(
     """Build the gate that `router="topology"` names; `partial(topology_gate, cluster=...)` for the limits of real links.
 
     Args:
-        dim: width of a token.
-        num_experts: how many experts there are.
         inner: builds the router that it wraps; None for `SoftmaxTopK` with the options below.
         cluster: whose links' rates set the limits (`levels_of`); None limits what leaves a node, and nothing else.
         share: of a rank's copies that may leave its node, without a cluster.
@@ -238,7 +234,6 @@ def node_level(grid: Grid, share: float = NODE_SHARE) -> tuple[LinkLevel, ...]:
     """Return a limit on what leaves nodes; none on a mesh of one node.
 
     Args:
-        grid: the mesh.
         share: of a rank's copies.
     """
     nodes = tuple(grid.node_of(rank) for rank in range(grid.world))
@@ -254,7 +249,6 @@ def levels_of(cluster: ClusterSpec, grid: Grid) -> tuple[LinkLevel, ...]:
 
     Args:
         cluster: what the mesh runs on, a rank per device.
-        grid: the mesh.
 
     Raises:
         InputError: if they do not fit, or the cluster has no link of a device's own.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import triton
 from torch import Tensor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -19,20 +17,13 @@ INTERPRETED = TileDevice(name="interpreter", capability=HOPPER, multiprocessors=
 """What stands for the device under Triton's interpreter: a Hopper with two multiprocessors."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class KernelLaunch:
-    """How many programs run a list of tiles."""
+def num_programs(tile: Tile, num_tiles: int, device: torch.device) -> int:
+    """Return how many programs run `num_tiles` tiles or fewer.
 
-    programs: int
-    flatten: bool
-    """Whether a program's tiles are one pipelined loop: the next tile's loads start before the last one's epilogue."""
-
-    @staticmethod
-    def of(tile: Tile, num_tiles: int, device: torch.device) -> KernelLaunch:
-        """Return the launch of `num_tiles` tiles or fewer."""
-        if tile.programs == 0:
-            return KernelLaunch(programs=num_tiles, flatten=False)
-        return KernelLaunch(programs=min(num_tiles, tile.programs * device_of(device).multiprocessors), flatten=True)
+    Where they are persistent a program's tiles are one pipelined loop: the next tile's loads start before the last one's
+    epilogue.
+    """
+    return min(num_tiles, tile.programs * device_of(device).multiprocessors) if tile.programs else num_tiles
 
 
 def device_of(device: torch.device) -> TileDevice:
@@ -84,8 +75,3 @@ def dot_precision(dtype: torch.dtype) -> str:
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return "tf32"
     return "ieee"
-
-
-def next_power_of_2(size: int) -> int:
-    """Return the smallest power of two that is at least `size`."""
-    return int(triton.next_power_of_2(size))

@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.triton.rows.launch import next_power_of_2
-
 WIDEST = 1024
 """Columns that one program works on at a time."""
 
@@ -37,7 +35,7 @@ def sum_tokens(
     """
     out = torch.empty(len(starts), rows.shape[1], dtype=dtype, device=rows.device)
     if out.numel():
-        width = min(WIDEST, next_power_of_2(rows.shape[1]))
+        width = min(WIDEST, triton.next_power_of_2(rows.shape[1]))
         _sum_tokens_kernel[(len(out), triton.cdiv(rows.shape[1], width))](
             rows.contiguous(), by_token, starts, rows if weights is None else weights, out, len(out), len(by_token),
             rows.shape[1], WEIGHTED=weights is not None, PER_TOKEN=per_token, WIDTH=width,

@@ -5,7 +5,6 @@ Knows no Triton and no device: sizes in, a `Tile` out. The laboratory times othe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields, replace
 
@@ -91,17 +90,9 @@ class Shape:
     @property
     def bucket(self) -> str:
         """Name what a tuned tile is good for: sizes that matter as they are, row counts by powers of two."""
-        mean = 1 << (self.rows_per_expert - 1).bit_length()
-        return "-".join(
-            map(
-                str, (self.product, mean, self.columns, self.depth_bucket, self.itemsize, "gated" if self.gated else "")
-            )
-        ).rstrip("-")
-
-    @property
-    def depth_bucket(self) -> int:
-        """The reduction as it stands, or by powers of two where it runs over rows."""
-        return 1 << (self.depth - 1).bit_length() if self.product == "weight_grad" else self.depth
+        depth = _power_of_two(self.depth) if self.product == "weight_grad" else self.depth  # where it runs over rows
+        sizes = f"{_power_of_two(self.rows_per_expert)}-{self.columns}-{depth}-{self.itemsize}"
+        return f"{self.product}-{sizes}{'-gated' if self.gated else ''}"
 
 
 def shared_bytes(tile: Tile, shape: Shape) -> int:
@@ -155,5 +146,5 @@ def deepest(shape: Shape) -> int:
 
 
 def _power_of_two(size: int) -> int:
-    """Return the smallest power of two that is at least `size`."""
-    return 1 << max(0, math.ceil(math.log2(max(1, size))))
+    """Return the smallest power of two that is at least `size`, and at least 1."""
+    return 1 << (max(1, size) - 1).bit_length()

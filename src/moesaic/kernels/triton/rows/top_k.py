@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.triton.rows.launch import next_power_of_2
-
 VALUES = 4096
 """Entries that one program holds."""
 
@@ -32,11 +30,11 @@ def top_k_columns(rank_by: Tensor, top_k: int) -> Tensor:
     num_rows, num_columns = rank_by.shape
     found = torch.empty(num_rows, top_k, dtype=torch.int32, device=rank_by.device)
     if num_rows:
-        columns = next_power_of_2(num_columns)
+        columns = triton.next_power_of_2(num_columns)
         rows = max(1, VALUES // columns)
         _top_k_kernel[(triton.cdiv(num_rows, rows),)](
             rank_by.contiguous(), found, num_rows, num_columns,
-            TOP_K=top_k, SLOTS=next_power_of_2(top_k), ROWS=rows, COLUMNS=columns,
+            TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), ROWS=rows, COLUMNS=columns,
         )  # fmt: skip
     return found
 

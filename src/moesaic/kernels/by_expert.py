@@ -1,4 +1,10 @@
-"""Forward and backward, one block of rows at a time: in backward rows are gathered again, activations computed again.
+"""The expert stage on a CPU: one expert after the other, from gathering its tokens to adding up its results.
+
+An expert's rows are gathered, multiplied, activated, multiplied again and added to their tokens while they are in the
+processor's cache: no buffer of all rows is written but the pre-activations that backward keeps, and weight gradients go
+straight to where they belong. All it needs beside torch's own products is scratch memory for one block of rows. Backward
+gathers rows and computes activations again. Deterministic: an expert has a token once at most, and experts are added up in a
+fixed order.
 
 The products for weights of the last block may wait until the rows' gradient is on its way: what they read stands in scratch
 memory that no later block overwrites.
@@ -6,14 +12,14 @@ memory that no later block overwrites.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from moesaic.kernels.activation import hidden_gradient_into, hidden_rows_into
-from moesaic.kernels.by_expert.blocks import BlockRows, Blocks, Results, RowBlock, Scratch, Source
+from moesaic.kernels.blocks import BlockRows, Blocks, Results, RowBlock, Scratch, Source
 from moesaic.kernels.memory import empty
 from moesaic.kernels.permute import dot_rows
 from moesaic.kernels.products import rows_product, sum_product, vector_product
@@ -29,7 +35,11 @@ def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     results = Results(work, blocks, after)
     source, weights = Source(x, work, blocks), None if before is None else blocks.cut(before)
     pre_of = [blocks.cut(part) for part in pre.unbind()]
-    ups = _by_matrix(work.up.transpose(2, 3), map(blocks.segments, pre.unbind()), work.up_bias)
+    matrices = [part.unbind() for part in work.up.transpose(2, 3).unbind(1)]
+    biases: list[Sequence[Tensor] | None] = [None] * len(matrices)
+    if work.up_bias is not None:
+        biases = [part.unbind() for part in work.up_bias.unbind(1)]
+    ups = list(zip(matrices, map(blocks.segments, pre.unbind()), biases))
     down = work.down.transpose(1, 2).unbind()
     taken, wide = Scratch(blocks, x.shape[1], x), Scratch(blocks, work.hidden, x)
     for block in blocks.all:
@@ -85,7 +95,8 @@ class _Backward:
         self.d_rows = Results(work, blocks, before) if reaches_rows else None
         weights = (work.up, work.up_bias, work.down, work.down_bias)
         self.d_up, self.d_up_bias, self.d_down, self.d_down_bias = (
-            _like(each) if wanted.weights and each is not None else None for each in weights
+            empty(each.shape, each.dtype, each.device) if wanted.weights and each is not None else None
+            for each in weights
         )
         self.d_up_of = () if self.d_up is None else self.d_up.flatten(1, 2).unbind()
         self.d_down_of = () if self.d_down is None else self.d_down.unbind()
@@ -148,10 +159,10 @@ class _Backward:
             else:
                 torch.div(dots, early, out=d_gates)
         if weight is not None and early is None:
-            column, deferred_wgrad = weight.unsqueeze(1), self.weighted.of(block)
+            column, weighted = weight.unsqueeze(1), self.weighted.of(block)
             grad.rows.mul_(column)
-            torch.mul(dy.rows, column, out=deferred_wgrad.rows)
-            dy = deferred_wgrad
+            torch.mul(dy.rows, column, out=weighted.rows)
+            dy = weighted
         if self.d_down is not None:
             self._write(dy, hidden, self.d_down_of, block)
         if self.d_down_bias is not None:
@@ -171,7 +182,8 @@ class _Backward:
         if self.d_rows is not None:
             d_rows = self.d_rows.of(block)
             for segment, rows, out in zip(block.segments, d_pre.segments, d_rows.segments):
-                rows_product(rows, _as_one(self.up[segment.expert]), out)
+                # A copy where others lie between the rows: of weights that were sent, or that a checkpoint interleaves.
+                rows_product(rows, self.up[segment.expert].flatten(0, 1), out)
             if self.before is not None and self.d_gates_of is not None:
                 self.d_gates_of[block.index].copy_(dot_rows(d_rows.rows, read.rows, self.blocks.each[: block.rows]))
             self.d_rows.finish(block)
@@ -206,32 +218,6 @@ def _can_divide_by(weights: Tensor) -> bool:
     if torch.finfo(weights.dtype).tiny > SMALLEST_DIVISOR or not weights.numel():
         return False
     return float(weights.abs().min()) >= SMALLEST_DIVISOR
-
-
-def _as_one(matrices: Tensor) -> Tensor:
-    """Return an expert's matrices that read the token, (C, H, D), as one, (C H, D).
-
-    It is a copy where others lie between their rows: of weights that were sent, or that a checkpoint interleaves.
-    """
-    return matrices.flatten(0, 1)
-
-
-def _by_matrix(
-    up: Tensor, pre: Iterable[Sequence[Tensor]], bias: Tensor | None
-) -> list[tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor] | None]]:
-    """Return for each of the C matrices that read the token views by expert, where its results go, and views of its bias.
-
-    Args:
-        up: (E, C, D, H).
-        pre: C times segments of (R, H).
-        bias: (E, C, H) or None.
-    """
-    biases = [None] * up.shape[1] if bias is None else [part.unbind() for part in bias.unbind(1)]
-    return list(zip([part.unbind() for part in up.unbind(1)], pre, biases))
-
-
-def _like(weights: Tensor) -> Tensor:
-    return empty(weights.shape, weights.dtype, weights.device)
 
 
 def _products(a: BlockRows, b: BlockRows, out: Sequence[Tensor], block: RowBlock) -> None:

@@ -52,7 +52,6 @@ class Blocks:
     """The blocks of a call.
 
     Args:
-        work: the call.
         wide: how many numbers per row and hidden unit, and
         narrow: how many per row and dim the scratch memory of a block has.
     """
@@ -114,7 +113,6 @@ class Scratch:
     Cutting it into views costs some microseconds per expert, and blocks of equal sizes share a cut.
 
     Args:
-        blocks: of the call.
         width: numbers per row.
         like: a tensor of the dtype and device.
     """
@@ -144,8 +142,6 @@ class Source:
 
     Args:
         x: (T, D) tokens, or (R, D) rows where the call has no dispatch.
-        work: the call.
-        blocks: its blocks.
     """
 
     def __init__(self, x: Tensor, work: ExpertWork, blocks: Blocks) -> None:
@@ -188,8 +184,6 @@ class Results:
     """The results of a call's blocks.
 
     Args:
-        work: the call.
-        blocks: its blocks.
         weights: (R,) that rows are multiplied by when they are summed, or None for weights of 1.
     """
 
