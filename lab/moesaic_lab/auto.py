@@ -20,18 +20,15 @@ from typing import Any
 import torch
 
 from moesaic.comm.mesh import Mesh, open_transport
-from moesaic.cost.simulate import Simulator
 from moesaic.plan import Compiled, compile_plan
-from moesaic.plan.candidates import SearchSpace, candidates
 from moesaic.plan.plan import plan_in_words
 from moesaic.profiling.together import latest, start_together
 from moesaic.program.grid import Grid
 from moesaic.runtime.auto_plan import AutoPlan
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, require_cluster, same
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, require_cluster
 from moesaic_lab.claims import Claim, NotMeasuredError, claimed
-from moesaic_lab.layer.cells import SINGLES, all_ep, fitting
+from moesaic_lab.layer.cells import LayerJob, all_ep, searched, singles, step_model
 from moesaic_lab.layer.config import LayerPlace, read_config
-from moesaic_lab.layer.job import LayerJob
 from moesaic_lab.layer.ranks import LayerRunner
 from moesaic_lab.layer.same import distinct
 from moesaic_lab.measure import Span, in_turn, over_ranks, paired
@@ -104,19 +101,10 @@ def _jobs() -> Iterator[tuple[str, LayerJob]]:
 
 
 def _job(place: LayerPlace, grid: Grid) -> LayerJob:
-    singles = {plan_in_words(plan): fit for plan in SINGLES.values() if (fit := fitting(plan, grid)) is not None}
-    space = SearchSpace(
-        schedules=("s1", "s2", "s3"), chunks=(1, 2), all_to_alls=("linear", "hier2d", "multicast"),
-        gather_weights=(1,) if grid.etp > 1 else (),
-    )  # fmt: skip
-    simulator, workload = Simulator(place.cluster), place.workload(grid.tp)
-
-    def step_seconds(plan: Compiled) -> float:
-        return simulator.layer_seconds(plan.forward, plan.backward, workload, grid)
-
-    best = sorted(candidates(grid, space), key=step_seconds)[:PREDICTED]
-    methods, alike = distinct({**singles, **{plan_in_words(each.plan): each for each in best}})
-    return LayerJob(section="auto", label="", place=place, grid=grid, methods=methods, same=alike)
+    best = sorted(searched(grid), key=step_model(place))[:PREDICTED]
+    fixed = (*singles(grid).values(), *best)
+    methods, alike = distinct(_named(fixed))
+    return LayerJob(place=place, grid=grid, methods=methods, same=alike)
 
 
 def measure(options: AutoOptions, found: list[AutoCase], told: Told) -> list[dict[str, Any]]:
@@ -199,6 +187,6 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 BENCHMARK = Benchmark(
     name="auto", description="Let plan=auto find a plan on emulated clusters, and time it beside fixed ones.",
-    options=AutoOptions, cases=cases, measure=measure, rows=same, claims=claims, notes=notes_of(__doc__),
+    options=AutoOptions, cases=cases, measure=measure, claims=claims, notes=notes_of(__doc__),
     columns=(Shown(title="plan auto after 60 steps"),),
 )  # fmt: skip

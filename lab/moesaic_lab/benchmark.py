@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Generic, Protocol, TypeVar
@@ -23,10 +24,11 @@ from rich.table import Table
 from moesaic.cli.arguments import parse
 from moesaic.configfile import override, read_table, suggestion
 from moesaic.errors import InputError
-from moesaic_lab.claims import Claim, Measurement
-from moesaic_lab.pages import Marks, write_page
+from moesaic_lab.claims import Claim, Measurement, write_whole
 from moesaic_lab.pictures import Panel, check_picture, write_picture
-from moesaic_lab.tables import Column, claims_table, table
+from moesaic_lab.tables import Column, Marks, claims_table, table, write_page
+from moesaic_testbed.bed import Bed
+from moesaic_testbed.cluster import Cluster, Launcher
 
 Told = Callable[[str], object]
 """Hears what is measured now."""
@@ -46,6 +48,14 @@ class DrawnOptions(BenchmarkOptions):
 
     picture: str | None = None
     """Draw the results into this .svg, .png or .pdf file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptOptions(BenchmarkOptions):
+    """The same, of a benchmark that takes long and can go on from what it has found."""
+
+    keep: str | None = None
+    """Keep what is found in this folder, part by part, and go on from what is there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +83,7 @@ C = TypeVar("C")
 F = TypeVar("F")
 T = TypeVar("T")
 N = TypeVar("N")
+J = TypeVar("J")
 
 
 class CanNarrow(Protocol):
@@ -108,6 +119,16 @@ class Shown:
         return [table(self.title, chosen, columns, group_by=self.group_by)]
 
 
+def _once(options: object) -> Any:
+    """No cases: the options of most benchmarks say all."""
+    return None
+
+
+def _same(found: Any) -> Any:
+    """The rows themselves, of a benchmark that finds rows."""
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class Benchmark(Generic[O, C, F]):
     """A measured comparison."""
@@ -119,13 +140,13 @@ class Benchmark(Generic[O, C, F]):
     options: type[O]
     notes: str
     """What a reader must know to judge the figures."""
-    cases: Callable[[O], C]
-    """What the options ask for: a list of cases, or a configuration of them. It refuses options that make no sense, and
-    machines that cannot run them."""
+    cases: Callable[[O], C] = _once
+    """What the options ask for: a list of cases, or a configuration of them; None where the options say all. It refuses
+    options that make no sense, and machines that cannot run them."""
     measure: Callable[[O, C, Told], F]
     """What was found in the cases."""
-    rows: Callable[[F], list[dict[str, Any]]]
-    """What was found, as plain data."""
+    rows: Callable[[F], list[dict[str, Any]]] = _same
+    """What was found, as plain data; as it is if not given."""
     claims: Callable[[F], list[Claim]]
     """Of what was found; also those that this run did not measure."""
     columns: Sequence[Shown] | Callable[[F], Sequence[Table]]
@@ -178,20 +199,6 @@ class Benchmark(Generic[O, C, F]):
         return Measurement(rows=self.rows(found), claims=self.claims(found), notes=self.notes, packages=self.packages)
 
 
-def same(found: F) -> F:
-    """Return rows as they are: the `rows` of a benchmark that finds rows."""
-    return found
-
-
-def no_claims(found: object) -> list[Claim]:
-    """Return nothing: the `claims` of a benchmark whose rows are looked up only."""
-    return []
-
-
-def once(options: object) -> None:
-    """Return nothing: the `cases` of a benchmark whose options say all."""
-
-
 def notes_of(documentation: str | None) -> str:
     """Return the second paragraph of a module's docstring as one line: the notes of most benchmarks."""
     return " ".join((documentation or "").split("\n\n")[1].split())
@@ -200,6 +207,13 @@ def notes_of(documentation: str | None) -> str:
 def words_of(only: str | None) -> tuple[str, ...]:
     """Return what stands between the commas of an option."""
     return tuple(only.split(",")) if only else ()
+
+
+def require_positive(values: Mapping[str, object], head: str = "") -> None:
+    """Raise InputError for a number that is not above 0, by its name; `head` says of which part it is."""
+    for name, value in values.items():
+        if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
+            raise InputError(f"{head}{name}={value}: must be above 0")
 
 
 def read_parts(
@@ -293,8 +307,34 @@ def require_cluster() -> None:
         raise InputError(missing)
 
 
+def on_beds(
+    jobs: Iterable[J],
+    bed_of: Callable[[J], Bed],
+    about: Callable[[J], str],
+    measure: Callable[[Cluster, J], F],
+    told: Told,
+) -> list[F]:
+    """Measure jobs on emulated clusters, one after another; jobs of one bed that follow each other share its cluster.
+
+    Args:
+        jobs: what to measure, each made when its turn has come.
+        bed_of: the bed of a job.
+        about: a job in words.
+        measure: measures a job on a cluster that runs.
+        told: hears how many are done, and which one is measured now.
+    """
+    found: list[F] = []
+    with Launcher() as launcher:
+        for bed, of_bed in groupby(jobs, key=bed_of):
+            with launcher.open(bed) as ranks:
+                for job in of_bed:
+                    told(f"{len(found)} done; {about(job)}")
+                    found.append(measure(ranks, job))
+    return found
+
+
 @contextmanager
-def keeping(folder: str | None) -> Iterator[Path]:
+def keeping(folder: str | Path | None) -> Iterator[Path]:
     """Give the folder in which what was found is kept, to go on from it; one that is removed in the end for None."""
     if folder is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -307,17 +347,16 @@ def keeping(folder: str | None) -> Iterator[Path]:
 def kept(path: Path, make: Callable[[], Any]) -> Any:
     """Return what a JSON file holds; where there is none it is made first, whole or not at all."""
     if not path.exists():
-        draft = path.with_suffix(".part")
-        draft.write_text(json.dumps(make()), encoding="utf-8")
-        draft.replace(path)
+        write_whole(path, json.dumps(make()))
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def each_kept(folder: Path, runs: Mapping[str, Callable[[], Any]], told: Told) -> Iterator[tuple[str, Any]]:
+def each_kept(keep: str | Path | None, runs: Mapping[str, Callable[[], Any]], told: Told) -> Iterator[tuple[str, Any]]:
     """Yield what each run finds, by its name: what the folder has, or what is found now and kept there."""
-    for name, run in runs.items():
-        told(name)
-        yield name, kept(folder / f"{name}.json", run)
+    with keeping(keep) as folder:
+        for name, run in runs.items():
+            told(name)
+            yield name, kept(folder / f"{name}.json", run)
 
 
 @contextmanager

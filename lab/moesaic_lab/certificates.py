@@ -36,10 +36,9 @@ from moesaic.routing.losses import LoadBalance
 from moesaic.testing.moe_layers import LAYER_SITUATIONS, AbstractMoELayer, Asked, certify_layer
 from moesaic.testing.processes import on_ranks
 from moesaic.testing.routed_experts import SITUATIONS, AbstractRoutedExperts, Certified, SwiGLUWeights, certify
-from moesaic_lab.benchmark import Benchmark, PagedOptions, Told, notes_of, once, same
+from moesaic_lab.benchmark import Benchmark, PagedOptions, Told, notes_of
 from moesaic_lab.claims import Claim
-from moesaic_lab.pages import markdown_table
-from moesaic_lab.tables import Column, table
+from moesaic_lab.tables import Column, markdown_table, table
 
 DESCRIPTION = "Hold the expert parallelism of Moesaic and of others against dense experts, situation by situation."
 WORLDS = (2, 4)
@@ -789,15 +788,6 @@ about 20 lines each.
 
 
 BENCHMARK = Benchmark(
-    name="certificates",
-    description=DESCRIPTION,
-    options=CertificateOptions,
-    notes=notes_of(__doc__),
-    cases=once,
-    measure=measure,
-    rows=same,
-    claims=claims,
-    columns=tables,
-    page=page,
-    packages=("torch", *(system.package for system in SYSTEMS.values())),
-)
+    name="certificates", description=DESCRIPTION, options=CertificateOptions, notes=notes_of(__doc__), measure=measure,
+    claims=claims, columns=tables, page=page, packages=("torch", *(system.package for system in SYSTEMS.values())),
+)  # fmt: skip

@@ -33,7 +33,7 @@ class Claim:
     """What was measured; None if it was not."""
     unit: str
     """Of value and target; "1" for a ratio."""
-    target: float | None
+    target: float | None = None
     """What it should reach; None for a figure that is only reported."""
     op: Literal[">=", "<="]
     """How value must compare to target."""
@@ -137,11 +137,15 @@ class Measurement:
         if target == "-":
             sys.stdout.write(text)
             return
-        path = Path(target)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(".writing")
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, path)
+        write_whole(Path(target), text)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(f".{os.getpid()}.writing")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)
 
 
 def versions(*packages: str) -> dict[str, str]:

@@ -23,20 +23,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-from rich.console import Console
-
 from moesaic.models.gpt import PADDING, EncoderDecoder, translate
 from moesaic.plan.plan import StaticPlan
-from moesaic.testing.processes import on_ranks
 from moesaic.train.config import MeshConfig, TrainConfig
-from moesaic.train.loop import train
-from moesaic.train.metrics import read_metrics
 from moesaic.train.objectives import load_for
 from moesaic.train.presets import preset
 from moesaic.train.trained import Trained, load_trained
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, each_kept, keeping, notes_of, once, same
+from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, each_kept, notes_of
 from moesaic_lab.claims import Claim
 from moesaic_lab.tables import Column
+from moesaic_lab.training import trained_on
 
 Task = Literal["translation", "language"]
 DENSE = "dense"
@@ -52,7 +48,7 @@ SENTENCES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodecConvergenceOptions(BenchmarkOptions):
+class CodecConvergenceOptions(KeptOptions):
     """What to run."""
 
     translation: str = "seq2seq-tiny"
@@ -71,8 +67,6 @@ class CodecConvergenceOptions(BenchmarkOptions):
     """Of the held-back messages, at most so many are translated."""
     device: str = "cpu"
     """cpu or cuda."""
-    keep: str | None = None
-    """Keep what was found in this folder, and go on from what is there."""
 
 
 def configuration(name: str, out: Path, steps: int, seed: int, codecs: str, device: str = "cpu") -> TrainConfig:
@@ -86,25 +80,14 @@ def configuration(name: str, out: Path, steps: int, seed: int, codecs: str, devi
         codecs: as one of `CodecConvergenceOptions.codecs`, or `DENSE`.
         device: cpu or cuda.
     """
-    base = preset(name)
-    forward, backward = pair(codecs)
-    is_dense = codecs == DENSE
-    return replace(
-        base,
-        model=replace(base.model, ffn="dense") if is_dense else base.model,
-        out=str(out),
-        existing="replace",
-        steps=steps,
-        seed=seed,
-        precision="float32",
-        log_every=steps,
-        evaluate=(steps, base.evaluate[1]),
-        save=str(steps),
-        trackers=(),
-        device="cpu:1" if device == "cpu" else device,
-        mesh=MeshConfig() if is_dense else MeshConfig(ep=WORLD),
-        plan=StaticPlan() if is_dense else StaticPlan(codec=forward, backward_codec=backward),
-    )
+    base, (forward, backward) = preset(name), pair(codecs)
+    config = replace(
+        base, out=str(out), existing="replace", steps=steps, seed=seed, precision="float32", trackers=(), log_every=steps,
+        evaluate=(steps, base.evaluate[1]), save=str(steps), device="cpu:1" if device == "cpu" else device,
+    )  # fmt: skip
+    if codecs == DENSE:
+        return replace(config, model=replace(base.model, ffn="dense"), mesh=MeshConfig(), plan=StaticPlan())
+    return replace(config, mesh=MeshConfig(ep=WORLD), plan=StaticPlan(codec=forward, backward_codec=backward))
 
 
 def pair(codecs: str) -> tuple[str, str]:
@@ -113,14 +96,10 @@ def pair(codecs: str) -> tuple[str, str]:
     return forward, backward or "none"
 
 
-def _train(config: TrainConfig) -> None:
-    train(config, console=Console(quiet=True))
-
-
 def one_run(task: Task, config: TrainConfig, most_sentences: int) -> dict[str, float]:
     """Train, and return the validation loss in nats and what the task is judged by."""
-    on_ranks(WORLD, _train, config, backend="gloo" if config.device.startswith("cpu") else "nccl")
-    loss = next(line["val_loss"] for line in reversed(read_metrics(Path(config.out))) if "val_loss" in line)
+    lines = trained_on(WORLD, config, backend="gloo" if config.device.startswith("cpu") else "nccl")
+    loss = next(line["val_loss"] for line in reversed(lines) if "val_loss" in line)
     if task == "language":
         return {"val_loss": loss, "score": math.exp(loss)}
     return {
@@ -165,21 +144,20 @@ def measure(options: CodecConvergenceOptions, cases: None, told: Told) -> list[d
         "language": (options.language, options.language_steps),
     }
     rows = []
-    with keeping(options.keep) as folder:
-        for task, (name, steps) in tasks.items():
-            for codecs in (DENSE, *options.codecs) if name else ():
+    for task, (name, steps) in tasks.items():
+        for codecs in (DENSE, *options.codecs) if name else ():
 
-                def run(config: TrainConfig, task: Task = task) -> dict[str, float]:
-                    with TemporaryDirectory() as out:
-                        return one_run(task, replace(config, out=str(Path(out) / "run")), options.most_sentences)
+            def run(config: TrainConfig, task: Task = task) -> dict[str, float]:
+                with TemporaryDirectory() as out:
+                    return one_run(task, replace(config, out=str(Path(out) / "run")), options.most_sentences)
 
-                head = f"{task}-{name}-{steps}-{codecs.replace('/', '+').replace(':', '_')}"
-                runs = {
-                    f"{head}-{seed}": partial(run, configuration(name, Path(), steps, seed, codecs, options.device))
-                    for seed in options.seeds
-                }
-                found = [found for _, found in each_kept(folder, runs, told)]
-                rows.append(row(task, name, codecs, steps, found))
+            head = f"{task}-{name}-{steps}-{codecs.replace('/', '+').replace(':', '_')}"
+            runs = {
+                f"{head}-{seed}": partial(run, configuration(name, Path(), steps, seed, codecs, options.device))
+                for seed in options.seeds
+            }
+            found = [found for _, found in each_kept(options.keep, runs, told)]
+            rows.append(row(task, name, codecs, steps, found))
     return rows
 
 
@@ -217,7 +195,7 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
             known, name = gap(rows, task, codec), f"codec.{codec}_gap_{what}"
             if known is None:
                 reason = "not run"
-                found.append(Claim(name=name, value=None, unit=what, target=None, op="<=", reason=reason))
+                found.append(Claim(name=name, value=None, unit=what, op="<=", reason=reason))
             else:
                 found.append(Claim(name=name, value=known[0], unit=what, target=known[1], op="<="))
     return found
@@ -234,7 +212,7 @@ TITLES = {"translation": "BLEU of translations", "language": "perplexity"}
 
 BENCHMARK = Benchmark(
     name="codec_convergence", description="Train a translation and a language model under each codec.",
-    options=CodecConvergenceOptions, notes=notes_of(__doc__), cases=once, measure=measure, rows=same, claims=claims,
+    options=CodecConvergenceOptions, notes=notes_of(__doc__), measure=measure, claims=claims,
     columns=tuple(Shown(title=title, where={"task": (task,)}, columns=COLUMNS) for task, title in TITLES.items()),
     packages=("torch", "numpy", "sacrebleu", "django", "zfpy"),
 )  # fmt: skip

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moesaic.codecs import CODECS
 from moesaic.kernels.codecs import codec_named
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, once, same
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told
 from moesaic_lab.claims import Claim
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -50,13 +50,10 @@ def one_row(name: str, kind: str, dtype: str, options: CodecErrorOptions) -> dic
         of_bound.append(float(torch.where(bound > 0, error.abs() / bound, 0.0).max()))
     num_bytes = codec.num_bytes(options.rows, options.dim, DTYPES[dtype])
     return {
-        "dtype": dtype,
-        "rows": kind,
-        "codec": name,
-        "relative_l2_error": statistics.mean(errors),
+        "dtype": dtype, "rows": kind, "codec": name, "relative_l2_error": statistics.mean(errors),
         "error_over_bound": max(of_bound),
         "bytes_ratio": num_bytes / (options.rows * options.dim * DTYPES[dtype].itemsize),
-    }
+    }  # fmt: skip
 
 
 def draw(kind: str, rows: int, dim: int, seed: int) -> Tensor:
@@ -74,7 +71,7 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     float32 = [row for row in rows if row["dtype"] == "float32"]
     error = {(row["codec"], row["rows"]): row["relative_l2_error"] for row in float32}
     result = [
-        Claim(name=f"codec_error.{name}.{kind}", value=error[name, kind], unit="1", target=None, op="<=")
+        Claim(name=f"codec_error.{name}.{kind}", value=error[name, kind], unit="1", op="<=")
         for name in CODECS
         if name != "none"
         for kind in KINDS
@@ -86,7 +83,7 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
         *result,
         Claim(name="codec_error.largest_error_over_bound", value=largest, unit="1", target=1.0, op="<="),
         Claim(name="codec_error.int8_bytes_ratio", value=int8["bytes_ratio"], unit="1", target=0.26, op="<="),
-        Claim(name="codec_error.zfp_over_int8_gaussian", value=ratio, unit="1", target=None, op="<="),
+        Claim(name="codec_error.zfp_over_int8_gaussian", value=ratio, unit="1", op="<="),
     ]
 
 
@@ -98,6 +95,6 @@ def measure(options: CodecErrorOptions, cases: None, told: Told) -> list[dict[st
 
 BENCHMARK = Benchmark(
     name="codec_error", description="Measure error and bytes of each codec.", options=CodecErrorOptions,
-    notes=(__doc__ or "").splitlines()[0], cases=once, measure=measure, rows=same, claims=claims,
+    notes=(__doc__ or "").splitlines()[0], measure=measure, claims=claims,
     columns=(Shown(title="one encode and decode"),), packages=("torch", "numpy", "zfpy"),
 )  # fmt: skip

@@ -18,7 +18,7 @@ from moesaic.cost.fit import Fit
 from moesaic.profiling.links import collectives
 from moesaic.profiling.steady import hold_still
 from moesaic.profiling.together import latest, start_together
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, once, same
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of
 from moesaic_lab.claims import Claim
 from moesaic_lab.model.config import COMMITTED, read_config
 from moesaic_lab.tables import Column
@@ -70,6 +70,6 @@ COLUMNS = (
 )
 BENCHMARK = Benchmark(
     name="collectives", description="Fit start-up and rate of every collective on emulated clusters.",
-    options=CollectivesOptions, notes=notes_of(__doc__), cases=once, measure=measure_all, rows=same, claims=claims,
+    options=CollectivesOptions, notes=notes_of(__doc__), measure=measure_all, claims=claims,
     columns=(Shown(title="Collectives", columns=COLUMNS),),
 )  # fmt: skip

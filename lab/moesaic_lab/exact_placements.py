@@ -5,6 +5,8 @@ Solved by HiGHS through scipy; exponential in the worst case, so for small cases
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from moesaic.balance.experts import Balanced, ExpertLoad
@@ -35,53 +37,54 @@ def best_experts(load: ExpertLoad) -> np.ndarray:
 
 def _solve(load: ExpertLoad, most: float | None) -> np.ndarray:
     """Solve for the least busiest place; with `most` rows there, for the fewest rows between nodes."""
+    from scipy.sparse import kron, vstack
+
     experts, ep = len(load.order), load.grid.ep
     scale = load.weight.sum(1).max() / ep or 1.0
+    rows = vstack([kron(of_copy[None], np.eye(ep)) for of_copy in load.weight / scale])
+    room, crossing = np.full(ep, experts // ep), load.crossing / max(load.crossing.sum(), 1.0)
+    if most is None:
+        return _assigned(np.zeros((experts, ep)), room, loads=rows)
+    return _assigned(crossing.reshape(experts, ep), room, loads=rows, largest=most / scale)
+
+
+def _assigned(
+    cost: np.ndarray, room: np.ndarray, *, loads: Any = None, largest: float = np.inf, allowed: np.ndarray | None = None
+) -> np.ndarray:
+    """Return the place of each thing, (things,) int64, at the least summed cost; if nothing costs, with the least largest load.
+
+    Args:
+        cost: (things, places).
+        room: (places,) things that each place takes.
+        loads: (loads, things * places) sparse: what a thing at a place adds to each load; None for no loads.
+        largest: that a load may be.
+        allowed: (things, places) bool; None for everywhere.
+    """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import coo_array, csr_array, hstack, kron, vstack
 
-    each_once = kron(np.eye(experts), np.ones((1, ep)))
-    each_full = kron(np.ones((1, experts)), np.eye(ep))
-    rows = vstack([kron(of_copy[None], np.eye(ep)) for of_copy in load.weight / scale])
-    limit = np.zeros((experts + ep + rows.shape[0], 1))
-    limit[experts + ep :] = -1
-    matrix = csr_array(hstack([vstack([each_once, each_full, rows]), coo_array(limit)]))
-    counts = np.concatenate([np.ones(experts), np.full(ep, experts // ep)])
-    cost = np.zeros(experts * ep + 1) if most is not None else np.append(np.zeros(experts * ep), 1.0)
-    if most is not None:
-        cost[:-1] = load.crossing.reshape(-1) / max(load.crossing.sum(), 1.0)
+    things, places = cost.shape
+    once, full = kron(np.eye(things), np.ones((1, places))), kron(np.ones((1, things)), np.eye(places))
+    matrix = vstack([once, full] if loads is None else [once, full, loads])
+    more = matrix.shape[0] - things - places
+    above = coo_array(np.concatenate([np.zeros(things + places), np.full(more, -1.0)])[:, None])
+    fixed, everywhere = np.concatenate([np.ones(things), room]), np.ones(things * places)
     found = milp(
-        cost,
+        np.append(cost.reshape(-1).astype(np.float64), float(not cost.any())),
         constraints=LinearConstraint(
-            matrix,
-            np.append(counts, np.full(rows.shape[0], -np.inf)),
-            np.append(counts, np.zeros(rows.shape[0])),
+            csr_array(hstack([matrix, above])), np.append(fixed, np.full(more, -np.inf)), np.append(fixed, np.zeros(more))
         ),
-        integrality=np.append(np.ones(experts * ep), 0),
-        bounds=Bounds(0, np.append(np.ones(experts * ep), np.inf if most is None else most / scale)),
+        integrality=np.append(everywhere, 0),
+        bounds=Bounds(0, np.append(everywhere if allowed is None else allowed.reshape(-1).astype(float), largest)),
         options={"mip_rel_gap": 0.0},
-    )
-    assert found.x is not None, f"no placement of {experts} experts on {ep} places: {found.message}"
-    return found.x[:-1].reshape(experts, ep).argmax(1)
+    )  # fmt: skip
+    assert found.x is not None, f"no placement of {things} things on {places} places: {found.message}"
+    return found.x[:-1].reshape(things, places).argmax(1)
 
 
 def assign_by_program(cost: np.ndarray, room: np.ndarray) -> np.ndarray:
     """Return the place of each sample at the least summed cost, as `moesaic.balance.samples.policies.assign` does."""
-    samples, places = cost.shape
-    from scipy.optimize import Bounds, LinearConstraint, milp
-    from scipy.sparse import csr_array, kron, vstack
-
-    once, full = kron(np.eye(samples), np.ones((1, places))), kron(np.ones((1, samples)), np.eye(places))
-    wanted = np.concatenate([np.ones(samples), room])
-    found = milp(
-        cost.reshape(-1).astype(np.float64),
-        constraints=LinearConstraint(csr_array(vstack([once, full])), wanted, wanted),
-        integrality=np.ones(samples * places),
-        bounds=Bounds(0, 1),
-        options={"mip_rel_gap": 0.0},
-    )
-    assert found.x is not None, f"no assignment of {samples} samples to {places} places: {found.message}"
-    return found.x.reshape(samples, places).argmax(1)
+    return _assigned(cost, room)
 
 
 def sample_gap(load: SampleLoad, placer: AbstractPlacer, intra: float, inter: float) -> float:
@@ -98,25 +101,9 @@ def best_samples(load: SampleLoad, intra: float, inter: float) -> Homes:
     allowed = np.zeros((samples, ranks), dtype=bool)
     for group in load.replicas:
         allowed[np.ix_(np.isin(load.homes.rank, group), group)] = True
-    from scipy.optimize import Bounds, LinearConstraint, milp
-    from scipy.sparse import coo_array, csr_array, hstack, vstack
+    from scipy.sparse import csr_array
 
-    each_once = coo_array(
-        (np.ones(samples * ranks), (np.repeat(np.arange(samples), ranks), np.arange(samples * ranks)))
-    )
-    each_full = coo_array((np.ones(samples * ranks), (np.tile(np.arange(ranks), samples), np.arange(samples * ranks))))
     scale = max(float(table.sum(0).max()) for table in tables) or 1.0
     times = csr_array(np.stack([table.reshape(-1) / scale for table in tables]))
-    longest = csr_array(np.array([[0.0]] * (samples + ranks) + [[-1.0]] * 2))
-    matrix = hstack([vstack([each_once, each_full, times]), longest]).tocsr()
-    low = np.concatenate([np.ones(samples), np.full(ranks, load.homes.slots), np.full(2, -np.inf)])
-    high = np.concatenate([np.ones(samples), np.full(ranks, load.homes.slots), np.zeros(2)])
-    found = milp(
-        np.append(np.zeros(samples * ranks), 1.0),
-        constraints=LinearConstraint(matrix, low, high),
-        integrality=np.append(np.ones(samples * ranks), 0),
-        bounds=Bounds(0, np.append(allowed.reshape(-1).astype(float), np.inf)),
-        options={"mip_rel_gap": 0.0},
-    )
-    assert found.x is not None, f"no placement of {samples} samples on {ranks} ranks: {found.message}"
-    return Homes.of_ranks(found.x[:-1].reshape(samples, ranks).argmax(1), ranks)
+    room = np.full(ranks, load.homes.slots)
+    return Homes.of_ranks(_assigned(np.zeros((samples, ranks)), room, loads=times, allowed=allowed), ranks)

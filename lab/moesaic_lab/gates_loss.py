@@ -11,9 +11,7 @@ tells what choosing one expert does by itself. Evaluation is of each gate withou
 
 from __future__ import annotations
 
-import gc
 import itertools
-import json
 import statistics
 import tempfile
 from collections.abc import Mapping
@@ -21,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,9 +42,10 @@ from moesaic.train.metrics import read_metrics
 from moesaic.train.parallel import parallelize
 from moesaic.train.presets import demo
 from moesaic.train.state import make_optimizer, open_run
-from moesaic_lab.benchmark import Benchmark, DrawnOptions, Shown, Told, keeping, kept, notes_of, once, same
+from moesaic_lab.across_ranks import gathered
+from moesaic_lab.benchmark import Benchmark, DrawnOptions, KeptOptions, Shown, Told, each_kept, keeping, kept, notes_of
 from moesaic_lab.claims import Claim
-from moesaic_lab.measure import Timing, in_turn, over_ranks, paired
+from moesaic_lab.measure import Timing, in_turn, paired, without_collections
 from moesaic_lab.pictures import Panel, PlottedSeries
 from moesaic_lab.tables import Column, milliseconds, share
 from moesaic_testbed import cluster
@@ -60,7 +59,7 @@ INTER = "200mbit"
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatesLossOptions(DrawnOptions):
+class GatesLossOptions(KeptOptions, DrawnOptions):
     """What to run."""
 
     steps: int = 240
@@ -71,10 +70,6 @@ class GatesLossOptions(DrawnOptions):
     """Of initialisation, data order and routing noise."""
     repeats: int = 8
     """Steps that are timed under each gate."""
-    keep: str | None = None
-    """Folder of what was found, to go on from: a file per run, and one of times."""
-    only: Literal["train", "time", "all"] = "all"
-    """Losses and times may be found at different hours, the latter on a quiet machine."""
 
 
 def configuration(gate: str, seed: int, steps: int) -> TrainConfig:
@@ -96,12 +91,8 @@ def add_gate(model: nn.Module, gate: str, origin: int | None) -> None:
         layer.router = TopologyRouter(layer.router, grid=GRID, levels=(NODES,), origin=origin)
 
 
-def train(keep: Path, gate: str, seed: int, options: GatesLossOptions) -> None:
-    """Train once, unless that was done before; keeps the losses, and of the first seed the weights."""
-    path = keep / f"{gate}-{seed}-{options.steps}.json"
-    if path.exists():
-        return
-    keep.mkdir(parents=True, exist_ok=True)
+def train(gate: str, seed: int, options: GatesLossOptions, weights: Path | None) -> dict[str, Any]:
+    """Train once; returns the curve of losses, and writes the weights to a file if there is one."""
     with tempfile.TemporaryDirectory() as out:
         every = options.steps // options.evaluations
         config = replace(configuration(gate, seed, options.steps), out=out, evaluate=(every, 64), existing="replace")
@@ -109,35 +100,20 @@ def train(keep: Path, gate: str, seed: int, options: GatesLossOptions) -> None:
         add_gate(run.model, gate, None)
         Trainer(run, Console(quiet=True)).run()
         lines = [line for line in read_metrics(Path(out)) if line["kind"] == "eval"]
-    if seed == options.seeds[0]:
-        torch.save(run.model.state_dict(), keep / f"{gate}-{options.steps}.pt")
-    found = {"steps": [line["step"] for line in lines], "losses": [line["val_nats_per_byte"] for line in lines]}
-    path.write_text(json.dumps(found), encoding="utf-8")
+    if weights is not None:
+        torch.save(run.model.state_dict(), weights)
+    return {"steps": [line["step"] for line in lines], "losses": [line["val_nats_per_byte"] for line in lines]}
 
 
-def losses(keep: Path, gate: str, options: GatesLossOptions) -> list[dict[str, Any]]:
-    """Return the curve of every seed."""
-    names = [f"{gate}-{seed}-{options.steps}.json" for seed in options.seeds]
-    return [json.loads((keep / name).read_text(encoding="utf-8")) for name in names]
-
-
-def timed(keep: Path, options: GatesLossOptions) -> dict[str, list[float]]:
-    """Return the seconds of every repeat by gate, found now unless they were before."""
-
-    def found() -> dict[str, list[float]]:
-        weights = {gate: str((keep / f"{gate}-{options.steps}.pt").resolve()) for gate in GATES}
-        config = configuration("softmax", options.seeds[0], options.steps)
-        corpus = load_corpus(config.data)
-        batches = Batches(corpus.train, config.model.seq_len, config.batch_size, seed=99)
-        tokens = [batches.get(number) for number in range(options.repeats + 1)]
-        with cluster(nodes=2, ranks_per_node=2, inter=INTER) as bed:
-            seconds: dict[str, list[float]] = bed.run(rank_seconds, weights, options.steps, corpus.vocab_size, tokens)[
-                0
-            ]
-        return seconds
-
-    seconds: dict[str, list[float]] = kept(keep / f"seconds-{options.steps}-{options.repeats}.json", found)
-    return seconds
+def timed(weights: Mapping[str, str], options: GatesLossOptions) -> dict[str, list[float]]:
+    """Return the seconds of every repeat by gate, of models whose weights are in files."""
+    config = configuration("softmax", options.seeds[0], options.steps)
+    corpus = load_corpus(config.data)
+    batches = Batches(corpus.train, config.model.seq_len, config.batch_size, seed=99)
+    tokens = [batches.get(number) for number in range(options.repeats + 1)]
+    with cluster(nodes=2, ranks_per_node=2, inter=INTER) as bed:
+        found: dict[str, list[float]] = bed.run(rank_seconds, weights, options.steps, corpus.vocab_size, tokens)[0]
+    return found
 
 
 def rank_seconds(
@@ -147,12 +123,9 @@ def rank_seconds(
     mesh = Mesh.create(ep=GRID.ep, ranks_per_node=GRID.ranks_per_node, transport="sockets")
     step = {gate: partial(Stepper(gate, path, steps, vocab, mesh), batches) for gate, path in weights.items()}
     hold_still(dist.get_rank())
-    gc.collect()
-    gc.freeze()
-    spans = in_turn(step, len(batches) - 1, barrier=start_together(latest))
-    everyone: list[Any] = [None] * mesh.grid.world
-    dist.all_gather_object(everyone, spans)
-    return {gate: list(seconds) for gate, seconds in over_ranks(everyone).items()}
+    with without_collections():
+        found = gathered(in_turn(step, len(batches) - 1, barrier=start_together(latest)))
+    return {gate: list(seconds) for gate, seconds in found.items()}
 
 
 class Stepper:
@@ -191,20 +164,12 @@ def row(
     ratio, time = paired(seconds[gate], seconds["softmax"]), Timing.of(seconds[gate])
     curve = [statistics.mean(values) for values in zip(*(run["losses"] for run in runs))]
     return {
-        "gate": gate,
-        "steps": options.steps,
-        "seeds": len(runs),
-        "val_nats_per_byte": curve[-1],
+        "gate": gate, "steps": options.steps, "seeds": len(runs), "val_nats_per_byte": curve[-1],
         "loss_spread": max(run["losses"][-1] for run in runs) - min(run["losses"][-1] for run in runs),
-        "step_seconds": time.median,
-        "step_seconds_low": time.low,
-        "step_seconds_high": time.high,
-        "step_time_ratio": ratio.median,
-        "step_time_ratio_low": ratio.low,
-        "step_time_ratio_high": ratio.high,
-        "curve_steps": runs[0]["steps"],
-        "curve_losses": curve,
-    }
+        "step_seconds": time.median, "step_seconds_low": time.low, "step_seconds_high": time.high,
+        "step_time_ratio": ratio.median, "step_time_ratio_low": ratio.low, "step_time_ratio_high": ratio.high,
+        "curve_steps": runs[0]["steps"], "curve_losses": curve,
+    }  # fmt: skip
 
 
 def add_times(rows: list[dict[str, Any]]) -> None:
@@ -241,18 +206,24 @@ def panels(rows: list[dict[str, Any]]) -> list[Panel]:
 
 
 def measure(options: GatesLossOptions, cases: None, told: Told) -> list[dict[str, Any]]:
-    """Train under every gate, then time steps; no rows where only losses were asked for."""
+    """Train under every gate, then time steps: of the first seed's models."""
     torch.set_num_threads(1)
     with keeping(options.keep) as keep:
-        if options.only != "time":
-            for seed, gate in itertools.product(options.seeds, GATES):
-                told(f"seed {seed}, {gate}")
-                train(keep, gate, seed, options)
-        if options.only == "train":
-            return []
+        weights = {gate: (keep / f"{gate}-{options.steps}.pt").resolve() for gate in GATES}
+        runs = {
+            f"{gate}-{seed}-{options.steps}": partial(
+                train, gate, seed, options, weights[gate] if seed == options.seeds[0] else None
+            )
+            for seed, gate in itertools.product(options.seeds, GATES)
+        }
+        curves = dict(each_kept(keep, runs, told))
         told("times of steps")
-        seconds = timed(keep, options)
-        rows = [row(gate, options, losses(keep, gate, options), seconds) for gate in GATES]
+        times = partial(timed, {gate: str(path) for gate, path in weights.items()}, options)
+        seconds = kept(keep / f"seconds-{options.steps}-{options.repeats}.json", times)
+    rows = [
+        row(gate, options, [curves[f"{gate}-{seed}-{options.steps}"] for seed in options.seeds], seconds)
+        for gate in GATES
+    ]
     add_times(rows)
     return rows
 
@@ -260,7 +231,7 @@ def measure(options: GatesLossOptions, cases: None, told: Told) -> list[dict[str
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return loss and times of every gate but the first."""
     return [
-        Claim(name=f"gates_loss.{key}.{each['gate']}", value=each[key], unit=unit, target=None, op="<=")
+        Claim(name=f"gates_loss.{key}.{each['gate']}", value=each[key], unit=unit, op="<=")
         for each in rows[1:]
         for key, unit in (("val_nats_per_byte", "nats/byte"), ("step_time_ratio", "1"), ("time_to_loss_ratio", "1"))
     ]
@@ -278,7 +249,7 @@ COLUMNS = (
 
 BENCHMARK = Benchmark(
     name="gates_loss", description="Train the demo under five gates and time their steps.", options=GatesLossOptions,
-    notes=notes_of(__doc__), cases=once, measure=measure, rows=same, claims=claims, panels=panels,
+    notes=notes_of(__doc__), measure=measure, claims=claims, panels=panels,
     columns=(Shown(title="demo model; steps on 2 nodes of 2, 200 Mbit/s", columns=COLUMNS),),
     title="Loss under different gates",
 )  # fmt: skip

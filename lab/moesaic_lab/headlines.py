@@ -23,33 +23,30 @@ from moesaic.cost.simulate import Simulator
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.plan.algorithm1 import choose
 from moesaic.program.grid import Grid
-from moesaic_lab.balance import run as balance
+from moesaic_lab.balance import cells as balance
 from moesaic_lab.balance.config import BalanceBenchConfig, Skewed
-from moesaic_lab.balance.job import BalanceJob
 from moesaic_lab.balance.methods import PLAIN, SMART, BalanceMethod, methods
+from moesaic_lab.balance.ranks import BalanceJob
 from moesaic_lab.benchmark import (
     Benchmark,
+    KeptOptions,
     PagedOptions,
     Shown,
     Told,
     each_kept,
-    keeping,
     notes_of,
     require_cluster,
-    same,
 )
 from moesaic_lab.claims import Claim
-from moesaic_lab.layer import run as layer
-from moesaic_lab.layer.cells import SINGLES, all_ep
+from moesaic_lab.layer import benchmark as layer
+from moesaic_lab.layer.cells import SINGLES, LayerJob, all_ep
 from moesaic_lab.layer.config import LayerPlace
-from moesaic_lab.layer.job import LayerJob
 from moesaic_lab.measure import TimedCell, Timing
 from moesaic_lab.netmoe import ranks as travel
 from moesaic_lab.netmoe.benchmark import ALWAYS, BED_LAYER, GFLOPS, INTER
 from moesaic_lab.netmoe.setting import Setting, routing
-from moesaic_lab.pages import markdown_table
 from moesaic_lab.reproduce.records import PAPERS, read_book
-from moesaic_lab.tables import Column, percent, share
+from moesaic_lab.tables import Column, markdown_table, percent, share
 from moesaic_testbed.bed import Bed
 from moesaic_testbed.cluster import Launcher
 
@@ -66,15 +63,13 @@ MARKS = ("<!-- headlines: moesaic_lab/headlines.py -->", "<!-- end of headlines 
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadlinesOptions(PagedOptions):
+class HeadlinesOptions(KeptOptions, PagedOptions):
     """What to run."""
 
     papers: tuple[Paper, ...] = ("parm", "schemoe", "tutel", "netmoe", "fastermoe")
     """Whose comparisons."""
     repeats: int = 16
     """How often each method is timed."""
-    keep: str | None = None
-    """Folder of what was found, a file per comparison, to go on from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -413,13 +408,13 @@ def rows_of(each: Comparison, cell: TimedCell, computing: float) -> list[dict[st
 
 def measure(options: HeadlinesOptions, found: list[Comparison], told: Told) -> list[dict[str, Any]]:
     """Run the comparisons, one after another."""
-    with keeping(options.keep) as folder, Launcher() as launcher:
+    with Launcher() as launcher:
 
         def run(each: Comparison) -> list[dict[str, Any]]:
             return rows_of(each, *each.run(launcher, options.repeats))
 
         runs = {f"{each.name}-{options.repeats}": partial(run, each) for each in found}
-        return [row for _, rows in each_kept(folder, runs, told) for row in rows]
+        return [row for _, rows in each_kept(options.keep, runs, told) for row in rows]
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
@@ -439,15 +434,10 @@ def section(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the page's table."""
     lines = [
         [
-            "paper",
-            "its headline, and the same comparison",
-            "published",
-            "here",
-            "communication, paper",
-            "here",
+            "paper", "its headline, and the same comparison", "published", "here", "communication, paper", "here",
             "off by",
         ]
-    ]
+    ]  # fmt: skip
     for row in rows:
         if row["part"] != "headline":
             continue
@@ -471,7 +461,7 @@ COLUMNS = (
 
 BENCHMARK = Benchmark(
     name="headlines", description="Repeat the headline of each of the five papers on emulated clusters.",
-    options=HeadlinesOptions, notes=notes_of(__doc__), cases=cases, measure=measure, rows=same, claims=claims,
+    options=HeadlinesOptions, notes=notes_of(__doc__), cases=cases, measure=measure, claims=claims,
     columns=(Shown(title="The papers' headlines, virtual compute", where={"part": ("headline",)}, columns=COLUMNS,
                    group_by=("paper",)),),
     page=section, page_marks=MARKS,

@@ -25,17 +25,20 @@ from transformers.distributed import DistributedConfig
 import moesaic.transformers
 from moesaic import Plan
 from moesaic.testing.processes import on_ranks
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, same
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of
 from moesaic_lab.claims import Claim
 from moesaic_lab.families import Family, build, families, text
 from moesaic_lab.tables import Column
 
-DESCRIPTION = "Hold Moesaic inside transformers against transformers' own loop: all families, and experts over ranks."
 FAMILIES_ASKED = 55
 WORLDS = (2, 4, 8)
 IN_FLOAT32 = ("BeamExperts", "NemotronHExperts", "OpenAIPrivacyFilterExperts", "MuseSparkExperts")
 """Experts that compute in float32, whatever they are given."""
 TOKENS = 6
+
+
+Step = tuple[Tensor, dict[str, Tensor]]
+"""Logits of a rank's sequence, and every gradient whole."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,13 @@ def load(case: RankCase, **options: Any) -> Any:
     return model.train()
 
 
+def step(model: Any, ids: Tensor) -> Step:
+    """Run a model forward and backward."""
+    out = model(input_ids=ids, labels=ids, use_cache=False)
+    out.loss.backward()
+    return out.logits.detach(), gradients(model)
+
+
 def as_launched() -> None:
     """Set what a launcher sets."""
     for name in ("RANK", "LOCAL_RANK"):
@@ -95,7 +105,7 @@ def as_launched() -> None:
         os.environ[name] = str(dist.get_world_size())
 
 
-def steps(cases: list[RankCase]) -> list[tuple[Tensor, dict[str, Tensor]]]:
+def steps(cases: list[RankCase]) -> list[Step]:
     """Return each case's logits of this rank's sequence and all gradients."""
     as_launched()
     found = []
@@ -104,18 +114,16 @@ def steps(cases: list[RankCase]) -> list[tuple[Tensor, dict[str, Tensor]]]:
         if case.recompute:
             model.gradient_checkpointing_enable()
         ids = batch(dist.get_world_size() // case.tp)[dist.get_rank() // case.tp].unsqueeze(0)
-        out = model(input_ids=ids, labels=ids, use_cache=False)
-        out.loss.backward()
+        made = step(model, ids)
         if case.then:
             moesaic.transformers.use_plan(model, Plan(**case.then))
             model.zero_grad()
-            out = model(input_ids=ids, labels=ids, use_cache=False)
-            out.loss.backward()
-        found.append((out.logits.detach(), gradients(model)))
+            made = step(model, ids)
+        found.append(made)
     return found
 
 
-def outcome(model: Any, implementation: str) -> tuple[Tensor, dict[str, Tensor]]:
+def outcome(model: Any, implementation: str) -> Step:
     """Return the logits (or the hidden states of a model without a head) and every gradient."""
     model.set_experts_implementation(implementation)
     model.zero_grad()
@@ -190,10 +198,6 @@ def cases_on(world: int, mixtral: str, gpt_oss: str, skewed: str) -> list[RankCa
     ]
 
 
-Step = tuple[Tensor, dict[str, Tensor]]
-"""Logits of a rank's sequence, and every gradient whole."""
-
-
 def ep_errors(world: int, cases: Sequence[RankCase], results: Sequence[Sequence[Step]]) -> list[float]:
     """Return each case's worst error of a logit or a gradient on any rank, beside one process in float64.
 
@@ -208,15 +212,13 @@ def ep_errors(world: int, cases: Sequence[RankCase], results: Sequence[Sequence[
             case.folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
         )
         ids = batch(world // case.tp)
-        out = one(input_ids=ids, labels=ids, use_cache=False)
-        out.loss.backward()
-        wanted = gradients(one)
+        all_logits, wanted = step(one, ids)
         largest = max(float(each.abs().max()) for each in wanted.values())
         worst = 0.0
         for rank in range(world):
             logits, got = results[rank][number]
             assert got.keys() == wanted.keys(), f"{case}: parameters with a gradient differ on rank {rank}"
-            expected = out.logits.detach()[rank // case.tp]
+            expected = all_logits[rank // case.tp]
             worst = max(worst, float((logits[0] - expected).abs().max() / expected.abs().max()))
             for name, gradient in got.items():
                 scale = max(float(wanted[name].abs().max()), 0.02 * largest)
@@ -285,29 +287,16 @@ def claims(found: list[dict[str, Any]]) -> list[Claim]:
     ]
 
 
+ERROR = "{:.1e}".format
+COLUMNS = (
+    Column(key="family", title="family", is_text=True), Column(key="logits", title="logits", show=ERROR),
+    Column(key="gradients", title="gradients", show=ERROR), Column(key="world", title="ranks"),
+    Column(key="model", title="model", is_text=True), Column(key="plan", title="plan", is_text=True),
+    Column(key="error", title="error", show=ERROR), Column(key="reason", title="why not", is_text=True),
+)  # fmt: skip
+
 BENCHMARK = Benchmark(
-    name="hf",
-    description=DESCRIPTION,
-    options=HFOptions,
-    notes=notes_of(__doc__),
-    cases=chosen,
-    measure=measure,
-    rows=same,
-    claims=claims,
-    columns=(
-        Shown(
-            title="families",
-            columns=(
-                Column(key="family", title="family", is_text=True),
-                Column(key="logits", title="logits", show=lambda value: f"{value:.1e}"),
-                Column(key="gradients", title="gradients", show=lambda value: f"{value:.1e}"),
-                Column(key="world", title="ranks"),
-                Column(key="model", title="model", is_text=True),
-                Column(key="plan", title="plan", is_text=True),
-                Column(key="error", title="error", show=lambda value: f"{value:.1e}"),
-                Column(key="reason", title="why not", is_text=True),
-            ),
-        ),
-    ),
-    packages=("torch", "transformers"),
-)
+    name="hf", description="Hold Moesaic inside transformers against its own loop: all families, and experts over ranks.",
+    options=HFOptions, notes=notes_of(__doc__), cases=chosen, measure=measure, claims=claims,
+    columns=(Shown(title="families", columns=COLUMNS),), packages=("torch", "transformers"),
+)  # fmt: skip

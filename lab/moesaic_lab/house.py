@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, notes_of, once, same
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, notes_of
 from moesaic_lab.claims import Claim
 from moesaic_lab.tables import Column
 
@@ -46,14 +46,10 @@ def measure(package: Path, others: Iterable[Path]) -> list[dict[str, Any]]:
     lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in (*files, *elsewhere)}
     twice, circles, trace = names_with_two_meanings([*files, *elsewhere]), cycles(package), trace_path(package)
     figures = {
-        "wheel_lines": sum(lines[path] for path in files),
-        "wheel_files": len(files),
-        "python_lines": sum(lines.values()),
-        "path_files": len(trace.files),
-        "path_returns": len(trace.returns),
-        "names_with_two_meanings": len(twice),
-        "cycles": len(circles),
-    }
+        "wheel_lines": sum(lines[path] for path in files), "wheel_files": len(files),
+        "python_lines": sum(lines.values()), "path_files": len(trace.files), "path_returns": len(trace.returns),
+        "names_with_two_meanings": len(twice), "cycles": len(circles),
+    }  # fmt: skip
     parts: dict[str, list[int]] = defaultdict(list)
     for path in files:
         parts[path.relative_to(package).parts[0]].append(lines[path])
@@ -203,6 +199,7 @@ def trace_path(package: Path) -> PathTrace:
     from moesaic.layer import MoE
     from moesaic.plan import Plan
     from moesaic.program.grid import Grid
+    from moesaic_lab.recorder import AbstractPassing
 
     def is_tokens(value: object) -> bool:
         return (
@@ -211,23 +208,13 @@ def trace_path(package: Path) -> PathTrace:
 
     trace = PathTrace(package, is_tokens)
 
-    class Watched(AbstractTransport):
+    class Watched(AbstractPassing):
         """Ends the trace where the first rows leave."""
-
-        def __init__(self, transport: AbstractTransport) -> None:
-            super().__init__(transport.rank, transport.world, transport.device)
-            self._transport = transport
 
         def issue(self, transfer: Transfer) -> Handle:
             if max((tensor.nbytes for tensor in transfer.sends.values()), default=0) >= MANY_BYTES:
                 sys.setprofile(None)
-            return self._transport.issue(transfer)
-
-        def wait(self, handle: Handle) -> None:
-            self._transport.wait(handle)
-
-        def take_tags(self, num_tags: int) -> int:
-            return self._transport.take_tags(num_tags)
+            return super().issue(transfer)
 
     def rank(transport: AbstractTransport) -> None:
         layer = MoE(DIM, DIM // 2, 4, 2)
@@ -243,9 +230,9 @@ def trace_path(package: Path) -> PathTrace:
     return trace
 
 
-BENCHMARK = Benchmark(
+BENCHMARK: Benchmark[BenchmarkOptions, None, list[dict[str, Any]]] = Benchmark(
     name="house", description="Count lines, files, names, import cycles, and trace the path from the layer to the transport.",
-    options=BenchmarkOptions, notes=notes_of(__doc__), cases=once, rows=same, claims=claims, packages=(),
+    options=BenchmarkOptions, notes=notes_of(__doc__), claims=claims, packages=(),
     measure=lambda options, cases, told: measure(ROOT / "src" / "moesaic", [ROOT / "lab", ROOT / "examples"]),
     columns=tuple(
         Shown(title=title, where={"what": (what,)}, columns=[Column(key=key, title=key, is_text=True) for key in keys])

@@ -16,15 +16,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from moesaic.train.loop import train
 from moesaic.train.presets import demo, demo_dense
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, once, same
-from moesaic_lab.claims import Claim
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told
+from moesaic_lab.claims import Claim, figures
+from moesaic_lab.tables import spread
+from moesaic_lab.training import train_quietly
 
 MODELS = {"moe": demo, "dense": demo_dense}
+LOSS = "val_nats_per_byte"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,55 +44,31 @@ def one_run(name: str, seed: int, lr: float, steps: int | None, folder: Path) ->
     """Train one model; returns its row."""
     preset = MODELS[name]()
     config = replace(
-        preset,
-        out=str(folder / f"{name}-{seed}-{lr}"),
-        seed=seed,
-        steps=steps or preset.steps,
-        evaluate=(10**9, preset.evaluate[1]),
-        save=f"{10**9}",
-        trackers=(),
-        optimizer=replace(preset.optimizer, lr=lr),
-    )
-    result = train(config, console=Console(quiet=True))
+        preset, out=str(folder / f"{name}-{seed}-{lr}"), seed=seed, steps=steps or preset.steps, trackers=(),
+        evaluate=(10**9, preset.evaluate[1]), save=f"{10**9}", optimizer=replace(preset.optimizer, lr=lr),
+    )  # fmt: skip
+    result = train_quietly(config)
     if result.was_stopped:
         sys.exit("stopped")
-    return {
-        "model": name,
-        "seed": seed,
-        "lr": lr,
-        "val_nats_per_byte": result.val_nats_per_byte,
-        "seconds": result.seconds,
-    }
-
-
-def best_lr(rows: list[dict[str, Any]], name: str) -> float:
-    """Return the learning rate with the lowest mean loss of a model."""
-    lrs = sorted({row["lr"] for row in rows})
-    return min(lrs, key=lambda lr: statistics.mean(_values(rows, name, lr, "val_nats_per_byte")))
+    return {"model": name, "seed": seed, "lr": lr, LOSS: result.val_nats_per_byte, "seconds": result.seconds}
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return the gain, its spread over the seeds and the ratio of times."""
-    losses = {name: _values(rows, name, best_lr(rows, name), "val_nats_per_byte") for name in MODELS}
-    gains = [dense - moe for dense, moe in zip(losses["dense"], losses["moe"])]
-    lrs = {row["lr"] for row in rows}
-    pairs = [
-        moe / dense
-        for lr in sorted(lrs)
-        for moe, dense in zip(_values(rows, "moe", lr, "seconds"), _values(rows, "dense", lr, "seconds"))
-    ]
+    means = {name: [each for each in spread(rows, LOSS, "model", "lr") if each["model"] == name] for name in MODELS}
+    best = {name: min(found, key=lambda each: each["mean"])["lr"] for name, found in means.items()}
+    moe, dense = (figures(rows, LOSS, model=name, lr=best[name]) for name in ("moe", "dense"))
+    gains = [much - less for much, less in zip(dense, moe, strict=True)]
+    seconds = {(row["model"], row["lr"], row["seed"]): row["seconds"] for row in rows}
+    ratios = [seconds["moe", lr, seed] / each for (name, lr, seed), each in seconds.items() if name == "dense"]
+    of_gains = {"gain_smallest": min(gains), "gain_largest": max(gains)}
     return [
         Claim(
             name="moe_vs_dense.gain_nats_per_byte", value=statistics.mean(gains), unit="nats/byte", target=0.05, op=">="
         ),
-        Claim(name="moe_vs_dense.gain_smallest", value=min(gains), unit="nats/byte", target=None, op=">="),
-        Claim(name="moe_vs_dense.gain_largest", value=max(gains), unit="nats/byte", target=None, op=">="),
-        Claim(name="moe_vs_dense.time_ratio", value=statistics.median(pairs), unit="1", target=None, op="<="),
+        *(Claim(name=f"moe_vs_dense.{name}", value=each, unit="nats/byte", op=">=") for name, each in of_gains.items()),
+        Claim(name="moe_vs_dense.time_ratio", value=statistics.median(ratios), unit="1", op="<="),
     ]
-
-
-def _values(rows: list[dict[str, Any]], name: str, lr: float, key: str) -> list[float]:
-    return [row[key] for row in rows if row["model"] == name and row["lr"] == lr]
 
 
 def measure(options: MoeVsDenseOptions, cases: None, told: Told) -> list[dict[str, Any]]:
@@ -106,18 +83,15 @@ def measure(options: MoeVsDenseOptions, cases: None, told: Told) -> list[dict[st
 
 def tables(rows: list[dict[str, Any]]) -> list[Table]:
     """Return mean and spread per model and learning rate."""
-    means = []
-    for name, lr in itertools.product(MODELS, sorted({row["lr"] for row in rows})):
-        losses, seconds = _values(rows, name, lr, "val_nats_per_byte"), _values(rows, name, lr, "seconds")
-        means.append(
-            {"model": name, "lr": lr, "mean": statistics.mean(losses), "min": min(losses), "max": max(losses),
-             "median seconds": statistics.median(seconds)}
-        )  # fmt: skip
-    return Shown(title="validation loss, nats/byte").of(means)
+    found = [
+        each | {"median seconds": statistics.median(figures(rows, "seconds", model=each["model"], lr=each["lr"]))}
+        for each in spread(rows, LOSS, "model", "lr")
+    ]
+    return Shown(title="validation loss, nats/byte").of(found)
 
 
 BENCHMARK = Benchmark(
     name="moe_vs_dense", description="Train the demo beside a dense model of as many operations per token.",
-    options=MoeVsDenseOptions, notes=(__doc__ or "").splitlines()[0], cases=once, measure=measure, rows=same, claims=claims,
+    options=MoeVsDenseOptions, notes=(__doc__ or "").splitlines()[0], measure=measure, claims=claims,
     columns=tables,
 )  # fmt: skip

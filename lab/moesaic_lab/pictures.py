@@ -17,22 +17,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = (
-    "#3a6ea5",
-    "#d9772b",
-    "#2f8f6f",
-    "#b8478a",
-    "#8a6d1f",
-    "#4fa8c9",
-    "#5b5f6b",
-    "#9c2f2f",
-    "#6f5bb0",
-    "#c9a227",
-    "#7fb069",
-    "#d46a6a",
-    "#101010",
-    "#00a2a2",
-    "#b0b0b0",
-)
+    "#3a6ea5", "#d9772b", "#2f8f6f", "#b8478a", "#8a6d1f", "#4fa8c9", "#5b5f6b", "#9c2f2f",
+    "#6f5bb0", "#c9a227", "#7fb069", "#d46a6a", "#101010", "#00a2a2", "#b0b0b0",
+)  # fmt: skip
 """By series, in the order in which they first appear; after the last one the first again."""
 BOUND = "#111827"
 """Of the marks that bounds are drawn as."""
@@ -81,13 +68,12 @@ class PlottedSeries:
         """
         found = [(float(x), t, bound, scale) for (x, t, bound), scale in zip(points, scales or itertools.repeat(1e3))]
         return cls(
-            name=name,
-            x=tuple(x for x, *_ in found),
+            name=name, x=tuple(x for x, *_ in found),
             y=tuple(scale * timing.median for _, timing, _, scale in found),
             low=tuple(scale * timing.low for _, timing, _, scale in found),
             high=tuple(scale * timing.high for _, timing, _, scale in found),
             bounds=tuple(scale * bound if bound else None for *_, bound, scale in found),
-        )
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad, Stay, Two
 from moesaic.balance.samples.policies import by_flow, by_seats
 from moesaic.cost.alpha_beta import Machine
 from moesaic.program.grid import Grid
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, once, same
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of
 from moesaic_lab.claims import Claim, claimed, figures
 from moesaic_lab.exact_placements import assign_by_program, best_experts, best_samples
 from moesaic_lab.tables import Column, percent
@@ -175,7 +175,7 @@ def measure(options: PlacementGapsOptions, cases: None, told: Told) -> Rows:
 
 BENCHMARK = Benchmark(
     name="placement_gaps", description="Hold placements of samples and experts against the best ones.",
-    options=PlacementGapsOptions, notes=notes_of(__doc__), cases=once, measure=measure, rows=same, claims=claims,
+    options=PlacementGapsOptions, notes=notes_of(__doc__), measure=measure, claims=claims,
     columns=(
         *(Shown(title=part, where={"part": (part,)}, columns=COLUMNS, group_by=("links",)) for part in ("samples", "experts")),
         Shown(title="solvers", where={"part": ("solvers",)}, group_by=("slots",)),

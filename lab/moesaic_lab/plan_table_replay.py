@@ -36,7 +36,7 @@ from moesaic.plan.search import search
 from moesaic.plan.table import PlanTable, TableSettings
 from moesaic.program.grid import Grid
 from moesaic.traces.trace import Trace
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, once, same
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told
 from moesaic_lab.claims import Claim
 
 ERRORS: dict[str, tuple[float, ...]] = {"half": (0.5,), "right": (1.0,), "twice": (2.0,), "half or twice": (0.5, 2.0)}
@@ -165,7 +165,7 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 BENCHMARK = Benchmark(
     name="plan_table", description="Replay recorded routing with a plan table that is told wrong loads.",
-    options=PlanTableOptions, cases=once, measure=measure, rows=same, claims=claims, packages=("numpy",),
+    options=PlanTableOptions, measure=measure, claims=claims, packages=("numpy",),
     notes="simulated seconds; the table's explored steps are in its sum, the best static plan is known only afterwards",
     columns=(Shown(title="plan table, recorded counts, simulated steps"),),
 )  # fmt: skip

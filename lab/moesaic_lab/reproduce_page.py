@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from moesaic_lab.pages import markdown_table, write_page
+from moesaic_lab.tables import markdown_table, write_page
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reproduce.md"
 MARKS = ("<!-- tables: moesaic_lab/reproduce_page.py -->", "<!-- end of tables -->")

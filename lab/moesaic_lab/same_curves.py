@@ -10,28 +10,17 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
-from rich.console import Console
-from torch import Tensor
-
-from moesaic.layer import MoE
 from moesaic.plan.plan import StaticPlan
-from moesaic.routing.router import token_choice
-from moesaic.routing.routing import Choice, Scores
-from moesaic.testing.processes import on_ranks
 from moesaic.train.config import MeshConfig, TrainConfig
-from moesaic.train.loop import Trainer
-from moesaic.train.metrics import read_metrics
 from moesaic.train.presets import demo
-from moesaic.train.state import open_run
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, once, same
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told
 from moesaic_lab.claims import Claim
+from moesaic_lab.training import changes, steps_of, trained_on
 
 LIMITS = {"float64": 1e-9, "float32": 1e-4}
 RUNS: tuple[tuple[int, MeshConfig, StaticPlan], ...] = (
@@ -62,90 +51,26 @@ def configuration(
 ) -> TrainConfig:
     """Return the demo's configuration, cut to so many steps, every step logged."""
     return replace(
-        demo(),
-        out=str(out),
-        steps=steps,
-        precision=precision,
-        log_every=1,
-        evaluate=(steps, 8),
-        save=str(10 * steps),
-        trackers=(),
-        device="cpu:1",
-        mesh=mesh,
-        plan=plan,
-    )
-
-
-def _train(config: TrainConfig, routing: Path | None) -> None:
-    run, world = open_run(config, lambda _: None), dist.get_world_size() if dist.is_initialized() else 1
-    layers = [module for module in run.model.modules() if isinstance(module, MoE)]
-    written: list[list[Tensor]] = [[] for _ in layers]
-    if routing is not None:
-        chosen = torch.load(routing) if world > 1 else None
-        for number, layer in enumerate(layers):
-            original = layer.router.choose
-            if chosen is None:
-                layer.router.choose = recording(original, layer, written[number])  # type: ignore[method-assign, assignment]
-            else:
-                layer.router.choose = replaying(original, layer, chosen[number], run.ranks.dp_index, run.ranks.dp)  # type: ignore[method-assign, assignment]
-    Trainer(run, Console(quiet=True)).run()
-    if routing is not None and world == 1:
-        torch.save([torch.stack(calls) for calls in written], routing)
-
-
-Choose = Callable[[Scores, int, Tensor | None, Tensor | None], Choice]
-
-
-def recording(original: Choose, layer: MoE, calls: list[Tensor]) -> Choose:
-    """Return a router's choice that keeps the experts of every training call, (tokens, top_k)."""
-
-    def choose(scores: Scores, top_k: int, valid: Tensor | None, noise: Tensor | None) -> Choice:
-        choice = original(scores, top_k, valid, noise)
-        if layer.training:
-            calls.append(choice.expert.view(-1, top_k).clone())
-        return choice
-
-    return choose
-
-
-def replaying(original: Choose, layer: MoE, chosen: Tensor, group: int, groups: int) -> Choose:
-    """Return a router's choice that takes this rank's part of the kept experts, (calls, tokens, top_k)."""
-    calls = iter(chosen)
-
-    def choose(scores: Scores, top_k: int, valid: Tensor | None, noise: Tensor | None) -> Choice:
-        if not layer.training:
-            return original(scores, top_k, valid, noise)
-        assert layer.on_mesh is not None
-        of_group = next(calls).chunk(groups)[group]
-        if layer.on_mesh.peers.slices > 1:
-            of_group = of_group.chunk(layer.on_mesh.peers.slices)[layer.on_mesh.peers.slice]
-        return token_choice(of_group)
-
-    return choose
+        demo(), out=str(out), steps=steps, precision=precision, log_every=1, evaluate=(steps, 8), save=str(10 * steps),
+        trackers=(), device="cpu:1", mesh=mesh, plan=plan,
+    )  # fmt: skip
 
 
 def row(
-    precision: Literal["float64", "float32"],
-    world: int,
-    mesh: MeshConfig,
-    plan: StaticPlan,
-    found: list[dict[str, float]],
-    first: list[dict[str, float]],
+    precision: str, run: tuple[int, MeshConfig, StaticPlan], found: Sequence[dict[str, Any]], first: Sequence[dict[str, Any]],
     seconds: float,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Return a line of the table."""
-    plain_plan, plain_mesh = vars(StaticPlan()), vars(MeshConfig())
+    world, mesh, plan = run
+
+    def apart(key: str) -> float:
+        return max(abs(a[key] - b[key]) for a, b in zip(found, first, strict=True))
+
     return {
-        "precision": precision,
-        "ranks": world,
-        "steps": len(found),
-        "mesh": " ".join(f"{k}={v}" for k, v in vars(mesh).items() if v != plain_mesh[k]) or "one process",
-        "plan": " ".join(f"{k}={v}" for k, v in vars(plan).items() if v != plain_plan[k]) or "s1",
-        "last_loss": found[-1]["loss"],
-        "loss_difference": max(abs(a["loss"] - b["loss"]) for a, b in zip(found, first, strict=True)),
-        "grad_norm_difference": max(abs(a["grad_norm"] - b["grad_norm"]) for a, b in zip(found, first, strict=True)),
-        "seconds": round(seconds, 1),
-    }
+        "precision": precision, "ranks": world, "steps": len(found), "mesh": changes(mesh) or "one process",
+        "plan": changes(plan) or "s1", "last_loss": found[-1]["loss"], "loss_difference": apart("loss"),
+        "grad_norm_difference": apart("grad_norm"), "seconds": round(seconds, 1),
+    }  # fmt: skip
 
 
 def measure(options: SameCurvesOptions, cases: None, told: Told) -> list[dict[str, Any]]:
@@ -153,20 +78,17 @@ def measure(options: SameCurvesOptions, cases: None, told: Told) -> list[dict[st
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for precision in options.precisions:
-            first: list[dict[str, float]] = []
+            first: list[dict[str, Any]] = []
             for number, (world, mesh, plan) in enumerate(RUNS):
                 told(f"{precision}, {number + 1} of {len(RUNS)}")
-                out = Path(folder) / f"{precision}-{number}"
-                config = configuration(out, precision, options.steps, mesh, plan)
+                config = configuration(Path(folder) / f"{precision}-{number}", precision, options.steps, mesh, plan)
+                if precision == "float32":
+                    routing = f"replay:{Path(folder) / f'{precision}-0'}" if first else "record:tokens"
+                    config = replace(config, routing=(routing,))
                 begun = time.monotonic()
-                routing = None if precision == "float64" else Path(folder) / "routing.pt"
-                if world > 1:
-                    on_ranks(world, _train, config, routing)
-                else:
-                    _train(config, routing)
-                found = [line for line in read_metrics(out) if line["kind"] == "train"]
+                found = steps_of(trained_on(world, config))
                 first = first or found
-                rows.append(row(precision, world, mesh, plan, found, first, time.monotonic() - begun))
+                rows.append(row(precision, RUNS[number], found, first, time.monotonic() - begun))
     return rows
 
 
@@ -182,6 +104,6 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 BENCHMARK = Benchmark(
     name="same_curves", description="Train the same on every mesh and plan.", options=SameCurvesOptions,
-    notes=(__doc__ or "").splitlines()[0], cases=once, measure=measure, rows=same, claims=claims,
+    notes=(__doc__ or "").splitlines()[0], measure=measure, claims=claims,
     columns=(Shown(title="largest difference to one process over all steps"),),
 )  # fmt: skip

@@ -32,7 +32,7 @@ from moesaic.program.task import INDEX_BYTES, Kind, Program, Task
 from moesaic.routing.routers.hash import Hash
 from moesaic.routing.routing import Choice, Scores
 from moesaic.testing.processes import on_ranks
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, once, same
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told
 from moesaic_lab.claims import Claim
 from moesaic_lab.recorder import RecordedMessage, Recorder
 from moesaic_lab.tables import Column, byte_size
@@ -148,14 +148,8 @@ def formulas(grid: Grid, plan: Plan) -> Counted | None:
     elif plan.schedule in ("s1", "s2"):
         rows = {"h": hops(plan, grid, to_all), "z": hops(plan, grid, to_all), **gather}
     elif plan.schedule == "s3":
-        shards = ((s - 1) * n / m, 0)
-        rows = {
-            "arrived": hops(plan, grid, over_ep),
-            "h": shards,
-            "reduced": shards,
-            "z": hops(plan, grid, over_ep),
-            **gather,
-        }
+        shards, moved = ((s - 1) * n / m, 0), hops(plan, grid, over_ep)
+        rows = {"arrived": moved, "h": shards, "reduced": shards, "z": moved, **gather}
     elif plan.schedule == "ted":
         once, reduce = (n * inside, n * across), (2 * (s - 1) / s * n, 0)
         rows = {"h_same": once, "summed": reduce, "back": once}
@@ -243,26 +237,18 @@ def row(transport_name: str, grid: Grid, plan: Plan, counted: Counted) -> dict[s
         d: [sum(c[i] for k, c in counted.items() if k.startswith(d)) for i in (0, 1)] for d in ("forward", "backward")
     }
     return {
-        "transport": transport_name,
-        "ranks": grid.world,
+        "transport": transport_name, "ranks": grid.world,
         "schedule": plan.schedule + ("" if plan.gather_weights is None else f", r={plan.gather_weights}"),
         "all_to_all": plan.all_to_all,
-        "forward_inside_bytes": sums["forward"][0],
-        "forward_across_bytes": sums["forward"][1],
-        "backward_inside_bytes": sums["backward"][0],
-        "backward_across_bytes": sums["backward"][1],
+        **{f"{way}_{where}_bytes": num for way, of in sums.items() for where, num in zip(("inside", "across"), of)},
         "wrong": "; ".join(wrong),
-    }
+    }  # fmt: skip
 
 
+OTHERS = [link for link in ALL_TO_ALLS if link != Plan().link]
 PLANS = (
     *(Plan(schedule=schedule) for schedule in SCHEDULES),
-    *(
-        Plan(schedule=schedule, all_to_all=link)
-        for schedule in ("s1", "s2", "s3")
-        for link in ALL_TO_ALLS
-        if link != Plan().link
-    ),
+    *(Plan(schedule=schedule, all_to_all=link) for schedule in ("s1", "s2", "s3") for link in OTHERS),
     *(Plan(schedule=schedule, all_to_all="multicast") for schedule in ("s1", "s2")),
     *(Plan(schedule="s2", gather_weights=r) for r in (0, 1)),
 )
@@ -301,6 +287,6 @@ COLUMNS = (
 
 BENCHMARK = Benchmark(
     name="schedules", description="Count the bytes of every schedule and all-to-all, and hold them against formulas.",
-    options=BenchmarkOptions, notes=(__doc__ or "").splitlines()[0], cases=once, measure=measure, rows=same, claims=claims,
+    options=BenchmarkOptions, notes=(__doc__ or "").splitlines()[0], measure=measure, claims=claims,
     columns=(Shown(title="Rows and weights over all ranks, even routing, float64", columns=COLUMNS),), is_proof=True,
 )  # fmt: skip

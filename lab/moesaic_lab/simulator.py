@@ -26,7 +26,7 @@ from moesaic.cost.workload import Workload, dirichlet_counts
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.plan.loads import simulate_counts
 from moesaic.program.grid import Grid
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, same
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told
 from moesaic_lab.claims import Claim
 from moesaic_lab.ledger.records import read_published
 
@@ -169,6 +169,6 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 BENCHMARK = Benchmark(
     name="simulator", description="Measure how long the simulator takes.", options=BenchmarkOptions,
-    notes=(__doc__ or "").splitlines()[0], cases=lambda options: CASES, measure=measure_all, rows=same, claims=claims,
+    notes=(__doc__ or "").splitlines()[0], cases=lambda options: CASES, measure=measure_all, claims=claims,
     columns=(Shown(title="one layer, forward and backward"),), packages=("numpy",),
 )  # fmt: skip

@@ -14,17 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from moesaic.models.config import ModelConfig, MoEConfig
-from moesaic.testing.processes import on_ranks
 from moesaic.train.checkpoint import load_checkpoint
 from moesaic.train.config import DataConfig, MeshConfig, TrainConfig
-from moesaic.train.loop import train
-from moesaic.train.metrics import read_metrics
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, once, same
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of
 from moesaic_lab.claims import Claim
+from moesaic_lab.training import changes, trained_on
 
 MESHES: tuple[tuple[int, MeshConfig], ...] = (
     (2, MeshConfig(pp=(2,))),
@@ -63,17 +60,9 @@ def configuration(folder: Path, name: str, steps: int, mesh: MeshConfig) -> Trai
 def trained(folder: Path, name: str, steps: int, world: int, mesh: MeshConfig) -> tuple[list[float], dict[str, Tensor]]:
     """Return the figures of a run on so many processes, and its parameters at the end."""
     config = configuration(folder, name, steps, mesh)
-    if world > 1:
-        on_ranks(world, _train, config)
-    else:
-        _train(config)
-    lines = read_metrics(Path(config.out))
+    lines = trained_on(world, config)
     figures = [line[key] for line in lines for key in ("loss", "grad_norm", "val_loss") if key in line]
     return figures, load_checkpoint(Path(config.out) / "checkpoints", print).model
-
-
-def _train(config: TrainConfig) -> None:
-    train(config, console=Console(quiet=True))
 
 
 def row(mesh: MeshConfig, world: int, found: Any, expected: Any) -> dict[str, Any]:
@@ -82,12 +71,11 @@ def row(mesh: MeshConfig, world: int, found: Any, expected: Any) -> dict[str, An
     assert tensors.keys() == whole.keys()
     scales = {name: max(float(tensor.abs().max()), 1e-30) for name, tensor in whole.items()}
     return {
-        "ranks": world,
-        "mesh": " ".join(f"{name}={value}" for name, value in vars(mesh).items() if value != vars(MeshConfig())[name]),
+        "ranks": world, "mesh": changes(mesh),
         "schedule": "interleaved 1F1B" if mesh.parts_per_stage > 1 else "1F1B",
         "figures": max(abs(a - b) / abs(b) for a, b in zip(figures, wanted, strict=True)),
         "parameters": max(float((tensors[name] - whole[name]).abs().max()) / scales[name] for name in whole),
-    }
+    }  # fmt: skip
 
 
 def measure(options: StagesOptions, cases: None, told: Told) -> list[dict[str, Any]]:
@@ -111,6 +99,6 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 BENCHMARK = Benchmark(
     name="stages", description="Train the same in pipeline stages and on one process.", options=StagesOptions,
-    notes=notes_of(__doc__), cases=once, measure=measure, rows=same, claims=claims,
+    notes=notes_of(__doc__), measure=measure, claims=claims,
     columns=(Shown(title="largest relative difference to one process"),),
 )  # fmt: skip

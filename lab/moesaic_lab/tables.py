@@ -1,15 +1,20 @@
-"""Rows as a table for a terminal: a column per shown key, each with a unit and a form."""
+"""Rows as a table: for a terminal, a column per shown key, each with a unit and a form; for a page, Markdown."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
 from moesaic_lab.claims import Claim
+
+Marks = tuple[str, str]
+"""Two lines of a page; what stands between them is written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +52,33 @@ def table(
     return made
 
 
+def spread(rows: Sequence[Mapping[str, Any]], figure: str, *by: str) -> list[dict[str, Any]]:
+    """Return a row for each combination of values that rows have at some keys: these, and a figure's mean, least and most."""
+    found: dict[tuple[Any, ...], list[float]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[key] for key in by), []).append(row[figure])
+    return [
+        dict(zip(by, values)) | {"mean": statistics.mean(each), "least": min(each), "most": max(each)}
+        for values, each in found.items()
+    ]
+
+
+def markdown_table(lines: Sequence[Sequence[str]]) -> str:
+    """Return lines as a Markdown table; the first is the header."""
+    head, *body = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([head, "|" + "---|" * len(lines[0]), *body])
+
+
+def write_page(path: Path, text: str, marks: Marks | None = None) -> None:
+    """Write a page, or what stands between two lines of it."""
+    if marks is not None:
+        start, end = marks
+        whole = path.read_text(encoding="utf-8")
+        before, after = whole.split(start)[0], whole.split(end)[1]
+        text = f"{before}{start}\n\n{text.strip()}\n\n{end}{after}"
+    path.write_text(text, encoding="utf-8")
+
+
 def milliseconds(seconds: float) -> str:
     """Return a time with three or more digits that count."""
     value = 1e3 * seconds
@@ -70,6 +102,19 @@ def share(value: float) -> str:
 def percent(value: float) -> str:
     """Return a share in hundredths."""
     return f"{100 * value:.1f} %"
+
+
+def quartiles(row: Mapping[str, Any]) -> str:
+    """Return the quartiles of what `Timing.row` gives, in milliseconds."""
+    return f"{milliseconds(row['low_seconds'])}-{milliseconds(row['high_seconds'])}"
+
+
+QUARTILES = (
+    Column(key="median_seconds", title="median ms", show=milliseconds),
+    Column(key="low_seconds", title="quartile", show=milliseconds),
+    Column(key="high_seconds", title="quartile", show=milliseconds),
+)
+"""The columns of what `Timing.row` gives."""
 
 
 def claims_table(claims: Sequence[Claim]) -> Table:

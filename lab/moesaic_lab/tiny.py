@@ -15,14 +15,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from moesaic.configfile import override
-from moesaic.train.loop import train
 from moesaic.train.presets import preset
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, each_kept, keeping, once, same
-from moesaic_lab.claims import Claim
+from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, each_kept
+from moesaic_lab.claims import Claim, figures
+from moesaic_lab.tables import spread
+from moesaic_lab.training import train_quietly
 from moesaic_lab.vision.train import VisionOptions
 from moesaic_lab.vision.train import train as train_images
 
@@ -31,7 +29,7 @@ LEAST_ACCURACY = 0.97
 
 
 @dataclass(frozen=True, kw_only=True)
-class TinyOptions(BenchmarkOptions):
+class TinyOptions(KeptOptions):
     """What to measure."""
 
     models: tuple[str, ...] = MODELS
@@ -40,8 +38,6 @@ class TinyOptions(BenchmarkOptions):
     """Seeds of initialisation and data order."""
     steps: int | None = None
     """Steps of each run; None takes the presets'."""
-    keep: str | None = None
-    """Folder of what was found, to go on from."""
 
 
 def one_run(model: str, ffn: str, seed: int, steps: int | None) -> dict[str, Any]:
@@ -55,29 +51,22 @@ def one_run(model: str, ffn: str, seed: int, steps: int | None) -> dict[str, Any
         else:
             config = override(preset(model), {"model": {"ffn": ffn}, "precision": "float32"}, source=model)
             config = replace(
-                config, out=folder, existing="replace", seed=seed, trackers=(), evaluate=(10**9, config.evaluate[1])
-            )
-            config = replace(config, steps=steps or config.steps, save=f"{10**9}")
-            judged = {"loss": train(config, console=Console(quiet=True)).val_nats_per_byte}
+                config, out=folder, existing="replace", seed=seed, trackers=(), steps=steps or config.steps,
+                evaluate=(10**9, config.evaluate[1]), save=f"{10**9}",
+            )  # fmt: skip
+            judged = {"loss": train_quietly(config).val_nats_per_byte}
     return {"model": model, "ffn": ffn, "seed": seed, **judged}
-
-
-def mean_loss(rows: list[dict[str, Any]], model: str, ffn: str) -> float:
-    """Return the mean over the seeds."""
-    return statistics.mean(row["loss"] for row in rows if (row["model"], row["ffn"]) == (model, ffn))
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return how many sparse models end below their twins, by how much each, and how well the digits are recognised."""
-    models = [model for model in MODELS if any(row["model"] == model for row in rows)]
-    gains = {model: mean_loss(rows, model, "dense") - mean_loss(rows, model, "moe") for model in models}
+    mean = {(each["model"], each["ffn"]): each["mean"] for each in spread(rows, "loss", "model", "ffn")}
+    gains = {model: mean[model, "dense"] - mean[model, "moe"] for model in MODELS if (model, "moe") in mean}
     beaten = sum(gain > 0 for gain in gains.values())
     found = [Claim(name="mission.tiny_beats_dense", value=float(beaten), unit="models", target=len(MODELS), op=">=")]
-    found += [
-        Claim(name=f"tiny.gain.{model}", value=gain, unit="1", target=None, op=">=") for model, gain in gains.items()
-    ]
-    if "swin-tiny" in models:
-        right = statistics.mean(row["accuracy"] for row in rows if (row["model"], row["ffn"]) == ("swin-tiny", "moe"))
+    found += [Claim(name=f"tiny.gain.{model}", value=gain, unit="1", op=">=") for model, gain in gains.items()]
+    if "swin-tiny" in gains:
+        right = statistics.mean(figures(rows, "accuracy", model="swin-tiny", ffn="moe"))
         found.append(Claim(name="tiny.digits_accuracy", value=right, unit="1", target=LEAST_ACCURACY, op=">="))
     return found
 
@@ -88,22 +77,11 @@ def measure(options: TinyOptions, cases: None, told: Told) -> list[dict[str, Any
         f"{model}-{options.steps or 'preset'}-{ffn}-{seed}": partial(one_run, model, ffn, seed, options.steps)
         for model, seed, ffn in itertools.product(options.models, options.seeds, ("moe", "dense"))
     }
-    with keeping(options.keep) as folder:
-        return [row for _, row in each_kept(folder, runs, told)]
-
-
-def tables(rows: list[dict[str, Any]]) -> list[Table]:
-    """Return mean, least and most of each model."""
-    means = []
-    for model, ffn in dict.fromkeys((row["model"], row["ffn"]) for row in rows):
-        losses = [row["loss"] for row in rows if (row["model"], row["ffn"]) == (model, ffn)]
-        means.append(
-            {"model": model, "ffn": ffn, "mean": statistics.mean(losses), "min": min(losses), "max": max(losses)}
-        )
-    return Shown(title="validation loss, nats").of(means)
+    return [row for _, row in each_kept(options.keep, runs, told)]
 
 
 BENCHMARK = Benchmark(
     name="tiny", description="Train tiny models beside their dense twins.", options=TinyOptions,
-    notes=(__doc__ or "").splitlines()[0], cases=once, measure=measure, rows=same, claims=claims, columns=tables,
+    notes=(__doc__ or "").splitlines()[0], measure=measure, claims=claims,
+    columns=lambda rows: Shown(title="validation loss, nats").of(spread(rows, "loss", "model", "ffn")),
 )  # fmt: skip

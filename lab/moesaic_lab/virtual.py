@@ -114,11 +114,7 @@ class VirtualCodec(AbstractCodec):
 
 
 def virtual_codecs(accelerator: Accelerator) -> Codecs:
-    """Return what to put in the place of a layer's codecs (`ExpertParallel.codecs`): the same lengths, virtual time.
-
-    Args:
-        accelerator: of the rank.
-    """
+    """Return what to put in the place of a layer's codecs (`ExpertParallel.codecs`): the same lengths, virtual time."""
 
     @cache
     def made(name: str) -> AbstractCodec:

@@ -11,11 +11,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import spawn
-from types import TracebackType
 from typing import Any, TypeVar
 
 from moesaic.errors import InputError
-from moesaic_testbed.bed import Bed, Change
+from moesaic_testbed.bed import Bed
 from moesaic_testbed.kernel import explain
 from moesaic_testbed.messages import (
     Answer,
@@ -25,7 +24,6 @@ from moesaic_testbed.messages import (
     Failure,
     Interrupt,
     Line,
-    Open,
     RunFunction,
     RunInside,
     output_files,
@@ -68,7 +66,7 @@ class Launcher:
         ours, theirs = socket.socketpair()
         gone, hold = os.pipe()
         try:
-            self._line.say(Open(bed=bed), [theirs.fileno(), hold, *output_files()])
+            self._line.say(bed, [theirs.fileno(), hold, *output_files()])
         finally:
             theirs.close()
             os.close(hold)
@@ -91,9 +89,7 @@ class Launcher:
     def __enter__(self) -> Launcher:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -192,9 +188,7 @@ class Cluster:
     def __enter__(self) -> Cluster:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _ask(self, request: object, interrupt: bool = False) -> Any:
@@ -233,44 +227,19 @@ class Cluster:
 
 
 @contextmanager
-def cluster(
-    nodes: int = 2,
-    ranks_per_node: int = 2,
-    *,
-    inter: str | tuple[str, ...] = "200mbit",
-    intra: str | None = None,
-    per_message: int = 0,
-    switches: tuple[int, ...] = (),
-    uplink: str | None = None,
-    changes: tuple[Change, ...] = (),
-    bed: Bed | None = None,
-) -> Iterator[Cluster]:
-    """Emulate a cluster on this machine while the block runs; the arguments are the fields of `Bed`.
+def cluster(nodes: int = 2, ranks_per_node: int = 2, *, bed: Bed | None = None, **options: Any) -> Iterator[Cluster]:
+    """Emulate a cluster on this machine while the block runs.
 
     Args:
-        nodes: see `Bed`; so are the others.
+        nodes: of the cluster.
         ranks_per_node: processes of each node.
-        inter: rate of each node's link.
-        intra: rate inside each node.
-        per_message: bytes that a packet counts for at least.
-        switches: leaf switch of each node.
-        uplink: rate between leaf switches and root.
-        changes: links that change during a run.
         bed: all of it at once, in place of the others.
+        options: the other fields of `Bed`.
 
     Raises:
         InputError: for a bed that makes no sense, or where this machine cannot make one (`refusal` says why).
     """
-    wanted = bed or Bed(
-        nodes=nodes,
-        ranks_per_node=ranks_per_node,
-        inter=inter,
-        intra=intra,
-        per_message=per_message,
-        switches=switches,
-        uplink=uplink,
-        changes=changes,
-    )
+    wanted = bed or Bed(nodes=nodes, ranks_per_node=ranks_per_node, **options)
     with Launcher() as launcher, launcher.open(wanted) as made:
         yield made
 

@@ -97,13 +97,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def torchrun_line(nodes: int, ranks_per_node: int, words: Sequence[str]) -> str:
-    """Return what to type on each node of a real cluster to run the same.
-
-    Args:
-        nodes: of the cluster.
-        ranks_per_node: processes to start on each.
-        words: the command of a rank.
-    """
+    """Return what to type on each node of a real cluster to run the same."""
     start = f"torchrun --nnodes {nodes} --nproc-per-node {ranks_per_node}"
     if nodes > 1:
         start += f" --node-rank <0..{nodes - 1}> --master-addr <node 0> --master-port 29500"
@@ -129,17 +123,9 @@ def exit_code(codes: Sequence[int]) -> int:
 def _bed(options: RunOptions) -> Bed:
     from moesaic_testbed import Bed
 
-    inter: str | tuple[str, ...] = options.inter
-    return Bed(
-        nodes=options.nodes,
-        ranks_per_node=options.ranks_per_node,
-        inter=inter[0] if len(inter) == 1 else inter,
-        intra=options.intra,
-        per_message=options.per_message,
-        switches=options.switches,
-        uplink=options.uplink,
-        changes=tuple(_change(text) for text in options.changes),
-    )
+    fields = {name: value for name, value in vars(options).items() if name not in ("inter", "changes", "threads")}
+    inter = options.inter[0] if len(options.inter) == 1 else options.inter
+    return Bed(inter=inter, changes=tuple(map(_change, options.changes)), **fields)
 
 
 def _change(text: str) -> Change:
@@ -194,14 +180,10 @@ def _measure() -> list[Transferred]:
 
 def _fact(speed: Transferred) -> dict[str, Any]:
     return {
-        "what": speed.name,
-        "limit_seconds": speed.limit_seconds,
-        "median_seconds": speed.median_seconds,
-        "least_seconds": min(speed.seconds),
-        "most_seconds": max(speed.seconds),
-        "of_limit": speed.of_limit,
+        "what": speed.name, "limit_seconds": speed.limit_seconds, "median_seconds": speed.median_seconds,
+        "least_seconds": min(speed.seconds), "most_seconds": max(speed.seconds), "of_limit": speed.of_limit,
         "bytes_per_second": speed.bytes_per_second,
-    }
+    }  # fmt: skip
 
 
 def _print(facts: dict[str, Any]) -> None:

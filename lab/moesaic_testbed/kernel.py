@@ -101,15 +101,6 @@ def own_mounts() -> bool:
     return True
 
 
-def mount_memory(folder: Path, size: int) -> None:
-    """Mount a file system of `size` bytes that lies in memory; it goes with the mount namespace. Needs `own_mounts` first.
-
-    Raises:
-        OSError: if the kernel refuses.
-    """
-    _call("mount", b"tmpfs", os.fsencode(folder), b"tmpfs", ctypes.c_ulong(0), f"size={size}".encode())
-
-
 def adopt_orphans() -> None:
     """Have the kernel make this process the parent of whatever its children leave behind."""
     _call("prctl", ctypes.c_int(_ADOPT_ORPHANS), ctypes.c_ulong(1))
@@ -120,9 +111,6 @@ def name_hosts(names: Mapping[str, str]) -> None:
 
     Without them torch warns for every connection that its host has no name. Its sockets see IPv4 addresses as mapped IPv6
     ones, so both are listed.
-
-    Args:
-        names: by address.
     """
     hosts = Path("/etc/hosts")
     if not hosts.exists():
@@ -169,11 +157,7 @@ def _call(name: str, *arguments: object) -> None:
 
 
 def explain(text: str) -> str:
-    """Return one line: that there is no bed, why, and what would help.
-
-    Args:
-        text: what the kernel or a tool said.
-    """
+    """Return one line: that there is no bed, why, and what would help."""
     first = text.strip().splitlines()[0]
     help_ = next((help_ for part, help_ in ADVICE if part in text), None)
     return f"no emulated cluster on this machine: {first}" + (f": {help_}" if help_ else "")

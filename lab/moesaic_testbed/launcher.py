@@ -13,6 +13,7 @@ import sys
 import traceback
 from multiprocessing.connection import wait
 
+from moesaic_testbed.bed import Bed
 from moesaic_testbed.kernel import (
     NEW_MOUNTS,
     NEW_NET,
@@ -24,7 +25,7 @@ from moesaic_testbed.kernel import (
     own_mounts,
     unshare,
 )
-from moesaic_testbed.messages import Answer, Failure, Line, Open
+from moesaic_testbed.messages import Answer, Failure, Line
 from moesaic_testbed.supervisor import Supervisor
 from moesaic_testbed.wiring import WiringError, node_address, node_name
 
@@ -53,10 +54,10 @@ def main(line: int, parent: int, with_torch: bool) -> None:
         if watch in ready:
             return
         try:
-            request, files = requests.hear()
+            bed, files = requests.hear()
         except EOFError:
             return
-        _fork_bed(request, files, requests, watch)
+        _fork_bed(bed, files, requests, watch)
 
 
 def _import_torch() -> None:
@@ -65,11 +66,11 @@ def _import_torch() -> None:
     torch.set_num_threads(1)
 
 
-def _fork_bed(request: Open, files: list[int], requests: Line, watch: int) -> None:
+def _fork_bed(bed: Bed, files: list[int], requests: Line, watch: int) -> None:
     """Fork a process that makes the namespaces of a bed and then waits for its number 1.
 
     Args:
-        request: the bed.
+        bed: what to emulate.
         files: the bed's socket; a pipe whose closing tells the parent that all is gone; standard output and error.
         requests: to be closed in the child.
         watch: to be closed in the child.
@@ -87,14 +88,14 @@ def _fork_bed(request: Open, files: list[int], requests: Line, watch: int) -> No
         for target, source in zip((1, 2), files[2:]):
             os.dup2(source, target)
             os.close(source)
-        _be_bed(line, request, files[1])
+        _be_bed(line, bed, files[1])
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(0)
 
 
-def _be_bed(line: Line, request: Open, gone: int) -> None:
+def _be_bed(line: Line, bed: Bed, gone: int) -> None:
     try:
         if not may_configure_networks():
             become_root_of_new_user_namespace()
@@ -111,8 +112,8 @@ def _be_bed(line: Line, request: Open, gone: int) -> None:
     os.close(gone)
     try:
         if own_mounts():
-            name_hosts({node_address(node): node_name(node) for node in range(request.bed.nodes)})
-        supervisor = Supervisor(line, request.bed)
+            name_hosts({node_address(node): node_name(node) for node in range(bed.nodes)})
+        supervisor = Supervisor(line, bed)
     except (WiringError, OSError) as error:
         line.say(Answer(failure=Failure(reason=str(error))))
         return

@@ -11,15 +11,6 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from moesaic_testbed.bed import Bed
-
-
-@dataclass(frozen=True, kw_only=True)
-class Open:
-    """Make the network of a bed."""
-
-    bed: Bed
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunFunction:

@@ -40,26 +40,14 @@ def launcher_variables(bed: Bed, rank: int, port: int, threads: int = 1) -> dict
     """Return what torchrun would set for a rank of this bed, and which device it is to talk over."""
     node, local = divmod(rank, bed.ranks_per_node)
     return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(bed.world),
-        "LOCAL_RANK": str(local),
-        "LOCAL_WORLD_SIZE": str(bed.ranks_per_node),
-        "GROUP_RANK": str(node),
-        "NODE_RANK": str(node),
-        "GROUP_WORLD_SIZE": str(bed.nodes),
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(bed.world),
-        "ROLE_NAME": "default",
-        "MASTER_ADDR": node_address(0),
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": "testbed",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "GLOO_SOCKET_IFNAME": NODE_DEVICE,
-        "TP_SOCKET_IFNAME": NODE_DEVICE,
+        "RANK": str(rank), "WORLD_SIZE": str(bed.world), "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(bed.ranks_per_node), "GROUP_RANK": str(node), "NODE_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(bed.nodes), "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(bed.world),
+        "ROLE_NAME": "default", "MASTER_ADDR": node_address(0), "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "testbed", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": NODE_DEVICE, "TP_SOCKET_IFNAME": NODE_DEVICE,
         "OMP_NUM_THREADS": str(threads),
-    }
+    }  # fmt: skip
 
 
 def start(net: int, environment: Mapping[str, str], cwd: str, output: Sequence[int]) -> None:

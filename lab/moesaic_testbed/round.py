@@ -1,4 +1,4 @@
-"""One run of all ranks of a bed, as its supervisor sees it: start them, watch them, end them."""
+"""One run of all ranks of a bed, as its supervisor sees it: start them, watch them, end them. A rank is a command or a call."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from moesaic_testbed import rank as ranks
-from moesaic_testbed.messages import Answer, Line
+from moesaic_testbed.messages import Answer, Command, Failure, Interrupt, Line
 from moesaic_testbed.wiring import Wiring, WiringError
+
+GRACE_SECONDS = 5.0
+"""How long the others have after a rank has failed, and again after they were told to end."""
+SAVE_SECONDS = 15.0
+"""How long ranks have to save after an interrupt."""
+SETTLE_SECONDS = 1.0
+"""How long a failure waits for others that may be its cause: a process that was killed makes its peers fail too."""
 
 
 @dataclass
@@ -144,3 +152,141 @@ def _end_everything() -> None:
             os.waitpid(-1, 0)
         except ChildProcessError:
             return
+
+
+class CommandRound(AbstractRound):
+    """Runs a command on every rank."""
+
+    def __init__(self, wiring: Wiring, parent: Line, port: int, output: Sequence[int], request: Command) -> None:
+        super().__init__(wiring, parent, port, output)
+        self._request = request
+
+    def start_rank(self, rank: int) -> Process:
+        def child() -> None:
+            environment = ranks.launcher_variables(self.bed, rank, self.port) | dict(self._request.environment)
+            ranks.start(self.wiring.net(self.bed.node_of(rank)), environment, self._request.cwd, self.output)
+            ranks.execute(self._request.words)
+
+        pid, handle = self.fork(child)
+        return Process(rank, pid, handle)
+
+    def watch(self) -> Answer:
+        """Wait for all; when one fails, or the parent interrupts, the others are ended step by step."""
+        self.start_clock()
+        steps: list[tuple[float, int]] = []
+        while left := {process.handle: process for process in self.processes if process.status is None}:
+            seconds = steps[0][0] - time.monotonic() if steps else None
+            if seconds is not None and seconds <= 0:
+                self._signal(steps.pop(0)[1])
+                continue
+            for thing in self.await_any([*left, self.parent], seconds):
+                now = time.monotonic()
+                if thing is self.parent:
+                    message, _ = self.parent.hear()
+                    assert isinstance(message, Interrupt)
+                    self._signal(message.signal)
+                    steps = [(now + SAVE_SECONDS, signal.SIGKILL)]
+                elif self._ended(left[thing]) and not steps:
+                    steps = [(now + GRACE_SECONDS, signal.SIGTERM), (now + 2 * GRACE_SECONDS, signal.SIGKILL)]
+        return Answer(value=[os.waitstatus_to_exitcode(process.status or 0) for process in self.processes])
+
+    def _ended(self, process: Process) -> bool:
+        """Take note of how a process ended; returns whether it failed."""
+        _, process.status = os.waitpid(process.pid, 0)
+        return process.status != 0
+
+    def _signal(self, number: int) -> None:
+        for process in self.processes:
+            if process.status is None:
+                try:
+                    os.killpg(process.pid, number)
+                except ProcessLookupError:  # it has not come to make its group
+                    os.kill(process.pid, number)
+
+
+class FunctionRound(AbstractRound):
+    """Calls a function on every rank."""
+
+    def __init__(
+        self, wiring: Wiring, parent: Line, port: int, output: Sequence[int], threads: int, function: Any,
+        arguments: tuple[Any, ...],
+    ) -> None:  # fmt: skip
+        super().__init__(wiring, parent, port, output)
+        self._threads, self._function, self._arguments = threads, function, arguments
+        self._results: dict[int, bytes] = {}
+        self._failures: list[Failure] = []
+
+    def start_rank(self, rank: int) -> Process:
+        ours, theirs = Pipe()
+
+        def child() -> None:
+            ours.close()
+            environment = ranks.launcher_variables(self.bed, rank, self.port, self._threads)
+            ranks.start(self.wiring.net(self.bed.node_of(rank)), environment, os.getcwd(), self.output)
+            ranks.call(rank, theirs, self._function, self._arguments, self._threads)
+
+        pid, handle = self.fork(child)
+        theirs.close()
+        return Process(rank, pid, handle, ours)
+
+    def watch(self) -> Answer:
+        """Let ranks go when all are ready, and collect what they return."""
+        num_ready, world = 0, self.bed.world
+        while len(self._results) < world and not self._failures:
+            num_ready += self._collect(None)
+            if num_ready == world:
+                num_ready = 0
+                self.start_clock()
+                self._tell_all()
+        if not self._failures:
+            self._tell_all()
+            return Answer(value=[self._results[rank] for rank in range(world)])
+        end = time.monotonic() + SETTLE_SECONDS
+        while time.monotonic() < end and len(self._failures) + len(self._results) < world:
+            self._collect(max(end - time.monotonic(), 0.0))
+        return Answer(failure=min(self._failures, key=lambda failure: (not failure.died, failure.at_seconds)))
+
+    def _collect(self, seconds: float | None) -> int:
+        """Hear what ranks say and which of them ended; returns how many became ready."""
+        told = {failure.rank for failure in self._failures} | set(self._results)
+        left = [process for process in self.processes if process.rank not in told]
+        by_thing = {thing: process for process in left for thing in (process.line, process.handle)}
+        num_ready = 0
+        for thing in self.await_any([*by_thing, self.parent], seconds):
+            if thing is self.parent:
+                raise EOFError("the parent hung up")
+            process = by_thing[thing]
+            message = _heard(process) or (_death(process) if thing == process.handle else None)
+            if isinstance(message, ranks.Ready):
+                num_ready += 1
+            elif isinstance(message, ranks.Done):
+                self._results[process.rank] = message.result
+            elif message is not None and process.rank not in {failure.rank for failure in self._failures}:
+                self._failures.append(message)
+        return num_ready
+
+    def _tell_all(self) -> None:
+        for process in self.processes:
+            assert process.line is not None
+            try:
+                process.line.send(None)
+            except BrokenPipeError:  # it died just now: its handle says so
+                continue
+
+
+def _heard(process: Process) -> Any:
+    """Return what a rank said, if it said something."""
+    assert process.line is not None
+    try:
+        return process.line.recv() if process.line.poll() else None
+    except (EOFError, ConnectionResetError):
+        return None
+
+
+def _death(process: Process) -> Failure:
+    """Say how a rank ended that had not reported."""
+    if process.status is None:
+        _, process.status = os.waitpid(process.pid, 0)
+    code = os.waitstatus_to_exitcode(process.status)
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+    return Failure(rank=process.rank, reason=f"{how} before it returned", at_seconds=time.monotonic(), died=True)

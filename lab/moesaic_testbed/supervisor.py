@@ -13,10 +13,9 @@ from multiprocessing import process, spawn
 from typing import Any
 
 from moesaic_testbed.bed import Bed
-from moesaic_testbed.command_round import CommandRound
-from moesaic_testbed.function_round import FunctionRound
 from moesaic_testbed.messages import Answer, Command, Count, Failure, Line, RunFunction, RunInside
 from moesaic_testbed.rank import failure_of
+from moesaic_testbed.round import CommandRound, FunctionRound
 from moesaic_testbed.wiring import Wiring, WiringError
 
 FIRST_PORT, NUM_PORTS = 29500, 1000
@@ -24,10 +23,6 @@ FIRST_PORT, NUM_PORTS = 29500, 1000
 
 class Supervisor:
     """Serves one parent.
-
-    Args:
-        line: to the parent.
-        bed: what to emulate.
 
     Raises:
         WiringError: if the machine refuses.
@@ -60,7 +55,7 @@ class Supervisor:
                 return Answer(failure=failure_of(None, error))
             if isinstance(request, RunInside):
                 return _called(function, (self._wiring, *arguments))
-            return FunctionRound(self._wiring, self._line, port, files, request, function, arguments).run()
+            return FunctionRound(self._wiring, self._line, port, files, request.threads, function, arguments).run()
         if isinstance(request, Command):
             return CommandRound(self._wiring, self._line, port, files, request).run()
         if isinstance(request, Count):

@@ -82,31 +82,20 @@ def cables(bed: Bed) -> list[Cable]:
         leaf = bed.leaf_of(node)
         found.append(
             Cable(
-                name=node_name(node),
-                lower=node_name(node),
-                lower_device=NODE_DEVICE,
-                lower_address=node_address(node),
-                upper=ROOT if leaf is None else f"leaf{leaf}",
-                upper_device=node_name(node),
-                upper_address=f"10.64.{node}.1",
-                bytes_per_second=bed.inter_bytes_per_second(node),
+                name=node_name(node), lower=node_name(node), lower_device=NODE_DEVICE, lower_address=node_address(node),
+                upper=ROOT if leaf is None else f"leaf{leaf}", upper_device=node_name(node),
+                upper_address=f"10.64.{node}.1", bytes_per_second=bed.inter_bytes_per_second(node),
                 per_message=bed.per_message,
             )
-        )
+        )  # fmt: skip
     for leaf in range(bed.leaves):
         found.append(
             Cable(
-                name=f"leaf{leaf}",
-                lower=f"leaf{leaf}",
-                lower_device="up",
-                lower_address=leaf_address(f"leaf{leaf}"),
-                upper=ROOT,
-                upper_device=f"leaf{leaf}",
-                upper_address=f"10.65.{leaf}.1",
-                bytes_per_second=bed.uplink_bytes_per_second,
-                per_message=0,
+                name=f"leaf{leaf}", lower=f"leaf{leaf}", lower_device="up", lower_address=leaf_address(f"leaf{leaf}"),
+                upper=ROOT, upper_device=f"leaf{leaf}", upper_address=f"10.65.{leaf}.1",
+                bytes_per_second=bed.uplink_bytes_per_second, per_message=0,
             )
-        )
+        )  # fmt: skip
     return found
 
 
@@ -135,12 +124,7 @@ def shaping(device: str, rate: float | None, per_message: int = 0) -> list[str]:
 
 
 def addressing(bed: Bed, name: str) -> list[str]:
-    """Return `ip` commands that give a namespace its addresses and routes, once its cables are there.
-
-    Args:
-        bed: the bed.
-        name: of the namespace.
-    """
+    """Return `ip` commands that give a namespace its addresses and routes, once its cables are there."""
     packets = f"gso_max_size {PACKET_BYTES} gro_max_size {PACKET_BYTES}"
     shaped = bed.intra is not None and name.startswith("node")
     addresses, routes = [f"link set dev lo{f' mtu {MTU} {packets}' if shaped else ''} up"], []
@@ -161,12 +145,7 @@ def addressing(bed: Bed, name: str) -> list[str]:
 
 
 def queueing(bed: Bed, name: str) -> list[str]:
-    """Return `tc` commands that give every device of a namespace its rate.
-
-    Args:
-        bed: the bed.
-        name: of the namespace.
-    """
+    """Return `tc` commands that give every device of a namespace its rate."""
     rates = shaping("lo", bed.intra_bytes_per_second if name.startswith("node") else None)
     for cable in cables(bed):
         for owner, device in ((cable.lower, cable.lower_device), (cable.upper, cable.upper_device)):
@@ -191,9 +170,6 @@ def changing(bed: Bed, node: int, rate: str | None) -> dict[str, str]:
 
 class Wiring:
     """The network of a bed, held by file descriptors: it goes when the process that made it does.
-
-    Args:
-        bed: the bed.
 
     Raises:
         WiringError: if the machine refuses.

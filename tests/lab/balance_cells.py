@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from moesaic_lab.balance.cells import BalanceCell
 from moesaic_lab.balance.config import BalancePlace, SkewedCase
-from moesaic_lab.balance.job import BalanceJob, Decided
 from moesaic_lab.balance.loads import Routes
 from moesaic_lab.balance.methods import methods
-from moesaic_lab.balance.run import BalanceCell
+from moesaic_lab.balance.ranks import BalanceJob, Decided
 from moesaic_lab.measure import Timing
 
 ROUTES = Routes(experts=np.zeros((1, 16, 32, 2), dtype=np.int64), history=np.ones(16, dtype=np.int64))

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from moesaic.plan import Plan, compile_plan
 from moesaic.program.grid import Grid
 from moesaic_lab.bounds import Limit
+from moesaic_lab.layer.benchmark import LayerCell
+from moesaic_lab.layer.cells import LayerJob
 from moesaic_lab.layer.config import AdaptiveR, LayerPlace
-from moesaic_lab.layer.job import LayerJob, Switch
-from moesaic_lab.layer.run import LayerCell
+from moesaic_lab.layer.ranks import Switch
 from moesaic_lab.measure import Timing
 
 ANY = compile_plan(Plan(), Grid(world=4, ep=4, ranks_per_node=2))

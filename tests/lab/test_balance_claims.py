@@ -12,16 +12,15 @@ from rich.console import Console
 
 from moesaic.plan.plan import Plan
 from moesaic_lab.balance import page
+from moesaic_lab.balance.benchmark import panels
+from moesaic_lab.balance.cells import NOTES, all_rows, share_rows, tables
 from moesaic_lab.balance.claims import claims
 from moesaic_lab.balance.config import BalancePlace, RecordedLoads
-from moesaic_lab.balance.decisions import decisions
-from moesaic_lab.balance.equivalence import needed
 from moesaic_lab.balance.memory import BudgetHeld
 from moesaic_lab.balance.methods import BOUNDED, LAER, NETMOE, OURS, OURS_PLACED, PLACED, PLAIN, SMART
-from moesaic_lab.balance.pictures import panels
-from moesaic_lab.balance.rows import NOTES, all_rows, share_rows, tables
+from moesaic_lab.balance.page import needed
 from moesaic_lab.balance.shares import MADE_UP, RECORDED, SLOW, Share
-from moesaic_lab.balance.simulated import BEST
+from moesaic_lab.balance.simulated import BEST, decisions
 from moesaic_lab.measure import paired
 from moesaic_lab.pictures import figure
 

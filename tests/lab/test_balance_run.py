@@ -26,6 +26,7 @@ from moesaic.plan import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.traces.trace import Trace
 from moesaic_lab.balance import ranks
+from moesaic_lab.balance.cells import cell_of, rows_of, summed_up
 from moesaic_lab.balance.claims import claims
 from moesaic_lab.balance.config import (
     COMMITTED,
@@ -35,11 +36,9 @@ from moesaic_lab.balance.config import (
     SkewedCase,
     read_config,
 )
-from moesaic_lab.balance.job import BalanceFound, BalanceJob, CountedPlan, Decided
 from moesaic_lab.balance.loads import Skew, made_up
 from moesaic_lab.balance.methods import NETMOE, OURS, OURS_PLACED, PLACED, PLAIN, SMART, methods, placed_by
-from moesaic_lab.balance.rows import cell_of, rows_of
-from moesaic_lab.balance.run import summed_up
+from moesaic_lab.balance.ranks import BalanceFound, BalanceJob, CountedPlan, Decided
 from moesaic_lab.balance.shares import (
     MADE_UP,
     RECORDED,

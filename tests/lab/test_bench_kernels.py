@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,10 @@ import torch
 
 from moesaic.cli.main import main
 from moesaic_lab.device.cases import DeviceShape
+from moesaic_lab.kernels.benchmark import Roof, claims, measure, panels
 from moesaic_lab.kernels.memory import LayerSizes, measured_bytes
 from moesaic_lab.kernels.memory import claims as memory_claims
 from moesaic_lab.kernels.ops import KernelOp, ops
-from moesaic_lab.kernels.run import Roof, claims, measure, panels
 from moesaic_lab.pictures import write_picture
 
 SMALL = DeviceShape(tokens=32, dim=16, hidden=8, experts=4, top_k=2)
@@ -81,12 +80,3 @@ def test_a_size_that_was_not_measured_says_so() -> None:
 def test_bad_input_is_refused_in_one_line(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "kernels", *words.split()]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
-
-
-def test_adding_to_a_file_of_other_settings_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "device.json"
-    path.write_text(json.dumps({"rows": [{"threads": 9, "kept_memory": True}]}))
-    words = f"bench device --no-keep-freed-memory --add --json {path}".split()
-    assert main(words) == 2
-    assert "--threads 2" in capsys.readouterr().err
-    assert main(["bench", "device", "--add"]) == 2

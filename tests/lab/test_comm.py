@@ -13,11 +13,9 @@ from moesaic.cli.main import main
 from moesaic.errors import InputError
 from moesaic_lab.bounds import Limit, crossing
 from moesaic_lab.comm import ranks as comm_ranks
-from moesaic_lab.comm.claims import claims
+from moesaic_lab.comm.benchmark import CommCell, claims, panels, rows_of, tables
 from moesaic_lab.comm.config import CommConfig, Sweep, read_config
-from moesaic_lab.comm.pictures import panels
 from moesaic_lab.comm.programs import all_ep, dispatch
-from moesaic_lab.comm.run import CommCell, rows_of, tables
 from moesaic_lab.measure import Timing
 from moesaic_testbed import refusal
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from moesaic_lab.device import benchmark
+from moesaic_lab.device.benchmark import claims
 from moesaic_lab.device.bound import Bound, RouterBound
-from moesaic_lab.device.cases import SHAPES, DeviceCase, DeviceShape, cases, step
-from moesaic_lab.device.claims import claims, merged
-from moesaic_lab.device.memory import peak_growth_bytes
-from moesaic_lab.device.run import LAYER, LB, ROUTER, DeviceCell, GivenRouting, measure
+from moesaic_lab.device.cases import SHAPES, DeviceCase, DeviceShape, cases, peak_growth_bytes
+from moesaic_lab.device.run import LAYER, LB, ROUTER, DeviceCell, measure
 
 SMALL = DeviceShape(tokens=32, dim=16, hidden=8, experts=4, top_k=2)
 
@@ -37,14 +38,6 @@ def test_a_zipf_case_has_the_skew_that_the_figures_were_taken_at() -> None:
         counts = torch.bincount(chosen, minlength=shape.experts).double()
         found.append(float(counts.max() / counts.mean()))
     assert found == pytest.approx([2.35, 7.7, 6.5], abs=0.1)
-
-
-def test_given_routing_computes_what_the_layer_does() -> None:
-    layer, (x, dy) = case(routed="zipf").layer(), case(routed="zipf").inputs()
-    y = layer(x)
-    torch.testing.assert_close(GivenRouting(layer, x)(x), y)
-    step(layer, x, dy)
-    assert x.grad is not None
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
@@ -103,14 +96,24 @@ def test_a_row_has_both_bounds() -> None:
     assert (row["over_lb"], row["over_lb_with_router"]) == (1.5, 1.2)
 
 
-def test_a_later_run_replaces_its_cases_and_keeps_the_others() -> None:
-    old = [*rows_of(cell(1.3), cell(1.05, dtype="bfloat16")), *rows_of(cell(1.4), kept=False)]
-    found = {claim.name: claim.value for claim in claims(merged(old, rows_of(cell(1.02))))}
+def test_claims_of_the_systems_own_allocator_say_so() -> None:
+    rows = [*rows_of(cell(1.05, dtype="bfloat16")), *rows_of(cell(1.02)), *rows_of(cell(1.4), kept=False)]
+    found = {claim.name: claim.value for claim in claims(rows)}
     name = "cpu.t32_d16_h8_e4_k2"
     assert found[f"{name}.float32.balanced_over_lb"] == pytest.approx(1.02)
     assert found[f"{name}.bfloat16.balanced_over_lb"] == pytest.approx(1.05)
     assert found[f"{name}.over_best_peer"] == pytest.approx(0.525)
     assert found["cpu.default_allocator.t32_d16_h8_e4_k2.over_best_peer"] == pytest.approx(0.7)
+
+
+def test_a_kept_case_is_not_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(benchmark.run, "measure", lambda chosen, *_: cell(1.1, dtype=chosen.dtype))
+    options = benchmark.DeviceOptions(
+        only="e8 float32 gelu balanced", keep_freed_memory=False, threads=torch.get_num_threads(), keep=str(tmp_path)
+    )
+    rows = benchmark.measure(options, benchmark.cases(options), lambda _: None)
+    monkeypatch.setattr(benchmark.run, "measure", None)
+    assert benchmark.measure(options, benchmark.cases(options), lambda _: None) == rows
 
 
 def test_a_missing_peer_leaves_a_claim_without_a_value() -> None:
@@ -127,9 +130,9 @@ def test_methods_are_repeated_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         return {"same": lambda layer: layer, "gone": "not installed"}
 
     monkeypatch.setattr("moesaic_lab.device.run.peers", peers)
-    found = measure(case(), 7, given_routing=True)
+    found = measure(case(), 7)
     assert {name: len(seconds) for name, seconds in found.seconds.items() if name != "same"} == {
-        LB: 7, ROUTER: 7, LAYER: 7, "experts": 7,
+        LB: 7, ROUTER: 7, LAYER: 7,
     }  # fmt: skip
     assert len(found.seconds["same"]) in (2, 5, 7)
     assert found.absent == {"gone": "not installed"}

@@ -92,7 +92,7 @@ def test_a_dry_run_goes_through_every_step(tmp_path: Path) -> None:
 
 
 def test_the_planner_reads_the_profile(tmp_path: Path) -> None:
-    assert profile.main(["--out", str(tmp_path / "cluster.json"), "--dry"]) == 0
+    assert profile.write(tmp_path / "cluster.json", dry=True) == 0
     found = read_cluster(str(tmp_path / "cluster.json"))
     device = found.device
     assert (found.world, found.links, device.memory_gib) == (1, (), 1.0)

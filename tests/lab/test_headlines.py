@@ -11,8 +11,8 @@ import pytest
 from moesaic_lab import headlines
 from moesaic_lab.headlines import COMPARISONS, SAID, Comparison, Headline, Paper, claims, rows_of, section
 from moesaic_lab.measure import TimedCell, Timing
-from moesaic_lab.pages import write_page
 from moesaic_lab.reproduce.records import read_book
+from moesaic_lab.tables import write_page
 from moesaic_testbed.bed import Bed
 
 ROOT = Path(__file__).resolve().parents[2]

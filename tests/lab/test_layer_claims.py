@@ -9,11 +9,9 @@ from layer_cells import cell
 from rich.console import Console
 
 from moesaic.program.grid import Grid
-from moesaic_lab.layer.claims import claims
+from moesaic_lab.layer.benchmark import NOTES, all_rows, claims, panels, rows_of, tables
 from moesaic_lab.layer.config import AdaptiveR
-from moesaic_lab.layer.job import Switch
-from moesaic_lab.layer.pictures import panels
-from moesaic_lab.layer.rows import NOTES, all_rows, rows_of, tables
+from moesaic_lab.layer.ranks import Switch
 from moesaic_lab.pictures import figure
 
 TP4 = Grid(world=16, tp=4, ep=4, etp=4, ranks_per_node=4)

@@ -21,7 +21,7 @@ from moesaic.program.grid import Grid
 from moesaic.program.task import Op
 from moesaic.routing.node_tokens import find_node_tokens
 from moesaic_lab.bounds import program_messages
-from moesaic_lab.layer.cells import SINGLES, all_ep, compiled, fitting, jobs, most_promising
+from moesaic_lab.layer.cells import BEST, SINGLES, all_ep, compiled, jobs, most_promising, singles
 from moesaic_lab.layer.config import (
     TASK_US,
     Ablation,
@@ -33,7 +33,6 @@ from moesaic_lab.layer.config import (
     Schedules,
     read_config,
 )
-from moesaic_lab.layer.job import BEST
 from moesaic_lab.layer.same import distinct
 from program.even import even_sizes
 
@@ -186,7 +185,7 @@ def test_weights_share_a_token() -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_plans_that_do_the_same_send_the_same(tp: int, etp: int) -> None:
     grid = Grid(world=4, tp=tp, ep=4 // etp, etp=etp, ranks_per_node=2)
-    plans = {name: plan for name, choices in SINGLES.items() if (plan := fitting(choices, grid)) is not None}
+    plans = singles(grid)
     kept, same = distinct(plans)
     assert {*kept, *same} == set(plans)
     assert not {*kept} & {*same}

@@ -17,11 +17,10 @@ from moesaic.plan import Plan, compile_plan
 from moesaic.program.grid import Grid
 from moesaic_lab.bounds import program_messages
 from moesaic_lab.layer import ranks
-from moesaic_lab.layer.cells import SINGLES
-from moesaic_lab.layer.claims import claims
+from moesaic_lab.layer.benchmark import claims, summed_up
+from moesaic_lab.layer.cells import BEST, SINGLES, LayerJob
 from moesaic_lab.layer.config import LayerPlace
-from moesaic_lab.layer.job import BEST, CountedStep, LayerFound, LayerJob
-from moesaic_lab.layer.run import summed_up
+from moesaic_lab.layer.ranks import CountedStep, LayerFound
 from moesaic_lab.recorder import Recorder
 from moesaic_testbed import refusal
 from program.even import even_sizes

@@ -12,7 +12,7 @@ import pytest
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.cluster_file import presets, read_cluster
 from moesaic.plan.answer import SPREAD
-from moesaic_lab.ledger import parts, steps
+from moesaic_lab.ledger import parts
 from moesaic_lab.ledger.fitting import FITS, fitted
 from moesaic_lab.ledger.page import claims, entries, page, rows
 from moesaic_lab.ledger.records import Entry, counted, median_error, read_published, worst_error
@@ -130,5 +130,5 @@ def test_a_ring_and_an_all_to_all_by_hand() -> None:
 
 
 def test_every_published_step_is_predicted_by_its_own_layout() -> None:
-    ratios = {each.what.split(",")[0]: each.ratio for each in steps.steps() if each.kind == "steps"}
+    ratios = {each.what.split(",")[0]: each.ratio for each in parts.steps() if each.kind == "steps"}
     assert {"Qwen3-30B-A3B", "gpt-oss-120b", "DeepSeek-V3", "the same without overlap"} <= set(ratios)

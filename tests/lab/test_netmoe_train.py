@@ -14,7 +14,7 @@ from moesaic.configfile import override
 from moesaic.testing.processes import on_ranks
 from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.presets import demo
-from moesaic_lab.netmoe.train import StepFound, StepJob, StepMethod, step_times
+from moesaic_lab.relocate_train import StepFound, StepJob, StepMethod, step_times
 
 SAMPLES: dict[str, Any] = {"samples": "two_stage"}
 EXPERTS: dict[str, Any] = {"experts": "smartmoe:1"}

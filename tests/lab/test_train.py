@@ -13,12 +13,10 @@ from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.program.grid import Grid
 from moesaic_lab.recorder import Recorder
-from moesaic_lab.train.claims import claims
+from moesaic_lab.train.benchmark import TrainResults, cell_of, claims, measurement_rows, panels, ratio, tables
 from moesaic_lab.train.config import COMMITTED, Candidate, LayoutConfig, TrainCase, read_config
 from moesaic_lab.train.layout import Experts, by_expert, by_source, measure, ordered
-from moesaic_lab.train.pictures import panels
 from moesaic_lab.train.ranks import MeasuredSystem, TrainFound, near_ones
-from moesaic_lab.train.run import TrainResults, cell_of, measurement_rows, ratio, tables
 from moesaic_lab.train.step import sum_node_first
 from moesaic_lab.train.systems import make_batch, make_model
 from moesaic_testbed import Bed, refusal

@@ -13,7 +13,7 @@ from moesaic.comm.mesh import open_transport
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.testing.reference import in_float64, reference
-from moesaic_lab.peers.absence import absence
+from moesaic_lab.peers import absence
 from moesaic_lab.peers.deepspeed import DeepSpeedLayer
 from moesaic_lab.peers.exchange import AbstractExchange, ReceiveFirst, TorchExchange
 from moesaic_lab.peers.plain import PlainExpertParallel

@@ -1,24 +1,40 @@
-"""`moesaic bench balance`: answers to skewed routing, in turn on an emulated cluster, and simulated on larger ones."""
+"""`moesaic bench balance`: answers to skewed routing, in turn on an emulated cluster, and simulated on larger ones.
+
+Drawn as small multiples: speed-up over MaxVio, replicated experts, what a schedule gains, memory.
+"""
 
 from __future__ import annotations
 
 import json
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from moesaic.errors import InputError
+from moesaic_lab.balance.cells import BED, NOTES, PARTS, BalanceCell, all_rows, cell_of, run, tables
 from moesaic_lab.balance.claims import claims
-from moesaic_lab.balance.config import DECISIONS, MEMORY, SHARES, BalanceBenchConfig, read_config
-from moesaic_lab.balance.decisions import TimedDecision, decisions
+from moesaic_lab.balance.config import (
+    DECISIONS,
+    MEMORY,
+    SHARES,
+    BalanceBenchConfig,
+    BalancePlace,
+    SharesOfForced,
+    read_config,
+)
 from moesaic_lab.balance.memory import BudgetHeld, budgets_held
-from moesaic_lab.balance.pictures import panels
-from moesaic_lab.balance.rows import BED, NOTES, PARTS, all_rows, cell_of, tables
-from moesaic_lab.balance.run import BalanceCell, run
-from moesaic_lab.balance.shares import Share, shares_of_forced
+from moesaic_lab.balance.methods import PLAIN, SMART
+from moesaic_lab.balance.shares import SLOW, Share, shares_of_forced
+from moesaic_lab.balance.simulated import TimedDecision, decisions
 from moesaic_lab.benchmark import Benchmark, EmulatedOptions, Told, require_cluster, words_of
+from moesaic_lab.measure import Ratio
+from moesaic_lab.pictures import Panel, PlottedSeries
 
 T = TypeVar("T")
+SPEEDUP = "plain ep / method, virtual compute"
+"""What stands beside every axis of time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +61,7 @@ def cases(options: BalanceOptions) -> BalanceBenchConfig:
         raise InputError("--keep takes rows from the file of --json: name that file")
     config = read_config(Path(options.config)) if options.config else read_config()
     config = config.narrowed(only=words_of(options.only), repeats=options.repeats)
-    if config.labels:
+    if config.wanted:
         require_cluster()
     return config
 
@@ -53,11 +69,10 @@ def cases(options: BalanceOptions) -> BalanceBenchConfig:
 def measure(options: BalanceOptions, config: BalanceBenchConfig, told: Told) -> BalanceMeasured:
     """Measure on one bed after the other, then simulate."""
     there = Path(options.json) if options.keep and options.json else None
-    before = json.loads(there.read_text(encoding="utf-8")) if there is not None and there.exists() else {}
-    rows = before.get("rows", [])
+    rows = json.loads(there.read_text(encoding="utf-8"))["rows"] if there is not None and there.exists() else []
     shares, decided, held = kept(rows, Share), kept(rows, TimedDecision), kept(rows, BudgetHeld)
-    cells = [*kept_cells(rows, config), *run(config, told)]
-    cells.sort(key=lambda cell: config.order.index(cell.job.case.label))
+    order = [case.label for case in config.every]
+    cells = sorted([*kept_cells(rows, config), *run(config, told)], key=lambda cell: order.index(cell.job.case.label))
     if config.has(SHARES):
         assert config.shares is not None
         shares = shares_of_forced(config.shares, config.folder, config.seed, told, shares)
@@ -69,24 +84,120 @@ def measure(options: BalanceOptions, config: BalanceBenchConfig, told: Told) -> 
 
 
 def kept_cells(rows: list[dict[str, Any]], config: BalanceBenchConfig) -> list[BalanceCell]:
-    """Return the cases on beds of a file of results that are not run again; those whose rows are of an older form are left
-    out."""
+    """Return the cases on beds of a file of results that are not run again."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        if row["part"] == BED and "seconds" in row:
+        if row["part"] == BED:
             found.setdefault(row["case"], []).append(row)
-    return [
-        cell_of(of_case, config.case_without_routes(label))
-        for label, of_case in found.items()
-        if label in config.order and label not in config.labels
-    ]
+    again = {case.label for case in config.wanted}
+    return [cell_of(found[case.label], case) for case in config.every if case.label in found.keys() - again]
 
 
 def kept(rows: list[dict[str, Any]], kind: type[T]) -> list[T]:
-    """Return what the rows of a kind were made of; rows of an older form are left out."""
+    """Return what the rows of a kind were made of."""
     names = [each.name for each in fields(kind)]  # type: ignore[arg-type]
-    whole = [row for row in rows if row["part"] == PARTS[kind] and set(names) <= set(row)]
-    return [kind(**{name: row[name] for name in names}) for row in whole]
+    return [kind(**{name: row[name] for name in names}) for row in rows if row["part"] == PARTS[kind]]
+
+
+def panels(cells: Sequence[BalanceCell], shares: Sequence[Share] = ()) -> list[Panel]:
+    """Return the panels of what was run: one per cluster and kind of load of shares of forced
+    balance, two per bed, one for all recorded cases, two for all beds."""
+    made = []
+    drawn = [each for each in shares if each.ratio == SharesOfForced.ratio and each.load != SLOW]
+    for cluster, ranks, load in dict.fromkeys((each.cluster, each.ranks, each.load) for each in drawn):
+        found = [each for each in drawn if (each.cluster, each.ranks, each.load) == (cluster, ranks, load)]
+        made.append(_shares(found, load))
+    skewed = [cell for cell in cells if cell.job.case.max_vio is not None]
+    by_bed: dict[BalancePlace, list[BalanceCell]] = {}
+    for cell in skewed:
+        by_bed.setdefault(cell.job.case.place, []).append(cell)
+    for place, of_bed in by_bed.items():
+        made += [_over_loads(f"{place.name}, speed-up", of_bed), _memory(f"{place.name}, memory", of_bed)]
+    recorded = [cell for cell in cells if cell.job.case.max_vio is None]
+    if recorded:
+        made.append(_bars("recorded routing", recorded))
+    if skewed:
+        made += [_replicated(by_bed[max(by_bed, key=lambda place: place.bed.world)]), _gain(by_bed)]
+    return made
+
+
+def _shares(shares: Sequence[Share], load: str) -> Panel:
+    """Draw the share of forced balance over MaxVio under one kind of load, a point for each call."""
+    series = []
+    for name in dict.fromkeys(each.method for each in shares):
+        mine = sorted((each for each in shares if each.method == name), key=lambda each: each.max_vio)
+        x, y = tuple(each.max_vio for each in mine), tuple(each.of_forced for each in mine)
+        series.append(PlottedSeries(name=name, x=x, y=y))
+    return Panel(
+        title=f"{shares[0].cluster}, {shares[0].ranks} ranks, {load} loads", x_title="MaxVio of ranks",
+        y_title="share of forced balance", series=tuple(series),
+    )  # fmt: skip
+
+
+def _over_loads(title: str, cells: Sequence[BalanceCell]) -> Panel:
+    """Draw the speed-up of every method over MaxVio."""
+    series = tuple(
+        _ratios(name, _loads(cells), [cell.ratio(PLAIN, name) for cell in cells]) for name in cells[0].timings
+    )
+    return Panel(title=title, x_title="MaxVio of ranks", y_title=SPEEDUP, series=series)
+
+
+def _memory(title: str, cells: Sequence[BalanceCell]) -> Panel:
+    """Draw the peak of every method over MaxVio."""
+    series = tuple(
+        PlottedSeries(name=name, x=_loads(cells), y=tuple(cell.peak_bytes[name] / 2**20 for cell in cells))
+        for name in cells[0].timings
+    )
+    return Panel(title=title, x_title="MaxVio of ranks", y_title="peak, MiB", series=series)
+
+
+def _bars(title: str, cells: Sequence[BalanceCell]) -> Panel:
+    at = tuple(map(float, range(len(cells))))
+    series = tuple(_ratios(name, at, [cell.ratio(PLAIN, name) for cell in cells]) for name in cells[0].timings)
+    categories = tuple(f"{cell.job.case.label}, MaxVio {statistics.mean(cell.max_vio):.2f}" for cell in cells)
+    return Panel(title=title, x_title="", y_title=SPEEDUP, series=series, categories=categories)
+
+
+def _replicated(cells: Sequence[BalanceCell]) -> Panel:
+    """Draw how many experts each policy replicates per call, on one bed."""
+    place = cells[0].job.case.place
+    series = tuple(
+        PlottedSeries(
+            name=name, x=_loads(cells),
+            y=tuple(statistics.mean(cell.decided[name].replicated_experts) for cell in cells),
+        )
+        for name in cells[0].decided
+    )  # fmt: skip
+    title = f"{place.name}, replicated experts per call"
+    return Panel(title=title, x_title="MaxVio of ranks", y_title=f"of {place.num_experts} experts", series=series)
+
+
+def _gain(by_bed: dict[BalancePlace, list[BalanceCell]]) -> Panel:
+    """Draw what the smart schedule gains against the most that any overlap of the plain layer could."""
+    series = []
+    for place, cells in by_bed.items():
+        found = sorted(((_most(cell), cell.ratio(PLAIN, SMART)) for cell in cells), key=lambda pair: pair[0])
+        series.append(_ratios(f"{SMART}, {place.name}", tuple(x for x, _ in found), [ratio for _, ratio in found]))
+    ends = [x for each in series for x in each.x]
+    series.append(PlottedSeries(name="all that overlap could gain", x=(min(ends), max(ends)), y=(min(ends), max(ends))))
+    return Panel(
+        title="gain of the smart schedule", x_title="(comm + comp) / max(comm, comp) of plain ep",
+        y_title="plain ep / smart schedule, virtual compute", series=tuple(series),
+    )  # fmt: skip
+
+
+def _most(cell: BalanceCell) -> float:
+    comm, comp = cell.link_seconds[PLAIN], cell.charged[PLAIN]
+    return (comm + comp) / max(comm, comp)
+
+
+def _loads(cells: Sequence[BalanceCell]) -> tuple[float, ...]:
+    return tuple(cell.job.case.max_vio or 0.0 for cell in cells)
+
+
+def _ratios(name: str, at: tuple[float, ...], ratios: Sequence[Ratio]) -> PlottedSeries:
+    y, low, high = zip(*((ratio.median, ratio.low, ratio.high) for ratio in ratios))
+    return PlottedSeries(name=name, x=at, y=y, low=low, high=high)
 
 
 BENCHMARK = Benchmark(

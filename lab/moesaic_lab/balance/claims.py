@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
-from moesaic_lab.balance.config import RecordedLoads, SharesOfForced
-from moesaic_lab.balance.decisions import TimedDecision
+from moesaic_lab.balance.cells import BalanceCell
+from moesaic_lab.balance.config import RecordedLoads, SharesOfForced, SkewedCase
 from moesaic_lab.balance.memory import BudgetHeld
 from moesaic_lab.balance.methods import BOUNDED, LAER, OURS, OURS_PLACED, PLACED, PLAIN
-from moesaic_lab.balance.rows import rows_of
-from moesaic_lab.balance.run import BalanceCell
 from moesaic_lab.balance.shares import RECORDED, SLOW, Share
-from moesaic_lab.balance.simulated import BEST
+from moesaic_lab.balance.simulated import BEST, TimedDecision
 from moesaic_lab.claims import Claim, claimed, enough, some
 from moesaic_lab.measure import MANY, NEAR, Ratio, paired
 
@@ -27,21 +24,34 @@ def claims(
     held: Sequence[BudgetHeld] = (),
 ) -> list[Claim]:  # fmt: skip
     """Return all claims, also those that this run did not measure."""
+
+    def speedups(what: str, wanted: Callable[[SkewedCase], bool]) -> list[float]:
+        return some([cell.ratio(PLAIN, OURS).median for cell in cells if wanted(cell.job.case)], what)
+
+    def slow(case: SkewedCase) -> bool:
+        return case.place.slow_rank < 1
+
+    def slow_link(case: SkewedCase) -> bool:
+        return bool(case.place.slow_link)
+
+    def recorded(case: SkewedCase) -> bool:
+        return case.max_vio is None
+
     return [
         claimed("balance.speedup_maxvio2", lambda: speedup(cells, 2.0), 1.8, ">="),
         claimed("balance.over_best_single", lambda: over_best_single(cells), EQUIVALENT),
         claimed("balance.equivalent_to_best_single", lambda: equivalent(cells), None, ">="),
-        claimed("balance.slow_rank_speedup", lambda: slow_rank_speedup(cells), None, ">="),
-        claimed("balance.slow_link_speedup", lambda: slow_link_speedup(cells), None, ">="),
+        claimed("balance.slow_rank_speedup", lambda: min(speedups("with a slow rank", slow)), None, ">="),
+        claimed("balance.slow_link_speedup", lambda: min(speedups("with a slow link", slow_link)), None, ">="),
         claimed("balance.share_of_forced_real", lambda: share_of_forced(cells, OURS), 0.97, ">="),
         claimed("balance.share_of_forced_real_placed", lambda: share_of_forced(cells, OURS_PLACED), None, ">="),
         claimed("balance.overhead_maxvio0", lambda: overhead(cells), 0.01),
         claimed("balance.budget_speedup_maxvio4", lambda: budget_speedup(cells), None, ">="),
         claimed("balance.decision_share", lambda: decision_share(cells), 0.005),
-        claimed("balance.recorded_speedup", lambda: recorded_speedup(cells), None, ">="),
         claimed(
-            "balance.memory_worst", lambda: memory_worst(held, [row for cell in cells for row in rows_of(cell)]), 1.1
+            "balance.recorded_speedup", lambda: statistics.median(speedups("of recorded routing", recorded)), None, ">=",
         ),
+        claimed("balance.memory_worst", lambda: memory_worst(held, cells), 1.1),
         claimed("balance.memory_worst_unbounded", lambda: memory_unbounded(held), None),
         claimed("balance.decision_us_64", lambda: decision_us(decided), 100, unit="us"),
         claimed("balance.simulated_slow_rank_speedup", lambda: simulated_slow(shares), None, ">="),
@@ -50,14 +60,13 @@ def claims(
         claimed("balance.shares_over_best_single", lambda: shares_over_best(shares), EQUIVALENT),
         claimed("balance.simulated_share_of_best_option", lambda: share_of_best_option(shares), None, ">="),
         *over_laer(shares),
-    ]
+    ]  # fmt: skip
 
 
 def speedup(cells: Sequence[BalanceCell], max_vio: float) -> float:
     """Return the plain layer's time over ours at a MaxVio, of the bed with most ranks: the lower end of the 95 % interval
     where they are near."""
-    cell = max(_at(cells, max_vio), key=lambda each: each.job.case.place.bed.world)
-    ratio = cell.ratio(PLAIN, OURS)
+    ratio = max(_at(cells, max_vio), key=lambda each: each.job.case.place.bed.world).ratio(PLAIN, OURS)
     return ratio.median if ratio.median > NEAR else ratio.low
 
 
@@ -90,18 +99,6 @@ def against_best(cell: BalanceCell, level: float = 0.95) -> Ratio:
         ours, others = times
         return paired(ours, others, level)
     return enough(cell.ratio(OURS, best), cell.job.case.label)
-
-
-def slow_rank_speedup(cells: Sequence[BalanceCell]) -> float:
-    """Return the plain layer's time over ours where loads are even and one rank is slower than the others."""
-    found = [cell.ratio(PLAIN, OURS).median for cell in cells if cell.job.case.place.slow_rank < 1]
-    return min(some(found, "with a slow rank"))
-
-
-def slow_link_speedup(cells: Sequence[BalanceCell]) -> float:
-    """Return the plain layer's time over ours where one node's link is slower than the others."""
-    found = [cell.ratio(PLAIN, OURS).median for cell in cells if cell.job.case.place.slow_link]
-    return min(some(found, "with a slow link"))
 
 
 def share_of_forced(cells: Sequence[BalanceCell], method: str) -> float:
@@ -170,7 +167,7 @@ def over_laer(shares: Sequence[Share]) -> list[Claim]:
 
 def overhead(cells: Sequence[BalanceCell]) -> float:
     """Return by how much we are slower than the plain layer where loads are even, worst over beds, at the 95 % bound."""
-    return max(bounded(cell, OURS, PLAIN) for cell in _at(cells, 0.0)) - 1
+    return max(enough(cell.ratio(OURS, PLAIN), cell.job.case.label).high for cell in _at(cells, 0.0)) - 1
 
 
 def budget_speedup(cells: Sequence[BalanceCell]) -> float:
@@ -179,10 +176,12 @@ def budget_speedup(cells: Sequence[BalanceCell]) -> float:
     return min(some(found, "with MaxVio 4 and a memory budget"))
 
 
-def memory_worst(held: Sequence[BudgetHeld], bed_rows: Sequence[dict[str, Any]]) -> float:
+def memory_worst(held: Sequence[BudgetHeld], cells: Sequence[BalanceCell]) -> float:
     """Return the bytes that a rank held under a memory budget over the budget, worst over loads, plans and beds."""
     counted = [each.peak_bytes / each.promised_bytes for each in some(list(held), "of memory under budgets")]
-    counted += [row["peak_bytes"] / row["promised_bytes"] for row in bed_rows if row.get("promised_bytes")]
+    for cell in cells:
+        budgets = {name: method.plan.memory_budget for name, method in cell.job.methods.items()}
+        counted += [cell.peak_bytes[name] / budget for name, budget in budgets.items() if budget]
     return max(counted)
 
 
@@ -198,12 +197,6 @@ def decision_share(cells: Sequence[BalanceCell]) -> float:
     return max(some(found, "with all methods"))
 
 
-def recorded_speedup(cells: Sequence[BalanceCell]) -> float:
-    """Return the plain layer's time over ours on recorded routing."""
-    found = [cell.ratio(PLAIN, OURS).median for cell in cells if cell.job.case.max_vio is None]
-    return statistics.median(some(found, "of recorded routing"))
-
-
 def simulated_slow(shares: Sequence[Share]) -> float:
     """Return the simulated time of the plain layer over ours where one rank is slower, least over the clusters."""
     chosen = [each for each in some(list(shares), "simulated") if each.load == SLOW]
@@ -215,15 +208,6 @@ def simulated_slow(shares: Sequence[Share]) -> float:
 
 def _call(share: Share) -> tuple[str, int, str, int, int, float, float]:
     return share.cluster, share.ranks, share.load, share.layer, share.step, share.ratio, share.max_vio
-
-
-def bounded(cell: BalanceCell, name: str, other: str) -> float:
-    """Return the upper end of a ratio's 95 % interval.
-
-    Raises:
-        NotMeasuredError: for a ratio near 1 that rests on too few pairs.
-    """
-    return enough(cell.ratio(name, other), cell.job.case.label).high
 
 
 def _at(cells: Sequence[BalanceCell], max_vio: float) -> list[BalanceCell]:

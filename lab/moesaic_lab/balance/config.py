@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from moesaic.program.grid import Grid
 from moesaic.traces.trace import Trace
 from moesaic_lab.balance.loads import Routes, Skew, by_shares, made_up, recorded_shares
 from moesaic_lab.balance.loads import recorded as recorded_routes
-from moesaic_lab.benchmark import read_parts
+from moesaic_lab.benchmark import read_parts, require_positive
 from moesaic_testbed.bed import Bed
 
 COMMITTED = Path(__file__).parent.parent / "configs" / "balance.toml"
@@ -72,10 +73,8 @@ class BalancePlace:
     """Steps before anything is timed of a method that learns: training runs thousands of them."""
 
     def __post_init__(self) -> None:
-        for each in fields(BalancePlace):
-            value = getattr(self, each.name)
-            if isinstance(value, int | float) and value <= 0:
-                raise InputError(f"{self.name}: {each.name}={value}: must be above 0")
+        shared = {each.name: getattr(self, each.name) for each in fields(BalancePlace)}
+        require_positive(shared, f"{self.name}: ")
         if self.top_k > self.num_experts:
             raise InputError(f"{self.name}: top_k={self.top_k} of {self.num_experts} experts")
         _ = self.bed
@@ -113,10 +112,7 @@ class BalancePlace:
             device=replace(CPU, tflops=Tflops(fp32=self.gflops / 1e3)),
         )
         return ReplicationCosts(
-            machine=Machine(**latency),
-            cluster=cluster,
-            element_bytes=ELEMENT_BYTES,
-            matrices=MATRICES,
+            machine=Machine(**latency), cluster=cluster, element_bytes=ELEMENT_BYTES, matrices=MATRICES
         )
 
 
@@ -219,7 +215,10 @@ class SkewedCase:
     """What `--only` may name."""
     max_vio: float | None
     """That was asked for; None where the load was recorded."""
-    routes: Routes
+    layer: int = 0
+    """Of loads of ranks that were recorded."""
+    routes: Routes = NO_ROUTES
+    """Made where the case is run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,18 +240,33 @@ class BalanceBenchConfig:
     folder: Path = Path()
     """Of the file: traces are found from there."""
 
+    @property
+    def every(self) -> list[SkewedCase]:
+        """All cases on beds, bed by bed, also those that are not asked for; without their routing."""
+        found = [
+            SkewedCase(place=place, label=f"{place.name}-{load:g}", max_vio=load)
+            for place in self.skewed
+            for load in place.max_vio
+        ]
+        found += [SkewedCase(place=place, label=place.name, max_vio=None) for place in self.recorded]
+        return found + [
+            SkewedCase(place=place, label=f"{place.name}-{layer}", max_vio=None, layer=layer)
+            for place in self.loads
+            for layer in place.layers
+        ]
+
+    @property
+    def wanted(self) -> list[SkewedCase]:
+        """Those that are asked for."""
+        return [case for case in self.every if not self.only or {case.place.name, case.label} & set(self.only)]
+
     def cases(self) -> list[SkewedCase]:
-        """Return the cases that are asked for, bed by bed, with their routing.
+        """Return the cases that are asked for, with their routing.
 
         Raises:
-            InputError: for a name that there is not, or a load that no routing has.
+            InputError: for a load that no routing has.
         """
-        wanted = [(place, label, load) for place, label, load in self._all() if self._wants(place, label)]
-        made = []
-        for place, label, load in wanted:
-            axis = None if isinstance(place, RecordedLoads) else load
-            made.append(SkewedCase(place=place, label=label, max_vio=axis, routes=self._routes(place, load)))
-        return made
+        return [replace(case, routes=self._routes(case)) for case in self.wanted]
 
     def narrowed(self, *, only: tuple[str, ...] = (), repeats: int | None = None) -> BalanceBenchConfig:
         """Return what was asked for.
@@ -265,66 +279,40 @@ class BalanceBenchConfig:
             InputError: for a name that is none.
         """
         known = [name for name in (SHARES, MEMORY, DECISIONS) if getattr(self, name)]
-        for place, label, _ in self._all():
-            known += [place.name, label]
+        known += [name for case in self.every for name in (case.place.name, case.label)]
         for word in only:
             if word not in known:
                 raise InputError(f"--only {word}: unknown case{suggestion(word, list(dict.fromkeys(known)))}")
         if repeats is None:
             return replace(self, only=only)
-        skewed = tuple(replace(place, repeats=repeats, pairs=repeats) for place in self.skewed)
-        recorded = tuple(replace(place, repeats=repeats, pairs=repeats) for place in self.recorded)
-        loads = tuple(replace(place, repeats=repeats, pairs=repeats) for place in self.loads)
-        return replace(self, only=only, skewed=skewed, recorded=recorded, loads=loads)
-
-    @property
-    def labels(self) -> dict[str, str]:
-        """Cases on beds that are asked for, each with the name of its bed."""
-        return {label: place.name for place, label, _ in self._all() if self._wants(place, label)}
-
-    @property
-    def order(self) -> list[str]:
-        """All cases on beds, also those that are not asked for."""
-        return [label for _, label, _ in self._all()]
-
-    def case_without_routes(self, label: str) -> SkewedCase:
-        """Return a case by its label, asked for or not, as it is where nobody runs it again: its routing is not made."""
-        ((place, load),) = [(place, load) for place, each, load in self._all() if each == label]
-        axis = None if isinstance(place, RecordedLoads) else load
-        return SkewedCase(place=place, label=label, max_vio=axis, routes=NO_ROUTES)
+        places: dict[str, Any] = {
+            name: tuple(replace(place, repeats=repeats, pairs=repeats) for place in getattr(self, name)) for name in LISTS
+        }  # fmt: skip
+        return replace(self, only=only, **places)
 
     def has(self, part: str) -> bool:
         """Whether a part that needs no bed is there and asked for."""
         return bool(getattr(self, part)) and (not self.only or part in self.only)
 
-    def _all(self) -> list[tuple[BalancePlace, str, float | None]]:
-        found: list[tuple[BalancePlace, str, float | None]] = []
-        for place in self.skewed:
-            found += [(place, f"{place.name}-{load:g}", load) for load in place.max_vio]
-        found += [(place, place.name, None) for place in self.recorded]
-        found += [(each, f"{each.name}-{layer}", layer) for each in self.loads for layer in each.layers]
-        return found
-
-    def _wants(self, place: BalancePlace, label: str) -> bool:
-        return not self.only or bool({place.name, label} & set(self.only))
-
-    def _routes(self, place: BalancePlace, load: float | None) -> Routes:
+    def _routes(self, case: SkewedCase) -> Routes:
+        place = case.place
         if isinstance(place, Recorded):
             return _recorded(place, self.folder)
-        assert load is not None
         ranks = place.bed.world
         sizes = Skew(
             ranks=ranks, num_experts=place.num_experts, top_k=place.top_k, samples=ranks * place.samples_per_rank,
-            sample_tokens=place.sample_tokens, max_vio=load, seed=self.seed,
+            sample_tokens=place.sample_tokens, max_vio=case.max_vio or 0.0, seed=self.seed,
         )  # fmt: skip
         if isinstance(place, RecordedLoads):
             trace, steps = Trace.open(self.folder / place.trace), (place.history_step, *place.steps)
             each = place.experts_per_rank
-            return by_shares(np.stack([recorded_shares(trace, int(load), step, ranks, each) for step in steps]), sizes)
+            return by_shares(np.stack([recorded_shares(trace, case.layer, step, ranks, each) for step in steps]), sizes)
         assert isinstance(place, Skewed)
-        return made_up(
-            replace(sizes, calls=place.calls, persistence=place.persistence, locality=place.locality)
-        )  # fmt: skip
+        return made_up(replace(sizes, calls=place.calls, persistence=place.persistence, locality=place.locality))
+
+
+LISTS: dict[str, BalancePlace] = {"skewed": Skewed(), "recorded": Recorded(), "loads": RecordedLoads()}
+"""Of beds in the file, with what a bed of each begins with."""
 
 
 def read_config(path: Path = COMMITTED) -> BalanceBenchConfig:
@@ -334,7 +322,7 @@ def read_config(path: Path = COMMITTED) -> BalanceBenchConfig:
     Raises:
         InputError: naming the file and the field.
     """
-    lists = {"skewed": ("skewed", Skewed()), "recorded": ("recorded", Recorded()), "loads": ("loads", RecordedLoads())}
+    lists = {name: (name, default) for name, default in LISTS.items()}
     made = read_parts(path, BalanceBenchConfig(), lists=lists, tables={SHARES: SharesOfForced()})
     names = [place.name for place in (*made.skewed, *made.recorded, *made.loads)]
     if len(set(names)) < len(names):

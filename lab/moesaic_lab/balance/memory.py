@@ -1,7 +1,7 @@
 """How much memory a step holds at once: bytes of all tensors alive, watched operation by operation.
 
-`moesaic_lab/device/memory.py` counts the same by torch's profiler, which takes a second to start in each of many ranks that
-share two cores, and writes on their output.
+`peak_growth_bytes` of `moesaic_lab/device/cases.py` counts the same by torch's profiler, which takes a second to start in each
+of many ranks that share two cores, and writes on their output.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
@@ -24,7 +25,8 @@ from moesaic.plan.budget import BudgetUse
 from moesaic.plan.plan import Plan
 from moesaic.program.grid import Grid
 from moesaic.runtime.balance.calls import BalancedCalls
-from moesaic_lab.balance.router import ToldRouter
+from moesaic_lab.across_ranks import ToldRouter
+from moesaic_lab.recorder import AbstractPassing
 
 
 class Alive(TorchDispatchMode):
@@ -70,39 +72,20 @@ def peak_bytes(call: Callable[[], object]) -> int:
     return alive.peak_bytes
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in nested arguments or results."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [each for part in value for each in _tensors(part)] if isinstance(value, list | tuple) else []
+def _tensors(tree: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
 
 
-class Unwatched(AbstractTransport):
-    """Passes everything on to a transport whose own copies of messages are not counted: a real one keeps none.
-
-    Args:
-        transport: the one that moves the bytes.
-    """
-
-    def __init__(self, transport: AbstractTransport) -> None:
-        super().__init__(transport.rank, transport.world, transport.device)
-        self._transport = transport
+class Unwatched(AbstractPassing):
+    """Passes everything on to a transport whose own copies of messages are not counted: a real one keeps none."""
 
     def issue(self, transfer: Transfer) -> Handle:
-        """Start a transfer."""
         with _disable_current_modes():
-            return self._transport.issue(transfer)
+            return super().issue(transfer)
 
     def wait(self, handle: Handle) -> None:
-        """Wait for a transfer."""
         with _disable_current_modes():
-            self._transport.wait(handle)
-
-    def take_tags(self, num_tags: int) -> int:
-        """Take tags of the transport."""
-        return self._transport.take_tags(num_tags)
+            super().wait(handle)
 
 
 GRID, PER_RANK, TOKENS, TOP_K = Grid(world=8, ep=8, ranks_per_node=2), 2, 192, 2

@@ -1,31 +1,85 @@
 """Write the tables and the picture of docs/balance.md from the result of `moesaic bench balance --json`: no figure is typed.
 
 python -m moesaic_lab.balance.page benchmarks/results/balance.json
+
+Also how many pairs a test would need to say that ours takes what the fastest single technique does, by the spread in a result:
+two one-sided tests (Schuirmann 1987) on the median of the logarithm of the pairs' ratios, whose 90 % interval must lie within
+`EQUIVALENT` to both sides. A median of n has a standard error of 1.2533 sigma / sqrt(n) (normal), and sigma is taken from the
+quartiles of both methods' steps, as if they were drawn apart: pairs that the machine disturbs alike need fewer.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from moesaic_lab.balance.benchmark import kept
-from moesaic_lab.balance.config import SharesOfForced
-from moesaic_lab.balance.equivalence import Needed, needed
-from moesaic_lab.balance.pictures import panels
-from moesaic_lab.balance.rows import BED, share_rows
+from moesaic_lab.balance.benchmark import kept, panels
+from moesaic_lab.balance.cells import BED, share_rows
+from moesaic_lab.balance.claims import EQUIVALENT
+from moesaic_lab.balance.config import BalancePlace, SharesOfForced
+from moesaic_lab.balance.methods import OURS, methods
 from moesaic_lab.balance.shares import RECORDED, Share
-from moesaic_lab.pages import markdown_table, write_page
 from moesaic_lab.performance_page import line
 from moesaic_lab.pictures import write_picture
+from moesaic_lab.tables import markdown_table, write_page
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "balance.md"
 PICTURE = PAGE.parent / "images" / "bench" / "balance_shares.svg"
 DRAWN = 64
 """Ranks of what is drawn: those of the claims."""
 MARKS = ("<!-- tables: moesaic_lab/balance/page.py -->", "<!-- end of tables -->")
+
+QUARTILES, MEDIAN = 1.349, 1.2533
+"""Standard deviations between a normal's quartiles; standard error of a median over that of a mean."""
+LEVEL, SAME, OTHER = 1.645, 1.2816, 0.8416
+"""Normal quantiles: 95 % for each one-sided test. Four runs of five are to pass: where both take the same, each side must in
+90 %; where they do not, the nearer side in 80 %."""
+
+
+class Needed(NamedTuple):
+    """One case."""
+
+    case: str
+    best: str
+    """The single technique with the shortest median."""
+    ratio: float
+    """Our median over its."""
+    sigma: float
+    """Of the logarithm of a pair's ratio."""
+
+    @property
+    def pairs_if_same(self) -> int:
+        """That would do in four runs of five if both took the same."""
+        return math.ceil((MEDIAN * self.sigma * (LEVEL + SAME) / math.log(EQUIVALENT)) ** 2)
+
+    @property
+    def pairs(self) -> int | None:
+        """That would do in four runs of five if the two differ by what their medians do; None where no number would, since
+        they then differ by more than `EQUIVALENT` allows."""
+        margin = math.log(EQUIVALENT) - abs(math.log(self.ratio))
+        if margin <= 0:
+            return None
+        return max(self.pairs_if_same, math.ceil((MEDIAN * self.sigma * (LEVEL + OTHER) / margin) ** 2))
+
+
+def needed(rows: Sequence[dict[str, Any]]) -> list[Needed]:
+    """Return what each case of a bed would need."""
+    singles = {name for name, method in methods(BalancePlace().grid).items() if method.is_single}
+    cases: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        cases.setdefault(row["case"], {})[row["method"]] = row
+    found = []
+    for case, by_method in cases.items():
+        ours = by_method[OURS]
+        best = min((row for name, row in by_method.items() if name in singles), key=lambda row: row["median_seconds"])
+        spread = [math.log(row["high_seconds"] / row["low_seconds"]) / QUARTILES for row in (ours, best)]
+        ratio = ours["median_seconds"] / best["median_seconds"]
+        found.append(Needed(case, best["method"], ratio, math.hypot(*spread)))
+    return found
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -27,13 +28,12 @@ from moesaic.runtime.balance.moving import MovingMoE
 from moesaic.runtime.balance.relocate import Following, Relocator, SampleTrip
 from moesaic.train.link_rates import LinkRates
 from moesaic.train.ranks import Ranks
-from moesaic_lab.across_ranks import in_turn_and_near
-from moesaic_lab.balance.job import BalanceFound, BalanceJob, CountedPlan, Decided
+from moesaic_lab.across_ranks import ToldRouter, in_turn_and_near
+from moesaic_lab.balance.config import SkewedCase
 from moesaic_lab.balance.memory import peak_bytes
 from moesaic_lab.balance.methods import OURS, PLAIN, BalanceMethod, placed_by, policy_of
-from moesaic_lab.balance.router import ToldRouter
 from moesaic_lab.bounds import Message
-from moesaic_lab.measure import in_turn, paired, without_collections
+from moesaic_lab.measure import Span, in_turn, paired, without_collections
 from moesaic_lab.recorder import Recorder
 from moesaic_lab.virtual import Accelerator, virtual_experts
 
@@ -41,6 +41,63 @@ TOLERANCE = 1e-4
 """Of float32 results that sum in another order, over the largest result."""
 PROBES = 3
 """Directions along which gradients of weights are compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceJob:
+    """One case on one cluster."""
+
+    case: SkewedCase
+    methods: dict[str, BalanceMethod]
+    """By name, in the order of the tables; the first is the plain layer."""
+    seed: int = 0
+    """Of inputs and weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedPlan:
+    """What one call of a method did on one rank, with real experts."""
+
+    messages: dict[int, list[Message]]
+    """That it sent, by movement in the order of issue, forward and backward."""
+    peak_bytes: int
+    """The most bytes of tensors that were alive at once, beyond those before the call."""
+    error: float
+    """Largest difference of results and gradients from those of the plain layer, over the largest of these."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """What the policy of a method decided on one rank, call by call."""
+
+    seconds: tuple[float, ...]
+    """What every decision of the timed calls kept the rank from going on; of policies that are no arbiter processor time."""
+    options: tuple[str, ...]
+    """What runs, by call of the case: of the arbiter what it chose, else the policy's name."""
+    replicated_experts: tuple[float, ...]
+    """Experts that some other rank computed, by call of the case."""
+    replicated_copies: tuple[float, ...]
+    """Copies that it computed."""
+    weighing_seconds: tuple[float, ...] = ()
+    """Processor time of a thread that decided beside each of the timed calls, of an arbiter."""
+    trials: tuple[int, int] = (0, 0)
+    """Calls that ran an option to learn what it takes: before the timed calls, and among them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceFound:
+    """What one rank found."""
+
+    spans: dict[str, list[Span]]
+    """By method, all in turn."""
+    pairs: dict[str, list[Span]]
+    """By method, of the further rounds in which only ours and those near it ran."""
+    counted: dict[str, CountedPlan]
+    """By method, of the case's first call."""
+    decided: dict[str, Decided]
+    """By method that replicates."""
+    charged: dict[str, float]
+    """By method: seconds of virtual compute per step, mean over the calls."""
 
 
 class Watched(AbstractReplicationPolicy):
@@ -187,13 +244,7 @@ def measure(jobs: Sequence[BalanceJob]) -> list[BalanceFound]:
 
 
 def measure_case(job: BalanceJob, plans: Mapping[str, Compiled], transport: AbstractTransport) -> BalanceFound:
-    """Measure one case.
-
-    Args:
-        job: the case.
-        plans: of its methods.
-        transport: between the ranks.
-    """
+    """Measure one case."""
     place = job.case.place
     links = probed(Mesh(place.grid, transport)) if place.slow_link else {}
     counted = counts(job, plans, transport, links)
@@ -245,12 +296,6 @@ def counts(
     job: BalanceJob, plans: Mapping[str, Compiled], transport: AbstractTransport, links: LinkTimes
 ) -> dict[str, CountedPlan]:
     """Run the case's first call with real experts under every method; return what it sent and held.
-
-    Args:
-        job: the case.
-        plans: of its methods.
-        transport: between the ranks.
-        links: what probes found of them.
 
     Raises:
         RuntimeError: on every rank, if a method's results or gradients differ from the plain layer's.

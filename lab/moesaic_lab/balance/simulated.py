@@ -1,11 +1,12 @@
 """The same methods and loads on larger clusters, by the cost simulator: the programs that would run, with the rows that they
-would send, every rank apart. No torch."""
+would send, every rank apart; and decisions of the arbiter by themselves, for which no ranks are needed: all decide alike, from
+the same counts. No torch."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.balance.selector.arbiter import Arbiter, Arbitration
 from moesaic.cost.alpha_beta import Machine
 from moesaic.cost.cluster import ClusterSpec
+from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.topology import Topology
 from moesaic.cost.workload import Workload
@@ -28,6 +30,11 @@ from moesaic_lab.balance.methods import OURS, OURS_PLACED, BalanceMethod, method
 BEST = {"best option": OURS, "best option, experts placed": OURS_PLACED}
 """What nobody can have, to hold the arbiter against: of its options the one that is fastest by simulation, from the call's own
 counts. By name: the method whose options these are."""
+SKEW, PERSISTENCE, COPIES, BEGIN = 0.6, 0.999, 8192, 8
+"""Exponent of Zipf's law, correlation of what makes experts popular from call to call, copies of a rank, and calls before
+anything counts. 2 % of the copies change their expert from call to call."""
+RATIO = 1.05
+"""Measured over modelled seconds that the arbiter is told of every call."""
 
 
 class Larger:
@@ -221,3 +228,51 @@ def machine_of(spec: ClusterSpec, dtype: str) -> Machine:
         intra_gbps=inside[0], inter_gbps=outside[0], intra_latency_us=inside[1], inter_latency_us=outside[1],
         tflops=spec.device.tflops.of(dtype) / 1e12,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedDecision:
+    """One call's decision."""
+
+    ranks: int
+    experts: int
+    seconds: float
+    """In the way of the call."""
+    weighing_seconds: float
+    """Beside it, on a thread: processor time."""
+    replicates: bool
+
+
+def decisions(ranks: int = 64, experts: int = 256, calls: int = 120, seed: int = 0) -> list[TimedDecision]:
+    """Return the decisions of calls that follow each other, on `dgx-h100`."""
+    grid = Grid(world=ranks, ep=ranks, ranks_per_node=8)
+    spec, plan = read_cluster("dgx-h100", nodes=ranks // 8), Plan(replication="arbiter")
+    arbiter = Arbiter(costs=ReplicationCosts(machine=machine_of(spec, "bf16"), cluster=spec))
+    arbitration = arbiter.start(plan, list(arbiter.option_plans(plan, grid)))
+    found = []
+    for number, copies in enumerate(_drifting(ranks, experts, calls, seed), start=1):
+        load = CallLoad(grid, copies, experts, 1024, 2048)
+        started = time.perf_counter()
+        pick = arbitration.pick(load)
+        seconds = time.perf_counter() - started
+        verdict = arbitration.weigh(pick, call=number)
+        arbitration.hear({number: RATIO * verdict.seconds[verdict.option]})
+        if number > BEGIN:
+            found.append(
+                TimedDecision(
+                    ranks=ranks, experts=experts, seconds=seconds, weighing_seconds=verdict.weighing_seconds,
+                    replicates=pick.table is not None,
+                )
+            )  # fmt: skip
+    return found
+
+
+def _drifting(ranks: int, experts: int, calls: int, seed: int) -> Sequence[np.ndarray]:
+    """Return the copies that each rank has for each expert, (ranks, experts) int64 for each call."""
+    rng = np.random.default_rng(seed)
+    lasting, found = rng.normal(size=experts), []
+    for _ in range(calls):
+        mixed = np.sqrt(PERSISTENCE) * lasting + np.sqrt(1 - PERSISTENCE) * rng.normal(size=experts)
+        shares = (1.0 + np.argsort(np.argsort(-mixed))) ** -SKEW
+        found.append(rng.multinomial(COPIES, shares / shares.sum(), size=ranks))
+    return found

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from moesaic.errors import InputError
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, keeping, kept, notes_of, same, words_of
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, keeping, kept, notes_of, words_of
 from moesaic_lab.chaos.schedule import INTERVAL, KINDS, Fault, draw_faults, kinds_of
 from moesaic_lab.claims import Claim
 from moesaic_lab.tables import Column
@@ -211,6 +211,6 @@ def tables(rows: list[dict[str, Any]]) -> list[Any]:
 BENCHMARK = Benchmark(
     name="chaos", description="Kill, stop, cut off and damage runs by a seeded schedule; hold what comes of it against what is "
     "promised. Exit code 1 where a promise is broken.",
-    options=ChaosOptions, notes=notes_of(__doc__), cases=cases, measure=measure, rows=same, claims=claims, columns=tables,
+    options=ChaosOptions, notes=notes_of(__doc__), cases=cases, measure=measure, claims=claims, columns=tables,
     is_proof=True, is_command=True,
 )  # fmt: skip

@@ -27,12 +27,7 @@ INSTANTS = {"forward": 6, "backward": 6, "save": 40}
 
 
 def become_rank(
-    words: Sequence[str],
-    environment: Mapping[str, str],
-    fault: Fault | None,
-    strikes_at: int,
-    tells: Path,
-    paced: bool,
+    words: Sequence[str], environment: Mapping[str, str], fault: Fault | None, strikes_at: int, tells: Path, paced: bool
 ) -> NoReturn:
     """Run a command as a rank; does not return.
 

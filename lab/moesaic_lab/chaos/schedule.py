@@ -94,15 +94,11 @@ def draw_faults(count: int, seed: int, kinds: Sequence[str]) -> list[Fault]:
     draw.shuffle(order)
     return [
         Fault(
-            number=number,
-            kind=name,
-            way=KINDS[name].ways[turn % len(KINDS[name].ways)],
-            rank=draw.randrange(WORLD),
-            after=draw.randint(1, 2 * INTERVAL),
-            chance=draw.random(),
+            number=number, kind=name, way=KINDS[name].ways[turn % len(KINDS[name].ways)], rank=draw.randrange(WORLD),
+            after=draw.randint(1, 2 * INTERVAL), chance=draw.random(),
         )
         for number, (name, turn) in enumerate(order)
-    ]
+    ]  # fmt: skip
 
 
 def kinds_of(asked: Sequence[str], on_bed: bool) -> list[str]:

@@ -46,16 +46,11 @@ START_SECONDS = 120.0
 LASTS_SECONDS = 1.5
 """How long a fault that passes lasts."""
 SMALL: dict[str, Any] = {
-    "batch_size": 4,
-    "device": "cpu:1",
-    "precision": "float32",
-    "patience": (MEETING_SECONDS, PATIENCE),
-    "log_every": 1,
-    "save": f"{INTERVAL}",
-    "trackers": [],
+    "batch_size": 4, "device": "cpu:1", "precision": "float32", "patience": (MEETING_SECONDS, PATIENCE), "log_every": 1,
+    "save": f"{INTERVAL}", "trackers": [],
     "model": {"dim": 16, "num_layers": 2, "num_heads": 2, "seq_len": 16, "moe": {"num_experts": 8, "hidden": 16}},
     "mesh": {"ep": 2, "etp": 2},
-}
+}  # fmt: skip
 """What the demo model is made small by."""
 GONE = "rank {rank} (died|does not answer|is gone)"
 SAYS = {
@@ -175,12 +170,10 @@ class FaultedRun:
         draw = random.Random(0)
         text.write_text(" ".join("".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(2000)))
         config = override(replace(demo(), out=str(self.run), existing="resume"), SMALL, source="chaos")
+        save = f"{INTERVAL}" + ":background" * course.in_background
         changes = {
-            "steps": course.steps,
-            "evaluate": (course.steps, 4),
-            "mesh": {"transport": course.transport},
-            "save": f"{INTERVAL}" + ":background" * course.in_background,
-        }
+            "steps": course.steps, "evaluate": (course.steps, 4), "mesh": {"transport": course.transport}, "save": save,
+        }  # fmt: skip
         config = override(config, changes, source="chaos")
         self._given.write_text(as_json(replace(config, data=replace(config.data, path=(str(text),)))))
         if wiring is None:
@@ -296,11 +289,9 @@ class FaultedRun:
             return time.monotonic()
         if fault.kind == "strangers":
             self._call(fault, attempt)
-        if fault.kind in ("forward", "backward", "optimizer", "save", "restart"):
-            attempt.wait(lambda: fault.rank in attempt.codes, START_SECONDS)
-            return time.monotonic()
-        if fault.kind == "disk":
-            attempt.wait(lambda: bool(attempt.codes), START_SECONDS)
+        if fault.kind in ("forward", "backward", "optimizer", "save", "restart", "disk"):
+            of_any = fault.kind == "disk"
+            attempt.wait(lambda: bool(attempt.codes) if of_any else fault.rank in attempt.codes, START_SECONDS)
             return time.monotonic()
         attempt.wait(lambda: self._began() is not None and self._step() >= strikes_at, START_SECONDS)
         at = time.monotonic()

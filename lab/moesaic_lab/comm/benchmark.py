@@ -1,12 +1,222 @@
-"""`moesaic bench comm`: all-to-alls in turn on an emulated cluster, beside the limit of its links."""
+"""`moesaic bench comm`: all-to-alls over really slow links, each as a program on the interpreter, in turn, beside the limit of
+its links.
+
+Times of all-to-alls are drawn as multiples of the limit of the links, the least of any method there: from 16 KiB to 32 MiB
+milliseconds differ by three orders, methods by tenths.
+"""
 
 from __future__ import annotations
 
-from moesaic_lab.benchmark import emulated
-from moesaic_lab.comm.claims import claims
-from moesaic_lab.comm.config import read_config
-from moesaic_lab.comm.pictures import panels
-from moesaic_lab.comm.run import NOTES, rows_of, run, tables
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rich.table import Table
+
+from moesaic_lab.benchmark import Told, emulated, on_beds
+from moesaic_lab.bounds import Limit, crossing, link_limit
+from moesaic_lab.claims import Claim, claimed, enough, some
+from moesaic_lab.comm import ranks as side
+from moesaic_lab.comm.config import CommConfig, Sweep, read_config
+from moesaic_lab.measure import TimedCell, paired, timed
+from moesaic_lab.pictures import Panel, PlottedSeries
+from moesaic_lab.tables import Column, byte_size, milliseconds, quartiles, share, table
+from moesaic_testbed.cluster import Cluster
+
+NOTES = (
+    "Real bytes between real processes over emulated links (network namespaces, veth pairs shaped by htb); times are of "
+    "this machine, ratios are what carries over. Even all-to-alls and the dispatch of a layer, each as a program on the "
+    "interpreter, packing and unpacking included, methods in turn. bound: bytes over rate on the slowest link; where a "
+    "packet is charged a minimum, one packet per pair of ranks. The shaper lets 20 KB through at once, so that messages of "
+    "that size may come in under it. Claims under a ratio of 1.10 are the worse end of the "
+    "median's 95 % interval over 30 pairs."
+)
+DOMINATES = 2
+"""A charge per message dominates where it is at least so many times the bytes of linear's messages."""
+FOUR_MIB_KIB = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommCell(TimedCell):
+    """What was measured for one size on one bed."""
+
+    sweep: Sweep
+    size_kib: int
+    """Per rank; of a dispatch, what linear sends, rounded."""
+    limits: Mapping[str, Limit]
+    """By method: of the messages of its program."""
+    across: Mapping[str, tuple[int, int]]
+    """By method: (bytes, messages) between nodes, over all ranks: as a recorder counted them, of torch's own as computed."""
+
+
+def run(config: CommConfig, told: Told) -> list[CommCell]:
+    """Measure everything that a configuration names; it starts clusters, one after another.
+
+    Raises:
+        RuntimeError: if a method delivers wrong rows.
+    """
+    jobs = [
+        (sweep, size) for sweep in config.sweeps for size in ((0,) if sweep.kind == "dispatch" else sweep.sizes_kib)
+    ]
+
+    def about(job: tuple[Sweep, int]) -> str:
+        return f"{job[0].kind} on {job[0].label}" + (f", {byte_size(1024 * job[1])}" if job[1] else "")
+
+    return on_beds(jobs, lambda job: job[0].bed, about, partial(measure, config), told)
+
+
+def measure(config: CommConfig, ranks: Cluster, job: tuple[Sweep, int]) -> CommCell:
+    """Measure one sweep's size, KiB per rank (0 of a dispatch), on a cluster that runs."""
+    sweep, size_kib = job
+    if sweep.kind == "dispatch":
+        found = ranks.run(side.measure_dispatch, sweep, config.seed, config.dim, config.warmup)
+        size_kib = round(sweep.tokens * sweep.top_k * config.dim * 4 / 1024)
+    else:
+        of_kind = side.measure_lanes if sweep.kind == "lanes" else side.measure_exchange
+        found = ranks.run(of_kind, sweep, size_kib, config.dim, config.warmup)
+    messages, names = found[0].messages, found[0].spans
+    counted = {name: [m for of_rank in found for m in of_rank.sent.get(name, [])] for name in names}
+    return CommCell(
+        sweep=sweep, size_kib=size_kib, **timed([of_rank.spans for of_rank in found]),
+        limits={name: link_limit(messages[name], sweep.bed) for name in names},
+        across={name: crossing(counted[name] or messages[name], sweep.bed.node_of) for name in names},
+    )  # fmt: skip
+
+
+def claims(cells: Sequence[CommCell]) -> list[Claim]:
+    """Return all claims, also those that this run did not measure."""
+
+    def top8() -> CommCell:
+        found = [c for c in cells if c.sweep.kind == "dispatch" and c.sweep.shape == "2x2" and c.sweep.top_k == 8]
+        return some(found, "of a dispatch with top_k 8 on 2x2")[0]
+
+    return [
+        claimed("comm.receive_first.link_share_2x2_4MiB", lambda: link_share(cells), 0.95, ">="),
+        claimed("comm.pipelined.over_longer_lane", lambda: over_longer_lane(cells), 1.05),
+        claimed("comm.multicast.top8_bytes_over_linear", lambda: multicast_bytes(top8()), 0.34),
+        claimed("comm.multicast.top8_time_over_linear", lambda: top8().ratio("multicast", "linear").median, 0.34),
+        claimed("comm.multicast.over_bound", lambda: multicast_over_bound(cells), 1.15),
+        claimed("comm.hier2d.over_linear_small_messages", lambda: small_messages(cells), 0.7),
+    ]
+
+
+def link_share(cells: Sequence[CommCell]) -> float:
+    """Return the share of the link limit that the linear all-to-all reaches: the lower end of the 95 % interval."""
+    found = [cell for cell in cells if cell.sweep.kind == "limit" and cell.size_kib == FOUR_MIB_KIB]
+    cell = some(found, "of 4 MiB to the limit")[0]
+    seconds = cell.timings["linear"].seconds
+    return enough(paired([cell.limits["linear"].seconds] * len(seconds), seconds)).low
+
+
+def over_longer_lane(cells: Sequence[CommCell]) -> float:
+    """Return pipelined over the longer of its own lanes alone: the upper end of the 95 % interval, median over sizes."""
+    found = []
+    for cell in some([c for c in cells if c.sweep.kind == "lanes"], "of lanes"):
+        longer = max(("intra alone", "inter alone"), key=lambda name: cell.timings[name].median)
+        found.append(enough(cell.ratio("pipelined", longer)).high)
+    return statistics.median(found)
+
+
+def multicast_bytes(cell: CommCell) -> float:
+    """Return the bytes between nodes that multicast sends over linear's, as recorders counted."""
+    return cell.across["multicast"][0] / cell.across["linear"][0]
+
+
+def multicast_over_bound(cells: Sequence[CommCell]) -> float:
+    """Return the time of multicast over the limit of its links, median over all dispatches."""
+    found = some([c for c in cells if c.sweep.kind == "dispatch"], "of a dispatch")
+    return statistics.median(c.timings["multicast"].median / c.limits["multicast"].seconds for c in found)
+
+
+def small_messages(cells: Sequence[CommCell]) -> float:
+    """Return 2DH over linear on 4x4 ranks, median over the cells where the charge per message dominates."""
+    found = [
+        cell.ratio("hier2d", "linear").median
+        for cell in cells
+        if cell.sweep.kind == "exchange" and cell.sweep.shape == "4x4" and {"hier2d", "linear"} <= set(cell.timings)
+        if cell.sweep.per_message >= DOMINATES * 1024 * cell.size_kib / cell.sweep.world
+    ]
+    return statistics.median(some(found, "on 4x4 where a cost per message dominates"))
+
+
+def rows_of(cell: CommCell) -> list[dict[str, Any]]:
+    """Return a line of the table per method."""
+    first = cell.timings["linear" if "linear" in cell.timings else next(iter(cell.timings))]
+    return [
+        {
+            "what": cell.sweep.kind, "bed": cell.sweep.label, "size_bytes": 1024 * cell.size_kib, "method": name,
+            **timing.row(), "bound_seconds": cell.limits[name].seconds, "bound_link": cell.limits[name].link,
+            "share_of_bound": cell.limits[name].seconds / timing.median, "over_first": timing.median / first.median,
+            "across_bytes": cell.across[name][0], "across_messages": cell.across[name][1],
+        }
+        for name, timing in cell.timings.items()
+    ]  # fmt: skip
+
+
+COLUMNS = (
+    Column(key="size_bytes", title="per rank", show=byte_size),
+    Column(key="method", title="method", is_text=True),
+    Column(key="median_seconds", title="ms", show=milliseconds),
+    Column(key="quartiles", title="quartiles"),
+    Column(key="bound_seconds", title="bound", show=milliseconds),
+    Column(key="share_of_bound", title="share", show=share),
+    Column(key="over_first", title="ratio", show=share),
+    Column(key="across_bytes", title="across", show=byte_size),
+)
+"""Of the tables on the terminal: milliseconds; the bound's share of the median; the ratio to the first method; bytes that
+all ranks send between nodes."""
+
+
+def tables(cells: Sequence[CommCell]) -> list[Table]:
+    """Return a table for people per kind and bed."""
+    made = []
+    for (kind, label), of_bed in itertools.groupby(cells, key=lambda cell: (cell.sweep.kind, cell.sweep.label)):
+        rows = [row | {"quartiles": quartiles(row)} for cell in of_bed for row in rows_of(cell)]
+        made.append(table(f"{kind} on {label}", rows, COLUMNS, group_by=("size_bytes",)))
+    return made
+
+
+def panels(cells: Sequence[CommCell]) -> list[Panel]:
+    """Return a panel per bed of all-to-alls, and one each for lanes and dispatches."""
+    made = []
+    by_bed = sorted((c for c in cells if c.sweep.kind == "exchange"), key=lambda c: (c.sweep.label, c.size_kib))
+    for label, of_bed in itertools.groupby(by_bed, key=lambda cell: cell.sweep.label):
+        made.append(_over_sizes(f"all-to-all, {label}", list(of_bed)))
+    for kind, title in (("lanes", "two lanes, alone and at once"), ("dispatch", "dispatch: copies, or once per node")):
+        if found := [cell for cell in cells if cell.sweep.kind == kind]:
+            made.append(_bars(title, found))
+    return made
+
+
+def _over_sizes(title: str, cells: Sequence[CommCell]) -> Panel:
+    scales = [1 / min(limit.seconds for limit in cell.limits.values()) for cell in cells]
+    return Panel(
+        title=title, x_title="per rank", y_title="time over link limit", log_x=True, log_y=True,
+        series=_series(cells, [float(cell.size_kib) for cell in cells], scales),
+        x_ticks=tuple((float(cell.size_kib), byte_size(1024 * cell.size_kib)) for cell in cells),
+    )  # fmt: skip
+
+
+def _bars(title: str, cells: Sequence[CommCell]) -> Panel:
+    labels = (
+        f"{c.sweep.shape}, top {c.sweep.top_k}" if c.sweep.kind == "dispatch" else byte_size(1024 * c.size_kib) for c in cells
+    )  # fmt: skip
+    series = _series(cells, list(map(float, range(len(cells)))), [1e3] * len(cells))
+    return Panel(title=title, x_title="", y_title="ms", series=series, categories=tuple(labels))
+
+
+def _series(cells: Sequence[CommCell], at: Sequence[float], scales: Sequence[float]) -> tuple[PlottedSeries, ...]:
+    """Return each method where it was timed: places, and by what its seconds are multiplied there."""
+    names, made = dict.fromkeys(name for cell in cells for name in cell.timings), []
+    for name in names:
+        here = [(x, cell, scale) for x, cell, scale in zip(at, cells, scales) if name in cell.timings]
+        points = [(x, cell.timings[name], cell.limits[name].seconds) for x, cell, _ in here]
+        made.append(PlottedSeries.of(name, points, [scale for *_, scale in here]))
+    return tuple(made)
+
 
 BENCHMARK = emulated(
     name="comm", description="Measure all-to-alls in turn on an emulated cluster, beside the limit of its links.",

@@ -95,13 +95,9 @@ def until_experts(program: Program) -> Program:
             tasks.append(task)
     held = {name for task in tasks for name in (*task.reads, *task.writes)}
     return replace(
-        program,
-        name=f"dispatch of {program.name}",
-        slots=tuple(slot for slot in program.slots if slot.name in held),
-        tasks=tuple(tasks),
-        inputs=tuple(name for name in program.inputs if name in held),
-        outputs=tuple(outputs),
-    )
+        program, name=f"dispatch of {program.name}", slots=tuple(slot for slot in program.slots if slot.name in held),
+        tasks=tuple(tasks), inputs=tuple(name for name in program.inputs if name in held), outputs=tuple(outputs),
+    )  # fmt: skip
 
 
 LANES = {"pipelined": "all", "intra alone": "inside", "inter alone": "across"}

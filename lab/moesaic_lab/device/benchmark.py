@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from moesaic.errors import InputError
 from moesaic.kernels.memory import keep_freed_memory
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Told, same
+from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, keeping, kept
+from moesaic_lab.claims import Claim
 from moesaic_lab.device import run
 from moesaic_lab.device.cases import DeviceCase
 from moesaic_lab.device.cases import cases as all_cases
-from moesaic_lab.device.claims import NOTES, claims, device_table, merged, summary
+from moesaic_lab.device.run import LAYER
+from moesaic_lab.tables import Column, byte_size, milliseconds, share
 
-Rows = list[dict[str, Any]]
+NOTES = (
+    "Forward and backward with the input's gradient, one process, methods in turn. LB: the experts' matrix products alone, "
+    "per expert torch.mm(out=), and an in-place pass each for the activation and its derivative; 'router's products' are its "
+    "three products alone. Claims over LB: the whole layer, with router, top-k and load-balance loss, over the experts' "
+    "products, the worse of GELU and SwiGLU; over_lb_with_router has the router's products below the line too. "
+    "Zipf: logits -0.7 ln i plus unit normal noise. layer_over: our layer's time over that peer's; a peer far from the fastest "
+    "has fewer repeats. growth_bytes: peak of tensors alive beyond those before the call, new gradients included. kept_memory "
+    "says whether the allocator was told to keep what is freed, for all methods alike. Peers have SwiGLU experts."
+)
+TARGETS = {"balanced": 1.10, "zipf": 1.15}
+PEER_TARGET = 0.9
+CASE = ("shape", "dtype", "activation", "routing", "kept_memory")
+"""Keys of a row that say which case it is of."""
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceOptions(BenchmarkOptions):
+class DeviceOptions(KeptOptions):
     """What to measure."""
 
-    device: Literal["cpu"] = "cpu"
-    """Where."""
-    add: bool = False
-    """Keep the rows of cases in the --json file that this run does not measure, and claim over all: a long run in parts."""
     threads: int = 2
     """Of torch."""
     repeats: int = 20
@@ -36,14 +46,12 @@ class DeviceOptions(BenchmarkOptions):
     """Only cases whose name has all of these words, as "e32 bfloat16 swiglu zipf"; several such lists as "e8 gelu,e32"."""
     peers: bool = True
     """Also measure the layers of others that are installed: transformers, deepspeed."""
-    given_routing: bool = False
-    """Also measure our experts with the routing given."""
     keep_freed_memory: bool = True
     """Let the allocator keep what is freed, as a training program may, for all methods alike."""
 
 
-def cases(options: DeviceOptions) -> tuple[list[DeviceCase], Rows]:
-    """Return the cases that were asked for, and the rows that `--add` keeps."""
+def cases(options: DeviceOptions) -> list[DeviceCase]:
+    """Return the cases that were asked for."""
     if options.repeats < 1 or options.threads < 1:
         raise InputError(f"--repeats {options.repeats} --threads {options.threads}: both must be at least 1")
     wanted = [set(words.split()) for words in (options.only or "").split(",")]
@@ -52,45 +60,27 @@ def cases(options: DeviceOptions) -> tuple[list[DeviceCase], Rows]:
         raise InputError(
             f"--only {options.only!r} leaves no case: give words such as e8, e32, e64, float32, gelu, zipf"
         )
-    return chosen, _old_rows(options)
+    return chosen
 
 
-def measure(options: DeviceOptions, cases: tuple[list[DeviceCase], Rows], told: Told) -> Rows:
-    """Measure case after case; a run that is cut off loses one case."""
-    chosen, rows = cases
-    kept = options.keep_freed_memory and keep_freed_memory()
-    setting = {"threads": options.threads, "kept_memory": kept}
+def measure(options: DeviceOptions, cases: list[DeviceCase], told: Told) -> list[dict[str, Any]]:
+    """Measure case after case; a run that is cut off and has a folder loses one case."""
+    is_kept = options.keep_freed_memory and keep_freed_memory()
+    setting = {"threads": options.threads, "kept_memory": is_kept}
     torch.set_num_threads(options.threads)
-    for number, case in enumerate(chosen, 1):
-        if case.dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            told(f"{number} of {len(chosen)}  {case.name}: left out, this CPU has no instructions for bfloat16")
-            continue  # beside its products, seventy times as long, a layer is nothing
-        cell = run.measure(case, options.repeats, options.peers, options.given_routing)
-        told(f"{number} of {len(chosen)}  {summary(cell)}")
-        rows = merged(rows, [row | setting for row in cell.rows()])
-        if options.json not in (None, "-"):
-            BENCHMARK.measurement(rows).write(str(options.json))
-    return rows
+    rows: list[dict[str, Any]] = []
+    with keeping(options.keep) as folder:
+        for number, case in enumerate(cases, 1):
+            if case.dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+                told(f"{number} of {len(cases)}  {case.name}: left out, this CPU has no instructions for bfloat16")
+                continue  # beside its products, seventy times as long, a layer is nothing
+            told(f"{number} of {len(cases)}  {case.name}")
+            name = "-".join(map(str, (case.name.replace(" ", "-"), options.repeats, *setting.values())))
 
+            def found(case: DeviceCase = case) -> list[dict[str, Any]]:
+                return [row | setting for row in run.measure(case, options.repeats, options.peers).rows()]
 
-def _old_rows(options: DeviceOptions) -> Rows:
-    if not options.add:
-        return []
-    if options.json in (None, "-"):
-        raise InputError("--add without a --json file: name the file whose rows are kept")
-    path = Path(str(options.json))
-    if not path.exists():
-        return []
-    try:
-        rows: Rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"--add {path}: this is no result of moesaic bench device: name another --json file"
-        ) from error
-    if any(row.get("threads") != options.threads for row in rows):
-        raise InputError(
-            f"--add {path}: it has rows of other than --threads {options.threads}: measure it anew, without --add"
-        )
+            rows += kept(folder / f"{name}.json", found)
     return rows
 
 
@@ -99,8 +89,73 @@ def _words(case: DeviceCase) -> set[str]:
     return {*case.shape.name.split("_"), case.shape.name, case.dtype, case.activation, case.routed}
 
 
-BENCHMARK: Benchmark[DeviceOptions, tuple[list[DeviceCase], Rows], Rows] = Benchmark(
+def claims(rows: Sequence[Row]) -> list[Claim]:
+    """Return the claims of the shapes that were measured; those with the system's own allocator say so."""
+    found: list[Claim] = []
+    for shape, is_kept in dict.fromkeys((row["shape"], row["kept_memory"]) for row in rows):
+        of_shape = [row for row in rows if (row["shape"], row["kept_memory"]) == (shape, is_kept)]
+        head = f"cpu.{shape}" if is_kept else f"cpu.default_allocator.{shape}"
+        ours = [row for row in of_shape if row["method"] == LAYER]
+        for dtype in dict.fromkeys(row["dtype"] for row in ours):
+            for routed, target in TARGETS.items():
+                ratios = [row["over_lb"] for row in ours if (row["dtype"], row["routing"]) == (dtype, routed)]
+                if ratios:
+                    name = f"{head}.{dtype}.{routed}_over_lb"
+                    found.append(Claim(name=name, value=max(ratios), unit="1", target=target, op="<="))
+        found.append(_over_peers(head, of_shape))
+        found.append(_memory(head, of_shape))
+    return found
+
+
+def _over_peers(head: str, rows: Sequence[Row]) -> Claim:
+    """Our whole layer over the fastest peer, the worst of all cases in which one ran."""
+    name = f"{head}.over_best_peer"
+    best = [min(peers, key=lambda row: float(row["median_seconds"])) for peers in _peers(rows)]
+    value = max((float(row["layer_over"]) for row in best), default=None)
+    reason = "" if best else _why_absent(rows)
+    return Claim(name=name, value=value, unit="1", target=PEER_TARGET, op="<=", reason=reason)
+
+
+def _memory(head: str, rows: Sequence[Row]) -> Claim:
+    """Our layer's peak growth over the smallest of a peer's, the worst of all cases."""
+    name = f"{head}.memory_over_best_peer"
+    ours = {_case(row): row["growth_bytes"] for row in rows if row["method"] == LAYER}
+    ratios = [ours[_case(peers[0])] / min(row["growth_bytes"] for row in peers) for peers in _peers(rows)]
+    reason = "" if ratios else _why_absent(rows)
+    return Claim(name=name, value=max(ratios, default=None), unit="1", target=1.0, op="<=", reason=reason)
+
+
+def _peers(rows: Sequence[Row]) -> list[list[Row]]:
+    """Return the rows of peers that ran, by case."""
+    ran = [row for row in rows if "layer_over" in row]
+    return [[row for row in ran if _case(row) == case] for case in dict.fromkeys(map(_case, ran))]
+
+
+def _case(row: Row) -> tuple[Any, ...]:
+    return tuple(row[key] for key in CASE)
+
+
+def _why_absent(rows: Sequence[Row]) -> str:
+    reasons = dict.fromkeys(row["reason"] for row in rows if "reason" in row)
+    return "; ".join(reasons) or "peers were not asked for"
+
+
+COLUMNS = (
+    Column(key="shape", title="shape", is_text=True),
+    Column(key="dtype", title="dtype", is_text=True),
+    Column(key="activation", title="experts", is_text=True),
+    Column(key="routing", title="routing", is_text=True),
+    Column(key="method", title="method", is_text=True),
+    Column(key="median_seconds", title="ms", show=milliseconds),
+    Column(key="over_lb", title="over LB", show=share),
+    Column(key="over_lb_with_router", title="with router", show=share),
+    Column(key="layer_over", title="ours over it", show=share),
+    Column(key="growth_bytes", title="growth", show=byte_size),
+)
+
+BENCHMARK = Benchmark(
     name="device", description="Measure one MoE layer against its matrix products alone and against other people's layers.",
-    options=DeviceOptions, notes=NOTES, cases=cases, measure=measure, rows=same, claims=claims,
-    columns=lambda rows: [device_table(rows)], packages=("torch", "numpy", "transformers", "deepspeed"),
+    options=DeviceOptions, notes=NOTES, cases=cases, measure=measure, claims=claims,
+    columns=(Shown(title="One layer, forward + backward", columns=COLUMNS, group_by=CASE),),
+    packages=("torch", "numpy", "transformers", "deepspeed"),
 )  # fmt: skip

@@ -17,12 +17,7 @@ from moesaic_lab.device.cases import DeviceCase
 
 
 class Bound:
-    """The products of one case.
-
-    Args:
-        case: the layer.
-        counts: rows of each expert.
-    """
+    """The products of one case, with so many rows of each expert."""
 
     def __init__(self, case: DeviceCase, counts: Sequence[int]) -> None:
         shape, rows = case.shape, sum(counts)
@@ -71,11 +66,7 @@ class Bound:
 
 
 class RouterBound:
-    """The router's products of one case.
-
-    Args:
-        case: the layer.
-    """
+    """The router's products of one case."""
 
     def __init__(self, case: DeviceCase) -> None:
         tokens, dim, experts = case.shape.tokens, case.shape.dim, case.shape.experts

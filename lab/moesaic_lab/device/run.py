@@ -1,7 +1,7 @@
 """`moesaic bench device` on a CPU: one MoE layer, forward and backward, against its matrix products alone and against others.
 
-Methods run in turn in one process on the same inputs: the bound (`device_bound.py`), the whole layer with its router and
-load-balance loss, the router's products alone, and the layers of others (`device_peers.py`).
+Methods run in turn in one process on the same inputs: the bound (`bound.py`), the whole layer with its router and
+load-balance loss, the router's products alone, and the layers of others (`peers.py`).
 """
 
 from __future__ import annotations
@@ -14,18 +14,15 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from moesaic.kernels.permute import sort_by_expert
 from moesaic.layer import MoE
 from moesaic_lab.device.bound import Bound, RouterBound
-from moesaic_lab.device.cases import DeviceCase, step
-from moesaic_lab.device.memory import peak_growth_bytes
+from moesaic_lab.device.cases import DeviceCase, peak_growth_bytes, step
 from moesaic_lab.device.peers import MAX_BATCHED_BYTES, peers
 from moesaic_lab.measure import Ratio, Timing, in_turn, over_ranks, paired
 
-LB, ROUTER, LAYER, EXPERTS = "LB", "router's products", "layer", "experts"
+LB, ROUTER, LAYER = "LB", "router's products", "layer"
 SLOW = 4.0
 """A peer that takes this many times our layer in the warm-up is timed in two repeats only."""
 FEW = 5
@@ -56,12 +53,7 @@ class DeviceCell:
     @property
     def peers(self) -> list[str]:
         """The layers of others that ran."""
-        return [name for name in self.seconds if name not in (LB, ROUTER, LAYER, EXPERTS)]
-
-    @property
-    def best_peer(self) -> str | None:
-        """The fastest of them; None if none ran."""
-        return min(self.peers, key=lambda name: Timing.of(self.seconds[name]).median, default=None)
+        return [name for name in self.seconds if name not in (LB, ROUTER, LAYER)]
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the table's rows."""
@@ -77,9 +69,8 @@ class DeviceCell:
     def _row(self, method: str) -> dict[str, Any]:
         timing, over = Timing.of(self.seconds[method]), self.ratio(method, LB)
         row: dict[str, Any] = {
-            "method": method, "repeats": len(self.seconds[method]), "median_seconds": timing.median,
-            "low_seconds": timing.low, "high_seconds": timing.high, "over_lb": over.median, "over_lb_low": over.low,
-            "over_lb_high": over.high, "over_lb_with_router": self.ratio(method, LB, ROUTER).median,
+            "method": method, **timing.row(), "over_lb": over.median, "over_lb_low": over.low, "over_lb_high": over.high,
+            "over_lb_with_router": self.ratio(method, LB, ROUTER).median,
             "growth_bytes": self.growth_bytes.get(method),
         }  # fmt: skip
         if method in self.peers:
@@ -88,46 +79,19 @@ class DeviceCell:
         return row
 
 
-class GivenRouting(nn.Module):
-    """A layer's experts, the routing given: dispatch, products, combine; what transformers calls an experts implementation.
-
-    Args:
-        layer: ours.
-        x: (tokens, dim).
-    """
-
-    def __init__(self, layer: MoE, x: Tensor) -> None:
-        super().__init__()
-        self.experts = layer.experts
-        with torch.no_grad():
-            _, self.routing = layer(x, return_routing=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Run the experts: (tokens, dim) -> (tokens, dim)."""
-        routing = self.routing
-        permutation = sort_by_expert(
-            routing.token, routing.expert, routing.counts, routing.num_tokens, routing.rows_per_token
-        )
-        sharded, common = self.experts.weights()
-        return self.experts.compute_tokens(sharded, common, x, routing.weight.detach(), permutation)
-
-
-def measure(case: DeviceCase, repeats: int, with_peers: bool = True, given_routing: bool = False) -> DeviceCell:
+def measure(case: DeviceCase, repeats: int, with_peers: bool = True) -> DeviceCell:
     """Measure one case with as many threads as torch has.
 
     Args:
         case: the layer and its inputs.
         repeats: timed rounds of the bound, our layer and the fastest layers of others.
         with_peers: also the layers of others; they have SwiGLU experts.
-        given_routing: also our layer's experts with the routing given.
     """
     layer, (x, dy) = case.layer(), case.inputs()
     layer.step_counts.zero_()
     layer(x)
     counts = tuple(layer.step_counts.tolist())
     modules: dict[str, nn.Module] = {LAYER: layer}
-    if given_routing:
-        modules[EXPERTS] = GivenRouting(layer, x)
     peer_modules, absent = _peers(layer, case) if with_peers and case.activation == "swiglu" else ({}, {})
     modules |= peer_modules
     methods: dict[str, Callable[[], object]] = {LB: Bound(case, counts), ROUTER: RouterBound(case)}
@@ -135,7 +99,8 @@ def measure(case: DeviceCase, repeats: int, with_peers: bool = True, given_routi
     for name, module in modules.items():
         methods[name] = partial(step, module, x, dy)
         methods[name]()
-        _clear(module, x)
+        for tensor in (x, *module.parameters()):  # so that the call's growth includes new gradients
+            tensor.grad = None
         start = time.monotonic()
         growth[name] = peak_growth_bytes(methods[name])
         once[name] = time.monotonic() - start
@@ -150,7 +115,7 @@ def _timed(
     """Return seconds per method and repeat: all of them at first, then without peers that are far from the fastest."""
 
     def run(names: list[str], rounds: int, warmup: int) -> dict[str, tuple[float, ...]]:
-        return over_ranks([in_turn({n: methods[n] for n in names}, rounds, barrier=_nothing, warmup=warmup)])
+        return over_ranks([in_turn({n: methods[n] for n in names}, rounds, barrier=lambda: None, warmup=warmup)])
 
     names = [name for name in methods if name not in slow]
     gc.collect()
@@ -180,13 +145,3 @@ def _too_large(name: str, case: DeviceCase) -> str | None:
     if name.endswith("batched_mm") and copied > MAX_BATCHED_BYTES:
         return f"it would copy {copied / 2**30:.0f} GiB of weights, a row's expert's matrices for each row"
     return None
-
-
-def _clear(module: nn.Module, x: Tensor) -> None:
-    """Drop the gradients, so that a call's growth includes new ones."""
-    for tensor in (x, *module.parameters()):
-        tensor.grad = None
-
-
-def _nothing() -> None:
-    """No barrier: there is one process."""

@@ -24,18 +24,7 @@ from multiprocessing import Pipe
 from typing import Any, Literal
 
 from moesaic.errors import InputError
-from moesaic_lab.benchmark import (
-    Benchmark,
-    BenchmarkOptions,
-    Shown,
-    Told,
-    keeping,
-    kept,
-    notes_of,
-    once,
-    same,
-    words_of,
-)
+from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, keeping, kept, notes_of, words_of
 from moesaic_lab.claims import Claim
 from moesaic_lab.tables import Column
 
@@ -44,7 +33,7 @@ WORKER = "moesaic_lab.fuzz.worker"
 
 
 @dataclass(frozen=True, kw_only=True)
-class FuzzOptions(BenchmarkOptions):
+class FuzzOptions(KeptOptions):
     """How much to try; the defaults take about half an hour."""
 
     inputs: int = LEAST_INPUTS
@@ -53,8 +42,6 @@ class FuzzOptions(BenchmarkOptions):
     """What chooses the inputs: chance, or the code that they reach."""
     seed: int = 0
     """Of what is drawn."""
-    keep: str | None = None
-    """Keep what was found here, ten thousand inputs at a time, to go on from it."""
     only: str | None = None
     """Only targets whose names start so, separated by commas, as in "read trace,command show"."""
 
@@ -154,9 +141,9 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     crashes = sum(len(row["crashes"]) for row in rows)
     return [
         Claim(name="fuzz.inputs", value=inputs, unit="1", target=LEAST_INPUTS, op=">="),
-        Claim(name="fuzz.past_headers", value=edited, unit="1", target=None, op=">="),
+        Claim(name="fuzz.past_headers", value=edited, unit="1", op=">="),
         Claim(name="fuzz.crashes", value=crashes, unit="1", target=0, op="<="),
-        Claim(name="fuzz.targets", value=len(rows), unit="1", target=None, op=">="),
+        Claim(name="fuzz.targets", value=len(rows), unit="1", op=">="),
     ]
 
 
@@ -173,6 +160,6 @@ def tables(rows: list[dict[str, Any]]) -> list[Any]:
 BENCHMARK = Benchmark(
     name="fuzz",
     description="Hand every reader and every command line odd inputs. Exit code 1 if anything but a documented error escapes.",
-    options=FuzzOptions, notes=notes_of(__doc__), cases=once, measure=measure, rows=same, claims=claims, columns=tables,
+    options=FuzzOptions, notes=notes_of(__doc__), measure=measure, claims=claims, columns=tables,
     is_proof=True, is_command=True, packages=("torch", "numpy", "hypothesis", "atheris"),
 )  # fmt: skip

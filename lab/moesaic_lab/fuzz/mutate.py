@@ -27,23 +27,8 @@ ODD_WORDS = (
 )  # fmt: skip
 """What people, shells and other programs put where a word is wanted."""
 ODD_NUMBERS = (
-    0,
-    -1,
-    1,
-    2,
-    3,
-    2**31,
-    2**63,
-    10**30,
-    10**400,
-    -(2**63),
-    0.5,
-    1e308,
-    float("nan"),
-    float("inf"),
-    -0.0,
-    1e-320,
-)
+    0, -1, 1, 2, 3, 2**31, 2**63, 10**30, 10**400, -(2**63), 0.5, 1e308, float("nan"), float("inf"), -0.0, 1e-320,
+)  # fmt: skip
 ODD: st.SearchStrategy[Any] = st.one_of(
     st.sampled_from(ODD_WORDS),
     st.sampled_from(ODD_NUMBERS),

@@ -106,11 +106,8 @@ def make_bases(folder: Path) -> None:
     one = folder / "one"
     one.mkdir()
     (one / "config.json").write_text(as_json(config))
-    hang = {
-        "line": "it hung",
-        "ranks": [{"rank": 0, "process": "process 1 on a", "at": "x", "waits_for": {"1": 8}, "stack": ["a"]}],
-    }
-    RunFolder(folder / "run").write_hang(json.dumps(hang).encode())
+    stuck = {"rank": 0, "process": "process 1 on a", "at": "x", "waits_for": {"1": 8}, "stack": ["a"]}
+    RunFolder(folder / "run").write_hang(json.dumps({"line": "it hung", "ranks": [stuck]}).encode())
     BPETokenizer.train([text.read_bytes()], 300).save(one / "tokenizer.json")
     _make_tables(one)
     _make_texts(one, text)
@@ -187,7 +184,6 @@ _TINY: dict[str, Any] = {
     "save": "1", "trackers": (),
     "model": {"dim": 16, "num_layers": 1, "num_heads": 2, "seq_len": 8, "moe": {"num_experts": 4, "top_k": 2, "hidden": 8}},
 }  # fmt: skip
-_POSITION = {"rank": 0, "process": "process 1 on a", "at": "x", "waits_for": {"1": 8}, "stack": ["a"]}
 _HUB = {
     "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_size": 32, "intermediate_size": 16,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,
@@ -299,6 +295,13 @@ def _table(name: str, read: Callable[[Path], object], *, base: str = "one") -> R
     return Reader(base=base, file=name, read=lambda folder: read(folder / name))
 
 
+def _of_step(
+    name: str, read: Callable[[Path], object], seal: Callable[[Path], None] | None = _seal_last
+) -> Reader:  # fmt: skip
+    """Return a reader of a file of the last checkpoint that takes the run's folder."""
+    return Reader(base="run", file=f"{_LAST}/{name}", seal=seal, read=read)
+
+
 def _text_of(path: Path) -> str:
     return path.read_text("utf-8", "replace")
 
@@ -338,31 +341,20 @@ READERS = {
     "record of a hang": Reader(base="run", file=HANG, seal=_seal_hang, read=read_hang),
     "checksums of a hang": Reader(base="run", file=HANG_SUMS, read=read_hang),
     "mark of a run": Reader(base="run", file="config.json", read=lambda folder: RunFolder(folder).is_a_run()),
-    "state of a checkpoint": Reader(base="run", file=f"{_LAST}/state.json", seal=_seal_last, read=_resumed),
-    "tensors of a checkpoint": Reader(base="run", file=f"{_LAST}/model.safetensors", seal=_seal_last, read=_resumed),
-    "optimizer of a checkpoint": Reader(
-        base="run", file=f"{_LAST}/optimizer.safetensors", seal=_seal_last, read=_resumed
-    ),
-    "state of a checkpoint, on several ranks": Reader(
-        base="run", file=f"{_LAST}/state.json", seal=_seal_last, read=_restored
-    ),
-    "tensors of a checkpoint, on several ranks": Reader(
-        base="run", file=f"{_LAST}/model.safetensors", seal=_seal_last, read=_restored
-    ),
-    "optimizer of a checkpoint, on several ranks": Reader(
-        base="run", file=f"{_LAST}/optimizer.safetensors", seal=_seal_last, read=_restored
-    ),
-    "checksums of a checkpoint": Reader(
-        base="run",
-        file=f"{_LAST}/{SUMS}",
-        read=lambda folder: load_checkpoint(folder / "checkpoints", _silent),
-    ),
+    **{
+        f"{name} of a checkpoint{where}": _of_step(file, read)
+        for where, read in (("", _resumed), (", on several ranks", _restored))
+        for name, file in (
+            ("state", "state.json"),
+            ("tensors", "model.safetensors"),
+            ("optimizer", "optimizer.safetensors"),
+        )
+    },
+    "checksums of a checkpoint": _of_step(SUMS, lambda at: load_checkpoint(at / "checkpoints", _silent), seal=None),
     "list of shards": _table(".metadata", lambda path: read_list(path.read_bytes(), "x"), base="shards"),
     "shards": Reader(base="shards", file=".metadata", read=read_dcp),
     "tensors of shards": Reader(base="shards", file="*.distcp", read=lambda folder: _elements(read_dcp(folder)[0])),
-    "safetensors": Reader(
-        base="hub", file="model.safetensors", read=lambda folder: _elements(read_safetensors(folder))
-    ),
+    "safetensors": Reader(base="hub", file="model.safetensors", read=lambda at: _elements(read_safetensors(at))),
     "fp8": Reader(base="fp8", file="model.safetensors", read=lambda folder: _elements(Hub().read(folder)[0])),
     "blocks of fp8": Reader(base="fp8", file="config.json", read=lambda folder: _elements(Hub().read(folder)[0])),
     "weights": Reader(

@@ -5,12 +5,10 @@ Every check is a claim; one that raises is a claim without a value, with the rea
 
 from __future__ import annotations
 
-import argparse
 import copy
 import itertools
 import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -40,23 +38,17 @@ SIZES, TOKENS = (64, 96, 8, 2), 200
 """dim, hidden, experts, top-k, and tokens of the checked layers."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all checks, writing after each; returns 0."""
-    parser = argparse.ArgumentParser(description="Checks of the library on a GPU.")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--dry", action="store_true")
-    given = parser.parse_args(arguments)
+def write(out: Path, *, dry: bool) -> int:
+    """Run all checks, writing after each; returns the exit code, 0."""
     found: list[Claim] = []
-    for name, target, check in _checks(dry=given.dry):
+    for name, target, check in _checks(dry=dry):
         try:
             claim = Claim(name=f"gpu.{name}", value=check(), unit="1", target=target, op="<=")
         except Exception as error:  # whatever a device makes of it: the others go on
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
             claim = Claim(name=f"gpu.{name}", value=None, unit="1", target=target, op="<=", reason=reason)
         found.append(claim)
-        given.out.write_text(
-            json.dumps({"claims": [each.as_dict() for each in found]}, indent=1) + "\n", encoding="utf-8"
-        )
+        out.write_text(json.dumps({"claims": [each.as_dict() for each in found]}, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
@@ -207,7 +199,3 @@ def _waits_of_plan(case: WaitCase) -> float:
 
 def _relative(found: Tensor, true: Tensor) -> float:
     return float((found - true).abs().max() / true.abs().max().clamp_min(1e-30))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

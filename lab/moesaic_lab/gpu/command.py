@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -27,8 +28,7 @@ from typing import IO, Any, NoReturn
 
 from moesaic.errors import InputError
 from moesaic_lab.claims import Claim, Measurement
-from moesaic_lab.gpu.claims import claims
-from moesaic_lab.gpu.shapes import LAYERS
+from moesaic_lab.gpu.shapes import LAYERS, claims
 
 SECONDS = 540.0
 """Of the whole command: a borrowed GPU gives ten minutes to one."""
@@ -82,46 +82,37 @@ def steps(folder: Path, scratch: Path, *, dry: bool) -> list[GpuStep]:
     """
     python, extra = sys.executable, ("--dry",) if dry else ()
 
-    def part(*words: str) -> tuple[str, ...]:
-        module = (python, "-m", "moesaic_lab.gpu", "--folder", str(folder), "--json", str(scratch / "part.json"))
-        return *module, *words, *extra
+    def part(name: str, out: Path) -> tuple[str, ...]:
+        return python, "-m", "moesaic_lab.gpu", name, "--out", str(out), *extra
 
-    checks = (python, "-m", "moesaic_lab.gpu.checks", "--out", str(folder / "checks.json"), *extra)
+    def layer(*words: str) -> tuple[str, ...]:
+        return *part("layers", scratch / "part.json"), "--folder", str(folder), *words
+
     tests = "tests/kernels/triton/test_triton_top_k.py" if dry else "tests/kernels/triton"
     pytest = (python, "-m", "pytest", tests, "-q", "-o", "addopts=", "-p", "no:cacheprovider", "--tb=short")
     layers = ["T24"] if dry else [layer.name for layer in LAYERS]
-    compiled = (python, "-m", "moesaic_lab.gpu.precompile", "--out", str(folder / "compiled.json"), *extra)
     found = [
-        GpuStep(name="compile", command=compiled, seconds=100, beside=True),
+        GpuStep(name="compile", command=part("compiled", folder / "compiled.json"), seconds=100, beside=True),
         GpuStep(name="tests", command=(*pytest, *(() if dry else ("-n", "8"))), seconds=100, output="tests.txt"),
-        GpuStep(name="checks", command=checks, seconds=60),
+        GpuStep(name="checks", command=part("checks", folder / "checks.json"), seconds=60),
     ]
     for tool in SANITIZERS:
-        command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *part("--stages", "check"))
+        command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *layer("--stages", "check"))
         found.append(GpuStep(name=tool, command=command, seconds=30, output="tests.txt", needs="compute-sanitizer"))
-    profile = (python, "-m", "moesaic_lab.gpu.profile", "--out", str(folder / "cluster.json"), *extra)
-    found.append(GpuStep(name="profile", command=profile, seconds=30))
+    found.append(GpuStep(name="profile", command=part("profile", folder / "cluster.json"), seconds=30))
     tuned, per_product = (("T24",), 60.0) if dry else (TUNED, 14.0)
-    for layer, product in ((layer, product) for layer in tuned for product in (PRODUCTS[:1] if dry else PRODUCTS)):
-        command = part("--stages", "tune", "--layers", layer, "--products", product, "--seconds", str(per_product - 5))
-        found.append(GpuStep(name=f"tune.{layer}.{product}", command=command, seconds=per_product))
-    for layer in layers:
-        command = part("--stages", "measure", "--layers", layer, "--repeats", "2" if dry else "20")
-        found.append(GpuStep(name=f"layer.{layer}", command=command, seconds=60))
-    ncu = (
-        "ncu",
-        "--clock-control",
-        "none",
-        "--csv",
-        "--section",
-        "SpeedOfLight",
-        "--section",
-        "MemoryWorkloadAnalysis",
-    )
+    for name, product in itertools.product(tuned, PRODUCTS[:1] if dry else PRODUCTS):
+        command = layer("--stages", "tune", "--layers", name, "--products", product, "--seconds", str(per_product - 5))
+        found.append(GpuStep(name=f"tune.{name}.{product}", command=command, seconds=per_product))
+    for name in layers:
+        command = layer("--stages", "measure", "--layers", name, "--repeats", "2" if dry else "20")
+        found.append(GpuStep(name=f"layer.{name}", command=command, seconds=60))
+    sections = ("--section", "SpeedOfLight", "--section", "MemoryWorkloadAnalysis")
+    ncu = ("ncu", "--clock-control", "none", "--csv", *sections)
     counted = ("--kernel-name", "regex:_up_kernel|_rows_kernel|_outer_kernel|_sum_tokens_kernel", "--launch-count", "8")
-    command = (*ncu, *counted, *part("--stages", "check"))
+    command = (*ncu, *counted, *layer("--stages", "check"))
     found.append(GpuStep(name="ncu", command=command, seconds=40, output="ncu.csv", needs="ncu"))
-    command = part("--stages", "sonic", "--layers", *layers)
+    command = layer("--stages", "sonic", "--layers", *layers)
     found.append(GpuStep(name="sonic", command=command, seconds=120, package="sonicmoe"))
     return [replace(each, seconds=5 * each.seconds) for each in found] if dry else found  # the interpreter is slow
 
@@ -206,13 +197,7 @@ def _start(
 
 
 def merged(folder: Path, outcomes: Sequence[StepOutcome], *, dry: bool = False) -> Measurement:
-    """Return rows and claims of all that the folder holds; a layer whose process ended without a row says how it ended.
-
-    Args:
-        folder: of the results.
-        outcomes: of the steps so far.
-        dry: no figure is of a GPU.
-    """
+    """Return rows and claims of all that the folder holds; a layer whose process ended without a row says how it ended."""
     rows: dict[str, dict[str, Any]] = _read(folder / "rows.json").get("rows", {})
     for each in outcomes:
         name = each.name.removeprefix("layer.")
@@ -239,11 +224,8 @@ def _gpu() -> str:
     """Return what the driver says of the GPU; "" where there is none."""
     if shutil.which("nvidia-smi") is None:
         return ""
-    asked = (
-        "nvidia-smi",
-        "--query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit",
-        "--format=csv,noheader",
-    )
+    query = "--query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit"
+    asked = ("nvidia-smi", query, "--format=csv,noheader")
     return subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
 
 

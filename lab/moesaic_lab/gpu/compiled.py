@@ -7,14 +7,19 @@ its assembler need no GPU to compile for one.
 from __future__ import annotations
 
 import inspect
+import json
+import os
 import re
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler
@@ -23,7 +28,8 @@ from triton.runtime.jit import JITFunction
 
 from moesaic.kernels.triton import expert_stage
 from moesaic.kernels.triton.rows import launch
-from moesaic.kernels.triton.rows.tiles import TileDevice
+from moesaic.kernels.triton.rows.tiles import Tile, TileDevice
+from moesaic_lab.gpu.shapes import LAYERS, GpuLayer
 
 DEVICES = {
     80: TileDevice(name="Ampere", capability=(8, 0), multiprocessors=108, shared_bytes=166_912),
@@ -31,6 +37,13 @@ DEVICES = {
     90: TileDevice(name="Hopper", capability=(9, 0), multiprocessors=132, shared_bytes=232_448),
     100: TileDevice(name="Blackwell", capability=(10, 0), multiprocessors=148, shared_bytes=232_448),
 }
+
+SPILLED_BYTES = 64
+"""Per thread; a few in an epilogue cost nothing."""
+
+
+CHECKS = ("check float32", "check bfloat16")
+"""What stands in the place of a product for the whole layer that is checked first, in a dtype: sanitizers run it, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,14 +110,8 @@ def _describe(kernel: object, capability: int, cache: Path) -> CompiledKernel:
     )  # as Triton itself does
     target = compiler.sm_arch_from_capability(capability)
     command = [
-        compiler.get_ptxas(capability).path,
-        "-v",
-        *options,
-        f"--gpu-name={target}",
-        str(source),
-        "-o",
-        "/dev/null",
-    ]
+        compiler.get_ptxas(capability).path, "-v", *options, f"--gpu-name={target}", str(source), "-o", "/dev/null",
+    ]  # fmt: skip
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
     assert registers is not None, said
@@ -116,3 +123,81 @@ def _describe(kernel: object, capability: int, cache: Path) -> CompiledKernel:
         ptx=ptx,
         is_serialized="C7515" in said or "serialized" in said,
     )
+
+
+def work(*, dry: bool) -> list[tuple[GpuLayer, str, int]]:
+    """Return (layer, product, number of the candidate): what is checked, then all that a search tries."""
+    from moesaic_lab.gpu.command import PRODUCTS, TUNED
+    from moesaic_lab.gpu.run import SMALL
+    from moesaic_lab.gpu.search import candidates
+
+    found = [] if dry else [(SMALL, check, 0) for check in CHECKS]
+    for layer in (each for each in LAYERS if any(part in each.name for part in TUNED)):
+        sizes = expert_stage.shapes(
+            layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, 2, gated=True
+        )
+        for product in PRODUCTS:
+            found += [(layer, product, n) for n, _ in enumerate(candidates(sizes[product], DEVICES[90]))]
+    return found[:1] if dry else found
+
+
+def compile_one(layer: GpuLayer, product: str, number: int, capability: int, cache: str) -> list[dict[str, Any]]:
+    """Compile one product of a layer with one tile, or one of `CHECKS`; returns a row for each kernel."""
+    from moesaic_lab.gpu.layers import Inputs
+    from moesaic_lab.gpu.search import candidates
+    from moesaic_lab.gpu.tune import products
+
+    private = Path(cache) / f"of_process_{os.getpid()}"
+    private.mkdir(parents=True, exist_ok=True)
+    tile = None
+    if product in CHECKS:
+        with compiling_for(capability, Path(cache), private) as found:
+            _compile_layer(layer, getattr(torch, product.removeprefix("check ")))
+    else:
+        sizes = expert_stage.shapes(
+            layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, 2, gated=True
+        )
+        tile = list(candidates(sizes[product], DEVICES[capability]))[number].as_ints()
+        with compiling_for(capability, Path(cache), private) as found, torch.no_grad():
+            products(Inputs.untouched(layer), is_compiling=True)[product](Tile.of(tile))
+    return [
+        {
+            "layer": layer.name, "product": product, "tile": tile, "kernel": each.name,
+            "shared_bytes": each.shared_bytes, "registers": each.registers, "spilled_bytes": each.spilled_bytes,
+            "is_serialized": each.is_serialized,
+        }
+        for each in found
+    ]  # fmt: skip
+
+
+def _compile_layer(layer: GpuLayer, dtype: torch.dtype) -> None:
+    """Compile a layer forward and backward, and the choice of its experts."""
+    from moesaic.kernels.triton.rows.top_k import top_k_columns
+    from moesaic_lab.gpu.layers import Inputs, ours
+
+    top_k_columns(torch.zeros(layer.tokens, layer.num_experts), layer.top_k)
+    of = Inputs.random(layer, "cpu", dtype)
+    torch.autograd.grad(ours(of, None).forward(), of.leaves, of.dy)
+
+
+def write(out: Path, *, dry: bool) -> int:
+    """Compile what checks and the search of tiles will run, on all cores and without the GPU, and say what came of each kernel.
+
+    Where Triton's cache is the one that the search reads, the search compiles nothing. A kernel that spills registers or whose
+    tensor-core products the assembler makes wait for each other is named. Returns the exit code, 1 if one did not compile.
+    """
+    cache, failures, rows, jobs = triton.knobs.cache.dir, list[str](), list[Any](), work(dry=dry)
+    with ProcessPoolExecutor(max_workers=max(1, (os.cpu_count() or 2) - 2)) as pool:
+        futures = {pool.submit(compile_one, *job, 90, cache): job for job in jobs}
+        for future in as_completed(futures):
+            layer, product, number = futures[future]
+            try:
+                rows += future.result()
+            except Exception as error:  # a tile that the compiler refuses is a finding
+                failures.append(f"{layer.name} {product} {number}: {type(error).__name__}: {error}"[:300])
+            bad = [each for each in rows if each["spilled_bytes"] > SPILLED_BYTES or each["is_serialized"]]
+            held = {
+                "compiled": len(rows), "of": len(jobs), "failures": failures, "spilled_or_serialized": bad, "rows": rows,
+            }  # fmt: skip
+            out.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+    return int(bool(failures))

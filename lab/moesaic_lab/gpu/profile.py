@@ -6,10 +6,7 @@ Written as a cluster of one device, which `moesaic plan --cluster cluster.json` 
 
 from __future__ import annotations
 
-import argparse
 import datetime
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,14 +37,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def cluster_of(sizes: ProfileSizes, device: str, name: str, memory_gib: float) -> ClusterSpec:
-    """Measure one device.
-
-    Args:
-        sizes: of what is timed.
-        device: cuda, or cpu in a dry run.
-        name: of the device.
-        memory_gib: of the device.
-    """
+    """Measure one device."""
     rates = {each: dense_tflops(sizes.dense, dtype, device) for each, dtype in DTYPES.items()}
     rates["tf32"] = _tf32(sizes.dense, device)
     experts = {}
@@ -79,20 +69,12 @@ def _tf32(size: int, device: str) -> float:
         torch.set_float32_matmul_precision(before)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and write the file; returns 0."""
-    parser = argparse.ArgumentParser(description="A GPU as the planner knows one.")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--dry", action="store_true")
-    given = parser.parse_args(arguments)
-    if given.dry:
+def write(out: Path, *, dry: bool) -> int:
+    """Measure and write the file; returns the exit code, 0."""
+    if dry:
         found = cluster_of(DRY, "cpu", "dry run", 1.0)
     else:
         properties = torch.cuda.get_device_properties(0)
         found = cluster_of(ProfileSizes(), "cuda", properties.name, properties.total_memory / GIB)
-    given.out.write_text(as_json(found), encoding="utf-8")
+    out.write_text(as_json(found), encoding="utf-8")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import statistics
 import sys
 import time
@@ -23,10 +22,9 @@ from typing import Any
 import torch
 
 from moesaic.errors import InputError
-from moesaic_lab.claims import Measurement, describe_machine
-from moesaic_lab.gpu.claims import claims
+from moesaic_lab.claims import Measurement, describe_machine, write_whole
 from moesaic_lab.gpu.layers import TOLERANCE, Inputs, Way, errors, grouped_mm, layer_of, liger, ours, relative, sonic
-from moesaic_lab.gpu.shapes import LAYERS, GpuLayer
+from moesaic_lab.gpu.shapes import LAYERS, GpuLayer, claims
 from moesaic_lab.gpu.timing import dense_tflops, in_turn, memory_of
 
 STAGES = ("check", "tune", "measure")
@@ -59,8 +57,6 @@ class GpuOptions:
     """Timed rounds of every way."""
     seconds: float = 1500.0
     """After which no other layer is begun and no other tile is tried."""
-    small: bool = False
-    """Layers of a hundredth of the size: to see that everything runs."""
     products: tuple[str, ...] = ()
     """The grouped products whose tiles are searched; all of them if there is none."""
     dry: bool = False
@@ -93,7 +89,7 @@ def measure(options: GpuOptions) -> Measurement:
         _check_odd_logits(options.device)
     if "measure" in options.stages and "dense" not in book.rows:
         # A processor without bfloat16 instructions takes minutes for what is milliseconds on a GPU.
-        size = 64 if options.dry else 512 if options.small else DENSE_SIZE
+        size = 64 if options.dry else DENSE_SIZE
         book.write("dense", {"tflops": dense_tflops(size, torch.bfloat16, options.device)})
     for stage in ("tune", "measure", SONIC):
         for layer in layers:
@@ -104,7 +100,7 @@ def measure(options: GpuOptions) -> Measurement:
                 continue
             _attempt(stage, layer, options, book, deadline)
     return Measurement(
-        rows=[book.rows[name] for name in book.rows], claims=claims(layers, book.rows), notes=NOTES,
+        rows=list(book.rows.values()), claims=claims(layers, book.rows), notes=NOTES,
         packages=("torch", "triton", "liger"),
         machine=describe_machine() | {"gpu": options.device_name},
     )  # fmt: skip
@@ -114,7 +110,7 @@ class _Book:
     """What was found so far, in a file."""
 
     def __init__(self, options: GpuOptions) -> None:
-        self.path = options.folder / ("rows_small.json" if options.small else "rows.json")
+        self.path = options.folder / "rows.json"
         self.key = f"{options.device_name}, torch {torch.__version__}"
         self.rows: dict[str, dict[str, Any]] = {}
         if self.path.exists():
@@ -128,10 +124,7 @@ class _Book:
     def write(self, name: str, row: dict[str, Any]) -> None:
         """Keep a row, in the file too."""
         self.rows[name] = {"name": name} | row
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        aside = self.path.with_suffix(".writing")
-        aside.write_text(json.dumps({"key": self.key, "rows": self.rows}, indent=1), encoding="utf-8")
-        os.replace(aside, self.path)
+        write_whole(self.path, json.dumps({"key": self.key, "rows": self.rows}, indent=1))
 
 
 def _attempt(stage: str, layer: GpuLayer, options: GpuOptions, book: _Book, deadline: float) -> None:
@@ -286,14 +279,7 @@ def _chosen(options: GpuOptions) -> list[GpuLayer]:
     if not layers:
         names = ", ".join(layer.name for layer in LAYERS)
         raise InputError(f"layers {' '.join(options.layers)}: none of that name: choose of {names}")
-    if options.dry:
-        return [TINY]
-    if options.small:
-        return [
-            GpuLayer(tokens=each.tokens // 32, dim=each.dim // 4, hidden=each.hidden // 4, num_experts=8, top_k=2)
-            for each in layers[:2]
-        ]
-    return layers
+    return [TINY] if options.dry else layers
 
 
 def _require(options: GpuOptions) -> None:

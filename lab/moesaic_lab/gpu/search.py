@@ -8,10 +8,9 @@ device or under other versions is not read but kept beside.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -28,6 +27,7 @@ from moesaic.kernels.triton.rows.tiles import (
     default_tile,
     shared_bytes,
 )
+from moesaic_lab.claims import write_whole
 
 FORMAT = 2
 """Of the file; raise it when a tile's fields change their meaning."""
@@ -93,14 +93,8 @@ def save(path: Path | str, tuned: Tuned) -> None:
     """
     path = Path(path)
     held = _read(path) if path.exists() else {}
-    names = [each.name for each in fields(Tile)]
-    held[tuned.key] = {
-        bucket: {name: getattr(tile, name) for name in names} for bucket, tile in sorted(tuned.found.items())
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(f".{os.getpid()}.writing")
-    aside.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
-    os.replace(aside, path)
+    held[tuned.key] = {bucket: asdict(tile) for bucket, tile in sorted(tuned.found.items())}
+    write_whole(path, json.dumps(held, indent=1) + "\n")
 
 
 def search(

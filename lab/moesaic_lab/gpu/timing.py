@@ -71,14 +71,7 @@ class GpuMemory:
 
 
 def memory_of(run: Callable[[], Tensor], x: Tensor, leaves: tuple[Tensor, ...], dy: Tensor) -> GpuMemory:
-    """Return what a forward and a backward pass take, zeros without a GPU; run once before, so that what is cached is there.
-
-    Args:
-        run: the forward pass.
-        x: its input.
-        leaves: what is differentiated.
-        dy: the result's gradient.
-    """
+    """Return what a forward and a backward pass take, zeros without a GPU; run once before, so that what is cached is there."""
     if not torch.cuda.is_available():
         torch.autograd.grad(run(), leaves, dy)
         return GpuMemory(kept=0.0, forward_peak=0.0, backward_peak=0.0)

@@ -1,16 +1,37 @@
-"""`moesaic bench kernels`: each operation of a layer beside the plain way to write it and beside the roofline."""
+"""`moesaic bench kernels`: every operation of a layer on this device beside the plain way to write it and beside the roofline.
+
+The roofline (Williams, Waterman and Patterson, CACM 2009) says what time an operation cannot fall below: its arithmetic over
+the rate of a large matrix product, or its bytes over the rate of a large copy, the longer one. Both rates are measured first.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from moesaic.errors import InputError
-from moesaic_lab.benchmark import Benchmark, DrawnOptions, Shown, Told, same
-from moesaic_lab.kernels import run
+from moesaic_lab.benchmark import Benchmark, DrawnOptions, Shown
+from moesaic_lab.claims import Claim
+from moesaic_lab.device.cases import DTYPES, SHAPES, DeviceShape, peak_growth_bytes
+from moesaic_lab.kernels.ops import KernelOp, ops
+from moesaic_lab.measure import Timing, in_turn, over_ranks, paired
+from moesaic_lab.pictures import Panel, PlottedSeries
 from moesaic_lab.tables import Column, byte_size, milliseconds, share
+
+OURS, PLAIN = "ours", "plain"
+CACHE_BYTES = 2**26
+"""Written between two timed calls, so that none finds its inputs in the cache."""
+NOTES = (
+    "Each operation in turn with the plain way to write it (fast encode and decode: GShard's einsum; experts: one after "
+    "the other by autograd), caches flushed before each call. Bound: arithmetic over the rate of a large matrix product or "
+    "bytes over the rate of a large copy, the longer one; of_bound: the bound over the measured time. error: distance from "
+    "the plain way in float64, relative. growth: peak of tensors alive beyond those before."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +50,130 @@ def cases(options: KernelOptions) -> None:
         raise InputError(f"--repeats {options.repeats} --threads {options.threads}: both must be at least 1")
 
 
-def measure(options: KernelOptions, cases: None, told: Told) -> list[dict[str, Any]]:
-    """Measure every operation."""
-    torch.set_num_threads(options.threads)
-    return run.measure(options.repeats)
+@dataclass(frozen=True, kw_only=True)
+class Roof:
+    """What this device can do at most."""
+
+    flops: float
+    """Per second, of a large matrix product."""
+    bandwidth: float
+    """Bytes per second, read and written together, of a large copy."""
+
+    @classmethod
+    def measured(cls, dtype: torch.dtype) -> Roof:
+        """Measure both rates."""
+        a, out = torch.ones(1024, 1024).to(dtype), torch.empty(1024, 1024, dtype=dtype)
+        source, target = torch.ones(2**25), torch.empty(2**25)
+        product = _best(lambda: torch.mm(a, a, out=out), 10)
+        copy = _best(lambda: target.copy_(source), 5)
+        return cls(flops=2 * 1024**3 / product, bandwidth=2 * source.nbytes / copy)
+
+    def bound(self, op: KernelOp) -> float:
+        """Return the least seconds of an operation."""
+        return max(op.flops / self.flops, op.num_bytes / self.bandwidth)
+
+
+def measure(
+    repeats: int, shape: DeviceShape = SHAPES[0], dtypes: Sequence[str] = tuple(DTYPES), threads: int | None = None
+) -> list[dict[str, Any]]:
+    """Return a row per operation and dtype.
+
+    Args:
+        repeats: timed calls of either way.
+        shape: of the layer.
+        dtypes: names.
+        threads: of torch; None leaves it as it is.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    rows = []
+    junk = torch.zeros(CACHE_BYTES // 4)
+    for dtype in dtypes:
+        roof = Roof.measured(DTYPES[dtype])
+        for op in ops(shape, DTYPES[dtype]):
+            methods = {OURS: partial(op.run, *op.inputs), PLAIN: partial(op.plain, *op.inputs)}
+            growth = {name: peak_growth_bytes(call) for name, call in methods.items()}
+            seconds = over_ranks([in_turn(methods, repeats, barrier=lambda: junk.add_(1.0))])
+            rows.append({"shape": shape.name, "dtype": dtype, **_row(op, roof, seconds, growth)})
+    return rows
+
+
+def _row(op: KernelOp, roof: Roof, seconds: dict[str, tuple[float, ...]], growth: dict[str, int]) -> dict[str, Any]:
+    timing, over, bound = Timing.of(seconds[OURS]), paired(seconds[OURS], seconds[PLAIN]), roof.bound(op)
+    return {
+        "op": op.name, **timing.row(), "over_plain": over.median, "over_plain_low": over.low, "over_plain_high": over.high,
+        "flops": op.flops, "bytes": op.num_bytes, "bound_seconds": bound, "of_bound": bound / timing.median,
+        "peak_flops": roof.flops, "bandwidth": roof.bandwidth, "error": op.error(), "growth_bytes": growth[OURS],
+        "plain_growth_bytes": growth[PLAIN],
+    }  # fmt: skip
+
+
+def claims(rows: Sequence[dict[str, Any]]) -> list[Claim]:
+    """Return, per operation and dtype, the share of the bound, and for encode and decode time and memory over the einsum."""
+    found = []
+    for row in rows:
+        name = f"kernels.{row['op'].replace(', ', '_').replace(' ', '_')}.{row['dtype']}"
+        found.append(Claim(name=f"{name}.of_bound", value=row["of_bound"], unit="1", op=">="))
+        if row["op"].startswith("fast"):
+            memory = row["growth_bytes"] / row["plain_growth_bytes"]
+            found.append(Claim(name=f"{name}.over_einsum", value=row["over_plain"], unit="1", target=1.0, op="<="))
+            found.append(Claim(name=f"{name}.memory_over_einsum", value=memory, unit="1", target=1.0, op="<="))
+    return found
+
+
+def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
+    """Return a roofline per dtype, and the time of every operation over that of the plain way."""
+    found = []
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        of_dtype = [row for row in rows if row["dtype"] == dtype]
+        flops, bandwidth = of_dtype[0]["peak_flops"], of_dtype[0]["bandwidth"]
+        least, most = 2.0**-4, 2.0**12
+        corner = min(max(flops / bandwidth, least), most)
+        roof = PlottedSeries(
+            name="roof",
+            x=(least, corner, most),
+            y=tuple(min(flops, bandwidth * at) / 1e9 for at in (least, corner, most)),
+        )
+        points = [_point(row, least) for row in of_dtype]
+        found.append(
+            Panel(
+                title=f"roofline, {dtype}", x_title="operations per byte", y_title="Gop/s", series=(roof, *points),
+                log_x=True, log_y=True,
+            )
+        )  # fmt: skip
+        names = tuple(row["op"] for row in of_dtype)
+        at = tuple(map(float, range(len(names))))
+        over = PlottedSeries(
+            name="ours over plain",
+            x=at,
+            y=tuple(row["over_plain"] for row in of_dtype),
+            low=tuple(row["over_plain_low"] for row in of_dtype),
+            high=tuple(row["over_plain_high"] for row in of_dtype),
+        )
+        found.append(
+            Panel(
+                title=f"time over the plain way, {dtype}", x_title="", y_title="ratio", series=(over,), categories=names
+            )
+        )
+    return found
+
+
+def _point(row: dict[str, Any], least: float) -> PlottedSeries:
+    """Return an operation as a point; one without arithmetic stands at the left end, at the rate of its bytes."""
+    intensity = max(row["flops"] / row["bytes"], least)
+    rate = max(row["flops"], least * row["bytes"]) / row["median_seconds"]
+    return PlottedSeries(name=row["op"], x=(intensity,), y=(rate / 1e9,))
+
+
+def _best(call: Callable[[], object], times: int) -> float:
+    """Return the shortest of several calls, in seconds, after one that does not count."""
+    call()
+    found = []
+    for _ in range(times):
+        start = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start)
+    return min(found)
 
 
 COLUMNS = (
@@ -45,7 +186,7 @@ COLUMNS = (
 
 BENCHMARK = Benchmark(
     name="kernels", description="Measure each operation of a layer against the plain way to write it and the roofline.",
-    options=KernelOptions, notes=run.NOTES, cases=cases, measure=measure, rows=same, claims=run.claims,
-    columns=(Shown(title="Operations of one layer", columns=COLUMNS, group_by=("dtype",)),), panels=run.panels,
-    title="Operations of one layer",
+    options=KernelOptions, notes=NOTES, cases=cases, claims=claims,
+    columns=(Shown(title="Operations of one layer", columns=COLUMNS, group_by=("dtype",)),), panels=panels,
+    title="Operations of one layer", measure=lambda options, _, told: measure(options.repeats, threads=options.threads),
 )  # fmt: skip

@@ -13,10 +13,9 @@ import torch
 
 from moesaic.kernels.blocks import CACHE_BYTES, MIN_ROWS
 from moesaic.layer import MoE
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, once, same
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown
 from moesaic_lab.claims import Claim
-from moesaic_lab.device.cases import step
-from moesaic_lab.device.memory import peak_growth_bytes
+from moesaic_lab.device.cases import peak_growth_bytes, step
 from moesaic_lab.tables import Column, share
 
 TUTEL_GIB = {4096: 2.9, 8192: 3.2, 16384: 4.0, 32768: 5.7}
@@ -102,8 +101,8 @@ COLUMNS = (
     *(Column(key=key, title=f"{title}, GiB", show=share) for key, title in TITLES.items()),
 )
 
-BENCHMARK = Benchmark(
+BENCHMARK: Benchmark[LayerMemoryOptions, None, list[dict[str, Any]]] = Benchmark(
     name="layer_memory", description="Measure the memory of one layer at the sizes of Tutel's Table 5.",
-    options=LayerMemoryOptions, notes=NOTES, cases=once, measure=lambda options, _, told: rows(options.measured_up_to),
-    rows=same, claims=claims, columns=(Shown(title="Memory of one layer", columns=COLUMNS),),
+    options=LayerMemoryOptions, notes=NOTES, measure=lambda options, _, told: rows(options.measured_up_to),
+    claims=claims, columns=(Shown(title="Memory of one layer", columns=COLUMNS),),
 )  # fmt: skip

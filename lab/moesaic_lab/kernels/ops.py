@@ -67,13 +67,10 @@ def ops(shape: DeviceShape, dtype: torch.dtype) -> list[KernelOp]:
 
 def _sort(token: Tensor, expert: Tensor, counts: Tensor, tokens: int, top_k: int) -> KernelOp:
     return KernelOp(
-        name="sort by expert",
-        inputs=(token, expert),
+        name="sort by expert", inputs=(token, expert),
         run=lambda token, expert: sort_by_expert(token, expert, counts, tokens, top_k).dispatch.by_token,
-        plain=lambda token, expert: expert.argsort(stable=True).argsort(),
-        flops=0.0,
-        num_bytes=5.0 * 8 * len(token),
-    )
+        plain=lambda token, expert: expert.argsort(stable=True).argsort(), flops=0.0, num_bytes=5.0 * 8 * len(token),
+    )  # fmt: skip
 
 
 def _moves(order: Permutation, x: Tensor, gates: Tensor, top_k: int) -> list[KernelOp]:
@@ -86,21 +83,13 @@ def _moves(order: Permutation, x: Tensor, gates: Tensor, top_k: int) -> list[Ker
         return weighted.view(-1, top_k, dim).sum(1)
 
     gather = KernelOp(
-        name="gather",
-        inputs=(x,),
-        run=lambda x: x.index_select(0, sent.token),
-        plain=lambda x: x[sent.token],
-        flops=0.0,
-        num_bytes=item * dim * (len(x) + num_rows) + 8.0 * num_rows,
-    )
+        name="gather", inputs=(x,), run=lambda x: x.index_select(0, sent.token), plain=lambda x: x[sent.token],
+        flops=0.0, num_bytes=item * dim * (len(x) + num_rows) + 8.0 * num_rows,
+    )  # fmt: skip
     back = KernelOp(
-        name="combine",
-        inputs=(rows, gates),
-        run=lambda rows, gates: sum_rows(rows, sent, weights=gates),
-        plain=combine,
-        flops=2.0 * num_rows * dim,
-        num_bytes=item * dim * (len(x) + num_rows) + (8.0 + item) * num_rows,
-    )
+        name="combine", inputs=(rows, gates), run=lambda rows, gates: sum_rows(rows, sent, weights=gates),
+        plain=combine, flops=2.0 * num_rows * dim, num_bytes=item * dim * (len(x) + num_rows) + (8.0 + item) * num_rows,
+    )  # fmt: skip
     return [gather, back]
 
 
@@ -116,12 +105,8 @@ def _pointwise(a: Tensor, b: Tensor) -> list[KernelOp]:
     return [
         KernelOp(name="GELU", inputs=(a,), run=partial(into, "gelu"), plain=F.gelu, flops=0.0, num_bytes=2.0 * size),
         KernelOp(
-            name="SwiGLU",
-            inputs=(a, b),
-            run=partial(into, "silu"),
-            plain=lambda gate, up: F.silu(gate) * up,
-            flops=0.0,
-            num_bytes=3.0 * size,
+            name="SwiGLU", inputs=(a, b), run=partial(into, "silu"), plain=lambda gate, up: F.silu(gate) * up,
+            flops=0.0, num_bytes=3.0 * size,
         ),
         KernelOp(
             name="dot products",
@@ -131,7 +116,7 @@ def _pointwise(a: Tensor, b: Tensor) -> list[KernelOp]:
             flops=2.0 * a.numel(),
             num_bytes=2.0 * size,
         ),
-    ]
+    ]  # fmt: skip
 
 
 def _coding(chosen: Tensor, experts: int, x: Tensor, gates: Tensor) -> list[KernelOp]:
@@ -142,12 +127,8 @@ def _coding(chosen: Tensor, experts: int, x: Tensor, gates: Tensor) -> list[Kern
     moved = float(x.nbytes + encoded.nbytes)
     return [
         KernelOp(
-            name="fast encode",
-            inputs=(x,),
-            run=lambda x: fast_encode(x, form),
-            plain=lambda x: encode_reference(x, form),
-            flops=0.0,
-            num_bytes=moved,
+            name="fast encode", inputs=(x,), run=lambda x: fast_encode(x, form),
+            plain=lambda x: encode_reference(x, form), flops=0.0, num_bytes=moved,
         ),
         KernelOp(
             name="fast decode",
@@ -157,7 +138,7 @@ def _coding(chosen: Tensor, experts: int, x: Tensor, gates: Tensor) -> list[Kern
             flops=2.0 * chosen.numel() * x.shape[1],
             num_bytes=moved,
         ),
-    ]
+    ]  # fmt: skip
 
 
 def _experts(shape: DeviceShape, order: Permutation, gates: Tensor, made: Callable[..., Tensor]) -> KernelOp:

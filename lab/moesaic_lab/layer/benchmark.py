@@ -2,12 +2,295 @@
 
 from __future__ import annotations
 
-from moesaic_lab.benchmark import emulated
-from moesaic_lab.layer.claims import claims
-from moesaic_lab.layer.config import read_config
-from moesaic_lab.layer.pictures import panels
-from moesaic_lab.layer.rows import NOTES, all_rows, tables
-from moesaic_lab.layer.run import run
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table
+
+from moesaic_lab.benchmark import Told, emulated, on_beds
+from moesaic_lab.bounds import Limit, crossing, link_limit
+from moesaic_lab.claims import Claim, claimed, enough, some
+from moesaic_lab.layer import ranks as side
+from moesaic_lab.layer.cells import BEST, COMPETE, LayerJob, jobs
+from moesaic_lab.layer.config import AdaptiveR, LayerBenchConfig, read_config
+from moesaic_lab.layer.ranks import LayerFound, Switch
+from moesaic_lab.measure import Ratio, TimedCell, timed
+from moesaic_lab.pictures import Panel, PlottedSeries
+from moesaic_lab.tables import QUARTILES, Column, byte_size, milliseconds, share, table
+from moesaic_testbed.cluster import Cluster
+
+NOTES = (
+    "Virtual compute: experts and codecs sleep for as long as an accelerator of the configured rate would take; everything "
+    "else is real: a layer on the runtime, forward and backward, real bytes between real processes over emulated links "
+    "(network namespaces, veth pairs shaped by htb). Times are of this machine, with several ranks on a core; ratios are what "
+    "carries over. Loads are balanced. Methods in turn, plans switched between steps. bound: bytes over rate on the "
+    "slowest link, forward plus backward, or the computing if that is longer. Ratios under 1.10 are the worse end of the "
+    "median's 95 % interval over 30 pairs."
+)
+TITLES = {
+    "schedules": "Schedules", "adaptive_r": "Adaptive r over capacity factors", "pipelining": "Pipelining",
+    "orders": "Orders", "codecs": "Codecs", "ablation": "ScheMoE's steps",
+}  # fmt: skip
+"""Of tables, by part."""
+PICTURED = {"pipelining": "chunks", "orders": "orders", "codecs": "codecs", "ablation": "ScheMoE's steps"}
+"""Titles of the panels that have bars of a part's jobs."""
+VIRTUAL = "ms, virtual compute"
+"""What stands beside every axis of time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCell(TimedCell):
+    """What one job found."""
+
+    job: LayerJob
+    best: str
+    """What a search chose; "" without one."""
+    trial: Mapping[str, float]
+    """Median seconds of what the search tried."""
+    limits: Mapping[str, tuple[Limit, Limit]]
+    """By method: forward and backward, of the messages that ranks sent."""
+    across: Mapping[str, tuple[int, int]]
+    """By method: (bytes, messages) between nodes in a step, as recorders counted them."""
+    charged: Mapping[str, float]
+    """By method: seconds of virtual compute in a step, of the rank that has most."""
+    switches: Mapping[str, Switch]
+    """By method: of the rank for which it takes longest."""
+
+    def timed_as(self, name: str) -> str:
+        """Return the method by which a plan was timed: another one where that does the same."""
+        return self.job.same.get(name, name)
+
+    def ratio(self, name: str, other: str) -> Ratio:
+        """Return how long one method takes over another; either may be the name of a plan that does the same as one."""
+        return super().ratio(self.timed_as(name), self.timed_as(other))
+
+    def bound(self, name: str) -> float:
+        """Return seconds below which no step can go: the links' limit, forward and backward, or the computing."""
+        forward, backward = self.limits[name]
+        return max(forward.seconds + backward.seconds, self.charged[name])
+
+
+def run(config: LayerBenchConfig, told: Told) -> list[LayerCell]:
+    """Measure everything that a configuration names; it starts clusters, one after another."""
+    return on_beds(jobs(config), lambda job: job.place.bed, lambda job: f"{job.section}: {job.label}", measure, told)
+
+
+def measure(ranks: Cluster, job: LayerJob) -> LayerCell:
+    """Measure one job on a cluster that runs, on the bed of the job."""
+    return summed_up(job, ranks.run(side.measure, job))
+
+
+def summed_up(job: LayerJob, found: Sequence[LayerFound]) -> LayerCell:
+    """Return a cell from what every rank found."""
+    limits, across, charged = {}, {}, {}
+    for name in found[0].spans:
+        steps = [of_rank.steps[name] for of_rank in found]
+        forward, backward = ([m for s in steps for m in s.forward], [m for s in steps for m in s.backward])
+        limits[name] = link_limit(forward, job.place.bed), link_limit(backward, job.place.bed)
+        across[name] = crossing((*forward, *backward), job.grid.node_of)
+        charged[name] = max(step.charged for step in steps)
+    switches = {
+        name: max((of_rank.switches[name] for of_rank in found), key=lambda switch: switch.again_seconds)
+        for name in found[0].switches
+    }
+    return LayerCell(
+        job=job, **timed([of_rank.spans for of_rank in found], [of_rank.pairs for of_rank in found]),
+        best=found[0].best, trial=found[0].trial, limits=limits, across=across, charged=charged, switches=switches,
+    )  # fmt: skip
+
+
+def claims(cells: Sequence[LayerCell]) -> list[Claim]:
+    """Return all claims, also those that this run did not measure."""
+
+    def of(section: str) -> list[LayerCell]:
+        return some([cell for cell in cells if cell.job.section == section], f"of {section}")
+
+    def exact() -> list[float]:
+        found = [cell for cell in of("orders") if {"exact", "optsche"} <= {*cell.timings, *cell.job.same}]
+        return [bounded(cell, "exact", "optsche") for cell in some(found, "with both orders")]
+
+    def switching(seconds: Callable[[Switch], float]) -> float:
+        found = [
+            seconds(s) / cell.timings[name].median for cell in of("adaptive_r") for name, s in cell.switches.items()
+        ]
+        return max(some(found, "that counts switches"))
+
+    return [
+        claimed("layer.best_over_baseline_tp4", lambda: best_over_baseline(of("schedules")), 4.0, ">="),
+        claimed("layer.worst_over_best_single", lambda: max(map(over_single, of("schedules"))), 1.03),
+        claimed("layer.switch_cost_share", lambda: switching(lambda s: s.again_seconds), 0.01),
+        claimed("layer.first_switch_share", lambda: switching(lambda s: s.first_seconds + s.first_call_seconds), None),
+        claimed("layer.fixed_r_over_adaptive", lambda: fixed_over_adaptive(of("adaptive_r")), None, ">="),
+        claimed("layer.exact_over_optsche", lambda: statistics.median(exact()), 1.0),
+        claimed("layer.exact_over_optsche_worst", lambda: max(exact()), None),
+        claimed("layer.schemoe_ablation", lambda: ablation(of("ablation")), 2.0, ">="),
+    ]  # fmt: skip
+
+
+def best_over_baseline(cells: Sequence[LayerCell]) -> float:
+    """Return the baseline's time over the best plan's at tp = etp = 4, median over the meshes that have it."""
+    found = some([cell for cell in cells if cell.job.grid.tp == cell.job.grid.etp == 4], "at tp = etp = 4")
+    return statistics.median(cell.ratio("baseline", cell.best).median for cell in found)
+
+
+def over_single(cell: LayerCell) -> float:
+    """Return the best plan's time over the fastest of ted, S1 and S2: the upper end of its 95 % interval."""
+    names = {cell.timed_as(name) for name in COMPETE} & set(cell.timings)
+    return bounded(cell, cell.best, min(names, key=lambda name: cell.ratio(name, cell.best).median))
+
+
+def bounded(cell: LayerCell, name: str, other: str) -> float:
+    """Return the upper end of a ratio's 95 % interval; 1 for programs that are the same.
+
+    Raises:
+        NotMeasuredError: for a ratio near 1 that rests on too few pairs.
+    """
+    if cell.timed_as(name) == cell.timed_as(other):
+        return 1.0
+    return enough(cell.ratio(name, other), cell.job.label).high
+
+
+def fixed_over_adaptive(cells: Sequence[LayerCell]) -> float:
+    """Return the time of the best r that is the same for all sizes and factors, over that of the best r for each."""
+    medians = [{name: timing.median for name, timing in cell.timings.items()} for cell in cells]
+    fixed = min(sum(of_cell[name] for of_cell in medians) for name in medians[0])
+    return fixed / sum(min(of_cell.values()) for of_cell in medians)
+
+
+def ablation(cells: Sequence[LayerCell]) -> float:
+    """Return the plain layer's time over that of all of ScheMoE's steps together."""
+    (cell,) = cells
+    names = list(cell.timings)
+    return cell.ratio(names[0], names[-1]).median
+
+
+def all_rows(cells: Sequence[LayerCell]) -> list[dict[str, Any]]:
+    """Return everything that was measured, as plain data: methods, what searches tried, what switches cost."""
+    return [row for make in (rows_of, trial_rows, switch_rows) for cell in cells for row in make(cell)]
+
+
+def rows_of(cell: LayerCell) -> list[dict[str, Any]]:
+    """Return a line of the table per method, and one for every name of a plan that does the same as a method."""
+    place, first = cell.job.place, next(iter(cell.timings))
+    bed = f"{place.nodes}x{place.ranks_per_node} {place.inter}" + (f", lo {place.intra}" if place.intra else "")
+    best = cell.best or min(cell.timings, key=lambda name: cell.timings[name].median)
+    return [
+        {
+            "part": cell.job.section, "cell": cell.job.label, "bed": bed, "compute": "virtual compute", "method": name,
+            "same_program_as": cell.job.same.get(name), "is_best": own == best, **cell.timings[own].row(),
+            "bound_seconds": cell.bound(own), "bound_link": cell.limits[own][0].link,
+            "computing_seconds": cell.charged[own], **cell.ratio(first, own).row("first_over_this"),
+            "across_bytes": cell.across[own][0], "across_messages": cell.across[own][1],
+        }
+        for name in (*cell.timings, *cell.job.same)
+        for own in [cell.timed_as(name)]
+    ]  # fmt: skip
+
+
+def trial_rows(cell: LayerCell) -> list[dict[str, Any]]:
+    """Return what the search of a cell tried, as plain data."""
+    head = {"part": "search", "cell": cell.job.label}
+    return [{**head, "method": n, "median_seconds": s, "chosen": n == cell.best} for n, s in cell.trial.items()]
+
+
+def switch_rows(cell: LayerCell) -> list[dict[str, Any]]:
+    """Return what switching to each plan of a cell costs, as plain data."""
+    return [
+        {
+            "part": "switching", "cell": cell.job.label, "method": name, **asdict(switch),
+            "share_of_step": switch.again_seconds / cell.timings[name].median,
+        }
+        for name, switch in cell.switches.items()
+    ]  # fmt: skip
+
+
+COLUMNS = (
+    Column(key="cell", title="cell", is_text=True),
+    Column(key="method", title="method", is_text=True),
+    Column(key="same_program_as", title="same as", is_text=True),
+    Column(key="is_best", title="best", show=lambda is_best: "*" if is_best else ""),
+    *QUARTILES,
+    Column(key="bound_seconds", title="bound ms", show=milliseconds),
+    Column(key="computing_seconds", title="computing ms", show=milliseconds),
+    Column(key="first_over_this", title="first / this", show=share),
+    Column(key="across_bytes", title="across", show=byte_size),
+    Column(key="across_messages", title="messages"),
+)
+SWITCH_COLUMNS = (
+    Column(key="cell", title="cell", is_text=True),
+    Column(key="method", title="to", is_text=True),
+    Column(key="first_seconds", title="first time ms", show=milliseconds),
+    Column(key="first_call_seconds", title="its first step, more ms", show=milliseconds),
+    Column(key="again_seconds", title="again ms", show=lambda seconds: f"{1e3 * seconds:.4f}"),
+    Column(key="messages", title="messages"),
+    Column(key="allocated_bytes", title="tensors", show=byte_size),
+    Column(key="share_of_step", title="of a step", show=lambda value: f"{value:.4%}"),
+)
+
+
+def tables(cells: Sequence[LayerCell]) -> list[Table]:
+    """Return a table per part, and one of switches, for a terminal."""
+    made = []
+    for part, title in TITLES.items():
+        rows = [row for cell in cells if cell.job.section == part for row in rows_of(cell)]
+        if rows:
+            made.append(table(f"{title}, virtual compute, {rows[0]['bed']}", rows, COLUMNS, group_by=("cell",)))
+    switches = [row for cell in cells for row in switch_rows(cell)]
+    if switches:
+        made.append(table("Switching plans: processor time of a rank", switches, SWITCH_COLUMNS, group_by=("cell",)))
+    return made
+
+
+def panels(cells: Sequence[LayerCell]) -> list[Panel]:
+    """Return a panel per kind of mesh, per size of weights, and per job of the other parts."""
+
+    def mesh(cell: LayerCell) -> tuple[int, str]:
+        return cell.job.grid.etp, cell.job.grid.innermost
+
+    def of(section: str) -> list[LayerCell]:
+        return [cell for cell in cells if cell.job.section == section]
+
+    made = []
+    for (etp, innermost), group in itertools.groupby(sorted(of("schedules"), key=mesh), key=mesh):
+        where, found = f", {innermost} inside nodes" if etp > 1 else "", list(group)
+        made.append(_bars(f"schedules, etp {etp}{where}", found, tuple(f"tp {c.job.grid.tp}" for c in found)))
+    sized: dict[str, list[LayerCell]] = {}
+    for cell in of("adaptive_r"):
+        assert isinstance(cell.job.place, AdaptiveR)
+        sized.setdefault(cell.job.place.name, []).append(cell)
+    made += [_over_factors(f"adaptive r, {name}", found) for name, found in sized.items()]
+    for section, title in PICTURED.items():
+        if found := of(section):
+            made.append(_bars(title, found, tuple(c.job.label for c in found)))
+    return made
+
+
+def _bars(title: str, cells: Sequence[LayerCell], categories: tuple[str, ...]) -> Panel:
+    """Draw methods side by side; the plan that a search found stands last."""
+    names = list(dict.fromkeys(name for cell in cells for name in (*cell.job.methods, *cell.job.same)))
+    found = [(name, [(n, c, name) for n, c in enumerate(cells) if c.timed_as(name) in c.timings]) for name in names]
+    if any(cell.best for cell in cells):
+        found.append((BEST, [(n, c, c.best) for n, c in enumerate(cells) if c.best]))
+    series = tuple(_series(name, points) for name, points in found)
+    return Panel(title=title, x_title="", y_title=VIRTUAL, series=series, categories=categories)
+
+
+def _over_factors(title: str, cells: Sequence[LayerCell]) -> Panel:
+    factors = [cell.job.factor or 0.0 for cell in cells]
+    series = tuple(_series(name, [(f, c, name) for f, c in zip(factors, cells)]) for name in cells[0].timings)
+    return Panel(
+        title=title, x_title="capacity factor", y_title=VIRTUAL, series=series, log_x=True, log_y=True,
+        x_ticks=tuple((factor, f"{factor:g}") for factor in factors),
+    )  # fmt: skip
+
+
+def _series(name: str, points: Sequence[tuple[float, LayerCell, str]]) -> PlottedSeries:
+    found = [(x, cell, cell.timed_as(method)) for x, cell, method in points]
+    return PlottedSeries.of(name, [(x, cell.timings[method], cell.bound(method)) for x, cell, method in found])
+
 
 BENCHMARK = emulated(
     name="layer", description="Measure ways to run an MoE layer in turn on an emulated cluster, with virtual compute.",

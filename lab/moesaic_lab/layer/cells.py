@@ -1,9 +1,12 @@
-"""The jobs of each part of the benchmark: which meshes, which plans, compared with what."""
+"""The jobs of each part of the benchmark: which meshes, which plans, compared with what. A job travels to the ranks."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from moesaic.cost.simulate import Simulator
 from moesaic.errors import InputError
@@ -23,7 +26,6 @@ from moesaic_lab.layer.config import (
     Pipelining,
     Schedules,
 )
-from moesaic_lab.layer.job import BEST, LayerJob
 from moesaic_lab.layer.same import distinct
 
 SINGLES = {
@@ -40,55 +42,87 @@ RESOLUTION = 1e-4
 COMPETE = ("ted", "s1", "s2")
 """What the best plan must not fall behind."""
 
+BEST = "best"
+"""What stands for the plan that a search found."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerJob:
+    """What one run of a cluster measures."""
+
+    section: str = ""
+    """The part of the benchmark that it belongs to."""
+    label: str = ""
+    """Of the cell, for people."""
+    place: LayerPlace
+    """Bed, accelerators and sizes."""
+    grid: Grid
+    """The mesh, on all ranks of the bed."""
+    methods: dict[str, Compiled]
+    """Name to plan, in the order of the table; the first one is what the others are compared with."""
+    same: dict[str, str] = field(default_factory=dict)
+    """Further names of plans that do the same as a method on this mesh, and of which method."""
+    candidates: dict[str, Compiled] = field(default_factory=dict)
+    """Further plans that a search may choose."""
+    compete: tuple[str, ...] = ()
+    """Methods that the search may choose, the best by prediction first; empty: there is no search."""
+    margin: float = 0.0
+    """The search takes the first of these unless another plan's trial is shorter by more than this share."""
+    trial_repeats: int = 0
+    """Of the search."""
+    reference: str = ""
+    """Methods near this one are timed more often; "" for the first; `BEST` for what the search found."""
+    factor: float | None = None
+    """Capacity factor, padded; None: no copy is dropped, no row is empty."""
+    beside: dict[str, float] = field(default_factory=dict)
+    """Virtual products of a step besides those of the experts, by method: floating-point operations."""
+    counts_switches: bool = False
+    """Also count what a change of the plan costs."""
+    warmup: int = 1
+    seed: int = 0
+
+    @property
+    def everything(self) -> dict[str, Compiled]:
+        """Methods and candidates."""
+        return {**self.methods, **self.candidates}
+
+    @property
+    def tokens(self) -> int:
+        """Of a tensor group."""
+        return self.place.tokens_per_rank * self.grid.tp
+
 
 def jobs(config: LayerBenchConfig) -> Iterator[LayerJob]:
     """Yield the jobs of a configuration, part by part; plans are compiled as they are needed."""
-    found: list[Iterator[LayerJob]] = []
-    if config.schedules:
-        found.append(schedules(config.schedules, config))
-    found += [adaptive_r(part, config) for part in config.adaptive_r]
-    if config.pipelining:
-        found.append(pipelining(config.pipelining, config))
-    found += [orders(each, config) for each in config.orders]
-    if config.codecs:
-        found.append(codecs(config.codecs, config))
-    if config.ablation:
-        found.append(ablation(config.ablation, config))
-    return itertools.chain.from_iterable(found)
+    for section, make in MAKERS.items():
+        parts = getattr(config, section) or ()
+        for part in parts if isinstance(parts, tuple) else (parts,):
+            for job in make(part):
+                yield replace(job, section=section, warmup=config.warmup, seed=config.seed)
 
 
-def schedules(part: Schedules, config: LayerBenchConfig) -> Iterator[LayerJob]:
+def schedules(part: Schedules) -> Iterator[LayerJob]:
     """Yield a job for every tp, etp and innermost axis; with etp 1 either axis is the same mesh."""
-    simulator = Simulator(part.cluster)
-
-    def step_seconds(plan: Compiled) -> float:
-        return simulator.layer_seconds(plan.forward, plan.backward, part.workload(plan.grid.tp), plan.grid)
-
+    seconds_of = step_model(part)
     for etp, tp in itertools.product(part.etp, part.tp):
         for innermost in ("etp", "ep") if etp > 1 else ("etp",):
             grid = Grid(
                 world=part.bed.world, tp=tp, ep=part.bed.world // etp, etp=etp, innermost=innermost,
                 ranks_per_node=part.ranks_per_node,
             )  # fmt: skip
-            methods = {name: fit for name, plan in SINGLES.items() if (fit := fitting(plan, grid)) is not None}
-            methods, same = distinct(methods)
-            space = SearchSpace(
-                schedules=("s1", "s2", "s3"), chunks=(1, 2), all_to_alls=("linear", "hier2d", "multicast"),
-                gather_weights=(1,) if etp > 1 else (),
-            )  # fmt: skip
+            methods, same = distinct(singles(grid))
             names = {same.get(name, name) for name in COMPETE} & set(methods)
-            predicted = {name: step_seconds(methods[name]) for name in names}
-            others = {described(compiled.plan): compiled for compiled in candidates(grid, space)}
-            new = [name for name in distinct(methods | others)[0] if name in others]
+            predicted = {name: seconds_of(methods[name]) for name in names}
+            others = {described(compiled.plan): compiled for compiled in searched(grid)}
+            new = {name: others[name] for name in distinct(methods | others)[0] if name in others}
             found = most_promising(
-                {n: (step_seconds(others[n]), others[n]) for n in new}, part, min(predicted.values())
+                {n: (seconds_of(plan), plan) for n, plan in new.items()}, part, min(predicted.values())
             )
             where = f", {innermost} inside nodes" if etp > 1 else ""
             yield LayerJob(
-                section="schedules", label=f"tp {tp}, etp {etp}{where}", place=part, grid=grid, methods=methods,
-                candidates=found,
-                compete=tuple(sorted(names, key=lambda name: predicted[name])), margin=part.margin, same=same,
-                trial_repeats=part.trial_repeats, reference=BEST, warmup=config.warmup, seed=config.seed,
+                label=f"tp {tp}, etp {etp}{where}", place=part, grid=grid, methods=methods, candidates=found, same=same,
+                compete=tuple(sorted(names, key=lambda name: predicted[name])), margin=part.margin,
+                trial_repeats=part.trial_repeats, reference=BEST,
             )  # fmt: skip
 
 
@@ -104,7 +138,7 @@ def most_promising(plans: dict[str, tuple[float, Compiled]], part: Schedules, at
     return {name: plans[name][1] for _, name in ranked[: part.trial_plans]}
 
 
-def adaptive_r(part: AdaptiveR, config: LayerBenchConfig) -> Iterator[LayerJob]:
+def adaptive_r(part: AdaptiveR) -> Iterator[LayerJob]:
     """Yield a job for every capacity factor."""
     grid = Grid(world=part.bed.world, ep=part.bed.world // part.etp, etp=part.etp, ranks_per_node=part.ranks_per_node)
     plans = {
@@ -114,22 +148,22 @@ def adaptive_r(part: AdaptiveR, config: LayerBenchConfig) -> Iterator[LayerJob]:
     }
     for factor in part.factors:
         yield LayerJob(
-            section="adaptive_r", label=f"{part.name}, factor {factor:g}", place=part, grid=grid, methods=plans,
-            factor=factor, counts_switches=factor == part.factors[0], warmup=config.warmup, seed=config.seed,
+            label=f"{part.name}, factor {factor:g}", place=part, grid=grid, methods=plans,
+            factor=factor, counts_switches=factor == part.factors[0],
         )  # fmt: skip
 
 
-def pipelining(part: Pipelining, config: LayerBenchConfig) -> Iterator[LayerJob]:
+def pipelining(part: Pipelining) -> Iterator[LayerJob]:
     """Yield a job of numbers of chunks for every codec."""
     grid = all_ep(part)
     for codec in part.codecs:
         yield LayerJob(
-            section="pipelining", label=f"chunks, {coded(codec)}", place=part, grid=grid, warmup=config.warmup,
-            methods={str(n): compiled(part, grid, codec, chunks=n) for n in part.chunks}, seed=config.seed,
+            label=f"chunks, {coded(codec)}", place=part, grid=grid,
+            methods={str(n): compiled(part, grid, codec, chunks=n) for n in part.chunks},
         )  # fmt: skip
 
 
-def orders(part: Orders, config: LayerBenchConfig) -> Iterator[LayerJob]:
+def orders(part: Orders) -> Iterator[LayerJob]:
     """Yield the one job of a program's orders; those that come out alike are timed once."""
     grid = all_ep(part)
     plans = {
@@ -138,22 +172,19 @@ def orders(part: Orders, config: LayerBenchConfig) -> Iterator[LayerJob]:
     }
     methods, same = distinct(plans, in_order=True)
     yield LayerJob(
-        section="orders", label=f"{part.all_to_all}, {part.chunks} chunks, {coded(part.codec)}", place=part, grid=grid,
-        methods=methods, same=same, warmup=config.warmup, seed=config.seed,
+        label=f"{part.all_to_all}, {part.chunks} chunks, {coded(part.codec)}", place=part, grid=grid,
+        methods=methods, same=same,
     )  # fmt: skip
 
 
-def codecs(part: Codecs, config: LayerBenchConfig) -> Iterator[LayerJob]:
+def codecs(part: Codecs) -> Iterator[LayerJob]:
     """Yield the one job of all codecs."""
     grid = all_ep(part)
     methods = {str(codec): compiled(part, grid, codec, chunks=part.chunks) for codec in part.codecs}
-    yield LayerJob(
-        section="codecs", label=f"{part.chunks} chunks", place=part, grid=grid, methods=methods, warmup=config.warmup,
-        seed=config.seed,
-    )  # fmt: skip
+    yield LayerJob(label=f"{part.chunks} chunks", place=part, grid=grid, methods=methods)
 
 
-def ablation(part: Ablation, config: LayerBenchConfig) -> Iterator[LayerJob]:
+def ablation(part: Ablation) -> Iterator[LayerJob]:
     """Yield the one job of ScheMoE's steps: the plain layer, a codec, both lanes at once, chunks in OptSche's order."""
     grid, codec = all_ep(part), part.codec
     methods = {
@@ -162,10 +193,14 @@ def ablation(part: Ablation, config: LayerBenchConfig) -> Iterator[LayerJob]:
         "+ pipelined all-to-all": compiled(part, grid, codec, order="fifo", all_to_all="pipelined"),
         "+ schedule": compiled(part, grid, codec, all_to_all="pipelined", chunks=part.chunks),
     }
-    yield LayerJob(
-        section="ablation", label=f"{codec}, {part.chunks} chunks", place=part, grid=grid, methods=methods,
-        warmup=config.warmup, seed=config.seed,
-    )  # fmt: skip
+    yield LayerJob(label=f"{codec}, {part.chunks} chunks", place=part, grid=grid, methods=methods)
+
+
+MAKERS: dict[str, Callable[[Any], Iterator[LayerJob]]] = {
+    "schedules": schedules, "adaptive_r": adaptive_r, "pipelining": pipelining, "orders": orders, "codecs": codecs,
+    "ablation": ablation,
+}  # fmt: skip
+"""Of jobs, by part."""
 
 
 def all_ep(place: LayerPlace) -> Grid:
@@ -188,12 +223,32 @@ def compiled(place: LayerPlace, grid: Grid, codec: Codec, **choices: object) -> 
     return compile_plan(plan, grid, durations=durations, host_runs_compute=True)
 
 
-def fitting(plan: Plan, grid: Grid) -> Compiled | None:
-    """Return a compiled plan; None if it does not fit the mesh."""
-    try:
-        return compile_plan(plan, grid)
-    except InputError:
-        return None
+def singles(grid: Grid) -> dict[str, Compiled]:
+    """Return the schedules that fit a mesh, compiled."""
+    found = {}
+    for name, plan in SINGLES.items():
+        with suppress(InputError):
+            found[name] = compile_plan(plan, grid)
+    return found
+
+
+def searched(grid: Grid) -> Iterator[Compiled]:
+    """Yield what is searched for the best plan on a mesh."""
+    space = SearchSpace(
+        schedules=("s1", "s2", "s3"), chunks=(1, 2), all_to_alls=("linear", "hier2d", "multicast"),
+        gather_weights=(1,) if grid.etp > 1 else (),
+    )  # fmt: skip
+    return iter(candidates(grid, space))
+
+
+def step_model(place: LayerPlace) -> Callable[[Compiled], float]:
+    """Return what tells a plan's seconds of a step, simulated."""
+    simulator = Simulator(place.cluster)
+
+    def seconds(plan: Compiled) -> float:
+        return simulator.layer_seconds(plan.forward, plan.backward, place.workload(plan.grid.tp), plan.grid)
+
+    return seconds
 
 
 def described(plan: Plan) -> str:

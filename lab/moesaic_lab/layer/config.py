@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from moesaic.cost.emulated import emulated
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan.plan import AllToAll, Codec, Order
-from moesaic_lab.benchmark import read_parts
+from moesaic_lab.benchmark import read_parts, require_positive
 from moesaic_testbed.bed import Bed
 
 COMMITTED = Path(__file__).parent.parent / "configs" / "layer.toml"
@@ -58,10 +58,7 @@ class LayerPlace:
     """How often methods are timed whose times are less than 1.10 apart."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
-                raise InputError(f"{each.name}={value}: must be above 0")
+        require_positive(vars(self))
         if self.tokens_per_rank % self.num_experts:
             raise InputError(
                 f"tokens_per_rank={self.tokens_per_rank} must be a multiple of num_experts={self.num_experts}, so that loads "
@@ -200,25 +197,20 @@ class LayerBenchConfig:
                 raise InputError(f"--only {name}: unknown part{suggestion(name, list(PARTS))}")
             if not getattr(self, name):
                 raise InputError(f"--only {name}: the configuration has no such part: add a table of that name")
-        wanted = only or PARTS
-        kept = {name: getattr(self, name) for name in TABLES if ("pipelining" if name == "orders" else name) in wanted}
-        changes: dict[str, Any] = {name: () if name in LISTS else None for name in TABLES} | kept
+        wanted = {*(only or PARTS), *(("orders",) if not only or "pipelining" in only else ())}
+        changes: dict[str, Any] = dict.fromkeys(TABLES) | dict.fromkeys(LISTS, ())
+        changes |= {name: getattr(self, name) for name in changes if name in wanted}
         if repeats is not None:
             changes = {name: _repeated(value, repeats) for name, value in changes.items()}
         return replace(self, **changes)
 
 
+LISTS: dict[str, type[LayerPlace]] = {"adaptive_r": AdaptiveR, "orders": Orders}
+"""Of the file: parts of which it may have several."""
 TABLES: dict[str, type[LayerPlace]] = {
-    "schedules": Schedules,
-    "adaptive_r": AdaptiveR,
-    "pipelining": Pipelining,
-    "orders": Orders,
-    "codecs": Codecs,
-    "ablation": Ablation,
-}
-"""Of the file."""
-LISTS = ("adaptive_r", "orders")
-"""Those of which a file may have several."""
+    "schedules": Schedules, "pipelining": Pipelining, "codecs": Codecs, "ablation": Ablation,
+}  # fmt: skip
+"""Those of which it may have one."""
 
 
 def read_config(path: Path = COMMITTED) -> LayerBenchConfig:
@@ -227,13 +219,8 @@ def read_config(path: Path = COMMITTED) -> LayerBenchConfig:
     Raises:
         InputError: naming the file and the field.
     """
-    lists = {name: (name, TABLES[name]()) for name in LISTS}
-    return read_parts(
-        path,
-        LayerBenchConfig(),
-        lists=lists,
-        tables={name: kind() for name, kind in TABLES.items() if name not in LISTS},
-    )
+    lists = {name: (name, kind()) for name, kind in LISTS.items()}
+    return read_parts(path, LayerBenchConfig(), lists=lists, tables={name: kind() for name, kind in TABLES.items()})
 
 
 def _repeated(part: Any, repeats: int) -> Any:

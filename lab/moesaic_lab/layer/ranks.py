@@ -6,6 +6,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,8 +20,9 @@ from moesaic.profiling.host import BalancedRouter
 from moesaic.profiling.together import latest, start_together
 from moesaic.routing.capacity import Capacity, Dropless
 from moesaic_lab.across_ranks import SteppedLayer, gathered, in_turn_and_near
-from moesaic_lab.layer.job import BEST, CountedStep, LayerFound, LayerJob, Switch
-from moesaic_lab.measure import in_turn, paired
+from moesaic_lab.bounds import Message
+from moesaic_lab.layer.cells import BEST, LayerJob
+from moesaic_lab.measure import Span, in_turn, paired
 from moesaic_lab.recorder import Recorder
 from moesaic_lab.virtual import Accelerator, virtual_codecs, virtual_experts
 
@@ -30,13 +32,53 @@ BEHIND = 1.3
 """A plan whose first trial takes so many times the fastest one's is not tried again."""
 
 
-class LayerRunner(SteppedLayer):
-    """The layer of a job on its mesh.
+@dataclass(frozen=True, kw_only=True)
+class CountedStep:
+    """What one step of a method did on one rank, counted."""
 
-    Args:
-        job: what to run.
-        transport: between the ranks.
-    """
+    forward: list[Message]
+    """What it sent."""
+    backward: list[Message]
+    charged: float
+    """Seconds of virtual compute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switch:
+    """What a change of the plan cost on one rank, counted."""
+
+    first_seconds: float
+    """Processor time when the plan was new to the layer: it is compiled then."""
+    first_call_seconds: float
+    """Processor time that the first step under it takes beyond later ones: what rows go where is worked out then."""
+    again_seconds: float
+    """Processor time of coming back to it, median."""
+    messages: int
+    """Messages sent by coming back to it."""
+    allocated_bytes: int
+    """Bytes of tensors made by coming back to it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFound:
+    """What one rank found."""
+
+    spans: dict[str, list[Span]]
+    """By method; more of those that are near the reference."""
+    pairs: dict[str, list[Span]]
+    """By method, of the rounds in which only those near the reference ran; empty for the others."""
+    best: str
+    """Which method or candidate the search chose; "" without a search."""
+    trial: dict[str, float]
+    """Median seconds of what the search tried."""
+    steps: dict[str, CountedStep]
+    """By method."""
+    switches: dict[str, Switch]
+    """By method, where the job asks for them."""
+
+
+class LayerRunner(SteppedLayer):
+    """The layer of a job on its mesh."""
 
     def __init__(self, job: LayerJob, transport: AbstractTransport) -> None:
         place = job.place
@@ -44,15 +86,11 @@ class LayerRunner(SteppedLayer):
             flops_per_second=1e9 * place.gflops, coded_bytes_per_second=1e6 * place.coded_mb_per_second
         )
         layer = MoE(
-            place.dim,
-            place.hidden,
-            place.num_experts,
-            place.top_k,
-            router=partial(BalancedRouter, seed=job.seed),
+            place.dim, place.hidden, place.num_experts, place.top_k, router=partial(BalancedRouter, seed=job.seed),
             experts=virtual_experts(self.accelerator),
             capacity=Dropless() if job.factor is None else Capacity.fixed(job.factor, scope="rank", padded=True),
             losses=(),
-        )
+        )  # fmt: skip
         layer.parallelize(Mesh(job.grid, transport), next(iter(job.methods.values())))
         assert layer.on_mesh is not None
         layer.on_mesh.codecs = virtual_codecs(self.accelerator)

@@ -17,10 +17,10 @@ from typing import Any, get_args
 from moesaic.cost.cluster_file import presets, read_cluster
 from moesaic_lab.benchmark import Benchmark, PagedOptions, Shown, Told, notes_of
 from moesaic_lab.claims import Claim
-from moesaic_lab.ledger import parts, steps
+from moesaic_lab.ledger import parts
 from moesaic_lab.ledger.records import SOURCES, Entry, Kind, counted, median_error, worst_error
 from moesaic_lab.ledger.trace import trace
-from moesaic_lab.pages import markdown_table
+from moesaic_lab.tables import markdown_table
 
 SHOWN = 40
 """Rows of a kind that the page prints at most: the worst and, evenly between them, others."""
@@ -47,7 +47,7 @@ def entries() -> Iterator[Entry]:
     for each in (
         parts.nccl, parts.deepep, parts.deepep_across, parts.products, parts.narrow_products, parts.expert_stages,
         parts.grouped_products, parts.layers, parts.laer,
-        steps.steps, steps.memory, steps.papers, steps.beds,
+        parts.steps, parts.memory, parts.papers, parts.beds,
     ):  # fmt: skip
         yield from each()
 
@@ -101,14 +101,8 @@ def page(found: list[Entry]) -> str:
         for claim in claims(found)
     ]
     names = [
-        "kind",
-        "figures",
-        "used for a fit",
-        "median error",
-        "worst",
-        "median ratio",
-        "half of the ratios lie between",
-    ]
+        "kind", "figures", "used for a fit", "median error", "worst", "median ratio", "half of the ratios lie between",
+    ]  # fmt: skip
     text = [
         "# Ledger of errors: what others measured beside what Moesaic predicts", INTRODUCTION, "## By kind",
         markdown_table([names, *of_kinds]), markdown_table([["claim", "value", "target", "holds"], *of_claims]),

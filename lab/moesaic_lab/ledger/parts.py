@@ -1,26 +1,37 @@
-"""Parts of a step as others measured them alone: collectives of one node, products, expert stages, and layers."""
+"""Entries of the ledger: parts of a step as others measured them alone (collectives of one node, products, expert stages,
+layers), whole steps and their memory, and what this laboratory measured and reproduced."""
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from moesaic.configfile import override
 from moesaic.cost.call_sizes import node_tokens_per_node
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.cluster_file import read_cluster
 from moesaic.cost.compute import rates_of
+from moesaic.cost.memory import GIB
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import all_reduce_seconds
 from moesaic.cost.topology import Topology
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan
+from moesaic.plan.findings import Found
+from moesaic.plan.hub import read_shape
+from moesaic.plan.model import DataShape, Job
+from moesaic.plan.others import OthersLayout, predict
 from moesaic.program.grid import Grid
 from moesaic.program.passes.multicast import in_pieces
 from moesaic.program.task import Op, Stage
 from moesaic_lab.ledger.records import Entry, read_figures, read_published
 
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 FITTED_GPUS = {"dgx-h200": ("2", "8"), "8xl40s-pcie": ("2", "4", "8")}
 """By machine, the numbers of GPUs whose collectives its links were fitted to."""
 FITTED_OPERATIONS = ("alltoall", "all_gather")
@@ -68,15 +79,11 @@ def nccl(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[Entry]:
         ranks, num_bytes = int(row["gpus"]), float(row["bytes"])
         found = collective(machine(row["machine"]), row["operation"], ranks, num_bytes)
         yield Entry(
-            kind="collectives",
-            what=f"{row['operation']} of {ranks}, {num_bytes / 2**20:g} MiB",
-            machine=row["machine"],
-            measured=float(row["us"]),
-            predicted=found * 1e6,
-            unit="us",
+            kind="collectives", what=f"{row['operation']} of {ranks}, {num_bytes / 2**20:g} MiB",
+            machine=row["machine"], measured=float(row["us"]), predicted=found * 1e6, unit="us",
             source="aiconfigurator",
             fitted=row["operation"] in FITTED_OPERATIONS and row["gpus"] in FITTED_GPUS.get(row["machine"], ()),
-        )
+        )  # fmt: skip
 
 
 def deepep() -> Iterator[Entry]:
@@ -92,12 +99,9 @@ def deepep() -> Iterator[Entry]:
             yield Entry(
                 kind="collectives",
                 what=f"DeepEP {what}, {tokens:,} tokens of {dim}, {row['top_k']} of {row['experts']}",
-                machine=row["machine"],
-                measured=float(row[f"{what}_us"]),
-                predicted=alone(cluster, 8, *everybody(8, sent * size)) * 1e6,
-                unit="us",
-                source="aiconfigurator",
-            )
+                machine=row["machine"], measured=float(row[f"{what}_us"]),
+                predicted=alone(cluster, 8, *everybody(8, sent * size)) * 1e6, unit="us", source="aiconfigurator",
+            )  # fmt: skip
 
 
 def deepep_across() -> Iterator[Entry]:
@@ -130,14 +134,9 @@ def products() -> Iterator[Entry]:
         m, n, k = (int(row[name]) for name in "mnk")
         found = float(rates.product_seconds(np.array([float(m)]), 2.0 * n * k, 2.0 * n * k)[0])
         yield Entry(
-            kind="products",
-            what=f"{m:,} x {k:,} x {n:,}",
-            machine=row["machine"],
-            measured=float(row["us"]),
-            predicted=found * 1e6,
-            unit="us",
-            source="aiconfigurator",
-        )
+            kind="products", what=f"{m:,} x {k:,} x {n:,}", machine=row["machine"], measured=float(row["us"]),
+            predicted=found * 1e6, unit="us", source="aiconfigurator",
+        )  # fmt: skip
 
 
 def narrow_products() -> Iterator[Entry]:
@@ -166,13 +165,10 @@ def expert_stages(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterato
         yield Entry(
             kind="expert stages",
             what=f"{row['tokens']} tokens, {row['top_k']} of {row['experts']} experts {row['dim']} x {row['hidden']}",
-            machine=row["machine"],
-            measured=float(row["us"]),
-            predicted=expert_stage(machine(row["machine"]), row) * 1e6,
-            unit="us",
-            source="aiconfigurator",
+            machine=row["machine"], measured=float(row["us"]),
+            predicted=expert_stage(machine(row["machine"]), row) * 1e6, unit="us", source="aiconfigurator",
             fitted=row["machine"] == "dgx-h200" and row["experts"] in FITTED_EXPERTS and row["dim"] != UNFITTED_DIM,
-        )
+        )  # fmt: skip
 
 
 def grouped_products(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[Entry]:
@@ -222,3 +218,67 @@ def laer() -> Iterator[Entry]:
             kind="layers", what=f"LAER's artifact, experts of {row['model']} under {row['method']}, a step", machine="dgx-a100",
             measured=float(row["expert_s"]), predicted=float(once[0]) * 3 * 2 * int(row["layers"]), unit="s", source="laer",
         )  # fmt: skip
+
+
+def predicted_step(row: dict[str, Any], models: dict[str, Any]) -> tuple[Found, float]:
+    """Return a published step as predicted, and its tokens per second and device."""
+    shape = read_shape(models[row["model"]] | row.get("routing", {}), row["model"], seq_len=row["seq_len"])
+    machine, gpus = row["machine"], row["gpus"]
+    cluster = cluster_of(machine).of_devices(gpus) if gpus <= 32 else cluster_of(machine, nodes=gpus // 8)
+    if "inside" in row:
+        cluster = cluster.with_links("inside", row["inside"])
+    layout = override(OthersLayout(), row["layout"], source=row["what"])
+    job = Job(batch_size=row["gpus"], precision="bfloat16", model=shape, data=DataShape(vocab_size=shape.vocab))
+    found = predict(job, cluster, layout)
+    return found, layout.sequences(row["gpus"]) * row["seq_len"] / found.seconds / row["gpus"]
+
+
+def steps() -> Iterator[Entry]:
+    """Yield published steps, by their seconds, and their memory where it is published."""
+    published = read_published()
+    for row in published["step"]:
+        found, speed = predicted_step(row, published["model"])
+        sequences = row["layout"].get("global_batch", row["gpus"])
+        tokens = sequences * row["seq_len"] / row["gpus"]
+        assumed = f" (assumed: {row['assumed']})" if "assumed" in row else ""
+        yield Entry(
+            kind="steps", what=f"{row['what']}{assumed}", machine=row["machine"], measured=tokens / row["tokens_per_second"],
+            predicted=tokens / speed, unit="s", source=row["source"], why=row.get("why", ""),
+        )  # fmt: skip
+        if "memory_gib" in row:
+            yield Entry(
+                kind="memory", what=row["what"], machine=row["machine"], measured=row["memory_gib"],
+                predicted=found.memory.total / GIB, unit="GiB", source=row["source"],
+            )  # fmt: skip
+
+
+def memory() -> Iterator[Entry]:
+    """Yield published memory of runs whose times are not counted."""
+    published = read_published()
+    for row in published["memory"]:
+        found, _ = predicted_step(row, published["model"])
+        assumed = f" (assumed: {row['assumed']})" if "assumed" in row else ""
+        yield Entry(
+            kind="memory", what=f"{row['what']}{assumed}", machine=row["machine"], measured=row["memory_gib"],
+            predicted=found.memory.total / GIB, unit="GiB", source=row["source"],
+        )  # fmt: skip
+
+
+def papers() -> Iterator[Entry]:
+    """Yield the figures of the five reproductions, as they were reproduced and committed; points are left out."""
+    for row in json.loads((RESULTS / "reproduce.json").read_text(encoding="utf-8"))["rows"]:
+        if row["ratio"] is not None:
+            yield Entry(
+                kind="papers", what=row["cell"], machine=row["paper"], measured=1.0, predicted=row["ratio"], unit="ratio",
+                source="papers", fitted=row["role"] == "fit",
+            )  # fmt: skip
+
+
+def beds() -> Iterator[Entry]:
+    """Yield the layers on emulated clusters, as they were measured, predicted by their profile, and committed."""
+    for row in json.loads((RESULTS / "model.json").read_text(encoding="utf-8"))["rows"]:
+        if "predicted_seconds" in row:
+            yield Entry(
+                kind="beds", what=f"{row['case']}, {row['plan']}", machine=f"bed {row['bed']}", unit="s", source="beds",
+                measured=row["measured_seconds"], predicted=row["predicted_seconds"],
+            )  # fmt: skip

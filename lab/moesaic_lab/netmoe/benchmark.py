@@ -27,7 +27,7 @@ from moesaic.cost.cluster import Device, Tflops
 from moesaic.cost.emulated import UNSHAPED_GBPS, emulated
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan
-from moesaic_lab.benchmark import Benchmark, DrawnOptions, Shown, Told, each_kept, keeping, notes_of, once, same
+from moesaic_lab.benchmark import Benchmark, DrawnOptions, KeptOptions, Shown, Told, each_kept, notes_of
 from moesaic_lab.claims import Claim, claimed, figures
 from moesaic_lab.measure import Timing, paired
 from moesaic_lab.netmoe.ranks import Method, TravelJob
@@ -58,15 +58,13 @@ Part = Literal["simulated", "decisions", "2x2", "4x2"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class NetmoeOptions(DrawnOptions):
+class NetmoeOptions(KeptOptions, DrawnOptions):
     """What to run."""
 
     parts: tuple[Part, ...] = ("simulated", "decisions", "2x2", "4x2")
     """Which parts; those that the folder has already are not run again."""
     repeats: int = 4
     """Of every method at every locality."""
-    keep: str | None = None
-    """Folder of what was found, a file per part, to go on from."""
 
 
 def simulated() -> Rows:
@@ -89,14 +87,11 @@ def predicted(setting: Setting, costs: Costs, locality: float, placer: Method, n
     journey = travel(setting.grid, counts, setting.slots, placer or Stay())
     found = (seconds, inside, across) if placer is None else costs.placed(journey)
     return row | {
-        "predicted_seconds": found[0],
-        "predicted_time_ratio": found[0] / seconds,
-        "predicted_inter_saved": 1 - found[2] / across,
-        "predicted_intra_ratio": found[1] / inside,
-        "decided_inter_saved": 1 - journey.after.inter / journey.before.inter,
-        "moved_nodes": journey.moved[0],
+        "predicted_seconds": found[0], "predicted_time_ratio": found[0] / seconds,
+        "predicted_inter_saved": 1 - found[2] / across, "predicted_intra_ratio": found[1] / inside,
+        "decided_inter_saved": 1 - journey.after.inter / journey.before.inter, "moved_nodes": journey.moved[0],
         "moved_devices": journey.moved[1],
-    }
+    }  # fmt: skip
 
 
 def on_bed(name: str, repeats: int) -> Rows:
@@ -122,17 +117,12 @@ def on_bed(name: str, repeats: int) -> Rows:
                 ratio = paired(own.seconds, plain.seconds)
                 rows.append(
                     {
-                        **model,
-                        "repeats": repeats,
-                        "seconds": Timing.of(own.seconds).median,
-                        "time_ratio": ratio.median,
-                        "time_ratio_low": ratio.low,
-                        "time_ratio_high": ratio.high,
-                        "inter_bytes": own.across_bytes,
-                        "inter_saved": 1 - own.across_bytes / plain.across_bytes,
+                        **model, "repeats": repeats, "seconds": Timing.of(own.seconds).median,
+                        "time_ratio": ratio.median, "time_ratio_low": ratio.low, "time_ratio_high": ratio.high,
+                        "inter_bytes": own.across_bytes, "inter_saved": 1 - own.across_bytes / plain.across_bytes,
                         "intra_ratio": own.inside_bytes / plain.inside_bytes,
                     }
-                )
+                )  # fmt: skip
     return rows
 
 
@@ -239,13 +229,12 @@ def measure(options: NetmoeOptions, cases: None, told: Told) -> Rows:
     torch.set_num_threads(1)
     runs: dict[str, Callable[[], Rows]] = {"simulated": simulated, "decisions": decisions}
     runs |= {name: partial(on_bed, name, options.repeats) for name in BEDS}
-    with keeping(options.keep) as folder:
-        found = each_kept(folder, {part: runs[part] for part in options.parts}, told)
-        return [{"part": part, **row} for part, rows in found for row in rows]
+    found = each_kept(options.keep, {part: runs[part] for part in options.parts}, told)
+    return [{"part": part, **row} for part, rows in found for row in rows]
 
 
 BENCHMARK = Benchmark(
     name="netmoe", description="Measure what moving samples to their experts saves.", options=NetmoeOptions,
-    notes=notes_of(__doc__), cases=once, measure=measure, rows=same, claims=claims, columns=TABLES, panels=panels,
+    notes=notes_of(__doc__), measure=measure, claims=claims, columns=TABLES, panels=panels,
     title="Samples that move",
 )  # fmt: skip

@@ -94,12 +94,7 @@ class TableRouter(SoftmaxTopK):
 
 
 class Stack:
-    """The layers on a mesh, and this rank's samples.
-
-    Args:
-        job: what is timed.
-        transport: between the ranks.
-    """
+    """The layers on a mesh, and this rank's samples."""
 
     def __init__(self, job: TravelJob, transport: AbstractTransport) -> None:
         self._job, mesh = job, Mesh(job.grid, transport)
@@ -129,11 +124,7 @@ class Stack:
         self.x = numbered(samples, job.length, job.dim, first=transport.rank * samples * job.length).requires_grad_()
 
     def step(self, name: str) -> Tensor:
-        """Run forward and backward by one method; returns what came out, (samples, length, dim).
-
-        Args:
-            name: of the method.
-        """
+        """Run forward and backward by one method; returns what came out, (samples, length, dim)."""
         layers = [layer for layer in self.layers if isinstance(layer, MoE)]
         for layer in layers:
             layer.use_plan(self._job.plans.get(name, self._job.compiled))

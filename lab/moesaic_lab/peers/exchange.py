@@ -81,11 +81,7 @@ class TorchExchange(AbstractExchange):
 
 
 class ReceiveFirst(AbstractExchange):
-    """Tagged messages over a transport, all receives posted before any send.
-
-    Args:
-        transport: between the ranks of the counts.
-    """
+    """Tagged messages over a transport, all receives posted before any send."""
 
     def __init__(self, transport: AbstractTransport) -> None:
         super().__init__(transport.rank, transport.world)

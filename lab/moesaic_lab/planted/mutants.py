@@ -30,25 +30,11 @@ Catcher = Literal["validator", "crash", "numbers", "nobody"]
 """What noticed a bug: the validator of programs, an error that was raised, or wrong values."""
 
 BASE = Case(
-    seed=11,
-    grid=Grid(world=8, tp=2, ep=2, etp=2, ranks_per_node=4),
-    plan=Plan(schedule="s1"),
-    num_experts=4,
-    top_k=2,
-    router="sigmoid",
-    experts="swiglu",
-    shared=False,
-    apply_weight="after",
-    capacity=Dropless(),
-    losses=(LoadBalance(0.7), ZLoss(0.2), Importance(0.3)),
-    sequences=1,
-    lengths=((4, 3, 5, 2), (3, 4, 2, 5)),
-    padding=True,
-    skew=1.0,
-    recompute=False,
-    evaluate=True,
-    precision="float64",
-)
+    seed=11, grid=Grid(world=8, tp=2, ep=2, etp=2, ranks_per_node=4), plan=Plan(schedule="s1"), num_experts=4, top_k=2,
+    router="sigmoid", experts="swiglu", shared=False, apply_weight="after", capacity=Dropless(),
+    losses=(LoadBalance(0.7), ZLoss(0.2), Importance(0.3)), sequences=1, lengths=((4, 3, 5, 2), (3, 4, 2, 5)),
+    padding=True, skew=1.0, recompute=False, evaluate=True, precision="float64",
+)  # fmt: skip
 _SMALL = replace(BASE, grid=Grid(world=4, tp=2, ep=2, etp=2), lengths=((4, 3),), padding=False, evaluate=False)
 _ACROSS = Grid(world=4, ep=4, ranks_per_node=2)
 CASES: dict[str, Case] = {
@@ -58,13 +44,8 @@ CASES: dict[str, Case] = {
     "chunks": replace(_SMALL, plan=Plan(schedule="s2", chunks=2), experts="gelu", top_k=4, lengths=((4, 4),), seed=14),
     "baseline": replace(_SMALL, plan=Plan(schedule="baseline"), seed=15),
     "nodes": replace(
-        BASE,
-        grid=Grid(world=8, ep=8, ranks_per_node=2),
-        plan=Plan(schedule="s1", all_to_all="hier2d"),
-        num_experts=8,
-        lengths=((2, 3, 4, 1, 2, 3, 2, 4),),
-        evaluate=False,
-        seed=16,
+        BASE, grid=Grid(world=8, ep=8, ranks_per_node=2), plan=Plan(schedule="s1", all_to_all="hier2d"), num_experts=8,
+        lengths=((2, 3, 4, 1, 2, 3, 2, 4),), evaluate=False, seed=16,
     ),
     "multicast": replace(
         BASE,
@@ -113,7 +94,7 @@ CASES: dict[str, Case] = {
     "shared": replace(_SMALL, shared=True, lengths=((4, 3), (3, 4)), seed=24),
     "global": replace(BASE, losses=(LoadBalance(0.7, level="global_batch"),), evaluate=False, seed=25),
     "codec": replace(_SMALL, plan=Plan(schedule="s2", codec="int8"), router="softmax", seed=18),
-}
+}  # fmt: skip
 """The few cases that mutants are run on."""
 GLOO = tuple(
     replace(

@@ -5,7 +5,7 @@ Each is a real mistake, made in one place; what it imitates stands with the muta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,12 +26,12 @@ from moesaic.program.all_to_all import ALL_TO_ALLS, Hier2D
 from moesaic.program.all_to_all.all_to_all import Leg, NodeMap, legs_of
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.sizes import Runs
-from moesaic.program.task import Op, Program, State, Task
+from moesaic.program.task import Op, Program, Slot, State, Task
 from moesaic.routing import peers
 from moesaic.routing import route as route_module
 from moesaic.routing.capacity import Capacity, count
 from moesaic.routing.losses import LoadBalance, RouterStatistics
-from moesaic.routing.node_tokens import NodeTokens, find_node_tokens
+from moesaic.routing.node_tokens import NodeTokens
 from moesaic.routing.peers import Gathered
 from moesaic.routing.routers import SigmoidTopK
 from moesaic.routing.routing import Scores
@@ -51,6 +51,22 @@ def replaced(owner: object, name: str, value: object) -> Patch:
     return lambda: mock.patch.object(owner, name, value)
 
 
+def around(owner: object, name: str, change: Callable[..., Any]) -> Patch:
+    """Replace a function of a module or class by one that is given it before its arguments."""
+
+    def patch() -> AbstractContextManager[object]:
+        original = getattr(owner, name)
+        return mock.patch.object(owner, name, lambda *args, **options: change(original, *args, **options))
+
+    return patch
+
+
+def changed_slots(program: Program, is_changed: Callable[[Slot], bool], state: tuple[Any, ...]) -> Program:
+    """Return a program some of whose slots are in another state."""
+    slots = tuple(replace(slot, state=state) if is_changed(slot) else slot for slot in program.slots)
+    return replace(program, slots=slots)
+
+
 # Programs
 
 
@@ -61,11 +77,10 @@ def backward_scale_dropped(compiled: Compiled) -> Compiled:
 
 def last_gather_reduced(compiled: Compiled) -> Compiled:
     """S2's last gather transposed to a reduce-scatter, though the gradient that comes in is the same on all ranks."""
-    slots = tuple(
-        replace(slot, state=(("tp", State.PARTIAL),)) if slot.name.startswith("z_full.") else slot
-        for slot in compiled.backward.slots
+    state = (("tp", State.PARTIAL),)
+    return replace(
+        compiled, backward=changed_slots(compiled.backward, lambda slot: slot.name.startswith("z_full."), state)
     )
-    return replace(compiled, backward=replace(compiled.backward, slots=slots))
 
 
 def chunks_swapped(compiled: Compiled) -> Compiled:
@@ -88,11 +103,11 @@ def gradients_coded(compiled: Compiled) -> Compiled:
 
 def shards_not_summed_backward(compiled: Compiled) -> Compiled:
     """Backward, the gradient of gathered rows is taken to be the same on all shards of an expert, and not summed."""
-    slots = tuple(
-        replace(slot, state=(("etp", State.REPLICATED),)) if slot.name.startswith("h.") and "'" in slot.name else slot
-        for slot in compiled.backward.slots
-    )
-    return replace(compiled, backward=replace(compiled.backward, slots=slots))
+
+    def is_gradient(slot: Slot) -> bool:
+        return slot.name.startswith("h.") and "'" in slot.name
+
+    return replace(compiled, backward=changed_slots(compiled.backward, is_gradient, (("etp", State.REPLICATED),)))
 
 
 def edge_removed(compiled: Compiled) -> Compiled:
@@ -103,8 +118,7 @@ def edge_removed(compiled: Compiled) -> Compiled:
 
 def partial_forgotten(compiled: Compiled) -> Compiled:
     """A pass forgets that the shards' results are partial sums."""
-    slots = tuple(replace(slot, state=()) if slot.name == "out" else slot for slot in compiled.forward.slots)
-    return replace(compiled, forward=replace(compiled.forward, slots=slots))
+    return replace(compiled, forward=changed_slots(compiled.forward, lambda slot: slot.name == "out", ()))
 
 
 def _each_task(program: Program, change: Callable[[Task], Task]) -> Program:
@@ -127,36 +141,33 @@ def _after_experts(program: Program) -> set[str]:
 
 def gradients_then(change: Callable[[nn.Module, Any, dict[str, Tensor]], None]) -> Patch:
     """Average gradients as it should be, then spoil them; `change` also gets what they were before."""
-    original = data_parallel.average_gradients
 
-    def spoiled(module: nn.Module, mesh: Any) -> None:
+    def spoiled(average: Callable[..., None], module: nn.Module, mesh: Any) -> None:
         before = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
-        original(module, mesh)
+        average(module, mesh)
         change(module, mesh, before)
 
-    return replaced(data_parallel, "average_gradients", spoiled)
+    return around(data_parallel, "average_gradients", spoiled)
 
 
 def experts_times(factor: Callable[[Any, Grid], float]) -> Patch:
     """Expert gradients are off by a factor, which depends on the layer and the mesh."""
 
     def scaled(module: nn.Module, mesh: Any, before: dict[str, Tensor]) -> None:
-        for parameter in data_parallel.expert_parameters(module):
-            if parameter.grad is not None:
-                parameter.grad *= factor(module, mesh.grid)
+        _scale(data_parallel.expert_parameters(module), factor(module, mesh.grid))
 
     return gradients_then(scaled)
 
 
 def everything_times(factor: Callable[[Grid], float]) -> Patch:
     """All gradients are off by a factor."""
+    return gradients_then(lambda module, mesh, before: _scale(module.parameters(), factor(mesh.grid)))
 
-    def scaled(module: nn.Module, mesh: Any, before: dict[str, Tensor]) -> None:
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter.grad *= factor(mesh.grid)
 
-    return gradients_then(scaled)
+def _scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad *= factor
 
 
 def experts_summed_over(axis: Axis | None) -> Patch:
@@ -206,35 +217,31 @@ class _ScaledGradient(torch.autograd.Function):
         return ctx.factor * gradient, None
 
 
-def input_gradient_summed_over_tp() -> AbstractContextManager[object]:
-    """What the experts give the input is summed over the tensor group once more, though its ranks have the same."""
-    original = expert_parallel.ExpertParallel.run_experts
+RUN_EXPERTS = (expert_parallel.ExpertParallel, "run_experts")
 
-    def wrapped(self: Any, experts: Any, x_TD: Tensor, *rest: Any) -> Tensor:
-        return original(self, experts, _ScaledGradient.apply(x_TD, self.grid.tp), *rest)
+input_gradient_summed_over_tp = around(
+    *RUN_EXPERTS,
+    lambda run, self, experts, x_TD, *rest: run(self, experts, _ScaledGradient.apply(x_TD, self.grid.tp), *rest),
+)
+"""What the experts give the input is summed over the tensor group once more, though its ranks have the same."""
 
-    return mock.patch.object(expert_parallel.ExpertParallel, "run_experts", wrapped)
-
-
-def weights_without_gradient() -> AbstractContextManager[object]:
-    """Routing weights reach the experts without a gradient: only the auxiliary losses train the router."""
-    original = route_module._routing
-    return mock.patch.object(
-        route_module, "_routing", lambda record, weight_N, *rest: original(record, weight_N.detach(), *rest)
-    )
+weights_without_gradient = around(
+    route_module, "_routing", lambda routing, record, weight_N, *rest: routing(record, weight_N.detach(), *rest)
+)
+"""Routing weights reach the experts without a gradient: only the auxiliary losses train the router."""
 
 
-def weights_of_local_experts() -> AbstractContextManager[object]:
-    """Routing weights get a gradient from the experts of their own rank only."""
-    original = expert_parallel.ExpertParallel.run_experts
+def _with_local_weights(
+    run: Callable[..., Tensor], self: Any, experts: Any, x_TD: Tensor, routed: Any, *rest: Any
+) -> Tensor:
+    routing = routed.routing
+    local = routing.expert // (routing.num_experts // self.grid.ep) == self.grid.coordinate(self.rank, "ep")
+    weight = torch.where(local, routing.weight, routing.weight.detach())
+    return run(self, experts, x_TD, routed._replace(routing=replace(routing, weight=weight)), *rest)
 
-    def wrapped(self: Any, experts: Any, x_TD: Tensor, routed: Any, *rest: Any) -> Tensor:
-        routing = routed.routing
-        local = routing.expert // (routing.num_experts // self.grid.ep) == self.grid.coordinate(self.rank, "ep")
-        weight = torch.where(local, routing.weight, routing.weight.detach())
-        return original(self, experts, x_TD, routed._replace(routing=replace(routing, weight=weight)), *rest)
 
-    return mock.patch.object(expert_parallel.ExpertParallel, "run_experts", wrapped)
+weights_of_local_experts = around(*RUN_EXPERTS, _with_local_weights)
+"""Routing weights get a gradient from the experts of their own rank only."""
 
 
 def norm_with(
@@ -267,23 +274,18 @@ def norm_of_every_expert_copy() -> AbstractContextManager[object]:
     return norm_with(lambda grid: grid.edp, lambda grid: 1)
 
 
-@contextmanager
-def norm_without_experts() -> Iterator[None]:
+def norm_without_experts() -> AbstractContextManager[object]:
     """The norm leaves the experts out."""
-    original = norm_module.num_copies
 
-    def copies(tensor: Tensor, world: int) -> float:
+    def copies(original: Callable[..., float], tensor: Tensor, world: int) -> float:
         return float("inf") if isinstance(tensor, DTensor) else original(tensor, world)
 
-    with mock.patch.object(norm_module, "num_copies", copies):
-        yield
+    return around(norm_module, "num_copies", copies)()
 
 
-@contextmanager
-def norm_with_replicas() -> Iterator[None]:
+def norm_with_replicas() -> AbstractContextManager[object]:
     """Count every rank's copy of a replicated gradient."""
-    with mock.patch.object(norm_module, "num_copies", return_value=1):
-        yield
+    return mock.patch.object(norm_module, "num_copies", return_value=1)
 
 
 # The layer: losses, counts, routing
@@ -294,52 +296,47 @@ def loss_share(factor: Callable[[Any], float]) -> Patch:
     return replaced(expert_parallel.ExpertParallel, "loss_share", property(lambda self: factor(self.grid)))
 
 
-def loss_never_used() -> AbstractContextManager[object]:
-    """The auxiliary loss is computed and nobody uses it."""
-    return mock.patch.object(MoE, "inject_loss", lambda self, y, *_: y)
+loss_never_used = replaced(MoE, "inject_loss", lambda self, y, *_: y)
+"""The auxiliary loss is computed and nobody uses it."""
 
 
 def counting(also: Callable[[MoE, Any, bool], bool]) -> Patch:
     """Count a call's copies where `also` says so, besides where they belong."""
-    original = MoE._route
 
-    def wrapped(self: MoE, *args: Any) -> Any:
-        routed = original(self, *args)
+    def counted(route: Callable[..., Any], self: MoE, *args: Any) -> Any:
+        routed = route(self, *args)
         replaying = self.routing_cache is not None and self.routing_cache.is_replaying
         if also(self, routed, replaying):
             self.step_counts += routed.routing.requested
         return routed
 
-    return replaced(MoE, "_route", wrapped)
+    return around(MoE, "_route", counted)
 
 
-def padding_counts() -> AbstractContextManager[object]:
-    """Padding is counted in the load that the router adapts to."""
-    original = MoE._route
+def _with_padding(route: Callable[..., Any], self: MoE, *args: Any) -> Any:
+    routed = route(self, *args)
+    valid_T = args[2].reshape(-1)
+    if self.training and len(routed.record.choice.token):
+        padded = ~valid_T[routed.record.choice.token]
+        self.step_counts += torch.bincount(routed.record.choice.expert[padded], minlength=self.num_experts)
+    return routed
 
-    def wrapped(self: MoE, *args: Any) -> Any:
-        routed = original(self, *args)
-        valid_T = args[2].reshape(-1)
-        if self.training and len(routed.record.choice.token):
-            padded = ~valid_T[routed.record.choice.token]
-            self.step_counts += torch.bincount(routed.record.choice.expert[padded], minlength=self.num_experts)
-        return routed
 
-    return mock.patch.object(MoE, "_route", wrapped)
+padding_counts = around(MoE, "_route", _with_padding)
+"""Padding is counted in the load that the router adapts to."""
 
 
 def counting_anew(count: Callable[[MoE, Any], Tensor | int]) -> Patch:
     """Count something else than the copies of a call for the load that the router adapts to."""
-    original = MoE._route
 
-    def wrapped(self: MoE, *args: Any) -> Any:
+    def counted(route: Callable[..., Any], self: MoE, *args: Any) -> Any:
         before = self.step_counts.clone()
-        routed = original(self, *args)
+        routed = route(self, *args)
         if not torch.equal(self.step_counts, before):
             self.step_counts.copy_(before + count(self, routed))
         return routed
 
-    return replaced(MoE, "_route", wrapped)
+    return around(MoE, "_route", counted)
 
 
 def own_copies(layer: MoE, routed: Any) -> Tensor:
@@ -355,26 +352,25 @@ def every_tensor_rank(layer: MoE, routed: Any) -> Tensor:
     return counts
 
 
-def padding_mask_of_others() -> AbstractContextManager[object]:
-    """The padding mask is cut over another group of ranks than the tokens."""
-    original = MoE._route
+padding_mask_of_others = around(
+    MoE,
+    "_route",
+    lambda route, self, x_TD, x, mask, *args: route(
+        self, x_TD, x, None if mask is None else mask.flatten().roll(1).view(mask.shape), *args
+    ),
+)
+"""The padding mask is cut over another group of ranks than the tokens."""
 
-    def wrapped(self: MoE, x_TD: Tensor, x: Tensor, mask: Tensor | None, *args: Any) -> Any:
-        other = None if mask is None else mask.flatten().roll(1).view(mask.shape)
-        return original(self, x_TD, x, other, *args)
 
-    return mock.patch.object(MoE, "_route", wrapped)
+def _drawn_by_rank(self: Any, router: Any, x_TD: Tensor) -> Tensor | None:
+    with torch.random.fork_rng([]):
+        torch.manual_seed(self.rank)
+        noise: Tensor | None = router.draw(len(x_TD), x_TD.device)
+    return noise
 
 
-def noise_of_every_rank() -> AbstractContextManager[object]:
-    """Every rank of a tensor group draws noise of its own for the tokens that they all have."""
-
-    def draw(self: Any, router: Any, x_TD: Tensor) -> Tensor | None:
-        with torch.random.fork_rng([]):
-            torch.manual_seed(self.rank)
-            return router.draw(len(x_TD), x_TD.device)
-
-    return mock.patch.object(expert_parallel.ExpertParallel, "_draw", draw)
+noise_of_every_rank = replaced(expert_parallel.ExpertParallel, "_draw", _drawn_by_rank)
+"""Every rank of a tensor group draws noise of its own for the tokens that they all have."""
 
 
 def load_balance(value: Callable[[LoadBalance, RouterStatistics], Tensor]) -> Patch:
@@ -417,83 +413,68 @@ def softmax_again() -> AbstractContextManager[object]:
     return mock.patch.object(RouterStatistics, "of", classmethod(wrapped))
 
 
-def losses_of_own_tokens() -> AbstractContextManager[object]:
-    """Every rank evaluates its losses on its own tokens, though they are losses over all."""
-    return mock.patch.object(Gathered, "statistics", lambda self, local, *rest: local)
+losses_of_own_tokens = replaced(Gathered, "statistics", lambda self, local, *rest: local)
+"""Every rank evaluates its losses on its own tokens, though they are losses over all."""
+
+biased_weights = around(
+    SigmoidTopK,
+    "weigh",
+    lambda weigh, self, scores, *rest: weigh(self, scores._replace(gates=scores.gates + self.bias), *rest),
+)
+"""The bias that the selection adds gets into the routing weights."""
 
 
-def biased_weights() -> AbstractContextManager[object]:
-    """The bias that the selection adds gets into the routing weights."""
-    original = SigmoidTopK.weigh
-
-    def wrapped(self: SigmoidTopK, scores: Scores, *rest: Any) -> Tensor:
-        return original(self, scores._replace(gates=scores.gates + self.bias), *rest)
-
-    return mock.patch.object(SigmoidTopK, "weigh", wrapped)
+def _without_first_expert(routing_of: Callable[..., Any], *args: Any) -> Any:
+    routing = routing_of(*args)
+    return replace(routing, weight=routing.weight * (routing.expert > 0))
 
 
-def first_expert_skipped() -> AbstractContextManager[object]:
-    """A combine takes expert 0 for "no expert"."""
-    original = route_module._routing
-
-    def wrapped(*args: Any) -> Any:
-        routing = original(*args)
-        return replace(routing, weight=routing.weight * (routing.expert > 0))
-
-    return mock.patch.object(route_module, "_routing", wrapped)
+first_expert_skipped = around(route_module, "_routing", _without_first_expert)
+"""A combine takes expert 0 for "no expert"."""
 
 
-def shared_partial() -> AbstractContextManager[object]:
-    """The shared expert's partial sums over tp are not added up: each rank has its share."""
-    original = MoE.forward
-
-    def wrapped(self: MoE, *args: Any, **options: Any) -> Any:
-        if self.shared is None or self.on_mesh is None:
-            return original(self, *args, **options)
-        tp = self.on_mesh.grid.tp
-        hook = self.shared.register_forward_hook(lambda module, inputs, out: out / tp)
-        try:
-            return original(self, *args, **options)
-        finally:
-            hook.remove()
-
-    return mock.patch.object(MoE, "forward", wrapped)
+def _with_share_of_shared(forward: Callable[..., Any], self: MoE, *args: Any, **options: Any) -> Any:
+    if self.shared is None or self.on_mesh is None:
+        return forward(self, *args, **options)
+    tp = self.on_mesh.grid.tp
+    hook = self.shared.register_forward_hook(lambda module, inputs, out: out / tp)
+    try:
+        return forward(self, *args, **options)
+    finally:
+        hook.remove()
 
 
-def bias_each_micro_batch() -> AbstractContextManager[object]:
-    """The router adapts after every micro-batch."""
-    original = MoE.forward
-
-    def wrapped(self: MoE, *args: Any, **options: Any) -> Any:
-        found = original(self, *args, **options)
-        if self.training:
-            self.finish_step()
-        return found
-
-    return mock.patch.object(MoE, "forward", wrapped)
+shared_partial = around(MoE, "forward", _with_share_of_shared)
+"""The shared expert's partial sums over tp are not added up: each rank has its share."""
 
 
-def routes_again() -> AbstractContextManager[object]:
-    """A recomputation routes again, with noise of its own."""
-    original = RoutingCache.read
-    return mock.patch.object(RoutingCache, "read", lambda routing_cache, layer: original(routing_cache, layer) and None)
+def _and_adapt(forward: Callable[..., Any], self: MoE, *args: Any, **options: Any) -> Any:
+    found = forward(self, *args, **options)
+    if self.training:
+        self.finish_step()
+    return found
 
 
-def drops_per_rank() -> AbstractContextManager[object]:
-    """A capacity that is global is applied to each rank's own tokens."""
-    return mock.patch.object(Capacity, "spans_mesh", property(lambda self: False))
+bias_each_micro_batch = around(MoE, "forward", _and_adapt)
+"""The router adapts after every micro-batch."""
+
+routes_again = around(RoutingCache, "read", lambda read, routing_cache, layer: read(routing_cache, layer) and None)
+"""A recomputation routes again, with noise of its own."""
+
+drops_per_rank = replaced(Capacity, "spans_mesh", property(lambda self: False))
+"""A capacity that is global is applied to each rank's own tokens."""
 
 
-def counted_over_tp() -> AbstractContextManager[object]:
-    """Counts are exchanged over the tensor group, whose ranks have the same tokens."""
-    original = peers.Peers.__init__
+def _over_tp(
+    init: Callable[..., None], self: Any, transport: AbstractTransport, grid: Any, *rest: Any, **options: Any
+) -> None:
+    init(self, transport, grid, *rest, **options)
+    self.ranks = grid.group(transport.rank, ("tp",))
+    self.number, self.place = len(self.ranks), self.ranks.index(transport.rank)
 
-    def wrapped(self: Any, transport: AbstractTransport, grid: Any, *rest: Any, **options: Any) -> None:
-        original(self, transport, grid, *rest, **options)
-        self.ranks = grid.group(transport.rank, ("tp",))
-        self.number, self.place = len(self.ranks), self.ranks.index(transport.rank)
 
-    return mock.patch.object(peers.Peers, "__init__", wrapped)
+counted_over_tp = around(peers.Peers, "__init__", _over_tp)
+"""Counts are exchanged over the tensor group, whose ranks have the same tokens."""
 
 
 # Moving and computing
@@ -538,88 +519,73 @@ def stride_by_columns() -> Iterator[None]:
             messages._legs.cache_clear()
 
 
-@contextmanager
-def own_rows_coded() -> Iterator[None]:
-    """Rows that stay on their rank go through the codec too."""
-    original = messages.pack
-
-    def wrapped(task: Task, slots: Any, value: Tensor, call: Any) -> Any:
-        packed, codec = original(task, slots, value, call), codec_named(task.codec or "none")
-        if packed.own is not None and len(packed.own):
-            packed.own = codec.decode(codec.encode(packed.own), len(packed.own), packed.dim, packed.dtype)
-        return packed
-
-    with mock.patch.object(executor, "pack", wrapped):
-        yield
+def _with_own_rows_coded(pack: Callable[..., Any], task: Task, slots: Any, value: Tensor, call: Any) -> Any:
+    packed, codec = pack(task, slots, value, call), codec_named(task.codec or "none")
+    if packed.own is not None and len(packed.own):
+        packed.own = codec.decode(codec.encode(packed.own), len(packed.own), packed.dim, packed.dtype)
+    return packed
 
 
-@contextmanager
-def node_tokens_off_by_one() -> Iterator[None]:
-    """Every copy is taken from the next token that visits the node."""
-    original = find_node_tokens
-
-    def wrapped(*args: Any) -> NodeTokens:
-        found = original(*args)
-        counts = found.counts.flatten()[found.counts.flatten() > 0]
-        last = int(counts.min()) if len(counts) else 1
-        return replace(
-            found, copy_index=torch.where(found.copy_index + 1 < last, found.copy_index + 1, found.copy_index)
-        )
-
-    with mock.patch.object(expert_parallel, "find_node_tokens", wrapped):
-        yield
+own_rows_coded = around(executor, "pack", _with_own_rows_coded)
+"""Rows that stay on their rank go through the codec too."""
 
 
-def read_before_waiting() -> AbstractContextManager[object]:
-    """A program's waits all come at its end."""
-
-    def deferred_wgrad(steps: Any, transport: AbstractTransport) -> Any:
-        open_handles: list[Handle] = []
-        answer: Handle | None = None
-        while True:
-            try:
-                request = steps.send(answer)
-            except StopIteration as end:
-                for handle in open_handles:
-                    transport.wait(handle)
-                return end.value
-            answer = transport.issue(request) if isinstance(request, Transfer) else None
-            if isinstance(request, Handle):
-                open_handles.append(request)
-
-    return mock.patch.object(executor, "drive", deferred_wgrad)
+def _next_tokens(find: Callable[..., NodeTokens], *args: Any) -> NodeTokens:
+    found = find(*args)
+    counts = found.counts.flatten()[found.counts.flatten() > 0]
+    last = int(counts.min()) if len(counts) else 1
+    return replace(found, copy_index=torch.where(found.copy_index + 1 < last, found.copy_index + 1, found.copy_index))
 
 
-def messages_swapped() -> AbstractContextManager[object]:
-    """What two peers sent is taken for each other's where it has the same size."""
-
-    def swapped(steps: Any, transport: AbstractTransport) -> Any:
-        answer = None
-        while True:
-            try:
-                request = steps.send(answer)
-            except StopIteration as end:
-                return end.value
-            answer = transport.issue(request) if isinstance(request, Transfer) else None
-            if isinstance(request, Handle):
-                transport.wait(request)
-                buffers = list(request.transfer.receives.values())
-                if len(buffers) > 1 and buffers[0].shape == buffers[1].shape:
-                    first, second = buffers[0].clone(), buffers[1].clone()
-                    buffers[0].copy_(second)
-                    buffers[1].copy_(first)
-
-    return mock.patch.object(executor, "drive", swapped)
+node_tokens_off_by_one = around(expert_parallel, "find_node_tokens", _next_tokens)
+"""Every copy is taken from the next token that visits the node."""
 
 
-def padding_routed() -> AbstractContextManager[object]:
-    """Padding is routed like any token."""
-    return mock.patch.object(route_module, "_alive", lambda choice, valid: choice.sent)
+def _driven(steps: Any, transport: AbstractTransport, wait: Callable[[Handle], None]) -> Any:
+    """Drive a program as the executor does, but for its waits."""
+    answer = None
+    while True:
+        try:
+            request = steps.send(answer)
+        except StopIteration as end:
+            return end.value
+        answer = transport.issue(request) if isinstance(request, Transfer) else None
+        if isinstance(request, Handle):
+            wait(request)
 
 
-def bias_of_every_shard() -> AbstractContextManager[object]:
-    """Every shard of an expert adds the whole output bias."""
-    return mock.patch.object(tasks, "_shards", return_value=1)
+def _waiting_last(steps: Any, transport: AbstractTransport) -> Any:
+    late: list[Handle] = []
+    found = _driven(steps, transport, late.append)
+    for handle in late:
+        transport.wait(handle)
+    return found
+
+
+read_before_waiting = replaced(executor, "drive", _waiting_last)
+"""A program's waits all come at its end."""
+
+
+def _swapping(steps: Any, transport: AbstractTransport) -> Any:
+    def wait(handle: Handle) -> None:
+        transport.wait(handle)
+        buffers = list(handle.transfer.receives.values())
+        if len(buffers) > 1 and buffers[0].shape == buffers[1].shape:
+            first, second = buffers[0].clone(), buffers[1].clone()
+            buffers[0].copy_(second)
+            buffers[1].copy_(first)
+
+    return _driven(steps, transport, wait)
+
+
+messages_swapped = replaced(executor, "drive", _swapping)
+"""What two peers sent is taken for each other's where it has the same size."""
+
+padding_routed = replaced(route_module, "_alive", lambda choice, valid: choice.sent)
+"""Padding is routed like any token."""
+
+bias_of_every_shard = replaced(tasks, "_shards", lambda *_: 1)
+"""Every shard of an expert adds the whole output bias."""
 
 
 # What balances skewed routing: the memory of the arbiter, where samples go and come back to, experts that move
@@ -632,55 +598,27 @@ class _Forgetful(dict[object, object]):
         """Drop it."""
 
 
-@contextmanager
-def decides_again() -> Iterator[None]:
-    """A recomputation asks the arbiter anew, and runs another program than its forward pass."""
-    with mock.patch.object(selector, "WeakIdKeyDictionary", _Forgetful):
-        yield
+decides_again = replaced(selector, "WeakIdKeyDictionary", _Forgetful)
+"""A recomputation asks the arbiter anew, and runs another program than its forward pass."""
+
+labels_stay = replaced(SampleTrip, "take_home", lambda self, x: x)
+"""Samples move, and what is compared with their results stays where it was."""
 
 
-@contextmanager
-def labels_stay() -> Iterator[None]:
-    """Samples move, and what is compared with their results stays where it was."""
-
-    def stay(self: SampleTrip, x: Tensor) -> Tensor:
-        return x
-
-    with mock.patch.object(SampleTrip, "take_home", stay):
-        yield
+def _in_reverse(
+    targets: Callable[[Any], tuple[np.ndarray, np.ndarray]], self: SampleMove
+) -> tuple[np.ndarray, np.ndarray]:
+    rank, slot = targets(self)
+    return rank, self.before.slots - 1 - slot
 
 
-@contextmanager
-def slots_reversed() -> Iterator[None]:
-    """Results go to the right rank, and there to another sample's place."""
-    targets: Callable[[Any], tuple[np.ndarray, np.ndarray]] = SampleMove.targets
+slots_reversed = around(SampleMove, "targets", _in_reverse)
+"""Results go to the right rank, and there to another sample's place."""
 
-    def wrong(self: SampleMove) -> tuple[np.ndarray, np.ndarray]:
-        rank, slot = targets(self)
-        return rank, self.before.slots - 1 - slot
+counts_by_number = replaced(ExpertOrder, "columns", lambda self, counts: counts)
+"""Experts are in other slots, and sizes and replication are told counts by their numbers."""
 
-    with mock.patch.object(SampleMove, "targets", wrong):
-        yield
-
-
-@contextmanager
-def counts_by_number() -> Iterator[None]:
-    """Experts are in other slots, and sizes and replication are told counts by their numbers."""
-
-    def by_number(self: ExpertOrder, counts: np.ndarray) -> np.ndarray:
-        return counts
-
-    with mock.patch.object(ExpertOrder, "columns", by_number):
-        yield
-
-
-@contextmanager
-def gradients_stay() -> Iterator[None]:
-    """Weights go to another rank, and what belongs to them besides does not."""
-    belongings = moving_experts._belongings
-
-    def weights_only(*arguments: Any) -> Iterator[tuple[str, Tensor]]:
-        return (found for found in belongings(*arguments) if found[0] == "weight")
-
-    with mock.patch.object(moving_experts, "_belongings", weights_only):
-        yield
+gradients_stay = around(
+    moving_experts, "_belongings", lambda of, *arguments: (found for found in of(*arguments) if found[0] == "weight")
+)
+"""Weights go to another rank, and what belongs to them besides does not."""

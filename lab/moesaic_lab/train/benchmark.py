@@ -1,12 +1,359 @@
-"""`moesaic bench train`: the demo model end to end on an emulated cluster, beside the layers of others."""
+"""`moesaic bench train`: the demo model end to end over really slow links, its MoE layers run by our plans and by layers of
+others, in turn."""
 
 from __future__ import annotations
 
-from moesaic_lab.benchmark import emulated
-from moesaic_lab.train.claims import claims
-from moesaic_lab.train.config import read_config
-from moesaic_lab.train.pictures import panels
-from moesaic_lab.train.run import NOTES, measurement_rows, run, tables
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from moesaic_lab.benchmark import Told, emulated, on_beds
+from moesaic_lab.bounds import Limit, Message, crossing, link_limit
+from moesaic_lab.claims import Claim, NotMeasuredError, claimed
+from moesaic_lab.measure import MANY, NEAR, Ratio, Timing, over_ranks, paired
+from moesaic_lab.peers import absence
+from moesaic_lab.pictures import Panel, PlottedSeries
+from moesaic_lab.tables import Column, byte_size, milliseconds, quartiles, share, table
+from moesaic_lab.train import layout as layouts
+from moesaic_lab.train import ranks as side
+from moesaic_lab.train.config import TrainBenchConfig, TrainCase, read_config
+from moesaic_lab.train.layout import BY_SOURCE, ORDERED, LayoutPoint
+from moesaic_lab.train.ranks import MeasuredSystem, TrainFound
+from moesaic_testbed import Bed
+from moesaic_testbed.cluster import Cluster
+
+NOTES = (
+    "Real bytes and real compute over emulated links (network namespaces, veth pairs shaped by htb); 4 ranks of one "
+    "thread on this machine's cores: with fewer cores than ranks compute is stretched by as much, and host time too. All "
+    "systems in one run, in turn, from the same weights and tokens (bytes drawn evenly), float32 on the wire, auxiliary "
+    "losses off; the same loop, optimizer and reduction of dense gradients. Before timing, loss and gradients of each "
+    "lossless system are compared with the model in one process. plain: expert parallelism as in torchtitan; "
+    "receive-first: over the same transport as ours (sockets); torch's: by all_to_all_single (Gloo). best: our lossless plan "
+    "that a separate trial chose. bound: bytes of a step over rate on the slowest link. Communication share: seconds in "
+    "exchanges and the dense reduction, waiting for slower ranks included. Coded plans change results "
+    "and carry no claim. Layouts: one process, one thread, no links."
+)
+LEAST = 8
+"""Pairs under any ratio."""
+SWEEP = (2, 4, 8)
+"""Experts per token of the cases whose median is claimed; without all of them there is no claim. The demo's own number is 2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What was measured of one system, over all ranks."""
+
+    name: str
+    kind: str
+    """ours, plain or deepspeed."""
+    exchange: str
+    """receive-first or torch's."""
+    is_lossless: bool
+    timing: Timing | None
+    """Of a step; None for a plan that was only tried."""
+    trial_seconds: float | None
+    """Median of the trial."""
+    phases: Mapping[str, float]
+    """Median seconds per phase, mean of the ranks."""
+    communication_share: float | None
+    """Seconds in exchanges and the dense reduction over those of the step, mean of the ranks; of layers of others."""
+    inter_bytes: float
+    """Between nodes in one step, both ways."""
+    limit: Limit
+    """The least time that the links need for the bytes of a step."""
+    worst_error: float
+    """Largest relative difference of loss and gradients to the model in one process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCell:
+    """What was measured in one case."""
+
+    case: TrainCase
+    outcomes: Sequence[Outcome]
+    best: str
+    """Name of our lossless plan that the trial chose."""
+    most_over_mean_load: float
+    """Rows of the fullest expert over the mean."""
+    items: int
+    """Tokens or images per step."""
+
+    @property
+    def label(self) -> str:
+        """The case for people."""
+        return f"{self.case.name} ({self.case.mode}, {self.case.inter})"
+
+    def find(self, kind: str, exchange: str = "receive-first") -> Outcome | None:
+        """Return a system that was timed: the layer of others by its kind and exchange; of ours the best lossless plan."""
+        for outcome in self.outcomes:
+            chosen = kind != "ours" or outcome.name == self.best
+            if (outcome.kind, outcome.exchange) == (kind, exchange) and chosen and outcome.timing is not None:
+                return outcome
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResults:
+    """Of the whole benchmark."""
+
+    cells: list[TrainCell]
+    layout: list[LayoutPoint]
+    """By world; empty where it was left out."""
+
+
+def run(config: TrainBenchConfig, told: Told) -> TrainResults:
+    """Measure everything that a configuration names; it starts clusters, one after another.
+
+    Raises:
+        RankError: if a system computes something else than the model in one process.
+    """
+
+    def measure(ranks: Cluster, case: TrainCase) -> TrainCell:
+        return cell_of(case, ranks.bed, ranks.run(side.measure, config, case))
+
+    cells, layout = list[TrainCell](), list[LayoutPoint]()
+    if config.cases:
+        cells = on_beds(config.cases, config.bed, lambda case: f"{case.name}, {case.mode}", measure, told)
+    if config.layout is not None:
+        told("layouts")
+        layout = layouts.measure(config.layout)
+    return TrainResults(cells=cells, layout=layout)
+
+
+def cell_of(case: TrainCase, bed: Bed, found: Sequence[TrainFound]) -> TrainCell:
+    """Join what the ranks found."""
+    seconds = over_ranks([{s.name: s.spans for s in of_rank.systems if s.spans} for of_rank in found])
+    outcomes = []
+    for number, first in enumerate(found[0].systems):
+        of_ranks = [of_rank.systems[number] for of_rank in found]
+        messages, times = _messages(found, number), seconds.get(first.name)
+        outcomes.append(
+            Outcome(
+                name=first.name, kind=first.kind, exchange=first.exchange, is_lossless=first.is_lossless,
+                timing=Timing.of(times) if times else None, trial_seconds=first.trial_seconds,
+                phases=_phases(of_ranks), communication_share=_share(of_ranks, times),
+                inter_bytes=float(crossing(messages, bed.node_of)[0]),
+                limit=link_limit(messages, bed), worst_error=max(e for m in of_ranks for e in m.errors.values()),
+            )
+        )  # fmt: skip
+    return TrainCell(
+        case=case, outcomes=outcomes, best=found[0].best, most_over_mean_load=found[0].most_over_mean_load,
+        items=found[0].items,
+    )  # fmt: skip
+
+
+def _messages(found: Sequence[TrainFound], number: int) -> list[Message]:
+    """Return what all ranks sent for a system; DeepSpeed's own exchange counts nothing, and sends what its twin does."""
+    systems = found[0].systems
+    if _hides_messages(systems[number]):
+        number = next(n for n, s in enumerate(systems) if s.kind == "deepspeed" and not _hides_messages(s))
+    return [message for of_rank in found for message in of_rank.systems[number].sent]
+
+
+def _hides_messages(system: MeasuredSystem) -> bool:
+    return system.kind == "deepspeed" and system.exchange != "receive-first"
+
+
+def _phases(of_ranks: Sequence[MeasuredSystem]) -> dict[str, float]:
+    return {
+        phase: statistics.mean(statistics.median(measured.phases[phase]) for measured in of_ranks)
+        for phase, values in of_ranks[0].phases.items()
+        if values
+    }
+
+
+def _share(of_ranks: Sequence[MeasuredSystem], times: Sequence[float] | None) -> float | None:
+    """Return which part of a step layers of others communicate; DeepSpeed's own exchange is not seen."""
+    first = of_ranks[0]
+    if not times or not first.exchanging or _hides_messages(first):
+        return None
+    per_step = [statistics.mean(values) for values in zip(*(measured.exchanging for measured in of_ranks))]
+    return statistics.median(spent / step for spent, step in zip(per_step, times))
+
+
+def ratio(cell: TrainCell, numerator: Outcome, denominator: Outcome) -> Ratio:
+    """Return how long one system's step takes over another's, repeat by repeat: over all rounds in which both were run."""
+    assert numerator.timing is not None, f"{numerator.name} was not timed in {cell.label}"
+    assert denominator.timing is not None, f"{denominator.name} was not timed in {cell.label}"
+    rounds = min(len(numerator.timing.seconds), len(denominator.timing.seconds))
+    return paired(numerator.timing.seconds[:rounds], denominator.timing.seconds[:rounds])
+
+
+def claims(results: TrainResults) -> list[Claim]:
+    """Return all claims, also those that this run did not measure: steps of ours over those of others, medians of cases."""
+    swept = [cell for cell in results.cells if cell.case.in_sweep]
+
+    def of_sweep(top_k: int) -> list[TrainCell]:
+        return [cell for cell in swept if (cell.case.top_k or 2) == top_k][:1]
+
+    def named(name: str) -> list[TrainCell]:
+        return [cell for cell in results.cells if cell.case.name == name][:1]
+
+    def over(
+        name: str, cells: Sequence[TrainCell], kind: str = "plain", target: float | None = None, **which: Any
+    ) -> Claim:
+        def value() -> float:
+            if not cells:
+                raise NotMeasuredError("its cases were not all run")
+            return statistics.median(enough_of(cell, kind, **which).median for cell in cells)
+
+        return claimed(f"train.{name}", value, target)
+
+    whole, beside = swept if all(map(of_sweep, SWEEP)) else [], named("demo beside DeepSpeed")
+    return [
+        over("step_over_torch_ep", whole, target=0.67),
+        over("step_over_deepspeed", beside, "deepspeed", target=0.67),
+        over("step_over_torch_ep_own_exchange", whole, exchange="torch's"),
+        over("step_over_deepspeed_own_exchange", beside, "deepspeed", exchange="torch's"),
+        over("coded_step_over_torch_ep", whole, of_coded=True),
+        *(over(f"top{k}.step_over_torch_ep", of_sweep(k)) for k in SWEEP),
+        over("inference_over_torch_ep", named("demo inference")),
+        claimed("train.flexible_layout_speedup", lambda: flexible(results.layout), None, ">="),
+    ]
+
+
+def enough_of(cell: TrainCell, kind: str, exchange: str = "receive-first", of_coded: bool = False) -> Ratio:
+    """Return our step over a peer's.
+
+    Raises:
+        NotMeasuredError: where one of the two was not timed, or not often enough.
+    """
+    ours, peer = coded(cell) if of_coded else cell.find("ours"), cell.find(kind, exchange)
+    if peer is None:
+        raise NotMeasuredError((absence() if kind == "deepspeed" else None) or f"the case has no peer {kind}")
+    if ours is None:
+        raise NotMeasuredError("the case has no such plan of ours")
+    found = ratio(cell, ours, peer)
+    if found.repeats < LEAST:
+        raise NotMeasuredError(f"{found.repeats} pairs, {LEAST} are needed")
+    if found.is_near and found.repeats < MANY:
+        near = f"a ratio nearer to 1 than {NEAR:.2f} needs {MANY}"
+        raise NotMeasuredError(f"{found.median:.2f} on {found.repeats} pairs; {near}")
+    return found
+
+
+def coded(cell: TrainCell) -> Outcome | None:
+    """Return our fastest coded plan that was timed."""
+    found = [(o.timing.median, o) for o in cell.outcomes if not o.is_lossless and o.timing is not None]
+    return min(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def flexible(layout: Sequence[LayoutPoint]) -> float:
+    """Return how much more throughput ordering by expert gives on the largest world, the ordering included."""
+    if not layout:
+        raise NotMeasuredError("the layouts were left out")
+    last = max(layout, key=lambda point: point.world)
+    return last.timings[BY_SOURCE].median / last.timings[ORDERED].median
+
+
+def rows_of(cell: TrainCell) -> list[dict[str, Any]]:
+    """Return a line of the table per system, timed ones first."""
+    plain = cell.find("plain")
+    made = []
+    for outcome in sorted(cell.outcomes, key=lambda o: o.timing is None):
+        timing = outcome.timing
+        over = None if timing is None or plain is None else ratio(cell, outcome, plain)
+        untimed = {"median_seconds": None, "low_seconds": None, "high_seconds": None, "repeats": 0}
+        made.append(
+            {
+                "what": cell.case.mode, "case": cell.case.name, "inter": cell.case.inter, "system": outcome.name,
+                "kind": outcome.kind, "exchange": outcome.exchange, "lossless": outcome.is_lossless,
+                "best": outcome.name == cell.best, **(untimed if timing is None else timing.row()),
+                "trial_seconds": outcome.trial_seconds,
+                "items_per_second": cell.items / timing.median if timing else None,
+                "item": "images" if cell.case.model == "swin" else "tokens", "over_plain": over and over.median,
+                "over_plain_low": over and over.low, "over_plain_high": over and over.high,
+                "communication_share": outcome.communication_share,
+                "share_of_papers": [cell.case.share_low, cell.case.share_high], "inter_bytes": outcome.inter_bytes,
+                "bound_seconds": outcome.limit.seconds, "bound_link": outcome.limit.link,
+                **{f"{phase}_seconds": spent for phase, spent in outcome.phases.items()},
+                "worst_error": outcome.worst_error, "most_over_mean_load": cell.most_over_mean_load,
+            }
+        )  # fmt: skip
+    return made
+
+
+def measurement_rows(results: TrainResults) -> list[dict[str, Any]]:
+    """Return all rows, of cases and layouts."""
+    return [row for cell in results.cells for row in rows_of(cell)] + layouts.rows_of(results.layout)
+
+
+COLUMNS = (
+    Column(key="system", title="system", is_text=True),
+    Column(key="median_seconds", title="ms", show=milliseconds),
+    Column(key="quartiles", title="quartiles"),
+    Column(key="items_per_second", title="items/s", show=lambda value: f"{value:,.0f}"),
+    Column(key="over_plain", title="over plain", show=share),
+    Column(key="communication_share", title="comm share", show=share),
+    Column(key="inter_bytes", title="inter", show=byte_size),
+    Column(key="bound_seconds", title="bound", show=milliseconds),
+    Column(key="worst_error", title="error", show=lambda value: f"{value:.0e}"),
+)
+"""Of the tables on the terminal: milliseconds of a step, and over the plain layer's, receive-first."""
+
+LAYOUT_COLUMNS = (
+    Column(key="world", title="ranks"),
+    Column(key="layout", title="rows lie", is_text=True),
+    Column(key="median_seconds", title="ms", show=milliseconds),
+    Column(key="gflops_per_second", title="GFLOP/s", show=lambda value: f"{value:.1f}"),
+)
+"""Of the table of layouts."""
+
+
+def tables(results: TrainResults) -> list[Table]:
+    """Return a table for people per case, and one of the layouts."""
+
+    def shown(row: dict[str, Any]) -> dict[str, Any]:
+        tried = row["median_seconds"] is None
+        spread = f"trial {milliseconds(row['trial_seconds'])}" if tried else quartiles(row)
+        return row | {"quartiles": spread, "system": row["system"] + (" *" if row["best"] else "")}
+
+    made = [table(f"{cell.label}, best *", list(map(shown, rows_of(cell))), COLUMNS) for cell in results.cells]
+    if results.layout:
+        made.append(table("layouts", layouts.rows_of(results.layout), LAYOUT_COLUMNS, group_by=("world",)))
+    return made
+
+
+def panels(results: TrainResults) -> list[Panel]:
+    """Return a panel per case, with the bound of the links at each bar, and one of the layouts."""
+    made = [_bars(cell) for cell in results.cells]
+    if results.layout:
+        names = results.layout[0].timings
+        made.append(
+            Panel(
+                title="expert throughput, one process", x_title="ranks that the rows come from", y_title="GFLOP/s",
+                series=tuple(_line(results, name) for name in names),
+                x_ticks=tuple((float(point.world), str(point.world)) for point in results.layout), log_x=True,
+            )
+        )  # fmt: skip
+    return made
+
+
+def _bars(cell: TrainCell) -> Panel:
+    series = []
+    for outcome in cell.outcomes:
+        timing = outcome.timing
+        if timing is None:
+            continue
+        name = "ours, best lossless" if outcome.name == cell.best else outcome.name
+        series.append(PlottedSeries.of(name, [(0.0, timing, outcome.limit.seconds)]))
+    return Panel(title=cell.label, x_title="", y_title="ms per step", series=tuple(series), categories=("",))
+
+
+def _line(results: TrainResults, name: str) -> PlottedSeries:
+    timings = [point.timings[name] for point in results.layout]
+    scale = [point.flops / 1e9 for point in results.layout]
+    return PlottedSeries(
+        name=name,
+        x=tuple(float(point.world) for point in results.layout),
+        y=tuple(flops / timing.median for flops, timing in zip(scale, timings)),
+        low=tuple(flops / timing.high for flops, timing in zip(scale, timings)),
+        high=tuple(flops / timing.low for flops, timing in zip(scale, timings)),
+    )
+
 
 BENCHMARK = emulated(
     name="train",

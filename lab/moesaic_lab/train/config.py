@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from moesaic.configfile import suggestion
 from moesaic.errors import InputError
 from moesaic.plan.plan import AllToAll, Codec, Order, Plan
 from moesaic_lab.benchmark import read_parts
-
-if TYPE_CHECKING:
-    from moesaic_testbed import Bed
+from moesaic_testbed.bed import Bed
 
 COMMITTED = Path(__file__).parent.parent / "configs" / "train.toml"
 Pass = Literal["training", "inference"]
@@ -165,8 +163,6 @@ class TrainBenchConfig:
 
     def bed(self, case: TrainCase) -> Bed:
         """Return the emulated cluster of a case."""
-        from moesaic_testbed import Bed
-
         return Bed(nodes=self.nodes, ranks_per_node=self.ranks_per_node, inter=case.inter)
 
     def narrowed(self, *, only: tuple[str, ...] = (), repeats: int | None = None) -> TrainBenchConfig:

@@ -125,10 +125,7 @@ def rows_of(points: list[LayoutPoint]) -> list[dict[str, Any]]:
             "what": "layout",
             "world": point.world,
             "layout": name,
-            "median_seconds": timing.median,
-            "low_seconds": timing.low,
-            "high_seconds": timing.high,
-            "repeats": len(timing.seconds),
+            **timing.row(),
             "gflops_per_second": point.flops / timing.median / 1e9,
         }
         for point in points

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,7 @@ from moesaic_lab.across_ranks import gathered, in_turn_and_near
 from moesaic_lab.bounds import Message
 from moesaic_lab.measure import MANY, Span, in_turn, paired
 from moesaic_lab.train.config import TrainBenchConfig, TrainCase
-from moesaic_lab.train.step import GivenBatch
+from moesaic_lab.train.step import GivenBatch, gradient_of
 from moesaic_lab.train.systems import System, make_batch, make_model, make_systems
 
 
@@ -79,7 +80,7 @@ def measure(config: TrainBenchConfig, case: TrainCase) -> TrainFound:
     gc.disable()  # a collection in one rank's step would be waited for by all
     barrier = start_together(latest)
     tried = in_turn({name: runs[name] for name in ours}, case.trials, barrier=barrier)
-    trial = {name: _median(seconds) for name, seconds in gathered(tried).items()}
+    trial = {name: statistics.median(seconds) for name, seconds in gathered(tried).items()}
     best = min(ours, key=lambda name: trial[name])
     timed = [s for s in systems if case.all_plans or not s.is_lossless or s.kind != "ours" or s.name in (best, ours[0])]
     barrier()
@@ -143,8 +144,8 @@ def _whole(model: nn.Module, batch: GivenBatch, world: int) -> dict[str, Tensor]
     loss = model(batch.inputs, batch.targets).loss
     loss.backward()
     spread = {id(p) for layer in model.modules() if isinstance(layer, MoE) for p in layer.experts.parameters()}
-    dense = torch.cat([_grad(p).flatten() for p in model.parameters() if id(p) not in spread])
-    experts = torch.cat([_grad(p).flatten() for p in model.parameters() if id(p) in spread])
+    dense = torch.cat([gradient_of(p).flatten() for p in model.parameters() if id(p) not in spread])
+    experts = torch.cat([gradient_of(p).flatten() for p in model.parameters() if id(p) in spread])
     told = torch.cat([loss.detach().view(1), dense, experts])
     dist.all_reduce(told)
     mean = told / world
@@ -165,20 +166,12 @@ def _spread(system: System) -> dict[str, Tensor]:
     shards = 1 if system.candidate is None else system.candidate.etp
     squares = torch.zeros((), dtype=torch.float64)
     for parameter in step.experts:
-        squares += _grad(parameter).double().square().sum() / (shards if id(parameter) in common else 1)
+        squares += gradient_of(parameter).double().square().sum() / (shards if id(parameter) in common else 1)
     dist.all_reduce(mean)
     dist.all_reduce(squares)
-    dense = torch.cat([_grad(p).flatten() for p in step.dense])
+    dense = torch.cat([gradient_of(p).flatten() for p in step.dense])
     step.optimizer.zero_grad()
-    return {
-        "loss": mean / dist.get_world_size(),
-        "dense gradient": dense,
-        "expert gradient": squares.sqrt().view(1),
-    }
-
-
-def _grad(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return {"loss": mean / dist.get_world_size(), "dense gradient": dense, "expert gradient": squares.sqrt().view(1)}
 
 
 @torch.no_grad()
@@ -203,7 +196,3 @@ def _imbalance(config: TrainBenchConfig, case: TrainCase) -> float:
     batch = make_batch(case, config.seed, dist.get_rank(), config.world)
     model(batch.inputs, batch.targets)
     return worst
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]

@@ -99,12 +99,12 @@ class TimedStep:
     @torch.no_grad()
     def reduce(self) -> None:
         """Make gradients those of the mean over all ranks' batches."""
-        gradients = [_gradient(parameter) for parameter in self.dense]
+        gradients = [gradient_of(parameter) for parameter in self.dense]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         flat = sum_node_first(self._transport, self._grid, flat) / self._grid.world
         for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
             gradient.copy_(part.view_as(gradient))
-        torch._foreach_mul_([_gradient(parameter) for parameter in self.experts], 1 / self._grid.world)
+        torch._foreach_mul_([gradient_of(parameter) for parameter in self.experts], 1 / self._grid.world)
 
     def messages(self) -> list[Message]:
         """Return what this rank sent to others in the step before."""
@@ -138,7 +138,8 @@ def sum_node_first(transport: AbstractTransport, grid: Grid, flat: Tensor) -> Te
     return all_gather_rows(transport, node, all_reduce_sum(transport, rail, mine), len(flat))
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    """Return a parameter's gradient, made of zeros where there is none."""
     if parameter.grad is None:  # an expert without a row, in a layer that runs each on its own
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad

@@ -24,7 +24,7 @@ from moesaic.program.grid import Grid
 from moesaic.routing.capacity import Dropless
 from moesaic.runtime.data_parallel import expert_parameters
 from moesaic.train.presets import demo
-from moesaic_lab.peers.absence import absence
+from moesaic_lab.peers import absence
 from moesaic_lab.peers.deepspeed import DeepSpeedLayer
 from moesaic_lab.peers.exchange import AbstractExchange, ReceiveFirst, TorchExchange
 from moesaic_lab.peers.plain import PlainExpertParallel
@@ -65,11 +65,7 @@ class System:
 
 
 class Classifier(nn.Module):
-    """An image classifier with the loss that the loop wants.
-
-    Args:
-        model: images to logits.
-    """
+    """An image classifier with the loss that the loop wants."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -110,13 +106,7 @@ def make_batch(case: TrainCase, seed: int, rank: int, world: int) -> GivenBatch:
 
 
 def make_systems(config: TrainBenchConfig, case: TrainCase, transport: AbstractTransport) -> Iterator[System]:
-    """Yield the systems of a case on this rank; all ranks build them together.
-
-    Args:
-        config: names our candidates.
-        case: names the peers.
-        transport: between all ranks.
-    """
+    """Yield the systems of a case on this rank; all ranks build them together."""
     recorder, whole = Recorder(transport), make_model(case, config.seed)
     nodes = Grid(world=config.world, ep=config.world, ranks_per_node=config.ranks_per_node)
     batch = make_batch(case, config.seed, transport.rank, config.world)

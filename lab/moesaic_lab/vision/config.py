@@ -145,19 +145,9 @@ def _check(config: SwinConfig, name: str, holds: bool, wanted: str) -> None:
 _SMALL = SwinConfig()
 _BASE = replace(_SMALL, dim=128, heads=(4, 8, 16, 32))
 _DIGITS = SwinConfig(
-    image_size=8,
-    channels=1,
-    num_classes=10,
-    patch_size=2,
-    window=2,
-    dim=32,
-    depths=(2, 2),
-    heads=(2, 4),
-    mlp_ratio=0.5,
-    norm="pre",
-    num_experts=8,
-    dense_stages=0,
-)
+    image_size=8, channels=1, num_classes=10, patch_size=2, window=2, dim=32, depths=(2, 2), heads=(2, 4),
+    mlp_ratio=0.5, norm="pre", num_experts=8, dense_stages=0,
+)  # fmt: skip
 
 PRESETS: dict[str, SwinConfig] = {
     "swinv2-s": _SMALL,

@@ -41,10 +41,6 @@ def load_digits(val_share: float = 0.2, seed: int = 0) -> tuple[Images, Images]:
 
     The two parts are drawn at random: images of one writer are in both, so validation is easier than unknown writers.
 
-    Args:
-        val_share: of the images, set aside for validation.
-        seed: of the draw.
-
     Raises:
         InputError: without scikit-learn, or for a share that leaves one part empty.
     """

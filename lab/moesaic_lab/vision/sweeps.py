@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, each_kept, keeping, notes_of, once, same
+from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, each_kept, notes_of
 from moesaic_lab.claims import Claim, claimed, figures
 from moesaic_lab.tables import Column, percent
 from moesaic_lab.vision.train import VisionOptions, train
@@ -35,7 +35,7 @@ DENSE = 37.2
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions(BenchmarkOptions):
+class SweepOptions(KeptOptions):
     """What to train."""
 
     preset: str = "swin-tiny"
@@ -48,8 +48,6 @@ class SweepOptions(BenchmarkOptions):
     """Images per step."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Of weights and order."""
-    keep: str | None = None
-    """Folder of what was found, to go on from."""
 
 
 def one_run(options: SweepOptions, seed: int, capacities: tuple[float, ...] = (), **more: Any) -> list[dict[str, Any]]:
@@ -96,9 +94,8 @@ def measure(options: SweepOptions, cases: None, told: Told) -> list[dict[str, An
         for seed in options.seeds
         for name, about, given in runs()
     }
-    with keeping(options.keep) as folder:
-        found = each_kept(folder, {name: run for name, (_, run) in asked.items()}, told)
-        rows = [{**asked[name][0], **row} for name, of_run in found for row in of_run]
+    found = each_kept(options.keep, {name: run for name, (_, run) in asked.items()}, told)
+    rows = [{**asked[name][0], **row} for name, of_run in found for row in of_run]
     return [_mean(rows, key) for key in dict.fromkeys(map(_key, rows))]
 
 
@@ -144,7 +141,7 @@ K, FACTOR = Column(key="top_k", title="k"), Column(key="capacity", title="capaci
 
 BENCHMARK = Benchmark(
     name="vision_sweeps", description="Sweep balance loss, inference capacity, k and admission of a vision model.",
-    options=SweepOptions, notes=notes_of(__doc__), cases=once, measure=measure, rows=same, claims=claims,
+    options=SweepOptions, notes=notes_of(__doc__), measure=measure, claims=claims,
     columns=(
         Shown(title="Table 1: weight of the balance loss", where={"table": ("1",)},
               columns=(Column(key="weight", title="weight"), *SHARES)),

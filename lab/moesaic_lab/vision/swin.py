@@ -10,6 +10,9 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from moesaic.errors import InputError
 from moesaic.experts import PlainExperts
@@ -18,6 +21,7 @@ from moesaic.models.split import StackedLinear
 from moesaic.routing.losses import LoadBalance
 from moesaic.routing.routers import ROUTERS, CosineTopK, RouterFactory
 from moesaic.runtime.routing_cache import checkpoint
+from moesaic.train.parallel import SplitParameters
 from moesaic_lab.vision.attention import WindowAttention
 from moesaic_lab.vision.config import SwinConfig
 
@@ -28,12 +32,7 @@ INIT_STD = 0.02
 
 
 class FeedForward(nn.Sequential):
-    """A dense feed-forward layer with GELU.
-
-    Args:
-        dim: width of a token.
-        hidden: inner width.
-    """
+    """A dense feed-forward layer with GELU."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
@@ -120,9 +119,6 @@ class SwinMoE(nn.Module):
 
     Matrices are drawn from N(0, 0.02), biases are zero. Norms behind a layer start at zero, as in Swin V2, so that a block
     begins as the identity; then only they have gradients in the first step.
-
-    Args:
-        config: its shape.
     """
 
     def __init__(self, config: SwinConfig) -> None:
@@ -234,13 +230,35 @@ def make_vision_moe(config: SwinConfig, stage: int) -> MoE:
     if config.router == "cosine":
         router = partial(CosineTopK, temperature=COSINE_TEMPERATURE)
     return MoE(
-        config.width(stage),
-        config.hidden(stage),
-        config.num_experts,
-        config.top_k,
-        router=router,
-        experts=partial(PlainExperts, bias=True),
-        capacity=config.capacity,
-        losses=(LoadBalance(config.balance_loss),) if config.balance_loss else (),
-        eval_capacity=config.eval_capacity,
-    )
+        config.width(stage), config.hidden(stage), config.num_experts, config.top_k, router=router,
+        experts=partial(PlainExperts, bias=True), capacity=config.capacity,
+        losses=(LoadBalance(config.balance_loss),) if config.balance_loss else (), eval_capacity=config.eval_capacity,
+    )  # fmt: skip
+
+
+def split_dense(model: SwinMoE, tp: DeviceMesh) -> None:
+    """Split the dense parts of a model in place: attention by heads, feed-forward layers by their inner width.
+
+    Megatron-LM's scheme (Shoeybi et al. 2019, section 3): column-wise, then row-wise, one sum per pair. Patches, merging, norms
+    and the head are on every rank. All ranks call it with the same weights.
+
+    Args:
+        model: its MoE layers are on a mesh with this tensor parallelism already.
+        tp: of one dimension.
+
+    Raises:
+        InputError: for heads or inner widths that do not divide.
+    """
+    config, styles = model.config, dict[str, ParallelStyle]()
+    for stage, heads in enumerate(config.heads):
+        for what, size in ((f"heads[{stage}]", heads), (f"the inner width of stage {stage}", config.hidden(stage))):
+            if size % tp.size():
+                raise InputError(f"tp={tp.size()} does not divide {what}={size} of the model: choose a divisor")
+    for name, module in model.named_modules():
+        if isinstance(module, WindowAttention):
+            module.tp = tp
+            styles[f"{name}.qkv"] = SplitParameters({"weight": 1}, takes=Replicate(), gives=None)
+            styles[f"{name}.out"] = SplitParameters({"weight": 1}, takes=None, gives=Replicate())
+        elif isinstance(module, FeedForward):
+            styles[f"{name}.0"], styles[f"{name}.2"] = ColwiseParallel(), RowwiseParallel()
+    parallelize_module(model, tp, styles, src_data_rank=None)

@@ -33,8 +33,7 @@ from moesaic.routing.capacity import Capacity
 from moesaic.train.launch import launch
 from moesaic_lab.vision.config import PRESETS, SwinConfig
 from moesaic_lab.vision.data import ImageBatches, Images, load_digits, load_folder
-from moesaic_lab.vision.swin import SwinMoE
-from moesaic_lab.vision.tensor_parallel import split_dense
+from moesaic_lab.vision.swin import SwinMoE, split_dense
 from moesaic_lab.vision.timm import from_timm, is_timm
 
 TIMED_STEPS = 10

@@ -18,10 +18,9 @@ from moesaic_lab.gpu import layers as gpu_layers
 from moesaic_lab.gpu import run as gpu_device
 from moesaic_lab.gpu import timing as gpu_timing
 from moesaic_lab.gpu import tune as gpu_tune
-from moesaic_lab.gpu.claims import claims
 from moesaic_lab.gpu.layers import Inputs, errors, grouped_mm, ours, sonic
 from moesaic_lab.gpu.run import GpuOptions, measure
-from moesaic_lab.gpu.shapes import LARGEST, LAYERS, GpuLayer
+from moesaic_lab.gpu.shapes import LARGEST, LAYERS, GpuLayer, claims
 
 TINY = GpuLayer(tokens=24, dim=40, hidden=24, num_experts=3, top_k=2)
 

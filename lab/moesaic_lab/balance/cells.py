@@ -1,0 +1,280 @@
+"""The cases of the balance benchmark, measured cluster after cluster: what they found, as rows, and how rows are shown."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from moesaic.cost.held import ExpertSizes
+from moesaic.plan import Plan, compile_plan
+from moesaic.plan.budget import CountedCall, MemoryBudget
+from moesaic_lab.balance import ranks as side
+from moesaic_lab.balance.config import ELEMENT_BYTES, MATRICES, BalanceBenchConfig, BalancePlace, SkewedCase
+from moesaic_lab.balance.loads import max_vio
+from moesaic_lab.balance.memory import BudgetHeld
+from moesaic_lab.balance.methods import PLAIN, methods
+from moesaic_lab.balance.ranks import BalanceFound, BalanceJob, Decided
+from moesaic_lab.balance.shares import RECORDED, Share
+from moesaic_lab.balance.simulated import TimedDecision
+from moesaic_lab.benchmark import Told, on_beds
+from moesaic_lab.bounds import Message, crossing, link_limit
+from moesaic_lab.measure import TimedCell, Timing, timed
+from moesaic_lab.tables import QUARTILES, Column, byte_size, milliseconds, share, table
+from moesaic_testbed.bed import Bed
+from moesaic_testbed.cluster import Cluster
+
+NOTES = (
+    "Virtual compute: experts sleep for as long as an accelerator of the configured rate would take; everything else is real: "
+    "one layer on the runtime, forward and backward, real bytes between real processes over emulated links (network "
+    "namespaces, veth pairs shaped by htb). Times are of this machine, with several ranks on a core; ratios are what carries "
+    "over. Methods in turn, each on its own layer; before that every method's results and gradients are held against the "
+    "plain layer's with real experts, and its bytes and its peak of memory counted (all tensors alive in one step beyond "
+    "those before it, of the rank that has most). MaxVio is of ranks: the busiest rank's copies over the mean, minus 1. Each "
+    "case has several calls whose hot experts differ in part, taken in turn. Expert placement knows an earlier call and "
+    "moves no weights in the timed steps; NetMoE's residual is not moved, and its samples do not go home. Ours learns from "
+    "what its calls take: it runs `learning_calls` steps before anything is timed, as training runs thousands of "
+    "them; `trials` are the calls that ran an option to learn what it takes, before the timed steps and among them. "
+    "Ratios under 1.10 are the worse end of the median's 95 % interval over 30 pairs. Simulated rows are the cost "
+    "simulator's, not measured. In the simulated shares, `moving_seconds` is what it takes to move experts with their "
+    "optimizer state from where they began to where a placement has them, alone on the links; it is spent once in "
+    "`moves_every` calls, and `of_forced` counts each call's part of it. Weights that a call replicates (shadows, spilling, "
+    "EPLB, LPLB, LAER's re-layout) travel within the call, and their gradients back, so they are in `seconds`."
+)
+NOTHING_DECIDED = Decided(seconds=(0.0,), options=(), replicated_experts=(0.0,), replicated_copies=(0.0,))
+"""Of a method that replicates nothing."""
+BUDGET = 1.5
+"""Bytes of the method with a memory budget, over what a rank holds of plain expert parallelism under balance."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceCell(TimedCell):
+    """What one case found."""
+
+    job: BalanceJob
+    max_vio: tuple[float, ...]
+    """Of ranks, by call."""
+    peak_bytes: Mapping[str, int]
+    """By method: the most bytes of tensors alive at once in the first call, of the rank that has most."""
+    error: Mapping[str, float]
+    """By method: largest difference from the plain layer, results and gradients, over the largest value."""
+    link_seconds: Mapping[str, float]
+    """By method: bytes over rate on the busiest link of each movement, all of the first call's, one after the other."""
+    across_bytes: Mapping[str, int]
+    """By method: bytes between nodes of the first call."""
+    charged: Mapping[str, float]
+    """By method: seconds of virtual compute in a step, of the rank that has most."""
+    decided: Mapping[str, Decided]
+    """By method that replicates: what rank 0 decided; seconds are those of the slowest rank."""
+
+    def best_single(self) -> str:
+        """Return the single technique with the shortest median."""
+        singles = [name for name in self.timings if self.job.methods[name].is_single]
+        return min(singles, key=lambda name: self.timings[name].median)
+
+
+def run(config: BalanceBenchConfig, told: Told) -> list[BalanceCell]:
+    """Measure every case that a configuration asks for; it starts clusters, one after another, one for all cases of a layer."""
+    by_layer: dict[tuple[Bed, int], list[BalanceJob]] = {}
+    for case in config.cases():
+        place = case.place
+        job = BalanceJob(case=case, methods=methods(place.grid, budget_of(place)), seed=config.seed)
+        by_layer.setdefault((place.bed, place.num_experts), []).append(job)
+    if not by_layer:
+        return []
+
+    def about(jobs: list[BalanceJob]) -> str:
+        return ", ".join(job.case.label for job in jobs)
+
+    found = on_beds(by_layer.values(), lambda jobs: jobs[0].case.place.bed, about, measure, told)
+    return [cell for cells in found for cell in cells]
+
+
+def budget_of(place: BalancePlace) -> int:
+    """Return the bytes of the method with a memory budget."""
+    world, rows = place.bed.world, place.tokens_per_rank * place.top_k
+    copies, compiled = np.full((world, place.num_experts), rows // place.num_experts), compile_plan(Plan(), place.grid)
+    experts = ExpertSizes.stacked(place.dim, place.hidden, MATRICES, ELEMENT_BYTES)
+    call = CountedCall(copies, np.full(world, place.tokens_per_rank), place.hidden, lambda: experts)
+    return int(BUDGET * MemoryBudget(compiled, place.num_experts).peak(compiled, None, call).max())
+
+
+def measure(ranks: Cluster, jobs: Sequence[BalanceJob]) -> list[BalanceCell]:
+    """Measure cases of one mesh on a cluster that runs."""
+    of_ranks = ranks.run(side.measure, jobs)
+    return [summed_up(job, [found[number] for found in of_ranks]) for number, job in enumerate(jobs)]
+
+
+def summed_up(job: BalanceJob, found: Sequence[BalanceFound]) -> BalanceCell:
+    """Return a cell from what every rank found."""
+    place, routes = job.case.place, job.case.routes
+    links, across = {}, {}
+    for name in job.methods:
+        by_movement: dict[int, list[Message]] = {}
+        for of_rank in found:
+            for tag, sent in of_rank.counted[name].messages.items():
+                by_movement.setdefault(tag, []).extend(sent)
+        messages = [message for sent in by_movement.values() for message in sent]
+        links[name] = sum(link_limit(sent, place.bed).seconds for sent in by_movement.values())
+        across[name] = crossing(messages, place.grid.node_of)[0]
+    loads = [routes.counts(call, place.bed.world, place.num_experts) for call in range(len(routes.experts))]
+    return BalanceCell(
+        job=job,
+        max_vio=tuple(max_vio(counts, place.bed.world) for counts in loads),
+        **timed([of_rank.spans for of_rank in found], [of_rank.pairs for of_rank in found]),
+        peak_bytes={name: max(each.counted[name].peak_bytes for each in found) for name in job.methods},
+        error={name: max(each.counted[name].error for each in found) for name in job.methods},
+        link_seconds=links,
+        across_bytes=across,
+        charged={name: max(each.charged[name] for each in found) for name in job.methods},
+        decided={
+            name: max((each.decided[name] for each in found), key=lambda each: sum(each.seconds))
+            for name in found[0].decided
+        },
+    )
+
+
+BED = "bed"
+PARTS: dict[type, str] = {Share: "shares", TimedDecision: "decision", BudgetHeld: "memory"}
+"""Of the rows besides those of beds, by what they are made of."""
+
+
+def all_rows(
+    cells: Sequence[BalanceCell], shares: Sequence[Share] = (), decided: Sequence[TimedDecision] = (),
+    held: Sequence[BudgetHeld] = (),
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Return everything that was measured and simulated, as plain data."""
+    simulated = [{"part": PARTS[Share], **asdict(each), "of_forced": each.of_forced} for each in shares]
+    alone = [{"part": PARTS[TimedDecision], **asdict(each)} for each in decided]
+    counted = [{"part": PARTS[BudgetHeld], **asdict(each)} for each in held]
+    return [*(row for cell in cells for row in rows_of(cell)), *simulated, *alone, *counted]
+
+
+def rows_of(cell: BalanceCell) -> list[dict[str, Any]]:
+    """Return a line of the table per method."""
+    place = cell.job.case.place
+    best = min(cell.timings, key=lambda name: cell.timings[name].median)
+    slow = f" (last node {place.slow_link})" if place.slow_link else ""
+    shape = {
+        "part": BED, "case": cell.job.case.label, "max_vio": statistics.mean(cell.max_vio),
+        "bed": f"{place.nodes}x{place.ranks_per_node} {place.inter}{slow}, lo {place.intra}",
+        "tokens_per_rank": place.tokens_per_rank, "dim": place.dim, "hidden": place.hidden,
+        "experts_per_rank": place.experts_per_rank, "top_k": place.top_k, "compute": "virtual compute",
+    }  # fmt: skip
+    return [{**shape, "method": name, "is_best": name == best, **_figures(cell, name)} for name in cell.timings]
+
+
+def _figures(cell: BalanceCell, name: str) -> dict[str, Any]:
+    decided = cell.decided.get(name, NOTHING_DECIDED)
+    return {
+        **cell.timings[name].row(), "seconds": list(cell.timings[name].seconds),
+        "near_seconds": list(cell.near[name]) if name in cell.near else None,
+        **cell.ratio(PLAIN, name).row("plain_over_this"), "communication_seconds": cell.link_seconds[name],
+        "computing_seconds": cell.charged[name], "across_bytes": cell.across_bytes[name],
+        "peak_bytes": cell.peak_bytes[name], "promised_bytes": cell.job.methods[name].plan.memory_budget,
+        "error": cell.error[name], "replicated_experts": statistics.mean(decided.replicated_experts),
+        "replicated_copies": statistics.mean(decided.replicated_copies),
+        "options": ", ".join(sorted(set(decided.options))), "decision_seconds": statistics.median(decided.seconds),
+        "weighing_seconds": statistics.median(decided.weighing_seconds or (0.0,)), "trials": list(decided.trials),
+    }  # fmt: skip
+
+
+def cell_of(rows: Sequence[dict[str, Any]], case: SkewedCase) -> BalanceCell:
+    """Return the cell whose rows these are: `rows_of` gives them back."""
+    by_method = {row["method"]: row for row in rows}
+    every = methods(case.place.grid, next((row["promised_bytes"] for row in rows if row["promised_bytes"]), None))
+
+    def of(key: str) -> dict[str, Any]:
+        return {name: row[key] for name, row in by_method.items()}
+
+    decided = {
+        name: Decided(
+            seconds=(row["decision_seconds"],), options=tuple(row["options"].split(", ")),
+            replicated_experts=(row["replicated_experts"],), replicated_copies=(row["replicated_copies"],),
+            weighing_seconds=(row["weighing_seconds"],), trials=tuple(row["trials"]),
+        )
+        for name, row in by_method.items() if row["options"]
+    }  # fmt: skip
+    return BalanceCell(
+        job=BalanceJob(case=case, methods={name: every[name] for name in by_method}),
+        max_vio=(rows[0]["max_vio"],),
+        timings={name: Timing.of(seconds) for name, seconds in of("seconds").items()},
+        near={name: tuple(seconds) for name, seconds in of("near_seconds").items() if seconds},
+        peak_bytes=of("peak_bytes"), error=of("error"), link_seconds=of("communication_seconds"),
+        across_bytes=of("across_bytes"), charged=of("computing_seconds"), decided=decided,
+    )  # fmt: skip
+
+
+COLUMNS = (
+    Column(key="case", title="case", is_text=True),
+    Column(key="max_vio", title="MaxVio", show=share),
+    Column(key="method", title="method", is_text=True),
+    Column(key="is_best", title="best", show=lambda is_best: "*" if is_best else ""),
+    *QUARTILES,
+    Column(key="plain_over_this", title="plain / this", show=share),
+    Column(key="communication_seconds", title="links ms", show=milliseconds),
+    Column(key="computing_seconds", title="computing ms", show=milliseconds),
+    Column(key="across_bytes", title="across", show=byte_size),
+    Column(key="peak_bytes", title="peak", show=byte_size),
+    Column(key="replicated_experts", title="replicated experts", show=lambda value: f"{value:.1f}" if value else ""),
+    Column(key="decision_seconds", title="deciding ms", show=lambda value: milliseconds(value) if value else ""),
+    Column(key="trials", title="trials", show=lambda value: " + ".join(map(str, value)) if any(value) else ""),
+)
+"""Of the table on the terminal."""
+SHARE_COLUMNS = (
+    Column(key="cluster", title="cluster", is_text=True),
+    Column(key="ranks", title="ranks"),
+    Column(key="load", title="load", is_text=True),
+    Column(key="ratio", title="weights / rows", show=lambda value: f"{value:g}"),
+    Column(key="method", title="method", is_text=True),
+    Column(key="max_vio", title="MaxVio", show=share),
+    Column(key="median", title="of forced", show=share),
+    Column(key="low", title="least", show=share),
+    Column(key="high", title="most", show=share),
+    Column(key="of_own", title="of own forced", show=share),
+    Column(key="decision_seconds", title="deciding ms", show=milliseconds),
+    Column(key="calls", title="calls"),
+)
+
+
+def share_rows(shares: Sequence[Share]) -> list[dict[str, Any]]:
+    """Return shares of forced balance by cluster, load, weights and method: median, least and most over the calls."""
+    groups: dict[tuple[Any, ...], list[Share]] = {}
+    for each in shares:
+        load = each.load if each.load == RECORDED else f"{each.load}, MaxVio {round(2 * each.max_vio) / 2:g}"
+        groups.setdefault((each.cluster, each.ranks, load, each.ratio, each.method), []).append(each)
+    names = ("cluster", "ranks", "load", "ratio", "method")
+    return [
+        {
+            **dict(zip(names, key)), "max_vio": statistics.median(each.max_vio for each in found),
+            "median": statistics.median(each.of_forced for each in found), "low": min(each.of_forced for each in found),
+            "high": max(each.of_forced for each in found),
+            "of_own": statistics.median(each.own_forced_seconds / each.whole_seconds for each in found),
+            "decision_seconds": statistics.median(each.decision_seconds for each in found), "calls": len(found),
+        }
+        for key, found in groups.items()
+    ]  # fmt: skip
+
+
+def tables(cells: Sequence[BalanceCell], shares: Sequence[Share] = ()) -> list[Table]:
+    """Return a table per bed and layer, and one of shares of forced balance, for a terminal."""
+    made = []
+    for place in dict.fromkeys(cell.job.case.place for cell in cells):
+        rows = [row for cell in cells if cell.job.case.place == place for row in rows_of(cell)]
+        made.append(table(f"{described(rows[0])}, virtual compute", rows, COLUMNS, group_by=("case",)))
+    if shares:
+        title, groups = "Simulated: share of forced balance", ("cluster", "ranks", "load", "ratio")
+        made.append(table(title, share_rows(shares), SHARE_COLUMNS, group_by=groups))
+    return made
+
+
+def described(row: dict[str, Any]) -> str:
+    """Return the layer of a row in words: its bed, tokens and sizes."""
+    return (
+        f"{row['bed']}, {row['tokens_per_rank']} tokens per rank, dim {row['dim']}, hidden {row['hidden']}, "
+        f"{row['experts_per_rank']} experts per rank, top {row['top_k']}"
+    )

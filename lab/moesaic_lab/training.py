@@ -1,0 +1,44 @@
+"""Training runs that benchmarks compare: without a word, on this process or on several, and what they wrote down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from moesaic.testing.processes import on_ranks
+from moesaic.train.config import TrainConfig
+from moesaic.train.loop import TrainResult, train
+from moesaic.train.metrics import read_metrics
+
+
+def train_quietly(config: TrainConfig) -> TrainResult:
+    """Train and print nothing."""
+    return train(config, console=Console(quiet=True))
+
+
+def train_all(configs: list[TrainConfig]) -> None:
+    """Train one after another; on several ranks all of them call this together."""
+    for config in configs:
+        train_quietly(config)
+
+
+def trained_on(world: int, config: TrainConfig, *, backend: str = "gloo") -> list[dict[str, Any]]:
+    """Train on so many processes, this one for 1; returns the lines of the run's metrics."""
+    if world > 1:
+        on_ranks(world, train_all, [config], backend=backend)
+    else:
+        train_quietly(config)
+    return read_metrics(Path(config.out))
+
+
+def steps_of(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the lines of a run's metrics that are about steps."""
+    return [line for line in lines if line["kind"] == "train"]
+
+
+def changes(config: Any) -> str:
+    """Return the fields of a configuration that are not as they are if nobody says otherwise, in words."""
+    plain = vars(type(config)())
+    return " ".join(f"{name}={value}" for name, value in vars(config).items() if value != plain[name])
