@@ -6,11 +6,10 @@ import pytest
 
 pytest.importorskip("plotly")
 
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import read_cluster
 from moesaic.plan.candidates import Pins
-from moesaic.plan.findings import Settings
 from moesaic.plan.model import Job
-from moesaic.plan.search import search
+from moesaic.plan.search import Settings, search
 from moesaic.report.plan_page import roofline, stacked
 
 H100 = read_cluster("dgx-h100", nodes=2)

@@ -13,7 +13,7 @@ import numpy as np
 
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.selector.arbiter import Arbiter
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import read_cluster
 from moesaic.plan.plan import Plan
 from moesaic.program.grid import Grid
 from moesaic_lab.balance.simulated import machine_of

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from moesaic.cost.call_sizes import node_tokens_per_node
-from moesaic.cost.cluster import ClusterSpec
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import ClusterSpec, read_cluster
 from moesaic.cost.compute import rates_of
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import all_reduce_seconds

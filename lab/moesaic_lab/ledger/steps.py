@@ -9,10 +9,10 @@ from typing import Any
 
 from moesaic.configfile import override
 from moesaic.cost.memory import GIB
-from moesaic.plan.findings import Found
 from moesaic.plan.hub import read_shape
 from moesaic.plan.model import DataShape, Job
 from moesaic.plan.others import OthersLayout, predict
+from moesaic.plan.search import Found
 from moesaic_lab.ledger.parts import cluster_of
 from moesaic_lab.ledger.records import Entry, read_published
 
