@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.cost.call_sizes import sizes_of
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload, uniform_counts
 from moesaic.errors import InputError

@@ -21,18 +21,17 @@ from typing import Any
 
 import numpy as np
 
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import StepCostModel
 from moesaic.plan.candidates import Pins
 from moesaic.plan.compile import compile_plan
-from moesaic.plan.findings import Settings
 from moesaic.plan.loads import fit_counts, simulate_counts
 from moesaic.plan.model import Job
 from moesaic.plan.model_shape import ModelShape, MoEShape
 from moesaic.plan.plan import Plan, plan_in_words
 from moesaic.plan.predict import Predictor
-from moesaic.plan.search import search
+from moesaic.plan.search import Settings, search
 from moesaic.plan.table import PlanTable, TableSettings
 from moesaic.program.grid import Grid
 from moesaic.traces.trace import Trace

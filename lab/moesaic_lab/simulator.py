@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from moesaic.cli import plan
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload, dirichlet_counts
 from moesaic.plan import Compiled, Plan, compile_plan

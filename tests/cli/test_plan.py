@@ -13,7 +13,7 @@ import pytest
 
 from moesaic.cli.main import main
 from moesaic.cli.plan import plan_in_words, what_was_measured
-from moesaic.cost.cluster_file import presets, read_cluster
+from moesaic.cost.cluster import presets, read_cluster
 from moesaic.plan import Plan
 from moesaic.plan.files import read_planned
 from moesaic.train.auto_plan import with_planned

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from moesaic.cli.main import main
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError

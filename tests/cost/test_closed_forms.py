@@ -13,8 +13,7 @@ import pytest
 from cost.clusters import flat
 from cost.schemoe_forms import in_turn_all_to_all, pipelined_all_to_all
 from moesaic.cost.call_sizes import sizes_of
-from moesaic.cost.cluster import ClusterSpec, Host
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import ClusterSpec, Host, read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.timing import Simulated
 from moesaic.cost.workload import Workload, zipf_counts
@@ -209,7 +208,7 @@ def test_experts_over_thousands_of_ranks() -> None:
 def test_simulates_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from moesaic.cost.cluster_file import read_cluster\n"
+        "from moesaic.cost.cluster import read_cluster\n"
         "from moesaic.cost.simulate import Simulator\n"
         "from moesaic.cost.step import StepCostModel\n"
         "from moesaic.cost.workload import Workload\n"

@@ -10,9 +10,7 @@ import pytest
 
 from cost.clusters import DEVICE, tree
 from moesaic.configfile import as_json, build
-from moesaic.cost.cluster import ClusterSpec, Link, Peer, Tflops
-from moesaic.cost.cluster_file import presets, read_cluster
-from moesaic.cost.emulated import emulated, parse_rate
+from moesaic.cost.cluster import ClusterSpec, Link, Peer, Tflops, presets, read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.topology import Topology
 from moesaic.cost.workload import Workload, uniform_counts
@@ -20,6 +18,8 @@ from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
 from moesaic.plan.loads import simulate_counts, simulate_even
 from moesaic.program.grid import Grid
+from moesaic_lab.emulated import emulated
+from moesaic_testbed.bed import Bed
 
 PLAIN = {
     "nodes": 2,
@@ -159,7 +159,7 @@ def test_ranks_may_leave_devices_idle_but_not_outnumber_them() -> None:
 
 
 def test_the_emulated_bed_has_its_fields_as_links() -> None:
-    bed = emulated(nodes=4, ranks_per_node=2, inter=("200mbit", "200mbit", "100mbit", "50mbit"), intra="400mbit")
+    bed = emulated(Bed(nodes=4, inter=("200mbit", "200mbit", "100mbit", "50mbit"), intra="400mbit"))
     lo, eth = bed.links
     assert (lo.shared, lo.carries, lo.gbps) == (True, "inside", (0.4,))
     assert eth.gbps == (0.2, 0.2, 0.1, 0.05)
@@ -181,12 +181,12 @@ def test_the_emulated_bed_has_its_fields_as_links() -> None:
     ],
 )
 def test_preset_beds_are_what_their_fields_say(name: str, fields: dict) -> None:
-    assert replace(emulated(**fields), name=name) == read_cluster(name)
+    assert replace(emulated(Bed(**fields)), name=name) == read_cluster(name)
 
 
 def test_beds_with_leaf_switches_in_runs_and_not() -> None:
-    runs = emulated(nodes=4, ranks_per_node=2, switches=(0, 0, 1, 1), uplink="100mbit")
-    mixed = emulated(nodes=4, ranks_per_node=2, switches=(0, 1, 1, 0), uplink="100mbit")
+    runs = emulated(Bed(nodes=4, switches=(0, 0, 1, 1), uplink="100mbit"))
+    mixed = emulated(Bed(nodes=4, switches=(0, 1, 1, 0), uplink="100mbit"))
     assert runs.links[2].units == ()
     assert mixed.links[2].units == (0, 1, 1, 0)
     assert "uplink out 0" in on_links(Topology(runs, 8, 2), 0, 6)
@@ -196,30 +196,9 @@ def test_beds_with_leaf_switches_in_runs_and_not() -> None:
 
 def test_a_charge_per_packet_costs_rate_and_messages() -> None:
     """Measured: 155 of 200 Mbit/s at 5,000 bytes; 48 messages of 1 KiB from each of 4 nodes in 45 ms."""
-    eth = emulated(nodes=4, ranks_per_node=4, per_message=5000).links[1]
+    eth = emulated(Bed(nodes=4, ranks_per_node=4, per_message=5000)).links[1]
     assert eth.gbps[0] == pytest.approx(0.155, rel=0.02)
     assert 48 * eth.message_us == pytest.approx(45_000, rel=0.2)
-
-
-@pytest.mark.parametrize(
-    ("fields", "line"),
-    [
-        ({"inter": "fast"}, "inter='fast' is no rate"),
-        ({"inter": ("200mbit",) * 3}, "inter has 3 rates: give one, or one for each of the 2 nodes"),
-        ({"intra": "0mbit"}, "intra='0mbit' is no rate"),
-        ({"per_message": -1}, "per_message=-1: must be at least 0"),
-        ({"uplink": "1gbit"}, "without leaf switches"),
-        ({"switches": (0,), "uplink": "1gbit"}, "switches has 1 values"),
-    ],
-)
-def test_beds_that_cannot_be_are_refused(fields: dict, line: str) -> None:
-    with pytest.raises(InputError) as refusal:
-        emulated(**fields)
-    assert line in str(refusal.value)
-
-
-def test_rates_as_people_write_them() -> None:
-    assert [parse_rate(text, "x") for text in ("200mbit", "1gbit", "64 kbit", "2.5Gbit")] == [0.2, 1.0, 64e-6, 2.5]
 
 
 def of_nodes(nodes: int, **link: float) -> Topology:

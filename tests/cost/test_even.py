@@ -13,8 +13,7 @@ import pytest
 from cost.clusters import tree
 from documented import block
 from moesaic.cost.call_sizes import sizes_of
-from moesaic.cost.cluster import Host
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import Host, read_cluster
 from moesaic.cost.even import Even
 from moesaic.cost.hops import check_regular
 from moesaic.cost.movement import ends_of

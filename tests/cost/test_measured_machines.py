@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from cost.clusters import DEVICE, flat
-from moesaic.cost.cluster import ClusterSpec, Link
-from moesaic.cost.cluster_file import presets, read_cluster
+from moesaic.cost.cluster import ClusterSpec, Link, presets, read_cluster
 from moesaic.cost.compute import rates_of
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.topology import Topology

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from moesaic.codecs import CODECS, ELEMENT_BYTES
-from moesaic.cost import row_bytes
-from moesaic.cost.row_bytes import coded_bytes
+from moesaic.cost import movement
+from moesaic.cost.movement import coded_bytes
 from moesaic.errors import InputError
 from moesaic.kernels.codecs import codec_named
-from moesaic.plan.findings import COMPRESSION
+from moesaic.plan.search import COMPRESSION
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 ROWS = [0, 1, 2, 3, 4, 5, 7, 8, 9, 63, 64, 65]
@@ -68,7 +68,7 @@ def test_an_expected_number_of_rows_has_expected_bytes(codec: str, element_bytes
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_floors_allow_codecs_at_least_what_they_save(codec: str) -> None:
-    for size in row_bytes.DTYPES:
+    for size in movement.DTYPES:
         assert 1000 * 4096 * size <= COMPRESSION * coded_bytes(codec, 1000, 4096, size)
 
 

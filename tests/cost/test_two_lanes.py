@@ -11,11 +11,12 @@ import pytest
 from cost.clusters import flat
 from cost.schemoe_forms import in_turn_all_to_all, pipelined_all_to_all
 from moesaic.cost.cluster import Host
-from moesaic.cost.emulated import emulated
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.topology import Topology
 from moesaic.cost.workload import Workload
 from moesaic_lab.comm.programs import all_ep, exchange
+from moesaic_lab.emulated import emulated
+from moesaic_testbed.bed import Bed
 
 COMM = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "comm.json"
 RATES = [(80.0, 8.0), (8.0, 8.0), (4.0, 40.0)]
@@ -68,7 +69,7 @@ def test_ports_are_told_apart_by_whether_a_movement_leaves_nodes() -> None:
 def test_the_emulated_cluster_ran_both_lanes_at_once_as_simulated() -> None:
     """Committed times of the bed: both lanes together take what the longer one takes alone."""
     rows = [row for row in json.loads(COMM.read_text(encoding="utf-8"))["rows"] if row["what"] == "lanes"]
-    spec = emulated(nodes=2, ranks_per_node=2, inter="200mbit", intra="100mbit", host=Host(runs_compute=True))
+    spec = emulated(Bed(intra="100mbit"), host=Host(runs_compute=True))
     grid = all_ep(2, 2)
     assert len(rows) == 6
     for row in rows:

@@ -10,8 +10,7 @@ import pytest
 from cost.clusters import FREE, flat
 from moesaic.configfile import as_json
 from moesaic.cost.call_sizes import sizes_of
-from moesaic.cost.cluster import ClusterSpec, Device, RankSkew, Tflops
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import ClusterSpec, Device, RankSkew, Tflops, read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.timing import Simulated, SpecTiming
 from moesaic.cost.workload import Workload

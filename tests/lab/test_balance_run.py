@@ -19,7 +19,7 @@ from moesaic.cli.main import main
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh, open_transport
 from moesaic.comm.transport import AbstractTransport
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import read_cluster
 from moesaic.errors import InputError
 from moesaic.experts import PlainExperts
 from moesaic.plan import compile_plan

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import read_cluster
 from moesaic.errors import InputError
 from moesaic_lab.gpu import command, profile
 from moesaic_lab.gpu.checks import graph_error, padded_graph_error

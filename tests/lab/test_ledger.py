@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moesaic.cost.cluster import ClusterSpec
-from moesaic.cost.cluster_file import presets, read_cluster
+from moesaic.cost.cluster import ClusterSpec, presets, read_cluster
 from moesaic.plan.answer import SPREAD
 from moesaic_lab.ledger import parts
 from moesaic_lab.ledger.fitting import FITS, fitted

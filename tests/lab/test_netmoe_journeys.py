@@ -12,12 +12,13 @@ import torch
 from moesaic.balance.samples import AbstractPlacer, Given, Homes, SampleLoad, Stay, TwoStage
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.transport import AbstractTransport
-from moesaic.cost.emulated import emulated
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan
+from moesaic_lab.emulated import emulated
 from moesaic_lab.netmoe.ranks import Stack, TableRouter, TravelJob, check, numbered
 from moesaic_lab.netmoe.setting import Costs, Setting, decision_seconds, paper_cluster, paper_setting, routing, travel
 from moesaic_lab.recorder import Recorder
+from moesaic_testbed.bed import Bed
 
 LAYER = Workload(tokens=16, num_experts=8, top_k=2, dim=32, hidden=64, matrices=2, dtype="fp32")
 SMALL = Setting(nodes=2, per_node=2, slots=4, layer=LAYER, num_layers=3)
@@ -66,7 +67,7 @@ def test_shares_moved_are_of_the_moves_that_were_decided() -> None:
 
 
 def test_where_nobody_moves_layers_cost_what_plain_ones_do() -> None:
-    costs = Costs(SMALL, emulated(inter="200mbit"))
+    costs = Costs(SMALL, emulated(Bed()))
     counts = counts_of(SMALL, 0.4)
     plain, stay = costs.plain(counts), costs.placed(travel(SMALL.grid, counts, 4, Stay()))
     assert stay[1:] == plain[1:]
@@ -77,7 +78,7 @@ def test_where_nobody_moves_layers_cost_what_plain_ones_do() -> None:
 
 def test_bytes_between_nodes_are_those_of_the_routing() -> None:
     """Even routing: half of all copies, there and back, in forward and backward, in three layers."""
-    costs = Costs(SMALL, emulated(inter="200mbit"))
+    costs = Costs(SMALL, emulated(Bed()))
     across = costs.plain(counts_of(SMALL, 0.0))[2]
     rows = 16 * 16 * 2 // 2 * 4 * 3
     assert rows * 32 * 4 <= across < 1.1 * rows * 32 * 4
@@ -177,7 +178,7 @@ def test_ranks_move_samples_as_the_journey_says_and_save_its_bytes() -> None:
     trace = routing(setting, 0.6)
     counts = [trace.samples(layer, 0) for layer in range(3)]
     journey = travel(setting.grid, counts, 4, TwoStage())
-    costs = Costs(setting, emulated(inter="200mbit"))
+    costs = Costs(setting, emulated(Bed()))
     predicted = {"plain": costs.plain(counts)[2], "two_stage": costs.placed(journey)[2]}
     assert predicted["two_stage"] < 0.9 * predicted["plain"]
     for name, across in predicted.items():

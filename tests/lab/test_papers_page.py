@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moesaic.cli.main import COMMANDS, LABORATORY, main
-from moesaic.cost.cluster_file import presets
+from moesaic.cost.cluster import presets
 from moesaic.plan.presets import CONFIGS
 from moesaic.plan.presets import PRESETS as PLANNED
 from moesaic.train.presets import PRESETS as TRAINED

@@ -19,10 +19,9 @@ from moesaic.plan.answer import (
     speed_of,
 )  # fmt: skip
 from moesaic.plan.candidates import Pins
-from moesaic.plan.findings import LOSSLESS, Result, Settings
 from moesaic.plan.model import Job
 from moesaic.plan.model_shape import ModelShape, MoEShape
-from moesaic.plan.search import search
+from moesaic.plan.search import LOSSLESS, Result, Settings, search
 
 JOB = Job(
     batch_size=16,

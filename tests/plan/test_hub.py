@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moesaic.cost.call_sizes import node_tokens_per_node
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import read_cluster
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan.hub import HubShape, read_shape

@@ -9,7 +9,7 @@ from moesaic.balance.policies import REPLICATION_POLICIES
 from moesaic.balance.replication.cost import CallLoad
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.cost.call_sizes import sizes_of
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload, uniform_counts
 from moesaic.errors import InputError

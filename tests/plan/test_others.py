@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import StepCostModel, reduce_seconds
 from moesaic.errors import InputError
 from moesaic.plan.candidates import Pins
-from moesaic.plan.findings import Found, Settings
 from moesaic.plan.hub import read_shape
 from moesaic.plan.model import DataShape, Job
 from moesaic.plan.others import (
@@ -24,7 +23,7 @@ from moesaic.plan.others import (
     predict,
     unread_flags,
 )  # fmt: skip
-from moesaic.plan.search import search
+from moesaic.plan.search import Found, Settings, search
 from moesaic.program.grid import Grid
 from plan.hub_configs import DEEPSEEK_V3, MIXTRAL, QWEN3_30B
 

@@ -11,7 +11,7 @@ from moesaic.cost.step import Estimate
 from moesaic.errors import InputError
 from moesaic.plan import Plan
 from moesaic.plan.files import read_plan, read_planned, write_plan, write_planned
-from moesaic.plan.findings import Found
+from moesaic.plan.search import Found
 from moesaic.program.grid import Grid
 
 FOUND = Found(

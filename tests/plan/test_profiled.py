@@ -17,11 +17,10 @@ from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
 from moesaic.plan.candidates import Pins, SearchSpace
-from moesaic.plan.findings import LOSSLESS, Found, Result, Settings
 from moesaic.plan.model import Job
 from moesaic.plan.predict import Predictor
 from moesaic.plan.presets import PRESETS
-from moesaic.plan.search import search
+from moesaic.plan.search import LOSSLESS, Found, Result, Settings, search
 from moesaic.program.grid import Grid
 
 JOB = replace(PRESETS["gpt-tiny"], batch_size=16, accumulation=2)

@@ -6,15 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from moesaic.cost.cluster import ClusterSpec
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import ClusterSpec, read_cluster
 from moesaic.cost.memory import GIB, usable_bytes
 from moesaic.plan.candidates import Pins
-from moesaic.plan.findings import LOSSLESS, Settings, TooLargeError
 from moesaic.plan.hub import read_shape
 from moesaic.plan.model import DataShape, Job
 from moesaic.plan.remedies import in_words, remedies
-from moesaic.plan.search import search
+from moesaic.plan.search import LOSSLESS, Settings, TooLargeError, search
 from plan.hub_configs import QWEN3_30B
 
 SHAPE = read_shape({**QWEN3_30B, "num_hidden_layers": 6}, "config.json", seq_len=8192)

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moesaic.cost.cluster import Link
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import Link, read_cluster
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan
 from moesaic.plan.loads import fit_counts, typical_counts

@@ -11,18 +11,16 @@ from dataclasses import replace
 import pytest
 
 from helpers import pairwise
-from moesaic.cost.cluster import ClusterSpec
-from moesaic.cost.cluster_file import presets, read_cluster
+from moesaic.cost.cluster import ClusterSpec, presets, read_cluster
 from moesaic.cost.memory import usable_bytes
 from moesaic.errors import InputError
 from moesaic.plan.answer import speed_of
 from moesaic.plan.candidates import Pins
-from moesaic.plan.findings import LOSSLESS, Found, Settings
 from moesaic.plan.hub import HubShape
 from moesaic.plan.model import Job
 from moesaic.plan.others import EMITTERS, OthersLayout, from_flags, layout_of, predict
 from moesaic.plan.presets import CONFIGS, read_job
-from moesaic.plan.search import search
+from moesaic.plan.search import LOSSLESS, Found, Settings, search
 
 LAYOUTS: dict[str, Callable[[int], OthersLayout]] = {
     "ep": lambda world: OthersLayout(ep=min(8, world), global_batch=4 * world),

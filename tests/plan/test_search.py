@@ -15,11 +15,10 @@ from moesaic.cost.step import StepCostModel
 from moesaic.errors import InputError
 from moesaic.plan import compile_plan
 from moesaic.plan.candidates import Pins, SearchSpace, layouts
-from moesaic.plan.findings import LOSSLESS, LOSSY, Result, Settings, TooLargeError
 from moesaic.plan.model import DataShape, Job
 from moesaic.plan.model_shape import ModelShape, MoEShape
 from moesaic.plan.plan import Plan
-from moesaic.plan.search import neighbours, search
+from moesaic.plan.search import LOSSLESS, LOSSY, Result, Settings, TooLargeError, neighbours, search
 from moesaic.program.grid import Grid
 from moesaic.program.text import to_text
 

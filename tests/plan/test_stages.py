@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import read_cluster
 from moesaic.cost.memory import GIB, usable_bytes
 from moesaic.errors import InputError
 from moesaic.plan.candidates import Pins
-from moesaic.plan.findings import Found, Settings
 from moesaic.plan.hub import read_shape
 from moesaic.plan.model import DataShape, Job
 from moesaic.plan.others import OthersLayout, predict
-from moesaic.plan.search import search
+from moesaic.plan.search import Found, Settings, search
 from moesaic.plan.stages import best_in_stages
 from plan.hub_configs import QWEN3_30B
 

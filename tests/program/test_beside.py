@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan

@@ -8,13 +8,12 @@ import pytest
 
 pytest.importorskip("plotly")
 
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.plan.candidates import Pins, compile_on
-from moesaic.plan.findings import Settings
 from moesaic.plan.model import Job
 from moesaic.plan.model_shape import ModelShape, MoEShape
-from moesaic.plan.search import search
+from moesaic.plan.search import Settings, search
 from moesaic.report.plan_page import roofline, stacked
 from moesaic.report.step_gantt import COMPUTING, bars_of, step_gantt
 

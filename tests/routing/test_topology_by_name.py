@@ -11,7 +11,7 @@ import torch
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import read_cluster
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.plan import Plan

@@ -19,7 +19,7 @@ from torch import Tensor
 from helpers import seeds
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.transport import AbstractTransport
-from moesaic.cost.row_bytes import coded_bytes
+from moesaic.cost.movement import coded_bytes
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan
 from moesaic.plan.candidates import SearchSpace

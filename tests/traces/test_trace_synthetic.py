@@ -13,12 +13,11 @@ from moesaic.traces.load import layer_loads, max_violation
 from moesaic.traces.synthetic import (
     SyntheticRouting,
     capped,
-    counts,
     dirichlet_capped,
     draw_tokens,
     make_segment,
     make_trace,
-    with_max_vio,
+    popularity,
 )
 from moesaic.traces.trace import Trace, write_segment
 
@@ -29,37 +28,22 @@ def workload(tokens: int = 1000, experts: int = 16, top_k: int = 2) -> Workload:
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 @pytest.mark.parametrize("max_vio", [0.0, 0.5, 1.0, 2.0, 3.0])
-def test_counts_have_the_max_vio_of_experts(max_vio, top_k):
-    found = with_max_vio(3, workload(top_k=top_k), max_vio=max_vio, seed=5)
-    assert found.shape == (3, 16)
+def test_counts_have_the_max_vio_that_was_asked_for(max_vio, top_k):
+    trace = make_trace(SyntheticRouting(steps=1, top_k=top_k, sequences=4, seq_len=1000, max_vio=max_vio, seed=5))
+    found = trace.samples(0, 0)
     assert (found.sum(1) == 1000 * top_k).all()
-    assert (found == found[0]).all()
     assert found.max() <= 1000
     assert max_violation(found.sum(0)) == pytest.approx(max_vio, abs=16 / (1000 * top_k))
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize(
-    ("ranks", "top_k", "max_vio"), [(4, 2, 3.0), (4, 2, 2.0), (8, 2, 7.0), (4, 4, 1.0), (2, 8, 1.0), (16, 2, 6.5)]
-)
-def test_counts_have_the_max_vio_of_ranks(ranks, top_k, max_vio, seed):
-    found = with_max_vio(2, workload(top_k=top_k), max_vio=max_vio, ranks=ranks, seed=seed)
-    assert (found.sum(1) == 1000 * top_k).all()
-    assert found.max() <= 1000
-    loads = found.sum(0).reshape(ranks, -1).sum(1)
-    assert max_violation(loads) == pytest.approx(max_vio, abs=16 * ranks / (1000 * top_k))
-
-
-def test_counts_follow_zipfs_law():
+def test_popularity_follows_zipfs_law():
     for skew in (0.0, 0.4, 0.7):
-        found = counts(2, workload(tokens=10**6), skew=skew, seed=3)
-        shares = np.sort(found[0])[::-1] / found[0].sum()
+        shares = popularity(np.arange(16), skew, top_k=2)
         law = np.arange(1, 17) ** -skew
-        assert shares == pytest.approx(law / law.sum(), abs=1e-5)
-    order = zipf_counts(1, workload(), exponent=0.7, seed=3)[0]
-    assert np.sort(order).tolist() == np.sort(counts(1, workload(), skew=0.7)[0]).tolist()
-    assert counts(1, workload(), skew=0.7, seed=1).tolist() != counts(1, workload(), skew=0.7, seed=2).tolist()
-    assert counts(1, workload(), skew=30.0).max() == 1000
+        assert shares == pytest.approx(law / law.sum(), abs=1e-12)
+        counted = zipf_counts(1, workload(tokens=10**6), exponent=skew, seed=3)[0]
+        assert np.sort(counted)[::-1] / counted.sum() == pytest.approx(shares, abs=1e-5)
+    assert popularity(np.arange(16), 30.0, top_k=2).max() == 0.5
 
 
 @given(st.integers(1, 4), st.integers(4, 12), st.integers(0, 2**32 - 1))
@@ -155,10 +139,3 @@ def test_what_cannot_be_made_is_refused(changes, message):
     with pytest.raises(InputError) as caught:
         make_segment(SyntheticRouting(**changes))
     assert message in str(caught.value)
-
-
-def test_what_cannot_be_reached_is_refused():
-    with pytest.raises(InputError, match="max_vio=4: so many ranks and experts per token allow 0 to 3"):
-        with_max_vio(1, workload(), max_vio=4, ranks=4)
-    with pytest.raises(InputError, match="ranks=3 do not divide num_experts=16"):
-        with_max_vio(1, workload(), max_vio=1, ranks=3)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.plan.algorithm1 import choose
 from moesaic.plan.model import job_of

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from moesaic.balance.replication.cost import LinkKind
 from moesaic.cost.cluster import ClusterSpec
-from moesaic.cost.emulated import emulated
 from moesaic.program.grid import Grid
 from moesaic.train.link_rates import LinkRates, phases
+from moesaic_lab.emulated import emulated
+from moesaic_testbed.bed import Bed
 
 FOUR = Grid(world=8, ep=8, ranks_per_node=2)
 
@@ -78,7 +79,7 @@ def test_a_link_that_is_slow_from_the_start_is_held_against_those_of_the_other_n
 
 
 def test_what_the_cluster_says_of_its_nodes_is_no_change() -> None:
-    spec = emulated(nodes=4, inter=("80mbit", "80mbit", "80mbit", "40mbit"), intra="1gbit")
+    spec = emulated(Bed(nodes=4, inter=("80mbit", "80mbit", "80mbit", "40mbit"), intra="1gbit"))
     said = Told(FOUR, spec)
     said.rates = (1.0, 1.0, 1.0, 0.5)
     assert (said.drift(), said.drift()) == ({}, {})

@@ -12,14 +12,15 @@ from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.configfile import suggestion
 from moesaic.cost.alpha_beta import Machine
 from moesaic.cost.cluster import Tflops
-from moesaic.cost.emulated import CPU, emulated
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
+from moesaic.plan.predict import CPU
 from moesaic.program.grid import Grid
 from moesaic.traces.trace import Trace
 from moesaic_lab.balance.loads import Routes, Skew, by_shares, made_up, recorded_shares
 from moesaic_lab.balance.loads import recorded as recorded_routes
 from moesaic_lab.benchmark import read_parts, require_positive
+from moesaic_lab.emulated import emulated
 from moesaic_testbed.bed import Bed
 
 COMMITTED = Path(__file__).parent.parent / "configs" / "balance.toml"
@@ -104,13 +105,8 @@ class BalancePlace:
     def costs(self) -> ReplicationCosts:
         """What policies are told: the links that the bed was asked for, and what a message costs."""
         latency = {"inter_latency_us": self.message_us, "intra_latency_us": self.message_us}
-        cluster = emulated(
-            nodes=self.nodes,
-            ranks_per_node=self.ranks_per_node,
-            inter=self.inter,
-            intra=self.intra,
-            device=replace(CPU, tflops=Tflops(fp32=self.gflops / 1e3)),
-        )
+        device = replace(CPU, tflops=Tflops(fp32=self.gflops / 1e3))
+        cluster = emulated(replace(self.bed, inter=self.inter), device=device)
         return ReplicationCosts(
             machine=Machine(**latency), cluster=cluster, element_bytes=ELEMENT_BYTES, matrices=MATRICES
         )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import read_cluster
 from moesaic.program.grid import Grid
 from moesaic.traces.trace import Trace
 from moesaic_lab.balance.config import SharesOfForced

@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import state_dict_saver
 
 from moesaic.configfile import as_json, override, read_table
-from moesaic.cost import cluster_file
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost import cluster
+from moesaic.cost.cluster import read_cluster
 from moesaic.cost.profile import (
     ClusterProfile,
     Errors,
@@ -121,7 +121,7 @@ def _make_tables(one: Path) -> None:
     (one / "planned.json").write_text(json.dumps(planned))
     (one / "table.toml").write_text('out = "x"\nsteps = 3\n[model]\ndim = 16\nnum_heads = 2\n')
     (one / "cluster.toml").write_text(
-        (Path(cluster_file.__file__).parent / "presets" / "bed-2x2.toml").read_text(encoding="utf-8")
+        (Path(cluster.__file__).parent / "presets" / "bed-2x2.toml").read_text(encoding="utf-8")
     )
     _profile().write(one / "profile.json")
     np.save(one / "counts.npy", np.arange(8).reshape(2, 4))

@@ -9,11 +9,11 @@ from typing import Any
 
 from moesaic.configfile import suggestion
 from moesaic.cost.cluster import ClusterSpec, Device, Host, Tflops
-from moesaic.cost.emulated import emulated
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan.plan import AllToAll, Codec, Order
 from moesaic_lab.benchmark import read_parts, require_positive
+from moesaic_lab.emulated import emulated
 from moesaic_testbed.bed import Bed
 
 COMMITTED = Path(__file__).parent.parent / "configs" / "layer.toml"
@@ -82,10 +82,7 @@ class LayerPlace:
             gemm_rows=(1,), gemm_share=(1.0,), codec_gigabytes_per_second=self.coded_mb_per_second / 1e3,
         )  # fmt: skip
         host = Host(runs_compute=True, task_us=TASK_US * shared, message_us=MESSAGE_US * shared)
-        return emulated(
-            nodes=self.nodes, ranks_per_node=self.ranks_per_node, inter=self.inter, intra=self.intra, device=device,
-            host=host,
-        )  # fmt: skip
+        return emulated(self.bed, device=device, host=host)
 
     def workload(self, tp: int) -> Workload:
         """Return the layer as the simulator sees it, of a tensor group of so many ranks."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from moesaic.cost.cluster_file import presets, read_cluster
+from moesaic.cost.cluster import presets, read_cluster
 from moesaic_lab.benchmark import Benchmark, PagedOptions, Shown, Told, notes_of
 from moesaic_lab.claims import Claim
 from moesaic_lab.ledger import parts
@@ -133,7 +133,7 @@ MISSES = """What is off, and why as far as we know:
 - Of steps, every row that is off by more than 16 % says why, as far as anybody knows. Layouts are those of the recipes that are
   published beside the figures (performance recipes of Megatron-Bridge, benchmark recipes of NeMo Automodel, launch scripts of
   SimuMax, the threads named). What a framework runs step by step in eager PyTorch and which kernels compute its attention are
-  read in its source (`stepwise` and `score_kernel` of a layout, `cost/stepwise.py`); what few kernels cost that are counted
+  read in its source (`stepwise` and `score_kernel` of a layout, `cost/step_model.py`); what few kernels cost that are counted
   nowhere makes most rows 5 to 18 % too fast. LAER's steps have no published layout, and Megatron-Bridge's releases
   before 26.04 ran slower on the same machines than those after them; neither is here.
 - Float8 products of few rows with a scale per block are several times slower than the preset says.

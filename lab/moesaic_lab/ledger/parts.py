@@ -13,8 +13,7 @@ import numpy as np
 
 from moesaic.configfile import override
 from moesaic.cost.call_sizes import node_tokens_per_node
-from moesaic.cost.cluster import ClusterSpec
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import ClusterSpec, read_cluster
 from moesaic.cost.compute import rates_of
 from moesaic.cost.memory import GIB
 from moesaic.cost.simulate import Simulator
@@ -22,10 +21,10 @@ from moesaic.cost.step import all_reduce_seconds
 from moesaic.cost.topology import Topology
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan
-from moesaic.plan.findings import Found
 from moesaic.plan.hub import read_shape
 from moesaic.plan.model import DataShape, Job
 from moesaic.plan.others import OthersLayout, predict
+from moesaic.plan.search import Found
 from moesaic.program.grid import Grid
 from moesaic.program.passes.multicast import in_pieces
 from moesaic.program.task import Op, Stage

@@ -24,11 +24,11 @@ import torch
 from moesaic.balance.samples import Stay, TwoStage, Weighed
 from moesaic.cost.alpha_beta import Machine
 from moesaic.cost.cluster import Device, Tflops
-from moesaic.cost.emulated import UNSHAPED_GBPS, emulated
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan
 from moesaic_lab.benchmark import Benchmark, DrawnOptions, KeptOptions, Shown, Told, each_kept, notes_of
 from moesaic_lab.claims import Claim, claimed, figures
+from moesaic_lab.emulated import UNSHAPED_GBPS, emulated
 from moesaic_lab.measure import Timing, paired
 from moesaic_lab.netmoe.ranks import Method, TravelJob
 from moesaic_lab.netmoe.ranks import measure as measure_steps
@@ -36,6 +36,7 @@ from moesaic_lab.netmoe.setting import Costs, Setting, decision_seconds, paper_c
 from moesaic_lab.pictures import Panel, PlottedSeries
 from moesaic_lab.tables import Column, byte_size, milliseconds, percent, share
 from moesaic_testbed import cluster
+from moesaic_testbed.bed import Bed
 
 LOCALITIES = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8)
 BEDS = {"2x2": (2, 2), "4x2": (4, 2)}
@@ -99,7 +100,7 @@ def on_bed(name: str, repeats: int) -> Rows:
     nodes, per_node = BEDS[name]
     setting = Setting(nodes=nodes, per_node=per_node, slots=8, layer=BED_LAYER, num_layers=3)
     device = Device(tflops=Tflops(fp32=GFLOPS / 1000), memory_gib=8, memory_gigabytes_per_second=5)
-    costs = Costs(setting, emulated(nodes=nodes, ranks_per_node=per_node, inter=INTER, device=device))
+    costs = Costs(setting, emulated(Bed(nodes=nodes, ranks_per_node=per_node, inter=INTER), device=device))
     rows = Rows()
     with cluster(nodes=nodes, ranks_per_node=per_node, inter=INTER) as bed:
         for locality in BED_LOCALITIES[name]:

@@ -16,8 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad, Volume
-from moesaic.cost.cluster import ClusterSpec, Link
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import ClusterSpec, Link, read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.timing import Simulated
 from moesaic.cost.workload import Workload

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moesaic.cost.call_sizes import sizes_of
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import read_cluster
 from moesaic.cost.compute import rates_of
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import reduce_seconds

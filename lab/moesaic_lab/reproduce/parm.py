@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moesaic.cost.cluster import ClusterSpec, Tflops
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import ClusterSpec, Tflops, read_cluster
 from moesaic.cost.memory import GIB, layer_memory
 from moesaic.cost.workload import Workload
 from moesaic.plan import Compiled, Plan, compile_plan

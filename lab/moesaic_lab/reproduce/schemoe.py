@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from moesaic.cost.cluster import ClusterSpec, Host, Tflops
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import ClusterSpec, Host, Tflops, read_cluster
 from moesaic.cost.memory import GIB
 from moesaic.cost.workload import Workload
 from moesaic.plan import Compiled, Plan, compile_plan

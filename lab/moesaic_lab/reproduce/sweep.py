@@ -15,8 +15,7 @@ import numpy as np
 from moesaic.cost.call_sizes import chunks_of
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.even import AbstractEvenLayers, EvenLayers, PieceRows, piece_rows
-from moesaic.cost.movement import AbstractVolumes, Movement, ends_of
-from moesaic.cost.row_bytes import LayerShape, row_bytes
+from moesaic.cost.movement import AbstractVolumes, Movement, ends_of, row_bytes
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.topology import Load, Topology
 from moesaic.cost.workload import Workload
@@ -65,7 +64,7 @@ class _Family:
         key = (source.kind, move, codec, task.link if task.op is Op.HOP else "", task.hop)
         if key not in self._lines:
             found = [volumes.movements(task, slots, codec) for volumes in (self.first, self.second)]
-            sizes = [row_bytes(source, codec, piece.of(source.layout), self.first.shape) for piece in self.pieces]
+            sizes = [row_bytes(source, codec, piece.of(source.layout), self.first.layer) for piece in self.pieces]
             self._lines[key] = [_line(one, two, sizes) for one, two in zip(*found)]
         return self._lines[key]
 
@@ -75,13 +74,13 @@ class Scaled(AbstractVolumes):
 
     Args:
         family: of its mesh.
-        shape: of the layer.
+        layer: of the family.
         piece: rows of a piece of the layer.
     """
 
-    def __init__(self, family: _Family, shape: LayerShape, piece: PieceRows) -> None:
+    def __init__(self, family: _Family, layer: Workload, piece: PieceRows) -> None:
         self._family, self._piece = family, piece
-        self.shape = shape
+        self.layer = layer
         self.topology: Topology = family.first.topology
 
     @property
@@ -105,7 +104,7 @@ class Scaled(AbstractVolumes):
 
     def movements(self, task: Task, slots: Mapping[str, Slot], codec: str) -> list[Movement]:
         source = ends_of(task, slots)[0]
-        num_bytes = row_bytes(source, codec, self._piece.of(source.layout), self.shape)
+        num_bytes = row_bytes(source, codec, self._piece.of(source.layout), self.layer)
         return [line.at(num_bytes) for line in self._family.lines(task, slots, codec)]
 
     def _times(self, layout: Layout) -> float:
@@ -138,7 +137,7 @@ class SweptLayers(AbstractEvenLayers):
             one, two = (self._each.volumes(program, each, grid) for each in made)
             pieces = [piece_rows(each, grid, chunks, redundant) for each in made]
             self._families[key] = _Family(one, two, (pieces[0], pieces[1]))
-        return Scaled(self._families[key], workload.shape, piece_rows(workload, grid, chunks, redundant))
+        return Scaled(self._families[key], workload, piece_rows(workload, grid, chunks, redundant))
 
 
 def sweep_simulator(cluster: ClusterSpec) -> Simulator:

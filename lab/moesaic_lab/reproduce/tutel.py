@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moesaic.cost.cluster import ClusterSpec, Tflops
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import ClusterSpec, Tflops, read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.timing import Simulated
 from moesaic.cost.workload import Workload

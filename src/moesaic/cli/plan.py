@@ -16,8 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from moesaic.cli.arguments import parse
-from moesaic.cost.cluster import ClusterSpec
-from moesaic.cost.cluster_file import presets, read_cluster
+from moesaic.cost.cluster import ClusterSpec, presets, read_cluster
 from moesaic.cost.memory import GIB, usable_bytes
 from moesaic.cost.profile import read_profile
 from moesaic.cost.profile_simulate import profiled_simulator
@@ -28,7 +27,6 @@ from moesaic.plan.algorithm1 import RULES, choose
 from moesaic.plan.answer import Speed, again, changes, cost_of_skew, longer_by_rank_skew, speed_of
 from moesaic.plan.candidates import Pins, SearchSpace, compile_on, name_of
 from moesaic.plan.files import write_planned
-from moesaic.plan.findings import LOSSLESS, LOSSY, Found, OfEp, Result, Settings, TooLargeError
 from moesaic.plan.hub import HubShape
 from moesaic.plan.loads import typical_counts
 from moesaic.plan.model import Job
@@ -45,7 +43,7 @@ from moesaic.plan.plan import AllToAll, Codec, Crossing, Order, Schedule, plan_i
 from moesaic.plan.predict import APART
 from moesaic.plan.presets import CONFIGS, PRESETS, read_job
 from moesaic.plan.remedies import in_words, remedies
-from moesaic.plan.search import search
+from moesaic.plan.search import LOSSLESS, LOSSY, Found, OfEp, Result, Settings, TooLargeError, search
 from moesaic.plan.stages import best_in_stages
 from moesaic.traces.trace import Trace
 

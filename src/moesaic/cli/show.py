@@ -15,10 +15,8 @@ from rich.table import Table
 from moesaic.balance.samples import Homes
 from moesaic.cli.arguments import parse
 from moesaic.cost.call_sizes import copies_by_rank, sizes_of
-from moesaic.cost.cluster import ClusterSpec, Dtype
-from moesaic.cost.cluster_file import read_cluster
+from moesaic.cost.cluster import ClusterSpec, Dtype, read_cluster
 from moesaic.cost.held import ExpertSizes
-from moesaic.cost.row_bytes import LayerShape
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload, uniform_counts
 from moesaic.errors import InputError
@@ -140,7 +138,7 @@ def run(arguments: Sequence[str]) -> int:
     programs = {"forward": compiled.forward, "backward": compiled.backward}
     if compiled.again is not None:
         programs["again"] = compiled.again
-    rows = {name: _moved(program, sizes, layer.shape) for name, program in programs.items()}
+    rows = {name: _moved(program, sizes, layer) for name, program in programs.items()}
     timelines = {
         name: simulator.run(program, layer, compiled.grid, sizes=sizes if options.samples else None).timeline
         for name, program in programs.items()
@@ -169,7 +167,7 @@ def _held(compiled: Compiled, layer: Workload) -> list[dict[str, Any]]:
     grid, even = compiled.grid, uniform_counts(compiled.grid.dp, layer)
     one = np.zeros_like(even)
     one[:, : layer.top_k] = layer.tokens
-    experts = ExpertSizes.stacked(layer.dim, layer.hidden // grid.etp, layer.matrices, layer.shape.element_bytes)
+    experts = ExpertSizes.stacked(layer.dim, layer.hidden // grid.etp, layer.matrices, layer.element_bytes)
     budget, found = MemoryBudget(compiled, layer.num_experts), []
     for routing, counts in (("even", even), ("all tokens to the same experts", one)):
         copies = copies_by_rank(compiled.forward, grid, counts)
@@ -223,10 +221,10 @@ def _by_sample(sizes: CallSizes, plan: Plan, layer: LayerOptions, slots: int) ->
     return placed_sizes(grid, copies, placed, layer.hidden // grid.etp)
 
 
-def _moved(program: Program, sizes: CallSizes, shape: LayerShape) -> list[dict[str, Any]]:
+def _moved(program: Program, sizes: CallSizes, layer: Workload) -> list[dict[str, Any]]:
     rows = []
     for moved in traffic(program, sizes, sizes.grid.node_of):
-        inside, across = moved.num_bytes(shape.dim, shape.element_bytes, unit_columns=shape.matrices * shape.dim)
+        inside, across = moved.num_bytes(layer.dim, layer.element_bytes, unit_columns=layer.matrices * layer.dim)
         rows.append(
             {
                 "task": moved.task,

@@ -1,8 +1,8 @@
-"""`ClusterSpec`: what of a cluster decides how long a layer takes: its devices, its links, its hosts. Data, no torch.
+"""`ClusterSpec`: what of a cluster decides how long a layer takes: its devices, its links, its hosts; read from TOML by name.
 
 Links form a tree of levels (a device's own, its socket's, its node's, its leaf switch's), each one directed link up and
 one down, plus direct links between pairs of devices. A message climbs from its source to the first switch above both
-ends and comes down again. `topology.py` makes the graph of it, `cluster_file.py` reads it from TOML.
+ends and comes down again. `topology.py` makes the graph of it. Every refusal names the field and what would be right.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from importlib import resources
 from itertools import pairwise
+from pathlib import Path
 from typing import Literal, get_args
 
-from moesaic.configfile import SUCH_AS
+from moesaic.configfile import SUCH_AS, build, read_table, suggestion
 from moesaic.errors import InputError
 
 Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8"]
@@ -418,6 +420,32 @@ class ClusterSpec:
                 return True
         size = self.devices_per_node
         return kind == "inside" and len({tuple(sorted(peer.devices)) for peer in self.peers}) == size * (size - 1) // 2
+
+
+def presets() -> list[str]:
+    """Return the names of the clusters that come with the package."""
+    folder = resources.files("moesaic.cost").joinpath("presets")
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def read_cluster(name: str, *, nodes: int | None = None) -> ClusterSpec:
+    """Return a cluster.
+
+    Args:
+        name: a preset, or the path of a TOML or JSON file.
+        nodes: use so many of its nodes, or more of the same; None for the file's number.
+
+    Raises:
+        InputError: for an unknown preset, a file that does not parse, an unknown field, or a value that cannot be.
+    """
+    if name.endswith((".toml", ".json")):
+        table = read_table(Path(name))
+    elif name in presets():
+        with resources.as_file(resources.files("moesaic.cost").joinpath("presets", f"{name}.toml")) as path:
+            table = {"name": name, **read_table(path)}
+    else:
+        raise InputError(f"cluster {name!r} is unknown{suggestion(name, presets())}; or give a path that ends in .toml")
+    return build(ClusterSpec, table if nodes is None else table | {"nodes": nodes}, source=f"cluster {name}")
 
 
 def check_above_zero(where: str, value: float) -> None:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moesaic.cost.cluster import ELEMENT_BYTES, ClusterSpec
-from moesaic.cost.movement import AbstractVolumes
-from moesaic.cost.row_bytes import row_bytes
+from moesaic.cost.movement import AbstractVolumes, row_bytes
 from moesaic.program.task import Kind, Op, Slot, Task
 
 
@@ -115,17 +114,17 @@ def compute_seconds(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolu
 
 
 def _experts(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rates: Rates) -> np.ndarray:
-    shape = volumes.shape
+    layer = volumes.layer
     rows = next(slots[name] for name in task.reads if slots[name].kind is Kind.ROWS)
     weights = next(slots[name] for name in task.reads if slots[name].layout.flow == "weights")
-    units = shape.hidden * volumes.shards(weights.layout)
-    per_row = 2.0 * shape.dim * units * shape.matrices
-    weight_bytes = shape.dim * units * shape.matrices * shape.element_bytes
+    units = layer.hidden * volumes.shards(weights.layout)
+    per_row = 2.0 * layer.dim * units * layer.matrices
+    weight_bytes = layer.dim * units * layer.matrices * layer.element_bytes
     passes = 2 if task.op is Op.EXPERT_GRAD else 1
     held = volumes.rows_per_expert(rows.layout)
     each = rates.product_seconds(held.reshape(-1), per_row, weight_bytes).reshape(held.shape)
     if rates.activation_traffic or rates.cast_bytes:
-        each += rates.traffic_seconds(held, shape.dim, units, shape.matrices, shape.element_bytes)
+        each += rates.traffic_seconds(held, layer.dim, units, layer.matrices, layer.element_bytes)
     seconds: np.ndarray = each.sum(axis=1) * passes
     return seconds
 
@@ -135,10 +134,10 @@ def _coding(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rat
     assert task.of is not None
     slot = slots[task.of[0] if task.op is Op.PACK else task.of[1]]
     rows = volumes.rows(slot.layout)
-    plain = rows * row_bytes(slot, "", 1.0, volumes.shape)
+    plain = rows * row_bytes(slot, "", 1.0, volumes.layer)
     codec = task.codec if slot.kind is Kind.ROWS else ""
     amounts, kind = np.unique(rows, return_inverse=True)
-    coded = np.array([row_bytes(slot, codec, each, volumes.shape) for each in amounts.tolist()])[kind]
+    coded = np.array([row_bytes(slot, codec, each, volumes.layer) for each in amounts.tolist()])[kind]
     if codec and rates.codec is not None:
         return plain / rates.codec
     return (plain + coded) / rates.memory
@@ -150,5 +149,5 @@ def _bytes(names: tuple[str, ...], slots: Mapping[str, Slot], volumes: AbstractV
     for name in names:
         slot = slots[name]
         if slot.kind is not Kind.PACKETS:
-            total += volumes.rows(slot.layout) * row_bytes(slot, "", 1.0, volumes.shape)
+            total += volumes.rows(slot.layout) * row_bytes(slot, "", 1.0, volumes.layer)
     return total

@@ -10,15 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import cache, partial
 
 import numpy as np
 
 from moesaic.cost.call_sizes import chunks_of, node_tokens_per_node
 from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.hops import HopPaths, check_regular, hop_paths
-from moesaic.cost.movement import AbstractVolumes, Movement, connected, ends_of
-from moesaic.cost.row_bytes import LayerShape, row_bytes
+from moesaic.cost.movement import AbstractVolumes, Movement, connected, ends_of, row_bytes
 from moesaic.cost.symmetry import Digits, Pairs, UnlikeError, box_of, pieces_of_step, steps_of
 from moesaic.cost.topology import Topology, check_fit
 from moesaic.cost.workload import Workload
@@ -60,8 +59,7 @@ class Even(AbstractVolumes):
     Args:
         grid: the mesh, etp factored as the plan wants it.
         topology: of the cluster, folded.
-        shape: of the layer.
-        num_experts: of the layer.
+        layer: that all ranks have.
         piece: rows of a piece.
         paths: of hops, as far as they are known; what is found is added, for other meshes and layers to share.
         apart: tell the ranks of a block apart: in a step of peers some of them send to other nodes, and some do not.
@@ -75,16 +73,14 @@ class Even(AbstractVolumes):
         self,
         grid: Grid,
         topology: Topology,
-        shape: LayerShape,
-        num_experts: int,
+        layer: Workload,
         piece: PieceRows,
         paths: dict[tuple[object, ...], HopPaths],
         *,
         apart: bool = False,
     ) -> None:
         self._apart, self._paths = apart, paths
-        self.grid, self.topology, self.shape = grid, topology, shape
-        self.num_experts, self.piece = num_experts, piece
+        self.grid, self.topology, self.layer, self.piece = grid, topology, layer, piece
         if any(link.units for link in topology.spec.links):
             raise UnlikeError("nodes hang on switches in unequal runs")
         per_node = topology.spec.devices_per_node
@@ -97,11 +93,9 @@ class Even(AbstractVolumes):
 
     @property
     def num_actors(self) -> int:
-        """One; or one per rank of a block."""
         return self.topology.block if self._apart else 1
 
     def rows(self, layout: Layout) -> np.ndarray:
-        """Return the rows of a slot of this layout, (actors,)."""
         if layout not in self._rows:
             self._rows[layout] = self._count_rows(layout)
         return self._rows[layout]
@@ -117,13 +111,11 @@ class Even(AbstractVolumes):
         return pieces
 
     def rows_per_expert(self, layout: Layout) -> np.ndarray:
-        """Return the rows of each expert that a rank runs."""
         digits = self._radix(layout)
         held = digits.product(box_of(digits, layout).free_expert) * self._experts_each(layout)
         return np.repeat(self.rows(layout)[:, None] / held, held, axis=1)
 
     def shards(self, weights: Layout) -> float:
-        """Return the share of an expert's hidden width that a rank runs."""
         digits = self._radix(weights)
         return digits.product(box_of(digits, weights).free_origin) / self.grid.etp
 
@@ -134,7 +126,7 @@ class Even(AbstractVolumes):
         if key not in self._found:
 
             def num_bytes(rows: float) -> float:
-                return row_bytes(source, codec, rows, self.shape)
+                return row_bytes(source, codec, rows, self.layer)
 
             self._found[key] = self._find(task, move, num_bytes)
         return self._found[key]
@@ -234,7 +226,7 @@ class Even(AbstractVolumes):
         return pieces
 
     def _experts_each(self, layout: Layout) -> int:
-        return self.num_experts // self.grid.ep if FLOWS[layout.flow].is_per_expert else 1
+        return self.layer.num_experts // self.grid.ep if FLOWS[layout.flow].is_per_expert else 1
 
     def _radix(self, layout: Layout, cuts: list[int] | None = None) -> Digits:
         extra = set(self._cuts) | set(cuts or ())
@@ -253,16 +245,6 @@ def _any_chunk(move: Move) -> Move:
         replace(layout, chunk=0) if isinstance(layout.chunk, int) else layout for layout in (move.source, move.target)
     )
     return Move(source, target, move.group, move.reduce)
-
-
-class _Key(NamedTuple):
-    """What an even workload's rows depend on."""
-
-    grid: Grid
-    workload: Workload
-    chunks: int
-    redundant: bool
-    apart: bool
 
 
 class AbstractEvenLayers(ABC):
@@ -292,27 +274,19 @@ class EvenLayers(AbstractEvenLayers):
 
     def __init__(self, cluster: ClusterSpec) -> None:
         self._cluster = cluster
-        self._topologies: dict[tuple[int, int | None, int], Topology] = {}
-        self._found: dict[_Key, AbstractVolumes] = {}
+        self._topology = cache(partial(Topology, cluster))
+        self._found: dict[tuple[Grid, Workload, int, bool, bool], AbstractVolumes] = {}
         self._paths: dict[tuple[object, ...], HopPaths] = {}
 
     def volumes(self, program: Program, workload: Workload, grid: Grid) -> AbstractVolumes:
-        """Return the rows and messages of a program under even routing."""
         apart = any(slot.layout.step is not None for slot in program.slots)
-        key = _Key(grid, workload, chunks_of(program), program.is_redundant, apart)
+        chunks, redundant = chunks_of(program), program.is_redundant
+        key = (grid, workload, chunks, redundant, apart)
         if key not in self._found:
-            piece = piece_rows(workload, grid, key.chunks, key.redundant)
-            topology = self._topology(grid, self._block(grid, apart))
-            self._found[key] = Even(
-                grid, topology, workload.shape, workload.num_experts, piece, self._paths, apart=apart
-            )
+            piece = piece_rows(workload, grid, chunks, redundant)
+            topology = self._topology(grid.world, grid.ranks_per_node, block=self._block(grid, apart))
+            self._found[key] = Even(grid, topology, workload, piece, self._paths, apart=apart)
         return self._found[key]
-
-    def _topology(self, grid: Grid, block: int) -> Topology:
-        key = (grid.world, grid.ranks_per_node, block)
-        if key not in self._topologies:
-            self._topologies[key] = Topology(self._cluster, grid.world, grid.ranks_per_node, block=block)
-        return self._topologies[key]
 
     def _block(self, grid: Grid, apart: bool) -> int:
         """Return how many ranks stand for all: a node's; with ranks told apart, those behind the largest switch."""

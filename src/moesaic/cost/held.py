@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from moesaic.codecs import codec_spec, is_coded
-from moesaic.cost.movement import ends_of
-from moesaic.cost.row_bytes import DTYPES
+from moesaic.cost.movement import DTYPES, ends_of
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import legs_by_hop
 from moesaic.program.bundles import bundles
@@ -95,7 +94,7 @@ class HeldBytes:
     """
 
     def __init__(self, programs: tuple[Program, Program], shapes: AbstractLayoutIndex, experts: ExpertSizes) -> None:
-        self.shapes, self.experts = shapes, experts
+        self.shapes, self.experts, self._legs = shapes, experts, cache(legs_by_hop)
         forward, backward = (_Walk(program, shapes, experts) for program in programs)
         names = [name for name in programs[1].inputs if name in forward.slots and name in backward.slots]
         kept = _joined([backward.slot_bytes(name) for name in names])
@@ -137,15 +136,8 @@ class HeldBytes:
 
     def _paths(self, term: _Hop) -> np.ndarray:
         """Return source and target of each packet of a hop, and of its leg, (4, packets) int64."""
-        key = (term.link, term.group, term.hop)
-        if key not in self._legs:
-            legs = legs_by_hop(ALL_TO_ALLS[term.link], self.shapes.grid, term.group)
-            self._legs[key] = legs.get(term.hop, np.zeros((4, 0), dtype=np.int64))
-        return self._legs[key]
-
-    @cached_property
-    def _legs(self) -> dict[tuple[str, tuple[Axis, ...], int], np.ndarray]:
-        return {}
+        legs = self._legs(ALL_TO_ALLS[term.link], self.shapes.grid, term.group)
+        return legs.get(term.hop, np.zeros((4, 0), dtype=np.int64))
 
 
 class _Walk:
@@ -175,14 +167,11 @@ class _Walk:
 
     def _inside(self, task: Task, numbers: int) -> Bytes:
         """Return bytes of so many numbers per row of an expert task and shard of the hidden width that it computes."""
-        rows = next(self.slots[name] for name in task.reads if self._is_input(name))
+        rows = next(self.slots[name] for name in task.reads if self.slots[name].kind is Kind.ROWS)
         weights = next(self.slots[name] for name in task.reads if self.slots[name].layout.flow == "weights")
         held = [len(self.shapes.pieces(weights.layout, rank).number) for rank in range(self.shapes.grid.world)]
         shards = max(1, max(held) // max(1, len(self.shapes.experts(weights.layout, int(np.argmax(held))))))
         return _of(rows.layout, numbers * shards * self.experts.element_bytes)
-
-    def _is_input(self, name: str) -> bool:
-        return self.slots[name].kind is Kind.ROWS
 
     def _row_bytes(self, slot: Slot) -> int:
         experts = self.experts
@@ -218,10 +207,14 @@ class _Walk:
         """Return the bytes of a movement's messages on both sides, and whether the slot that it writes is the buffer.
 
         Args:
-            task: a move.
+            task: a move or a hop.
             joined: it travels with others as one message, so that rows are copied in and out.
         """
         (source, move), target = ends_of(task, self.slots), self.slots[task.writes[0]]
+        if task.op is Op.HOP:
+            size = self.coded(source, self._codecs.get(task.of, ""))
+            way = _Hop(move, task.link, task.group, task.hop, arrives=False)
+            return _of(way, size), _of(way._replace(arrives=True), size), False
         world = range(self.shapes.grid.world)
         sent, received = ([one(move, rank) for rank in world] for one in (self.shapes.sent, self.shapes.received))
         held, made = ([self.shapes.pieces(layout, rank) for rank in world] for layout in (move.source, move.target))
@@ -237,14 +230,6 @@ class _Walk:
         """Whether a move leaves all rows where they are, on every rank."""
         _, move = ends_of(task, self.slots)
         return all(self.shapes.stays(move, rank) for rank in range(self.shapes.grid.world))
-
-    def hop(self, task: Task) -> tuple[Bytes, Bytes]:
-        """Return the bytes of the messages that leave and arrive in a hop."""
-        source, move = ends_of(task, self.slots)
-        size = self.coded(source, self._codecs.get(task.of, ""))
-        ways = (_Hop(move, task.link, task.group, task.hop, arrives) for arrives in (False, True))
-        leaves, arrives = (_of(way, size) for way in ways)
-        return leaves, arrives
 
     def coded(self, slot: Slot, codec: str | None) -> int:
         """Return the bytes of a row of a slot in a message."""
@@ -309,18 +294,15 @@ class _Alive:
         if self._walk.program.tasks[self.bundles[number][0]].lane is self._walk._slowest:
             self._idle = Counter()
         landed = [each for each, other in self.arriving.items() if other == number]
+        packets = {each for each in landed if self._walk.slots[each].kind is Kind.PACKETS}
         for each in landed:
             del self.arriving[each]
-            if each in self._lands_in_place:
-                continue
-            if self._walk.slots[each].kind is not Kind.PACKETS:
+            if each not in self._lands_in_place | packets:
                 self._alive[each] = self._walk.slot_bytes(each)
         self._note(*flight)
         for each in landed:
-            if each in self._lands_in_place:
-                self._alive[each] = self._walk.slot_bytes(each)
-            elif self._walk.slots[each].kind is Kind.PACKETS:
-                self._alive[each] = flight[1]
+            if each in self._lands_in_place | packets:
+                self._alive[each] = flight[1] if each in packets else self._walk.slot_bytes(each)
 
     def depart(self, number: int, tasks: Sequence[Task]) -> None:
         """Send what a bundle of movements, or a hop, carries."""
@@ -330,11 +312,7 @@ class _Alive:
         leaves: Bytes = Counter()
         arrives: Bytes = Counter()
         for task in moving:
-            if task.op is Op.HOP:
-                out, back = self._walk.hop(task)
-                in_place = False
-            else:
-                out, back, in_place = self._walk.messages(task, joined=len(moving) > 1)
+            out, back, in_place = self._walk.messages(task, joined=len(moving) > 1)
             leaves, arrives = leaves + out, arrives + back
             self.arriving[task.writes[0]] = number
             if in_place:

@@ -68,16 +68,12 @@ def hop_paths(task: Task, digits: Digits, group: frozenset[int], pairs: Pairs, c
         if leg is None:
             continue
         distinct = _distinct(digits, upper, source, target, leg, partial(leg_of, source))
-        messages = distinct / _sharers(digits, upper, source, target, leg, partial(_swapped, leg_of, target))
+        messages = distinct / _sharers(digits, upper, source, target, leg, partial(leg_of, target=target))
         at = message[pair] = number.setdefault((leg.source, leg.target), len(number))
         if at == len(count):
             count.append(0.0)
         count[at] = max(count[at], messages)
     return HopPaths(message, np.array(list(number), dtype=np.int64).reshape(-1, 2), np.array(count))
-
-
-def _swapped(function: Callable[[int, int], Leg | None], target: int, source: int) -> Leg | None:
-    return function(source, target)
 
 
 def _distinct(
@@ -212,7 +208,8 @@ def check_regular(link: AbstractAllToAll, name: str, nodes: int, per_node: int, 
                     _check_legs(link, hops, nodes, link.path(places, cast(Any, source), cast(Any, target)))
     except Exception as error:  # A link that is truly broken raises again where every rank is simulated apart.
         raise _unlike(name) from error
-    if in_steps and (link.hops_by_node or any(hops[read].lane is Lane.INTER for hop in hops for read in _before(hop))):
+    before = [hops[read] for hop in hops for read in hop.reads if read != PACKED]
+    if in_steps and (link.hops_by_node or any(hop.lane is Lane.INTER for hop in before)):
         raise _unlike(f"{name}, step by step,")
 
 
@@ -233,10 +230,6 @@ def _check_legs(link: AbstractAllToAll, hops: tuple[Hop, ...], nodes: int, path:
                 raise TypeError("hops of nodes that differ")
         elif type(leg.hop) is not int:
             raise TypeError("a hop that depends on a node")
-
-
-def _before(hop: Hop) -> list[int]:
-    return [read for read in hop.reads if read != PACKED]
 
 
 def _known(value: Any, kind: type[Any]) -> Any:

@@ -11,9 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from moesaic.cost.cluster import ClusterSpec
-from moesaic.cost.movement import AbstractVolumes
-from moesaic.cost.row_bytes import row_bytes
-from moesaic.errors import InputError
+from moesaic.cost.movement import AbstractVolumes, row_bytes
 from moesaic.program.task import Kind, Op, Program
 
 GIB = 2**30
@@ -49,21 +47,6 @@ class Memory:
         """All of it."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
 
-    def check(self, cluster: ClusterSpec, reserve_gib: float = 1.0) -> None:
-        """Raise InputError if a device of the cluster is too small; the line says by how much.
-
-        Args:
-            cluster: whose devices.
-            reserve_gib: what the framework takes.
-        """
-        over = (self.total - usable_bytes(cluster, reserve_gib)) * FRAGMENTED / GIB
-        if over > 0:
-            parts = ", ".join(f"{name} {value / GIB:.1f}" for name, value in vars(self).items())
-            raise InputError(
-                f"needs {self.total / GIB:.1f} GiB, {FRAGMENTED - 1:.0%} more by fragments and {reserve_gib:g} in reserve, "
-                f"{over:.1f} more than a device of {cluster.name} has ({cluster.device.memory_gib:g}): {parts}"
-            )
-
 
 def layer_memory(
     forward: Program, backward: Program, volumes: AbstractVolumes, memory_budget: int | None = None
@@ -76,15 +59,13 @@ def layer_memory(
         volumes: the rows; of several actors the one with the most counts.
         memory_budget: bytes that the layer holds at most; None for no limit. What it keeps is the same share of them.
     """
-    forward_bytes, backward_bytes = (_slot_bytes(program, volumes) for program in (forward, backward))
-    kept = {name for name in backward.inputs if name in forward_bytes}
-    saved = sum(forward_bytes[name] for name in kept) + _hidden(forward, volumes)
-    during_forward = peak_bytes(forward, forward_bytes, {*kept, *forward.outputs}) - sum(
-        forward_bytes[name] for name in kept
-    )
-    during_backward = peak_bytes(backward, backward_bytes, {*kept, *backward.outputs})
-    during_backward -= sum(backward_bytes[name] for name in kept)
-    besides = max(during_forward, during_backward, 0.0)
+    there, back = (_slot_bytes(program, volumes) for program in (forward, backward))
+    kept = {name for name in backward.inputs if name in there}
+    saved = sum(there[name] for name in kept) + _hidden(forward, volumes)
+    besides = 0.0
+    for program, size in ((forward, there), (backward, back)):
+        most = peak_bytes(program, size, {*kept, *program.outputs})
+        besides = max(besides, most - sum(size[name] for name in kept))
     part = 1.0 if memory_budget is None else min(1.0, memory_budget / max(saved + besides, 1.0))
     return part * saved, part * besides
 
@@ -97,8 +78,8 @@ def _hidden(program: Program, volumes: AbstractVolumes) -> float:
         if task.op is Op.EXPERT:
             weights = next(slots[name] for name in task.reads if slots[name].layout.flow == "weights")
             rows = float(volumes.rows(slots[task.reads[0]].layout).max())
-            units = volumes.shape.hidden * volumes.shards(weights.layout)
-            total += rows * units * (volumes.shape.matrices - 1) * volumes.shape.element_bytes
+            units = volumes.layer.hidden * volumes.shards(weights.layout)
+            total += rows * units * (volumes.layer.matrices - 1) * volumes.layer.element_bytes
     return total
 
 
@@ -111,7 +92,7 @@ def _slot_bytes(program: Program, volumes: AbstractVolumes) -> dict[str, float]:
     for slot in program.slots:
         source, codec = carries.get(slot.name, (slot, "")) if slot.kind is Kind.PACKETS else (slot, "")
         rows = float(volumes.rows(slot.layout).max())
-        found[slot.name] = 0.0 if slot.name in stored else row_bytes(source, codec, rows, volumes.shape)
+        found[slot.name] = 0.0 if slot.name in stored else row_bytes(source, codec, rows, volumes.layer)
     return found
 
 

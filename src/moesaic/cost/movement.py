@@ -7,18 +7,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moesaic.cost.row_bytes import LayerShape, row_bytes
+from moesaic.codecs import codec_spec, is_coded
 from moesaic.cost.topology import Load, Topology
+from moesaic.cost.workload import Workload
+from moesaic.errors import InputError
 from moesaic.program.all_to_all import ALL_TO_ALLS
-from moesaic.program.all_to_all.all_to_all import legs_by_hop
+from moesaic.program.all_to_all.all_to_all import AbstractAllToAll
+from moesaic.program.grid import Axis, Grid
 from moesaic.program.sizes import CallSizes, Move, MovedRows
-from moesaic.program.task import Layout, Op, Program, Slot, Task
+from moesaic.program.task import INDEX_BYTES, Kind, Layout, Op, Program, Slot, Task
 from moesaic.program.validate import reduces
+
+DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32", 8: "float64"}
+"""The dtype of rows that a codec codes, by the bytes of an element: planning knows no more."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ class AbstractVolumes(ABC):
     """Rows and messages of a program's tasks, by actor."""
 
     topology: Topology
-    shape: LayerShape
+    layer: Workload
 
     @property
     @abstractmethod
@@ -77,6 +83,44 @@ class AbstractVolumes(ABC):
             slots: of its program, by name.
             codec: of the rows that it carries; "" for none.
         """
+
+
+def row_bytes(slot: Slot, codec: str, rows: float, layer: Workload) -> float:
+    """Return the bytes of a message.
+
+    Args:
+        slot: that the rows come from.
+        codec: of token rows; "" for none.
+        rows: of the message; fractions are expected values.
+        layer: tells how large rows, weights and products are.
+    """
+    if slot.kind is Kind.LANE:
+        return rows * 4
+    if slot.kind is Kind.INDEX:
+        return rows * INDEX_BYTES
+    if slot.kind is Kind.WEIGHT:
+        return rows * layer.element_bytes * layer.dim * (layer.matrices if slot.layout.flow == "weights" else 1)
+    return coded_bytes(codec, rows, layer.dim, layer.element_bytes)
+
+
+def coded_bytes(codec: str, rows: float, dim: int, element_bytes: int) -> float:
+    """Return the bytes of one message.
+
+    Args:
+        codec: a codec's name; "" or "none" for none.
+        rows: of the message.
+        dim: columns.
+        element_bytes: of a row's elements; 2 stands for bfloat16 (float16 rows under fp16 would need no scale).
+
+    Raises:
+        InputError: there is no such codec, or it takes no rows of such elements.
+    """
+    spec = codec_spec(codec)
+    if not is_coded(codec):
+        return rows * dim * element_bytes
+    if element_bytes not in DTYPES:
+        raise InputError(f"codec {codec} takes no elements of {element_bytes} bytes: use codec none for them")
+    return spec.num_bytes(rows, dim, DTYPES[element_bytes])
 
 
 def ends_of(task: Task, slots: Mapping[str, Slot]) -> tuple[Slot, Move]:
@@ -120,8 +164,8 @@ class Counted(AbstractVolumes):
     Args:
         sizes: of the call, on the grid that the plan wants.
         topology: of the cluster, not folded.
-        shape: of the layer.
-        legs: of hops, as far as they are known; what is found is added, for other calls to share.
+        layer: that moves them.
+        legs: `legs_by_hop`, which may remember what it found, for other calls to share.
         is_eager: every message is a movement of its own, which waits for its sender only.
     """
 
@@ -129,33 +173,29 @@ class Counted(AbstractVolumes):
         self,
         sizes: CallSizes,
         topology: Topology,
-        shape: LayerShape,
-        legs: dict[tuple[object, ...], dict[int, np.ndarray]],
+        layer: Workload,
+        legs: Callable[[AbstractAllToAll, Grid, tuple[Axis, ...]], dict[int, np.ndarray]],
         *,
         is_eager: bool = False,
     ) -> None:
-        self.sizes, self.topology, self.shape, self._legs = sizes, topology, shape, legs
+        self.sizes, self.topology, self.layer, self._legs = sizes, topology, layer, legs
         self._is_eager = is_eager
         self._rows: dict[Layout, np.ndarray] = {}
         self._found: dict[tuple[object, ...], list[Movement]] = {}
 
     @property
     def num_actors(self) -> int:
-        """Ranks."""
         return self.sizes.grid.world
 
     def rows(self, layout: Layout) -> np.ndarray:
-        """Return the rows of a slot of this layout on each rank."""
         if layout not in self._rows:
             self._rows[layout] = self.sizes.rows_of_ranks(layout).astype(np.float64)
         return self._rows[layout]
 
     def rows_per_expert(self, layout: Layout) -> np.ndarray:
-        """Return for each rank the rows of each expert that it runs."""
         return self.sizes.rows_per_expert_of_ranks(layout).astype(np.float64)
 
     def shards(self, weights: Layout) -> float:
-        """Return the share of an expert's hidden width that a rank runs."""
         pieces = len(self.sizes.shapes.pieces(weights, 0).number)
         return pieces / len(self.sizes.shapes.experts(weights, 0)) / self.sizes.grid.etp
 
@@ -176,7 +216,7 @@ class Counted(AbstractVolumes):
         if not len(source):
             return []
         amounts, kind = np.unique(moved.rows, return_inverse=True)
-        num_bytes = np.array([row_bytes(slot, codec, each, self.shape) for each in amounts.tolist()])[kind]
+        num_bytes = np.array([row_bytes(slot, codec, each, self.layer) for each in amounts.tolist()])[kind]
         if self._is_eager:
             return self._messages(source, target, num_bytes)
         ones = np.ones(len(source))
@@ -203,7 +243,5 @@ class Counted(AbstractVolumes):
         return found
 
     def _paths(self, task: Task) -> np.ndarray:
-        key = (task.link, task.group, self.sizes.grid)
-        if key not in self._legs:
-            self._legs[key] = legs_by_hop(ALL_TO_ALLS[task.link], self.sizes.grid, task.group)
-        return self._legs[key].get(task.hop, np.zeros((4, 0), dtype=np.int64))
+        legs = self._legs(ALL_TO_ALLS[task.link], self.sizes.grid, task.group)
+        return legs.get(task.hop, np.zeros((4, 0), dtype=np.int64))

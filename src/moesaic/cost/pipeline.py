@@ -161,19 +161,17 @@ def zero_bubble_v(rank: int, ranks: int, runs: int, count: int) -> Iterator[Step
 
 
 def _zero_bubble_v(rank: int, ranks: int, count: int) -> Iterator[Step]:
-    of, first, second = _Folded(rank, ranks), 0, 0
+    of = _Folded(rank, ranks)
     for _ in range(2 * (ranks - rank) - 1):
-        first += 1
         yield (of.take("F", 0),)
     for _ in range(rank):
-        first, second = first + 1, second + 1
         yield (of.take("F", 1),)
         yield (of.take("F", 0),)
     for _ in range(ranks - rank):
-        second += 1
         yield (of.take("F", 1),)
         yield (of.take("I", 1),)
         yield from of.weights()
+    first, second = 2 * ranks - rank - 1, ranks
     while second < first or first < count:
         if first < count:
             first += 1
@@ -296,10 +294,8 @@ def _ready(
     elif stage == last:
         return ends.get(PipelinePass("F", stage, number))
     else:
-        before, end = (
-            stage + 1,
-            ends.get(PipelinePass("I", stage + 1, number), ends.get(PipelinePass("B", stage + 1, number))),
-        )
+        before, whole = stage + 1, ends.get(PipelinePass("B", stage + 1, number))
+        end = ends.get(PipelinePass("I", stage + 1, number), whole)
     return None if end is None else end + hop * (rank_of[before] != rank_of[stage])
 
 

@@ -108,11 +108,11 @@ def _transport_bytes(moved: Movement, volumes: AbstractVolumes) -> float:
 def _gradient_bytes(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes) -> np.ndarray:
     """Return the bytes of weight gradients that an expert task writes."""
     total = np.zeros(volumes.num_actors)
-    shape = volumes.shape
+    layer = volumes.layer
     for name in task.writes:
         slot = slots[name]
         if slot.kind is Kind.WEIGHT and slot.layout.flow == "weights":
-            total += volumes.rows(slot.layout) * shape.element_bytes * shape.dim * shape.matrices
+            total += volumes.rows(slot.layout) * layer.element_bytes * layer.dim * layer.matrices
     return total
 
 

@@ -8,8 +8,7 @@ profiled, every rank runs apart (`movement.py`). What a task takes of the machin
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-import numpy as np
+from functools import cache, partial
 
 from moesaic.cost.call_sizes import chunks_of, sizes_of
 from moesaic.cost.cluster import ClusterSpec
@@ -21,6 +20,7 @@ from moesaic.cost.timing import AbstractTiming, Simulated, SpecTiming
 from moesaic.cost.topology import Topology
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
+from moesaic.program.all_to_all.all_to_all import legs_by_hop
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import CallSizes, LayoutIndex
 from moesaic.program.task import Program
@@ -41,9 +41,8 @@ class Simulator:
         self.cluster = cluster
         self.timing = timing or SpecTiming(cluster)
         self._even = even or EvenLayers(cluster)
-        self._topologies: dict[tuple[int, int | None], Topology] = {}
-        self._legs: dict[tuple[object, ...], dict[int, np.ndarray]] = {}
-        self._shapes: dict[tuple[Grid, int, int], LayoutIndex] = {}
+        self._topology = cache(partial(Topology, cluster))
+        self._legs, self._shapes = cache(legs_by_hop), cache(LayoutIndex)
 
     def run(
         self,
@@ -81,10 +80,8 @@ class Simulator:
         """Simulate a layer's forward and backward pass, the second from the end of the first.
 
         Args:
-            forward: of a compiled plan.
-            backward: of the same plan.
-            workload: of the layer.
-            grid: of the compiled plan.
+            forward, backward: of a compiled plan.
+            workload, grid: as of `run`.
             sizes: of a call with counts, for each pass; None: even routing.
         """
         programs = zip((forward, backward), sizes)
@@ -104,9 +101,7 @@ class Simulator:
 
         Args:
             program: forward or backward, in any order.
-            workload: of the layer; even routing unless `sizes` says otherwise.
-            grid: the mesh, etp factored as the plan wants it.
-            sizes: of a call with counts.
+            workload, grid, sizes: as of `run`.
         """
         volumes, slots = self.volumes(program, workload, grid, sizes=sizes), {slot.name: slot for slot in program.slots}
         rates = rates_of(self.cluster, workload.products or workload.dtype)
@@ -141,17 +136,13 @@ class Simulator:
         return self._counted(sizes_of(program, workload, grid), workload)
 
     def _counted(self, sizes: CallSizes, workload: Workload) -> AbstractVolumes:
-        key = (sizes.grid.world, sizes.grid.ranks_per_node)
-        if key not in self._topologies:
-            self._topologies[key] = Topology(self.cluster, *key)
+        topology = self._topology(sizes.grid.world, sizes.grid.ranks_per_node)
         is_eager = sizes.grid.world <= self.timing.ranks_apart
-        return Counted(sizes, self._topologies[key], workload.shape, self._legs, is_eager=is_eager)
+        return Counted(sizes, topology, workload, self._legs, is_eager=is_eager)
 
     def _even_sizes(self, program: Program, workload: Workload, grid: Grid) -> CallSizes:
         """Return even sizes; what a layout's rows are is worked out once for all programs of a mesh."""
         if any(isinstance(slot.layout.chunk, str) for slot in program.slots):  # of experts that may be replicated
             return sizes_of(program, workload, grid)
-        key = (grid, workload.num_experts, chunks_of(program))
-        if key not in self._shapes:
-            self._shapes[key] = LayoutIndex(*key)
-        return sizes_of(program, workload, grid, shapes=self._shapes[key])
+        shapes = self._shapes(grid, workload.num_experts, chunks_of(program))
+        return sizes_of(program, workload, grid, shapes=shapes)

@@ -20,8 +20,7 @@ from moesaic.cost.compute import rates_of
 from moesaic.cost.memory import Memory, layer_memory
 from moesaic.cost.pipeline import PassSeconds
 from moesaic.cost.simulate import Simulator
-from moesaic.cost.step_model import Part, StageRun, StepModel
-from moesaic.cost.stepwise import COSTS
+from moesaic.cost.step_model import COSTS, Part, StageRun, StepModel
 from moesaic.cost.timing import Simulated
 from moesaic.cost.topology import Topology, check_fit
 from moesaic.errors import InputError
@@ -56,16 +55,6 @@ class Once:
     """The output, and a third of the loss, forward and backward."""
     shared: float
     """Shared experts of a layer, which every rank of a tensor group computes whole."""
-
-
-@dataclass(frozen=True)
-class Apart:
-    """Seconds of a micro-batch in small kernels that a system runs step by step, beyond fused ones."""
-
-    block: tuple[float, float] = (0.0, 0.0)
-    """Of a block, forward and backward."""
-    layer: tuple[float, float] = (0.0, 0.0)
-    """Of an MoE layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +108,8 @@ class StepCostModel:
                 "copies of the experts: choose a divisor of both"
             )
         self._rates = rates_of(self.cluster, model.layer.dtype)
-        self.once, self.apart = self._block_seconds(), self._stepwise_seconds()
+        self.once = self._block_seconds()
+        self._block_steps, self._layer_steps = self._stepwise_seconds()
         layers, dense = model.num_layers, model.num_layers - model.moe_layers
         self.attention = layers * (3 * self.once.attention + self._attention_again)
         self.dense = dense * (3 + self._runs_again("mlp")) * self.once.dense
@@ -146,13 +136,13 @@ class StepCostModel:
     @property
     def _block_apart(self) -> float:
         """Seconds per block of small kernels, those that backward runs again among them."""
-        there, back = self.apart.block
+        there, back = self._block_steps
         return (1 + self._runs_again()) * there + back
 
     @property
     def _layer_apart(self) -> float:
         """The same per MoE layer."""
-        there, back = self.apart.layer
+        there, back = self._layer_steps
         return self.again * there + back
 
     @property
@@ -195,8 +185,7 @@ class StepCostModel:
             parts = {name: seconds * (1.0 if name in ONCE else fewer) for name, seconds in parts.items()}
             parts["pipeline"] = max(laid.seconds - busy, 0.0)
         experts = layers * (self.routing + self.again * there.compute_seconds + back.compute_seconds)
-        computing = fewer * count * (self.attention + self.dense + self.unembed + self.shared + self.small + experts)
-        computing += self.optimizer_seconds
+        computing = fewer * count * (self._around + experts) + self.optimizer_seconds
         limits = {"compute": computing, "gathering parameters": self._gatherings * sum(self.sharding.values())}
         for name in sorted({*there.link_seconds, *back.link_seconds}):
             seconds = self.again * there.link_seconds.get(name, 0.0) + back.link_seconds.get(name, 0.0)
@@ -248,7 +237,7 @@ class StepCostModel:
         ends = model.outputs * once.unembed
         forward = model.num_layers * once.attention + dense * once.dense + ends
         forward += model.moe_layers * (once.shared + there.seconds + self.routing / 3)
-        forward += model.num_layers * self.apart.block[0] + model.moe_layers * self.apart.layer[0]
+        forward += model.num_layers * self._block_steps[0] + model.moe_layers * self._layer_steps[0]
         weights = model.num_layers * once.projections + dense * once.dense_product + ends
         weights += model.moe_layers * (once.shared + self._expert_seconds)
         # Where a schedule has no pairs, what overlapping saves is spread over all passes.
@@ -413,9 +402,9 @@ class StepCostModel:
         Args:
             compression: bytes of a row over those that a codec sends.
         """
-        compute, crossing = self._expert_seconds, 2 * self._crossing_seconds / compression
-        if self.simulator.timing.starts_early or self.model.overlapped:
-            crossing = 0.0
+        compute, crossing = self._expert_seconds, 0.0
+        if not self.simulator.timing.starts_early and not self.model.overlapped:
+            crossing = 2 * max([0.0, *map(self._crossing, self._links)]) / compression
         attention = self.once.attention
         gathering = [
             (moves * sum(self._unit_seconds) - passes * attention) * self._in_parts
@@ -454,8 +443,12 @@ class StepCostModel:
 
     @property
     def _outside(self) -> float:
-        each = self.attention + self.dense + self.unembed + self.shared + self.small
-        return self.model.micro_batches * each + self.optimizer_seconds
+        return self.model.micro_batches * self._around + self.optimizer_seconds
+
+    @property
+    def _around(self) -> float:
+        """Seconds of computing of a micro-batch outside MoE layers' programs."""
+        return self.attention + self.dense + self.unembed + self.shared + self.small
 
     def _block_seconds(self) -> Once:
         """Return the seconds of what a block does once."""
@@ -499,38 +492,32 @@ class StepCostModel:
             shared=product(layer.matrices * dim * hidden, 1, dim + hidden) if hidden else 0.0,
         )
 
-    def _stepwise_seconds(self) -> Apart:
-        """Return the seconds of what runs step by step, by its values per rank (`cost/stepwise.py`)."""
+    def _stepwise_seconds(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Return the seconds of a micro-batch in small kernels that run step by step, beyond fused ones (`cost/step_model.py`):
+        of a block, forward and backward, and of an MoE layer."""
         model, grid, layer = self.model, self.grid, self.model.layer
         tokens, copies = layer.tokens / grid.tp, grid.dp * layer.copies / (grid.ep * grid.edp)
         launch, experts = self.cluster.host.task_us * 1e-6, layer.num_experts / grid.ep
 
+        rotated = tokens * model.attention_rotated
+        of_block = {
+            "norms": tokens * (2 * layer.dim + model.attention_normed),
+            **dict.fromkeys(("rotation", "float32_rotation", "complex_rotation"), rotated),
+            "sinks": tokens * (model.attention_result or layer.dim),
+        }
+        of_layer = {
+            "activation": self._activated_values,
+            "permutation": copies * layer.dim,
+            "first_bias": (layer.matrices - 1) * self._activated_values,
+            "last_bias": copies * layer.dim,
+        }
+
         def both(values: dict[str, float]) -> tuple[float, float]:
-            found = [
-                COSTS[name].seconds(values[name], self._rates.memory, launch, experts)
-                for name in model.stepwise
-                if name in values
-            ]
+            names = [name for name in model.stepwise if name in values]
+            found = [COSTS[name].seconds(values[name], self._rates.memory, launch, experts) for name in names]
             return sum(there for there, _ in found), sum(back for _, back in found)
 
-        rotated = tokens * model.attention_rotated
-        return Apart(
-            block=both(
-                {
-                    "norms": tokens * (2 * layer.dim + model.attention_normed),
-                    **dict.fromkeys(("rotation", "float32_rotation", "complex_rotation"), rotated),
-                    "sinks": tokens * (model.attention_result or layer.dim),
-                }
-            ),
-            layer=both(
-                {
-                    "activation": self._activated_values,
-                    "permutation": copies * layer.dim,
-                    "first_bias": (layer.matrices - 1) * self._activated_values,
-                    "last_bias": copies * layer.dim,
-                }
-            ),
-        )
+        return both(of_block), both(of_layer)
 
     def _exposed(self, there: Simulated, back: Simulated) -> float:
         """Return the seconds per micro-batch in which parameters and gradients move and nothing else goes on.
@@ -609,13 +596,16 @@ class StepCostModel:
     @cached_property
     def _unit_seconds(self) -> tuple[float, float]:
         """Seconds of gathering a block's dense parameters over dp, and its experts' over edp."""
-        dense, experts = (count * self.model.parameter_bytes for count in self._block_parameters)
-        over_dp, over_edp = self._shards
-        stride = self.grid.ep * self.grid.etp
-        return (
-            reduce_seconds(self.cluster, self.grid, dense, self.grid.tp, over_dp) / 2,
-            reduce_seconds(self.cluster, self.grid, experts, stride, over_edp) / 2,
+        dense, experts = (
+            reduce_seconds(self.cluster, self.grid, count * self.model.parameter_bytes, stride, shards) / 2
+            for count, stride, shards in zip(self._block_parameters, self._strides, self._shards)
         )
+        return dense, experts
+
+    @property
+    def _strides(self) -> tuple[int, int]:
+        """How far apart ranks stand over which dense parameters and experts lie in parts."""
+        return self.grid.tp, self.grid.ep * self.grid.etp
 
     @property
     def _shards(self) -> tuple[int, int]:
@@ -625,12 +615,12 @@ class StepCostModel:
     @cached_property
     def _copy_seconds(self) -> tuple[float, float]:
         """Seconds in which copies of what lies in parts all-reduce a block's dense gradients, and its experts'."""
-        (dense, experts), (over_dp, over_edp) = self._block_parameters, self._shards
-        size, copies, stride = self.model.parameter_bytes, self.model.replicas, self.grid.ep * self.grid.etp
-        return (
-            reduce_seconds(self.cluster, self.grid, dense * size / over_dp, self.grid.tp * over_dp, copies),
-            reduce_seconds(self.cluster, self.grid, experts * size / over_edp, stride * over_edp, copies),
+        size, copies = self.model.parameter_bytes, self.model.replicas
+        dense, experts = (
+            reduce_seconds(self.cluster, self.grid, count * size / shards, stride * shards, copies)
+            for count, stride, shards in zip(self._block_parameters, self._strides, self._shards)
         )
+        return dense, experts
 
     @property
     def _block_parameters(self) -> tuple[float, float]:
@@ -681,10 +671,6 @@ class StepCostModel:
             and not (self.cluster.peers and link.devices < self.cluster.devices_per_node)
         ]  # fmt: skip
 
-    @cached_property
-    def _crossing_seconds(self) -> float:
-        return max([0.0, *map(self._crossing, self._links)])
-
     def _crossing(self, link: Link) -> float:
         """Return the seconds that a link takes one way, each token crossing it once, or the experts' weights."""
         layer, grid = self.model.layer, self.grid
@@ -695,25 +681,23 @@ class StepCostModel:
             return 0.0
         tokens = node_tokens_per_node(layer, runs, 1) * elsewhere * grid.dp * where / grid.world
         weights = layer.matrices * layer.hidden * layer.num_experts * (1 - 1 / runs)
-        return self._over(link, min(tokens, weights) * layer.dim * layer.element_bytes * link.devices / where)
+        num_bytes = min(tokens, weights) * layer.dim * layer.element_bytes * link.devices / where
+        return num_bytes / link.slowest(self.cluster.nodes)
 
     def _sharding(self, link: Link) -> float:
         """Return the seconds per micro-batch that gathering parameters and scattering gradients takes of a link."""
         dense, experts = (count * self.model.parameter_bytes for count in self._block_parameters)
+        over_dp, over_edp = zip(self._strides, (self.grid.dp, self.grid.edp))
         units = (
-            (self.model.num_layers * dense, self.grid.tp, self.grid.dp),
-            (self.model.moe_layers * experts, self.grid.ep * self.grid.etp, self.grid.edp),
-            (self._root_bytes, self.grid.tp, self.grid.dp),
+            (self.model.num_layers * dense, *over_dp),
+            (self.model.moe_layers * experts, *over_edp),
+            (self._root_bytes, *over_dp),
         )
         total, where = 0.0, self._run_of(link)
         for num_bytes, stride, ranks in units:
             inside = min(ranks, max(1, where // stride))
             total += where / inside * num_bytes * (1 - inside / ranks)
-        return self._over(link, (2 * self._gathered + 1) * total * link.devices / where)
-
-    def _over(self, link: Link, num_bytes: float) -> float:
-        """Return the seconds in which bytes pass one of the links, all nodes in use."""
-        return num_bytes / link.slowest(self.cluster.nodes)
+        return (2 * self._gathered + 1) * total * link.devices / where / link.slowest(self.cluster.nodes)
 
     def _run_of(self, link: Link) -> int:
         """Return how many devices leave by a link: of one that only carries what leaves a node, all of the node, evenly."""
@@ -740,18 +724,15 @@ def reduce_seconds(cluster: ClusterSpec, grid: Grid, num_bytes: float, stride: i
     nodes = ranks // inside
     here = np.arange(per_node)
     mates = here // (stride * inside) * (stride * inside) + (here + stride) % (stride * inside)
-    source, target, sent = [here] * 2, [mates, here + max(per_node, stride)], []
-    sent.append(np.full(per_node, 2 * (inside - 1) / inside * num_bytes))
-    sent.append(np.full(per_node, 2 * (nodes - 1) / nodes * num_bytes / inside))
-    steps = [2 * (inside - 1), 2 * (nodes - 1)]
-    keep = [number for number, count in enumerate(steps) if count]
-    load = topology.loads(
-        np.concatenate([source[number] for number in keep]),
-        np.concatenate([target[number] for number in keep]),
-        np.concatenate([sent[number] for number in keep]),
-        np.concatenate([np.full(per_node, float(steps[number])) for number in keep]),
-    )
-    return load.alone
+    rings = [
+        (target, 2 * (count - 1) / count * num_bytes / parts, 2.0 * (count - 1))
+        for target, count, parts in ((mates, inside, 1), (here + max(per_node, stride), nodes, inside))
+        if count > 1
+    ]
+    targets, sent, messages = zip(*rings)
+    return topology.loads(
+        np.tile(here, len(rings)), np.concatenate(targets), np.repeat(sent, per_node), np.repeat(messages, per_node)
+    ).alone
 
 
 def all_reduce_seconds(cluster: ClusterSpec, grid: Grid, num_bytes: float, ranks: int) -> float:

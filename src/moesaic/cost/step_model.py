@@ -7,7 +7,6 @@ from typing import Literal, NamedTuple, get_args
 
 from moesaic.cost.cluster import ScoreKernel
 from moesaic.cost.pipeline import Pipeline
-from moesaic.cost.stepwise import STEPWISE, Stepwise
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 
@@ -28,6 +27,70 @@ class StageRun(NamedTuple):
 
 Sharded = Literal["parameters", "gradients", "optimizer", "none"]
 """As of `StepModel.sharded`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """What one thing costs where a system runs it step by step, beyond one fused kernel.
+
+    Every operation of eager PyTorch is a kernel that reads its inputs and writes its result. The numbers are counted in the
+    sources that `COSTS` names, never fitted to a step: bytes per value of two bytes, less those that a step's model already
+    counts for one fused kernel (`cost/step.py`, `cost/compute.py`). Broadcast factors, such as the cosines of a rotation, count
+    nothing. A test counts the same operations one by one.
+    """
+
+    forward: float
+    """Bytes per value."""
+    backward: float
+    """Bytes per value."""
+    kernels: tuple[int, int]
+    """Kernels of a pass, forward and backward."""
+    per_expert: tuple[int, int] = (0, 0)
+    """Kernels of a pass for each expert of a rank, where they loop over experts."""
+
+    def seconds(self, values: float, memory: float, launch: float, experts: float = 0.0) -> tuple[float, float]:
+        """Return the seconds of a forward and a backward pass: those of the bytes, or of launching so many kernels.
+
+        Args:
+            values: of a rank.
+            memory: bytes per second.
+            launch: seconds that the host takes for a kernel.
+            experts: of a rank.
+        """
+        both = zip((self.forward, self.backward), self.kernels, self.per_expert)
+        there, back = (
+            max(each * values / memory, (kernels + experts * looped) * launch) if values else 0.0
+            for each, kernels, looped in both
+        )
+        return there, back
+
+
+COSTS: dict[str, Steps] = {
+    # transformers' RMSNorm: cast 6, square 8, mean 4, product 8, cast 6, weights 4; its gradient 92; fused 4 and 8.
+    "norms": Steps(forward=32, backward=84, kernels=(7, 15)),
+    # transformers' apply_rotary_pos_emb: products 8, turned halves 6, sum 6; its gradient 28; fused 4 and 8.
+    "rotation": Steps(forward=16, backward=20, kernels=(5, 9)),
+    # Automodel's, on a float32 copy: casts 12, four products of halves 16, two sums of halves 12, joined 8; 52 back.
+    "float32_rotation": Steps(forward=44, backward=44, kernels=(9, 12)),
+    # Automodel's of DeepSeek: a float32 copy 6, the complex product 8, cast 6; the same back; nothing fused is counted.
+    "complex_rotation": Steps(forward=20, backward=20, kernels=(3, 3)),
+    # Automodel's FlexAttention: the result times a float32 factor per head 6, cast 6; 34 back.
+    "sinks": Steps(forward=12, backward=34, kernels=(4, 7)),
+    # transformers' act_fn(gate) * up: 4 and 6 of a hidden value; back 12, 6, and 8 to join halves; fused 6 and 12.
+    "activation": Steps(forward=4, backward=14, kernels=(2, 5)),
+    # transformers' grouped_mm_experts_forward: rows of tokens, sorted, weighted, sorted back 4 each, summed 2; back 34.
+    "permutation": Steps(forward=12, backward=24, kernels=(9, 12)),
+    # Automodel's GroupedExpertsDeepEP._apply_bias of the first product's results: sums 4, joined 4; back 2 and 4.
+    "first_bias": Steps(forward=8, backward=6, kernels=(1, 1), per_expert=(1, 1)),
+    # The same and Megatron's TEGroupedMLP._apply_bias of the last one's, whose weights are float32: products 4, sums 10,
+    # joined 8, cast 6; back 6, 6, 12, 12 and 4.
+    "last_bias": Steps(forward=28, backward=40, kernels=(2, 3), per_expert=(2, 6)),
+    # PyTorch's cross entropy is counted by its bytes per logit (`StepModel.loss_bytes`).
+    "loss": Steps(forward=0, backward=0, kernels=(0, 0)),
+}
+"""What may run step by step. Values are those of a block's norms and of norms of queries and keys; queries and keys that are
+rotated; what attention gives; hidden values of experts; copies of tokens; both halves of experts' first results; copies of
+tokens again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +145,8 @@ class StepModel:
     """Width of a head's queries; 0 for the widest that the cluster knows the scores of."""
     score_kernel: ScoreKernel = "best"
     """What computes the scores."""
-    stepwise: tuple[Stepwise, ...] = ()
-    """What runs step by step in place of fused kernels."""
+    stepwise: tuple[str, ...] = ()
+    """What runs step by step in place of fused kernels: keys of `COSTS`."""
     attention_normed: float = 0.0
     """Values per token and block of norms inside attention."""
     attention_rotated: float = 0.0
@@ -123,14 +186,7 @@ class StepModel:
     place of an all-reduce."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_layers",
-            "seq_len",
-            "moe_every",
-            "micro_batches",
-            "parameter_bytes",
-            "replicas",
-        ):
+        for name in ("num_layers", "seq_len", "moe_every", "micro_batches", "parameter_bytes", "replicas"):
             if getattr(self, name) < 1:
                 raise InputError(f"model.{name}={getattr(self, name)}: must be at least 1")
         for name in ("dense_hidden", "vocab", "shared_hidden"):
@@ -140,8 +196,8 @@ class StepModel:
             if part not in PARTS:
                 raise InputError(f"model.recomputed={part!r}: choose of {', '.join(PARTS)}")
         for each in self.stepwise:
-            if each not in STEPWISE:
-                raise InputError(f"model.stepwise={each!r}: choose of {', '.join(STEPWISE)}")
+            if each not in COSTS:
+                raise InputError(f"model.stepwise={each!r}: choose of {', '.join(COSTS)}")
         if self.layer.tokens % self.seq_len:
             raise InputError(
                 f"model.layer.tokens={self.layer.tokens} are no whole sequences of model.seq_len={self.seq_len}: choose a "

@@ -38,9 +38,6 @@ class Load:
         return self.latency + (float(self.seconds.max()) if len(self.seconds) else 0.0)
 
 
-EMPTY = Load(np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0), 0.0)
-
-
 class Topology:
     """The links of a cluster, and which rank sits where.
 
@@ -105,21 +102,18 @@ class Topology:
             messages: (n,) how many messages an entry stands for, fractions allowed.
         """
         if not len(source):
-            return EMPTY
+            return Load(np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0), 0.0)
         (seconds, on_link), latency, slowest = self._route(source, target, num_bytes, messages)
         if self._ports < len(self.names):
-            first = self._ports + (0 if self._leaves_a_node(source, target) else 2)
+            # Movements of which no message leaves a node have ports of their own, beside those of the others.
+            here, there = (self.devices_of(ranks) // self.spec.devices_per_node for ranks in (source, target))
+            first = self._ports + (0 if (here != there).any() else 2)
             for side, ranks in ((0, source), (1, target)):
                 at = first + 4 * (ranks % self.block) + side
                 seconds += np.bincount(at, weights=slowest, minlength=len(seconds))
                 on_link += np.bincount(at, weights=messages, minlength=len(seconds))
         links = np.flatnonzero(seconds)
         return Load(links, seconds[links], on_link[links], float(latency.max()))
-
-    def _leaves_a_node(self, source: np.ndarray, target: np.ndarray) -> bool:
-        """Whether any message does; movements of which none does have ports of their own, beside those of the others."""
-        per_node = self.spec.devices_per_node
-        return bool((self.devices_of(source) // per_node != self.devices_of(target) // per_node).any())
 
     def _route(
         self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, messages: np.ndarray

@@ -14,8 +14,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from moesaic.cost.cluster import ELEMENT_BYTES, Dtype, check_above_zero
-from moesaic.cost.row_bytes import LayerShape
+from moesaic.cost.cluster import ELEMENT_BYTES, Dtype, check_above_zero, check_not_negative
 from moesaic.errors import InputError
 
 
@@ -72,11 +71,6 @@ class Workload:
         return ELEMENT_BYTES[self.dtype]
 
     @property
-    def shape(self) -> LayerShape:
-        """What decides how large rows, weights and products are."""
-        return LayerShape(dim=self.dim, hidden=self.hidden, element_bytes=self.element_bytes, matrices=self.matrices)
-
-    @property
     def reachable(self) -> int:
         """Experts of the groups that a token uses."""
         return self.num_experts // self.groups * self.top_groups
@@ -101,7 +95,7 @@ def zipf_counts(groups: int, workload: Workload, *, exponent: float, seed: int) 
         exponent: 0 is even; 1 gives the busiest of 16 experts 4.7 times the mean.
         seed: of the experts' order.
     """
-    check_not_negative_exponent(exponent)
+    check_not_negative("exponent", exponent)
     shares = 1.0 / np.arange(1, workload.num_experts + 1) ** exponent
     order = np.random.default_rng(seed).permutation(workload.num_experts)
     return _rounded(np.tile((shares / shares.sum())[order], (groups, 1)), workload)
@@ -148,12 +142,6 @@ def imbalance(counts: np.ndarray) -> float:
     """Return the load of the busiest expert over the mean."""
     loads = counts.sum(axis=0)
     return float(loads.max() / loads.mean())
-
-
-def check_not_negative_exponent(exponent: float) -> None:
-    """Raise InputError for an exponent that is no skew."""
-    if not (exponent >= 0 and np.isfinite(exponent)):
-        raise InputError(f"exponent={exponent}: must be a finite number of at least 0")
 
 
 def _rounded(shares: np.ndarray, workload: Workload) -> np.ndarray:

@@ -18,10 +18,10 @@ from moesaic.cost.timing import SpecTiming
 from moesaic.cost.workload import uniform_counts
 from moesaic.plan.candidates import compile_on, name_of
 from moesaic.plan.compile import Compiled
-from moesaic.plan.findings import Found, Result
 from moesaic.plan.loads import simulate_counts
 from moesaic.plan.model import Job
 from moesaic.plan.predict import APART
+from moesaic.plan.search import Found, Result
 
 SPREAD = (0.83, 0.93)
 """Measured over predicted speed between which the middle half of published steps lies; docs/ledger.md has them."""

@@ -198,23 +198,27 @@ class MemoryBudget:
         least = self._slices(compiled, self._cut(compiled, replicated, _nothing(call), None), call)[0].max()
         if least >= budget:
             return
-        for _ in range(TRIES):
+
+        def cut_into(count: int) -> tuple[Cut, float]:
+            """Return about so many slices, as many kept as fit, and the most bytes that one of them holds."""
             found = self._cut(compiled, replicated, call, -(-rows // count))
             peak, kept = self._slices(compiled, found, call)
-            if peak.max() <= budget:
+            return replace(found, kept=_most_kept(peak, kept, budget)), float(peak.max())
+
+        for _ in range(TRIES):
+            found, most = cut_into(count)
+            if most <= budget:
                 break
             if count >= rows:
                 return
-            count = min(rows, max(count + 1, int(count * (peak.max() - least) / (budget - least))))
+            count = min(rows, max(count + 1, int(count * (most - least) / (budget - least))))
         else:
             return
-        fewest = found.num_slices
-        yield replace(found, kept=_most_kept(peak, kept, budget))
+        yield found
         for more in MORE_SLICES:
-            found = self._cut(compiled, replicated, call, -(-rows // int(more * fewest)))
-            peak, kept = self._slices(compiled, found, call)
-            if peak.max() <= budget:
-                yield replace(found, kept=_most_kept(peak, kept, budget))
+            another, most = cut_into(int(more * found.num_slices))
+            if most <= budget:
+                yield another
 
     def _slices(self, compiled: Compiled, found: Cut, call: CountedCall) -> tuple[np.ndarray, np.ndarray]:
         """Return the most bytes that each slice holds on each rank, and those that it keeps, (slices, world) both."""

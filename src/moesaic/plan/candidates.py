@@ -42,14 +42,11 @@ def layouts(job: Job, cluster: ClusterSpec, pins: Pins = Pins()) -> list[Grid]:
     Raises:
         InputError: if there is none; the line names what refused the one with the smallest sizes.
     """
-    found, refusal = [], ""
-    for grid in _grids(cluster, pins):
-        wrong = _refusal(job, grid)
-        if not wrong:
-            found.append(grid)
-        refusal = refusal or f"{name_of(grid)}: {wrong}"
+    refusals = {grid: _refusal(job, grid) for grid in _grids(cluster, pins)}
+    found = [grid for grid, refusal in refusals.items() if not refusal]
     if not found:
-        why = f": the first one, {refusal}" if refusal else _undivided(cluster.world, pins)
+        first, refusal = next(iter(refusals.items()), (None, ""))
+        why = _undivided(cluster.world, pins) if first is None else f": the first one, {name_of(first)}: {refusal}"
         raise InputError(f"the search space holds no layout of {cluster.world} ranks{why}")
     return found
 
@@ -94,7 +91,7 @@ def _refusal(job: Job, grid: Grid) -> str:
         ("the data-parallel groups, ", grid.dp, "batch_size", job.batch_size),
     ]
     if job.dense_layers:
-        wanted.append(("mesh.tp", grid.tp, "the dense layers' inner width", job.active_hidden))
+        wanted.append(("mesh.tp", grid.tp, "the dense layers' inner width", model.active_hidden))
     for axis, ranks, name, size in wanted:
         if size % ranks:
             return f"{axis}={ranks} does not divide {name}={size}".replace(", =", ", ")
@@ -166,8 +163,7 @@ def candidates(grid: Grid, space: SearchSpace | None = None) -> Iterator[Compile
     Raises:
         InputError: if no plan of the space fits; the line repeats why the last one does not.
     """
-    seen: set[bytes] = set()
-    refusal = ""
+    seen, refusal = set[bytes](), ""
     for plan in (space or SearchSpace()).plans(grid):
         try:
             compiled = compile_plan(plan, grid)

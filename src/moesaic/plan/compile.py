@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -101,26 +101,19 @@ class Compiled:
 
     def shapes(self, num_experts: int) -> LayoutIndex:
         """Return the pieces of every slot for a number of experts, made once."""
-        if num_experts not in self._shapes:
-            self._shapes[num_experts] = LayoutIndex(
-                self.grid, num_experts, self.plan.chunks, replicates=self.replicates
-            )
-        return self._shapes[num_experts]
+        return self._index(num_experts)
 
     def held(self, num_experts: int, experts: ExpertSizes) -> HeldBytes:
         """Return what calls of a layer hold, made once for experts of these sizes."""
-        key = num_experts, experts
-        if key not in self._held:
-            self._held[key] = HeldBytes((self.forward, self.backward), self.shapes(num_experts), experts)
-        return self._held[key]
+        return self._held(self.shapes(num_experts), experts)
 
     @cached_property
-    def _shapes(self) -> dict[int, LayoutIndex]:
-        return {}
+    def _index(self) -> Callable[[int], LayoutIndex]:
+        return cache(partial(LayoutIndex, self.grid, num_chunks=self.plan.chunks, replicates=self.replicates))
 
     @cached_property
-    def _held(self) -> dict[tuple[int, ExpertSizes], HeldBytes]:
-        return {}
+    def _held(self) -> Callable[[LayoutIndex, ExpertSizes], HeldBytes]:
+        return cache(partial(HeldBytes, (self.forward, self.backward)))
 
 
 def compile_plan(
@@ -227,9 +220,9 @@ def for_call(compiled: Compiled, replicated: np.ndarray | None) -> Compiled:
         compiled: the layer's plan.
         replicated: (world, num_experts, ep) int64, what a replication policy decided; None under plans that do not replicate.
     """
-    return (
-        compiled if compiled.unreplicated is None or replicated is None or replicated.any() else compiled.unreplicated
-    )
+    if compiled.unreplicated is None or replicated is None or replicated.any():
+        return compiled
+    return compiled.unreplicated
 
 
 def durations_on(simulator: Simulator, layer: Workload) -> Durations:
@@ -256,23 +249,11 @@ def _check_deepep(plan: Plan, grid: Grid) -> None:
     """Raise InputError for what DeepEP does not do."""
     if plan.crossing is not Crossing.DEEPEP:
         return
-    plain = Plan(all_to_all=plan.all_to_all)
-    for name in (
-        "schedule",
-        "fuse",
-        "gather_weights",
-        "chunks",
-        "peer_groups",
-        "overlap_gather",
-        "replication",
-        "memory_budget",
-        "codec",
-        "backward_codec",
-    ):
-        if getattr(plan, name) != getattr(plain, name):
+    for name, usual in vars(Plan(all_to_all=plan.all_to_all, order=plan.order)).items():
+        if getattr(plan, name) != usual:
             raise InputError(
                 f"plan.{name}={getattr(plan, name)} clashes with plan.all_to_all=deepep, which moves whole tokens by its own "
-                f"kernels: leave it at {getattr(plain, name)}, or choose multicast"
+                f"kernels: leave it at {usual}, or choose multicast"
             )
     if grid.tp > 1 or grid.etp > 1:
         raise InputError(
@@ -298,9 +279,8 @@ def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Grid]:
     program = multicast(program, grid) if plan.crossing is Crossing.MULTICAST else fused
     if plan.gather_weights is not None:
         program, grid = gather_weights(program, plan.gather_weights, grid)
-    if not plan.replicates:
-        return split_peers(split_capacity(program, plan.chunks), plan.peer_groups, grid), grid
-    return split_peers(replicate(program, plan.chunks, grid), plan.peer_groups, grid), grid
+    program = replicate(program, plan.chunks, grid) if plan.replicates else split_capacity(program, plan.chunks)
+    return split_peers(program, plan.peer_groups, grid), grid
 
 
 def _rounds_apart(program: Program) -> bool:

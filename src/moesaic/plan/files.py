@@ -13,8 +13,8 @@ from typing import Any
 from moesaic.configfile import override, read_table
 from moesaic.cost.memory import GIB
 from moesaic.errors import InputError
-from moesaic.plan.findings import Found
 from moesaic.plan.plan import Plan
+from moesaic.plan.search import Found
 
 VERSION = 1
 """Of the file; a reader refuses newer ones."""
@@ -23,10 +23,16 @@ MESH = ("tp", "ep", "etp", "innermost")
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a plan.
+    """Read a plan; raises InputError as `read_planned` does."""
+    return read_planned(path)[1]
+
+
+def read_planned(path: Path) -> tuple[dict[str, Any], Plan]:
+    """Return the table of the mesh, empty where the file holds a plan alone, and the plan.
 
     Raises:
-        InputError: if the file is missing, does not parse, was written by a newer version, or holds no plan.
+        InputError: if the file is missing, does not parse, was written by a newer version, or holds no plan, or if its mesh is
+            no table of the four fields.
     """
     table = read_table(path)
     version = table.get("version")
@@ -36,7 +42,13 @@ def read_plan(path: Path) -> Plan:
         )
     if version > VERSION:
         raise InputError(f"plan {path}: has version {version}, this Moesaic reads up to {VERSION}: upgrade it")
-    return override(Plan(), table["plan"], source=str(path), prefix="plan.")
+    plan = override(Plan(), table["plan"], source=str(path), prefix="plan.")
+    mesh = table.get("mesh", {})
+    if not isinstance(mesh, dict) or not set(mesh) <= set(MESH):
+        raise InputError(
+            f"plan {path}: [mesh] must be a table of {', '.join(MESH)}: write it with moesaic plan --write"
+        )
+    return mesh, plan
 
 
 def write_plan(plan: Plan, path: Path) -> None:
@@ -78,21 +90,6 @@ def write_planned(found: Found, path: Path, *, model: str, cluster: str) -> None
         },
     }
     _write(table, path)
-
-
-def read_planned(path: Path) -> tuple[dict[str, Any], Plan]:
-    """Return the table of the mesh, empty where the file holds a plan alone, and the plan.
-
-    Raises:
-        InputError: as `read_plan` does, or if the mesh is no table of its four fields.
-    """
-    plan = read_plan(path)
-    mesh = read_table(path).get("mesh", {})
-    if not isinstance(mesh, dict) or not set(mesh) <= set(MESH):
-        raise InputError(
-            f"plan {path}: [mesh] must be a table of {', '.join(MESH)}: write it with moesaic plan --write"
-        )
-    return mesh, plan
 
 
 def _fields_of(plan: Plan) -> dict[str, Any]:

@@ -51,19 +51,9 @@ class Job:
                 raise InputError(f"{where}={value}: must be at least 1")
 
     @property
-    def active_hidden(self) -> int:
-        """Inner width that a token passes in one feed-forward layer."""
-        return self.model.active_hidden
-
-    @property
     def dense_layers(self) -> int:
         """Blocks without an MoE layer."""
         return sum(not self.model.is_sparse(layer) for layer in range(self.model.num_layers))
-
-    @property
-    def parameter_bytes(self) -> int:
-        """Of a parameter, of its gradient, and of each of Adam's two moments."""
-        return 8 if self.precision == "float64" else 4
 
     def dtype(self, cluster: ClusterSpec) -> Dtype:
         """Return the dtype of products on a cluster.
@@ -109,7 +99,7 @@ class Job:
             recomputed=("block",) if model.checkpoint_activations else (),
             micro_batches=self.accumulation,
             shared_hidden=moe.shared_hidden,
-            parameter_bytes=self.parameter_bytes,
+            parameter_bytes=8 if self.precision == "float64" else 4,
             sparse_layers=model.num_layers - self.dense_layers,
             **model.around,  # type: ignore[arg-type]
         )

@@ -19,13 +19,12 @@ from moesaic.cost.cluster import ELEMENT_BYTES, ClusterSpec, ScoreKernel
 from moesaic.cost.pipeline import Pipeline
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import StepCostModel
-from moesaic.cost.step_model import PARTS, Part, Sharded, StageRun, StepModel
-from moesaic.cost.stepwise import STEPWISE, Stepwise
+from moesaic.cost.step_model import COSTS, PARTS, Part, Sharded, StageRun, StepModel
 from moesaic.errors import InputError
 from moesaic.plan.candidates import compile_on
-from moesaic.plan.findings import Found
 from moesaic.plan.model import Job
 from moesaic.plan.plan import AllToAll, Crossing, Plan
+from moesaic.plan.search import Found
 from moesaic.program.grid import Grid
 from moesaic.program.passes.multicast import in_pieces
 
@@ -79,7 +78,7 @@ class OthersLayout:
     """The loss is one kernel or few, which read logits as they are."""
     float32_states: bool = True
     """Gradients and moments have four bytes."""
-    stepwise: tuple[Stepwise, ...] = ()
+    stepwise: tuple[str, ...] = ()
     """What runs step by step in eager PyTorch, in place of fused or compiled kernels."""
     score_kernel: ScoreKernel = "best"
     """What computes attention's scores: the fastest kernels of the device, FlashAttention-2, or FlexAttention."""
@@ -99,8 +98,8 @@ class OthersLayout:
             if part not in PARTS:
                 raise InputError(f"layout: recompute={part!r}: choose of {', '.join(PARTS)}")
         for each in self.stepwise:
-            if each not in STEPWISE:
-                raise InputError(f"layout: stepwise={each!r}: choose of {', '.join(STEPWISE)}")
+            if each not in COSTS:
+                raise InputError(f"layout: stepwise={each!r}: choose of {', '.join(COSTS)}")
         Pipeline(schedule=self.schedule, ranks=self.pp, runs=self.virtual_pp)
         for number in fields(self):
             value = getattr(self, number.name)

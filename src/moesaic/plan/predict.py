@@ -15,18 +15,15 @@ import numpy as np
 
 from moesaic.balance.rates import simulator_of
 from moesaic.cost.cluster import ClusterSpec, Device, Host, Link, Tflops
-from moesaic.cost.emulated import CPU
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import StepCostModel
 from moesaic.cost.workload import Workload
-from moesaic.plan.candidates import Pins
-from moesaic.plan.compile import Compiled, compile_plan, durations_on
-from moesaic.plan.findings import LOSSLESS, Found, Settings
+from moesaic.plan.candidates import Pins, compile_on
 from moesaic.plan.loads import simulate_counts, simulate_even
 from moesaic.plan.model import Job, job_of
 from moesaic.plan.model_shape import ModelShape, MoEShape
 from moesaic.plan.plan import Plan
-from moesaic.plan.search import search
+from moesaic.plan.search import LOSSLESS, Found, Settings, search
 from moesaic.program.grid import Grid
 
 APART = 64
@@ -35,6 +32,14 @@ GBPS = {True: (0.2, 2.0, 20.0), False: (25.0, 100.0, 400.0)}
 """Rates of a node's link that are assumed where none is known, for nodes that compute on CPUs and for others."""
 INSIDE = 4.0
 """How much faster links inside nodes are taken to be."""
+CPU = Device(
+    tflops=Tflops(fp32=0.05, fp64=0.025, bf16=0.01),
+    memory_gib=8.0,
+    memory_gigabytes_per_second=5.0,
+    gemm_rows=(1, 8, 32, 128),
+    gemm_share=(0.1, 0.5, 0.85, 1.0),
+)
+"""One process with one thread of a server core; assumed."""
 GPU = Device(tflops=Tflops(fp64=10.0, fp32=40.0, bf16=200.0), memory_gib=80.0, memory_gigabytes_per_second=1500.0)
 """Assumed."""
 ENDLESS_GIB = 1e6
@@ -67,11 +72,8 @@ class Predictor:
         self.plans = tuple(plans)
         self._simulator = simulator or Simulator(cluster)
         self._around = StepCostModel(job.step_model(cluster, grid.dp), grid, self._simulator)
-        how = {
-            "durations": durations_on(self._simulator, self._around.model.layer),
-            "host_runs_compute": cluster.host.runs_compute,
-        }  # fmt: skip
-        self._compiled: list[Compiled] = [compile_plan(plan, grid, **how) for plan in self.plans]  # type: ignore[arg-type]
+        layer = self._around.model.layer
+        self._compiled = [compile_on(plan, grid, self._simulator, layer) for plan in self.plans]
 
     @classmethod
     def of(
@@ -140,7 +142,7 @@ class Predictor:
         """
         around, found = self._around, []
         layer = around.model.layer
-        counts = hot_counts(load, self._around.grid.dp, layer)
+        counts = hot_counts(load, around.grid.dp, layer)
         for compiled in self._compiled:
             if around.grid.world <= APART:
                 there, back = simulate_counts(self._simulator, compiled, layer, counts)

@@ -12,9 +12,9 @@ from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import StepCostModel
 from moesaic.errors import InputError
 from moesaic.plan.candidates import Pins, compile_on, layouts
-from moesaic.plan.findings import Settings
 from moesaic.plan.model import Job
 from moesaic.plan.plan import Plan
+from moesaic.plan.search import Settings
 
 MOST_TIMES = 64
 """So many times as many devices are tried at most."""

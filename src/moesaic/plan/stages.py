@@ -15,10 +15,10 @@ from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.memory import usable_bytes
 from moesaic.cost.step_model import Part
 from moesaic.errors import InputError
-from moesaic.plan.findings import Found
 from moesaic.plan.model import Job
 from moesaic.plan.others import OthersLayout, predict
 from moesaic.plan.plan import AllToAll, Crossing
+from moesaic.plan.search import Found
 
 MOST_STAGES, MOST_PARTS = 16, 8
 """Stages, and parts of a sequence, that are tried."""
@@ -55,7 +55,8 @@ def best_in_stages(
     ]
     if not found:
         return None
-    leaders = [min(of, key=_seconds) for of in _by_stages(found).values()]
+    counts = dict.fromkeys(layout.pp for layout, _ in found)
+    leaders = [min((each for each in found if each[0].pp == count), key=_seconds) for count in counts]
     again = (
         _fitting(job, cluster, replace(layout, schedule=schedule, virtual_pp=runs), most)
         for layout, _ in leaders
@@ -63,13 +64,6 @@ def best_in_stages(
         if layout.pp > 1
     )
     return min([*leaders, *filter(None, again)], key=_seconds)
-
-
-def _by_stages(found: list[tuple[OthersLayout, Found]]) -> dict[int, list[tuple[OthersLayout, Found]]]:
-    by_stages: dict[int, list[tuple[OthersLayout, Found]]] = {}
-    for each in found:
-        by_stages.setdefault(each[0].pp, []).append(each)
-    return by_stages
 
 
 def _seconds(tried: tuple[OthersLayout, Found]) -> float:

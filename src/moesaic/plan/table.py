@@ -385,7 +385,7 @@ class PlanTable:
         places = {_whole(bucket): before[plan] for bucket, plan in state["held"].items()}
         self.held = {bucket: plan for bucket, plan in places.items() if plan in self.allowed and plan is not None}
         last = {before[int(plan)]: step for plan, step in state["last_run"].items()}
-        self._ratios = _numbers(state.get("ratios", []))
+        self._ratios = _numbers(state["ratios"])
         self.steps, self.explored, self.switches = map(_whole, state["counts"])
         self._last_run = {plan: min(_whole(step), self.steps) for plan, step in last.items() if plan is not None}
 

@@ -13,9 +13,9 @@ from moesaic.cost.compute import rates_of
 from moesaic.cost.memory import GIB
 from moesaic.cost.workload import Workload
 from moesaic.plan.candidates import name_of
-from moesaic.plan.findings import Found, Result
 from moesaic.plan.model import Job
 from moesaic.plan.plan import plan_in_words
+from moesaic.plan.search import Found, Result
 from moesaic.program.timeline import Timeline
 from moesaic.report.gantt import gantt, in_words, unit_of
 from moesaic.report.step_gantt import bars_of, step_gantt

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import plotly.graph_objects as go
 
-from moesaic.plan.findings import Found
 from moesaic.plan.model import Job
+from moesaic.plan.search import Found
 from moesaic.program.task import Lane
 from moesaic.program.timeline import Timeline
 from moesaic.report.gantt import WHOLE, unit_of

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.traces.load import locality
 from moesaic.traces.trace import Holds, Trace, TraceSegment, TraceShape
@@ -72,11 +71,16 @@ class SyntheticRouting:
             if not 0 <= getattr(self, name) <= most:
                 raise InputError(f"synthetic: {name}={getattr(self, name)}: choose 0 to {most:g}")
         if self.max_vio is None:
-            _check_skew(self.skew)
+            if not 0 <= self.skew <= STEEPEST:
+                raise InputError(
+                    f"skew={self.skew}: choose an exponent from 0 (even) to {STEEPEST:g}; 1 is already steep"
+                )
         elif self.skew:
             raise InputError(f"synthetic: skew={self.skew} and max_vio={self.max_vio}: give one of them")
         else:
-            _reachable(self.max_vio, min(self.num_experts / self.shape.top_k, self.num_experts) - 1, "experts")
+            most = min(self.num_experts / self.shape.top_k, self.num_experts) - 1
+            if not 0 <= self.max_vio <= most + 1e-9:
+                raise InputError(f"max_vio={self.max_vio}: so many experts and experts per token allow 0 to {most:.4g}")
 
     @property
     def shape(self) -> TraceShape:
@@ -114,56 +118,6 @@ def make_segment(config: SyntheticRouting) -> TraceSegment:
                     table[step, 0, layer, number] = np.bincount(experts.reshape(-1), minlength=config.num_experts)
     source = {"synthetic": {name: getattr(config, name) for name in ("skew", "max_vio", "drift", "locality", "seed")}}
     return TraceSegment(shape, holds, np.arange(config.steps), table, config.groups, source)
-
-
-def counts(groups: int, workload: Workload, *, skew: float, seed: int = 0) -> np.ndarray:
-    """Return counts of one call under Zipf's law, the same for all groups, (groups, num_experts) int64.
-
-    Args:
-        groups: data-parallel groups.
-        workload: of each; every row adds up to `tokens * top_k`.
-        skew: exponent.
-        seed: of the experts' order.
-    """
-    _check_skew(skew)
-    order = np.random.default_rng(seed).permutation(workload.num_experts)
-    return np.tile(_whole(popularity(order, skew, workload.top_k), workload), (groups, 1))
-
-
-def with_max_vio(
-    groups: int, workload: Workload, *, max_vio: float, ranks: int | None = None, seed: int = 0
-) -> np.ndarray:
-    """Return counts of one call with a given MaxVio, the same for all groups, (groups, num_experts) int64.
-
-    Zipf's law with the exponent that gives it. Of ranks: the `top_k` most popular experts share a rank as far as they fit,
-    since tokens that may not choose an expert twice would else spread over too many.
-
-    Args:
-        groups: data-parallel groups.
-        workload: of each; every row adds up to `tokens * top_k`.
-        max_vio: largest load over mean load minus 1.
-        ranks: whose loads are meant, each with as many consecutive experts; None for the experts' own.
-        seed: of the experts' order.
-
-    Raises:
-        InputError: if the experts do not split over the ranks, or no routing has this MaxVio.
-    """
-    experts, top_k = workload.num_experts, workload.top_k
-    parts = experts if ranks is None else ranks
-    if parts < 1 or experts % parts:
-        raise InputError(f"with_max_vio: ranks={ranks} do not divide num_experts={experts}: choose a divisor")
-    each = experts // parts
-    _reachable(max_vio, parts * min(1.0, each / top_k) - 1, "experts" if ranks is None else "ranks")
-    order = np.random.default_rng(seed).permutation(experts)
-    if each > 1:  # order[e] is the place of expert e in popularity: give the first places to one rank's experts
-        hot = int(np.flatnonzero(order == 0)[0]) // each * each
-        for place in range(1, min(top_k, each)):
-            free = next(e for e in range(hot, hot + each) if order[e] > place or order[e] == place)
-            holder = int(np.flatnonzero(order == place)[0])
-            if not hot <= holder < hot + each:
-                order[[free, holder]] = order[[holder, free]]
-    shares = _solved(order, top_k, max_vio, parts)
-    return np.tile(_whole(shares, workload), (groups, 1))
 
 
 def popularity(places: np.ndarray, skew: float, top_k: int) -> np.ndarray:
@@ -298,16 +252,15 @@ def _popularities(config: SyntheticRouting, random: np.random.Generator) -> Iter
         if config.max_vio is None:
             yield popularity(places, config.skew, config.top_k)
         else:
-            yield _solved(places, config.top_k, config.max_vio, config.num_experts)
+            yield _solved(places, config.top_k, config.max_vio)
         latent = keep * latent + config.drift * random.normal(size=config.num_experts)
 
 
-def _solved(places: np.ndarray, top_k: int, max_vio: float, parts: int) -> np.ndarray:
-    """Return the shares whose largest part, of so many equal ones, is `max_vio` above the mean."""
+def _solved(places: np.ndarray, top_k: int, max_vio: float) -> np.ndarray:
+    """Return the shares of which the largest is `max_vio` above the mean."""
 
     def violation(skew: float) -> float:
-        loads = popularity(places, skew, top_k).reshape(parts, -1).sum(axis=1)
-        return float(loads.max() * parts - 1)
+        return float(popularity(places, skew, top_k).max() * len(places) - 1)
 
     low, high = 0.0, STEEPEST
     if violation(high) < max_vio:  # the limit itself, or experts that change places in this very step
@@ -316,24 +269,3 @@ def _solved(places: np.ndarray, top_k: int, max_vio: float, parts: int) -> np.nd
         middle = (low + high) / 2
         low, high = (middle, high) if violation(middle) < max_vio else (low, middle)
     return popularity(places, high, top_k)
-
-
-def _whole(shares: np.ndarray, workload: Workload) -> np.ndarray:
-    """Return whole counts nearest to the shares, none above the tokens, adding up to all copies (largest remainders)."""
-    exact = shares * workload.tokens * workload.top_k
-    found = np.floor(exact + 1e-9).astype(np.int64)
-    for expert in np.argsort(found - exact, kind="stable"):
-        if found.sum() == workload.tokens * workload.top_k:
-            break
-        found[expert] += found[expert] < workload.tokens
-    return found
-
-
-def _reachable(max_vio: float, most: float, what: str) -> None:
-    if not 0 <= max_vio <= most + 1e-9:
-        raise InputError(f"max_vio={max_vio}: so many {what} and experts per token allow 0 to {most:.4g}")
-
-
-def _check_skew(skew: float) -> None:
-    if not 0 <= skew <= STEEPEST:
-        raise InputError(f"skew={skew}: choose an exponent from 0 (even) to {STEEPEST:g}; 1 is already steep")

@@ -20,10 +20,9 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from tokenize import TokenError
@@ -44,28 +43,17 @@ def segment_name(first_step: int) -> str:
     return f"steps-{first_step:08d}.npz"
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A segment whose table is read when it is asked for."""
-
-    steps: np.ndarray
-    groups: int
-    read: Callable[[], np.ndarray]
-
-
 class Trace:
     """The choices of a run. Tables stay on the disk but for the one that was read last.
 
     Args:
-        shape: of what was recorded.
-        holds: whether tokens' experts are known, or only counts.
-        parts: segments in the order of their steps.
+        parts: segments of one run in the order of their steps; of one on the disk its header.
         name: for messages.
     """
 
-    def __init__(self, shape: TraceShape, holds: Holds, parts: Sequence[_Part], name: str) -> None:
-        self.shape, self.holds, self.name = shape, holds, name
-        self._parts = list(parts)
+    def __init__(self, parts: Sequence[TraceSegment | Header], name: str) -> None:
+        self.shape, self.holds, self.name = parts[0].shape, parts[0].holds, name
+        self._parts = parts
         self._place = {
             int(step): (number, row) for number, part in enumerate(parts) for row, step in enumerate(part.steps)
         }
@@ -74,7 +62,7 @@ class Trace:
     @classmethod
     def of(cls, segment: TraceSegment, name: str = "in memory") -> Trace:
         """Return the trace of one segment."""
-        return cls(segment.shape, segment.holds, [_Part(segment.steps, segment.groups, lambda: segment.table)], name)
+        return cls([segment], name)
 
     @classmethod
     def open(cls, path: Path) -> Trace:
@@ -84,17 +72,15 @@ class Trace:
             InputError: if there is none, a segment is damaged, or segments are of different models.
         """
         headers = [read_header(segment) for segment in segments_of(path)]
-        first = headers[0]
         for header in headers[1:]:
-            _require_same(first, header)
+            _require_same(headers[0], header)
         headers.sort(key=lambda header: int(header.steps[0]))
         for one, other in pairwise(headers):
             if one.steps[-1] >= other.steps[0]:
                 raise InputError(
                     f"trace {path}: {one.path.name} and {other.path.name} both hold step {int(other.steps[0])}: remove one"
                 )
-        parts = [_Part(header.steps, header.groups, partial(read_table, header)) for header in headers]
-        return cls(first.shape, first.holds, parts, str(path))
+        return cls(headers, str(path))
 
     @property
     def steps(self) -> list[int]:
@@ -147,18 +133,18 @@ class Trace:
 
     def loads(self) -> np.ndarray:
         """Return the copies for each expert, (steps, layers, num_experts) int64, micro-batches added up."""
-        return np.array([self._load(step) for step in self.steps])
+        layers, micros = range(self.shape.num_layers), range(self.shape.accumulation)
+        return np.array(
+            [
+                [sum(self.samples(layer, step, micro).sum(0) for micro in micros) for layer in layers]
+                for step in self.steps
+            ]
+        )
 
     def segments(self, source: dict[str, object] | None = None) -> Iterator[TraceSegment]:
         """Yield the trace piece by piece, with its tables."""
         for number, part in enumerate(self._parts):
             yield TraceSegment(self.shape, self.holds, part.steps, self._read(number), part.groups, source or {})
-
-    def _load(self, step: int) -> np.ndarray:
-        shape = self.shape
-        micros = range(shape.accumulation)
-        layers = range(shape.num_layers)
-        return np.array([sum(self.samples(layer, step, micro).sum(0) for micro in micros) for layer in layers])
 
     def _table(self, layer: int, step: int, micro: int) -> np.ndarray:
         for what, index, size in (
@@ -177,7 +163,8 @@ class Trace:
 
     def _read(self, number: int) -> np.ndarray:
         if self._last is None or self._last[0] != number:
-            self._last = (number, self._parts[number].read())
+            part = self._parts[number]
+            self._last = (number, read_table(part) if isinstance(part, Header) else part.table)
         return self._last[1]
 
 
@@ -219,12 +206,8 @@ def steps_in_words(steps: Sequence[int]) -> str:
 
 def differences(shape: TraceShape, other: TraceShape) -> list[str]:
     """Return in which sizes two traces, or a trace and a model, differ: "num_experts=16 (not 64)"."""
-    names = [each.name for each in fields(shape)]
-    return [
-        f"{name}={getattr(shape, name)} (not {getattr(other, name)})"
-        for name in names
-        if getattr(shape, name) != getattr(other, name)
-    ]
+    pairs = zip(asdict(shape).items(), asdict(other).values())
+    return [f"{name}={value} (not {others})" for (name, value), others in pairs if value != others]
 
 
 def _require_same(first: Header, header: Header) -> None:
@@ -412,9 +395,8 @@ def _read(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as file:
             found = {name: file[name] for name in names}
-            if not all(
-                isinstance(array, np.ndarray) for array in found.values()
-            ):  # a member that is no array comes as bytes
+            # A member that is no array comes as bytes.
+            if not all(isinstance(array, np.ndarray) for array in found.values()):
                 raise TypeError("a member is no array")
             return found
     except FileNotFoundError as error:
