@@ -66,7 +66,7 @@ def _solve(load: ExpertLoad, most: float | None) -> np.ndarray:
 
 
 def assign_by_program(cost: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """Return the place of each sample at the least summed cost, as `moesaic.balance.samples.policies.assign` does."""
+    """Return the place of each sample at the least summed cost, as `moesaic.balance.samples.assign` does."""
     samples, places = cost.shape
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array, kron, vstack

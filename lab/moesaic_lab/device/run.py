@@ -109,7 +109,7 @@ class GivenRouting(nn.Module):
             routing.token, routing.expert, routing.counts, routing.num_tokens, routing.rows_per_token
         )
         sharded, common = self.experts.weights()
-        return self.experts.compute_tokens(sharded, common, x, routing.weight.detach(), permutation)
+        return self.experts.compute_tokens(x, routing.weight.detach(), sharded, common, permutation=permutation)
 
 
 def measure(case: DeviceCase, repeats: int, with_peers: bool = True, given_routing: bool = False) -> DeviceCell:

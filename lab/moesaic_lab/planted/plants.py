@@ -36,8 +36,8 @@ from moesaic.routing.peers import Gathered
 from moesaic.routing.routers import SigmoidTopK
 from moesaic.routing.routing import Scores
 from moesaic.runtime import data_parallel, executor, expert_parallel, messages, tasks
+from moesaic.runtime.balance import calls
 from moesaic.runtime.balance import experts as moving_experts
-from moesaic.runtime.balance import selector
 from moesaic.runtime.balance.relocate import SampleMove, SampleTrip
 from moesaic.runtime.expert_order import ExpertOrder
 from moesaic.runtime.routing_cache import RoutingCache
@@ -635,7 +635,7 @@ class _Forgetful(dict[object, object]):
 @contextmanager
 def decides_again() -> Iterator[None]:
     """A recomputation asks the arbiter anew, and runs another program than its forward pass."""
-    with mock.patch.object(selector, "WeakIdKeyDictionary", _Forgetful):
+    with mock.patch.object(calls, "WeakIdKeyDictionary", _Forgetful):
         yield
 
 
