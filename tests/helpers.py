@@ -8,16 +8,28 @@ from collections.abc import Callable, Iterable
 from operator import getitem
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from moesaic import MoE
+from moesaic.balance.experts import AbstractExpertPlacer, ExpertLoad
 from moesaic.errors import InputError
 from moesaic.routing.router import AbstractRouter, token_choice, top_k_indices
 from moesaic.routing.routers import ROUTERS
 from moesaic.routing.routing import Choice, Routing, Scores
 from moesaic.testing.reference import Reference, in_float64, reference
+
+
+class GivenOrders(AbstractExpertPlacer):
+    """Returns what it is told, one order of experts per decision; afterwards experts stay."""
+
+    def __init__(self, orders: list[np.ndarray]) -> None:
+        self._left = iter(orders)
+
+    def decide(self, load: ExpertLoad) -> np.ndarray:
+        return next(self._left, load.order)
 
 
 def seeds(drawn: range, every: int) -> list[Any]:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers import TOP_K, ids_for
-from moesaic import GatedExperts, ModuleExperts, MoE, PlainExperts, balance_on_step
-from moesaic.experts.experts import stored_tensors
+from moesaic import ModuleExperts, MoE, PlainExperts, balance_on_step
 from moesaic.routing.routers import ON_MESH, ROUTERS
 
 NAMES = sorted({**ROUTERS, **ON_MESH})
@@ -80,24 +79,10 @@ def by_transformers(layer: MoE, state: dict[str, Tensor]) -> None:
             setattr(layer.get_submodule(owner), leaf, torch.empty_like(buffer, device="cpu"))
 
 
-def with_two_matrices(load: Callable[..., None], layer: MoE, state: dict[str, Tensor]) -> None:
-    """State as it was when gate and up were a parameter each."""
-    parts = {
-        f"{name.removesuffix('w13')}w{part}": value[:, number].clone()
-        for name, value in state.items()
-        if name.endswith("w13")
-        for number, part in enumerate((1, 3))
-    }
-    assert len(parts) == 4
-    load(layer, parts | {name: value for name, value in state.items() if not name.endswith("w13")})
-
-
 LOADS = {
     "copied": by_to_empty,
     "assigned": by_assignment,
     "transformers": by_transformers,
-    "copied in two": partial(with_two_matrices, by_to_empty),
-    "assigned in two": partial(with_two_matrices, by_assignment),
 }
 
 
@@ -167,33 +152,3 @@ def test_reset_parameters_reaches_all_experts(experts: Callable) -> None:
 
 def own() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 8))
-
-
-def test_old_checkpoints_keep_their_keys() -> None:
-    assert list(stored_tensors(build("sigmoid", shared_hidden=4))) == [
-        "router.weight",
-        "router.bias",
-        "experts.w1",
-        "experts.w3",
-        "experts.w2",
-        "shared.w1",
-        "shared.w3",
-        "shared.w2",
-    ]
-
-
-def test_a_state_in_two_matrices_is_named_in_complaints() -> None:
-    """As they are called there; what fits is taken, as torch takes it, and the parameters stay those that an optimizer has."""
-    experts = GatedExperts(4, 6, 2, bias=True)
-    before = dict(experts.named_parameters())
-    state = {name: 2 * value.detach() for name, value in stored_tensors(experts).items()}
-    found = experts.load_state_dict({name: value for name, value in state.items() if name != "w3"}, strict=False)
-    assert (found.missing_keys, found.unexpected_keys) == (["w3"], [])
-    assert torch.equal(experts.w1, state["w1"])
-    assert torch.equal(2 * experts.w3, state["w3"])
-    with pytest.raises(RuntimeError, match=r"size mismatch for b3: copying a param with shape torch.Size\(\[2, 5\]\)"):
-        experts.load_state_dict({**state, "b3": torch.zeros(2, 5)})
-    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"w13\". \s*Unexpected key\(s\).*\"w1\""):
-        experts.load_state_dict({name: value for name, value in state.items() if name != "w3"}, assign=True)
-    assert [name for name, _ in experts.named_parameters()] == list(before)
-    assert all(parameter is before[name] for name, parameter in experts.named_parameters() if name == "w13")

@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers import pairwise
 from moesaic import Mesh, ModuleExperts, MoE, Plan, average_gradients, clip_grad_norm_, finish_step
 from moesaic.experts import GatedExperts
-from moesaic.experts.experts import stored_tensors
 from moesaic.parallel import clip, gradient_norm, num_copies, prepare_ddp, shard_dim, shard_over_data
 from worlds import on_ranks, refusal
 
@@ -271,27 +270,23 @@ def test_gate_and_up_are_split_alike(sizes, dim):
 
 
 def odd_experts() -> list[tuple[int, Tensor, Tensor]]:
-    """Return where FSDP split gate and up on this rank, a stored half of them, and the same of the whole parameter."""
+    """Return where FSDP split gate and up, the whole of what it left on the ranks, and the parameter before."""
     mesh = Mesh.create()
     torch.manual_seed(0)
     model = nn.Sequential(MoE(4, 6, 3, 2, shared_hidden=2))
-    expected = {name: value.clone() for name, value in stored_tensors(model).items()}
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
     model[0].parallelize(mesh, Plan())
     shard_over_data(model, mesh)
     found = []
-    stored = stored_tensors(model)
     for name, experts in (("experts", model[0].experts), ("shared", model[0].shared)):
         assert isinstance(experts, GatedExperts)
         assert isinstance(experts.w13, DTensor)
-        half = stored[f"0.{name}.w3"]
-        assert isinstance(half, DTensor)
-        assert half.to_local().untyped_storage().data_ptr() == experts.w13.to_local().untyped_storage().data_ptr()
-        found.append((experts.w13.placements[0].dim, half.full_tensor().detach(), expected[f"0.{name}.w3"]))
+        found.append((experts.w13.placements[0].dim, experts.w13.full_tensor().detach(), expected[f"0.{name}.w13"]))
     return found
 
 
-def test_stored_halves_are_views_of_what_fsdp_left_on_a_rank():
+def test_fsdp_never_splits_gate_from_up():
     """Neither three experts split over two ranks nor a shared one: a width does (etp's is taken), gate and up stay together."""
     for found in on_ranks(2, odd_experts):
         assert [dim for dim, _, _ in found] == [3, 2]
-        assert all(torch.equal(half, expected) for _, half, expected in found)
+        assert all(torch.equal(whole, expected) for _, whole, expected in found)

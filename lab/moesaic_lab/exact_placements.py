@@ -83,7 +83,7 @@ def _assigned(
 
 
 def assign_by_program(cost: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """Return the place of each sample at the least summed cost, as `moesaic.balance.samples.policies.assign` does."""
+    """Return the place of each sample at the least summed cost, as `moesaic.balance.samples.assign` does."""
     return _assigned(cost, room)
 
 

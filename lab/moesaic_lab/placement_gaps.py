@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from moesaic.balance.experts import Balanced, ExpertLoad, SmartMoE, places_of
-from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad, Stay, TwoStage, Weighed
-from moesaic.balance.samples.policies import by_flow, by_seats
+from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad, Stay, TwoStage, Weighed, by_flow, by_seats
 from moesaic.cost.alpha_beta import Machine
 from moesaic.program.grid import Grid
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of

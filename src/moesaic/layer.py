@@ -182,6 +182,7 @@ class MoE(InjectsLosses, RoutingCached):
             raise InputError("MoE.parallelize: the layer is on a mesh already: call it once, on a whole layer")
         from moesaic.runtime.auto_plan import AutoPlan, MeasuredOrder
         from moesaic.runtime.balance.calls import calls_under
+        from moesaic.runtime.deepep import DeepEP
         from moesaic.runtime.expert_parallel import ExpertParallel  # imports torch's compiler, which takes seconds
 
         mesh = Mesh.of(mesh)
@@ -191,7 +192,7 @@ class MoE(InjectsLosses, RoutingCached):
         before = self.apply_weight == "before"
         calls = partial(calls_under, policy=policy, num_experts=self.num_experts, dim=self.dim)
         of_layer = (chosen, self.experts, before, calls, settings, weights)
-        on_mesh = ExpertParallel(mesh.grid, mesh.transport, *of_layer, deepep=lambda: mesh.deepep)
+        on_mesh = ExpertParallel(mesh.grid, mesh.transport, *of_layer, deepep=partial(DeepEP.of, mesh))
         if broadcast:
             take_first(self, mesh.transport)
         if isinstance(self.router, TopologyRouter) and not self.router.is_placed:
@@ -274,15 +275,11 @@ class MoE(InjectsLosses, RoutingCached):
     ) -> tuple[Tensor, Routing]:
         """Route x, let a function of the caller's compute the result, and inject the losses: `forward` around another middle.
 
-        What wraps the layer to run its experts in another way builds on this; hooks of the layer itself do not run.
+        What wraps the layer to run its experts in another way builds on this; hooks of the layer itself do not run. The
+        arguments that `forward` has are as there.
 
         Args:
             compute: from the routed call to y of x's shape: all that the experts add, the shared one among them.
-            x: as for `forward`.
-            mask: as for `forward`.
-            token_ids: as for `forward`.
-            top_k: as for `forward`.
-            capacity: as for `forward`.
 
         Returns:
             (y, routing).
@@ -457,9 +454,7 @@ class MoE(InjectsLosses, RoutingCached):
             has_unsent=routing.has_unsent,
         )  # fmt: skip
         run = partial(self.experts.compute_tokens, permutation=permutation, weight_first=self.apply_weight == "before")
-        return self.experts(
-            x_TD, routing.weight, run=lambda x, weight, sharded, common: run(sharded, common, x, weight)
-        )
+        return self.experts(x_TD, routing.weight, run=run)
 
     def run_shared(self, x_TD: Tensor, mask: Tensor | None) -> Tensor | None:
         """Return what the shared expert makes of every token that is not padding, (tokens, dim); None without one.

@@ -36,19 +36,6 @@ from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.plan.compile import Durations
 from moesaic.runtime.data_parallel import expert_parameters
 
-__all__ = [
-    "clip",
-    "clip_grad_norm_",
-    "expert_parameters",
-    "gradient_norm",
-    "parallelize_layers",
-    "parallelize_model",
-    "parameter_groups",
-    "prepare_ddp",
-    "shard_dim",
-    "shard_over_data",
-]
-
 
 def parallelize_model(
     model: nn.Module,
@@ -109,9 +96,7 @@ def parallelize_layers(
         bias = bool(layer.experts.names[1])
         if bias not in compiled:
             on_cpu = mesh.transport.device.type == "cpu"
-            compiled[bias] = compile_plan(
-                plan, mesh.grid, bias=bias, durations=durations, host_runs_compute=on_cpu
-            )  # fmt: skip
+            compiled[bias] = compile_plan(plan, mesh.grid, bias=bias, durations=durations, host_runs_compute=on_cpu)
             policies[bias] = policy_of(compiled[bias])
         layer.parallelize(mesh, compiled[bias], policies[bias], broadcast=broadcast)
 
@@ -213,7 +198,7 @@ def _shard(
         for experts in module.modules()
         if isinstance(experts, StackedExperts)
         for name, parameter in experts.named_parameters(recurse=False)
-        if len(experts.stored_as(name)) > 1
+        if name in experts.paired
     }
     summed_in = None if dtype is None else next(module.parameters()).dtype
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=summed_in, cast_forward_inputs=False)

@@ -18,7 +18,7 @@ from moesaic.balance.replication.tables import (
     spills,
     spread,
 )
-from moesaic.balance.selector.cost import gathered_cost, is_even, replicated_cost, worst
+from moesaic.balance.selector.options import gathered_cost, is_even, replicated_cost, worst
 from moesaic.cost.alpha_beta import Machine
 from moesaic.program.grid import Grid
 

@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import seed_ranges
+from helpers import GivenOrders, seed_ranges
 from moesaic.balance.experts import (
     Balanced,
     ExpertLoad,
     ExpertRates,
     ExpertSeconds,
-    GivenOrders,
     SmartMoE,
     check_order,
+    fewest_between_nodes,
+    least_busiest,
     places_of,
+    spread_by_load,
 )
-from moesaic.balance.experts.balanced import fewest_between_nodes, least_busiest
-from moesaic.balance.experts.smartmoe import spread_by_load
 from moesaic.balance.policies import EXPERT_PLACERS
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError

@@ -9,8 +9,19 @@ import numpy as np
 import pytest
 
 from moesaic.balance.policies import SAMPLE_PLACERS
-from moesaic.balance.samples import AbstractPlacer, Given, Homes, PlacerOptions, SampleLoad, Stay, TwoStage, Weighed
-from moesaic.balance.samples.policies import assign, by_flow, by_seats
+from moesaic.balance.samples import (
+    AbstractPlacer,
+    Given,
+    Homes,
+    PlacerOptions,
+    SampleLoad,
+    Stay,
+    TwoStage,
+    Weighed,
+    assign,
+    by_flow,
+    by_seats,
+)
 from moesaic.cost.alpha_beta import Machine
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid

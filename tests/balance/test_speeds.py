@@ -10,7 +10,7 @@ from moesaic.balance.replication.policy import BarePlan
 from moesaic.balance.replication.spill import Spill
 from moesaic.balance.replication.tables import NOTHING, spills
 from moesaic.balance.selector.arbiter import Arbiter, Arbitration
-from moesaic.balance.selector.cost import is_even, replicated_cost
+from moesaic.balance.selector.options import is_even, replicated_cost
 from moesaic.cost.alpha_beta import Machine
 from moesaic.program.grid import Grid
 

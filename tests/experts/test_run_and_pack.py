@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from helpers import pairwise
 from moesaic.errors import InputError
 from moesaic.experts import AbstractExperts, GatedExperts, ModuleExperts, PlainExperts
-from moesaic.experts.experts import Weights
+from moesaic.experts.experts import ExpertCall, Weights
 
 DIM, HIDDEN = 6, 4
 
@@ -69,14 +69,17 @@ def test_explicit_products_equal_autograd(kind: str, counts: list[int], weighted
     leaves = [leaf.clone().requires_grad_() for leaf in (rows, *sharded, *common)]
     gate = None if gates is None else gates.clone().requires_grad_()
     cut = 1 + len(sharded)
-    expected = experts.compute(tuple(leaves[1:cut]), tuple(leaves[cut:]), leaves[0], gate, ends_of(counts), shards)
+    expected = experts.compute(
+        ExpertCall(tuple(leaves[1:cut]), tuple(leaves[cut:]), leaves[0], gate, ends_of(counts), shards)
+    )
     wanted = leaves if gate is None else [*leaves, gate]
     grads = torch.autograd.grad(expected, wanted, dy, materialize_grads=True)
 
-    out, kept = experts.run(sharded, common, rows, gates, ends_of(counts), shards)
+    call = ExpertCall(sharded, common, rows, gates, ends_of(counts), shards)
+    out, kept = experts.run(call)
     assert not out.requires_grad
     torch.testing.assert_close(out, expected.detach())
-    found = experts.gradients(sharded, common, rows, gates, ends_of(counts), kept, dy, shards)
+    found = experts.gradients(call, kept, dy)
     d_rows, d_gates, d_sharded, d_common = found
     torch.testing.assert_close(d_rows, grads[0])
     torch.testing.assert_close(d_sharded, grads[1:cut])
@@ -90,7 +93,8 @@ def test_explicit_products_equal_autograd(kind: str, counts: list[int], weighted
 def test_the_number_of_kept_tensors_does_not_depend_on_the_rows(kind: str) -> None:
     experts = MAKERS[kind](3)
     kept = [
-        experts.run(*weights_of(experts), torch.randn(sum(c), DIM), None, ends_of(c))[1] for c in ([0] * 3, [2, 0, 5])
+        experts.run(ExpertCall(*weights_of(experts), torch.randn(sum(c), DIM), None, ends_of(c)))[1]
+        for c in ([0] * 3, [2, 0, 5])
     ]
     assert len(kept[0]) == len(kept[1])
 
@@ -104,13 +108,15 @@ def test_shards_add_up_to_the_whole(kind: str) -> None:
     names = experts.names[0]
     rows, dy = torch.randn(2, 5, DIM, dtype=torch.float64)
     gates = torch.rand(5, dtype=torch.float64)
-    whole, kept = experts.run(sharded, common, rows, gates, ends_of(counts))
-    whole_grads = experts.gradients(sharded, common, rows, gates, ends_of(counts), kept, dy)
+    call = ExpertCall(sharded, common, rows, gates, ends_of(counts))
+    whole, kept = experts.run(call)
+    whole_grads = experts.gradients(call, kept, dy)
     out, d_rows, d_gates, parts = torch.zeros_like(whole), torch.zeros_like(rows), torch.zeros_like(gates), []
     for shard in range(2):
         own = tuple(w.chunk(2, experts.shard_dim(n))[shard] for n, w in zip(names, sharded))  # type: ignore[arg-type]
-        part, kept = experts.run(own, common, rows, gates, ends_of(counts), 2)
-        grads = experts.gradients(own, common, rows, gates, ends_of(counts), kept, dy, 2)
+        call = ExpertCall(own, common, rows, gates, ends_of(counts), 2)
+        part, kept = experts.run(call)
+        grads = experts.gradients(call, kept, dy)
         out, d_rows = out + part, d_rows + grads[0]
         assert grads[1] is not None
         d_gates = d_gates + grads[1]
@@ -162,8 +168,8 @@ def test_unpacked_experts_of_other_ranks_compute_what_they_do_at_home(kind: str)
     counts = [1, 0, 2, 1, 0, 3]
     rows = torch.randn(7, DIM, dtype=torch.float64)
     again = home.unpack(whole.pack(sharded), 6)
-    expected = whole.compute(sharded, common, rows, None, ends_of(counts))
-    torch.testing.assert_close(home.compute(again, common, rows, None, ends_of(counts)), expected)
+    expected = whole.compute(ExpertCall(sharded, common, rows, None, ends_of(counts)))
+    torch.testing.assert_close(home.compute(ExpertCall(again, common, rows, None, ends_of(counts))), expected)
 
 
 def test_dropout_draws_the_same_again_in_backward() -> None:
@@ -172,21 +178,22 @@ def test_dropout_draws_the_same_again_in_backward() -> None:
     sharded, common = weights_of(experts)
     rows, dy = torch.randn(2, 5, DIM, dtype=torch.float64)
     ends = ends_of([2, 3])
+    call = ExpertCall(sharded, common, rows, None, ends)
     torch.manual_seed(5)
-    out, kept = experts.run(sharded, common, rows, None, ends)
+    out, kept = experts.run(call)
     torch.randn(100)
     before = torch.get_rng_state()
-    found = experts.gradients(sharded, common, rows, None, ends, kept, dy)
+    found = experts.gradients(call, kept, dy)
     assert torch.equal(torch.get_rng_state(), before), "the recomputation leaves the generator where it was"
 
     torch.manual_seed(5)
     leaves = [leaf.clone().requires_grad_() for leaf in (rows, *sharded)]
-    again = experts.compute(tuple(leaves[1:]), (), leaves[0], None, ends)
+    again = experts.compute(ExpertCall(tuple(leaves[1:]), (), leaves[0], None, ends))
     assert torch.equal(again, out)
     grads = torch.autograd.grad(again, leaves, dy)
     torch.testing.assert_close((found[0], *found[2]), grads)
     torch.manual_seed(6)
-    assert not torch.equal(experts.run(sharded, common, rows, None, ends)[0], out), "there is dropout at all"
+    assert not torch.equal(experts.run(call)[0], out), "there is dropout at all"
 
 
 def test_keeping_some_experts_keeps_their_names_and_parameters() -> None:
@@ -211,12 +218,13 @@ def test_bfloat16_rows_and_float32_gates(kind: str) -> None:
     sharded, common = (tuple(w.bfloat16() for w in weights) for weights in weights_of(experts))
     rows, dy, gates = torch.randn(5, DIM).bfloat16(), torch.randn(5, DIM).bfloat16(), torch.rand(5)
     ends = ends_of([2, 3])
-    out, kept = experts.run(sharded, common, rows, gates, ends)
-    d_rows, d_gates, d_sharded, d_common = experts.gradients(sharded, common, rows, gates, ends, kept, dy)
+    call = ExpertCall(sharded, common, rows, gates, ends)
+    out, kept = experts.run(call)
+    d_rows, d_gates, d_sharded, d_common = experts.gradients(call, kept, dy)
     assert {t.dtype for t in (out, d_rows, *d_sharded, *d_common)} == {torch.bfloat16}
     assert d_gates is not None
     assert d_gates.dtype == torch.float32
-    exact, kept = experts.run(*weights_of(experts), rows.float(), gates, ends)
+    exact, kept = experts.run(ExpertCall(*weights_of(experts), rows.float(), gates, ends))
     torch.testing.assert_close(out.float(), exact, rtol=5e-2, atol=5e-2)
 
 

@@ -10,6 +10,7 @@ from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.errors import InputError
+from moesaic.experts.experts import ExpertCall
 from moesaic.kernels.codecs import codec_named
 from moesaic.layer import MoE
 from moesaic.plan import Plan, compile_plan
@@ -95,12 +96,13 @@ def test_experts_charge_two_flops_per_row_and_element_forward_and_four_backward(
     experts = virtual_experts(device)(DIM, HIDDEN, EXPERTS)
     weights, ends = experts.weights()[0], torch.tensor([3, 3, 5, 10], dtype=torch.int32)
     rows, gates = torch.randn(10, DIM), torch.rand(10)
-    out, kept = experts.run(weights, (), rows, gates, ends)
+    call = ExpertCall(weights, (), rows, gates, ends)
+    out, kept = experts.run(call)
     forward = 2 * 10 * (2 * DIM * HIDDEN) / 1e6
     assert device.charged == pytest.approx(forward)
     assert torch.equal(out, rows)
     dy = torch.randn(10, DIM)
-    d_rows, d_gates, d_weights, d_common = experts.gradients(weights, (), rows, gates, ends, kept, dy)
+    d_rows, d_gates, d_weights, d_common = experts.gradients(call, kept, dy)
     assert device.charged == pytest.approx(3 * forward)
     assert torch.equal(d_rows, dy)
     assert d_gates is not None
@@ -108,14 +110,15 @@ def test_experts_charge_two_flops_per_row_and_element_forward_and_four_backward(
     assert [d.shape for d in d_weights] == [w.shape for w in weights]
     assert d_common == ()
     assert all(float(d.abs().sum()) == 0 for d in (d_gates, *d_weights))
-    assert experts.gradients(weights, (), rows, None, ends, kept, dy)[1] is None
+    assert experts.gradients(ExpertCall(weights, (), rows, None, ends), kept, dy)[1] is None
 
 
 def test_a_shard_charges_its_share() -> None:
     device = accelerator()
     experts = virtual_experts(device)(DIM, HIDDEN, EXPERTS)
     halves = (experts.w1[:, : HIDDEN // 2], experts.w2[:, :, : HIDDEN // 2])
-    experts.run(halves, (), torch.zeros(6, DIM), None, torch.tensor([6, 6, 6, 6], dtype=torch.int32), 2)
+    ends = torch.tensor([6, 6, 6, 6], dtype=torch.int32)
+    experts.run(ExpertCall(halves, (), torch.zeros(6, DIM), None, ends, 2))
     assert device.charged == pytest.approx(2 * 6 * (DIM * HIDDEN) / 1e6)
 
 

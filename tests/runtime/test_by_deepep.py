@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from moesaic import Capacity, Mesh, MoE, Plan
-from moesaic.comm import deepep
 from moesaic.comm.collectives import all_gather, all_reduce_sum
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
 from moesaic.plan import compile_plan
 from moesaic.program.grid import Grid
+from moesaic.runtime import deepep
 
 DIM, EXPERTS, TOKENS = 16, 8, 6
 GRID = Grid(world=4, ep=4)

@@ -149,7 +149,7 @@ def test_rows_that_stay_on_a_rank_are_not_copied() -> None:
     sharded, common = experts.weights()
     work = compile_plan(Plan(), ONE)
     sizes = CallSizes(ONE, np.array([[2, 1]]), np.array([3]), 1, units=experts.num_units(sharded))
-    call = LayerRun(work, NoTransport(), Call(0, sizes, experts), 0, {"index": torch.tensor([[1], [0], [1]])})
+    call = LayerRun(work, NoTransport(), Call(0, sizes, experts), {"index": torch.tensor([[1], [0], [1]])})
     x, gates = torch.randn(3, DIM, dtype=torch.float64), torch.rand(3, 1, dtype=torch.float64)
     with torch.no_grad():
         found = drive(interpret(work.forward, inputs_of(call, x, gates, sharded, common), call.call), call.transport)
@@ -170,7 +170,7 @@ def test_gradients_of_every_input_by_finite_differences(kind: str, chunks: int) 
     gates = torch.rand(3, 1, dtype=torch.float64, requires_grad=True)
 
     def function(x: Tensor, gates: Tensor, *weights: Tensor) -> Tensor:
-        call = LayerRun(work, NoTransport(), Call(0, sizes, experts), 0, {"index": index})
+        call = LayerRun(work, NoTransport(), Call(0, sizes, experts), {"index": index})
         return run_program(call, x, gates, weights[: len(sharded)], weights[len(sharded) :])
 
     assert torch.autograd.gradcheck(function, (x, gates, *sharded, *common))

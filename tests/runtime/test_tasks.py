@@ -220,28 +220,28 @@ def test_equal_numbers_keep_their_order(most: int) -> None:
 def test_each_tokens_rows_are_summed_and_tokens_without_rows_are_zero(dtype: torch.dtype) -> None:
     index = torch.tensor([3, 0, 3, 1, 0, 3]).unsqueeze(1)
     rows = torch.tensor([1.0, 2, 4, 8, 16, 32], dtype=dtype).unsqueeze(1).expand(6, 3).contiguous()
-    at = Indexed.of(index, bases_of([0] * 6), 5, Indices(), has_empty=False)
+    at = Indexed(index, bases_of([0] * 6), 5, Indices(), has_empty=False)
     assert at.sum(rows)[:, 1].tolist() == [18.0, 8.0, 0.0, 37.0, 0.0]
     assert at.sum(rows).dtype == dtype
 
 
 def test_rows_are_added_in_their_order() -> None:
     """In float32 the sum of 1, 1e8 and -1e8 depends on it."""
-    at = Indexed.of(torch.zeros(3, 1, dtype=torch.int64), bases_of([0] * 3), 1, Indices(), has_empty=False)
+    at = Indexed(torch.zeros(3, 1, dtype=torch.int64), bases_of([0] * 3), 1, Indices(), has_empty=False)
     assert float(at.sum(torch.tensor([[1.0], [1e8], [-1e8]]))) == 0.0
     assert float(at.sum(torch.tensor([[1e8], [-1e8], [1.0]]))) == 1.0
 
 
 def test_an_index_counts_from_where_its_origins_tokens_start() -> None:
     index = torch.tensor([1, 0, 1, -1]).unsqueeze(1)
-    at = Indexed.of(index, bases_of([0, 2, 2, 0]), 4, Indices(), has_empty=True)
+    at = Indexed(index, bases_of([0, 2, 2, 0]), 4, Indices(), has_empty=True)
     assert at.places.tolist() == [1, 2, 3, 0]
     assert at.is_full is not None
     assert at.is_full.flatten().tolist() == [True, True, True, False]
-    assert Indexed.of(index[:3], bases_of([0] * 3), 2, Indices(), has_empty=False).is_full is None
+    assert Indexed(index[:3], bases_of([0] * 3), 2, Indices(), has_empty=False).is_full is None
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(0, 3), (0, 0)])
 def test_an_index_without_rows_or_tokens_sums_to_zeros(rows: int, tokens: int) -> None:
-    at = Indexed.of(torch.zeros(rows, 1, dtype=torch.int64), bases_of([0] * rows), tokens, Indices(), has_empty=False)
+    at = Indexed(torch.zeros(rows, 1, dtype=torch.int64), bases_of([0] * rows), tokens, Indices(), has_empty=False)
     assert torch.equal(at.sum(torch.ones(rows, 4)), torch.zeros(tokens, 4))

@@ -12,7 +12,7 @@ from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.order import ORDERS
 from moesaic.routing.routers import ROUTERS
-from moesaic.runtime.balance.selector import ProgramSelector
+from moesaic.runtime.balance.calls import BalancedCalls
 from moesaic.testing.cases import Case, draw_case
 from moesaic.testing.equivalence import failures, relative, run_case
 from moesaic.testing.suite import BALANCE, Summary, answers, features, run_seeds
@@ -135,14 +135,14 @@ def test_what_answers_skewed_routing_is_named():
 def test_policies_replicate_where_they_decide(replication, count, replicating, monkeypatch):
     """Cases in which a policy would leave all copies at home check nothing."""
     replicated = []
-    plain = ProgramSelector.choose
+    plain = BalancedCalls._selected
 
-    def choose(self, record, copies, units):
+    def selected(self, record, copies, units):
         compiled, table = plain(self, record, copies, units)
         replicated.append(0 if table is None else int(table.sum()))
         return compiled, table
 
-    monkeypatch.setattr(ProgramSelector, "choose", choose)
+    monkeypatch.setattr(BalancedCalls, "_selected", selected)
     for case in replicating[:count]:
         plan = dataclasses.replace(case.plan, replication=replication)
         decided = dataclasses.replace(case, plan=plan, by_policy=True, placement="none")

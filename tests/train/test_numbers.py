@@ -83,7 +83,7 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("loss", "what blocks.1.ffn returns is the first that is not finite, on rank 0"),
         ("gradient", "the gradient that reaches blocks.1.ffn is the first that is not finite, on rank 0"),
-        ("expert", "weights of blocks.1.ffn.experts.w1, expert 1 are not finite on rank 0"),
+        ("expert", "weights of blocks.1.ffn.experts.w13, expert 1 are not finite on rank 0"),
     ],
 )
 def test_a_step_whose_numbers_are_wrong_is_left_out_and_says_where_it_began(tmp_path, fault, said):
@@ -116,7 +116,7 @@ def test_wrong_steps_in_a_row_end_the_run_and_others_do_not(tmp_path):
         run_quietly(tiny(tmp_path, steps=9))
     for part in (
         "the loss of step 7 is not finite (nan",
-        "as were the 2 before it: weights of blocks.1.ffn.experts.w1",
+        "as were the 2 before it: weights of blocks.1.ffn.experts.w13",
     ):
         assert part in str(caught.value)
     assert [step for step, _ in losses(tmp_path / "run")] == [1, 4]
@@ -149,7 +149,7 @@ def test_on_two_ranks_all_leave_the_step_out_and_name_the_one_that_spoilt_it(tmp
     origins = [line["origin"] for line in lines(tmp_path / "run", "skipped")]
     assert origins[0].startswith("what blocks.1.ffn returns is the first that is not finite, on rank 1")
     assert origins[1] == "the gradient that reaches blocks.1.ffn is the first that is not finite, on rank 1"
-    assert origins[2].startswith("weights of blocks.1.ffn.experts.w1, expert 3 are not finite on rank 1")
+    assert origins[2].startswith("weights of blocks.1.ffn.experts.w13, expert 3 are not finite on rank 1")
     assert [step for step, _ in losses(tmp_path / "run")] == [1, 5]
     assert all(value.isfinite().all() for value in parameters(tmp_path / "run").values())
 

@@ -39,7 +39,8 @@ def find_plan(folder: str) -> dict[str, Any]:
     logging.getLogger("moesaic").setLevel(logging.ERROR)
     model = load(RankCase(folder, ep=dist.get_world_size()))
     chosen = {module._moesaic.on_mesh.auto for module in model.modules() if hasattr(module, "_moesaic")}
-    (auto,) = chosen  # all layers have one
+    (begin,) = chosen  # all layers have one
+    auto = begin.__self__
     now = [0.0]
     auto.clock = lambda: now[0]
     head = [parameter for name, parameter in model.named_parameters() if "lm_head" in name]

@@ -13,6 +13,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from moesaic.experts.experts import ExpertCall
 from moesaic.layer import MoE
 from moesaic.program.grid import Grid
 from moesaic.runtime.spread import shard_experts
@@ -63,7 +64,7 @@ class PlainExpertParallel(nn.Module):
         expert = torch.arange(told.shape[1]).repeat(len(told)).repeat_interleave(told.view(-1), output_size=len(rows))
         order = expert.argsort(stable=True)
         ends = told.sum(0).cumsum(0).to(torch.int32)
-        out = self.experts.compute(*self.experts.weights(), rows.index_select(0, order), None, ends)
+        out = self.experts.compute(ExpertCall(*self.experts.weights(), rows.index_select(0, order), None, ends))
         return out.index_select(0, _inverse(order))
 
 

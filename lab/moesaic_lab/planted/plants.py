@@ -36,8 +36,8 @@ from moesaic.routing.peers import Gathered
 from moesaic.routing.routers import SigmoidTopK
 from moesaic.routing.routing import Scores
 from moesaic.runtime import data_parallel, executor, expert_parallel, messages, tasks
+from moesaic.runtime.balance import calls
 from moesaic.runtime.balance import experts as moving_experts
-from moesaic.runtime.balance import selector
 from moesaic.runtime.balance.relocate import SampleMove, SampleTrip
 from moesaic.runtime.expert_order import ExpertOrder
 from moesaic.runtime.routing_cache import RoutingCache
@@ -598,7 +598,7 @@ class _Forgetful(dict[object, object]):
         """Drop it."""
 
 
-decides_again = replaced(selector, "WeakIdKeyDictionary", _Forgetful)
+decides_again = replaced(calls, "WeakIdKeyDictionary", _Forgetful)
 """A recomputation asks the arbiter anew, and runs another program than its forward pass."""
 
 labels_stay = replaced(SampleTrip, "take_home", lambda self, x: x)

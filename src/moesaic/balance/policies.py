@@ -36,17 +36,17 @@ REPLICATION_POLICIES: dict[str, Callable[[ReplicationCosts], AbstractReplication
 `Plan.replication` takes."""
 
 SAMPLE_PLACERS: dict[str, Callable[[PlacerOptions], AbstractPlacer]] = {
-    "stay": lambda _: _make("samples.placer.Stay"),
-    "two_stage": lambda options: _make("samples.policies.TwoStage", options.least_gain, rest=options.rest),
+    "stay": lambda _: _make("samples.Stay"),
+    "two_stage": lambda options: _make("samples.TwoStage", options.least_gain, rest=options.rest),
     "weighed": lambda options: _make(
-        "samples.policies.Weighed", options.machine, least_gain=options.least_gain, rest=options.rest
+        "samples.Weighed", options.machine, least_gain=options.least_gain, rest=options.rest
     ),
 }
 """Where samples live after a layer: what builds a policy from the options of the run, by the name that `balance.samples`
 takes."""
 
 EXPERT_PLACERS: dict[str, Callable[[ExpertRates], AbstractExpertPlacer]] = {
-    "balanced": lambda rates: _make("experts.balanced.Balanced", rates),
-    "smartmoe": lambda _: _make("experts.smartmoe.SmartMoE"),
+    "balanced": lambda rates: _make("experts.Balanced", rates),
+    "smartmoe": lambda _: _make("experts.SmartMoE"),
 }
 """Where experts live: what builds a policy from the rates of the run, by the name that `balance.experts` takes."""

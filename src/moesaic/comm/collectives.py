@@ -6,6 +6,7 @@ losses, gradients of small parameters.
 
 All ranks of the transport call the same collectives in the same order, each with the group it is in, also where that is itself
 alone: tags are counted per transport. How many tags a collective takes does not depend on sizes, so groups may differ in those.
+Of each, `transport` is this rank's, and `peers` are the ranks that take part, ascending, this one among them.
 `check_same` finds out, before the first collective that needs it, whether all ranks were started with the same settings.
 """
 
@@ -15,7 +16,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -32,31 +33,14 @@ Peers = tuple[int, ...]
 
 
 def all_gather(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> list[Tensor]:
-    """Return every rank's tensor, in the order of `peers`.
-
-    Args:
-        transport: this rank's transport.
-        peers: the ranks that take part, ascending, this one among them.
-        tensor: this rank's tensor, of one shape and dtype on all peers.
-
-    Returns:
-        one tensor per peer; this rank's is `tensor` itself (detached, contiguous).
-    """
+    """Return every rank's tensor, of one shape and dtype, in the order of `peers`; this rank's is `tensor` itself (detached,
+    contiguous)."""
     return _all_gather(transport, transport.take_tags(1), peers, _plain(transport, peers, tensor))
 
 
 def all_gather_rows(transport: AbstractTransport, peers: Peers, part: Tensor, num_rows: int) -> Tensor:
-    """Join the contiguous shares that ranks have of the first dim; see `share_of`.
-
-    Args:
-        transport: this rank's transport.
-        peers: the ranks that take part, ascending, this one among them.
-        part: this rank's share (its rows, ...).
-        num_rows: how many rows the whole has.
-
-    Returns:
-        a new tensor (num_rows, ...), the same on all peers.
-    """
+    """Join the contiguous shares that ranks have of the first dim (see `share_of`), this one's (its rows, ...), to a new tensor
+    (num_rows, ...), the same on all peers."""
     return _all_gather_rows(transport, transport.take_tags(1), peers, _plain(transport, peers, part), num_rows)
 
 
@@ -64,42 +48,19 @@ def all_reduce_sum(transport: AbstractTransport, peers: Peers, tensor: Tensor) -
     """Return the sum over ranks, added in the order of `peers`; types narrower than float32 are added in float32.
 
     Large tensors travel by segments: each rank sends 2 (n - 1) / n times the tensor. Small ones go whole to each peer.
-    Both give the same bits.
-
-    Args:
-        transport: this rank's transport.
-        peers: the ranks that take part, ascending, this one among them.
-        tensor: numbers, of one shape and dtype on all of them.
-
-    Returns:
-        a new tensor like `tensor`.
+    Both give the same bits. The tensors have one shape and dtype, as the result has.
     """
     return _all_reduce(transport, peers, tensor, _sum)
 
 
 def reduce_scatter_sum(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
-    """Return this rank's share of the sum over ranks, added as by `all_reduce_sum`; see `share_of`.
-
-    Args:
-        transport: this rank's transport.
-        peers: the ranks that take part, ascending, this one among them.
-        tensor: numbers, of one shape and dtype on all of them.
-
-    Returns:
-        a new tensor of one dim: this rank's share of the flattened sum.
-    """
+    """Return this rank's share (see `share_of`) of the sum over ranks, flattened, added as by `all_reduce_sum`."""
     tag = transport.take_tags(1)
     return _sum(_scatter(transport, tag, peers, _plain(transport, peers, tensor).view(-1)))
 
 
 def all_to_all(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> list[Tensor]:
-    """Return what every rank has for this one: its `share_of` each of their tensors, in the order of `peers`.
-
-    Args:
-        transport: this rank's transport.
-        peers: the ranks that take part, ascending, this one among them.
-        tensor: (rows, ...) whose shares go to the peers, of one shape and dtype on all of them.
-    """
+    """Return what every rank has for this one: its `share_of` each of their tensors, (rows, ...) of one shape and dtype."""
     return _scatter(transport, transport.take_tags(1), peers, _plain(transport, peers, tensor))
 
 
@@ -109,17 +70,7 @@ def all_reduce_max(transport: AbstractTransport, peers: Peers, tensor: Tensor) -
 
 
 def broadcast(transport: AbstractTransport, peers: Peers, tensor: Tensor, source: int) -> Tensor:
-    """Return the tensor of one rank on all.
-
-    Args:
-        transport: this rank's transport.
-        peers: the ranks that take part, ascending, this one among them.
-        tensor: what is sent on the source; elsewhere it gives shape and dtype.
-        source: the rank whose tensor is sent, one of `peers`.
-
-    Returns:
-        a new tensor.
-    """
+    """Return the tensor of one rank, `source`, on all, as a new one; elsewhere `tensor` gives shape and dtype."""
     assert source in peers, f"source {source} is none of {peers}"
     whole = _plain(transport, peers, tensor).clone()
     others = [peer for peer in peers if peer != source]
@@ -142,80 +93,49 @@ def share(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
     Forward it is the identity; backward it sums the gradients of all peers. Every peer's loss must depend on it, if
     only through empty tensors: a rank whose backward pass leaves it out lets the others wait.
     """
-    out: Tensor = _Share.apply(transport, peers, tensor)
-    return out
+    return _mapped(tensor, lambda whole: whole.view_as(whole), partial(all_reduce_sum, transport, peers))
 
 
 def slice_rows(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
     """Keep this rank's contiguous share of a tensor that all peers have and use alike.
 
     Forward no bytes move; backward the shares of the gradient are gathered, so that every peer has the whole one. As
-    with `share`, every peer takes part in the backward pass.
-
-    Args:
-        transport: this rank's transport.
-        peers: the ranks that take part, ascending, this one among them.
-        tensor: (rows, ...).
-
-    Returns:
-        (its rows, ...): rows n_rows * i // n to n_rows * (i + 1) // n for the i-th of n peers.
+    with `share`, every peer takes part in the backward pass. (rows, ...) -> (its rows, ...); see `share_of`.
     """
-    out: Tensor = _SliceRows.apply(transport, peers, tensor)
-    return out
+    mine, num_rows = share_of(len(tensor), peers.index(transport.rank), len(peers)), len(tensor)
+    return _mapped(
+        tensor, lambda whole: whole[mine].clone(), lambda part: all_gather_rows(transport, peers, part, num_rows)
+    )
 
 
 def gather_rows(transport: AbstractTransport, peers: Peers, part: Tensor, num_rows: int) -> Tensor:
     """Join the shares of a tensor that all peers then use alike: what `slice_rows` undoes.
 
-    Forward the shares are gathered; backward no bytes move, since every peer has the whole gradient.
-
-    Args:
-        transport: this rank's transport.
-        peers: the ranks that take part, ascending, this one among them.
-        part: (its rows, ...), this rank's share; see `share_of`.
-        num_rows: how many rows the whole has.
-
-    Returns:
-        (num_rows, ...), the same on all peers.
+    Forward the shares are gathered; backward no bytes move, since every peer has the whole gradient. (its rows, ...) ->
+    (num_rows, ...), the same on all peers.
     """
-    out: Tensor = _GatherRows.apply(transport, peers, part, num_rows)
+    mine = share_of(num_rows, peers.index(transport.rank), len(peers))
+    return _mapped(part, lambda part: all_gather_rows(transport, peers, part, num_rows), lambda whole: whole[mine])
+
+
+def _mapped(tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return what a function makes of a tensor; its gradient is what another one makes of the result's."""
+    out: Tensor = _Mapped.apply(tensor, forward, backward)
     return out
 
 
-class _Share(torch.autograd.Function):
+class _Mapped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
-        ctx.transport, ctx.peers = transport, peers
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, all_reduce_sum(ctx.transport, ctx.peers, gradient)
-
-
-class _SliceRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
-        ctx.transport, ctx.peers, ctx.num_rows = transport, peers, len(tensor)
-        return tensor[share_of(len(tensor), peers.index(transport.rank), len(peers))].clone()
+    def forward(
+        ctx: Any, tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.mapped = backward
+        return forward(tensor)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, all_gather_rows(ctx.transport, ctx.peers, gradient, ctx.num_rows)
-
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, transport: AbstractTransport, peers: Peers, part: Tensor, num_rows: int) -> Tensor:
-        ctx.mine = share_of(num_rows, peers.index(transport.rank), len(peers))
-        return all_gather_rows(transport, peers, part, num_rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor, None]:
-        return None, None, gradient[ctx.mine], None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.mapped(gradient), None, None
 
 
 def _all_reduce(

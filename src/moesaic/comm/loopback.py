@@ -14,10 +14,9 @@ import contextvars
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -63,12 +62,8 @@ class Loopback:
             self._queues.add(handle)
         return handle
 
-    def is_ready(self, handle: Handle) -> bool:
-        """Whether every message that a transfer waits for was posted, and its own messages have a receiver."""
-        return not self.missing(handle)
-
     def missing(self, handle: Handle) -> list[int]:
-        """Return the peers that have not posted their side of a transfer, ascending."""
+        """Return the peers that have not posted their side of a transfer, ascending: none if it can be waited for."""
         transfer = handle.transfer
         silent = {peer for peer in transfer.receives if (transfer.tag, peer, transfer.rank) not in self._mail}
         deaf = {peer for peer in transfer.sends if (transfer.tag, transfer.rank, peer) not in self._posted}
@@ -76,7 +71,7 @@ class Loopback:
         return sorted(silent | deaf | queued)
 
     def wait(self, handle: Handle) -> None:
-        """Deliver the messages; they must be there (`is_ready`)."""
+        """Deliver the messages, of which none may be `missing`."""
         transfer = handle.transfer
         for peer, tensor, sent in handle.works:
             self._posted.discard((transfer.tag, transfer.rank, peer))
@@ -157,10 +152,6 @@ class _LockStep:
         for gate in self._gates:
             gate.acquire()
 
-    def start(self) -> None:
-        """Give the baton to a first rank."""
-        self._pass_on(-1)
-
     def await_turn(self, rank: int) -> None:
         """Block a rank until it has the baton."""
         self._gates[rank].acquire()
@@ -173,7 +164,7 @@ class _LockStep:
         if not self.stopped:
             self._waiting[rank] = handle
             state = torch.get_rng_state()
-            if self._pass_on(rank):
+            if self.pass_on(rank):
                 self._gates[rank].acquire()
                 torch.set_rng_state(state)
             del self._waiting[rank]
@@ -186,9 +177,9 @@ class _LockStep:
     def end(self, rank: int) -> None:
         """Take a rank out."""
         self._live.discard(rank)
-        self._pass_on(rank)
+        self.pass_on(rank)
 
-    def _pass_on(self, rank: int) -> bool:
+    def pass_on(self, rank: int) -> bool:
         """Give the baton to a random rank that can go on; return whether that is another one."""
         able = self._able()
         if not able and self._live:
@@ -207,7 +198,9 @@ class _LockStep:
         waiting, errors = self._waiting, self._errors
         free = self.stopped
         return [
-            r for r in sorted(self._live) if free or r not in waiting or r in errors or self.mail.is_ready(waiting[r])
+            r
+            for r in sorted(self._live)
+            if free or r not in waiting or r in errors or not self.mail.missing(waiting[r])
         ]
 
     def _break_up(self) -> None:
@@ -260,50 +253,47 @@ def run_ranks(
     """
     steps = _LockStep(world, seed, in_order)
     transports = [LoopbackTransport(rank, world, steps) for rank in range(world)]
-    runs = [_Run(transport, function, steps) for transport in transports]
+    results: dict[int, T] = {}
+    threads = [_thread(transport, function, steps, results) for transport in transports]
     generator = torch.get_rng_state()
-    for run in runs:
-        run.thread.start()
+    for thread in threads:
+        thread.start()
     try:
-        steps.start()
+        steps.pass_on(-1)
         if not steps.done.wait(timeout_seconds):
             raise TimeoutError(f"rank {steps.running} of {world} ran when {timeout_seconds} seconds had passed")
     finally:
         steps.stopped = True
         torch.set_rng_state(generator)
-    for run in runs:
-        run.thread.join()
+    for thread in threads:
+        thread.join()
     if steps.failures:
         raise steps.failures[min(steps.failures)]
     forgotten = ", ".join(filter(None, (transport.left() for transport in transports)))
     if forgotten or not steps.mail.is_empty:
         raise RuntimeError(f"transfers never waited for: {forgotten or 'none'}; never received: {steps.mail.left()}")
-    return [result for run in runs for result in run.results]
+    return [results[rank] for rank in range(world)]
 
 
-class _Run(Generic[T]):
-    """A rank's thread."""
+def _thread(
+    transport: AbstractTransport, function: Callable[[AbstractTransport], T], steps: _LockStep, results: dict[int, T]
+) -> threading.Thread:
+    """Return a rank's thread, in the caller's modes, which PyTorch keeps per thread; its result goes to `results`."""
+    rank, generator, context = transport.rank, torch.get_rng_state(), contextvars.copy_context()
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    autocast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
-    def __init__(
-        self, transport: LoopbackTransport, function: Callable[[AbstractTransport], T], steps: _LockStep
-    ) -> None:
-        self.results: list[T] = []
-        self._transport, self._function, self._steps = transport, function, steps
-        self._modes = _Modes()
-        self._generator = torch.get_rng_state()
-        context = contextvars.copy_context()
-        self.thread = threading.Thread(
-            target=context.run, args=(self._run,), name=f"rank {transport.rank}", daemon=True
-        )
-
-    def _run(self) -> None:
-        rank, steps = self._transport.rank, self._steps
+    def run() -> None:
         steps.await_turn(rank)
         try:
             if not steps.stopped:
-                torch.set_rng_state(self._generator)
-                with self._modes.entered():
-                    self.results.append(self._function(self._transport))
+                torch.set_rng_state(generator)
+                with (
+                    torch.inference_mode(inference),
+                    torch.set_grad_enabled(grad),
+                    torch.autocast("cpu", dtype=dtype, enabled=autocast),
+                ):
+                    results[rank] = function(transport)
         except _Stopped:
             pass
         except BaseException as error:
@@ -311,23 +301,7 @@ class _Run(Generic[T]):
         finally:
             steps.end(rank)
 
-
-class _Modes:
-    """The caller's modes, which PyTorch keeps per thread."""
-
-    def __init__(self) -> None:
-        self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self._autocast, self._dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Set them in this thread."""
-        with (
-            torch.inference_mode(self._inference),
-            torch.set_grad_enabled(self._grad),
-            torch.autocast("cpu", dtype=self._dtype, enabled=self._autocast),
-        ):
-            yield
+    return threading.Thread(target=context.run, args=(run,), name=f"rank {rank}", daemon=True)
 
 
 def _poison(buffer: Tensor) -> None:

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moesaic.comm import TransportName
 from moesaic.comm.collectives import check_same
-from moesaic.comm.deepep import DeepEP
 from moesaic.comm.process_groups import Gloo, Nccl
 from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.errors import InputError
@@ -108,16 +107,9 @@ class Mesh:
         for name, size in (("pp", pp), ("cp", cp)):
             if size != 1:
                 raise InputError(f"mesh.{name}={size}: {ADVICE[name]}")
-        grid = Grid(
-            world=opened.world,
-            tp=tp,
-            ep=ep,
-            etp=etp,
-            innermost=innermost,
-            ranks_per_node=_ranks_per_node(_ranks_of(group))
-            if part and ranks_per_node is None
-            else _fitting(per_node, opened.world, ranks_per_node is None),
-        )
+        if ranks_per_node is None:
+            ranks_per_node = _ranks_per_node(_ranks_of(group)) if part else _launched_per_node(opened.world)
+        grid = Grid(world=opened.world, tp=tp, ep=ep, etp=etp, innermost=innermost, ranks_per_node=ranks_per_node)
         return cls(grid, opened, None if isinstance(opened, NoTransport) else group or dist.group.WORLD)
 
     @classmethod
@@ -246,11 +238,6 @@ class Mesh:
         place = self.grid.local_of(self.rank)
         return tuple(rank for rank in range(self.grid.world) if self.grid.local_of(rank) == place)
 
-    @cached_property
-    def deepep(self) -> DeepEP:
-        """DeepEP over ep, one for all layers on this mesh; only where that package is installed."""
-        return DeepEP(self.sparse["ep"].get_group())
-
     def group(self, *axes: Axis) -> tuple[int, ...]:
         """Return the ranks that differ from this one on `axes` only, ascending, this one among them."""
         return self.grid.group(self.rank, axes)
@@ -362,20 +349,18 @@ def ranks_of_a_node(asked: int | None = None) -> int:
     Raises:
         InputError: if what the launcher says does not divide the ranks.
     """
-    said = _ranks_of_launcher() if asked is None else asked
-    return _fitting(said, _world(), asked is None) or _world()
+    return (_launched_per_node(_world()) if asked is None else asked) or _world()
 
 
 def _ranks_of_launcher() -> str | None:
     return os.environ.get(LAUNCHER_VARIABLE) if dist.is_initialized() else None
 
 
-def _fitting(per_node: int | str | None, world: int, from_launcher: bool) -> int | None:
-    """Return ranks per node as a number; what the launcher said must divide the world (config is the grid's to check)."""
-    if per_node is None or not from_launcher:
-        assert not isinstance(per_node, str)
-        return per_node
-    text = str(per_node)
+def _launched_per_node(world: int) -> int | None:
+    """Return how many ranks share a node as the launcher says, which must divide them; None where it says nothing."""
+    text = _ranks_of_launcher()
+    if text is None:
+        return None
     if not text.isdecimal() or int(text) < 1 or world % int(text):
         raise InputError(
             f"{LAUNCHER_VARIABLE}={text} does not divide the {world} ranks: start as many on each node, or set "

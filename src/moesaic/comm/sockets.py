@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +31,8 @@ from torch import Tensor
 
 from moesaic.comm.sockets_connect import connect
 from moesaic.comm.transport import AbstractTransport, Handle, MessageSizeError, Transfer, as_bytes
+
+T = TypeVar("T")
 
 _HEADER = struct.Struct("<qq")
 """Tag and bytes of a message, in front of it."""
@@ -184,7 +187,8 @@ class Sockets(AbstractTransport):
                 self._check_open(line)
             self._move(max(end - time.monotonic(), 0.0))
             if _moved(work) == moved and time.monotonic() >= end:
-                self._pull_all(work)  # fewer bytes than the kernel wakes a rank for
+                for line in [each for each in work.lines if not each.is_closed]:
+                    self._pull(line)  # fewer bytes than the kernel wakes a rank for
             if _moved(work) != moved:
                 end, moved = time.monotonic() + self._patience, _moved(work)
             elif time.monotonic() >= end:
@@ -193,18 +197,10 @@ class Sockets(AbstractTransport):
                     f"rank {self.rank} has waited {self._patience:g} s for ranks {missing}: nothing came"
                 )
 
-    def _pull_all(self, work: _Work) -> None:
-        for line in list(work.lines):
-            if not line.is_closed:
-                self._pull(line)
-
     def _receive(self, line: _Line, tag: int, receive: _Receive) -> None:
-        waiting = line.early.get(tag)
-        if waiting:
-            message = waiting.popleft()
+        message = _taken(line.early, tag)
+        if message is not None:
             line.early_bytes -= len(message)
-            if not waiting:
-                del line.early[tag]
             self._check_size(line, tag, len(message), len(receive.buffer))
             receive.buffer[:] = message
             self._go_on(line)
@@ -295,8 +291,9 @@ class Sockets(AbstractTransport):
                 return
             except OSError:
                 count = 0
-            if not count:
-                self._lose(line)
+            if not count:  # the peer has closed its end, which matters only to whoever still wants something of it
+                self._close_line(line)
+                self._check_open(line)
                 return
             line.moved += count
             if arriving is None:
@@ -323,11 +320,8 @@ class Sockets(AbstractTransport):
 
     def _take(self, line: _Line, size: int) -> None:
         """Read the message behind a header into the buffer of its receive, keep it until there is one, or leave it there."""
-        waiting = line.posted.get(line.tag)
-        if waiting:
-            line.arriving = waiting.popleft()
-            if not waiting:
-                del line.posted[line.tag]
+        line.arriving = _taken(line.posted, line.tag)
+        if line.arriving is not None:
             self._check_size(line, line.tag, size, len(line.arriving.buffer))
         elif line.posted or line.early_bytes + size <= _EARLY_BYTES:
             self._keep(line, size)
@@ -360,11 +354,8 @@ class Sockets(AbstractTransport):
         if arrived.work is not None:
             arrived.work.lines.remove(line)
             return
-        waiting = line.posted.get(line.tag)
-        if waiting:  # asked for while it arrived
-            receive = waiting.popleft()
-            if not waiting:
-                del line.posted[line.tag]
+        receive = _taken(line.posted, line.tag)
+        if receive is not None:  # asked for while it arrived
             self._check_size(line, line.tag, len(arrived.buffer), len(receive.buffer))
             receive.buffer[:] = arrived.buffer
             line.early_bytes -= len(arrived.buffer)
@@ -392,11 +383,6 @@ class Sockets(AbstractTransport):
                 "do not run the same layer (dtype, top_k, losses or plan differ)"
             )
 
-    def _lose(self, line: _Line) -> None:
-        """Note that a peer has closed its end, which matters only to whoever still wants something of it."""
-        self._close_line(line)
-        self._check_open(line)
-
     def _check_open(self, line: _Line) -> None:
         if line.posted or line.leaving or line.arriving:
             raise _gone(self.rank, line.peer)
@@ -414,6 +400,17 @@ class _Memory:
         self.__array_interface__ = {
             "version": 3, "typestr": "|u1", "shape": (tensor.numel(),), "data": (tensor.data_ptr(), False),
         }  # fmt: skip
+
+
+def _taken(queues: dict[int, deque[T]], tag: int) -> T | None:
+    """Take the first of what is queued under a tag; None where nothing is."""
+    queue = queues.get(tag)
+    if queue is None:
+        return None
+    found = queue.popleft()
+    if not queue:
+        del queues[tag]
+    return found
 
 
 def _moved(work: _Work) -> int:

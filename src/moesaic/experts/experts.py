@@ -31,6 +31,24 @@ Runner = Callable[[Tensor, Tensor | None, Weights, Weights], Tensor]
 """(rows, routing weights, split parameters, common parameters) -> rows."""
 
 
+@dataclass(frozen=True)
+class ExpertCall:
+    """Rows at experts, and the parameters that multiply them."""
+
+    sharded: Weights
+    """Parameters of the experts that have rows, whole or a shard of their hidden width."""
+    common: Weights
+    """Parameters that all shards of an expert hold."""
+    rows: Tensor
+    """(R, dim), expert after expert."""
+    gates: Tensor | None
+    """(R,) routing weights; None for weights of 1."""
+    ends: Tensor
+    """(num_experts,) int32, one past the last row of each expert."""
+    shards: int = 1
+    """How many shards of an expert there are; their results will be summed."""
+
+
 class AbstractExperts(nn.Module, ABC):
     """All experts of a layer, run over rows that are sorted by expert.
 
@@ -55,39 +73,26 @@ class AbstractExperts(nn.Module, ABC):
         """Names of the parameters: those that shards of an expert split, and those that they hold in common."""
 
     @abstractmethod
-    def compute(
-        self, sharded: Weights, common: Weights, rows: Tensor, gates: Tensor | None, ends: Tensor, shards: int = 1
-    ) -> Tensor:
-        """Run each expert on its rows and scale each result by its routing weight; differentiable.
-
-        Args:
-            sharded: parameters of the experts that have rows, whole or a shard of their hidden width.
-            common: parameters that all shards of an expert hold.
-            rows: (R, dim), expert after expert.
-            gates: (R,) routing weights, or None for weights of 1.
-            ends: (num_experts,) int32, one past the last row of each expert.
-            shards: how many shards of an expert there are; their results will be summed.
-
-        Returns:
-            (R, dim).
-        """
+    def compute(self, call: ExpertCall) -> Tensor:
+        """Run each expert on its rows and scale each result by its routing weight, (R, dim); differentiable."""
 
     def compute_tokens(
         self,
-        sharded: Weights,
-        common: Weights,
         x: Tensor,
         weight: Tensor,
-        permutation: Permutation,
+        sharded: Weights,
+        common: Weights,
         *,
+        permutation: Permutation,
         weight_first: bool = False,
     ) -> Tensor:
         """Dispatch tokens to experts, run them, and sum each token's results by routing weight; differentiable.
 
         Args:
-            sharded, common: as for `compute`.
             x: (tokens, dim).
             weight: (R,) routing weights in the order of the routing.
+            sharded: as in `ExpertCall`.
+            common: as in `ExpertCall`.
             permutation: the routing, sorted by expert.
             weight_first: multiply by the routing weight before the expert rather than after it.
 
@@ -97,7 +102,8 @@ class AbstractExperts(nn.Module, ABC):
         rows, gates = permute(x, permutation), weight.index_select(0, permutation.order)
         if weight_first:
             rows = rows * gates.to(rows.dtype).unsqueeze(1)
-        out = self.compute(sharded, common, rows, None if weight_first else gates, permutation.ends)
+        call = ExpertCall(sharded, common, rows, None if weight_first else gates, permutation.ends)
+        out = self.compute(call)
         return unpermute(out, permutation, dtype=x.dtype)
 
     def reset_parameters(self) -> None:
@@ -166,7 +172,7 @@ class AbstractExperts(nn.Module, ABC):
         devices = [rows.device] if rows.is_cuda else []
         hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda value: value)
         with torch.enable_grad(), torch.random.fork_rng(devices), hooks:
-            self.compute(weights, (), rows, None, ends)
+            self.compute(ExpertCall(weights, (), rows, None, ends))
         return -(-sum(found.values()) // len(rows))
 
     def forward(
@@ -187,7 +193,7 @@ class AbstractExperts(nn.Module, ABC):
         if run is not None:
             return run(rows, weight, *self.weights_in(compute_dtype(rows.dtype, rows.device)))
         assert ends is not None
-        return self.compute(*self.weights_in(compute_dtype(rows.dtype, rows.device)), rows, weight, ends)
+        return self.compute(ExpertCall(*self.weights_in(compute_dtype(rows.dtype, rows.device)), rows, weight, ends))
 
     def weights(self) -> tuple[Weights, Weights]:
         """Return the parameters of `names`; of DTensors, this rank's part."""
@@ -210,70 +216,39 @@ class AbstractExperts(nn.Module, ABC):
         return parameter
 
     @torch.no_grad()
-    def run(
-        self, sharded: Weights, common: Weights, rows: Tensor, gates: Tensor | None, ends: Tensor, shards: int = 1
-    ) -> tuple[Tensor, Weights]:
+    def run(self, call: ExpertCall) -> tuple[Tensor, Weights]:
         """Return the result of `compute`, and what `gradients` wants to have kept, always equally many tensors.
 
         Here it is the state of the random generators, so that an expert with dropout computes the same again.
         """
+        rows = call.rows
         states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(rows.device)] if rows.is_cuda else [])
-        return self.compute(sharded, common, rows, gates, ends, shards), tuple(states)
+        return self.compute(call), tuple(states)
 
     def gradients(
-        self,
-        sharded: Weights,
-        common: Weights,
-        rows: Tensor,
-        gates: Tensor | None,
-        ends: Tensor,
-        kept: Weights,
-        dy: Tensor,
-        shards: int = 1,
-        deferred_wgrad: DeferredWgrad | None = None,
+        self, call: ExpertCall, kept: Weights, dy: Tensor, deferred_wgrad: DeferredWgrad | None = None
     ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
         """Return the gradients of rows, gates, split and common parameters; here by computing the result again.
 
         Args:
-            sharded, common, rows, gates, ends, shards: as for `run`.
+            call: as for `run`.
             kept: what `run` returned.
             dy: (R, dim), gradient of the result.
             deferred_wgrad: where this may leave what still has to be done for the split parameters' gradients, so that rows
                 can leave before; None: all is done on return.
         """
-        leaves = [leaf.detach().requires_grad_() for leaf in (rows, *sharded, *common)]
-        gate = None if gates is None else gates.detach().requires_grad_()
-        cut = 1 + len(sharded)
+        rows, cut = call.rows, 1 + len(call.sharded)
+        leaves = [leaf.detach().requires_grad_() for leaf in (rows, *call.sharded, *call.common)]
+        gate = None if call.gates is None else call.gates.detach().requires_grad_()
         with torch.enable_grad(), torch.random.fork_rng([rows.device] if rows.is_cuda else []):
             torch.set_rng_state(kept[0])
             if rows.is_cuda:
                 torch.cuda.set_rng_state(kept[1], rows.device)
-            out = self.compute(tuple(leaves[1:cut]), tuple(leaves[cut:]), leaves[0], gate, ends, shards)
+            weights = tuple(leaves[1:cut]), tuple(leaves[cut:])
+            out = self.compute(ExpertCall(*weights, leaves[0], gate, call.ends, call.shards))
         wanted = leaves if gate is None else [*leaves, gate]
         grads = torch.autograd.grad(out, wanted, dy, materialize_grads=True)
         return grads[0], None if gate is None else grads[-1], grads[1:cut], grads[cut : len(leaves)]
-
-
-@torch.no_grad()
-def init_stacked(weight: Tensor, bias: Tensor | None) -> None:
-    """Initialise each expert as `nn.Linear` would: uniform in +-1/sqrt(in_width), the bias too.
-
-    Args:
-        weight: (num_experts, out_width, in_width).
-        bias: (num_experts, out_width) or None.
-    """
-    bound = 1 / math.sqrt(weight.shape[2])
-    for each in (weight, bias):
-        if each is not None:
-            each.copy_(_side_by_side(each).uniform_(-bound, bound))
-
-
-@torch.no_grad()
-def init_stacked_normal(weight: Tensor, bias: Tensor | None, std: float) -> None:
-    """Initialise matrices from N(0, std), biases to zero; shapes as for `init_stacked`."""
-    weight.copy_(_side_by_side(weight).normal_(std=std))
-    if bias is not None:
-        bias.zero_()
 
 
 def _side_by_side(x: Tensor) -> Tensor:
@@ -358,35 +333,10 @@ class StackedExperts(AbstractExperts):
     def shard_dim(self, name: str) -> int | None:
         return {"w2": 2, "b2": None}.get(name, len(self.ups))
 
-    def stored_as(self, name: str) -> tuple[str, ...]:
-        """Return the names of a parameter in checkpoints: its own, or those of its parts along the second dimension."""
-        if len(self.ups) == 1 or name not in (self._up, _bias_of(self._up)):
-            return (name,)
-        return tuple(map(_bias_of, self.ups)) if name.startswith("b") else self.ups
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any
-    ) -> None:
-        replaces = local_metadata.get("assign_to_params_buffers", False)
-        replaces |= torch.__future__.get_swap_module_params_on_conversion()
-        own = dict(self._parameters)
-        for name, parameter in own.items():
-            parts = self.stored_as(name)
-            keys = [prefix + part for part in parts]
-            if parameter is None or len(parts) == 1 or not any(key in state_dict for key in keys):
-                continue
-            if not replaces:  # each part is a tensor of its own meanwhile, with its own complaints
-                del self._parameters[name]
-                views = (parameter.detach().select(1, number) for number in range(len(parts)))
-                self._parameters.update(zip(parts, views))  # type: ignore[arg-type]
-            elif all(key in state_dict for key in keys):
-                state_dict[prefix + name] = torch.stack([state_dict.pop(key) for key in keys], 1)
-        try:
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
-        finally:
-            now = dict(self._parameters)
-            self._parameters.clear()
-            self._parameters.update((name, now.get(name, parameter)) for name, parameter in own.items())
+    @property
+    def paired(self) -> tuple[str, ...]:
+        """Names of the parameters whose second dimension is gate and up; none without a gate."""
+        return () if len(self.ups) == 1 else (self._up, _bias_of(self._up))
 
     def begin_step(self) -> None:
         """Drop what was cast in the step before, and keep what will be cast in this one."""
@@ -406,9 +356,8 @@ class StackedExperts(AbstractExperts):
         if parameter.dtype == dtype or torch.compiler.is_compiling() or not (self.training and torch.is_grad_enabled()):
             return parameter.to(dtype)
         kept = self._casts.get(name)
-        is_captured = (
-            parameter.is_cuda and torch.cuda.is_current_stream_capturing()
-        )  # a replay casts what it then finds
+        # A graph that is replayed casts what it then finds.
+        is_captured = parameter.is_cuda and torch.cuda.is_current_stream_capturing()
         if kept is None or kept.parameter is not self._parameters[name] or is_captured:
             return parameter.to(dtype)
         if kept.cast is None or kept.version != parameter._version or kept.cast.dtype != dtype:
@@ -420,86 +369,73 @@ class StackedExperts(AbstractExperts):
         """Leave out what is kept for a step: a copy has parameters of its own."""
         return {**self.__dict__, "_casts": {}}
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise every matrix and bias uniformly in +-1/sqrt(its input width)."""
+        """Initialise every matrix and bias as `nn.Linear` would: uniformly in +-1/sqrt(its input width)."""
         for name in (*self.ups, "w2"):
-            init_stacked(getattr(self, name), getattr(self, _bias_of(name)))
+            weight, bias = getattr(self, name), getattr(self, _bias_of(name))
+            bound = 1 / math.sqrt(weight.shape[2])
+            for each in (weight,) if bias is None else (weight, bias):
+                each.copy_(_side_by_side(each).uniform_(-bound, bound))
 
+    @torch.no_grad()
     def init_normal(self, std: float, out_std: float) -> None:
         for name in (*self.ups, "w2"):
-            deviation = out_std if name == "w2" else std
-            init_stacked_normal(getattr(self, name), getattr(self, _bias_of(name)), deviation)
+            weight, bias = getattr(self, name), getattr(self, _bias_of(name))
+            weight.copy_(_side_by_side(weight).normal_(std=out_std if name == "w2" else std))
+            if bias is not None:
+                bias.zero_()
 
-    def compute(
-        self, sharded: Weights, common: Weights, rows: Tensor, gates: Tensor | None, ends: Tensor, shards: int = 1
-    ) -> Tensor:
-        dtype = compute_dtype(rows.dtype, rows.device)
-        sharded, common = (tuple(weight.to(dtype) for weight in weights) for weights in (sharded, common))
-        return expert_ffn(self._work(sharded, common, rows.to(dtype), gates, ends, shards))
+    def compute(self, call: ExpertCall) -> Tensor:
+        return expert_ffn(self._work(_cast_to(compute_dtype(call.rows.dtype, call.rows.device), call)))
 
     def compute_tokens(
         self,
-        sharded: Weights,
-        common: Weights,
         x: Tensor,
         weight: Tensor,
-        permutation: Permutation,
+        sharded: Weights,
+        common: Weights,
         *,
+        permutation: Permutation,
         weight_first: bool = False,
     ) -> Tensor:
-        dtype = compute_dtype(x.dtype, x.device)
-        sharded, common = (tuple(weight.to(dtype) for weight in weights) for weights in (sharded, common))
-        gates = weight.index_select(0, permutation.order)
-        work = self._work(sharded, common, x.to(dtype), gates, permutation.ends, 1)
+        call = ExpertCall(sharded, common, x, weight.index_select(0, permutation.order), permutation.ends)
+        work = self._work(_cast_to(compute_dtype(x.dtype, x.device), call))
         return expert_ffn(replace(work, dispatch=permutation.dispatch, gates_first=weight_first), x.dtype)
 
-    def run(
-        self, sharded: Weights, common: Weights, rows: Tensor, gates: Tensor | None, ends: Tensor, shards: int = 1
-    ) -> tuple[Tensor, Weights]:
+    def run(self, call: ExpertCall) -> tuple[Tensor, Weights]:
         """Run; kept is what the matrices that read the token give."""
-        out, pre = run_experts(self._work(sharded, common, rows, gates, ends, shards))
+        out, pre = run_experts(self._work(call))
         return out, (pre,)
 
     def gradients(
-        self,
-        sharded: Weights,
-        common: Weights,
-        rows: Tensor,
-        gates: Tensor | None,
-        ends: Tensor,
-        kept: Weights,
-        dy: Tensor,
-        shards: int = 1,
-        deferred_wgrad: DeferredWgrad | None = None,
+        self, call: ExpertCall, kept: Weights, dy: Tensor, deferred_wgrad: DeferredWgrad | None = None
     ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
         """Return the gradients by explicit products."""
-        work = self._work(sharded, common, rows, gates, ends, shards)
-        found = expert_gradients(work, kept[0], dy, deferred_wgrad=deferred_wgrad is not None)
+        found = expert_gradients(self._work(call), kept[0], dy, deferred_wgrad=deferred_wgrad is not None)
         assert found.x is not None
         assert found.up is not None
         assert found.down is not None
         if deferred_wgrad is not None and found.finish is not None:
             deferred_wgrad.append(found.finish)
-        d_common = () if found.down_bias is None else (found.down_bias / shards,)
-        up = found.up.view(sharded[0].shape)
-        up_bias = () if found.up_bias is None else (found.up_bias.view(sharded[2].shape),)
+        d_common = () if found.down_bias is None else (found.down_bias / call.shards,)
+        up = found.up.view(call.sharded[0].shape)
+        up_bias = () if found.up_bias is None else (found.up_bias.view(call.sharded[2].shape),)
         return found.x, found.gates, (up, found.down, *up_bias), d_common
 
-    def _work(
-        self, sharded: Weights, common: Weights, rows: Tensor, gates: Tensor | None, ends: Tensor, shards: int
-    ) -> ExpertWork:
+    def _work(self, call: ExpertCall) -> ExpertWork:
         """Return one call as the kernels take it."""
-        up, down, up_bias = self._together(sharded)
+        up, down, up_bias = self._together(call.sharded)
         return ExpertWork(
-            x=rows,
+            x=call.rows,
             dispatch=None,
-            gates=gates,
+            gates=call.gates,
             gates_first=False,
-            ends=ends,
+            ends=call.ends,
             up=up,
             up_bias=up_bias,
             down=down,
-            down_bias=common[0] / shards if common else None,
+            down_bias=call.common[0] / call.shards if call.common else None,
             activation=self.activation,
             clamp=self.clamp,
             kernel=self.kernel,
@@ -539,48 +475,6 @@ class StackedExperts(AbstractExperts):
         return up.unsqueeze(1), down, None if bias is None else bias.unsqueeze(1)
 
 
-@dataclass(frozen=True)
-class StoredParameter:
-    """What a checkpoint has under a name."""
-
-    parameter: nn.Parameter
-    part: int | None
-    """Along the second dimension, of which the name means one place; None for the whole parameter."""
-
-    def of(self, value: Tensor) -> Tensor:
-        """Return what the name means of a tensor of the parameter's shape, as a view; of other shapes all."""
-        return value if self.part is None or value.shape != self.parameter.shape else value.select(1, self.part)
-
-
-def stored_names(model: nn.Module, name: str) -> tuple[str, ...]:
-    """Return the names that checkpoints have for what a model's state dict has under a name; see `StackedExperts.stored_as`."""
-    path, dot, own = name.rpartition(".")
-    module = model.get_submodule(path)
-    return tuple(
-        path + dot + part for part in (module.stored_as(own) if isinstance(module, StackedExperts) else (own,))
-    )
-
-
-def stored_parameters(model: nn.Module) -> dict[str, StoredParameter]:
-    """Return a model's parameters by the names that checkpoints have for them."""
-    found: dict[str, StoredParameter] = {}
-    for name, parameter in model.named_parameters():
-        names = stored_names(model, name)
-        parts = range(len(names)) if len(names) > 1 else (None,)
-        found |= {each: StoredParameter(parameter, part) for each, part in zip(names, parts)}
-    return found
-
-
-def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's parameters and persistent buffers by the names that checkpoints have for them, as views."""
-    found: dict[str, Tensor] = {}
-    for name, value in model.state_dict().items():
-        names = stored_names(model, name)
-        parts = [value] if len(names) == 1 else [value.select(1, part) for part in range(len(names))]
-        found |= zip(names, parts)
-    return found
-
-
 @dataclass
 class _KeptCast:
     """A parameter in the dtype of a step's products."""
@@ -605,16 +499,12 @@ class _Cast(torch.autograd.Function):
 
 
 class PlainExperts(StackedExperts):
-    """Two matrices: `act(x @ w1.T + b1) @ w2.T + b2`.
+    """Two matrices: `act(x @ w1.T + b1) @ w2.T + b2`; biases are (num_experts, hidden) and (num_experts, dim).
+
+    Arguments are those of `StackedExperts`, and one more.
 
     Args:
-        dim: width of a token.
-        hidden: inner width of one expert.
-        num_experts: how many experts there are.
         activation: a key of `ACTIVATIONS`: "gelu", "gelu_tanh", "relu", "relu2" (relu squared) or "silu".
-        bias: add biases, (num_experts, hidden) and (num_experts, dim).
-        device: where parameters are made; None for torch's default device.
-        dtype: the dtype of the parameters; None for torch's default dtype.
     """
 
     ups = ("w1",)
@@ -638,17 +528,11 @@ class GatedExperts(StackedExperts):
     """Three matrices: `(act(x @ w1.T + b1) * (x @ w3.T + b3)) @ w2.T + b2`, with silu SwiGLU; the names are Mixtral's.
 
     The parameters are w13, (num_experts, 2, hidden, dim), w2, (num_experts, dim, hidden), and with biases b13, (num_experts,
-    2, hidden), and b2; w1, w3, b1 and b3 are views. Checkpoints hold these, and `load_state_dict` takes either.
+    2, hidden), and b2; w1, w3, b1 and b3 are views. Arguments are those of `StackedExperts`, and two more.
 
     Args:
-        dim: width of a token.
-        hidden: inner width of one expert.
-        num_experts: how many experts there are.
         activation: a key of `ACTIVATIONS`.
         clamp: makes it clamped SwiGLU, as in gpt-oss; see `Clamp`.
-        bias: add biases.
-        device: where parameters are made; None for torch's default device.
-        dtype: the dtype of the parameters; None for torch's default dtype.
 
     Raises:
         InputError: for an activation that is unknown, or a clamp of another one than silu.
@@ -694,6 +578,12 @@ class GatedExperts(StackedExperts):
     def b3(self) -> Tensor | None:
         """(num_experts, hidden): the bias of what is gated, a view of `b13`; None where there is none."""
         return None if self.b13 is None else self.b13.select(1, 1)
+
+
+def _cast_to(dtype: torch.dtype, call: ExpertCall) -> ExpertCall:
+    """Return a call whose rows and parameters have a dtype."""
+    sharded, common = (tuple(weight.to(dtype) for weight in weights) for weights in (call.sharded, call.common))
+    return replace(call, sharded=sharded, common=common, rows=call.rows.to(dtype))
 
 
 def _known(activation: str) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from moesaic.errors import InputError
-from moesaic.experts.experts import AbstractExperts, Weights
+from moesaic.experts.experts import AbstractExperts, ExpertCall, Weights
 
 
 class ModuleExperts(AbstractExperts):
@@ -44,23 +44,20 @@ class ModuleExperts(AbstractExperts):
     def init_normal(self, std: float, out_std: float) -> None:
         """Leave the modules as `factory` made them."""
 
-    def compute(
-        self, sharded: Weights, common: Weights, rows: Tensor, gates: Tensor | None, ends: Tensor, shards: int = 1
-    ) -> Tensor:
-        starts = [0, *ends.tolist()[:-1]]
-        modules = list(self.experts.children())
-        each = len(sharded) // max(len(ends), 1)
+    def compute(self, call: ExpertCall) -> Tensor:
+        ends, modules = call.ends.tolist(), list(self.experts.children())
+        each = len(call.sharded) // max(len(ends), 1)
         parts = []
-        for e, (a, b) in enumerate(zip(starts, ends.tolist())):
+        for e, (a, b) in enumerate(zip([0, *ends], ends)):
             module = modules[e % len(modules)]
-            own = dict(zip((name for name, _ in module.named_parameters()), sharded[e * each : (e + 1) * each]))
-            parts.append(functional_call(module, own, (rows[a:b],)))
+            own = dict(zip((name for name, _ in module.named_parameters()), call.sharded[e * each : (e + 1) * each]))
+            parts.append(functional_call(module, own, (call.rows[a:b],)))
         out = torch.cat(parts)
-        if out.shape != rows.shape:
+        if out.shape != call.rows.shape:
             raise InputError(
                 f"a user-defined expert must map (rows, {self.dim}) to the same shape, got {tuple(out.shape)}"
             )
-        return out if gates is None else out * gates.to(out.dtype).unsqueeze(1)
+        return out if call.gates is None else out * call.gates.to(out.dtype).unsqueeze(1)
 
     def keep_only(self, experts: range, copies: int) -> None:
         """Drop the modules of experts that live on other ranks; the others keep their names.

@@ -13,6 +13,7 @@ import torch
 from moesaic.codecs import CODECS, is_coded
 from moesaic.cost.profile import Products
 from moesaic.experts import EXPERTS
+from moesaic.experts.experts import ExpertCall
 from moesaic.kernels.codecs import AbstractCodec, codec_named
 from moesaic.profiling.together import gathered
 
@@ -95,9 +96,10 @@ def expert_step(
     tokens = torch.randn(rows * held, dim, device=device).to(dtype)  # a GPU's clock falls less with constants
     gates = torch.ones(rows * held, device=device)
     ends = torch.arange(1, held + 1, dtype=torch.int32, device=device) * rows
+    call = ExpertCall(sharded, (), tokens, gates, ends)
 
     def once() -> None:
-        out, kept = experts.run(sharded, (), tokens, gates, ends)
-        experts.gradients(sharded, (), tokens, gates, ends, kept, out)
+        out, kept = experts.run(call)
+        experts.gradients(call, kept, out)
 
     return once, 3 * 2 * rows * sum(weight.numel() for weight in sharded)

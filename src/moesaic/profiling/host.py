@@ -24,7 +24,7 @@ from moesaic.comm.transport import AbstractTransport
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.experts import AbstractExperts, PlainExperts
-from moesaic.experts.experts import DeferredWgrad, Weights
+from moesaic.experts.experts import DeferredWgrad, ExpertCall, Weights
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.profiling.together import gathered
@@ -78,38 +78,25 @@ class IdleExperts(AbstractExperts):
     def unpack(self, rows: Tensor, num_experts: int) -> Weights:
         return self._like[0].unpack(rows, num_experts)
 
-    def compute(
-        self, sharded: Weights, common: Weights, rows: Tensor, gates: Tensor | None, ends: Tensor, shards: int = 1
-    ) -> Tensor:
-        self._told(2 * self._products(sharded, rows))
-        return rows
+    def compute(self, call: ExpertCall) -> Tensor:
+        self._told(2 * self._products(call))
+        return call.rows
 
-    def run(
-        self, sharded: Weights, common: Weights, rows: Tensor, gates: Tensor | None, ends: Tensor, shards: int = 1
-    ) -> tuple[Tensor, Weights]:
+    def run(self, call: ExpertCall) -> tuple[Tensor, Weights]:
         """Return the rows as they are; nothing is kept."""
-        return self.compute(sharded, common, rows, gates, ends, shards), ()
+        return self.compute(call), ()
 
     def gradients(
-        self,
-        sharded: Weights,
-        common: Weights,
-        rows: Tensor,
-        gates: Tensor | None,
-        ends: Tensor,
-        kept: Weights,
-        dy: Tensor,
-        shards: int = 1,
-        deferred_wgrad: DeferredWgrad | None = None,
+        self, call: ExpertCall, kept: Weights, dy: Tensor, deferred_wgrad: DeferredWgrad | None = None
     ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
         """Return the gradients as they are; a backward pass has twice the operations of a forward one."""
-        self._told(4 * self._products(sharded, rows))
-        d_gates = None if gates is None else torch.zeros_like(gates)
-        return dy, d_gates, tuple(map(torch.zeros_like, sharded)), ()
+        self._told(4 * self._products(call))
+        d_gates = None if call.gates is None else torch.zeros_like(call.gates)
+        return dy, d_gates, tuple(map(torch.zeros_like, call.sharded)), ()
 
-    def _products(self, sharded: Weights, rows: Tensor) -> float:
+    def _products(self, call: ExpertCall) -> float:
         """Return the multiplications of all rows: by every matrix of an expert, or of the shard of one."""
-        return len(rows) * sum(matrix[0].numel() for matrix in sharded)
+        return len(call.rows) * sum(matrix[0].numel() for matrix in call.sharded)
 
 
 class BalancedRouter(AbstractRouter):

@@ -17,13 +17,17 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from moesaic.comm.collectives import all_reduce_max, broadcast
 from moesaic.comm.mesh import Mesh
@@ -35,7 +39,7 @@ from moesaic.plan.plan import plan_in_words
 from moesaic.plan.predict import Predictor, layer_job
 from moesaic.plan.table import PlanTable, TableSettings
 from moesaic.runtime.expert_parallel import ExpertParallel
-from moesaic.runtime.step_chooser import AbstractStepChooser
+from moesaic.runtime.routing_cache import is_recomputing
 from moesaic.runtime.tasks import TaskClock
 
 PLANS = 7
@@ -47,6 +51,101 @@ PERIOD = 8
 RACE = TableSettings(race=True)
 """How a table learns that begins with assumptions."""
 LOG = logging.getLogger("moesaic")
+Self = TypeVar("Self", bound="AbstractStepChooser")
+
+
+class AbstractStepChooser(ABC):
+    """Chooses the plan of all layers on a mesh that asked for it, between steps, on all ranks alike. Get it with `of`.
+
+    A step ends where an optimizer has stepped and a layer is called again with gradients. All ranks step together.
+
+    Args:
+        mesh: of the layers.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._grid, self._transport = mesh.grid, mesh.transport
+        self._everyone = tuple(range(mesh.grid.world))
+        self._layers: list[tuple[weakref.ref[ExpertParallel], weakref.ref[AbstractExperts], dict[str, int]]] = []
+        self._parameters: list[Callable[[], Iterable[Tensor]]] = []
+        self._ours: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._call = (0, 1, 4)
+        self._steps, self._stepped = 0, False
+        me = weakref.ref(self)
+        handle = register_optimizer_step_post_hook(lambda optimizer, *_: _note_step(me(), optimizer))
+        weakref.finalize(self, handle.remove)
+
+    @classmethod
+    def of(cls: type[Self], mesh: Mesh) -> Self:
+        """Return the one of a mesh."""
+        found: Self = mesh.shared.setdefault(cls, None) or cls(mesh)
+        mesh.shared[cls] = found
+        return found
+
+    def join(
+        self, on_mesh: ExpertParallel, experts: AbstractExperts, hidden: int, parameters: Callable[[], Iterable[Tensor]]
+    ) -> None:
+        """Take a layer in. What was found before is forgotten: it was found for other layers.
+
+        Args:
+            on_mesh: how the layer runs; it tells `begin` of each of its calls.
+            experts: its experts.
+            hidden: inner width of one of them, whole.
+            parameters: those of the layer, when asked: wrappers put others in their place.
+        """
+        if self._grid.world == 1:
+            return
+        sizes = {"dim": experts.dim, "hidden": hidden, "num_experts": experts.num_experts}
+        self._layers.append((weakref.ref(on_mesh), weakref.ref(experts), sizes))
+        self._parameters.append(parameters)
+        self._steps = 0
+        self._ours.clear()
+        self._forget()
+        on_mesh.auto = self.begin
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Forget what was found."""
+
+    @abstractmethod
+    def _end_step(self) -> None:
+        """A step has ended, the next one begins; `_steps` counts it already."""
+
+    def begin(self, tokens: int, top_k: int, dtype: torch.dtype) -> None:
+        """Hear of a call that begins; the first one after an optimizer step may go over to another plan.
+
+        Args:
+            tokens: of this rank's tensor group.
+            top_k: experts per token.
+            dtype: of the rows that travel.
+        """
+        if not torch.is_grad_enabled() or is_recomputing():
+            return
+        self._call = (tokens, top_k, dtype.itemsize)
+        if self._stepped:
+            self._stepped = False
+            self._steps += 1
+            self._end_step()
+
+    def _note_step(self, optimizer: Optimizer) -> None:
+        """Hear of an optimizer's step; those of optimizers that hold none of the layers' trained parameters do not count."""
+        if optimizer not in self._ours:
+            trained = {id(each) for found in self._parameters for each in found() if each.requires_grad}
+            held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+            self._ours[optimizer] = not trained or bool(trained & held)
+        self._stepped = self._stepped or self._ours[optimizer]
+
+    def _members(self) -> Iterator[tuple[ExpertParallel, AbstractExperts, dict[str, int]]]:
+        """Yield the layers that are still there, and still want to be chosen for."""
+        for of_layer, of_experts, sizes in self._layers:
+            on_mesh, experts = of_layer(), of_experts()
+            if on_mesh is not None and experts is not None and on_mesh.auto == self.begin:
+                yield on_mesh, experts, sizes
+
+
+def _note_step(chooser: AbstractStepChooser | None, optimizer: Optimizer) -> None:
+    if chooser is not None:
+        chooser._note_step(optimizer)
 
 
 class AutoPlan(AbstractStepChooser):

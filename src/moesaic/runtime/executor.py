@@ -31,9 +31,19 @@ from moesaic.program.bundles import bundles
 from moesaic.program.sizes import Move
 from moesaic.program.task import Op, Program, Slot, Task
 from moesaic.program.transpose import cotangent, saved
-from moesaic.program.validate import reduces
-from moesaic.runtime.messages import Packets, move_of, pack, start, start_hop, unpack
-from moesaic.runtime.tasks import Call, Environment, Value, compute, kept, rows, tables, transport_lane
+from moesaic.runtime.messages import Packets, pack, start, start_hop, unpack
+from moesaic.runtime.tasks import (
+    Call,
+    Environment,
+    Value,
+    compute,
+    kept,
+    move_of,
+    parameters,
+    rows,
+    tables,
+    transport_lane,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +56,6 @@ class TaskGroup:
     """One, or movements that travel as one."""
     moves: tuple[Move, ...]
     """Of tasks that are movements, one each."""
-    tables: tuple[tuple[Task, tuple[Move, ...]], ...]
-    """Each task with the movement that it is, or is a part of."""
     reads: tuple[str, ...]
     """Of all tasks."""
     unread: tuple[str, ...]
@@ -85,25 +93,13 @@ def script_of(program: Program, wanted: frozenset[str] | None) -> Script:
         TaskGroup(
             number=bundle[0],
             tasks=tasks,
-            moves=tuple(_move(task, slots) for task in tasks if task.op is Op.MOVE),
-            tables=tuple((task, _moves_of(task, slots)) for task in tasks),
+            moves=tuple(move_of(task, slots) for task in tasks if task.op is Op.MOVE),
             reads=tuple(name for task in tasks for name in task.reads),
             unread=tuple(unread),
         )
         for bundle, tasks, unread in zip(numbers, splits, _last_read(splits, wanted))
     ]
     return Script(slots=slots, steps=tuple(steps))
-
-
-def _move(task: Task, slots: Mapping[str, Slot]) -> Move:
-    source, target = slots[task.reads[0]], slots[task.writes[0]]
-    return Move(source.layout, target.layout, task.group, reduces(source, target))
-
-
-def _moves_of(task: Task, slots: Mapping[str, Slot]) -> tuple[Move, ...]:
-    if task.op is Op.MOVE:
-        return (_move(task, slots),)
-    return (move_of(task, slots),) if task.op in (Op.PACK, Op.UNPACK) else ()
 
 
 def _last_read(splits: Sequence[Sequence[Task]], wanted: frozenset[str] | None) -> list[list[str]]:
@@ -214,8 +210,8 @@ def _depart(
             return
         transfer, settles = start(step.tasks, step.moves, slots, environment, call, tag)
     else:
-        hopping = start_hop(task, slots, [packets[name] for name in task.reads], call, tag)
-        transfer, settles = hopping.transfer, [hopping.settle]
+        transfer, settle = start_hop(task, slots, [packets[name] for name in task.reads], call, tag)
+        settles = [settle]
     has_messages = bool(transfer.sends or transfer.receives)
     flight = (yield transfer) if has_messages else None
     arriving.update({each.writes[0]: _Arriving(flight, settled) for each, settled in zip(step.tasks, settles)})
@@ -259,7 +255,7 @@ Layout = list[tuple[str, int | None]]
 """Slots in the order of their tensors; None for one tensor, else how many."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class LayerRun:
     """One call of a layer on one rank."""
 
@@ -267,14 +263,20 @@ class LayerRun:
     transport: AbstractTransport
     call: Call
     """Its tags are those of the forward program."""
-    backward_tag: int
-    """First tag of the backward program."""
     indices: Mapping[str, Tensor]
     """The program's INDEX inputs by name."""
+    backward_tag: int = 0
+    """First tag of the backward program."""
+
+    def take_tags(self) -> None:
+        """Take the tags of both programs; all ranks do so for the same calls in the same order."""
+        forward, backward = (len(program.tasks) for program in (self.compiled.forward, self.compiled.backward))
+        self.call.first_tag = self.transport.take_tags(forward + backward)
+        self.backward_tag = self.call.first_tag + forward
 
 
 def run_program(run: LayerRun, x: Tensor, gates: Tensor, sharded: Weights, common: Weights) -> Tensor:
-    """LayerRun dispatch, experts and combine.
+    """Run dispatch, experts and combine: (tokens, dim) -> (tokens, dim); differentiable.
 
     All ranks call it in the same order, those without a token too.
 
@@ -284,9 +286,6 @@ def run_program(run: LayerRun, x: Tensor, gates: Tensor, sharded: Weights, commo
         gates: (rows, 1) routing weights, in the order of the program's `gates`.
         sharded: this rank's shards of its experts' parameters.
         common: what its shards hold in common with the other shards.
-
-    Returns:
-        (tokens, dim), the program's `y`.
     """
     y: Tensor = RunProgram.apply(run, torch.is_grad_enabled(), len(sharded), x, gates, *sharded, *common)
     return y
@@ -299,8 +298,8 @@ class RunProgram(torch.autograd.Function):
     def forward(
         ctx: Any, run: LayerRun, has_grad: bool, num_sharded: int, x: Tensor, gates: Tensor, *weights: Tensor
     ) -> Tensor:
-        """LayerRun the forward program; keep what the backward one reads, if there will be one."""
-        names = kept_names(run.compiled) if has_grad and any(ctx.needs_input_grad) else []
+        """Run the forward program; keep what the backward one reads, if there will be one."""
+        names = kept_names(run.compiled.logical) if has_grad and any(ctx.needs_input_grad) else ()
         inputs = inputs_of(run, x, gates, weights[:num_sharded], weights[num_sharded:])
         bring_tables(run, x.device)
         environment = run_forward(run, run.compiled.forward, inputs, {*names, "y"})
@@ -316,21 +315,22 @@ class RunProgram(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """LayerRun the backward program."""
+        """Run the backward program."""
         run: LayerRun = ctx.run
         if ctx.was_run:  # a peer may still receive what the backward pass before this one sent
             run = replace(run, backward_tag=run.transport.take_tags(len(run.compiled.backward.tasks)))
         ctx.was_run = True
-        return None, None, None, *run_backward(run, _take_kept(ctx), dy)
+        kept_values = by_name(ctx.saved_tensors, ctx.layout)
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained nothing else holds them any more
+        return None, None, None, *run_backward(run, kept_values, dy)
 
 
 def bring_tables(run: LayerRun, device: torch.device) -> None:
     """Bring all that both programs of a call read of its sizes to its device, in one copy."""
     if device.type != "cpu":
         scripts = (script_of(program, None) for program in (run.compiled.forward, run.compiled.backward))
-        groups = (each for script in scripts for step in script.steps for each in step.tables)
-        slots = {slot.name: slot for p in (run.compiled.backward, run.compiled.forward) for slot in p.slots}
-        run.call.indices.bring([t for task, moves in groups for t in tables(task, moves, slots, run.call)], device)
+        tasks = ((task, script.slots) for script in scripts for step in script.steps for task in step.tasks)
+        run.call.indices.bring([table for task, slots in tasks for table in tables(task, slots, run.call)], device)
 
 
 def inputs_of(run: LayerRun, x: Tensor, gates: Tensor, sharded: Weights, common: Weights) -> Environment:
@@ -341,38 +341,22 @@ def inputs_of(run: LayerRun, x: Tensor, gates: Tensor, sharded: Weights, common:
     return values
 
 
-def kept_names(compiled: Compiled) -> list[str]:
-    """Return what the backward program reads of the forward one: slots, and the expert tasks' activations."""
-    return list(_kept_names(compiled.logical))
-
-
 @lru_cache(maxsize=256)
-def _kept_names(logical: Program) -> tuple[str, ...]:
+def kept_names(logical: Program) -> tuple[str, ...]:
+    """Return what the backward program of a plan's logical program reads: slots, and the expert tasks' activations."""
     experts = [task.name for task in logical.tasks if task.op is Op.EXPERT]
     return *saved(logical), *map(kept, experts)
 
 
 def run_forward(run: LayerRun, program: Program, inputs: Environment, wanted: Collection[str]) -> Environment:
-    """LayerRun the forward program of a call, or a part of it; returns what is wanted of its values.
-
-    Args:
-        run: the call.
-        program: what to run.
-        inputs: the inputs of the program by name.
-        wanted: slots, and places of activations.
-    """
+    """Run the forward program of a call, or a part of it; returns what is wanted of its values: slots, and kept activations."""
     return drive(interpret(program, inputs, run.call, wanted), run.transport)
 
 
 def run_backward(run: LayerRun, values: Environment, dy: Tensor) -> tuple[Tensor, ...]:
-    """LayerRun the backward program; returns the gradients of x, gates, and all parameters.
-
-    Args:
-        run: the call.
-        values: what was kept; emptied, so that each is freed on the way.
-        dy: (tokens, dim), gradient of the result.
-    """
-    program, has_common = run.compiled.backward, "b" in run.compiled.logical.inputs
+    """Run the backward program from what was kept and dy, (tokens, dim); returns the gradients of x, gates, and all parameters.
+    `values` is emptied, so that each is freed on the way."""
+    program = run.compiled.backward
     values[cotangent("y")] = dy.contiguous()
     call = replace(run.call, first_tag=run.backward_tag)
     call.known.update(run.call.known)
@@ -382,10 +366,7 @@ def run_backward(run: LayerRun, values: Environment, dy: Tensor) -> tuple[Tensor
     steps = interpret(program, given, call, program.outputs)
     del given
     found = drive(steps, run.transport)
-    d_common: Weights = ()
-    if has_common:
-        value = found[cotangent("b")]
-        d_common = (value,) if isinstance(value, Tensor) else value
+    d_common = parameters(found.get(cotangent("b"), ()))
     d_x, d_gates, d_sharded = (found[cotangent(name)] for name in ("x", "gates", "w"))
     assert isinstance(d_x, Tensor)
     assert isinstance(d_gates, Tensor)
@@ -410,10 +391,3 @@ def by_name(flat: Sequence[Tensor], layout: Layout) -> Environment:
     return {
         name: next(parts) if length is None else tuple(next(parts) for _ in range(length)) for name, length in layout
     }
-
-
-def _take_kept(ctx: Any) -> Environment:
-    """Return what the forward pass kept. Unless the graph is retained nothing else holds it any more."""
-    values = by_name(ctx.saved_tensors, ctx.layout)
-    ctx.maybe_clear_saved_tensors()
-    return values

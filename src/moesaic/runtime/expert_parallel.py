@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from moesaic.comm.collectives import all_gather, broadcast, share, share_of, slice_rows
-from moesaic.comm.deepep import DeepEP
 from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
 from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype
@@ -35,7 +34,7 @@ from moesaic.routing.peers import Peers
 from moesaic.routing.route import Routed, RoutingRecord, TokenInfo, route, route_chosen
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routing import Routing
-from moesaic.runtime.by_deepep import run_by_deepep
+from moesaic.runtime.deepep import DeepEP, run_by_deepep
 from moesaic.runtime.executor import LayerRun, run_program
 from moesaic.runtime.expert_order import ExpertOrder
 from moesaic.runtime.spread import compiled_for, fitting
@@ -69,6 +68,8 @@ class AbstractCallPolicy(ABC):
         self.compiled = compiled
         self.meter: Meter | None = None
         """Takes the time of the experts' tasks; None where nothing is decided by it."""
+        self.speeds: tuple[float, ...] = ()
+        """Of the ranks' products, as all of them heard last; () where nobody measures them."""
 
     @property
     def digest(self) -> bytes:
@@ -103,31 +104,13 @@ class AbstractCallPolicy(ABC):
         """
 
 
-class AbstractPlanChooser(ABC):
-    """Chooses the plan of layers between steps."""
-
-    @abstractmethod
-    def begin(self, tokens: int, top_k: int, dtype: torch.dtype) -> None:
-        """Hear of a call that begins; the first one after an optimizer step may go over to another plan.
-
-        Args:
-            tokens: of this rank's tensor group.
-            top_k: experts per token.
-            dtype: of the rows that travel.
-        """
-
-
 class PlainCalls(AbstractCallPolicy):
     """Every call runs the plan's programs, whatever its counts."""
 
     def choose(self, record: RoutingRecord, call: CountedCall) -> Chosen:
-        """Return the plan's programs."""
-        del record, call
         return Chosen(self.compiled)
 
     def timed(self, record: RoutingRecord, chosen: Chosen, program: Callable[[], Tensor]) -> Tensor:
-        """Run it."""
-        del record, chosen
         return program()
 
 
@@ -154,8 +137,6 @@ class _Way:
     """What a layer keeps of one plan: nothing here is as large as a weight."""
 
     compiled: Compiled
-    slices: bool
-    """Each rank of a tensor group routes a slice of its tokens."""
     peers: Peers
     deepep: DeepEP | None
     calls: AbstractCallPolicy
@@ -196,8 +177,9 @@ class ExpertParallel:
         self.num_experts, self._calls_under = experts.num_experts, calls_under
         self.codecs: Codecs = known_codec
         """What encodes rows; a benchmark may put others in their place that lay messages out alike."""
-        self.auto: AbstractPlanChooser | None = None
-        """Hears of every call and chooses the plan; None where the plan is given."""
+        self.auto: Callable[[int, int, torch.dtype], None] | None = None
+        """Hears of every call (tokens of the tensor group, experts per token, dtype) and chooses the plan; None where that is
+        given."""
         self.clock: TaskClock | None = None
         """Takes the time of every task, each alone; None where nobody asks."""
         self._order: ExpertOrder | None = None
@@ -249,18 +231,14 @@ class ExpertParallel:
             self.peers.all_agree = False
 
     def _prepare(self, compiled: Compiled, deepep: DeepEP | None) -> _Way:
-        slices = compiled.routes_slices
-        find = None
-        if compiled.is_multicast:
-            find = partial(_find, self.num_experts, compiled)
-        calls = self._calls_under(compiled)
+        find = partial(_find, self.num_experts, compiled) if compiled.is_multicast else None
+        calls, slices = self._calls_under(compiled), compiled.routes_slices
         peers = Peers(self.transport, compiled.grid, slices, calls.digest, find, self._slots, tell=calls.tell)
-        return _Way(compiled, slices, peers, deepep, calls)
+        return _Way(compiled, peers, deepep, calls)
 
     def _enter(self, way: _Way) -> None:
         self.compiled, self.grid = way.compiled, way.compiled.grid
-        self._slices, self.peers, self._deepep = way.slices, way.peers, way.deepep
-        self.calls = way.calls
+        self.peers, self.calls, self._deepep = way.peers, way.calls, way.deepep
         self._agreed = False
         self._padded: dict[tuple[int, int, int] | None, tuple[CallSizes, Indices]] = {}
 
@@ -299,7 +277,7 @@ class ExpertParallel:
         """Route this rank's tokens: under S1 its slice of the tensor group's, else all of them; see `route`."""
         dtype = compute_dtype(x_TD.dtype, x_TD.device)
         if self.auto is not None and replay is None:
-            self.auto.begin(len(x_TD), top_k, dtype)
+            self.auto(len(x_TD), top_k, dtype)
         settings = {"dtype": dtype, "top_k": top_k, "capacity": capacity, "losses": losses}
         if any(loss.needs_sequences for loss in losses):  # sums per sequence are told with the counts
             settings["sequences"] = batch.num_sequences
@@ -307,7 +285,20 @@ class ExpertParallel:
             self._agreed = False
         if replay is None:
             batch = replace(batch, noise=self._draw(router, x_TD))
-        if not self._slices:
+        shared: AbstractContextManager[None] = nullcontext()
+        if self.compiled.routes_slices:
+            mine = share_of(len(x_TD), self._place, self.grid.tp)
+            batch = replace(
+                batch,
+                valid_T=None if batch.valid_T is None else batch.valid_T[mine],
+                token_ids=None if batch.token_ids is None else batch.token_ids[mine],
+                noise=None if batch.noise is None else batch.noise[mine],
+                first_token=mine.start,
+                sequence_length=max(len(x_TD) // batch.num_sequences, 1),
+            )
+            x_TD = slice_rows(self.transport, self._tensor_group, x_TD)
+            shared = shared_parameters(router, self.transport, self._tensor_group)
+        with shared:
             return route(
                 router,
                 x_TD,
@@ -315,27 +306,6 @@ class ExpertParallel:
                 capacity=capacity,
                 losses=losses,
                 batch=batch,
-                replay=replay,
-                peers=self.peers,
-            )
-        mine = share_of(len(x_TD), self._place, self.grid.tp)
-        sliced = replace(
-            batch,
-            valid_T=None if batch.valid_T is None else batch.valid_T[mine],
-            token_ids=None if batch.token_ids is None else batch.token_ids[mine],
-            noise=None if batch.noise is None else batch.noise[mine],
-            first_token=mine.start,
-            sequence_length=max(len(x_TD) // batch.num_sequences, 1),
-        )
-        x_mine = slice_rows(self.transport, self._tensor_group, x_TD)
-        with shared_parameters(router, self.transport, self._tensor_group):
-            return route(
-                router,
-                x_mine,
-                top_k=top_k,
-                capacity=capacity,
-                losses=losses,
-                batch=sliced,
                 replay=replay,
                 peers=self.peers,
             )
@@ -350,10 +320,10 @@ class ExpertParallel:
         """
         dtype = compute_dtype(x_TD.dtype, x_TD.device)
         if self.auto is not None:
-            self.auto.begin(len(x_TD), expert_TK.shape[1], dtype)
+            self.auto(len(x_TD), expert_TK.shape[1], dtype)
         if self.peers.call_with({"call.dtype": dtype, "call.top_k": expert_TK.shape[1]}):
             self._agreed = False
-        if self._slices:
+        if self.compiled.routes_slices:
             expert_TK = expert_TK[share_of(len(x_TD), self._place, self.grid.tp)]
             weight_TK = slice_rows(self.transport, self._tensor_group, weight_TK)
         return route_chosen(expert_TK, weight_TK, self.num_experts, self.peers)
@@ -368,19 +338,17 @@ class ExpertParallel:
             padded_rows: what `padded_rows` returned.
         """
         if self._deepep is not None:
-            return run_by_deepep(
-                self._deepep, experts, x_TD, routed if self._order is None else self._order.routed(routed)
-            )
+            by_slot = routed if self._order is None else self._order.routed(routed)
+            return run_by_deepep(self._deepep, experts, x_TD, by_slot)
         routing = routed.routing if self._order is None else self._order.in_slots(routed.routing)
         token, expert, gates, node_tokens = self._copies(routed, routing, padded_rows)
         if padded_rows is None or not self._agreed:
             self._check_digests(routed, together=padded_rows is None)
         self.peers.skips_digests = padded_rows is not None
         if padded_rows is None:
-            copies, tokens = counts_of(routed.record, self.compiled, slices=self._slices)
+            copies, tokens = counts_of(routed.record, self.compiled)
         else:
-            even = (self.num_experts, routing.num_tokens, padded_rows)
-            copies, tokens = even_counts(self.compiled, *even, slices=self._slices)
+            copies, tokens = even_counts(self.compiled, self.num_experts, routing.num_tokens, padded_rows)
         if node_tokens is None and self.compiled.is_multicast:
             node_tokens = self._node_tokens(token, expert, routing.num_tokens, int(copies[self.rank].sum()))
         copies = copies if self._order is None else self._order.columns(copies)
@@ -405,14 +373,12 @@ class ExpertParallel:
                 self.calls.meter, known[1], self.clock,
             )  # fmt: skip
             indices = {"index": token.unsqueeze(1)} if of_call is None else dict(of_call.indices)
-            work = LayerRun(compiled, self.transport, call, 0, indices)
+            work = LayerRun(compiled, self.transport, call, indices)
             cast = (tuple(weight.to(dtype) for weight in weights) for weights in (sharded, common))
             if run_slices is not None:
                 uncut = self._uncut(work, tokens, (token, expert), routing.num_tokens, units)
                 return run_slices(uncut, x, gate, *cast)
-            forward, backward = (len(p.tasks) for p in (compiled.forward, compiled.backward))
-            call.first_tag = self.transport.take_tags(forward + backward)
-            work = replace(work, backward_tag=call.first_tag + forward)
+            work.take_tags()
             return self.calls.timed(routed.record, chosen, lambda: run_program(work, x, gate, *cast))
 
         y: Tensor = experts(x_TD, gates.unsqueeze(1), run=run)
@@ -421,13 +387,8 @@ class ExpertParallel:
     def _copies(
         self, routed: Routed, routing: Routing, padded_rows: int | None
     ) -> tuple[Tensor, Tensor, Tensor, NodeTokens | None]:
-        """Return tokens, slots and weights of this rank's copies, slot after slot, and the node tokens that were told already.
-
-        Args:
-            routed: what `route` returned.
-            routing: the same, to slots.
-            padded_rows: what `padded_rows` returned.
-        """
+        """Return tokens, slots and weights of this rank's copies, slot after slot, and the node tokens that were told already;
+        `routing` is that of `routed`, to slots."""
         order, node_tokens = self.peers.order(routing.expert), None
         if routing.has_unsent and padded_rows is None:  # they come last
             assert routed.record.gathered is not None
@@ -469,19 +430,15 @@ class ExpertParallel:
             raise InputError(
                 f"a padded capacity needs tokens that split over mesh.tp={self.grid.tp}, got {num_tokens}: pad the batch"
             )
-        rows = capacity.fixed_rows(num_tokens // (self.grid.tp if self._slices else 1), top_k, self.num_experts)
+        rows = capacity.fixed_rows(
+            num_tokens // (self.grid.tp if self.compiled.routes_slices else 1), top_k, self.num_experts
+        )
         return -(-rows // self.compiled.capacity_multiple) * self.compiled.capacity_multiple
 
     @staticmethod
     def refuse_ddp(parameters: Iterable[nn.Parameter]) -> None:
-        """Make sure that no DDP takes parameters of which every rank has its own for copies of the same.
-
-        Args:
-            parameters: the parameters of experts that are spread over a mesh.
-
-        Raises:
-            InputError: if the DDP whose forward pass runs does.
-        """
+        """Raise InputError if the DDP whose forward pass runs takes parameters of experts that are spread over a mesh, of which
+        every rank has its own, for copies of the same."""
         if torch.compiler.is_compiling():
             return
         wrapper = DistributedDataParallel._get_active_ddp_module()
@@ -502,15 +459,8 @@ class ExpertParallel:
             return router.draw(len(x_TD), x_TD.device)
 
     def _check_digests(self, routed: Routed, *, together: bool = True) -> None:
-        """Make sure that all ranks run the same programs, and a recomputation those of its forward pass.
-
-        Args:
-            routed: what `route` returned.
-            together: all ranks do this in this call.
-
-        Raises:
-            InputError: on every rank, if they do not.
-        """
+        """Raise InputError, on every rank, unless all run the same programs, and a recomputation those of its forward pass;
+        `together` says whether all ranks do this in this call."""
         assert routed.record.gathered is not None
         digests = routed.record.gathered.digests_on_host
         if not (digests == self.peers.digest.numpy()).all():
@@ -548,7 +498,7 @@ class ExpertParallel:
     ) -> UncutCall:
         """Return a call that is to run slice by slice; `routing` is token and expert of this rank's rows."""
         compiled = work.compiled
-        alone = self._slices or compiled.is_redundant
+        alone = compiled.routes_slices or compiled.is_redundant
         find = partial(_find, self.num_experts, compiled, num_tokens=num_tokens) if compiled.is_multicast else None
 
         def bind(replicated: np.ndarray | None, copies: np.ndarray, node_tokens: NodeTokens | None) -> CallSizes:
@@ -558,12 +508,12 @@ class ExpertParallel:
 
     def _node_tokens(self, token: Tensor, expert: Tensor, num_tokens: int, num_copies: int) -> NodeTokens:
         """Find the visits of the copies that this rank sends, which are `num_copies`."""
-        if not self._slices and self.grid.tp > 1:
+        if not self.compiled.routes_slices and self.grid.tp > 1:
             counts_E = count(expert, None, self.num_experts)
             start_E = counts_E.cumsum(0) - counts_E
             place = torch.arange(len(expert), device=expert.device) - start_E[expert]
-            mine = share_of_each(counts_E, self._place, self.grid.tp)
-            own = (place >= mine[0][expert]) & (place < mine[1][expert])
+            first, end = (counts_E * each // self.grid.tp for each in (self._place, self._place + 1))
+            own = (place >= first[expert]) & (place < end[expert])
             at = places_of(own, num_copies)
             token, expert = token[at], expert[at]
         return _find(self.num_experts, self.compiled, token, expert, num_tokens)
@@ -578,18 +528,12 @@ def _key(plan: Plan | Compiled) -> Plan | bytes:
     return plan if isinstance(plan, Plan) else plan.digest
 
 
-def counts_of(record: RoutingRecord, compiled: Compiled, *, slices: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return copies (world, experts) and tokens (world,) of every rank.
-
-    Args:
-        record: the record of the call's routing, exchanged.
-        compiled: what the layer runs.
-        slices: each rank of a tensor group routed a slice of the group's tokens.
-    """
+def counts_of(record: RoutingRecord, compiled: Compiled) -> tuple[np.ndarray, np.ndarray]:
+    """Return copies (world, experts) and tokens (world,) of every rank, from the exchanged record of a call's routing."""
     grid = compiled.grid
     assert record.gathered is not None
     copies, tokens = record.gathered.sent_on_host, record.gathered.on_host[:, 1].astype(np.int64)
-    if slices:
+    if compiled.routes_slices:
         return copies, tokens
     copies, tokens = np.repeat(copies, grid.tp, axis=0), np.repeat(tokens, grid.tp)
     if compiled.is_redundant:
@@ -598,28 +542,11 @@ def counts_of(record: RoutingRecord, compiled: Compiled, *, slices: bool) -> tup
     return _cut(copies, place[:, None], grid.tp), _cut(tokens, place, grid.tp)
 
 
-def even_counts(
-    compiled: Compiled, num_experts: int, num_tokens: int, rows: int, *, slices: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the same where every rank sends each expert the same rows; nothing comes from the device.
-
-    Args:
-        compiled: what the layer runs.
-        num_experts: how many experts the layer has.
-        num_tokens: how many tokens every rank routes.
-        rows: how many rows every rank sends each expert.
-        slices: each rank of a tensor group routed a slice of the group's tokens.
-    """
+def even_counts(compiled: Compiled, num_experts: int, num_tokens: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the same where every rank routes `num_tokens` and sends each expert `rows`; nothing comes from the device."""
     grid = compiled.grid
-    shared = not compiled.is_redundant and not slices
-    tokens = num_tokens // grid.tp if shared else num_tokens
-    copies = rows // grid.tp if shared else rows
-    return np.full((grid.world, num_experts), copies), np.full(grid.world, tokens)
-
-
-def share_of_each(counts: Tensor, index: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return where the `index`-th of `count` contiguous shares starts and ends, for each of several lengths."""
-    return counts * index // count, counts * (index + 1) // count
+    ranks = 1 if compiled.is_redundant or compiled.routes_slices else grid.tp
+    return np.full((grid.world, num_experts), rows // ranks), np.full(grid.world, num_tokens // ranks)
 
 
 def _cut(counts: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
@@ -628,17 +555,14 @@ def _cut(counts: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
 
 
 def pad_copies(gates: Tensor, token: Tensor, expert: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Give every expert the same number of rows; the empty ones have no token and weight 0.
+    """Give every expert the same number of rows; the empty ones have no token (-1) and weight 0.
 
     Args:
         gates: (copies,) differentiable, expert after expert.
         token: (copies,) int64.
         expert: (copies,) int64, at most `rows` copies each; `num_experts` for copies that nobody takes.
         num_experts: how many experts the layer has.
-        rows: rows per expert.
-
-    Returns:
-        gates and tokens, (num_experts * rows,); the token of an empty row is -1.
+        rows: rows per expert in what is returned, gates and tokens, (num_experts * rows,).
     """
     counts_E = count(expert, None, num_experts + 1)
     start_E = counts_E.cumsum(0) - counts_E

@@ -22,8 +22,7 @@ from moesaic.program.all_to_all.all_to_all import Leg, NodeMap
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.sizes import Move, Splits
 from moesaic.program.task import Kind, Slot, Task
-from moesaic.program.validate import reduces
-from moesaic.runtime.tasks import Call, Environment, Indices, Value, placed, take, transport_lane
+from moesaic.runtime.tasks import Call, Environment, Indices, Value, move_of, placed, take, transport_lane
 
 
 @dataclass(frozen=True)
@@ -73,16 +72,8 @@ def start(
     call: Call,
     tag: int,
 ) -> tuple[Transfer, list[Callable[[], Value]]]:
-    """Return the transfer that carries movements, and for each what makes its slot once the transfer has landed.
-
-    Args:
-        tasks: the movements, which travel as one message per peer.
-        moves: the same movements as layouts and groups.
-        slots: the slots of the program by name.
-        environment: the values of the run, from which the rows are read.
-        call: what this rank brings.
-        tag: the tag of the transfer.
-    """
+    """Return the transfer that carries movements as one message per peer, and for each what makes its slot once it has
+    landed. `tasks` and `moves` are the same movements; their rows are read from the environment."""
     exchanges = [_exchange(*each, slots, environment, call) for each in zip(tasks, moves)]
     rank, lane, indices = call.rank, transport_lane(tasks[0]), call.indices
     if len(exchanges) == 1:
@@ -291,23 +282,6 @@ class Packets:
     own: Tensor | None = None
 
 
-@dataclass
-class Hopping:
-    """A hop under way: the buffers that arrive, and which packets they hold."""
-
-    transfer: Transfer
-    arriving: Packets
-    order: dict[int, list[tuple[Pair, int]]]
-    """Peer to (packet, bytes), in the order in which they stand in the message."""
-
-    def settle(self) -> Packets:
-        """Cut what arrived into packets."""
-        for peer, packets in self.order.items():
-            parts = self.transfer.receives[peer].split([size for _, size in packets])
-            self.arriving.items.update({pair: part for (pair, _), part in zip(packets, parts)})
-        return self.arriving
-
-
 def pack(task: Task, slots: Mapping[str, Slot], value: Tensor, call: Call) -> Packets:
     """Encode what this rank sends, message by message."""
     codec = call.codecs(task.codec or "none")
@@ -321,8 +295,10 @@ def pack(task: Task, slots: Mapping[str, Slot], value: Tensor, call: Call) -> Pa
     return packets
 
 
-def start_hop(task: Task, slots: Mapping[str, Slot], held: list[Packets], call: Call, tag: int) -> Hopping:
-    """Join the packets that go to a peer in this hop to one message, and make buffers for those that come."""
+def start_hop(
+    task: Task, slots: Mapping[str, Slot], held: list[Packets], call: Call, tag: int
+) -> tuple[Transfer, Callable[[], Packets]]:
+    """Return the transfer of a hop, in which the packets that go to a peer are one message, and what cuts what arrived."""
     arriving = Packets(held[0].dim, held[0].dtype, held[0].device, held[0].codec)
     at_hand = {pair: item for packets in held for pair, item in packets.items.items()}
     codec, move = call.codecs(arriving.codec), move_of(task, slots)
@@ -342,7 +318,15 @@ def start_hop(task: Task, slots: Mapping[str, Slot], held: list[Packets], call: 
         for peer, packets in order.items()
     }
     sends = {peer: torch.cat(items) for peer, items in leaving.items()}
-    return Hopping(Transfer(call.rank, tag, sends, receives, transport_lane(task)), arriving, order)
+    return Transfer(call.rank, tag, sends, receives, transport_lane(task)), partial(_cut, arriving, receives, order)
+
+
+def _cut(arriving: Packets, receives: Mapping[int, Tensor], order: Mapping[int, Sequence[tuple[Pair, int]]]) -> Packets:
+    """Return packets with those that came in messages; `order` has each message's packets and their bytes."""
+    for peer, packets in order.items():
+        parts = receives[peer].split([size for _, size in packets])
+        arriving.items.update({pair: part for (pair, _), part in zip(packets, parts)})
+    return arriving
 
 
 def unpack(task: Task, slots: Mapping[str, Slot], held: list[Packets], call: Call) -> Tensor:
@@ -359,13 +343,6 @@ def unpack(task: Task, slots: Mapping[str, Slot], held: list[Packets], call: Cal
             parts.append(codec.decode(items[(peer, call.rank)], count, first.dim, first.dtype))
     parts = parts or [torch.empty(0, first.dim, dtype=first.dtype, device=first.device)]
     return placed(parts, incoming.runs, call.sizes.num_rows(move.target, call.rank), move.reduce, call.indices)
-
-
-def move_of(task: Task, slots: Mapping[str, Slot]) -> Move:
-    """Return the movement that a task is a part of."""
-    assert task.of is not None
-    source, target = (slots[name] for name in task.of)
-    return Move(source.layout, target.layout, task.group, reduces(source, target))
 
 
 @lru_cache(maxsize=4096)

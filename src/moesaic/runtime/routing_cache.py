@@ -13,8 +13,7 @@ torch's checkpoint refuses that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -84,8 +83,7 @@ class RoutingCache:
 
 
 class RoutingCached(nn.Module):
-    """A module whose routing goes onto a routing cache while one is set; the routing cache is set for the length of a
-    context only."""
+    """A module whose routing goes onto a routing cache while one is set, which is for the length of a context only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +98,7 @@ def replay_contexts(module: nn.Module) -> tuple[AbstractContextManager[None], Ab
     """
     layers = [layer for layer in module.modules() if isinstance(layer, RoutingCached)]
     routing_cache = RoutingCache({layer: layer.routing_cache for layer in layers if layer.routing_cache is not None})
-    return _Reusable(lambda: _recording(layers, routing_cache)), _Reusable(lambda: _replaying(layers, routing_cache))
+    return _Caching(layers, routing_cache, replays=False), _Caching(layers, routing_cache, replays=True)
 
 
 def checkpoint(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -148,45 +146,28 @@ def _set_generators(states: tuple[Tensor, ...]) -> None:
         torch.cuda.set_rng_state(states[1])
 
 
-class _Reusable(AbstractContextManager[None]):
-    """A context that can be entered again: one recomputation runs per autograd graph task."""
+class _Caching(AbstractContextManager[None]):
+    """Layers record on a routing cache, or replay it. It can be entered again: one recomputation runs per autograd graph task.
 
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        self._make = make
-        self._open: list[AbstractContextManager[None]] = []
+    Args:
+        layers: every one that is checkpointed.
+        routing_cache: of the checkpointed call.
+        replays: they replay.
+    """
+
+    def __init__(self, layers: list[RoutingCached], routing_cache: RoutingCache, *, replays: bool) -> None:
+        self._layers, self._routing_cache, self._replays = layers, routing_cache, replays
+        self._before: list[list[RoutingCache | None]] = []
 
     def __enter__(self) -> None:
-        context = self._make()
-        context.__enter__()
-        self._open.append(context)
+        if self._replays:
+            self._routing_cache.start_replay()
+        self._before.append([layer.routing_cache for layer in self._layers])
+        for layer in self._layers:
+            layer.routing_cache = self._routing_cache
 
-    def __exit__(self, *exception: Any) -> bool | None:
-        return self._open.pop().__exit__(*exception)
-
-
-@contextmanager
-def _recording(layers: list[RoutingCached], routing_cache: RoutingCache) -> Iterator[None]:
-    with _set_routing_cache(layers, routing_cache):
-        yield
-
-
-@contextmanager
-def _replaying(layers: list[RoutingCached], routing_cache: RoutingCache) -> Iterator[None]:
-    routing_cache.start_replay()
-    try:
-        with _set_routing_cache(layers, routing_cache):
-            yield
-    finally:
-        routing_cache.stop_replay()
-
-
-@contextmanager
-def _set_routing_cache(layers: list[RoutingCached], routing_cache: RoutingCache) -> Iterator[None]:
-    before = [layer.routing_cache for layer in layers]
-    try:
-        for layer in layers:
-            layer.routing_cache = routing_cache
-        yield
-    finally:
-        for layer, previous in zip(layers, before):
+    def __exit__(self, *exception: Any) -> None:
+        for layer, previous in zip(self._layers, self._before.pop()):
             layer.routing_cache = previous
+        if self._replays:
+            self._routing_cache.stop_replay()

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from moesaic.comm import deepep
 from moesaic.comm.collectives import broadcast, check_same
 from moesaic.comm.transport import AbstractTransport, as_bytes
 from moesaic.errors import InputError
@@ -23,6 +22,7 @@ from moesaic.kernels.codecs import codec_named
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.plan.plan import Crossing
 from moesaic.program.grid import Grid
+from moesaic.runtime import deepep
 
 
 def fitting(
@@ -67,13 +67,7 @@ def fitting(
 
 
 def compiled_for(plan: Plan | Compiled, grid: Grid, transport: AbstractTransport, experts: AbstractExperts) -> Compiled:
-    """Return the compiled plan of a layer, as this rank finds it by itself; nothing is sent.
-
-    Args:
-        plan: the choices, compiled or not yet.
-        grid: the mesh of the layer.
-        transport: the transport between the ranks.
-        experts: the experts of the layer.
+    """Return the compiled plan of a layer, as this rank finds it by itself; nothing is sent. Arguments are as for `fitting`.
 
     Raises:
         InputError: as `fitting` does, but for what only a comparison of ranks shows.
@@ -154,9 +148,7 @@ def fingerprint(tensor: Tensor) -> str:
 def take_first(module: nn.Module, transport: AbstractTransport) -> None:
     """Give a module the first rank's parameters and persistent buffers, in place; those on the meta device stay as they are.
 
-    Args:
-        module: a module whose tensors have the same names, dtypes and shapes on all ranks.
-        transport: the transport between all ranks.
+    Names, dtypes and shapes are the same on all ranks.
     """
     everyone = tuple(range(transport.world))
     for tensor in module.state_dict().values():
@@ -180,33 +172,24 @@ def shard_experts(experts: AbstractExperts, grid: Grid, rank: int, device_mesh: 
     _check_shards(experts, grid)
     experts.is_spread = True
     each = experts.num_experts // grid.ep
-    first = grid.coordinate(rank, "ep") * each
+    first, at = grid.coordinate(rank, "ep") * each, grid.coordinate(rank, "etp")
     if isinstance(experts, ModuleExperts):
         experts.keep_only(range(first, first + each), grid.edp)
-        _mark(experts, grid)
-        return
-    at = grid.coordinate(rank, "etp")
-    for name in (name for names in experts.names for name in names):
-        whole = experts.get_parameter(name)
-        local, dim = whole.detach()[first : first + each], experts.shard_dim(name)
-        if dim is not None:
-            local = local.chunk(grid.etp, dim)[at]
-        local = local.clone(memory_format=torch.contiguous_format)
-        value: Tensor = local
-        if device_mesh is not None:
-            from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+    else:
+        for name in (name for names in experts.names for name in names):
+            whole, dim = experts.get_parameter(name), experts.shard_dim(name)
+            local = whole.detach()[first : first + each]
+            if dim is not None:
+                local = local.chunk(grid.etp, dim)[at]
+            value: Tensor = local.clone(memory_format=torch.contiguous_format)
+            if device_mesh is not None:
+                from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-            placements: list[Placement] = [Shard(0), Replicate() if dim is None else Shard(dim)]
-            value = DTensor.from_local(local, device_mesh, placements, run_check=False)
-        setattr(experts, name, nn.Parameter(value, requires_grad=whole.requires_grad))
-    _mark(experts, grid)
-
-
-def _mark(experts: AbstractExperts, grid: Grid) -> None:
-    """Tell other trainers that a parameter is not the same on all data-parallel ranks.
-
-    DeepSpeed and Megatron-Core both read `allreduce`; DeepSpeed also reads in `group_name` over how many ranks it is spread.
-    """
+                placements: list[Placement] = [Shard(0), Replicate() if dim is None else Shard(dim)]
+                value = DTensor.from_local(value, device_mesh, placements, run_check=False)
+            setattr(experts, name, nn.Parameter(value, requires_grad=whole.requires_grad))
+    # Other trainers see by these that a parameter is not the same on all data-parallel ranks: DeepSpeed and Megatron-Core read
+    # `allreduce`, and DeepSpeed in `group_name` over how many ranks it is spread.
     for parameter in experts.parameters():
         parameter.allreduce = False  # type: ignore[attr-defined]
         parameter.group_name = f"ep_size_{grid.ep * grid.etp}"  # type: ignore[attr-defined]

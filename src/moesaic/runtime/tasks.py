@@ -24,13 +24,14 @@ from torch import Tensor
 from moesaic.comm.collectives import all_reduce_max
 from moesaic.comm.transport import AbstractTransport
 from moesaic.comm.transport import Lane as TransportLane
-from moesaic.experts.experts import AbstractExperts, DeferredWgrad, Weights
+from moesaic.experts.experts import AbstractExperts, DeferredWgrad, ExpertCall, Weights
 from moesaic.kernels.codecs import AbstractCodec, codec_named
 from moesaic.kernels.memory import uploaded
 from moesaic.kernels.permute import sum_rows
 from moesaic.kernels.work import Dispatch
 from moesaic.program.sizes import CallSizes, Move, Runs
 from moesaic.program.task import Kind, Lane, Op, Program, Slot, State, Task
+from moesaic.program.validate import reduces
 from moesaic.routing.capacity import count
 from moesaic.routing.peers import stable_order
 
@@ -184,31 +185,32 @@ class Call:
                 work()
 
 
-def tables(task: Task, moves: Sequence[Move], slots: Slots, call: Call) -> Iterator[Runs | np.ndarray]:
-    """Yield what a task reads of the sizes of a call, as `Indices` brings it to a device.
+def move_of(task: Task, slots: Slots) -> Move:
+    """Return the movement that a task is, or is a part of."""
+    source, target = (slots[name] for name in task.of or (task.reads[0], task.writes[0]))
+    return Move(source.layout, target.layout, task.group, reduces(source, target))
 
-    Args:
-        task: of a program.
-        moves: the movement that the task is, or is a part of; empty for other tasks.
-        slots: by name.
-        call: whose sizes they are.
-    """
+
+def tables(task: Task, slots: Slots, call: Call) -> Iterator[Runs | np.ndarray]:
+    """Yield what a task of a program reads of the sizes of a call, as `Indices` brings it to a device."""
     sizes, rank = call.sizes, call.rank
-    for move in moves:
-        if task.op is not Op.UNPACK and not sizes.shapes.stays(move, rank):
-            yield sizes.outgoing(move, rank).runs
-        if task.op is not Op.PACK and not sizes.shapes.stays(move, rank):
-            yield sizes.incoming(move, rank).runs
-    if task.op in (Op.TAKE, Op.JOIN):
+    if task.op in (Op.MOVE, Op.PACK, Op.UNPACK):
+        move = move_of(task, slots)
+        if not sizes.shapes.stays(move, rank):
+            if task.op is not Op.UNPACK:
+                yield sizes.outgoing(move, rank).runs
+            if task.op is not Op.PACK:
+                yield sizes.incoming(move, rank).runs
+    elif task.op in (Op.TAKE, Op.JOIN):
         whole, parts = (task.reads[0], task.writes) if task.op is Op.TAKE else (task.writes[0], task.reads)
         for part in parts:
             yield sizes.part_rows(slots[part].layout, slots[whole].layout, rank)
-    if task.op in (Op.PERMUTE, Op.COMBINE):
+    elif task.op in (Op.PERMUTE, Op.COMBINE):
         tokens = task.reads[0] if task.op is Op.PERMUTE else task.writes[0]
         bases = sizes.token_bases(slots[tokens].layout, slots[task.reads[1]].layout, rank)
         if bases.starts.any():
             yield bases
-    if task.op in (Op.EXPERT, Op.EXPERT_GRAD):
+    elif task.op in (Op.EXPERT, Op.EXPERT_GRAD):
         yield sizes.ends(slots[task.reads[task.op is Op.EXPERT_GRAD]].layout, rank)
 
 
@@ -312,7 +314,7 @@ def _sum(values: list[Value]) -> Value:
     """Add rows, or parameters one by one, of which () stands for none."""
     if all(isinstance(value, Tensor) for value in values):
         return _added(list(map(rows, values)))
-    given = [value for value in (_parameters(value) for value in values) if value]
+    given = [value for value in (parameters(value) for value in values) if value]
     return given[0] if len(given) == 1 else tuple(_added(list(parameters)) for parameters in zip(*given))
 
 
@@ -334,7 +336,7 @@ def _indexed(tokens: str, index: str, slots: Slots, value: Tensor, call: Call) -
     if found is None:
         bases = call.sizes.token_bases(layout, slots[index].layout, call.rank)
         num_tokens = call.sizes.num_rows(layout, call.rank)
-        found = call.known[key] = Indexed.of(value, bases, num_tokens, call.indices, has_empty=call.has_empty_rows)
+        found = call.known[key] = Indexed(value, bases, num_tokens, call.indices, has_empty=call.has_empty_rows)
     return found
 
 
@@ -348,7 +350,7 @@ def _expert(task: Task, slots: Slots, reads: list[Value], call: Call) -> Environ
         tokens = tokens * gates.to(tokens.dtype).unsqueeze(1)
     gate = None if call.weight_first else gates
     with call.metered(len(tokens), tokens.device):
-        out, activations = call.experts.run(sharded, common, tokens, gate, ends, shards)
+        out, activations = call.experts.run(ExpertCall(sharded, common, tokens, gate, ends, shards))
     return {task.writes[0]: out, kept(task.name): activations}
 
 
@@ -365,7 +367,7 @@ def _expert_grad(task: Task, slots: Slots, reads: list[Value], environment: Envi
     deferred_wgrad: DeferredWgrad | None = [] if call.may_defer_wgrad else None
     with call.metered(2 * len(tokens), tokens.device):
         d_rows, d_gates, *d_weights = call.experts.gradients(
-            sharded, common, seen, gate, ends, activations, dy.contiguous(), shards, deferred_wgrad
+            ExpertCall(sharded, common, seen, gate, ends, shards), activations, dy.contiguous(), deferred_wgrad
         )
     if deferred_wgrad:
         call.deferred_wgrad[task.writes[2]] = deferred_wgrad
@@ -378,11 +380,11 @@ def _expert_grad(task: Task, slots: Slots, reads: list[Value], environment: Envi
 
 def _weights(values: list[Value]) -> tuple[Weights, Weights]:
     """Return split and common parameters from the slots that an expert task reads."""
-    found = list(map(_parameters, values))
+    found = list(map(parameters, values))
     return found[0], found[1] if len(found) > 1 else ()
 
 
-def _parameters(value: Value) -> Weights:
+def parameters(value: Value) -> Weights:
     """Return parameters as a tuple: what an expert's shards hold in common travels as one tensor."""
     return (value,) if isinstance(value, Tensor) else value
 
@@ -401,33 +403,22 @@ class Indexed:
     """Each row's token, and what follows from it; made once per call of a layer.
 
     Args:
-        index: (rows, 1) as the program has it; negative for a row without token. It is kept, so that whoever looks
-            this up by its address finds no other index there.
-        places: (rows,), each row's token among all tokens; of a row without token any.
-        is_full: (rows, 1) bool which rows have a token; None for all.
-        num_tokens: how many tokens rows may belong to.
+        index: (rows, 1) int64 as the program has it, counting tokens of each row's origin; negative for a row without token. It
+            is kept, so that whoever looks this up by its address finds no other index there.
+        bases: where the tokens of each row's origin start.
+        num_tokens: how many tokens all origins have.
+        indices: of the call.
+        has_empty: some rows may have no token.
     """
 
-    def __init__(self, index: Tensor, places: Tensor, is_full: Tensor | None, num_tokens: int) -> None:
-        self.index, self.places, self.is_full, self.num_tokens = index, places, is_full, num_tokens
-
-    @classmethod
-    def of(cls, index: Tensor, bases: Runs, num_tokens: int, indices: Indices, *, has_empty: bool) -> Indexed:
-        """Make it of an index that counts tokens of each row's origin.
-
-        Args:
-            index: (rows, 1) int64 as the program has it; negative for a row without token.
-            bases: where the tokens of each row's origin start.
-            num_tokens: how many tokens all origins have.
-            indices: of the call.
-            has_empty: some rows may have no token.
-        """
-        places, is_full = index.squeeze(1), None
-        if has_empty:
-            places, is_full = places.clamp_min(0), index >= 0
+    def __init__(self, index: Tensor, bases: Runs, num_tokens: int, indices: Indices, *, has_empty: bool) -> None:
+        self.index, self.num_tokens = index, num_tokens
+        self.is_full = index >= 0 if has_empty else None
+        """(rows, 1) bool: which rows have a token; None for all."""
+        self.places = index.squeeze(1).clamp_min(0) if has_empty else index.squeeze(1)
+        """(rows,): each row's token among all tokens; of a row without token any."""
         if bases.starts.any():
-            places = places + indices.of(bases, index.device)
-        return cls(index, places, is_full, num_tokens)
+            self.places = self.places + indices.of(bases, index.device)
 
     def sum(self, rows: Tensor) -> Tensor:
         """Return the sum of each token's rows, in their order: (rows, width) -> (num_tokens, width).

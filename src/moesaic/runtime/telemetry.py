@@ -21,17 +21,17 @@ class LoadStatistics:
 
     tokens_per_expert: list[int]
     """Copies that chose each expert."""
-    max_violation: float
+    max_violation: float = 0.0
     """MaxVio: the largest load over the mean load, minus 1 (Wang et al. 2024, section 4.1); 0 is balance."""
-    variation: float
+    variation: float = 0.0
     """Coefficient of variation: standard deviation (population) over mean."""
-    dead_experts: int
+    dead_experts: int = 0
     """Experts without a copy."""
-    entropy: float
+    entropy: float = 0.0
     """Entropy of the load over that of a balanced one: 1 is balance, 0 is one expert taking all."""
-    needed_capacity_factor: float
+    needed_capacity_factor: float = 0.0
     """The smallest capacity factor that would drop nothing."""
-    dropped: int
+    dropped: int = 0
     """Copies that were dropped."""
     nonfinite: int = 0
     """Copies whose routing weight was NaN or infinite; see `Routing.nonfinite`."""
@@ -46,10 +46,7 @@ class LoadStatistics:
         load = [int(count) for count in tokens_per_expert]
         total, num_experts = sum(load), len(load)
         if total == 0:
-            return cls(
-                tokens_per_expert=load, max_violation=0.0, variation=0.0, dead_experts=num_experts, entropy=0.0,
-                needed_capacity_factor=0.0, dropped=dropped,
-            )  # fmt: skip
+            return cls(tokens_per_expert=load, dead_experts=num_experts, dropped=dropped)
         mean = total / num_experts
         shares = [count / total for count in load if count]
         entropy = -sum(share * math.log(share) for share in shares)
@@ -72,23 +69,18 @@ class LoadMeter:
     """Sums each layer's counts over the micro-batches of an interval, on the device, without a sync."""
 
     def __init__(self) -> None:
-        self._requested: list[Tensor] = []
-        self._dropped: list[Tensor] = []
-        self._nonfinite: list[Tensor] = []
+        self._sums: list[tuple[Tensor, ...]] = []
         self._last: list[Routing] = []
 
     @torch.no_grad()
     def add(self, routings: Sequence[Routing]) -> None:
         """Add one forward pass: a routing per MoE layer, in order."""
-        if not self._requested:
-            self._requested = [torch.zeros_like(routing.requested) for routing in routings]
-            self._dropped = [torch.zeros_like(routing.dropped) for routing in routings]
-            self._nonfinite = [torch.zeros_like(routing.nonfinite) for routing in routings]
+        if not self._sums:
+            self._sums = [tuple(map(torch.zeros_like, _counts(routing))) for routing in routings]
         self._last = list(routings)
-        for index, routing in enumerate(routings):
-            self._requested[index] += routing.requested
-            self._dropped[index] += routing.dropped
-            self._nonfinite[index] += routing.nonfinite
+        for sums, routing in zip(self._sums, routings):
+            for total, counts in zip(sums, _counts(routing)):
+                total += counts
 
     def take(self) -> list[LoadStatistics]:
         """Return the statistics per layer since the last `take`, and start anew."""
@@ -99,12 +91,14 @@ class LoadMeter:
                 capacity=None if routing.capacity is None else int(routing.capacity),
                 padded_capacity=routing.padded_capacity,
             )
-            for requested, dropped, nonfinite, routing in zip(
-                self._requested, self._dropped, self._nonfinite, self._last
-            )
+            for (requested, dropped, nonfinite), routing in zip(self._sums, self._last)
         ]
-        self._requested, self._dropped, self._nonfinite, self._last = [], [], [], []
+        self._sums, self._last = [], []
         return statistics
+
+
+def _counts(routing: Routing) -> tuple[Tensor, ...]:
+    return routing.requested, routing.dropped, routing.nonfinite
 
 
 def expert_sets(routing: Routing) -> Tensor:

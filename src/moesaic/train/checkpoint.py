@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moesaic.configfile import override
 from moesaic.errors import InputError
-from moesaic.experts.experts import stored_parameters, stored_tensors
 from moesaic.models.config import ModelConfig, model_of_today
 from moesaic.plan.model_shape import ROTARY
 from moesaic.routing.routers import ON_MESH, ROUTERS, options_of
@@ -180,7 +179,7 @@ def save_checkpoint(
     state = {
         "format": FORMAT, "step": step, "model_config": asdict(model_config), "vocab_size": vocab_size, "extra": extra
     }  # fmt: skip
-    tensors = {f"model.{name}": tensor for name, tensor in stored_tensors(model).items()}
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(model, optimizer).items()}
     with _refusing(target, aside, ranks):
         if ranks.is_first:
@@ -410,9 +409,9 @@ _STEER_TRAINING = (
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the optimizer's state as `<parameter>.<state>` to tensor."""
     return {
-        f"{name}.{key}": stored.of(torch.as_tensor(value)).contiguous()
-        for name, stored in stored_parameters(model).items()
-        for key, value in optimizer.state.get(stored.parameter, {}).items()
+        f"{name}.{key}": torch.as_tensor(value).contiguous()
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
     }
 
 
@@ -422,21 +421,16 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
     Raises:
         InputError: if the model has no parameter of such a name and shape.
     """
-    parameters, made = stored_parameters(model), dict[tuple[nn.Parameter, str], Tensor]()
+    parameters = dict(model.named_parameters())
     for place, value in tensors.items():
         name, _, key = place.rpartition(".")
-        stored = parameters.get(name)
-        if stored is None or value.shape not in ((), stored.of(stored.parameter).shape):
+        parameter = parameters.get(name)
+        if parameter is None or value.shape not in ((), parameter.shape):
             raise InputError(
                 f"the optimizer of the checkpoint has {place} of {list(value.shape)}, for which this model has no parameter: "
                 "use the version that wrote it, or choose another run folder"
             )
-        parameter = stored.parameter
-        found = value.to(parameter.device)  # "step" too: fused AdamW counts on the device
-        if stored.part is not None and value.dim():
-            found = made.setdefault((parameter, key), torch.zeros_like(parameter.detach(), dtype=value.dtype))
-            stored.of(found).copy_(value)
-        optimizer.state[parameter][key] = found
+        optimizer.state[parameter][key] = value.to(parameter.device)  # "step" too: fused AdamW counts on the device
 
 
 class _DamagedError(Exception):

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
-from moesaic.experts.experts import stored_parameters, stored_tensors
 from moesaic.models.split import local_part
 from moesaic.parallel import num_copies
 from moesaic.train.durable import checksum, flush, require_read_back
@@ -116,7 +115,7 @@ def restore(
         ValueError: if the names of the checkpoint's tensors are not those of the model; says which.
     """
     sizes = _listed(folder) if sharded else _listed_whole(folder)
-    targets: dict[str, Tensor] = {f"model.{name}": tensor.detach() for name, tensor in stored_tensors(model).items()}
+    targets: dict[str, Tensor] = {f"model.{name}": tensor.detach() for name, tensor in model.state_dict().items()}
     saved = {name for name in sizes if name.startswith("model.")}
     wanted = targets.keys() if names is None else {f"model.{name}" for name in names}
     if saved != wanted:
@@ -154,19 +153,19 @@ def _empty_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, sizes: dict[str, tuple[torch.Size, torch.dtype]]
 ) -> dict[str, Tensor]:
     """Give every parameter the optimizer state that is listed, sharded as the parameter is; returns it by name."""
-    parameters = stored_parameters(model)
+    parameters = dict(model.named_parameters())
     found: dict[str, Tensor] = {}
     optimizer.state.clear()
     for place, (size, dtype) in sizes.items():
         name, _, key = place.removeprefix("optimizer.").rpartition(".")
         if name not in parameters:  # of another pipeline stage
             continue
-        stored, parameter = parameters[name], parameters[name].parameter
+        parameter = parameters[name]
         scalar = torch.zeros((), dtype=dtype, device=parameter.device)  # fused AdamW counts steps on the device
         state = optimizer.state[parameter]
         if key not in state:
             state[key] = torch.zeros_like(parameter.detach()) if size else scalar
-        found[place] = stored.of(state[key])
+        found[place] = state[key]
     return found
 
 

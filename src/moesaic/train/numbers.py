@@ -22,7 +22,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from moesaic.errors import TrainingError
 from moesaic.experts import AbstractExperts
-from moesaic.experts.experts import stored_parameters
 from moesaic.models.split import local_part
 from moesaic.parallel import num_copies
 from moesaic.routing.routing import Routing
@@ -134,8 +133,8 @@ def find_origin(model: nn.Module, ranks: Ranks, repeat: Callable[[], object]) ->
 def not_finite(model: nn.Module) -> list[tuple[str, list[int]]]:
     """Return the parameters of which this rank's part is not finite, each with the experts that are meant, if it has any."""
     found = []
-    for name, stored in stored_parameters(model).items():
-        own = stored.of(stored.parameter.detach())
+    for name, parameter in model.named_parameters():
+        own = parameter.detach()
         local, module = local_part(own), model.get_submodule(name.rpartition(".")[0])
         if bool(local.isfinite().all()):
             continue

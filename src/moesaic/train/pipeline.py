@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
-from moesaic.experts.experts import stored_tensors
 from moesaic.layer import MoE
 from moesaic.models.gpt import GPT, GPTOutput, embed, flops_per_token, token_loss
 from moesaic.models.split import local_part, unembed
@@ -96,7 +95,7 @@ class PipelinedGPT(nn.Module):
     def __init__(self, whole: GPT, config: TrainConfig, stages: DeviceMesh, dp: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = whole.config
-        self.names = frozenset(stored_tensors(whole))
+        self.names = frozenset(whole.state_dict())
         """Of the whole model's tensors, as checkpoints have them."""
         self._sizes = whole.num_parameters(), whole.num_active_parameters()
         self.stages, self.stage, self.pp = stages, stages.get_local_rank("pp"), stages.size(0)

@@ -16,7 +16,6 @@ import transformers
 from torch import Tensor
 
 from moesaic.errors import InputError
-from moesaic.experts.experts import stored_tensors
 from moesaic.layer import MoE
 from moesaic.models.attention import Attention
 from moesaic.models.config import ModelConfig
@@ -161,8 +160,9 @@ def hub_values(model: GPT) -> dict[str, Tensor]:
             values[f"{at}.mlp.experts.down_proj"] = experts.get_parameter("w2")
         else:
             names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-            dense = stored_tensors(block.ffn.expert)
-            values |= {f"{at}.mlp.{theirs}.weight": dense[ours][0] for theirs, ours in names.items()}
+            values |= {
+                f"{at}.mlp.{theirs}.weight": getattr(block.ffn.expert, ours)[0] for theirs, ours in names.items()
+            }
     found: dict[str, Tensor] = {name: value.detach() for name, value in values.items()}
     return found
 

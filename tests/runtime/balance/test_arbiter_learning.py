@@ -76,7 +76,7 @@ def test_ranks_that_measure_different_times_decide_alike_and_compute_the_same(
             for one, other in zip(step(layer, x, recompute), step(plain, x), strict=True):
                 worst = max(worst, float((one - other).abs().max()))
         assert layer.on_mesh is not None
-        return [(each.option, each.is_trial) for each in layer.on_mesh.calls.selector.take()], worst
+        return [(each.option, each.is_trial) for each in layer.on_mesh.calls.take()], worst
 
     found = run_ranks(4, rank)
     assert all(decisions == found[0][0] for decisions, _ in found)
@@ -91,7 +91,7 @@ def test_ranks_that_decided_otherwise_are_refused_on_every_rank() -> None:
         layer = layer_on(transport, GRIDS["ep"], Arbiter(costs=DEAR))
         step(layer, tokens_of(transport.rank, 8))
         assert layer.on_mesh is not None
-        selector = layer.on_mesh.calls.selector
+        selector = layer.on_mesh.calls
         made = selector._made[1].result()[1]
         made.digest += transport.rank == 2
         try:
@@ -114,7 +114,7 @@ def test_links_are_heard_of_from_the_same_call_on_by_all_ranks() -> None:
             step(layer, tokens_of(transport.rank, count=8, seed=number).abs())
             if number == 3:
                 assert hear_links(layer.on_mesh.calls, {"outside": (0.5,), "inside": (4.0,)})
-        selector = layer.on_mesh.calls.selector
+        selector = layer.on_mesh.calls
         made = selector.take()
         load = CallLoad(mesh, torch.ones(4, 8, dtype=torch.int64).numpy(), 8, 8, 8)
         (found,) = selector._arbitration.weigher.replica_loads(load)
@@ -134,7 +134,7 @@ def test_evaluation_and_inference_are_not_timed_try_nothing_and_change_nothing()
         for number in range(6):
             step(layer, tokens_of(transport.rank, 8, seed=number))
         assert layer.on_mesh is not None
-        chooser = layer.on_mesh.calls.selector
+        chooser = layer.on_mesh.calls
         assert chooser._arbitration is not None
         known = chooser._arbitration.times._known
         chooser.take()

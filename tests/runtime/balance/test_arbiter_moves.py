@@ -11,7 +11,7 @@ from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.balance.samples import Homes, Volume
 from moesaic.balance.selector.arbiter import Arbiter, CallDecision
 from moesaic.cost.alpha_beta import Machine
-from moesaic.runtime.balance.selector import MoveArbiter, saved_seconds
+from moesaic.runtime.balance.calls import MoveArbiter, saved_seconds
 
 COSTS = ReplicationCosts(machine=Machine(intra_gbps=8, inter_gbps=1), element_bytes=2)
 

@@ -11,8 +11,8 @@ import torch
 from meshes import every_rank, make_layer, on_mesh, part_of, tokens_of
 from torch import Tensor
 
-from helpers import pairwise
-from moesaic.balance.experts import AbstractExpertPlacer, Balanced, ExpertLoad, ExpertRates, GivenOrders
+from helpers import GivenOrders, pairwise
+from moesaic.balance.experts import AbstractExpertPlacer, Balanced, ExpertLoad, ExpertRates
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport

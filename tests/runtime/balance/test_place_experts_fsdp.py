@@ -15,7 +15,7 @@ from torch.distributed import FileStore
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from moesaic.balance.experts import GivenOrders
+from helpers import GivenOrders
 from moesaic.comm.mesh import Mesh
 from moesaic.experts import PlainExperts
 from moesaic.layer import MoE

@@ -91,8 +91,8 @@ def fitting_tables(load: CallLoad, replicated: np.ndarray, budget: int, most: in
 
     Args:
         load: of the call.
-        replicated: (world, num_experts, ep) int64, what a policy wants; added to, or put aside.
-        budget: copies that one rank may compute at once, with the weights that it holds.
+        replicated: what a policy wants, as for `within_budget`; added to, or put aside.
+        budget: as for `within_budget`.
         most: slices, at most.
     """
     none, mean = np.zeros_like(replicated), load.copies.sum() / len(load.copies)

@@ -167,14 +167,14 @@ class ReplicaLinks:
         return self.row_links if self.origins.shape[1] == 1 else self._links(weights=True)
 
     @cached_property
-    def row_parts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-        """`row_links` where they are not 0: pair of places (from times ep, plus to), link, seconds; and how many links."""
-        return _parts(self.row_links)
-
-    @cached_property
-    def weight_parts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-        """The same of `weight_links`."""
-        return _parts(self.weight_links)
+    def parts(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """`row_links`, and `weight_links`, where they are not 0: pair of places (from times ep, plus to), link, seconds."""
+        found = []
+        for links in (self.row_links, self.weight_links):
+            by_pair = links.reshape(-1, links.shape[2])
+            pair, link = np.nonzero(by_pair)
+            found.append((pair, link, by_pair[pair, link]))
+        return found
 
     def _links(self, *, weights: bool) -> np.ndarray:
         """Without a cluster every place has a port out and one in."""
@@ -245,11 +245,8 @@ class ReplicaLoad:
         return 4 if self.costs.backward else 2
 
     def seconds(self, replicated: np.ndarray) -> float:
-        """Return the modelled time.
-
-        Args:
-            replicated: (ep, num_experts, ep) int64: copies of a place for an expert that another place computes.
-        """
+        """Return the modelled time under (ep, num_experts, ep) int64 copies of a place for an expert that another place
+        computes."""
         home = self.load.home
         computed = replicated.copy()
         computed[:, np.arange(self.load.num_experts), home] += self.copies - replicated.sum(2)
@@ -257,11 +254,8 @@ class ReplicaLoad:
         return self.seconds_of(rows, self.sent(replicated.sum(0) > 0))
 
     def sent(self, helped: np.ndarray) -> np.ndarray:
-        """Return how many experts' weights each place sends to each other one, (ep, ep) int64.
-
-        Args:
-            helped: (num_experts, ep) bool: which places are replicated an expert.
-        """
+        """Return how many experts' weights each place sends to each other one, (ep, ep) int64, where some places are replicated
+        an expert, (num_experts, ep) bool."""
         ep = len(self.origins)
         by_home = helped.reshape(ep, -1, ep)
         straight: np.ndarray = by_home.sum(1)
@@ -278,12 +272,8 @@ class ReplicaLoad:
         return weights
 
     def seconds_of(self, rows: np.ndarray, weights: np.ndarray) -> float:
-        """Return the modelled time.
-
-        Args:
-            rows: (ep, ep): copies of place i that place j computes.
-            weights: (ep, ep): experts whose weights place i sends to place j, as `sent` returns them.
-        """
+        """Return the modelled time, from copies of place i that place j computes, (ep, ep), and experts whose weights place i
+        sends to place j, (ep, ep) as `sent` returns them."""
         return self.closed_form(self.busiest(rows.sum(0)), self.fullest(rows, 0), self.fullest(weights, 1))
 
     def busiest(self, computed: np.ndarray) -> float:
@@ -327,14 +317,8 @@ class ReplicaLoad:
         if self.costs.cluster is None:
             spent = moved * self.seconds_per_byte
             return float(max(spent.sum(0).max(), spent.sum(1).max()))
-        pair, link, seconds, num_links = self.links.weight_parts if kind else self.links.row_parts
-        return float(np.bincount(link, moved.reshape(-1)[pair] * seconds, num_links).max(initial=0.0))
-
-
-def _parts(links: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    by_pair = links.reshape(-1, links.shape[2])
-    pair, link = np.nonzero(by_pair)
-    return pair, link, by_pair[pair, link], links.shape[2]
+        pair, link, seconds = self.links.parts[kind]
+        return float(np.bincount(link, moved.reshape(-1)[pair] * seconds).max(initial=0.0))
 
 
 def replica_links(load: CallLoad, costs: ReplicationCosts) -> list[ReplicaLinks]:

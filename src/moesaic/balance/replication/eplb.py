@@ -11,25 +11,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts, replica_loads
-from moesaic.balance.replication.policy import AbstractReplicationPolicy
-from moesaic.balance.replication.tables import Replications, from_origins, full_table
+from moesaic.balance.replication.cost import ReplicaLoad
+from moesaic.balance.replication.policy import AbstractReplicaPolicy
+from moesaic.balance.replication.tables import Replications, from_origins
 
 
-class EPLB(AbstractReplicationPolicy):
-    """Redundant experts by load.
+class EPLB(AbstractReplicaPolicy):
+    """Redundant experts by load, one on each place."""
 
-    Args:
-        redundant: experts that each place has room for besides its own.
-    """
-
-    def __init__(self, redundant: int = 1) -> None:
-        self.redundant = redundant
-
-    def decide(self, load: CallLoad) -> np.ndarray:
-        """Return the replicated copies."""
-        found = replica_loads(load, ReplicationCosts())
-        return full_table(found, [redundant(replica, self.redundant) for replica in found])
+    def replicated(self, replica: ReplicaLoad) -> Replications:
+        return redundant(replica, 1)
 
 
 def redundant(replica: ReplicaLoad, each: int) -> Replications:

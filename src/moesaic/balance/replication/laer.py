@@ -11,30 +11,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts, replica_loads
+from moesaic.balance.replication.cost import ReplicaLoad
 from moesaic.balance.replication.eplb import replicas_by_load
-from moesaic.balance.replication.policy import AbstractReplicationPolicy
-from moesaic.balance.replication.tables import Replications, full_table
+from moesaic.balance.replication.policy import AbstractReplicaPolicy
+from moesaic.balance.replication.tables import Replications
+
+ROOM = 2
+"""Experts that a place may compute, over those that it is the home of; all of the places' room is used."""
 
 
-class LAER(AbstractReplicationPolicy):
-    """A layout of experts per call.
+class LAER(AbstractReplicaPolicy):
+    """A layout of experts per call."""
 
-    Args:
-        room: experts that a place may compute, over those that it is the home of; all of the places' room is used.
-    """
-
-    def __init__(self, room: int = 2) -> None:
-        self.room = room
-
-    def decide(self, load: CallLoad) -> np.ndarray:
-        """Return the replicated copies."""
-        found = replica_loads(load, ReplicationCosts())
-        return full_table(found, [self._replicated(replica) for replica in found])
-
-    def _replicated(self, replica: ReplicaLoad) -> Replications:
+    def replicated(self, replica: ReplicaLoad) -> Replications:
         ep, home = len(replica.origins), replica.load.home
-        holds = layout(replica.copies.sum(0), home, ep, self.room * (len(home) // ep))
+        holds = layout(replica.copies.sum(0), home, ep, ROOM * (len(home) // ep))
         nodes = replica.links.nodes
         near = nodes[:, None] == nodes[None, :]
         goes = holds[None] & near[:, None, :]  # (origin, expert, place): replicas on the origin's node

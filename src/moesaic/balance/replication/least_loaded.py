@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesaic.balance.replication.cost import CallLoad, ReplicationCosts, replica_loads
-from moesaic.balance.replication.policy import AbstractReplicationPolicy
+from moesaic.balance.replication.cost import ReplicaLoad
+from moesaic.balance.replication.policy import AbstractReplicaPolicy
 from moesaic.balance.replication.spill import overflow
-from moesaic.balance.replication.tables import Replications, full_table
+from moesaic.balance.replication.tables import Replications
 from moesaic.errors import InputError
 
 
-class LeastLoaded(AbstractReplicationPolicy):
+class LeastLoaded(AbstractReplicaPolicy):
     """Lets no place compute more than a limit, wherever there is room, whatever it costs: for bounded memory.
 
     Args:
@@ -30,11 +30,7 @@ class LeastLoaded(AbstractReplicationPolicy):
             raise InputError(f"replication budget={budget}: choose at least one token copy per rank")
         self.limit, self.budget = limit, budget
 
-    def decide(self, load: CallLoad) -> np.ndarray:
-        """Return the replicated copies."""
-        found, tables = replica_loads(load, ReplicationCosts()), []
-        for replica in found:
-            mean = -(-int(replica.copies.sum()) // len(replica.origins))
-            most = int(np.ceil(mean * self.limit)) if self.budget is None else max(self.budget, mean)
-            tables.append(Replications.of(overflow(replica, most)))
-        return full_table(found, tables)
+    def replicated(self, replica: ReplicaLoad) -> Replications:
+        mean = -(-int(replica.copies.sum()) // len(replica.origins))
+        most = int(np.ceil(mean * self.limit)) if self.budget is None else max(self.budget, mean)
+        return Replications.of(overflow(replica, most))

@@ -10,21 +10,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts, replica_loads
+from moesaic.balance.replication.cost import ReplicaLoad
 from moesaic.balance.replication.eplb import from_tables
-from moesaic.balance.replication.policy import AbstractReplicationPolicy
-from moesaic.balance.replication.tables import NOTHING, Replications, full_table
+from moesaic.balance.replication.policy import AbstractReplicaPolicy
+from moesaic.balance.replication.tables import NOTHING, Replications
 
 
-class LPLB(AbstractReplicationPolicy):
+class LPLB(AbstractReplicaPolicy):
     """Flows along a torus: each place helps its neighbour in the node, and its mate on the next node."""
 
-    def decide(self, load: CallLoad) -> np.ndarray:
-        """Return the replicated copies."""
-        found = replica_loads(load, ReplicationCosts())
-        return full_table(found, [self._replicated(replica) for replica in found])
-
-    def _replicated(self, replica: ReplicaLoad) -> Replications:
+    def replicated(self, replica: ReplicaLoad) -> Replications:
         loads, home, ep = replica.copies.sum(0), replica.load.home, len(replica.origins)
         edges = []
         for number, helped in enumerate(torus(replica.links.nodes)):
@@ -70,15 +65,9 @@ def least_busiest_flow(loads: np.ndarray, source: np.ndarray, target: np.ndarray
 
     edges, scale = np.arange(len(most)), max(float(loads.max()), 1.0)
     ones = np.ones(len(most))
-    balance = coo_array(
-        (
-            np.concatenate([-ones, ones, -np.ones(len(loads))]),
-            (
-                np.concatenate([source, target, np.arange(len(loads))]),
-                np.concatenate([edges, edges, np.full(len(loads), len(most))]),
-            ),
-        )
-    )
+    row = np.concatenate([source, target, np.arange(len(loads))])
+    column = np.concatenate([edges, edges, np.full(len(loads), len(most))])
+    balance = coo_array((np.concatenate([-ones, ones, -np.ones(len(loads))]), (row, column)))
     cost = np.append(ones * 1e-6 / len(most), 1.0)  # of equally good flows the least
     limits = [*((0.0, float(each) / scale) for each in most), (0.0, None)]
     found = linprog(cost, A_ub=balance.tocsr(), b_ub=-loads / scale, bounds=limits, method="highs")

@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import numpy as np
 
 from moesaic.balance.replication import NO_REPLICATION
-from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
+from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts, replica_loads
+from moesaic.balance.replication.tables import Replications, full_table
 from moesaic.program.grid import Grid
 
 
@@ -101,6 +102,18 @@ class AbstractReplicationPolicy(ABC):
             if value is None or isinstance(value, (bool, int, float, str, tuple, dict)) or is_dataclass(value)
         }
         return f"{type(self).__name__} {plain}"
+
+
+class AbstractReplicaPolicy(AbstractReplicationPolicy):
+    """A policy that decides for each replica of the experts apart."""
+
+    @abstractmethod
+    def replicated(self, replica: ReplicaLoad) -> Replications:
+        """Return what is replicated between the places of one replica of the experts, whose load is given."""
+
+    def decide(self, load: CallLoad) -> np.ndarray:
+        found = replica_loads(load, self.costs or ReplicationCosts())
+        return full_table(found, [self.replicated(replica) for replica in found])
 
 
 class Replicated(AbstractReplicationPolicy):

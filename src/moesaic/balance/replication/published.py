@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts, replica_loads
-from moesaic.balance.replication.policy import AbstractReplicationPolicy
-from moesaic.balance.replication.tables import Replications, full_table
+from moesaic.balance.replication.cost import ReplicaLoad, ReplicationCosts
+from moesaic.balance.replication.policy import AbstractReplicaPolicy
+from moesaic.balance.replication.tables import Replications
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def shadows_of(copies: np.ndarray, home: np.ndarray, rates: ShadowRates) -> list
     return found
 
 
-class Published(AbstractReplicationPolicy):
+class Published(AbstractReplicaPolicy):
     """Replicates experts to all places, hottest first, while equation 8 falls.
 
     Args:
@@ -70,14 +70,9 @@ class Published(AbstractReplicationPolicy):
     """
 
     def __init__(self, costs: ReplicationCosts | None = None) -> None:
-        self.costs: ReplicationCosts = costs or ReplicationCosts()
+        self.costs = costs or ReplicationCosts()
 
-    def decide(self, load: CallLoad) -> np.ndarray:
-        """Return the replicated copies."""
-        found = replica_loads(load, self.costs)
-        return full_table(found, [self._replicated(replica) for replica in found])
-
-    def _replicated(self, replica: ReplicaLoad) -> Replications:
+    def replicated(self, replica: ReplicaLoad) -> Replications:
         load, places = replica.load, np.arange(len(replica.origins))
         slowest = float(replica.seconds_per_byte.max())
         rates = ShadowRates(

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts, replica_loads
-from moesaic.balance.replication.policy import AbstractReplicationPolicy
-from moesaic.balance.replication.tables import Replications, full_table
+from moesaic.balance.replication.cost import ReplicaLoad, ReplicationCosts
+from moesaic.balance.replication.policy import AbstractReplicaPolicy
+from moesaic.balance.replication.tables import Replications
 
 LIMITS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 """Copies per place, over what it would compute if all took equally long, that are tried as what a place may compute."""
@@ -18,7 +18,7 @@ MOST_HELPED = 8
 """Experts that one place is replicated at most: it holds their weights until the backward pass, and their gradients in it."""
 
 
-class Spill(AbstractReplicationPolicy):
+class Spill(AbstractReplicaPolicy):
     """Spills down to the limit that is fastest by the cost model; to none, if nothing helps.
 
     Args:
@@ -26,16 +26,16 @@ class Spill(AbstractReplicationPolicy):
     """
 
     def __init__(self, costs: ReplicationCosts | None = None) -> None:
-        self.costs: ReplicationCosts = costs or ReplicationCosts()
+        self.costs = costs or ReplicationCosts()
 
-    def decide(self, load: CallLoad) -> np.ndarray:
-        """Return the replicated copies."""
-        found, tables = replica_loads(load, self.costs), []
-        for replica in found:
-            none = np.zeros((len(replica.origins), load.num_experts, len(replica.origins)), dtype=np.int64)
-            tried = [none, *(overflow(replica, replica.limits(limit)) for limit in LIMITS)]
-            tables.append(Replications.of(min(tried, key=replica.seconds)))
-        return full_table(found, tables)
+    def replicated(self, replica: ReplicaLoad) -> Replications:
+        tried = [_nothing(replica), *(overflow(replica, replica.limits(limit)) for limit in LIMITS)]
+        return Replications.of(min(tried, key=replica.seconds))
+
+
+def _nothing(replica: ReplicaLoad) -> np.ndarray:
+    """Return a table without replicated copies, (ep, num_experts, ep) int64."""
+    return np.zeros((len(replica.origins), replica.load.num_experts, len(replica.origins)), dtype=np.int64)
 
 
 def overflow(replica: ReplicaLoad, most: int | np.ndarray) -> np.ndarray:
@@ -47,9 +47,7 @@ def overflow(replica: ReplicaLoad, most: int | np.ndarray) -> np.ndarray:
         replica: the load of one replica.
         most: copies of one place, or of each, (ep,).
     """
-    giving = Giving(
-        replica, np.zeros((len(replica.origins), replica.load.num_experts, len(replica.origins)), dtype=np.int64)
-    )
+    giving = Giving(replica, _nothing(replica))
     room = most - giving.loads
     for giver in np.argsort(room, kind="stable"):
         while room[giver] < 0 and giving.give(int(giver), room):
@@ -93,24 +91,13 @@ class Giving:
         amount = int(min(left[helper], new - room[giver], self._staying[:, expert].sum()))
         if not may_help[helper] or amount <= 0:
             return False
-        _give(self._staying[:, expert], self.replicated[:, expert, helper], helper, amount)
+        staying, rest = self._staying[:, expert], amount
+        others = [int(place) for place in np.argsort(-staying, kind="stable") if place != helper]
+        for place in (helper, *others):  # the helper's own tokens first, then of the places that have most
+            moved = min(rest, int(staying[place]))
+            staying[place] -= moved
+            self.replicated[place, expert, helper] += moved
+            rest -= moved
         self.helped[expert, helper] = True
         self.loads[[giver, helper]] += -amount, amount
         return True
-
-
-def _give(staying: np.ndarray, replicated: np.ndarray, helper: int, amount: int) -> None:
-    """Replicate so many copies of an expert, those of the helper's own tokens first, then of the places that have most.
-
-    Args:
-        staying: (ep,) copies of each place that stay; changed.
-        replicated: (ep,) those that the helper computes; changed.
-        helper: place in ep.
-        amount: copies.
-    """
-    others = [int(place) for place in np.argsort(-staying, kind="stable") if place != helper]
-    for place in (helper, *others):
-        moved = min(amount, int(staying[place]))
-        staying[place] -= moved
-        replicated[place] += moved
-        amount -= moved

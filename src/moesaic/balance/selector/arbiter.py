@@ -17,8 +17,7 @@ import numpy as np
 from moesaic.balance.replication.cost import CallLoad, LinkTimes, ReplicaLoad, ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicationPolicy, AnyPlan, BarePlan, PolicyPlan
 from moesaic.balance.replication.tables import spread
-from moesaic.balance.selector.cost import is_even
-from moesaic.balance.selector.options import ALONE, NO_CHANGE, CallChoice, Option, Weigher, option_plans
+from moesaic.balance.selector.options import ALONE, NO_CHANGE, CallChoice, Option, Weigher, is_even, option_plans
 from moesaic.balance.selector.prepared import Pick, Prepared
 from moesaic.balance.selector.times import Times
 from moesaic.errors import InputError
@@ -48,7 +47,7 @@ class CallDecision:
     """What was decided for a call, and from what."""
 
     option: str
-    """Its name, as `arbiter_options.name_of` gives it."""
+    """Its name, as `options.name_of` gives it."""
     program: int
     """Which of the plans that were offered runs."""
     replicated: np.ndarray | None

@@ -1,25 +1,78 @@
-"""Calls that balance: a selector says what a call runs and replicates, and a budget holds that to its bytes."""
+"""Calls that balance: what a call of a layer on a mesh runs, and which copies it replicates, once its counts are known to all
+ranks; a memory budget holds that to its bytes.
+
+Under plans that replicate, the policy's table decides whether the program with replication is needed at all; under
+`replication="arbiter"` the arbiter picks among several programs and tables. It does so in hidden time: a thread weighs the
+options from this call's counts, and from what earlier calls took, while the call runs, and prepares the next call, which only
+fits that to its own counts. With its counts every rank tells the last decision that its thread has finished, and a hash of it.
+A call runs the latest decision that all ranks have, so nobody waits unless some thread is `LAG` calls behind, and ranks that
+decided differently refuse to go on. A recomputation finds what its forward pass decided: decisions depend on earlier ones, and
+both must run the same program.
+
+Where samples may move, what that gains is known only when a call is over, since placement is solved while it runs. The next
+call of the layer weighs it against what the best of the arbiter's options saved last; where samples stay, placement is tried
+again now and then. All ranks know both, so they decide alike.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeAlias
 
+import numpy as np
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from moesaic.balance.replication.cost import LinkTimes
+from moesaic.balance.policies import REPLICATION_POLICIES
+from moesaic.balance.replication.cost import CallLoad, LinkTimes, ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
-from moesaic.balance.selector.arbiter import CallDecision
+from moesaic.balance.selector.arbiter import Arbiter, Arbitration, CallDecision
+from moesaic.balance.selector.options import ALONE
+from moesaic.balance.selector.prepared import Pick, Prepared
+from moesaic.cost.alpha_beta import Machine
+from moesaic.errors import InputError
 from moesaic.plan import Compiled
 from moesaic.plan.budget import CountedCall, MemoryBudget
+from moesaic.plan.compile import for_call
 from moesaic.routing.route import RoutingRecord
-from moesaic.runtime.balance.selector import ProgramSelector
+from moesaic.runtime.balance.clock import CallClock, TimedCall, WorkMeter, speeds_of
+from moesaic.runtime.balance.relocate import SampleMove
 from moesaic.runtime.balance.slices import run_slices
-from moesaic.runtime.expert_parallel import AbstractCallPolicy, Chosen, PlainCalls
+from moesaic.runtime.expert_parallel import NUMBERS, AbstractCallPolicy, Chosen, PlainCalls
+
+PAUSE = 0.1
+"""Share of what a call took last that its messages are given before the thread begins."""
+LAG = 2
+"""Calls by which a decision may come late before all ranks wait for it."""
+KEPT = 1024
+"""Decisions of a layer that are kept at most until somebody takes them."""
+
+
+RELOCATE = "relocate"
+"""The option of moving samples."""
+Weighing: TypeAlias = "Future[tuple[CallDecision, Prepared]]"
+"""What the thread does during a call: what was decided for it, and what the next one runs."""
+
+
+@dataclass
+class _Decided:
+    """What a call runs, which its recomputation runs too."""
+
+    program: int
+    replicated: np.ndarray | None
+    timed: TimedCall | None = None
+    again: bool = False
+    """Whether it was asked for once more."""
 
 
 class BalancedCalls(AbstractCallPolicy):
-    """Decides under a plan that replicates copies, has a memory budget, or both.
+    """Decides for the calls of one layer under a plan that replicates copies, has a memory budget, or both.
 
     Args:
         compiled: of the layer.
@@ -28,39 +81,343 @@ class BalancedCalls(AbstractCallPolicy):
         dim: width of a token.
 
     Raises:
-        InputError: as `ProgramSelector` does.
+        InputError: for a replication policy other than an `Arbiter` under `replication="arbiter"`.
     """
 
     def __init__(
         self, compiled: Compiled, policy: AbstractReplicationPolicy | None, num_experts: int, dim: int
     ) -> None:
         super().__init__(compiled)
-        self.selector = ProgramSelector(compiled, policy, num_experts, dim)
-        self.meter = self.selector.meter.watch if self.selector.learns else None
+        self._num_experts, self._dim = num_experts, dim
         self.budget = MemoryBudget(compiled, num_experts, None if policy is None else policy.costs)
+        if compiled.replicates and policy is None:
+            policy = REPLICATION_POLICIES[compiled.plan.replication](ReplicationCosts())
+        self._policy = policy if compiled.replicates else None
+        self._arbitration: Arbitration | None = None
+        self.learns = False
+        """Whether measured times and speeds are told to all ranks, and decided by."""
+        self.links: LinkTimes = {}
+        """How many times as fast as the costs say links are, from the next call on; set on all ranks between the same calls."""
+        if compiled.options:
+            if not isinstance(self._policy, Arbiter):
+                raise InputError(
+                    f"replication=arbiter was given the policy {type(self._policy).__name__}: give an Arbiter, or choose "
+                    "another replication"
+                )
+            self._arbitration = self._policy.start(compiled.plan, [option.plan for option in compiled.options])
+            self._evaluating = self._policy.start(compiled.plan, [option.plan for option in compiled.options])
+            self._moves = MoveArbiter(self._policy)
+            self.learns = self._policy.learn and self._arbitration.goes_by_times
+        self._clock, self._work = CallClock(compiled.grid.world), WorkMeter()
+        self.meter = self._work.watch if self.learns else None
+        self._thread: ThreadPoolExecutor | None = None
+        self._pause = self._waited = 0.0
+        self._weighing: Weighing | None = None
+        self._made: dict[int, Weighing] = {}
+        self._number = 0
+        self._decisions: deque[tuple[Weighing | CallDecision, float]] = deque(maxlen=KEPT)
+        self._of_call = WeakIdKeyDictionary()
 
     @property
     def digest(self) -> bytes:
-        """See `ProgramSelector.digest`."""
-        return self.selector.digest
+        """16 bytes that two ranks share if they run the same programs, and their policies have the same settings."""
+        if self._policy is None:
+            return self.compiled.digest
+        return hashlib.blake2b(self.compiled.digest + self._policy.settings_text().encode(), digest_size=16).digest()
 
     def tell(self) -> Sequence[float]:
-        """See `ProgramSelector.tell`."""
-        return self.selector.tell()
+        """Return seconds of an earlier call, the last decision of this rank's thread, and what a row takes."""
+        if not self.learns:
+            return super().tell()
+        ready = max((number for number, made in self._made.items() if made.done()), default=0)
+        digest = self._made[ready].result()[1].digest if ready else 0
+        return [*self._clock.tell(), float(ready), float(digest), self._work.seconds]
 
     def refuse_padding(self) -> None:
         """See `MemoryBudget.refuse_padding`."""
         self.budget.refuse_padding()
 
     def choose(self, record: RoutingRecord, call: CountedCall) -> Chosen:
-        """Return what the selector chose, or what of it the budget allows."""
-        compiled, replicated = self.selector.choose(record, call.copies, call.units)
+        """Return what the policy chose, or what of it the budget allows."""
+        compiled, replicated = self._selected(record, call.copies, call.units)
         compiled, replicated, cut = self.budget.hold(compiled, replicated, call)
         return Chosen(compiled, replicated, None if cut is None else partial(run_slices, cut))
 
+    def _selected(self, record: RoutingRecord, copies: np.ndarray, units: int) -> tuple[Compiled, np.ndarray | None]:
+        """Return the programs of a call, and its replicated copies, (world, num_experts, ep) int64; None where it
+        replicates none."""
+        if self._policy is None:
+            return self.compiled, None
+        load = self._load(copies, units)
+        if self._arbitration is None:
+            replicated = self._policy.decide(load)
+            compiled = for_call(self.compiled, replicated)
+            return compiled, replicated if compiled.replicates else None
+        decided: _Decided | None = self._of_call.get(record.by_rank)
+        if decided is None:
+            decided = self._decide_early(record, load) if self._hears_all(record) else self._decide_now(load)
+            self._of_call[record.by_rank] = decided
+        else:
+            decided.again = True
+        return self.compiled.options[decided.program], decided.replicated
+
+    def _load(self, copies: np.ndarray, units: int) -> CallLoad:
+        return CallLoad(self.compiled.grid, copies, self._num_experts, units, self._dim)
+
     def timed(self, record: RoutingRecord, chosen: Chosen, program: Callable[[], Tensor]) -> Tensor:
-        """Run and time it; see `ProgramSelector.timed`."""
-        return self.selector.timed(record, chosen.compiled, chosen.replicated, program)
+        """Run a call's program, and time it; a call that runs something else than the arbiter chose teaches nothing."""
+        decided: _Decided | None = self._of_call.get(record.by_rank)
+        if decided is None or decided.timed is None or chosen.replicated is not decided.replicated:
+            return program()
+        if chosen.compiled is not self.compiled.options[decided.program]:
+            return program()
+        if not decided.again:
+            return decided.timed.ran(program())
+        try:
+            return program()
+        finally:
+            decided.timed.ran_again()
+
+    def stays(self, move: SampleMove) -> bool:
+        """Return whether samples stay in a call that might move them, so that the layer runs like any other.
+
+        Args:
+            move: of the call; it is decided once.
+        """
+        if self._arbitration is None:
+            return False
+        if move.stays is None:
+            if move.goal is not None:
+                move.stays = move.before.same_as(move.goal)
+            else:
+                self._finish()
+                move.stays = not self._moves.prefers_moving()
+                move.goal = move.before if move.stays else None
+        return move.stays
+
+    def note_move(self, record: RoutingRecord, move: SampleMove, copies: np.ndarray, units: int) -> None:
+        """Take down a call in which samples move.
+
+        Args:
+            record: of its routing.
+            move: of the samples.
+            copies: (world, num_experts) int64 that each origin has for each expert.
+            units: hidden units of one shard of an expert.
+        """
+        arbitration = self._arbitration
+        if arbitration is None or record.by_rank in self._of_call:
+            return
+        started, self._waited = time.thread_time(), 0.0
+        load = self._load(copies, units)
+        self._finish()
+        if self._hears_all(record):
+            arbitration.hear(self._clock.hear(_told(record)))
+            decision = arbitration.weigh(arbitration.pick(load), call=None)
+        else:
+            decision = arbitration.choose(load)
+        decision = self._moves.note_move(move, decision, self._dim)
+        self._decisions.append((decision, time.thread_time() - started + self._waited))
+        self._of_call[record.by_rank] = _Decided(decision.program, decision.replicated)
+
+    def take(self) -> list[CallDecision]:
+        """Return the arbiter's decisions since the last `take`, oldest first."""
+        found = []
+        for each, seconds in self._decisions:
+            decision = each if isinstance(each, CallDecision) else each.result()[0]
+            found.append(replace(decision, decision_seconds=seconds))
+        self._decisions.clear()
+        return found
+
+    def _hears_all(self, record: RoutingRecord) -> bool:
+        """Whether all ranks tell each other what calls took: not so where tensor groups hear of their own ranks only."""
+        heard = record.gathered
+        return self.learns and heard is not None and len(heard.values) == self.compiled.grid.world
+
+    def _decide_early(self, record: RoutingRecord, load: CallLoad) -> _Decided:
+        """Run what was decided during the last call, and begin to decide the next one."""
+        assert self._arbitration is not None
+        assert record.by_rank is not None
+        started, self._waited, told = time.thread_time(), 0.0, _told(record)
+        call = self._clock.start(record.by_rank.device)
+        is_timed = self._clock.is_timed(told)
+        arbitration = self._arbitration if is_timed else self._evaluating
+        prepared = self._agreed(told) if is_timed else None
+        if prepared is None:  # the first call, and calls in evaluation, which nobody times
+            self._finish()
+            arbitration.hear({}, self.speeds, self.links)
+        pick = arbitration.pick(load) if prepared is None else prepared.fit(load)
+        decided = _Decided(pick.choice.program, pick.table, call)
+        self._thread = self._thread or ThreadPoolExecutor(1, "arbiter")
+        number = call.number if is_timed else None
+        self._weighing = self._thread.submit(self._weigh, told, arbitration, pick, number, dict(self.links))
+        if is_timed:
+            self._number += 1
+            self._made[self._number] = self._weighing
+        self._decisions.append((self._weighing, time.thread_time() - started + self._waited))
+        return decided
+
+    def _weigh(
+        self,
+        told: list[list[float]],
+        arbitration: Arbitration,
+        pick: Pick,
+        call: int | None,
+        links: LinkTimes,
+    ) -> tuple[CallDecision, Prepared]:
+        """Decide the next call, on the thread, once this call's first messages are on their way: issuing them goes first.
+
+        Args:
+            told: by rank, what each told with the counts of this call.
+            arbitration: decides.
+            pick: what this call runs.
+            call: its number; None if it is not timed.
+            links: as of `self.links`, when the call began.
+        """
+        time.sleep(self._pause)
+        assert self._arbitration is not None
+        load, known = pick.found[0].load, self._clock.hear(told)
+        self._pause = min([PAUSE * each for each in known.values()], default=self._pause)
+        self._work.least = int(load.copies.sum()) // (2 * self.compiled.grid.world * max(1, self.compiled.plan.chunks))
+        self.speeds = speeds_of(np.array([of_rank[-1] for of_rank in told])) or self.speeds
+        self._arbitration.hear(known, self.speeds, links)
+        decision = arbitration.weigh(pick, call=call)
+        assert arbitration.prepared is not None
+        return decision, arbitration.prepared
+
+    def _agreed(self, told: list[list[float]]) -> Prepared | None:
+        """Return the latest decision that all ranks have; None before the first one.
+
+        Args:
+            told: by rank, what each told with the counts of this call.
+
+        Raises:
+            RuntimeError: on every rank, if ranks told the same decision with different hashes.
+        """
+        ready = min(of_rank[3] for of_rank in told)
+        digests = {rank: of_rank[4] for rank, of_rank in enumerate(told) if of_rank[3] == ready}
+        first = next(iter(digests.values()))
+        if others := [rank for rank, digest in digests.items() if digest != first]:
+            raise RuntimeError(
+                f"arbiter: ranks {others} decided otherwise than the first one after call {int(ready)} of a layer"
+            )
+        if not self._number:
+            return None
+        taken = max(int(ready), self._number - LAG, 1)
+        for number in [each for each in self._made if each < taken]:
+            del self._made[number]
+        return self._result(self._made[taken])[1]
+
+    def _result(self, weighing: Weighing) -> tuple[CallDecision, Prepared]:
+        """Return what the thread decided; the time for which nobody goes on until it has is kept."""
+        started = time.perf_counter()
+        found = weighing.result()
+        self._waited += time.perf_counter() - started
+        return found
+
+    def _decide_now(self, load: CallLoad) -> _Decided:
+        """Decide from the counts of the call itself, by the model."""
+        assert self._arbitration is not None
+        self._arbitration.hear({}, (), self.links)
+        decision = self._arbitration.choose(load)
+        self._moves.note_others(decision)
+        self._decisions.append((decision, decision.decision_seconds))
+        return _Decided(decision.program, decision.replicated)
+
+    def _finish(self) -> None:
+        """Wait until the last call's thread has decided."""
+        if self._weighing is not None:
+            self._moves.note_others(self._result(self._weighing)[0])
+            self._weighing = None
+
+
+class MoveArbiter:
+    """Decides for one layer between its samples' moving and the arbiter's other options.
+
+    Args:
+        settings: of the layer's arbiter.
+    """
+
+    def __init__(self, settings: Arbiter) -> None:
+        self._settings = settings
+        self._tried: tuple[SampleMove, float, int] | None = None
+        """A call in which samples moved, its seconds if it had been left alone, and the width of a token."""
+        self._share: float | None = None
+        """Of the time left alone, with samples that move; None before the first call."""
+        self._other = 1.0
+        """The same of the best other option."""
+        self._moves, self._calls = True, 0
+
+    def prefers_moving(self) -> bool:
+        """Return whether samples may move in the next call."""
+        self._calls += 1
+        self._look_back()
+        if self._share is None or self._calls >= self._settings.weigh_every:
+            self._calls = 0
+            return True
+        mine, margin = self._share, 1 - self._settings.margin
+        self._moves = mine < 1 and not self._other < margin * mine if self._moves else mine < margin * self._other
+        return self._moves
+
+    def note_others(self, decision: CallDecision) -> None:
+        """Take down what the other options would do, or did.
+
+        Args:
+            decision: of the layer's arbiter, for this call.
+        """
+        if decision.is_trial:
+            return
+        alone = decision.seconds.get(ALONE, 0.0)
+        self._other = decision.seconds[decision.option] / alone if alone else 1.0
+
+    def note_move(self, move: SampleMove, decision: CallDecision, dim: int) -> CallDecision:
+        """Take down that samples move in this call; what it gains is looked at when the next call comes.
+
+        Args:
+            move: of the call.
+            decision: what the arbiter would have done with samples that stay.
+            dim: width of a token.
+
+        Returns:
+            The decision that was taken instead.
+        """
+        self.note_others(decision)
+        if move.goal is None:
+            self._tried = move, decision.seconds.get(ALONE, 0.0), dim
+        (rows, _), (token_bytes, _) = decision.rows, decision.token_bytes
+        before = replace(decision, rows=(rows, rows), token_bytes=(token_bytes, token_bytes), weight_bytes=0)
+        return replace(before, option=RELOCATE, program=0, replicated=None, is_trial=False)
+
+    def _look_back(self) -> None:
+        if self._tried is None:
+            return
+        (move, alone_seconds, dim), self._tried = self._tried, None
+        saved = saved_seconds(move, self._settings.costs, dim)
+        share = 1 - saved / alone_seconds if alone_seconds else 1.0
+        memory = self._settings.memory
+        self._share = share if self._share is None else (1 - memory) * share + memory * self._share
+
+
+def saved_seconds(move: SampleMove, costs: ReplicationCosts, dim: int) -> float:
+    """Return what a move saves, this layer's results and the next one's copies together, spread over the ranks.
+
+    Args:
+        move: decided.
+        costs: rates.
+        dim: width of a token.
+    """
+    stay, moved = move.volumes()
+    machine: Machine = costs.machine
+    row_bits = 8 * dim * costs.element_bytes * (2 if costs.backward else 1)
+    inside, across = stay.intra - moved.intra, stay.inter - moved.inter
+    seconds = inside / machine.intra_gbps + across / machine.inter_gbps
+    return row_bits * seconds / 1e9 / move.before.ranks
+
+
+def _told(record: RoutingRecord) -> list[list[float]]:
+    """Return what the ranks told with a call's counts, `NUMBERS` numbers of each."""
+    assert record.gathered is not None
+    told: list[list[float]] = record.gathered.more_on_host[:, -NUMBERS:].tolist()
+    return told
 
 
 def calls_under(
@@ -74,19 +431,7 @@ def calls_under(
 
 def decisions_of(calls: AbstractCallPolicy | None) -> list[CallDecision]:
     """Return what an arbiter decided since it was asked last, oldest first; nothing where there is none."""
-    selector = None if calls is None else selector_of(calls)
-    return [] if selector is None else selector.take()
-
-
-def selector_of(calls: AbstractCallPolicy) -> ProgramSelector | None:
-    """Return the selector of calls that balance; None for others."""
-    return calls.selector if isinstance(calls, BalancedCalls) else None
-
-
-def speeds_of(calls: AbstractCallPolicy) -> tuple[float, ...]:
-    """Return the speeds of ranks that an arbiter heard last, the same on all ranks; () where nobody measures them."""
-    selector = selector_of(calls)
-    return () if selector is None else selector.speeds
+    return calls.take() if isinstance(calls, BalancedCalls) else []
 
 
 def hear_links(calls: AbstractCallPolicy, times: LinkTimes) -> bool:
@@ -94,10 +439,9 @@ def hear_links(calls: AbstractCallPolicy, times: LinkTimes) -> bool:
 
     All ranks call it between the same calls.
     """
-    selector = selector_of(calls)
-    if selector is None or not selector.learns:
+    if not isinstance(calls, BalancedCalls) or not calls.learns:
         return False
-    selector.links = dict(times)
+    calls.links = dict(times)
     return True
 
 

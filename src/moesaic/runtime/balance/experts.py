@@ -1,6 +1,6 @@
 """`ExpertPlacement`: the experts of a model's MoE layers move between ranks now and then, and the model stays the same.
 
-Between two optimizer steps a policy (`balance/experts/`) looks at the load of the steps before and says which expert
+Between two optimizer steps a policy (`balance/experts.py`) looks at the load of the steps before and says which expert
 goes where; weights and all that the optimizer keeps of them follow. Routers, losses, counts and traces never learn of it.
 
 Experts move with all that belongs to them: weights, gradients, master copies, optimizer state. SmartMoE's published code moves
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,7 +29,6 @@ from moesaic.experts.experts import is_dtensor
 from moesaic.program.grid import Grid
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routers import TopologyRouter
-from moesaic.runtime.balance.calls import speeds_of
 from moesaic.runtime.expert_order import ExpertOrder
 from moesaic.runtime.expert_parallel import ExpertParallel
 
@@ -52,18 +51,6 @@ class ExpertSlots:
     def slot_bytes(self) -> int:
         """Of one slot on this rank."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.slots[0]) if self.slots else 0
-
-
-@dataclass(frozen=True)
-class SentBytes:
-    """Bytes that a rank sent."""
-
-    num_bytes: int = 0
-    inter_node_bytes: int = 0
-    """Of them, to other nodes."""
-
-    def __add__(self, other: SentBytes) -> SentBytes:
-        return SentBytes(self.num_bytes + other.num_bytes, self.inter_node_bytes + other.inter_node_bytes)
 
 
 def expert_slots_of(
@@ -149,7 +136,7 @@ def _belongings(parameter: nn.Parameter, state: Mapping[Any, Any], masters: Mast
 @torch.no_grad()
 def carry_slots(
     expert_slots: ExpertSlots, transport: AbstractTransport, grid: Grid, before: np.ndarray, after: np.ndarray
-) -> SentBytes:
+) -> tuple[int, int]:
     """Move experts from slot to slot; all ranks call it together.
 
     Args:
@@ -158,37 +145,37 @@ def carry_slots(
         grid: the mesh.
         before: (num_experts,) the expert in each slot now.
         after: the same when it returns.
+
+    Returns:
+        the bytes that this rank sent, and those of them that went to other nodes.
     """
     tag, rank = transport.take_tags(1), transport.rank
-    holder = _holders(expert_slots, grid, rank, len(before))
-    was = np.empty(len(before), dtype=np.int64)
-    was[before] = np.arange(len(before))
+    holder, was = _holders(expert_slots, grid, rank, len(before)), np.argsort(before)
     sends: dict[int, list[Tensor]] = {}
     receives: dict[int, list[int]] = {}
-    stays: list[tuple[int, Tensor]] = []
     for slot, expert in enumerate(after):
         (source, old), (target, new) = holder[was[expert]], holder[slot]
-        if source == rank and target == rank and old != new:
-            stays.append((new, _packed(expert_slots.slots[old], transport.device)))
-        elif source == rank and target != rank:
+        if (source, old) == (target, new):
+            continue
+        if source == rank:
             sends.setdefault(target, []).append(_packed(expert_slots.slots[old], transport.device))
-        elif target == rank and source != rank:
+        if target == rank:
             receives.setdefault(source, []).append(new)
     messages = {peer: torch.cat(parts) for peer, parts in sends.items()}
     buffers = {
         peer: torch.empty(len(places) * expert_slots.slot_bytes, dtype=torch.uint8, device=transport.device)
         for peer, places in receives.items()
+        if peer != rank
     }
+    arrived = dict(buffers)
+    if rank in messages:
+        arrived[rank] = messages.pop(rank)
     transport.wait(transport.issue(Transfer(rank, tag, messages, buffers)))
-    arrived = (
-        (new, part) for peer, places in receives.items() for new, part in zip(places, _cut(buffers[peer], places))
-    )
-    for new, part in (*stays, *arrived):
-        _unpack(part, expert_slots.slots[new])
-    others = {peer: message.numel() for peer, message in messages.items()}
-    return SentBytes(
-        sum(others.values()), sum(n for peer, n in others.items() if grid.node_of(peer) != grid.node_of(rank))
-    )
+    for peer, places in receives.items():
+        for new, part in zip(places, arrived[peer].view(len(places), -1)):
+            _unpack(part, expert_slots.slots[new])
+    across = [peer for peer in messages if grid.node_of(peer) != grid.node_of(rank)]
+    return sum(each.numel() for each in messages.values()), sum(messages[peer].numel() for peer in across)
 
 
 def _holders(expert_slots: ExpertSlots, grid: Grid, rank: int, num_experts: int) -> list[tuple[int, int]]:
@@ -209,10 +196,6 @@ def _packed(tensors: list[Tensor], device: torch.device) -> Tensor:
     """Return the bytes of tensors, one after the other."""
     parts = [tensor.contiguous().reshape(-1).view(torch.uint8).to(device) for tensor in tensors]
     return torch.cat(parts)
-
-
-def _cut(buffer: Tensor, places: list[int]) -> tuple[Tensor, ...]:
-    return buffer.view(len(places), -1).unbind()
 
 
 def _unpack(part: Tensor, tensors: list[Tensor]) -> None:
@@ -244,7 +227,7 @@ class Moved:
     experts: int
     """That went to another place; copies and shards of an expert count once."""
     num_bytes: int
-    """SentBytes between ranks."""
+    """Between ranks."""
     inter_node_bytes: int
     """Of them, between nodes."""
     busiest_before: tuple[float, ...] = ()
@@ -313,10 +296,8 @@ class ExpertPlacement:
         loads = self._loads()
         moved = self.place(self._decide(loads))
         after = [places_of(order, self._mesh.grid.ep) for order in self.orders]
-        return Moved(
-            experts=moved.experts,
-            num_bytes=moved.num_bytes,
-            inter_node_bytes=moved.inter_node_bytes,
+        return replace(
+            moved,
             busiest_before=tuple(_over_mean(load, load.place) for load in loads),
             busiest_after=tuple(_over_mean(load, place) for load, place in zip(loads, after)),
         )
@@ -342,16 +323,16 @@ class ExpertPlacement:
         check_same(transport, {**fields, **of_layers, "place_experts": refusal})
         if refusal:
             raise InputError(refusal)
-        sent, moved = SentBytes(), 0
+        sent, moved = torch.zeros(2, dtype=torch.int64), 0
         for of_layer, order, wanted in zip(everything, self._orders, orders):
             if np.array_equal(order.experts, wanted):
                 continue
             for expert_slots in of_layer:
-                sent += carry_slots(expert_slots, transport, grid, order.experts, wanted)
+                sent += torch.tensor(carry_slots(expert_slots, transport, grid, order.experts, wanted))
             moved += int((places_of(order.experts, grid.ep) != places_of(wanted, grid.ep)).sum())
             order.change(wanted)
-        told = torch.tensor([sent.num_bytes, sent.inter_node_bytes], device=transport.device)
-        num_bytes, between = all_reduce_sum(transport, tuple(range(grid.world)), told).tolist()
+        everyone = tuple(range(grid.world))
+        num_bytes, between = all_reduce_sum(transport, everyone, sent.to(transport.device)).tolist()
         return Moved(experts=moved, num_bytes=num_bytes, inter_node_bytes=between)
 
     @contextmanager
@@ -399,7 +380,7 @@ class ExpertPlacement:
                 expert_parameters=_shard_parameters(experts, grid.etp),
                 expert_bytes=num_bytes,
                 steps=self.every,
-                speeds=speeds_of(on_mesh.calls),
+                speeds=on_mesh.calls.speeds,
             )
             for experts, order, num_bytes, on_mesh in zip(self._layers, self._orders, largest, self._on_mesh)
         ]

@@ -16,7 +16,7 @@ from moesaic.program.placed import PlacedIndex, placed_sizes
 from moesaic.routing.route import Routed, RoutedCall
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routing import Routing
-from moesaic.runtime.balance.calls import bare_of, selector_of
+from moesaic.runtime.balance.calls import BalancedCalls, bare_of
 from moesaic.runtime.balance.relocate import SampleMove
 from moesaic.runtime.balance.residual import Residual, WithResidual, rides_along, with_shares
 from moesaic.runtime.executor import LayerRun, run_program
@@ -129,8 +129,7 @@ def _run_moved(layer: WrappedLayer, call: RoutedCall, move: SampleMove, residual
             f"sample placement: the layer got {len(x_TD)} tokens, the trip was started for {samples} samples of "
             f"{move.length}: give start() the batch that the layers see"
         )
-    selector = selector_of(on_mesh.calls)
-    if move.rests or (selector is not None and selector.stays(move)):
+    if move.rests or (isinstance(on_mesh.calls, BalancedCalls) and on_mesh.calls.stays(move)):
         return None
     plain = bare_of(on_mesh.calls)
     programs = None
@@ -211,14 +210,9 @@ def _run(
     routed: Routed,
 ) -> Tensor:
     """Run the programs with the weights of one object and the arithmetic of another: the same, or one around it."""
-    plain, relocator, dtype, transport = (
-        bare_of(on_mesh.calls),
-        move.relocator,
-        compute_dtype(x_TD.dtype, x_TD.device),
-        on_mesh.transport,
-    )
+    plain, relocator, transport = bare_of(on_mesh.calls), move.relocator, on_mesh.transport
     shapes = relocator.shapes(plain, held.num_experts, move.before.slots)
-    copies, selector = move.copies, selector_of(on_mesh.calls)
+    dtype, copies = compute_dtype(x_TD.dtype, x_TD.device), move.copies
     assert copies is not None
 
     def run(x: Tensor, gate: Tensor | None, sharded: Weights, common: Weights) -> Tensor:
@@ -226,16 +220,15 @@ def _run(
         if isinstance(computing, WithResidual):
             local = held.num_experts // plain.grid.ep
             common = computing.joined(common, local, plain.grid.etp, transport, relocator.group)
-        if selector is not None:
-            selector.note_move(routed.record, move, copies.sum(1), held.num_units(sharded))
+        if isinstance(on_mesh.calls, BalancedCalls):
+            on_mesh.calls.note_move(routed.record, move, copies.sum(1), held.num_units(sharded))
         compiled = relocator.compiled(plain, bias=bool(common))
         assert compiled is not None
         of_call = PlacedIndex(shapes, move.targets, move.length)
         sizes = placed_sizes(plain.grid, copies, of_call, held.num_units(sharded))
         call = Call(on_mesh.rank, sizes, computing, 0, on_mesh._weight_first, False, codecs=on_mesh.codecs)
-        forward, backward = len(compiled.forward.tasks), len(compiled.backward.tasks)
-        call.first_tag = transport.take_tags(forward + backward)
-        work = LayerRun(compiled, transport, call, call.first_tag + forward, {"index": token.unsqueeze(1)})
+        work = LayerRun(compiled, transport, call, {"index": token.unsqueeze(1)})
+        work.take_tags()
         cast = (tuple(weight.to(dtype) for weight in weights) for weights in (sharded, common))
         return run_program(work, x.to(dtype), gate, *cast)
 

@@ -1,8 +1,8 @@
 """Samples that change home between the MoE layers of a model, with the same results: a forward pass as a trip.
 
-NetMoE (Liu et al., ICLR 2025). An MoE layer's results go to whichever rank makes the next layer's copies cheap to send, and
-what belongs to the samples follows. A sample is somewhere whole, so all that looks along a sample (attention, convolutions,
-positions) is the same anywhere; what looks across samples needs them at home:
+NetMoE (Liu et al., ICLR 2025); docs/balance.md says what is decided from what, and under which plans results go straight to new
+homes. An MoE layer's results go to whichever rank makes the next layer's copies cheap to send, and what belongs to the samples
+(residuals, masks, ids, labels) follows. A sample is somewhere whole, so all that looks along a sample is the same anywhere.
 
     moving = MovingMoE(moe)                                      once per layer
     trip = relocator.start(followings, num_samples, length)      once per forward pass
@@ -14,21 +14,9 @@ or, where something stands between the layer and the sum,
     y = moving(norm(x), move=move)                               decides where samples go, so it comes first
     x = move.carry(x) + dropout(y)                               the residual follows on its own
 
-Where a plan's programs cannot deliver to new homes (any but S1 over one movement: other schedules, multicast, replication, a
-budget of rows), results come home as they do without placement, and go on from there with the residual, one row per token
-that moves. Tensor groups move samples whole, each rank those for which it answers; what a capacity drops depends on where
-samples are, as it does in any order of a batch, and a token that is dropped keeps its residual.
-
-A prediction of the next layer's routing decides what is cheap, and nothing else: a wrong one costs time.
-
-To decide takes an exchange of counts by sample, the next router on this layer's input and programs by sample: 3 to 7 % of a
-step on an emulated cluster, as much where nobody moves. So after passes in which nobody moved a policy rests. What is told is
-the same on all ranks, so all of them rest in the same passes.
-
-What belongs to a sample and is no result of an expert (residuals, masks, ids, labels) goes from rank to rank with it, and
-random masks are the same wherever the sample is computed. A dropout mask drawn from a rank's random generator would depend on
-which samples are there and in which order; drawn from the number of the sample it is a property of the batch, so a model with
-placement drops what the model without it drops.
+A prediction of the next layer's routing decides what is cheap, and nothing else: a wrong one costs time. To decide costs 3
+to 7 % of a step on an emulated cluster, as much where nobody moves, so after passes in which nobody moved a policy rests, the
+same passes on all ranks.
 """
 
 from __future__ import annotations
@@ -90,9 +78,8 @@ class _Carry(torch.autograd.Function):
     def forward(
         ctx: Any, transport: AbstractTransport, before: Homes, after: Homes, rows: np.ndarray, x: Tensor
     ) -> Tensor:
-        tag = transport.take_tags(
-            2
-        )  # the backward pass has its own from the start: ranks may differ in what comes before it
+        # The backward pass has its own tag from the start: ranks may differ in what comes before it.
+        tag = transport.take_tags(2)
         ctx.transport, ctx.before, ctx.after, ctx.tag, ctx.was_run = transport, before, after, tag + 1, False
         ctx.rows = rows_after(rows, before, after)
         return _exchange(transport, tag, x, before, after, rows)
@@ -148,7 +135,8 @@ def _places(rows: np.ndarray, slots: np.ndarray) -> Tensor:
 
 
 def sample_dropout(x: Tensor, p: float, samples: Tensor, seed: int) -> Tensor:
-    """Zero entries with probability p and scale the others by 1 / (1 - p).
+    """Zero entries with probability p and scale the others by 1 / (1 - p), the same ones wherever a sample is computed: a mask
+    that is drawn from the number of the sample is a property of the batch, and not of a rank's random generator.
 
     Args:
         x: (samples, ...).
@@ -318,7 +306,7 @@ class SampleTrip:
         self.home = Homes.start(relocator.mesh.grid.world, slots)
         self.moves: list[SampleMove] = []
         """One per MoE layer that was reached."""
-        self._followings = tuple(followings)
+        self._followings = followings
 
     @property
     def homes(self) -> Homes:

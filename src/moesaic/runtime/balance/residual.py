@@ -7,17 +7,15 @@ of the residual besides its weight, one over its token's copies,
 
     sum_k (g_k E_k(norm(x)) + s_k x) = sum_k g_k E_k(norm(x)) + x        since the shares s of a token sum to one,
 
-whatever the router and the capacity. A token without copies (dropped by all its experts, or padding) has nobody to ride on:
-its row alone goes from the old home to the new one (`OwnWay`). What is left is asked of the plan: weights that multiply
-results and not inputs, and rows of at least 32 bits that no codec or autocast rounds, since every layer would round the
-residual stream with them. With a norm in front, tokens travel as they are and the experts' rank applies the norm; that is
-linear in what comes back, so the norm's gradient adds up over copies. Where anything stands between the layer and the sum,
-dropout for one, the residual goes alone (`SampleMove.carry`): one more row per token that moves.
+whatever the router and the capacity. A token without copies has nobody to ride on: its row alone goes from the old home to the
+new one. With a norm in front, tokens travel as they are and the experts' rank applies the norm; that is linear in what comes
+back, so the norm's gradient adds up over copies. Where anything stands between the layer and the sum, the residual goes alone
+(`SampleMove.carry`): one more row per token that moves.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +23,7 @@ from torch.func import functional_call
 
 from moesaic.comm.collectives import share
 from moesaic.comm.transport import AbstractTransport
-from moesaic.experts.experts import AbstractExperts, DeferredWgrad, Weights, compute_dtype
+from moesaic.experts.experts import AbstractExperts, DeferredWgrad, ExpertCall, Weights, compute_dtype
 from moesaic.plan import Plan
 
 
@@ -40,13 +38,8 @@ class Residual:
 
 
 def rides_along(residual: Residual | None, plan: Plan, weight_first: bool) -> bool:
-    """Whether a residual may travel with the experts' results; see the module.
-
-    Args:
-        residual: None for none.
-        plan: of the layer.
-        weight_first: the layer multiplies by the routing weight before the expert.
-    """
+    """Whether a residual may travel with the experts' results: weights multiply results and not inputs, and rows have 32 bits
+    or more, which no codec or autocast rounds, since every layer would round the residual stream with them."""
     if residual is None or weight_first or not plan.is_lossless:
         return False
     dtype = residual.x.dtype
@@ -86,46 +79,30 @@ class WithResidual(AbstractExperts):
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return self.inner.names
 
-    def compute(
-        self, sharded: Weights, common: Weights, rows: Tensor, gates: Tensor | None, ends: Tensor, shards: int = 1
-    ) -> Tensor:
-        own, row = self._split(common)
-        out = self.inner.compute(sharded, own, self._normed(rows, row), _weights(gates), ends, shards)
-        return out + self._share(rows, gates, shards)
+    def compute(self, call: ExpertCall) -> Tensor:
+        return self.inner.compute(self._inside(call)) + self._share(call.rows, call)
 
-    def run(
-        self, sharded: Weights, common: Weights, rows: Tensor, gates: Tensor | None, ends: Tensor, shards: int = 1
-    ) -> tuple[Tensor, Weights]:
-        own, row = self._split(common)
+    def run(self, call: ExpertCall) -> tuple[Tensor, Weights]:
         with torch.no_grad():
-            out, kept = self.inner.run(sharded, own, self._normed(rows, row), _weights(gates), ends, shards)
-        return out + self._share(rows, gates, shards), kept
+            out, kept = self.inner.run(self._inside(call))
+        return out + self._share(call.rows, call), kept
 
     def gradients(
-        self,
-        sharded: Weights,
-        common: Weights,
-        rows: Tensor,
-        gates: Tensor | None,
-        ends: Tensor,
-        kept: Weights,
-        dy: Tensor,
-        shards: int = 1,
-        deferred_wgrad: DeferredWgrad | None = None,
+        self, call: ExpertCall, kept: Weights, dy: Tensor, deferred_wgrad: DeferredWgrad | None = None
     ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
-        own, row = self._split(common)
-        leaves = [rows.detach().requires_grad_(), row.detach().requires_grad_()]
+        row = self._split(call.common)[1]
+        leaves = [call.rows.detach().requires_grad_(), row.detach().requires_grad_()]
         with torch.enable_grad():
             seen = self._normed(*leaves)
-        weights = _weights(gates)
-        found = self.inner.gradients(sharded, own, seen.detach(), weights, ends, kept, dy, shards, deferred_wgrad)
+        inside = self._inside(call, seen.detach())
+        found = self.inner.gradients(inside, kept, dy, deferred_wgrad)
         assert found[1] is not None
         d_rows, d_row = torch.autograd.grad(seen, leaves, found[0], allow_unused=True, materialize_grads=True)
-        d_rows = d_rows + self._share(dy, gates, shards)
+        d_rows = d_rows + self._share(dy, call)
         d_gates = torch.stack([found[1], torch.zeros_like(found[1])], dim=1)  # a share is a number, not a weight
         d_common: Weights = found[3]
         if self._columns:
-            of_norm = torch.zeros_like(common[0][:, common[0].shape[1] - self._columns :])
+            of_norm = torch.zeros_like(call.common[0][:, -self._columns :])
             of_norm[:1] = d_row
             d_common = (torch.cat([*d_common, of_norm], dim=1),)
         return d_rows, d_gates, found[2], d_common
@@ -167,6 +144,12 @@ class WithResidual(AbstractExperts):
         row = row if shards == 1 else row / shards + (row - row / shards).detach()
         return (torch.cat([*common, row.expand(num_experts, -1)], dim=1),)
 
+    def _inside(self, call: ExpertCall, normed: Tensor | None = None) -> ExpertCall:
+        """Return the call of the inner experts, whose rows are behind the norm."""
+        own, row = self._split(call.common)
+        rows = self._normed(call.rows, row) if normed is None else normed
+        return replace(call, common=own, rows=rows, gates=_both(call)[:, 0].contiguous())
+
     def _split(self, common: Weights) -> tuple[Weights, Tensor]:
         """Return the inner experts' common parameters, and the norm's, (columns,)."""
         if not self._columns:
@@ -183,13 +166,12 @@ class WithResidual(AbstractExperts):
         return out
 
     @staticmethod
-    def _share(rows: Tensor, gates: Tensor | None, shards: int) -> Tensor:
+    def _share(rows: Tensor, call: ExpertCall) -> Tensor:
         """Return a shard's part of each row's share of its token; the shards' results are summed."""
-        assert gates is not None, "a residual rides on copies that have weights"
-        return rows * (gates[:, 1:] / shards).to(rows.dtype)
+        return rows * (_both(call)[:, 1:] / call.shards).to(rows.dtype)
 
 
-def _weights(gates: Tensor | None) -> Tensor:
-    """Return the routing weights, (rows,)."""
-    assert gates is not None, "a residual rides on copies that have weights"
-    return gates[:, 0].contiguous()
+def _both(call: ExpertCall) -> Tensor:
+    """Return each row's routing weight and its share of the residual, (rows, 2)."""
+    assert call.gates is not None, "a residual rides on copies that have weights"
+    return call.gates

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,15 +60,13 @@ def slices_of(cut: Cut, call: UncutCall) -> list[Slice]:
         told = torch.stack(all_gather(transport, tuple(range(transport.world)), counts)).cpu().numpy()
         node_tokens = [each.told(told[:, number], transport.rank) for number, each in enumerate(node_tokens)]
 
-    def slice_of(number: int) -> Slice:
-        replicated, copies = cut.replicated(number), cut.copies(number)
-        if not node_tokens:
-            indices = {"index": token[rows[number]].unsqueeze(1)}
-            return Slice(rows[number], lambda: bind(replicated, copies, None), indices)
-        seen = node_tokens[number]
-        return Slice(rows[number], lambda: bind(replicated, copies, seen), seen.indices)
-
-    return [slice_of(number) for number in range(cut.num_slices)]
+    slices = []
+    for number in range(cut.num_slices):
+        seen = node_tokens[number] if node_tokens else None
+        sizes = partial(bind, cut.replicated(number), cut.copies(number), seen)
+        indices = {"index": token[rows[number]].unsqueeze(1)} if seen is None else seen.indices
+        slices.append(Slice(rows[number], sizes, indices))
+    return slices
 
 
 @dataclass(frozen=True)
@@ -81,10 +79,10 @@ class SlicedRun:
     kept: int
     """Slices, the first ones, that are kept for the backward pass."""
 
-    @cached_property
-    def names(self) -> list[str]:
+    @property
+    def names(self) -> tuple[str, ...]:
         """What is kept of a slice for its backward pass."""
-        return kept_names(self.whole.compiled)
+        return kept_names(self.whole.compiled.logical)
 
     @property
     def again(self) -> Program:
@@ -127,18 +125,18 @@ class RunSlices(torch.autograd.Function):
     def forward(
         ctx: Any, work: SlicedRun, has_grad: bool, num_sharded: int, x: Tensor, gates: Tensor, *weights: Tensor
     ) -> Tensor:
-        """LayerRun the slices and sum their results; keep what goes in, and what the first slices keep."""
-        tags, names = work.take_tags(), work.names if has_grad and any(ctx.needs_input_grad) else []
+        """Run the slices and sum their results; keep what goes in, and what the first slices keep."""
+        tags, names = work.take_tags(), work.names if has_grad and any(ctx.needs_input_grad) else ()
         total = torch.zeros_like(x, dtype=_wide(x))
         step_costs = [_Surroundings.now(x)] * len(work.slices)
         flat: list[Tensor] = []
         layouts = []
         for number in reversed(range(len(work.slices))):
             step_costs[number] = _Surroundings.now(x)
-            keeps = names if number < work.kept else []
-            values = _forward(
-                work.run(number, tags[number]), work.slices[number], x, gates, weights, num_sharded, keeps
-            )
+            keeps = names if number < work.kept else ()
+            run = work.run(number, tags[number])
+            inputs = inputs_of(run, x, gates[work.slices[number].rows], *_split(weights, num_sharded))
+            values = run_forward(run, run.compiled.forward, inputs, {*keeps, "y"})
             y = values["y"]
             assert isinstance(y, Tensor)
             total += y
@@ -147,7 +145,7 @@ class RunSlices(torch.autograd.Function):
                 flat += found
                 layouts.append(layout)
                 del found
-            del values, y
+            del values, y, inputs
         ctx.save_for_backward(x, gates, *weights, *flat)
         ctx.work, ctx.num_sharded, ctx.num_inputs, ctx.step_costs = work, num_sharded, 2 + len(weights), step_costs
         ctx.layouts, ctx.tags = layouts, work.take_tags()
@@ -156,7 +154,7 @@ class RunSlices(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """LayerRun the backward programs of the slices that were kept, then each other slice's experts again and its backward
+        """Run the backward programs of the slices that were kept, then each other slice's experts again and its backward
         program."""
         (x, gates, *weights), kept = _take_saved(ctx)
         work: SlicedRun = ctx.work
@@ -178,20 +176,6 @@ class RunSlices(torch.autograd.Function):
             del d_x, found
         d_x, *d_weights = (total.to(value.dtype) for total, value in zip(totals, (x, *weights)))
         return None, None, None, d_x, d_gates, *d_weights
-
-
-def _forward(
-    run: LayerRun,
-    part: Slice,
-    x: Tensor,
-    gates: Tensor,
-    weights: Sequence[Tensor],
-    num_sharded: int,
-    keeps: Sequence[str],
-) -> Environment:
-    """LayerRun a slice; returns its result, and what is to be kept of it."""
-    inputs = inputs_of(run, x, gates[part.rows], *_split(weights, num_sharded))
-    return run_forward(run, run.compiled.forward, inputs, {*keeps, "y"})
 
 
 def _take_saved(ctx: Any) -> tuple[list[Tensor], list[Environment]]:

@@ -1,4 +1,5 @@
-"""DeepEP as an all-to-all that is not lowered: its kernels move tokens, one row per token and rank, between GPUs.
+"""A layer's dispatch, experts and combine with DeepEP in place of the programs: its kernels move tokens, one row per token and
+rank, between GPUs.
 
 Optional: looked for, never required. Written to the interface of its `ElasticBuffer` (version 2); it has not run on GPUs here,
 a test runs it against an imitation of that interface. Backward of dispatch is combine, and the other way round.
@@ -14,6 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from moesaic.comm.mesh import Mesh
+from moesaic.errors import InputError
+from moesaic.experts.experts import AbstractExperts, ExpertCall, Weights, compute_dtype
+from moesaic.kernels.permute import permute, sort_by_expert, unpermute
+from moesaic.routing.route import Routed
 
 
 def missing() -> str:
@@ -68,17 +75,8 @@ class Received:
     """What combine needs."""
 
 
-@dataclass(frozen=True)
-class _Room:
-    """A buffer, and what it has room for."""
-
-    tokens: int
-    """Of each rank."""
-    buffer: Any
-
-
 class DeepEP:
-    """Dispatch and combine within a group. All layers of a mesh share one, and so its buffers.
+    """Dispatch and combine within a group. All layers of a mesh share one, and so its buffers: get it with `DeepEP.of`.
 
     There is one buffer for each (dim, top_k), as large as the largest call so far. Opening one takes all ranks of the group;
     they agree on when, since all of them pass the same `most_tokens`. A buffer that became too small goes once the last call
@@ -91,7 +89,16 @@ class DeepEP:
     def __init__(self, group: Any) -> None:
         self._group = group
         self._module = importlib.import_module("deep_ep")
-        self._rooms: dict[tuple[int, int], _Room] = {}
+        self._buffers: dict[tuple[int, int], tuple[int, Any]] = {}
+        """By (dim, top_k): for how many tokens of each rank there is room, and the buffer."""
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> DeepEP:
+        """Return the one over a mesh's ep; only where the package is installed."""
+        if cls not in mesh.shared:
+            mesh.shared[cls] = cls(mesh.sparse["ep"].get_group())
+        found: DeepEP = mesh.shared[cls]
+        return found
 
     def dispatch(self, x: Tensor, expert: Tensor, weight: Tensor, *, num_experts: int, most_tokens: int) -> Received:
         """Send each token once to every rank that has one of its experts; differentiable.
@@ -103,9 +110,14 @@ class DeepEP:
             num_experts: how many experts the layer has.
             most_tokens: how many tokens any rank of the group has at most, the same on all of them.
         """
-        room = self._room(x.shape[1], expert.shape[1], most_tokens)
+        key = (x.shape[1], expert.shape[1])
+        if self._buffers.get(key, (-1, None))[0] < most_tokens:
+            buffer = self._module.ElasticBuffer(
+                self._group, num_max_tokens_per_rank=most_tokens, hidden=key[0], num_topk=key[1]
+            )
+            self._buffers[key] = most_tokens, buffer
         box: list[DispatchRoute] = []
-        rows, weights, experts = _Dispatch.apply(room, num_experts, box, x, weight, expert)
+        rows, weights, experts = _Dispatch.apply(*self._buffers[key], num_experts, box, x, weight, expert)
         return Received(rows, experts, weights, box[0])
 
     def combine(self, rows: Tensor, received: Received) -> Tensor:
@@ -113,32 +125,30 @@ class DeepEP:
         out: Tensor = _Combine.apply(received.sent, rows)
         return out
 
-    def _room(self, dim: int, top_k: int, most_tokens: int) -> _Room:
-        room = self._rooms.get((dim, top_k))
-        if room is None or room.tokens < most_tokens:
-            buffer = self._module.ElasticBuffer(
-                self._group, num_max_tokens_per_rank=most_tokens, hidden=dim, num_topk=top_k
-            )
-            room = self._rooms[dim, top_k] = _Room(most_tokens, buffer)
-        return room
-
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, room: _Room, num_experts: int, box: list[DispatchRoute], x: Tensor, weight: Tensor, expert: Tensor
+        ctx: Any,
+        room: int,
+        buffer: Any,
+        num_experts: int,
+        box: list[DispatchRoute],
+        x: Tensor,
+        weight: Tensor,
+        expert: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows, experts, weights, handle, event = room.buffer.dispatch(
+        rows, experts, weights, handle, event = buffer.dispatch(
             x,
             topk_idx=expert,
             topk_weights=weight,
             num_experts=num_experts,
-            num_max_tokens_per_rank=room.tokens,
+            num_max_tokens_per_rank=room,
             expert_alignment=1,
             async_with_compute_stream=True,
         )
         event.current_stream_wait()
-        ctx.sent = DispatchRoute(room.buffer, handle)
+        ctx.sent = DispatchRoute(buffer, handle)
         box.append(ctx.sent)
         ctx.mark_non_differentiable(experts)
         return rows, weights, experts
@@ -147,7 +157,7 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_rows: Tensor, d_weights: Tensor, _: Tensor) -> tuple[Any, ...]:
         d_x, d_weight = ctx.sent.back(d_rows.contiguous(), d_weights.contiguous())
-        return None, None, None, d_x, d_weight, None
+        return None, None, None, None, d_x, d_weight, None
 
 
 class _Combine(torch.autograd.Function):
@@ -160,3 +170,44 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_sums: Tensor) -> tuple[None, Tensor]:
         return None, ctx.sent.again(d_sums.contiguous())
+
+
+def run_by_deepep(deepep: DeepEP, experts: AbstractExperts, x_TD: Tensor, routed: Routed) -> Tensor:
+    """Dispatch, run and combine: (tokens, dim) -> (tokens, dim).
+
+    Raises:
+        InputError: for tokens that are not computed in bfloat16, or a router in which tokens do not choose.
+    """
+    if compute_dtype(x_TD.dtype, x_TD.device) is not torch.bfloat16:
+        raise InputError("plan.all_to_all=deepep moves bfloat16: train with --precision bfloat16, or choose multicast")
+    top_k = routed.record.choice.per_token
+    if top_k is None:
+        raise InputError(
+            "plan.all_to_all=deepep needs a router in which every token chooses top_k experts: choose multicast"
+        )
+    routing, gathered = routed.routing, routed.record.gathered
+    assert gathered is not None
+    sent = routed.record.sent
+    expert, weight = routed.record.choice.expert, routing.weight
+    if sent is not None:
+        expert = expert.masked_fill(~sent, -1)
+        weight = weight if routing.has_unsent else weight.new_zeros(len(expert)).masked_scatter(sent, weight)
+    most_tokens = int(gathered.tokens.max())
+
+    def run(x: Tensor, gate: Tensor | None, sharded: Weights, common: Weights) -> Tensor:
+        assert gate is not None
+        received = deepep.dispatch(
+            x, expert.view(-1, top_k), gate.view(-1, top_k), num_experts=experts.num_experts, most_tokens=most_tokens
+        )
+        here = received.expert >= 0
+        token, slot = here.nonzero(as_tuple=True)
+        local = received.expert[token, slot].long()
+        held = len(sharded[0])
+        counts = torch.bincount(local, minlength=held)
+        order = sort_by_expert(token, local, counts, len(received.x), None)
+        gates = received.weight[token, slot][order.order]
+        out = experts.compute(ExpertCall(sharded, common, permute(received.x, order), gates, order.ends))
+        return deepep.combine(unpermute(out, order, dtype=x.dtype), received)
+
+    y: Tensor = experts(x_TD.to(torch.bfloat16), weight.float(), run=run)
+    return y.to(x_TD.dtype)
