@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from moesaic.cli.arguments import parse
 from moesaic.configfile import suggestion
 from moesaic.errors import InputError
-from moesaic_lab.reproduce.papers import NOTES, REPRODUCTIONS, as_dict, claims
+from moesaic_lab.reproduce.papers import NOTES, REPRODUCTIONS, PapersMeasured, claims
 from moesaic_lab.reproduce.records import Book, Chart, Reproduction, read_book
 from moesaic_lab.tables import Column, claims_table, table
 
@@ -70,7 +68,12 @@ def run(arguments: Sequence[str]) -> int:
     if options.json != "-":
         Console().print(claims_table(claims(made, book)))
     if options.json is not None:
-        _write(as_dict(made, book), options.json)
+        try:
+            PapersMeasured.of(made, book).write(options.json)
+        except OSError as error:
+            raise InputError(
+                f"--json {options.json}: cannot be written ({error.strerror}): choose another path"
+            ) from error
     if options.picture is not None:
         _draw(made, Path(options.picture))
     return 0
@@ -127,21 +130,6 @@ def _error(unit: str, error: float | None) -> str:
     return f"{error:.1f} points" if unit == "points" else f"{error:.1%}"
 
 
-def _write(data: dict[str, Any], target: str) -> None:
-    text = json.dumps(data, indent=2) + "\n"
-    if target == "-":
-        sys.stdout.write(text)
-        return
-    path = Path(target)
-    aside = path.with_suffix(".writing")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, path)
-    except OSError as error:
-        raise InputError(f"--json {target}: cannot be written ({error.strerror}): choose another path") from error
-
-
 def _draw(made: Sequence[Reproduction], path: Path) -> None:
     from moesaic_lab.pictures import write_picture
 
@@ -159,14 +147,9 @@ def _ratios(made: Reproduction) -> list[Chart]:
     if not rows or len(rows) > MOST_BARS:
         return []
     labels = tuple(row.cell.name.removeprefix(f"{made.paper}.").replace(".", "\n") for row in rows)
-    places = tuple(float(place) for place in range(len(rows)))
-    values = tuple(row.cell.ratio(row.ours) for row in rows)
-    return [
-        Chart(
-            title=f"{made.paper}: not used for fitting", x_title="figure", y_title="simulated over published",
-            categories=labels, series=(("simulated", places, values),),
-        )
-    ]  # fmt: skip
+    places = tuple(map(float, range(len(rows))))
+    series = (("simulated", places, tuple(row.cell.ratio(row.ours) for row in rows)),)
+    return [Chart(f"{made.paper}: not used for fitting", "figure", "simulated over published", series, labels)]
 
 
 def _panel(chart: Chart) -> Panel:

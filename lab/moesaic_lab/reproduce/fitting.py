@@ -19,6 +19,9 @@ LAUNCH_US = 8.0
 """Microseconds of the issuing thread per task where nothing else is known of it."""
 
 
+Found = float | tuple[float, ...]
+
+
 class Named:
     """A book in which only the cells of one constant can be read, and those that other constants were already made of.
 
@@ -28,7 +31,7 @@ class Named:
     """
 
     def __init__(self, book: Book, *constants: str) -> None:
-        self.book = book
+        self.book, self.constants = book, constants
         self._cells = {cell for name in constants for cell in book.constants[name].cells}
 
     def __getitem__(self, name: str) -> float:
@@ -50,14 +53,6 @@ def refit(book: Book, names: tuple[str, ...] | None = None) -> Book:
             values = found if isinstance(found, tuple) else (found,)
             book = book.with_values(dict(zip(together, values)))
     return book
-
-
-def _parm_link(testbed: str) -> Callable[[Book, Named], float]:
-    return lambda book, cells: 0.5 * 4 * 8 / cells[f"parm.all_gather.element.{testbed}"]
-
-
-def _parm_message(testbed: str) -> Callable[[Book, Named], float]:
-    return lambda book, cells: cells[f"parm.all_gather.startup.{testbed}"]
 
 
 def _parm_tflops(book: Book, cells: Named) -> float:
@@ -101,14 +96,6 @@ def _row_bytes() -> float:
     return schemoe.CT_MOE.tokens * schemoe.CT_MOE.dim * 4
 
 
-def _schemoe_tflops(book: Book, cells: Named) -> float:
-    return _solve(book, "schemoe.tflops", (2.0, 200.0), _ablation("naive"), cells["schemoe.ablation.naive"])
-
-
-def _schemoe_codec(book: Book, cells: Named) -> float:
-    return _solve(book, "schemoe.codec", (1.0, 10_000.0), _ablation("zfp"), cells["schemoe.ablation.zfp"])
-
-
 def _ablation(plan: str) -> Callable[[Book], float]:
     return lambda book: 1e3 * schemoe.ScheMoECluster(book).seconds(plan, schemoe.ABLATION)
 
@@ -118,20 +105,6 @@ def _schemoe_rest(book: Book, cells: Named) -> tuple[float, float]:
     shallow, deep = cells["schemoe.step.tutel.12"], cells["schemoe.step.tutel.16"]
     each = (deep - shallow) / 4 - layer
     return each, shallow - 12 * (layer + each)
-
-
-def _schemoe_issue(book: Book, cells: Named) -> float:
-    def step(tried: Book) -> float:
-        return schemoe.ScheMoECluster(tried).step_ms("schedule", 12)
-
-    return _solve(book, "schemoe.issue", (1.0, 2000.0), step, cells["schemoe.step.schemoe.12"])
-
-
-def _tutel_tflops(book: Book, cells: Named) -> float:
-    def computing(tried: Book) -> float:
-        return tutel.TutelCluster(tried).parts_ms(tutel.big(16))[0]
-
-    return _solve(book, "tutel.tflops", (10.0, 312.0), computing, cells["tutel.compute.16"])
 
 
 def _tutel_network(book: Book, cells: Named) -> tuple[float, ...]:
@@ -157,11 +130,6 @@ def _tutel_network(book: Book, cells: Named) -> tuple[float, ...]:
     return tuple(np.exp(least_squares(errors, start, diff_step=1e-4, xtol=1e-8).x).tolist())
 
 
-def _tutel_einsum(book: Book, cells: Named) -> float:
-    parts = tutel.breakdown(tutel.TutelCluster(book.with_values({"tutel.einsum": 1.0})), 16)
-    return (parts.fairseq - parts.kernels) / (parts.kernels * (cells["tutel.kernels.16"] - 1))
-
-
 def _tutel_pipelining(book: Book, cells: Named) -> tuple[float, ...]:
     """Rate of one connection and the issuing thread's time, from two means over the layers on 16 GPUs at once."""
     names = ("tutel.connection", "tutel.issue")
@@ -185,13 +153,6 @@ def _tutel_swin(name: str) -> Callable[[Book, Named], float]:
     return rate
 
 
-def _netmoe_nic(book: Book, cells: Named) -> float:
-    def scatter(tried: Book) -> float:
-        return netmoe.NetMoECluster(tried).table4_ms(16)[0]
-
-    return _solve(book, "netmoe.nic", (10.0, 1000.0), scatter, cells["netmoe.scatter.16"])
-
-
 def _netmoe_computing(book: Book, cells: Named) -> tuple[float, float]:
     few, many = cells["netmoe.compute.2"], cells["netmoe.compute.16"]
 
@@ -211,15 +172,6 @@ def _netmoe_concentration(book: Book, cells: Named) -> float:
     return math.exp(float(brentq(change, math.log(0.2), math.log(200.0), xtol=1e-4)))
 
 
-def _fastermoe_skew(book: Book, cells: Named) -> float:
-    bed = fastermoe.FasterMoEBed(fastermoe.GPT)
-
-    def gain(tried: Book) -> float:
-        return fastermoe.shadow_gain(bed, fastermoe.skew_of(tried))
-
-    return _solve(book, "fastermoe.skew", (0.3, 2.0), gain, cells["fastermoe.shadow.johnny"])
-
-
 def _solve(book: Book, name: str, bounds: tuple[float, float], found: Callable[[Book], float], wanted: float) -> float:
     """Return the value of a constant at which a figure comes out; the nearest bound where none does."""
     low, high = (found(book.with_values({name: value})) - wanted for value in bounds)
@@ -232,33 +184,58 @@ def _solve(book: Book, name: str, bounds: tuple[float, float], found: Callable[[
     return float(brentq(error, *bounds, rtol=1e-4))
 
 
+def _solved(cell: str, bounds: tuple[float, float], found: Callable[[Book], float]) -> Callable[[Book, Named], Found]:
+    """Return a fit of one constant, so that one figure comes out."""
+
+    def fit(book: Book, cells: Named) -> float:
+        (name,) = cells.constants
+        return _solve(book, name, bounds, found, cells[cell])
+
+    return fit
+
+
+def _kernels_gain(book: Book) -> float:
+    parts = tutel.breakdown(tutel.TutelCluster(book), 16)
+    return parts.fairseq / parts.kernels
+
+
+def _shadow_gain(book: Book) -> float:
+    return fastermoe.shadow_gain(fastermoe.FasterMoEBed(fastermoe.GPT), fastermoe.skew_of(book))
+
+
 def _squared(ours: float, theirs: float) -> float:
     return math.log(ours / theirs) ** 2
 
 
-Found = float | tuple[float, ...]
 FITS: dict[tuple[str, ...], Callable[[Book, Named], Found]] = {
     ("schemoe.nic",): _schemoe_nic,
-    ("parm.a.link",): _parm_link("a"),
-    ("parm.a.message",): _parm_message("a"),
-    ("parm.b.link",): _parm_link("b"),
-    ("parm.b.message",): _parm_message("b"),
+    # Half of the output of an all-gather over two ranks crosses a link: 0.5 * 4 bytes over the time per element.
+    ("parm.a.link",): lambda book, cells: 0.5 * 4 * 8 / cells["parm.all_gather.element.a"],
+    ("parm.a.message",): lambda book, cells: cells["parm.all_gather.startup.a"],
+    ("parm.b.link",): lambda book, cells: 0.5 * 4 * 8 / cells["parm.all_gather.element.b"],
+    ("parm.b.message",): lambda book, cells: cells["parm.all_gather.startup.b"],
     ("parm.top_k",): _parm_top_k,
     ("parm.b.tflops",): _parm_tflops,
     ("schemoe.turn",): _schemoe_turn,
-    ("schemoe.tflops",): _schemoe_tflops,
-    ("schemoe.codec",): _schemoe_codec,
+    ("schemoe.tflops",): _solved("schemoe.ablation.naive", (2.0, 200.0), _ablation("naive")),
+    ("schemoe.codec",): _solved("schemoe.ablation.zfp", (1.0, 10_000.0), _ablation("zfp")),
     ("schemoe.rest.layer", "schemoe.rest.fixed"): _schemoe_rest,
-    ("schemoe.issue",): _schemoe_issue,
-    ("tutel.tflops",): _tutel_tflops,
+    ("schemoe.issue",): _solved(
+        "schemoe.step.schemoe.12", (1.0, 2000.0), lambda book: schemoe.ScheMoECluster(book).step_ms("schedule", 12)
+    ),
+    ("tutel.tflops",): _solved(
+        "tutel.compute.16", (10.0, 312.0), lambda book: tutel.TutelCluster(book).parts_ms(tutel.big(16))[0]
+    ),
     ("tutel.nic", "tutel.fabric", "tutel.message", "tutel.batched"): _tutel_network,
     ("tutel.connection", "tutel.issue"): _tutel_pipelining,
-    ("tutel.einsum",): _tutel_einsum,
+    ("tutel.einsum",): _solved("tutel.kernels.16", (10.0, 312.0), _kernels_gain),
     ("tutel.swin.train",): _tutel_swin("train"),
     ("tutel.swin.infer",): _tutel_swin("infer"),
-    ("netmoe.nic",): _netmoe_nic,
+    ("netmoe.nic",): _solved(
+        "netmoe.scatter.16", (10.0, 1000.0), lambda book: netmoe.NetMoECluster(book).table4_ms(16)[0]
+    ),
     ("netmoe.tflops", "netmoe.launch"): _netmoe_computing,
     ("netmoe.concentration",): _netmoe_concentration,
-    ("fastermoe.skew",): _fastermoe_skew,
+    ("fastermoe.skew",): _solved("fastermoe.shadow.johnny", (0.3, 2.0), _shadow_gain),
 }
 """By the constants that are found together, in the order in which they are found."""

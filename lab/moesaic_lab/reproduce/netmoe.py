@@ -6,6 +6,8 @@ distribution with equal means, so that experts are loaded evenly in sum, and one
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,10 +22,9 @@ from moesaic.plan import Plan, compile_plan
 from moesaic.program.all_to_all.volume import traffic
 from moesaic.program.grid import Grid
 from moesaic.program.task import Kind, Stage
-from moesaic.program.timeline import Span
 from moesaic_lab.netmoe.setting import Costs, Setting, paper_cluster, travel
 from moesaic_lab.reproduce.end_to_end import WholeStep
-from moesaic_lab.reproduce.records import Book
+from moesaic_lab.reproduce.records import Book, Chart, PaperFinding, Reproduction, paper_bars
 
 MODELS = {"S": 768, "M": 1024, "L": 1280, "XL": 1600, "XXL": 4096}
 """Widths by model."""
@@ -104,19 +105,11 @@ def placed(devices: int, concentration: float, draws: int = DRAWS) -> PlacedSamp
     return PlacedSamples(*np.mean(found, axis=0).tolist())
 
 
-@dataclass(frozen=True)
-class EndToEnd:
-    """A step of a model under three systems, seconds."""
+def step_gains(book: Book, model: str, nodes: int, per_node: int) -> dict[str, float]:
+    """Return how many times as fast NetMoE's whole steps are as those of other systems.
 
-    fastmoe: float
-    """All tokens out, all experts, all tokens back. SmartMoE's time too: experts are evenly loaded, so it moves none."""
-    fastermoe: float
-    """With the smart schedule, in groups of four devices; nothing is shadowed under even loads."""
-    netmoe: float
-
-
-def end_to_end(book: Book, model: str, nodes: int, per_node: int) -> EndToEnd:
-    """Return what whole steps take: MoE layers by samples as `placed` draws them, and what stands around them.
+    MoE layers route samples as `placed` draws them. FastMoE sends all tokens out and back, and so does SmartMoE, which moves no
+    expert where all are evenly loaded; FasterMoE has its smart schedule in groups of four devices, and shadows nothing.
 
     Args:
         book: tells the constants.
@@ -137,8 +130,10 @@ def end_to_end(book: Book, model: str, nodes: int, per_node: int) -> EndToEnd:
     around = step.around_seconds(*plain.even())
     layers = step.model.moe_layers / JOURNEY
     journey = travel(setting.grid, counts, SAMPLES, TwoStage(least_gain=0.0))
-    seconds = (plain.plain(counts)[0], smart.plain(counts)[0], plain.placed(journey)[0])
-    return EndToEnd(*(around + layers * each for each in seconds))
+    fastmoe, fastermoe, netmoe = (
+        around + layers * each for each in (plain.plain(counts)[0], smart.plain(counts)[0], plain.placed(journey)[0])
+    )
+    return {"fastmoe": fastmoe / netmoe, "fastermoe": fastermoe / netmoe, "smartmoe": fastmoe / netmoe}
 
 
 class NetMoECluster:
@@ -172,10 +167,78 @@ class NetMoECluster:
         made, layer = compile_plan(Plan(), grid), workload(16, MODELS["S"], samples)
         run = Simulator(self.spec).run(made.forward, layer, grid)
         rows = {slot.name for slot in made.forward.slots if slot.kind is Kind.ROWS}
-        scatter = sum(_length(s) for s in run.timeline.spans if s.stage is Stage.DISPATCH and s.task in rows - {"rows"})
-        computing = sum(_length(s) for s in run.timeline.spans if s.stage is Stage.EXPERT)
+        spans = run.timeline.spans
+        scatter = sum(s.end - s.start for s in spans if s.stage is Stage.DISPATCH and s.task in rows - {"rows"})
+        computing = sum(s.end - s.start for s in spans if s.stage is Stage.EXPERT)
         return 1e3 * scatter, 1e3 * computing + self.book.constant("netmoe.launch")
 
 
-def _length(span: Span) -> float:
-    return span.end - span.start
+SWEEP = ((2, 2), (2, 4), (2, 8), (4, 2), (4, 4), (4, 8))
+"""Nodes, and devices of each, of the sweep of N and J."""
+
+
+def reproduce(book: Book) -> Reproduction:
+    """Count and place, and set the volumes beside the paper's figures."""
+    found: dict[str, float] = {}
+    after = {devices: placed(devices, book.constant("netmoe.concentration")) for devices in (16, 32)}
+    for devices, mean in after.items():
+        for model, dim in MODELS.items():
+            intra, inter = before_mib(devices, dim)
+            found[f"netmoe.before.intra.{devices}.{model}"] = intra
+            found[f"netmoe.before.inter.{devices}.{model}"] = inter
+            found[f"netmoe.after.intra.{devices}.{model}"] = intra * mean.intra
+            found[f"netmoe.change.{devices}.{model}"] = 100 * (mean.inter - 1)
+        for model in ("S", "M", "L") if devices == 16 else ("S",):
+            found[f"netmoe.moved.nodes.{devices}.{model}"] = 100 * mean.moved_nodes
+            found[f"netmoe.moved.devices.{devices}.{model}"] = 100 * mean.moved_devices
+    bed = NetMoECluster(book)
+    for samples in (2, 4, 8, 16, 24):
+        found[f"netmoe.scatter.{samples}"], found[f"netmoe.compute.{samples}"] = bed.table4_ms(samples)
+    gains = [step_gains(book, model, 4, PER_NODE) for model in MODELS]
+    found |= {f"netmoe.speedup.{system}": max(each[system] for each in gains) for system in gains[0]}
+    for nodes, per_node in SWEEP:
+        found[f"netmoe.sweep.n{nodes}.j{nodes * per_node}"] = step_gains(book, "S", nodes, per_node)["fastmoe"]
+    return book.reproduction("netmoe", book.rows(found), _findings(book, after), _charts(book, after))
+
+
+def before_error(made: Reproduction) -> float:
+    """Return the median error of the volumes before, over rows that count as validation."""
+    return statistics.median(made.errors(prefix="netmoe.before."))
+
+
+def after_points(made: Reproduction) -> float:
+    """Return the median error of the changes between nodes, in points, over rows that count as validation."""
+    return statistics.median(made.errors(unit="points", prefix="netmoe.change."))
+
+
+def _findings(book: Book, after: dict[int, PlacedSamples]) -> tuple[PaperFinding, ...]:
+    concentration = book.constant("netmoe.concentration")
+    return (
+        PaperFinding(
+            "one concentration explains the savings on 2 and on 4 nodes",
+            f"{concentration:.3g} over all experts: {100 * (after[16].inter - 1):.1f} % on 2 nodes, "
+            f"{100 * (after[32].inter - 1):.1f} % on 4",
+            abs(after[16].inter - after[32].inter) < 0.05,
+        ),
+        PaperFinding(
+            "volumes inside nodes fall on 2 nodes and rise on 4",
+            f"{100 * (after[16].intra - 1):+.1f} % and {100 * (after[32].intra - 1):+.1f} %",
+            after[16].intra < 1 < after[32].intra,
+        ),
+    )
+
+
+def _charts(book: Book, after: dict[int, PlacedSamples]) -> tuple[Chart, ...]:
+    cases: dict[str, tuple[float | None, float]] = {}
+    for devices, model in itertools.product((16, 32), MODELS):
+        paper = book.cells[f"netmoe.change.{devices}.{model}"].value
+        cases[f"{devices}\n{model}"] = (None if paper is None else -paper, 100 * (1 - after[devices].inter))
+    concentrations = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+    curves = tuple(
+        (f"{devices} devices", concentrations, tuple(100 * (1 - placed(devices, c, draws=4).inter) for c in concentrations))
+        for devices in (16, 32)
+    )  # fmt: skip
+    return (
+        paper_bars("saved between nodes", "devices and model", "%", cases),
+        Chart("saved between nodes, by how alike samples are", "concentration", "%", curves, log_x=True),
+    )

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from moesaic_lab.claims import Claim, Measurement
-from moesaic_lab.reproduce import fastermoe_report, netmoe_report, parm_report, schemoe_report, tutel_report
-from moesaic_lab.reproduce.records import Book, Reproduction
+from moesaic_lab.claims import Claim, Measurement, claimed, some
+from moesaic_lab.reproduce import fastermoe, netmoe, parm, schemoe, tutel
+from moesaic_lab.reproduce.records import Book, Reproduction, Row
 
 REPRODUCTIONS: dict[str, Callable[[Book], Reproduction]] = {
-    "parm": parm_report.reproduce,
-    "schemoe": schemoe_report.reproduce,
-    "tutel": tutel_report.reproduce,
-    "netmoe": netmoe_report.reproduce,
-    "fastermoe": fastermoe_report.reproduce,
+    "parm": parm.reproduce,
+    "schemoe": schemoe.reproduce,
+    "tutel": tutel.reproduce,
+    "netmoe": netmoe.reproduce,
+    "fastermoe": fastermoe.reproduce,
 }
 """By the name of the paper."""
 TARGETS = {"parm": 0.15, "schemoe": 0.10, "tutel": 0.10, "fastermoe": 0.30, "netmoe": 0.03}
@@ -32,73 +34,62 @@ def claims(made: Sequence[Reproduction], book: Book) -> list[Claim]:
         made: what was reproduced.
         book: of cells and constants.
     """
-    by_paper = {each.paper: each for each in made}
-    found = []
-    for paper in REPRODUCTIONS:
-        found.append(_claim(f"reproduce.{paper}.error", by_paper.get(paper), _median, "1", TARGETS[paper]))
-    parm, netmoe = by_paper.get("parm"), by_paper.get("netmoe")
-    found.append(_claim("reproduce.parm.worst", parm, _worst_speedup, "1", 0.25))
-    found.append(_claim("reproduce.parm.order", parm, lambda each: _ordered(book, each), "1", 0.75, at_least=True))
-    found.append(_claim("reproduce.netmoe.after_points", netmoe, netmoe_report.after_points, "points", 5.0))
-    return found
+
+    def of(paper: str) -> Reproduction:
+        return some([each for each in made if each.paper == paper], paper)[0]
+
+    def ordered() -> float:
+        right, known = parm.order(book, of("parm").rows)
+        return right / known
+
+    def median(paper: str) -> float:
+        return netmoe.before_error(of(paper)) if paper == "netmoe" else of(paper).median_error
+
+    return [
+        *(claimed(f"reproduce.{paper}.error", partial(median, paper), TARGETS[paper]) for paper in REPRODUCTIONS),
+        claimed("reproduce.parm.worst", lambda: max(of("parm").errors(unit="x")), 0.25),
+        claimed("reproduce.parm.order", ordered, 0.75, ">="),
+        claimed("reproduce.netmoe.after_points", lambda: netmoe.after_points(of("netmoe")), 5.0, unit="points"),
+    ]
 
 
-def as_dict(made: Sequence[Reproduction], book: Book) -> dict[str, Any]:
-    """Return rows, claims, constants, findings, assumptions and what stays unexplained as plain data."""
-    rows = [_row(each.paper, row) for each in made for row in each.rows]
-    measured = Measurement(rows=rows, claims=claims(made, book), notes=NOTES, packages=("numpy", "scipy"))
-    papers = {
-        each.paper: {
-            "title": each.title,
-            "constants": [dict(vars(constant)) for constant in each.constants],
-            "findings": [dict(vars(finding)) for finding in each.findings],
-            "assumptions": list(each.assumptions),
-            "unexplained": list(each.unexplained),
+@dataclass(frozen=True, kw_only=True)
+class PapersMeasured(Measurement):
+    """Rows and claims of some papers, and constants, findings, assumptions and what stays unexplained by paper."""
+
+    papers: dict[str, Any]
+
+    @classmethod
+    def of(cls, made: Sequence[Reproduction], book: Book) -> PapersMeasured:
+        """Return what was reproduced as plain data."""
+        papers = {
+            each.paper: {
+                "title": each.title,
+                "constants": [dict(vars(constant)) for constant in each.constants],
+                "findings": [dict(vars(finding)) for finding in each.findings],
+                "assumptions": list(each.assumptions),
+                "unexplained": list(each.unexplained),
+            }
+            for each in made
         }
-        for each in made
-    }
-    return {**measured.as_dict(), "papers": papers}
+        rows = [_row(each.paper, row) for each in made for row in each.rows]
+        return cls(rows=rows, claims=claims(made, book), notes=NOTES, packages=("numpy", "scipy"), papers=papers)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**super().as_dict(), "papers": self.papers}
 
 
-def _row(paper: str, row: Any) -> dict[str, Any]:
-    known = row.cell.value is not None
+def _row(paper: str, row: Row) -> dict[str, Any]:
+    cell = row.cell
     return {
         "paper": paper,
-        "cell": row.cell.name,
-        "unit": row.cell.unit,
-        "published": row.cell.value,
+        "cell": cell.name,
+        "unit": cell.unit,
+        "published": cell.value,
         "ours": row.ours,
-        "ratio": row.cell.ratio(row.ours) if known and row.cell.unit != "points" else None,
+        "ratio": None if cell.value is None or cell.unit == "points" else cell.ratio(row.ours),
         "error": row.error,
         "role": row.role,
-        "source": row.cell.source,
-        "note": row.note,
+        "source": cell.source,
+        "note": cell.note,
     }
-
-
-def _claim(
-    name: str,
-    made: Reproduction | None,
-    value: Callable[[Reproduction], float],
-    unit: str,
-    target: float,
-    *,
-    at_least: bool = False,
-) -> Claim:
-    op: Any = ">=" if at_least else "<="
-    if made is None:
-        return Claim(name=name, value=None, unit=unit, target=target, op=op, reason="not reproduced in this run")
-    return Claim(name=name, value=value(made), unit=unit, target=target, op=op)
-
-
-def _median(made: Reproduction) -> float:
-    return netmoe_report.before_error(made) if made.paper == "netmoe" else made.median_error
-
-
-def _worst_speedup(made: Reproduction) -> float:
-    return max(made.errors(unit="x"))
-
-
-def _ordered(book: Book, made: Reproduction) -> float:
-    right, known = parm_report.order(book, made.rows)
-    return right / known

@@ -16,11 +16,12 @@ import numpy as np
 from moesaic.cost.cluster import ClusterSpec, Tflops, read_cluster
 from moesaic.cost.memory import GIB, layer_memory
 from moesaic.cost.workload import Workload
-from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.plan import Plan
+from moesaic.plan.algorithm1 import RULES, operations
 from moesaic.program.grid import Grid
 from moesaic_lab.reproduce.end_to_end import WholeStep
-from moesaic_lab.reproduce.records import Book
-from moesaic_lab.reproduce.sweep import sweep_simulator
+from moesaic_lab.reproduce.records import Book, Chart, PaperFinding, Reproduction, Row, paper_bars
+from moesaic_lab.reproduce.sweep import SweptRuns
 
 COLUMNS = (("a", 8), ("b", 8), ("b", 16), ("b", 32))
 """Testbed and GPUs of the table's columns."""
@@ -70,14 +71,7 @@ class Testbed:
     def __init__(self, book: Book, name: str) -> None:
         self.name, self.top_k = name, round(book.constant("parm.top_k"))
         self.cluster = testbed(book, name)
-        self.simulator = sweep_simulator(self.cluster)
-        self._compiled: dict[tuple[str, Grid], Compiled] = {}
-
-    def compiled(self, schedule: str, grid: Grid) -> Compiled:
-        """Return a schedule's programs."""
-        if (schedule, grid) not in self._compiled:
-            self._compiled[schedule, grid] = compile_plan(PLANS[schedule], grid)
-        return self._compiled[schedule, grid]
+        self.runs = SweptRuns(self.cluster)
 
     def cell(self, world: int, m: int, s: int, schedules: tuple[str, ...] = tuple(PLANS)) -> list[ParmTimes]:
         """Return the times of all layers of a cell that fit into memory.
@@ -95,8 +89,7 @@ class Testbed:
                 continue
             seconds, compute = {}, {}
             for schedule in schedules:
-                plan = self.compiled(schedule, grid)
-                runs = [self.simulator.run(program, workload, plan.grid) for program in (plan.forward, plan.backward)]
+                runs = self.runs.run(PLANS[schedule], grid, workload)
                 seconds[schedule] = sum(run.seconds for run in runs)
                 compute[schedule] = sum(run.compute_seconds for run in runs)
             found.append(ParmTimes(workload, count, seconds, compute))
@@ -116,8 +109,7 @@ class Testbed:
         assert layer.tokens == STEP_SEQUENCES * length
         found = {}
         for schedule in ("baseline", "s1", "s2"):
-            plan = self.compiled(schedule, grid)
-            there, back = (self.simulator.run(program, layer, plan.grid) for program in (plan.forward, plan.backward))
+            there, back = self.runs.run(PLANS[schedule], grid, layer)
             around = step.around_seconds(there, back, exchanges=False)
             found[schedule] = 1e3 * (around + step.model.moe_layers * (there.seconds + back.seconds))
         return found
@@ -129,8 +121,8 @@ class Testbed:
 
     def _fits(self, workload: Workload, grid: Grid) -> bool:
         """Return whether the baseline's layer fits: weights, gradients, what is kept and what is alive at once."""
-        plan = self.compiled("baseline", grid)
-        volumes = self.simulator.volumes(plan.forward, workload, plan.grid)
+        plan = self.runs.compiled(PLANS["baseline"], grid)
+        volumes = self.runs.simulator.volumes(plan.forward, workload, plan.grid)
         kept, buffers = layer_memory(plan.forward, plan.backward, volumes)
         weights = workload.num_experts / grid.ep * workload.matrices * workload.dim * workload.hidden / grid.etp
         total = kept + buffers + 2 * weights * workload.element_bytes
@@ -182,3 +174,128 @@ def shares(times: Sequence[ParmTimes]) -> tuple[float, float]:
     """Return the least and the largest share of communication in a layer of the baseline, per cent."""
     found = [100 * (1 - each.compute["baseline"] / each.seconds["baseline"]) for each in times]
     return min(found), max(found)
+
+
+RULE_WORDS = {"parm_printed": "published", "parm": "corrected"}
+"""Of the keys of `RULES`."""
+
+
+@dataclass(frozen=True)
+class ParmChoices:
+    """What one rule picked in a cell's layers."""
+
+    speedup: float
+    """Mean over layers of the schedule that it picked."""
+    right: int
+    """Layers in which it picked the faster one."""
+    regret: float
+    """Mean time of what it picked over that of the faster one, minus 1."""
+    of: int
+    """Layers."""
+
+
+def reproduce(book: Book) -> Reproduction:
+    """Simulate the sweep and set it beside the paper's figures."""
+    beds = {name: Testbed(book, name) for name in ("a", "b")}
+    cells = {(name, world, m, s): beds[name].cell(world, m, s) for name, world in COLUMNS for m, s in SIZES}
+    chosen = {key: {rule: _choose(beds[key[0]], key, times, rule) for rule in RULES} for key, times in cells.items()}
+    found: dict[str, float] = {}
+    for (name, world, m, s), times in cells.items():
+        case = f"{name}{world}.m{m}s{s}"
+        for schedule in ("s1", "s2"):
+            found[f"parm.{schedule}.{case}"] = mean_speedup(times, schedule)
+        found[f"parm.chosen.{case}"] = chosen[name, world, m, s]["parm"].speedup
+    wide = [shares(times) for (name, world, *_), times in cells.items() if world == 32]
+    found["parm.share.least"] = min(least for least, _ in wide)
+    found["parm.share.most"] = max(most for _, most in wide)
+    best = cells["b", 32, 4, 4]
+    above = sum(each.count for each in best if max(each.speedup("s1"), each.speedup("s2")) > 4)
+    found["parm.histogram.above4"] = 100 * above / sum(each.count for each in best)
+    found["parm.sweep.runnable"] = float(sum(each.count for times in cells.values() for each in times))
+    for name, world in (("a", 8), ("b", 32)):
+        of_bed = [each for (bed, *_), times in cells.items() if bed == name for each in times]
+        found[f"parm.saa.{name}"] = saa_gain(of_bed)
+        for model in MODELS:
+            steps = beds[name].steps_ms(model, world)
+            found[f"parm.step.{model}.{name}.baseline"] = steps["baseline"]
+            found[f"parm.step.{model}.{name}.parm"] = min(steps["s1"], steps["s2"])
+    rows = book.rows(found)
+    return book.reproduction("parm", rows, _findings(book, rows, chosen, cells), _charts(rows, best))
+
+
+def order(book: Book, rows: tuple[Row, ...]) -> tuple[int, int]:
+    """Return in how many cells S1 and S2 come in the paper's order, and of how many cells it is known."""
+    ours = {row.cell.name: row.ours for row in rows}
+    right, known = 0, 0
+    for name, world in COLUMNS:
+        for m, s in SIZES:
+            one, two = (f"parm.{schedule}.{name}{world}.m{m}s{s}" for schedule in ("s1", "s2"))
+            first, second = book.cells[one].value, book.cells[two].value
+            if first is not None and second is not None:
+                known += 1
+                right += (ours[one] > ours[two]) == (first > second)
+    return right, known
+
+
+def _choose(bed: Testbed, key: tuple[str, int, int, int], times: list[ParmTimes], rule: str) -> ParmChoices:
+    _, world, m, s = key
+    known = operations(bed.runs.simulator, bed.grid(world, m, s), bed.top_k)
+    right, regret, speedups = 0, 0.0, 0.0
+    for each in times:
+        picked = RULES[rule](known, each.workload, m, s)
+        best = _faster(each)
+        right += each.count * (picked == best)
+        regret += each.count * (each.seconds[picked] / each.seconds[best] - 1)
+        speedups += each.count * each.speedup(picked)
+    total = sum(each.count for each in times)
+    return ParmChoices(speedups / total, right, regret / total, total)
+
+
+def _findings(
+    book: Book,
+    rows: tuple[Row, ...],
+    chosen: Mapping[tuple[str, int, int, int], Mapping[str, ParmChoices]],
+    cells: Mapping[tuple[str, int, int, int], list[ParmTimes]],
+) -> Iterator[PaperFinding]:
+    right, known = order(book, rows)
+    yield PaperFinding(
+        "S1 and S2 come in the order of Table IV (target: three quarters of the cells)",
+        f"{right} of {known} cells",
+        right >= 0.75 * known,
+    )
+    for rule in RULES:
+        each = [by_rule[rule] for by_rule in chosen.values()]
+        right, total = sum(c.right for c in each), sum(c.of for c in each)
+        lost = sum(c.regret * c.of for c in each) / total
+        yield PaperFinding(
+            f"Algorithm 1 as {RULE_WORDS[rule]} picks the faster schedule",
+            f"{right} of {total} layers ({right / total:.0%}); its picks take {lost:.1%} longer than the best",
+        )
+    one_sided = sum(len({_faster(each) for each in times}) == 1 for times in cells.values())
+    yield PaperFinding(
+        "one of S1 and S2 is faster in every layer of a cell, as Parm's choice, constant in 13 of 16, suggests",
+        f"{one_sided} of {len(cells)} cells",
+    )
+
+
+def _faster(times: ParmTimes) -> str:
+    return min(("s1", "s2"), key=lambda schedule: times.seconds[schedule])
+
+
+def _charts(rows: tuple[Row, ...], best: list[ParmTimes]) -> tuple[Chart, ...]:
+    of = {row.cell.name: (row.cell.value, row.ours) for row in rows}
+    cases = [f"{name}{world}.m{m}s{s}" for name, world in COLUMNS for m, s in SIZES]
+    by_schedule = [
+        paper_bars(
+            f"{schedule} over the baseline",
+            "testbed, GPUs, m and s",
+            "speed-up",
+            {case.replace(".", "\n"): of[f"parm.{schedule}.{case}"] for case in cases},
+        )
+        for schedule in ("s1", "s2", "chosen")
+    ]
+    values = [max(each.speedup("s1"), each.speedup("s2")) for each in best for _ in range(each.count)]
+    heights, edges = np.histogram(values, bins=np.arange(2.0, 8.25, 0.25))
+    histogram = (("simulated", tuple(edges[:-1].tolist()), tuple(map(float, heights))),)
+    title = "the better of S1 and S2, 32 GPUs, m = s = 4"
+    return (*by_schedule, Chart(title, "speed-up over the baseline", "layers", histogram))

@@ -7,8 +7,8 @@ such cells, is a fit, and no row of it counts as validation.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import resources
 from typing import Any, Literal
@@ -36,6 +36,8 @@ class PublishedCell:
     """Paper, table, row."""
     derived: tuple[str, ...] = ()
     """Cells from which this one follows, so that it is no evidence of its own."""
+    note: str = ""
+    """What to know of it."""
 
     def error(self, ours: float) -> float:
         """Return how far a figure of ours is off, as a share of the paper's; of points, the difference in points.
@@ -78,7 +80,6 @@ class Row:
     cell: PublishedCell
     ours: float
     role: Role
-    note: str = ""
 
     @property
     def error(self) -> float | None:
@@ -86,7 +87,7 @@ class Row:
         return None if self.cell.value is None else self.cell.error(self.ours)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PaperFinding:
     """A statement of a paper that is no single number, and whether it holds here."""
 
@@ -96,7 +97,7 @@ class PaperFinding:
     """None where the paper prints nothing to hold it against."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Chart:
     """Lines or bars, before anybody knows how they are drawn."""
 
@@ -108,6 +109,23 @@ class Chart:
     categories: tuple[str, ...] = ()
     log_x: bool = False
     log_y: bool = False
+
+
+def paper_bars(title: str, x_title: str, y_title: str, cases: Mapping[str, tuple[float | None, float]]) -> Chart:
+    """Return bars of a paper's figures, as far as they are printed, beside ours.
+
+    Args:
+        title: of the chart.
+        x_title: of the cases.
+        y_title: with the unit.
+        cases: label to the paper's figure and ours.
+    """
+    known = [(float(place), paper) for place, (paper, _) in enumerate(cases.values()) if paper is not None]
+    series = (
+        ("paper", tuple(x for x, _ in known), tuple(y for _, y in known)),
+        ("simulated", tuple(map(float, range(len(cases)))), tuple(ours for _, ours in cases.values())),
+    )
+    return Chart(title, x_title, y_title, series, tuple(cases))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,10 +169,16 @@ class Book:
     Args:
         cells: by name.
         constants: by name.
+        about: title, assumptions and what stays unexplained, by paper.
     """
 
-    def __init__(self, cells: Mapping[str, PublishedCell], constants: Mapping[str, Constant]) -> None:
-        self.cells, self.constants = cells, constants
+    def __init__(
+        self,
+        cells: Mapping[str, PublishedCell],
+        constants: Mapping[str, Constant],
+        about: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.cells, self.constants, self._about = cells, constants, about or {}
 
     @cached_property
     def used(self) -> frozenset[str]:
@@ -167,10 +191,9 @@ class Book:
         Raises:
             InputError: if it is unknown or kept back.
         """
-        if name not in self.cells or self.cells[name].value is None:
-            raise InputError(f"cell {name}: there is no such printed figure: see src/moesaic/reproduce/data")
-        value = self.cells[name].value
-        assert value is not None
+        value = self.cells[name].value if name in self.cells else None
+        if value is None:
+            raise InputError(f"cell {name}: there is no such printed figure: see lab/moesaic_lab/reproduce/data")
         return value
 
     def constant(self, name: str) -> float:
@@ -186,13 +209,20 @@ class Book:
             return "kept back"
         return "fit" if name in self.used or any(other in self.used for other in cell.derived) else "validation"
 
-    def row(self, name: str, ours: float, note: str = "") -> Row:
-        """Return a row; its role follows from the constants."""
-        return Row(cell=self.cells[name], ours=ours, role=self.role(name), note=note)
+    def rows(self, found: Mapping[str, float]) -> tuple[Row, ...]:
+        """Return rows of cells, each with the role that follows from the constants."""
+        return tuple(Row(cell=self.cells[name], ours=ours, role=self.role(name)) for name, ours in found.items())
 
-    def rows(self, found: Mapping[str, float], notes: Mapping[str, str] | None = None) -> tuple[Row, ...]:
-        """Return rows of several cells."""
-        return tuple(self.row(name, ours, (notes or {}).get(name, "")) for name, ours in found.items())
+    def reproduction(
+        self, paper: str, rows: tuple[Row, ...], findings: Iterable[PaperFinding], charts: Iterable[Chart]
+    ) -> Reproduction:
+        """Return what was found for a paper, with its constants and what the data say about it."""
+        of, about = self.of(paper), self._about[paper]
+        also = tuple(self.constants[name] for name in about.get("also", ()))
+        return Reproduction(
+            paper=paper, title=about["title"], rows=rows, constants=(*of, *also), findings=tuple(findings),
+            assumptions=tuple(about["assumptions"]), unexplained=tuple(about["unexplained"]), charts=tuple(charts),
+        )  # fmt: skip
 
     def of(self, paper: str) -> tuple[Constant, ...]:
         """Return the constants of a paper."""
@@ -200,33 +230,27 @@ class Book:
 
     def with_values(self, values: Mapping[str, float]) -> Book:
         """Return the same book with other values of some constants, as a fit tries them."""
-        changed = {
-            name: Constant(name=name, value=values.get(name, old.value), unit=old.unit, cells=old.cells, how=old.how)
-            for name, old in self.constants.items()
-        }
-        return Book(self.cells, changed)
+        changed = {name: replace(self.constants[name], value=value) for name, value in values.items()}
+        return Book(self.cells, {**self.constants, **changed}, self._about)
 
 
 def read_book() -> Book:
     """Return the cells and constants that come with the package."""
     cells: dict[str, PublishedCell] = {}
-    for paper in PAPERS:
-        for cell in _cells(_table(paper)):
-            assert cell.name not in cells, f"{cell.name} stands twice"
-            cells[cell.name] = cell
+    about = {paper: _table(paper) for paper in PAPERS}
+    for table in about.values():
+        for group in table["group"]:
+            for name, value in group["cells"].items():
+                assert name not in cells, f"{name} stands twice"
+                cells[name] = PublishedCell(
+                    name=name, value=None if value == "." else float(value), unit=group["unit"],
+                    source=group["source"], derived=tuple(table.get("derived", {}).get(name, ())),
+                    note=table.get("notes", {}).get(name, ""),
+                )  # fmt: skip
     constants = {
         each["name"]: Constant(**{**each, "cells": tuple(each["cells"])}) for each in _table("constants")["constant"]
     }
-    return Book(cells, constants)
-
-
-def _cells(table: dict[str, Any]) -> Iterable[PublishedCell]:
-    derived: dict[str, Sequence[str]] = table.get("derived", {})
-    for group in table["group"]:
-        for name, value in group["cells"].items():
-            shown = None if value == "." else float(value)
-            follows = tuple(derived.get(name, ()))
-            yield PublishedCell(name=name, value=shown, unit=group["unit"], source=group["source"], derived=follows)
+    return Book(cells, constants, about)
 
 
 def _table(name: str) -> dict[str, Any]:

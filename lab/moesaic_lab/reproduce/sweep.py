@@ -8,7 +8,7 @@ costs little more than its events.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,10 +17,12 @@ from moesaic.cost.cluster import ClusterSpec
 from moesaic.cost.even import AbstractEvenLayers, EvenLayers, PieceRows, piece_rows
 from moesaic.cost.movement import AbstractVolumes, Movement, ends_of, row_bytes
 from moesaic.cost.simulate import Simulator
+from moesaic.cost.timing import Simulated
 from moesaic.cost.topology import Load, Topology
 from moesaic.cost.workload import Workload
+from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.program.grid import Grid
-from moesaic.program.task import Layout, Op, Program, Slot, Task
+from moesaic.program.task import Kind, Layout, Op, Program, Slot, Task
 
 _REFERENCE = 1 << 20
 """Tokens and hidden units of the first reference layer; the second has twice as many."""
@@ -138,6 +140,45 @@ class SweptLayers(AbstractEvenLayers):
             pieces = [piece_rows(each, grid, chunks, redundant) for each in made]
             self._families[key] = _Family(one, two, (pieces[0], pieces[1]))
         return Scaled(self._families[key], workload, piece_rows(workload, grid, chunks, redundant))
+
+
+class SweptRuns:
+    """Plans on meshes of a cluster, each compiled once, and their layers, forward and backward.
+
+    Args:
+        cluster: on what.
+        sends_gates: whether routing weights travel with the rows, as in our layers, or are applied where the rows come home to.
+    """
+
+    def __init__(self, cluster: ClusterSpec, *, sends_gates: bool = True) -> None:
+        self.simulator, self._sends_gates = sweep_simulator(cluster), sends_gates
+        self._compiled: dict[tuple[Plan, Grid], Compiled] = {}
+
+    def compiled(self, plan: Plan, grid: Grid) -> Compiled:
+        """Return the programs of a plan."""
+        if (plan, grid) not in self._compiled:
+            made = compile_plan(plan, grid)
+            if not self._sends_gates:
+                made = replace(made, forward=_without_gates(made.forward), backward=_without_gates(made.backward))
+            self._compiled[plan, grid] = made
+        return self._compiled[plan, grid]
+
+    def run(self, plan: Plan, grid: Grid, workload: Workload) -> tuple[Simulated, Simulated]:
+        """Return the forward and the backward pass of a layer."""
+        made = self.compiled(plan, grid)
+        there, back = (self.simulator.run(each, workload, made.grid) for each in (made.forward, made.backward))
+        return there, back
+
+
+def _without_gates(program: Program) -> Program:
+    """Return a program, to be timed, in which no routing weight moves."""
+    kinds = {slot.name: slot.kind for slot in program.slots}
+    kept = [
+        task
+        for task in program.tasks
+        if any(kinds[n] is not Kind.LANE for n in (task.of[1:] if task.of else task.writes))
+    ]
+    return replace(program, tasks=tuple(kept))
 
 
 def sweep_simulator(cluster: ClusterSpec) -> Simulator:

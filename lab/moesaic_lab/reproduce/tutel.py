@@ -1,6 +1,7 @@
 """Tutel's layers as our programs: adaptive pipelining, 2DH, r, and what Fairseq's layer does instead.
 
-Hwang et al. (MLSys 2023), on nodes of eight A100 with a port of 200 Gb/s each.
+Hwang et al. (MLSys 2023), on nodes of eight A100 with a port of 200 Gb/s each. Gates, and Fairseq's dispatch by masks, are
+formulas beside the programs: products, and bytes that PyTorch's operations read and write, counted in the sources of both.
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moesaic.cost.cluster import ClusterSpec, Tflops, read_cluster
-from moesaic.cost.simulate import Simulator
 from moesaic.cost.timing import Simulated
 from moesaic.cost.workload import Workload
-from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.plan import Plan
 from moesaic.plan.plan import AllToAll
 from moesaic.program.grid import Grid
-from moesaic_lab.reproduce.records import Book
-from moesaic_lab.reproduce.sweep import sweep_simulator
+from moesaic_lab.reproduce.records import Book, Chart, PaperFinding, Reproduction
+from moesaic_lab.reproduce.sweep import SweptRuns
 
 DEGREES = (1, 2, 4, 8)
 """Parts that a layer is pipelined in."""
@@ -27,6 +27,19 @@ ALGORITHMS: tuple[AllToAll, ...] = ("linear", "hier2d")
 PER_NODE = 8
 EXPERTS_PER_GPU, WIDTHS, TOKENS = (0.5, 1.0, 2.0), (1024, 2048, 4096), (4096, 16384, 65536)
 """Of the sweep of adaptive pipelining."""
+Passes = tuple[tuple[int, int], tuple[int, int]]
+"""Bytes that are read and written per element, forward and backward: with one choice of expert, and more with each other."""
+TUTEL_GATE: Passes = ((102, 32), (86, 16))
+"""Of (tokens, experts) in fp16, one-hot masks in int64 (`extract_critical`, `fast_cumsum_sub_one`): top-k 2, mask 8, softmax 4,
+weights 14, balance loss 26, places 20 + 28; the next choice adds its mask, weights, places and the sums of masks before it."""
+FAIRSEQ_GATE: Passes = ((208, 70), (388, 40))
+"""Of (tokens, experts) in fp32, one-hot masks in int64 (`top1gate.py`, `top2gate.py`): cast 6, softmax 8, entropy 32, choice
+12, weights 20, cumulative sum 32, balance loss 20, drop 26, places 32, gates 20; the second choice adds noise 68 + 12, the
+first one's mask 18, choice, weights 20 and both weights again 40, cumulative sum, offsets 24, shares of overflow 84, drop,
+places and gates."""
+FAIRSEQ_MASKS: Passes = ((18, 10), (16, 4))
+"""Of (tokens, experts, capacity): an outer product in fp32 4, its test for zero 5, casts of combine 6 and dispatch 3 to fp16;
+with two choices a second product 4 and the sum of both 12. Backward a cast 6, and the outer product's read 4 per choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,22 +78,6 @@ class TutelLayer:
         return self.workload.copies / self.workload.num_experts
 
 
-@dataclass(frozen=True, kw_only=True)
-class RLayer:
-    """A layer of the map of parallelism: 16 experts on 64 GPUs, each in four shards."""
-
-    tokens: int
-    """Per GPU."""
-    hidden: int
-
-    def workload(self, factor: float) -> Workload:
-        """Return the layer at a capacity factor."""
-        return Workload(
-            tokens=self.tokens, num_experts=16, top_k=2, dim=2048, hidden=self.hidden, matrices=2, dtype="fp16",
-            capacity_factor=factor,
-        )  # fmt: skip
-
-
 class TutelCluster:
     """The cluster at every size.
 
@@ -90,11 +87,15 @@ class TutelCluster:
 
     def __init__(self, book: Book) -> None:
         self.book = book
-        self._simulators: dict[tuple[int, float | None], Simulator] = {}
-        self._compiled: dict[tuple[Plan, Grid], Compiled] = {}
+        self._memory = read_cluster("tutel").device.memory_gigabytes_per_second * 1e9
+        self._runs: dict[tuple[int, float | None, int], SweptRuns] = {}
 
     def runs(self, plan: Plan, layer: TutelLayer, *, flexible: bool = True) -> tuple[Simulated, Simulated]:
-        """Return the forward and the backward pass of a layer.
+        """Return the forward and the backward pass of a layer, from dispatch to combine.
+
+        Parts of a linear all-to-all are sent expert by expert (Tutel's `nccl_all_to_all_scatter_async`: rows of two experts of
+        one GPU do not lie side by side once the capacity is cut). Routing weights do not travel: both layers apply them where
+        the tokens are (`is_postscore` of Tutel's `fast_dispatch.py`; `combine_weights` of Fairseq's `moe_layer.py`).
 
         Args:
             plan: the plan.
@@ -102,35 +103,35 @@ class TutelCluster:
             flexible: the experts multiply all rows at once (Tutel's flexible all-to-all), not message by message.
         """
         rows = None if flexible else layer.rows_per_message
-        key = (layer.gpus, rows)
-        if key not in self._simulators:
-            self._simulators[key] = sweep_simulator(cluster(self.book, layer.gpus, rows))
-        if (plan, layer.grid) not in self._compiled:
-            self._compiled[plan, layer.grid] = compile_plan(plan, layer.grid)
-        made = self._compiled[plan, layer.grid]
-        simulator = self._simulators[key]
-        return (
-            simulator.run(made.forward, layer.workload, made.grid),
-            simulator.run(made.backward, layer.workload, made.grid),
-        )
+        by_expert = plan.all_to_all == "linear" and plan.chunks > 1
+        key = (layer.gpus, rows, max(1, round(layer.experts_per_gpu)) if by_expert else 1)
+        if key not in self._runs:
+            self._runs[key] = SweptRuns(cluster(self.book, *key), sends_gates=False)
+        return self._runs[key].run(plan, layer.grid, layer.workload)
 
     def seconds(self, plan: Plan, layer: TutelLayer, *, flexible: bool = True, trains: bool = True) -> float:
         """Return the time of a layer, forward and, where it trains, backward."""
+        return self.gate_seconds(layer, trains=trains) + self._moves_seconds(plan, layer, flexible, trains)
+
+    def fairseq_seconds(self, layer: TutelLayer, *, trains: bool = True) -> float:
+        """Return the time of Fairseq's layer: its gate, its masks, and experts that multiply all their rows at once.
+
+        Each of its experts is called once, on the rows from all GPUs (`moe_layer.py`), and PyTorch's matmul folds all
+        dimensions but the last.
+        """
+        gate = self.gate_seconds(layer, trains=trains, passes=FAIRSEQ_GATE)
+        return gate + self.einsum_seconds(layer, trains=trains) + self._moves_seconds(Plan(), layer, True, trains)
+
+    def _moves_seconds(self, plan: Plan, layer: TutelLayer, flexible: bool, trains: bool) -> float:
         there, back = self.runs(plan, layer, flexible=flexible)
         return there.seconds + (back.seconds if trains else 0.0)
-
-    def with_r(self, r: int, layer: RLayer, factor: float) -> float:
-        """Return the time of a layer of the map of parallelism under Tutel's r, forward and backward."""
-        made = compile_plan(Plan(gather_weights=r), Grid(world=64, ep=16, etp=4, ranks_per_node=PER_NODE))
-        simulator = Simulator(cluster(self.book, 64))
-        runs = (simulator.run(program, layer.workload(factor), made.grid) for program in (made.forward, made.backward))
-        return sum(run.seconds for run in runs)
 
     def parts_ms(self, layer: TutelLayer) -> tuple[float, float]:
         """Return computing and all-to-all of a layer in one piece, milliseconds."""
         runs = self.runs(Plan(), layer)
         computing = sum(run.compute_seconds for run in runs)
-        return 1e3 * computing, 1e3 * (sum(run.seconds for run in runs) - computing)
+        moving = sum(run.seconds for run in runs) - computing
+        return 1e3 * (computing + self.gate_seconds(layer)), 1e3 * moving
 
     def by_plan(self, layer: TutelLayer, *, trains: bool = True) -> dict[tuple[AllToAll, int], float]:
         """Return the time of a layer by all-to-all and degree."""
@@ -146,11 +147,25 @@ class TutelCluster:
         One of each forward; backward one of dispatch, whose mask is boolean and has no gradient, and two of combine (fairseq's
         `moe_layer.py` and `top2gate.py`): 2 * tokens * copies * dim operations each time.
         """
-        operations = 2.0 * layer.tokens * layer.workload.copies * layer.dim
-        return (5 if trains else 2) * operations / (self.book.constant("tutel.einsum") * 1e12)
+        elements = layer.tokens * layer.workload.copies
+        products = (5 if trains else 2) * 2.0 * elements * layer.dim / (self.book.constant("tutel.einsum") * 1e12)
+        return products + elements * _bytes_of(FAIRSEQ_MASKS, layer.top_k, trains) / self._memory
+
+    def gate_seconds(self, layer: TutelLayer, *, trains: bool = True, passes: Passes = TUTEL_GATE) -> float:
+        """Return the time of a gate: its passes, and (tokens, dim) x (dim, experts) once forward and twice backward."""
+        elements = layer.tokens * layer.workload.num_experts
+        operations = 2.0 * elements * layer.dim / (self.book.constant("tutel.tflops") * 1e12)
+        product = max(operations, 2.0 * (layer.tokens * layer.dim + elements) / self._memory)
+        return (3 if trains else 1) * product + elements * _bytes_of(passes, layer.top_k, trains) / self._memory
 
 
-def cluster(book: Book, gpus: int, rows: float | None = None) -> ClusterSpec:
+def _bytes_of(passes: Passes, top_k: int, trains: bool) -> int:
+    first, others = passes
+    forward, backward = (one + (top_k - 1) * more for one, more in zip(first, others))
+    return forward + (backward if trains else 0)
+
+
+def cluster(book: Book, gpus: int, rows: float | None = None, per_peer: int = 1) -> ClusterSpec:
     """Return the cluster at a size: its preset with the constants in place.
 
     Args:
@@ -158,13 +173,15 @@ def cluster(book: Book, gpus: int, rows: float | None = None) -> ClusterSpec:
         gpus: in use.
         rows: of each product, message by message; None for all rows of an expert at once. 8 rows reach the fitted share of the
             rate, 1024 that of the preset, and those between a share between them.
+        per_peer: messages that a GPU sends another at once, each with a start-up of its own.
     """
     spec = read_cluster("tutel", nodes=gpus // PER_NODE)
     nvlink, nic = spec.links
     nic = replace(
-        nic, gbps=(book.constant("tutel.nic"),), fabric=book.constant("tutel.fabric"),
-        connection_us=1e-3 * book.constant("tutel.message"), connection_gbps=book.constant("tutel.connection"),
+        nic, gbps=(book.constant("tutel.nic"),), fabric=book.constant("tutel.fabric"), message_us=per_peer * nic.message_us,
+        connection_us=per_peer * 1e-3 * book.constant("tutel.message"), connection_gbps=book.constant("tutel.connection"),
     )  # fmt: skip
+    nvlink = replace(nvlink, message_us=per_peer * nvlink.message_us)
     device = replace(spec.device, tflops=Tflops(fp16=book.constant("tutel.tflops")))
     if rows is not None:
         whole = float(np.interp(np.log(1024), np.log(device.gemm_rows), device.gemm_share))
@@ -196,8 +213,7 @@ def swin_seconds(bed: TutelCluster, gpus: int, name: str) -> tuple[float, float]
             gpus=gpus, tokens=SWIN_BATCH * tokens, dim=dim, hidden=4 * dim, experts_per_gpu=SWIN_EXPERTS / gpus, top_k=1
         )
         copied = replace(layer, is_cut=False)  # Fairseq's experts cannot be cut
-        plain = bed.seconds(Plan(), copied, flexible=False, trains=trains)
-        fairseq += count * (plain + bed.einsum_seconds(layer, trains=trains))
+        fairseq += count * bed.fairseq_seconds(copied, trains=trains)
         gathered = (0, 1) if layer.grid.etp > 1 else ()
         by_r = [bed.seconds(Plan(gather_weights=r), layer, trains=trains) for r in gathered]
         tutel += count * min(*bed.by_plan(layer, trains=trains).values(), *by_r)
@@ -223,6 +239,11 @@ def big(gpus: int) -> TutelLayer:
 def single(gpus: int) -> TutelLayer:
     """Return the layer that is held against Fairseq's."""
     return TutelLayer(gpus=gpus, tokens=16384, dim=2048, hidden=2048)
+
+
+def mapped(tokens: int, hidden: int, factor: float = 1.0) -> TutelLayer:
+    """Return a layer of the map of parallelism: 16 experts on 64 GPUs, each in four shards."""
+    return TutelLayer(gpus=64, tokens=tokens, dim=2048, hidden=hidden, experts_per_gpu=0.25, factor=factor)
 
 
 def sweep(gpus: int) -> Iterator[TutelLayer]:
@@ -260,8 +281,101 @@ def breakdown(bed: TutelCluster, gpus: int) -> Breakdown:
     both = {name: bed.seconds(Plan(all_to_all=name), layer, flexible=False) for name in ALGORITHMS}
     best = min(both, key=lambda name: both[name])
     return Breakdown(
-        fairseq=plain + bed.einsum_seconds(layer),
+        fairseq=bed.fairseq_seconds(layer),
         kernels=plain,
         hier2d=both[best],
         flexible=bed.seconds(Plan(all_to_all=best), layer),
     )
+
+
+SIZES = (16, 32, 64, 128, 256)
+"""GPUs of the sweep of adaptive pipelining."""
+FACTORS = (1.0, 2.0, 4.0, 8.0)
+"""Capacity factors of the map of parallelism."""
+R = (0, 1, 2, 4)
+"""Ways to share an expert among the four GPUs that hold its shards: all weights to the tokens ... all shards apart."""
+BASE, LARGE = mapped(4096, 2048), mapped(1024, 32768)
+
+
+def reproduce(book: Book) -> Reproduction:
+    """Simulate the layers and set them beside the paper's figures."""
+    bed = TutelCluster(book)
+    found: dict[str, float] = {}
+    for gpus in (16, 64, 256):
+        computing, moving = bed.parts_ms(big(gpus))
+        found[f"tutel.compute.{gpus}"], found[f"tutel.a2a.{gpus}"] = computing, moving
+        found[f"tutel.step.{gpus}"] = computing + moving
+        found[f"tutel.potential.{gpus}"] = (computing + moving) / max(computing, moving)
+    found |= _against_fairseq(bed)
+    for gpus in SIZES:
+        found |= {f"tutel.pipelining.{name}.{gpus}": value for name, value in gains(bed, gpus).items()}
+    for factor in (4, 8):
+        found[f"tutel.pipelining.f{factor}"] = max(_over_degree_1(bed, gpus, float(factor)) for gpus in SIZES)
+    maps = {name: by_r(bed, layer) for name, layer in (("base", BASE), ("large", LARGE))}
+    gaps = [100 * abs(times[1] / times[4] - 1) for of in maps.values() for times in of.values()]
+    found["tutel.r.gap.least"], found["tutel.r.gap.most"] = min(gaps), max(gaps)
+    for name, gpus in itertools.product(SWIN_TRAINS, (8, 128)):
+        fairseq, tutel = swin_pictures(bed, gpus, name)
+        found[f"tutel.swin.{name}.fairseq.{gpus}"], found[f"tutel.swin.{name}.tutel.{gpus}"] = fairseq, tutel
+    return book.reproduction("tutel", book.rows(found), _findings(maps), _charts(bed, maps))
+
+
+def by_r(bed: TutelCluster, layer: TutelLayer) -> dict[float, dict[int, float]]:
+    """Return the time of a layer by capacity factor and r, forward and backward."""
+    return {
+        factor: {r: bed.seconds(Plan(gather_weights=r), replace(layer, factor=factor)) for r in R} for factor in FACTORS
+    }
+
+
+def _against_fairseq(bed: TutelCluster) -> dict[str, float]:
+    found = {}
+    for gpus in (16, 128, 2048):
+        parts = breakdown(bed, gpus)
+        best = min(bed.by_plan(single(gpus)).values())
+        found[f"tutel.layer.{gpus}"] = parts.fairseq / best
+        if gpus != 128:
+            found[f"tutel.kernels.{gpus}"] = parts.fairseq / parts.kernels
+            found[f"tutel.degree.{gpus}"] = parts.flexible / best
+        if gpus == 2048:
+            found["tutel.hier2d.2048"] = parts.kernels / parts.hier2d
+            found["tutel.flexible.2048"] = parts.hier2d / parts.flexible
+    return found
+
+
+def _over_degree_1(bed: TutelCluster, gpus: int, factor: float) -> float:
+    """Return the gain of the best degree over degree 1, per cent, each with its best all-to-all."""
+    times = bed.by_plan(TutelLayer(gpus=gpus, tokens=4096, dim=4096, hidden=4096, factor=factor))
+    whole = min(times[algorithm, 1] for algorithm in ALGORITHMS)
+    return 100 * (whole / min(times.values()) - 1)
+
+
+def _findings(maps: dict[str, dict[float, dict[int, float]]]) -> Iterator[PaperFinding]:
+    for name, of in maps.items():
+        best = [min(times, key=lambda r: times[r]) for times in of.values()]
+        yield PaperFinding(
+            f"the best r falls as f rises ({name}: E 16, D 2048, 64 GPUs)",
+            ", ".join(f"f {factor:g}: r = {r}" for factor, r in zip(of, best)),
+            all(a >= b for a, b in itertools.pairwise(best)),
+        )
+    spread = [max(times.values()) / min(times.values()) for of in maps.values() for times in of.values()]
+    yield PaperFinding(
+        "adaptive parallelism gains 1.35 to 14.57 times over a static choice",
+        f"the best r over the worst: {min(spread):.2f} to {max(spread):.2f} times",
+    )
+
+
+def _charts(bed: TutelCluster, maps: dict[str, dict[float, dict[int, float]]]) -> Iterator[Chart]:
+    for name, of in maps.items():
+        by_r = tuple((f"r = {r}", tuple(of), tuple(1e3 * times[r] for times in of.values())) for r in R)
+        yield Chart(f"r, {name} setting", "capacity factor", "milliseconds", by_r, log_x=True, log_y=True)
+    gpus = tuple(map(float, SIZES))
+    lines = tuple(
+        (
+            f"{algorithm}, degree {degree}",
+            gpus,
+            tuple(1e3 * bed.seconds(Plan(all_to_all=algorithm, chunks=degree), single(size)) for size in SIZES),
+        )
+        for algorithm in ALGORITHMS
+        for degree in (1, 4)
+    )
+    yield Chart("layer of 16,384 tokens, D = H = 2048", "GPUs", "milliseconds", lines, log_x=True, log_y=True)

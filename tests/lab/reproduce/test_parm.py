@@ -8,9 +8,9 @@ from moesaic.cost.fit import Fit
 from moesaic.cost.workload import Workload
 from moesaic.plan.algorithm1 import RULES, Operations, corrected, operations, published
 from moesaic.program.grid import Grid
-from moesaic_lab.reproduce import parm, parm_report
+from moesaic_lab.reproduce import parm
 from moesaic_lab.reproduce.end_to_end import WholeStep
-from moesaic_lab.reproduce.parm import ParmTimes, layers, mean_speedup, shares
+from moesaic_lab.reproduce.parm import PLANS, ParmTimes, layers, mean_speedup, shares
 from moesaic_lab.reproduce.parm import Testbed as Bed
 from moesaic_lab.reproduce.records import Reproduction, read_book
 
@@ -55,7 +55,7 @@ def test_the_published_rule_takes_the_overlapped_operation_of_all_of_y_and_the_w
 def test_operations_are_fitted_to_the_simulated_cluster() -> None:
     """Testbed A, one node: y / m elements of fp32 of which 7/8 leave, a ring over m; 664 us per message."""
     bed = Bed(BOOK, "a")
-    found = operations(bed.simulator, Grid(world=8, tp=4, ep=2, etp=4, ranks_per_node=8), bed.top_k)
+    found = operations(bed.runs.simulator, Grid(world=8, tp=4, ep=2, etp=4, ranks_per_node=8), bed.top_k)
     rate = BOOK.constant("parm.a.link") * 1e9 / 8
     assert found.all_to_all.beta == pytest.approx(4 * 7 / 8 / rate)
     assert found.all_to_all.alpha == pytest.approx(7 * 664e-6)
@@ -96,14 +96,14 @@ def small() -> Reproduction:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("BATCHES", (2,)), ("LENGTHS", (512,)), ("WIDTHS", (1024,))):
             patch.setattr(parm, name, value)
-        patch.setattr(parm_report, "COLUMNS", (("a", 8), ("b", 32)))
-        patch.setattr(parm_report, "SIZES", ((4, 4),))
-        return parm_report.reproduce(read_book())
+        patch.setattr(parm, "COLUMNS", (("a", 8), ("b", 32)))
+        patch.setattr(parm, "SIZES", ((4, 4),))
+        return parm.reproduce(read_book())
 
 
 def test_the_report_sets_overlap_and_whole_steps_beside_the_table(small: Reproduction) -> None:
     found = {row.cell.name: row for row in small.rows}
-    assert set(RULES) == set(parm_report.RULE_WORDS)
+    assert set(RULES) == set(parm.RULE_WORDS)
     assert 0.9 < found["parm.saa.a"].ours < 1.3
     for bed in ("a", "b"):
         for model in ("bert", "gpt2"):
@@ -116,6 +116,5 @@ def test_steps_leave_out_the_exchange_of_gradients() -> None:
     bed = Bed(read_book(), "a")
     grid = bed.grid(8, 4, 4)
     step = WholeStep("parm-gpt2", bed.cluster, grid, 2, 4)
-    plan = bed.compiled("s1", grid)
-    runs = [bed.simulator.run(program, step.model.layer, plan.grid) for program in (plan.forward, plan.backward)]
+    runs = bed.runs.run(PLANS["s1"], grid, step.model.layer)
     assert 0 < step.around_seconds(*runs, exchanges=False) < step.around_seconds(*runs)

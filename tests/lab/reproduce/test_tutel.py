@@ -7,12 +7,13 @@ import pytest
 from moesaic.plan import Plan
 from moesaic_lab.reproduce.records import read_book
 from moesaic_lab.reproduce.tutel import (
-    RLayer,
+    FAIRSEQ_GATE,
     TutelCluster,
     TutelLayer,
     big,
     breakdown,
     cluster,
+    mapped,
     single,
     sweep,
     swin_pictures,
@@ -65,11 +66,45 @@ def test_the_masks_of_fairseq_grow_with_the_square_of_the_tokens() -> None:
     assert two == pytest.approx(4 * one)
 
 
+def test_a_gate_costs_what_its_tokens_and_experts_are_many() -> None:
+    """2,048 GPUs have 128 times the experts of 16: a product of half the experts' own operations, and passes over it."""
+    bed = TutelCluster(BOOK)
+    few, many = (bed.gate_seconds(single(gpus)) for gpus in (16, 2048))
+    assert many > 50 * few
+    product = 3 * 2 * 16384 * 2048 * 4096 / (BOOK.constant("tutel.tflops") * 1e12)
+    passes = 16384 * 4096 * (102 + 32 + 86 + 16) / 1.7e12
+    assert many == pytest.approx(product + passes)
+    assert bed.gate_seconds(single(2048), passes=FAIRSEQ_GATE) > many
+    assert bed.gate_seconds(single(2048), trains=False) == pytest.approx(product / 3 + 16384 * 4096 * 188 / 1.7e12)
+
+
+def test_no_routing_weight_travels() -> None:
+    forward, backward = TutelCluster(BOOK).runs(Plan(all_to_all="hier2d", chunks=2), single(16))
+    crossing = {
+        span.task.split("@")[0] for run in (forward, backward) for span in run.timeline.spans if "@" in span.task
+    }
+    assert crossing == {"h.0", "h.1", "z.0", "z.1", "out.0'", "out.1'", "rows.0'", "rows.1'"}
+
+
+def test_parts_of_a_linear_all_to_all_start_up_once_per_expert() -> None:
+    """Of dispatch and combine: a message to each of 248 peers on other nodes, or two parts of two messages to each."""
+    bed, layer = TutelCluster(BOOK), TutelLayer(gpus=256, tokens=4096, dim=1024, hidden=1024)
+    one, two = cluster(BOOK, 256), cluster(BOOK, 256, None, 2)
+    assert [link.message_us for link in two.links] == [2 * link.message_us for link in one.links]
+    assert two.links[1].connection_us == 2 * one.links[1].connection_us
+    whole, parts = (bed.runs(Plan(chunks=chunks), layer)[0].link_seconds["nic out 0"] for chunks in (1, 2))
+    start_ups = 248 * (one.links[1].message_us + 248 * one.links[1].connection_us) * 1e-6
+    assert parts - whole == pytest.approx(
+        2 * 3 * start_ups, rel=1e-3
+    )  # dispatch and combine: 1 start-up, then 2 parts of 2
+
+
 def test_weights_travel_where_tokens_are_many_and_tokens_where_weights_are_large() -> None:
     bed = TutelCluster(BOOK)
-    many, large = RLayer(tokens=4096, hidden=2048), RLayer(tokens=1024, hidden=32768)
-    assert bed.with_r(0, many, 8.0) < bed.with_r(4, many, 8.0)
-    assert bed.with_r(4, large, 1.0) < bed.with_r(0, large, 1.0)
+    many, large = mapped(4096, 2048, 8.0), mapped(1024, 32768)
+    tokens, weights = Plan(gather_weights=4), Plan(gather_weights=0)
+    assert bed.seconds(weights, many) < bed.seconds(tokens, many)
+    assert bed.seconds(tokens, large) < bed.seconds(weights, large)
 
 
 def test_pictures_per_second_are_those_the_dense_part_was_fitted_to() -> None:
