@@ -17,7 +17,7 @@ from moesaic.program.passes.split import split_capacity
 from moesaic.program.task import Lane, Stage
 from moesaic.program.timeline import Span, Timeline, lay_out
 from moesaic.program.transpose import transpose
-from moesaic.report.gantt import WHOLE, gantt, in_words, unit_of, write_gantt
+from moesaic.report.plan_page import WHOLE, gantt, in_words, unit_of, write_gantt
 from moesaic.report.style import run_colour
 from report.test_page import BROWSER, complaints, needs_browser, open_in_browser, without_plotly
 

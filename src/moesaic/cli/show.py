@@ -261,7 +261,7 @@ def _as_data(
 
 def _write_pictures(options: ShowOptions, timelines: dict[str, Timeline]) -> None:
     if options.gantt is not None:
-        from moesaic.report.gantt import write_gantt
+        from moesaic.report.plan_page import write_gantt
 
         write_gantt(timelines, Path(options.gantt))
     if options.trace is not None:
