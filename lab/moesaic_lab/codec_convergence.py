@@ -33,7 +33,7 @@ from moesaic.train.loop import train
 from moesaic.train.metrics import read_metrics
 from moesaic.train.objectives import load_for
 from moesaic.train.presets import preset
-from moesaic.train.trained import Trained, load_trained
+from moesaic.train.state import Trained, load_trained
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, each_kept, keeping, notes_of, once, same
 from moesaic_lab.claims import Claim
 from moesaic_lab.tables import Column

@@ -22,7 +22,7 @@ from moesaic.models.attention import Attention
 from moesaic.models.config import ModelConfig
 from moesaic.models.gpt import GPT, TransformerBlock
 from moesaic.plan.model_shape import ROPE
-from moesaic.train.trained import Trained, load_trained
+from moesaic.train.state import Trained, load_trained
 
 EPS = torch.finfo(torch.float32).eps
 """Of our RMSNorm in float32."""
