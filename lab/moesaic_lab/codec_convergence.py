@@ -28,7 +28,7 @@ from moesaic.plan.plan import StaticPlan
 from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.objectives import load_for
 from moesaic.train.presets import preset
-from moesaic.train.trained import Trained, load_trained
+from moesaic.train.state import Trained, load_trained
 from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, each_kept, notes_of
 from moesaic_lab.claims import Claim
 from moesaic_lab.tables import Column

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import sys
-from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -108,29 +108,17 @@ def _table(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
-def refuse_renamed(table: dict[str, Any], renamed: Mapping[str, str], source: str) -> None:
-    """Refuse the fields of earlier versions.
-
-    Args:
-        table: field names to values, nested tables included.
-        renamed: from the dotted path of such a field to what stands for it now.
-        source: where the table comes from, for messages.
-
-    Raises:
-        InputError: for the first that is in the table, in a line that says what to write.
-    """
-    for path, now in renamed.items():
-        *outer, name = path.split(".")
-        inside: Any = table
-        for key in outer:
-            inside = inside.get(key) if isinstance(inside, dict) else None
-        if isinstance(inside, dict) and name in inside:
-            raise InputError(f"{source}: {path} is now {now}")
-
-
 def as_json(config: Any) -> str:
     """Return a configuration as indented JSON; `override` reads it back."""
     return json.dumps(asdict(config), indent=2) + "\n"
+
+
+def read_number(text: str) -> float:
+    """Return the number that a text says; not a number where it says none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def suggestion(word: str, known: list[str]) -> str:

@@ -30,7 +30,7 @@ def test_a_stacked_linear_draws_as_one_linear():
 def test_row_linear_and_norm_are_torchs():
     torch.manual_seed(0)
     x = torch.randn(2, 3, 4)
-    linear, norm = RowLinear(4, 5), Norm(4)
+    linear, norm = RowLinear(4, 5, bias=False), Norm(4)
     assert linear.bias is None
     assert torch.equal(linear(x), nn.Linear.forward(linear, x))
     with torch.no_grad():

@@ -66,7 +66,6 @@ def test_a_file_is_read_and_what_does_not_matter_is_passed_over(tmp_path: Path) 
         ("model = 3\n", "model must be a table, got 3"),
         ("batch_size = 0\n", "batch_size=0: must be at least 1"),
         ("[model]\nffn = 'moe:0'\n", "model.ffn='moe:0': write moe or moe:2, for an MoE layer"),
-        ("[model.moe]\nevery = 2\n", "model.moe.every is now model.ffn, as moe:2"),
         ("", "planning reads batch_size, accumulation, precision, model, data of a training configuration"),
         (
             'model_type = "mixtral"\nhidden_size = 4096\n',
@@ -81,14 +80,6 @@ def test_bad_files_are_one_line(text: str, words: str, tmp_path: Path) -> None:
         read_job(str(path))
     assert words in str(refusal.value)
     assert "\n" not in str(refusal.value)
-
-
-def test_a_capacity_of_earlier_versions_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "config.toml"
-    path.write_text(
-        '[model.moe]\ncapacity = "padded"\ncapacity_factor = 1.5\ncapacity_scope = "mesh"\nadmit_by = "score"\n'
-    )
-    assert read_job(str(path)).model.moe.capacity == "padded:1.5:score"
 
 
 def test_no_field_that_only_training_reads_is_taken_for_a_misspelt_one() -> None:

@@ -65,25 +65,25 @@ def test_validation_over_time_uses_a_fitting_unit(runs: list[RunSummary]) -> Non
 
 def test_runs_without_a_number_are_left_out_and_colours_stay(tmp_path: Path) -> None:
     runs = read_runs([dense_run(tmp_path / "dense"), sparse_run(tmp_path / "moe")])
-    for made in (
-        charts.auxiliary_loss(runs, "load_balance"),
-        charts.mean_max_violation(runs),
-        charts.mean_churn(runs),
-    ):
+    for made in (charts.speed(runs)[-1].figure, *(each.figure for each in charts.comparison(runs))):
         assert [(trace.name, trace.line.color) for trace in made.data] == [("moe", run_colour(1))]
 
 
-@pytest.mark.parametrize("chart", [charts.throughput, charts.mfu, charts.gradient_norm, charts.learning_rate])
-def test_charts_over_steps_have_a_line_per_run_and_titles(runs: list[RunSummary], chart: object) -> None:
-    made = chart(runs)
-    assert [trace.name for trace in made.data] == ["moe", "dense"]
-    assert made.layout.xaxis.title.text == "optimizer step"
-    assert made.layout.yaxis.title.text
-    assert made.layout.showlegend is True
+def test_charts_over_steps_have_a_line_per_run_and_titles(runs: list[RunSummary]) -> None:
+    drawn = charts.speed(runs)
+    assert [each.title for each in drawn[:4]] == ["Throughput", "MFU", "Gradient norm", "Learning rate"]
+    for made in (each.figure for each in drawn[:4]):
+        assert [trace.name for trace in made.data] == ["moe", "dense"]
+        assert made.layout.xaxis.title.text == "optimizer step"
+        assert made.layout.yaxis.title.text
+        assert made.layout.showlegend is True
+    assert [trace.y[0] for trace in drawn[0].figure.data] == [run.tokens_per_second.values[0] for run in runs]
+    assert [trace.y[0] for trace in drawn[1].figure.data] == [run.mfu.values[0] for run in runs]
+    assert [trace.line.dash for trace in drawn[3].figure.data] == [None, "dash"]
 
 
 def test_max_violation_has_a_line_per_layer_and_the_mean(runs: list[RunSummary]) -> None:
-    made = charts.max_violation(runs[0])
+    made = charts.balance_of_layers(runs[0])[0].figure
     assert [trace.name for trace in made.data] == ["layer 0", "layer 1", "mean"]
     assert list(made.data[2].y) == [0.2, 0.5, 0.7]
     assert made.data[2].line.color == INK
@@ -91,12 +91,15 @@ def test_max_violation_has_a_line_per_layer_and_the_mean(runs: list[RunSummary])
 
 
 def test_small_charts_have_no_mean(runs: list[RunSummary]) -> None:
-    for chart in (charts.dead_experts, charts.dropped_share, charts.entropy, charts.needed_capacity_factor):
-        assert [trace.name for trace in chart(runs[0]).data] == ["layer 0", "layer 1"]
+    drawn = charts.experts_of_layers(runs[0])
+    assert len(drawn) == 4
+    for each in drawn:
+        assert [trace.name for trace in each.figure.data] == ["layer 0", "layer 1"]
 
 
 def test_heatmap_is_load_over_mean_centred_at_one(runs: list[RunSummary]) -> None:
-    heat = charts.load_heatmap(runs[0].layers[0]).data[0]
+    layer = runs[0].layers[0]
+    heat = charts.expert_loads(layer.load_steps, layer.loads).data[0]
     assert list(heat.x) == [10, 20, 30]
     assert [list(row) for row in heat.z] == [
         [1.333, 2.0, 1.0],
@@ -109,11 +112,11 @@ def test_heatmap_is_load_over_mean_centred_at_one(runs: list[RunSummary]) -> Non
 
 
 def test_many_columns_are_added_up(runs: list[RunSummary]) -> None:
-    steps, shares = charts.load_shares(runs[0].layers[0], most_columns=2)
+    layer = runs[0].layers[0]
+    steps, shares = charts.load_shares(layer.load_steps, layer.loads, most_columns=2)
     assert steps == [20, 30]
     assert shares[0] == [round(10 / 6, 3), round(2 / 6, 3), 1.0, 1.0]
 
 
-def test_an_interval_without_load_is_blank(runs: list[RunSummary]) -> None:
-    empty = replace(runs[0].layers[0], loads=((0, 0),), load_steps=(1,))
-    assert charts.load_shares(empty) == ([1], [[None, None]])
+def test_an_interval_without_load_is_blank() -> None:
+    assert charts.load_shares((1,), ((0, 0),)) == ([1], [[None, None]])

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from moesaic.errors import InputError
-from moesaic.report.page import drawn_layers, experts, trace_in_words, violations, write_trace_page
+from moesaic.report.charts import expert_loads
+from moesaic.report.page import drawn_layers, trace_in_words, violations, write_trace_page
 from moesaic.traces.load import layer_loads
 from moesaic.traces.synthetic import SyntheticRouting, make_segment
 from moesaic.traces.trace import Trace, write_segment
@@ -25,7 +26,7 @@ def test_the_charts_show_the_figures():
     assert list(lines) == ["layer 0", "layer 1", "mean"]
     assert list(lines["layer 1"]) == pytest.approx(loads[1].max_violation, rel=1e-5)
     assert lines["mean"][2] == pytest.approx(np.mean([load.max_violation[2] for load in loads]), rel=1e-5)
-    (heat,) = experts(trace.steps, loads[0]).data
+    (heat,) = expert_loads(trace.steps, loads[0].shares.tolist()).data
     assert np.array(heat.z) == pytest.approx(loads[0].shares.T * 16, abs=1e-3)
     assert list(heat.x) == [0, 1, 2, 3, 4]
 

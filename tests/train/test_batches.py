@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesaic.errors import InputError
-from moesaic.train.data import Batches, as_batch, even_windows
-from moesaic.train.evaluate import share
+from moesaic.train.data import Batches, as_batch, even_windows, share
 
 
 @given(st.integers(2, 6), st.integers(1, 5), st.integers(1, 60), st.integers(0, 3), st.integers(0, 2**63 - 1))

@@ -66,5 +66,5 @@ def test_measuring_counts_operations_and_leaves_the_generator_alone(monkeypatch)
     ticks = iter(range(100))
     monkeypatch.setattr(machine.time, "perf_counter", lambda: next(ticks) / 4)
     before = torch.get_rng_state()
-    assert measured(CPU, torch.float32, size=8) == 2 * 8**3 * 4
+    assert measured(CPU, torch.float32) == 2 * 1024**3 * 4
     assert torch.equal(torch.get_rng_state(), before)

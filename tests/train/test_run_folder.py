@@ -75,7 +75,7 @@ HARMS = [Path.unlink, lambda path: path.write_text("{"), lambda path: path.write
 
 
 def without_copies(run: Path) -> None:
-    """Make checkpoints as earlier versions wrote them, which held no copy of the configuration."""
+    """Take the copies of the configuration out of the checkpoints."""
     for path in list_checkpoints(run / "checkpoints"):
         (path / "config.json").unlink()
         seal(path)

@@ -20,8 +20,8 @@ from moesaic.models.gpt import GPT
 from moesaic.plan.model_shape import BlockConfig
 from moesaic.train.config import TrainConfig
 from moesaic.train.metrics import Metrics
+from moesaic.train.state import Trained
 from moesaic.train.tokenizer import ByteTokenizer
-from moesaic.train.trained import Trained
 from moesaic.weights.run import export_run, to_hub
 
 MIXTRAL = BlockConfig(attention="plain:kv_heads=2", tied=False)

@@ -19,7 +19,7 @@ from moesaic.cli.main import main
 from moesaic.errors import InputError, TrainingError
 from moesaic.train import watch as of_watch
 from moesaic.train.checkpoint import list_checkpoints
-from moesaic.train.roll import Roll, heed_sigterm, telling
+from moesaic.train.launch import Roll, heed_sigterm, telling
 from moesaic.train.run_folder import FLIGHT, HANG, HANG_SUMS, RunFolder
 from moesaic.train.watch import Position, Watch, describe_hang, read_hang
 from runs import tiny

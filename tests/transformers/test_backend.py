@@ -43,8 +43,8 @@ def test_logits_and_all_gradients_equal_the_familys_own_loop(family: Family, mon
     except LookupError as reason:
         pytest.skip(f"no tiny model: {reason}")
     seen: list[Any] = []
-    run = moesaic.transformers.backend.run_tokens
-    monkeypatch.setattr(moesaic.transformers.backend, "run_tokens", lambda *given: seen.append(given[0]) or run(*given))
+    run = moesaic.transformers.experts.run_tokens
+    monkeypatch.setattr(moesaic.transformers.experts, "run_tokens", lambda *given: seen.append(given[0]) or run(*given))
     compare(model)
     assert {type(module).__name__ for module in seen} <= set(family.experts)
     assert {described(gate_of(module), module.has_gate) for module in seen} == {documented()[family.name]}

@@ -20,10 +20,7 @@ def parse(kind: type[T], arguments: Sequence[str], *, prog: str, description: st
     """Parse flags into a dataclass.
 
     Args:
-        kind: the dataclass.
         arguments: the words after the subcommand.
-        prog: shown in the help.
-        description: shown in the help.
         default: values of flags that are not given; None takes the dataclass's own.
 
     Raises:

@@ -123,7 +123,6 @@ def table(profile: ClusterProfile, layers: Sequence[float]) -> Table:
     """Return a profile as a table.
 
     Args:
-        profile: what was measured.
         layers: errors of whole layers' times, as shares.
     """
     made = Table(

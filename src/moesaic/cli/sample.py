@@ -60,7 +60,7 @@ def continuations(options: SampleOptions) -> list[str]:
         InputError: if the run has no checkpoint or its data were `.bin` tokens, which have no text.
     """
     from moesaic.models.gpt import EncoderDecoder, generate, translate
-    from moesaic.train.trained import load_trained
+    from moesaic.train.state import load_trained
 
     trained = load_trained(Path(options.run), options.device)
     if trained.config.model.block.kind == "encoder":

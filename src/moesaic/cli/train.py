@@ -73,14 +73,9 @@ def _start_patience(arguments: Sequence[str]) -> float:
 def _configured(arguments: Sequence[str]) -> TrainConfig:
     """Return the configuration that a command line describes."""
     from moesaic.configfile import override, suggestion
-    from moesaic.train.config import RENAMED, TrainConfig, of_today
+    from moesaic.train.config import TrainConfig
     from moesaic.train.presets import PRESETS
 
-    for word in arguments:
-        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        name = name.removeprefix("no_").replace(".no_", ".")
-        if word.startswith("--") and name in RENAMED:
-            raise InputError(f"{word.partition('=')[0]} is now {RENAMED[name]}")
     words, chosen = _take(list(arguments), ("--preset", "--config", "--plan"))
     if "--plan" in chosen:
         words = ["--planner.plan", chosen["--plan"], *words]
@@ -92,7 +87,7 @@ def _configured(arguments: Sequence[str]) -> TrainConfig:
         config = PRESETS[name]()
     if "--config" in chosen:
         path = Path(chosen["--config"])
-        config = override(config, of_today(_table(path), str(path)), source=str(path))
+        config = override(config, _table(path), source=str(path))
     description = DESCRIPTION.replace("PRESETS", ", ".join(PRESETS))
     return parse(TrainConfig, words, prog="moesaic train", description=description, default=config)
 

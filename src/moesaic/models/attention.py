@@ -11,12 +11,13 @@ from moesaic.plan.model_shape import ROPE, BlockConfig
 
 
 class KeyValueCache:
-    """What decoding keeps of one block: keys and values, (batch, heads, positions, width), and the last inputs."""
+    """What decoding keeps of one block: keys and values, (batch, heads, positions, width), and the last inputs of
+    its convolution, (batch, its width - 1, dim)."""
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
-        self.recent = RecentTokens()
+        self.recent: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -35,8 +36,6 @@ class Attention(nn.Module):
     """Multi-head attention. Under tensor parallelism a rank computes the heads that its shards of the projections hold.
 
     Args:
-        dim: width of the residual stream.
-        num_heads: heads.
         block: heads of keys and values, widths, positions, norms, biases, dropout.
         causal: a position sees itself and the earlier ones.
         cross: queries are of x, keys and values of another sequence.
@@ -130,19 +129,11 @@ class Attention(nn.Module):
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-class RecentTokens:
-    """The last inputs of one convolution when decoding; (batch, width - 1, dim)."""
-
-    def __init__(self) -> None:
-        self.inputs: Tensor | None = None
-
-
 class ShortConv(nn.Module):
     """`y_t = x_t + sum_k w_k * x_{t-k}` for k from 1 to `width - 1`, or 1, -1, 2, -2 and so on where it is not causal; starts
     as the identity.
 
     Args:
-        dim: width of the residual stream.
         width: positions that an output sees, its own included.
         causal: they are its own and those before it.
     """
@@ -152,21 +143,21 @@ class ShortConv(nn.Module):
         self.taps = nn.Parameter(torch.zeros(width - 1, dim))
         self.offsets = range(1, width) if causal else [k // 2 if k % 2 == 0 else -(k // 2) for k in range(2, width + 1)]
 
-    def forward(self, x: Tensor, recent: RecentTokens | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: KeyValueCache | None = None, mask: Tensor | None = None) -> Tensor:
         """Mix each position with its neighbours.
 
         Args:
             x: (batch, positions, dim).
-            recent: what came before x, where it is causal; zeros where nothing did.
+            cache: has what came before x, where it is causal; zeros where nothing did.
             mask: (batch, positions) bool, False for positions that are zeros to the others.
         """
         reach, after, length = max(self.offsets), -min(*self.offsets, 0), x.shape[1]
-        if recent is not None and recent.inputs is not None:
-            padded = torch.cat([recent.inputs, x], dim=1)
+        if cache is not None and cache.recent is not None:
+            padded = torch.cat([cache.recent, x], dim=1)
         else:
             padded = F.pad(x if mask is None else x * mask[..., None], (0, 0, reach, after))
-        if recent is not None:
-            recent.inputs = padded[:, length:]
+        if cache is not None:
+            cache.recent = padded[:, length:]
         y = x
         for k, tap in zip(self.offsets, self.taps):
             y = y + padded[:, reach - k : reach - k + length] * tap.to(x.dtype)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from moesaic.configfile import read_number
 from moesaic.errors import InputError
-from moesaic.plan.model_shape import ModelShape, MoEShape, check_at_least, shape_of_today
-from moesaic.routing.routers import ON_MESH, ROUTERS, options_of
+from moesaic.plan.model_shape import ModelShape, MoEShape, check_at_least
+from moesaic.routing.routers import ON_MESH, ROUTERS
 
 if TYPE_CHECKING:
     from moesaic.routing.capacity import AbstractCapacity
@@ -101,10 +102,7 @@ class MoEConfig(MoEShape):
         found = {}
         for text in self.losses:
             name, _, number = text.partition(":")
-            try:
-                coefficient = float(number)
-            except ValueError:
-                coefficient = math.nan
+            coefficient = read_number(number)
             if name not in LOSSES or name in found or not 0 <= coefficient < math.inf:
                 raise InputError(
                     f"model.moe.losses: {text!r}: write each of {', '.join(LOSSES)} once at most, with a coefficient of at "
@@ -127,32 +125,6 @@ class ModelConfig(ModelShape):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least("model", self, "conv_width", 1)
-
-
-def model_of_today(model: dict[str, Any]) -> dict[str, Any]:
-    """Return a table of `ModelConfig`'s fields under this version's names.
-
-    Earlier ones had options of routers as a table or beside the other fields, and four fields for losses; see also
-    `shape_of_today`.
-    """
-    found = shape_of_today(model)
-    moe = found.get("moe")
-    if not isinstance(moe, dict):
-        return found
-    if "router" in moe:
-        options = {name: moe.pop(name) for name in ("bias_rate", "num_groups", "top_groups") if name in moe}
-        if options:
-            known = options_of((ROUTERS | ON_MESH)[moe["router"]])
-            options = {name: value for name, value in options.items() if name in known}
-        options |= moe.pop("router_options", {})
-        moe["router"] = ":".join([moe["router"], *(f"{name}={value}" for name, value in options.items())])
-    level = moe.pop("balance_level", "micro_batch")
-    balance = "load_balance" if level == "micro_batch" else f"load_balance_{level}"
-    names = {"balance_loss": balance, "importance_loss": "importance", "z_loss": "z_loss"}
-    losses = {names[name]: moe.pop(name) for name in names if name in moe}
-    if losses:
-        moe["losses"] = [f"{name}:{coefficient}" for name, coefficient in ({balance: 0.01} | losses).items()]
-    return found
 
 
 def _value(text: str) -> int | float | bool | str:

@@ -45,10 +45,7 @@ class Dense(nn.Module):
     """A dense feed-forward layer: the built-in experts with one expert.
 
     Args:
-        dim: width of a token.
-        hidden: inner width.
         kind: a key of `EXPERTS`.
-        bias: add biases.
     """
 
     def __init__(self, dim: int, hidden: int, kind: str, bias: bool = False) -> None:
@@ -79,12 +76,7 @@ NORMS: dict[str, type[Norm] | type[LayerNorm]] = {"rms": Norm, "layer": LayerNor
 
 
 class TransformerBlock(nn.Module):
-    """A short convolution, attention, cross attention (some blocks lack one), a dense or sparse feed-forward layer.
-
-    Args:
-        config: the model's shape.
-        layer: the block's index.
-    """
+    """A short convolution, attention, cross attention (some blocks lack one), a dense or sparse feed-forward layer."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -130,7 +122,7 @@ class TransformerBlock(nn.Module):
     def attend(self, x: Tensor, cache: KeyValueCache | None, mask: Tensor | None = None) -> Tensor:
         """Return what stands in front of the next layer's norm: (batch, positions, dim), as x is."""
         if self.conv is not None:
-            x = self.conv(x, None if cache is None else cache.recent, None if self.attention.causal else mask)
+            x = self.conv(x, cache, None if self.attention.causal else mask)
         return self.add(x, self.attention_norm, partial(self.attention, cache=cache, mask=mask))
 
     def add(self, x: Tensor, norm: nn.Module, layer: Callable[[Tensor], Tensor]) -> Tensor:
@@ -141,12 +133,7 @@ class TransformerBlock(nn.Module):
 
 
 class LearnedPositions(nn.Embedding):
-    """Adds a learned vector per position to (batch, positions, dim).
-
-    Args:
-        seq_len: the longest sequence.
-        dim: width of the residual stream.
-    """
+    """Adds a learned vector per position to (batch, positions, dim)."""
 
     def __init__(self, seq_len: int, dim: int) -> None:
         super().__init__(seq_len, dim)
@@ -167,7 +154,6 @@ class GPT(nn.Module):
     as GPT-2 does. Routers and experts draw their own with these deviations (`init_normal`).
 
     Args:
-        config: its shape.
         vocab_size: rows of the embedding, which is also the output matrix unless `config.block.tied` is false.
     """
 
@@ -217,14 +203,10 @@ class GPT(nn.Module):
             mask: (batch, positions) bool, False for padding, which is kept out of routing and, in an encoder, of attention.
             caches: one per block when decoding; tokens continue what they hold. Activations are then kept, never recomputed.
         """
-        x = self.embed(tokens, 0 if caches is None else caches[0].length)
+        x = embed(self, tokens, 0 if caches is None else caches[0].length)
         x, routings = self.run_blocks(range(len(self.blocks)), x, tokens, mask, caches)
         logits = self.unembed(self.norm(x))
         return GPTOutput(logits, None if targets is None else self.loss(logits, targets), routings)
-
-    def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
-        """Return what enters the blocks, (batch, positions, dim); the first position is `start`."""
-        return embed(self, tokens, start)
 
     def unembed(self, x: Tensor) -> Tensor:
         """Return the logits, (batch, positions, vocab_size)."""
@@ -280,27 +262,17 @@ class GPT(nn.Module):
 
     def num_active_parameters(self) -> int:
         """Return how many parameters one token passes: all but the experts that it is not routed to."""
-        total = 0
-        for module in self.modules():
-            own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-            total += own
+        total = self.num_parameters()
         for module in self.modules():
             if isinstance(module, MoE):
                 expert = sum(parameter.numel() for parameter in module.experts.parameters())
                 total -= expert * (module.num_experts - module.top_k) // module.num_experts
         return total
 
-    def flops_per_token(self, length: int) -> float:
-        """Return the floating-point operations of one token, forward and backward, at `length` positions.
-
-        Six per active parameter (Kaplan et al. 2020, section 2.1; the embedding counts once, as output matrix) and
-        12 * num_layers * dim * length / 2 for causal attention.
-        """
-        return flops_per_token(self.config, self.num_active_parameters(), length)
-
 
 def embed(model: Any, tokens: Tensor, start: int = 0) -> Tensor:
-    """Return what enters the blocks of a GPT, or of a part of one that begins it; see `GPT.embed`."""
+    """Return what enters the blocks of a GPT, or of a part that begins one, (batch, positions, dim); the first position is
+    `start`."""
     x = model.embedding(tokens)
     x = model.embedding_norm(x if model.positions is None else model.positions(x, start))
     dropout = model.config.block.dropout
@@ -314,7 +286,11 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def flops_per_token(config: ModelConfig, active_parameters: int, length: int) -> float:
-    """Return the operations of one token through a model of so many active parameters; see `GPT.flops_per_token`."""
+    """Return the floating-point operations of one token, forward and backward, at `length` positions.
+
+    Six per active parameter (Kaplan et al. 2020, section 2.1; the embedding counts once, as output matrix) and
+    12 * num_layers * dim * length / 2 for causal attention.
+    """
     return 6.0 * active_parameters + 6.0 * config.num_layers * config.dim * length
 
 
@@ -354,11 +330,9 @@ def generate(
     Args:
         model: a decoder, in evaluation mode.
         prompts: at least one id each.
-        num_tokens: ids to add to each.
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: sample among the so many likeliest tokens; None among all.
         top_p: sample among the likeliest tokens that together have this probability.
-        seed: of the draws.
     """
     device = model.embedding.weight.device
     generators = [torch.Generator(device="cpu").manual_seed(seed) for _ in prompts]
@@ -401,7 +375,6 @@ class EncoderDecoder(GPT):
     """A Transformer that maps one sequence to another; the first half of its blocks is the encoder.
 
     Args:
-        config: its shape, of `kind` "encoder_decoder".
         vocab_size: rows of the embedding, which both halves use.
     """
 
@@ -435,9 +408,9 @@ class EncoderDecoder(GPT):
         source, written = tokens[:, :split], tokens[:, split:]
         seen, told = source != PADDING, _told(written)
         middle = len(self.blocks) // 2
-        memory, routings = self.run_blocks(range(middle), self.embed(source), source, seen)
+        memory, routings = self.run_blocks(range(middle), embed(self, source), source, seen)
         x, more = self.run_blocks(
-            range(middle, len(self.blocks)), self.embed(written), written, told,
+            range(middle, len(self.blocks)), embed(self, written), written, told,
             memory=self.memory_norm(memory), memory_mask=seen,
         )  # fmt: skip
         logits = self.unembed(self.norm(x))

@@ -23,9 +23,6 @@ class StackedLinear(nn.Module):
     splits into heads.
 
     Args:
-        count: how many maps.
-        in_features: width of the input.
-        out_features: width of each map's output.
         bias: add biases, which start at zero.
     """
 
@@ -43,16 +40,7 @@ class StackedLinear(nn.Module):
 
 
 class RowLinear(nn.Linear):
-    """`nn.Linear`. Where the weight is split over its inputs, the result is a part of a sum, with its part of the bias.
-
-    Args:
-        in_features: width of the input.
-        out_features: width of the output.
-        bias: add a bias.
-    """
-
-    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
-        super().__init__(in_features, out_features, bias=bias)
+    """`nn.Linear`. Where the weight is split over its inputs, the result is a part of a sum, with its part of the bias."""
 
     def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else part_of_sum(self.bias)
@@ -60,16 +48,10 @@ class RowLinear(nn.Linear):
 
 
 class Norm(nn.RMSNorm):
-    """`nn.RMSNorm`, which the ranks of a mesh may apply to positions or heads of their own: its gradient is then summed.
+    """`nn.RMSNorm`, which the ranks of a mesh may apply to positions or heads of their own: its gradient is then summed."""
 
-    Args:
-        dim: width of what is normalised.
-    """
-
-    def __init__(self, dim: int) -> None:
-        super().__init__(dim)
-        self.different_over: DeviceMesh | None = None
-        """Over which ranks what is normalised is split; None for not at all."""
+    different_over: DeviceMesh | None = None
+    """Over which ranks what is normalised is split; None for not at all."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight if self.different_over is None else use_differently(self.weight, self.different_over)
@@ -77,16 +59,10 @@ class Norm(nn.RMSNorm):
 
 
 class LayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm`, the same.
+    """`nn.LayerNorm`, the same."""
 
-    Args:
-        dim: width of what is normalised.
-    """
-
-    def __init__(self, dim: int) -> None:
-        super().__init__(dim)
-        self.different_over: DeviceMesh | None = None
-        """As of `Norm`."""
+    different_over: DeviceMesh | None = None
+    """As of `Norm`."""
 
     def forward(self, input: Tensor) -> Tensor:
         if self.different_over is None:

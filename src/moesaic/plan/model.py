@@ -10,12 +10,12 @@ import difflib
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
-from moesaic.configfile import override, refuse_renamed
+from moesaic.configfile import override
 from moesaic.cost.cluster import ClusterSpec, Dtype
 from moesaic.cost.step_model import StepModel
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
-from moesaic.plan.model_shape import RENAMED_SHAPE, ModelShape, shape_of_today
+from moesaic.plan.model_shape import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +115,6 @@ def job_of(table: dict[str, Any], source: str) -> Job:
     Raises:
         InputError: as `read_job` does.
     """
-    if isinstance(table.get("model"), dict):
-        table = table | {"model": shape_of_today(table["model"])}
-    refuse_renamed(table, RENAMED_SHAPE, source)
     return override(Job(), _known(Job(), table, source), source=source)
 
 

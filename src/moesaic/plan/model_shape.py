@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from moesaic.configfile import read_number
 from moesaic.errors import InputError
 
 LIMITED = ("fixed", "fitted", "padded")
@@ -103,47 +104,6 @@ def read_attention(text: str) -> AttentionRule:
     return AttentionRule(**found)
 
 
-RENAMED_SHAPE = {
-    "model.block.kv_heads": "model.block.attention, as plain:kv_heads=4",
-    "model.block.head_dim": "model.block.attention, as plain:head_dim=128",
-    "model.block.qk_norm": "model.block.attention, as plain:qk_norm",
-    "model.dense_hidden": "model.ffn, as moe:2:512 or dense:512",
-    "model.block.rope": "model.block.positions, as rotary:10000:1",
-    "model.moe.every": "model.ffn, as moe:2",
-}
-"""Fields of earlier versions that count in planning too, and what stands for them now."""
-
-
-def shape_of_today(model: dict[str, Any]) -> dict[str, Any]:
-    """Return a table of `ModelShape`'s fields with one word for a choice and its options, where an earlier version had several
-    fields: capacities, rotary positions, heads of attention, which blocks are sparse and how wide the dense ones are."""
-    found = model | {name: dict(model[name]) for name in ("moe", "block") if isinstance(model.get(name), dict)}
-    moe, block = found.get("moe"), found.get("block")
-    if isinstance(moe, dict):
-        before = ("capacity_factor", "capacity_scope", "admit_by") if "capacity" in moe else ()
-        options = {name: moe.pop(name) for name in before if name in moe}
-        if options and moe["capacity"] in LIMITED:
-            words = [word for word, name in zip(PREFERENCES, before[1:]) if options.get(name) == word]
-            moe["capacity"] = ":".join([moe["capacity"], str(options.get("capacity_factor", 1.25)), *words])
-        if "every" in moe and "ffn" in found:
-            every = moe.pop("every")
-            found["ffn"] += f":{every}" * (found["ffn"] == "moe" and every != 1)
-    if "dense_hidden" in found and "ffn" in found:
-        width = found.pop("dense_hidden")
-        kind = "moe:1" if found["ffn"] == "moe" else found["ffn"]
-        found["ffn"] = found["ffn"] if width is None else f"{kind}:{width}"
-    if isinstance(block, dict) and {"positions", "rope"} <= block.keys():
-        base, factor = block.pop("rope")
-        block["positions"] += f":{base}:{factor}" * (block["positions"] == ROTARY and (base, factor) != ROPE)
-    if isinstance(block, dict):
-        sizes = {name: block.pop(name) for name in ("kv_heads", "head_dim") if name in block}
-        words = [f"{name}={size}" for name, size in sizes.items() if size is not None]
-        normed = ["qk_norm"] * bool(block.pop("qk_norm", False))
-        if words or normed:
-            block["attention"] = ":".join((PLAIN, *words, *normed))
-    return found
-
-
 @dataclass(frozen=True, kw_only=True)
 class MoEShape:
     """The MoE layers of a model."""
@@ -224,7 +184,7 @@ class BlockConfig:
         kind, *words = self.positions.split(":")
         if kind != ROTARY or len(words) > len(ROPE):
             return math.nan, math.nan
-        base, factor = (*map(_number, words), *ROPE[len(words) :])
+        base, factor = (*map(read_number, words), *ROPE[len(words) :])
         return base, factor
 
 
@@ -341,14 +301,6 @@ class ModelShape:
     def is_sparse(self, layer: int) -> bool:
         """Whether block `layer`, counted from 0, has an MoE layer."""
         return not self.is_dense and (self.num_layers - 1 - layer) % self.moe_every == 0
-
-
-def _number(text: str) -> float:
-    """Return the number that a text says; not a number where it says none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 MOST = {"num_layers": 10_000}

@@ -9,16 +9,27 @@ The section about plans that changed while a run trained says what ran, what was
 from __future__ import annotations
 
 import html
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import plotly.graph_objects as go
 
-from moesaic.report.charts import LOAD_COLOURS, MOST_COLUMNS, STEP
-from moesaic.report.style import RUN_COLOURS, figure, line, rounded
+from moesaic.report.charts import MOST_COLUMNS, STEP, load_heatmap
+from moesaic.report.style import (
+    RUN_COLOURS,
+    Key,
+    Legend,
+    Picture,
+    PictureGrid,
+    Section,
+    Table,
+    figure,
+    line,
+    rounded,
+)
 from moesaic.report.summary import RunSummary
-from moesaic.report.template import Key, Legend, Section, Table
 from moesaic.report.words import percent
 from moesaic.train.metrics import read_metrics
 
@@ -39,32 +50,68 @@ class BalanceLines:
     """Per line, what each MoE layer did, as `train/balance.py` writes it; empty for a layer that decided nothing."""
 
     @property
-    def options(self) -> tuple[str, ...]:
-        """Everything that was chosen, what is left alone first, then the commonest."""
-        counts: dict[str, int] = {}
+    def counts(self) -> Counter[str]:
+        """How often each option was chosen."""
+        found: Counter[str] = Counter()
         for layers in self.layers:
             for layer in layers:
-                for name, times in layer.get("options", {}).items():
-                    counts[name] = counts.get(name, 0) + times
+                found.update(layer.get("options", {}))
+        return found
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Everything that was chosen, what is left alone first, then the commonest."""
+        counts = self.counts
         return tuple(sorted(counts, key=lambda name: (name != "alone", -counts[name], name)))
 
     def mean(self, name: str) -> list[float]:
         """Return a number's mean over the layers that have it, per line; 0 where none has."""
-        found = []
-        for layers in self.layers:
-            values = [float(layer[name]) for layer in layers if name in layer]
-            found.append(sum(values) / len(values) if values else 0.0)
-        return found
+        return [_mean([float(layer[name]) for layer in layers if name in layer], 0.0) for layers in self.layers]
 
     def busiest(self, name: str) -> list[float]:
         """Return the busiest place's rows over the mean, mean over the layers, per line; 1 is balance."""
-        found = []
-        for layers in self.layers:
-            shares = [
-                max(rows) * len(rows) / sum(rows) for layer in layers if (rows := layer.get(name)) and sum(rows) > 0
-            ]
-            found.append(sum(shares) / len(shares) if shares else 1.0)
-        return found
+        return [
+            _mean([max(shares) for layer in layers if (shares := _shares(layer.get(name)))], 1.0)
+            for layers in self.layers
+        ]
+
+
+def _mean(values: Sequence[float], empty: float) -> float:
+    return sum(values) / len(values) if values else empty
+
+
+def _shares(rows: Sequence[float] | None) -> list[float]:
+    """Return each place's rows over the mean; empty where there are none."""
+    return [each * len(rows) / sum(rows) for each in rows] if rows and sum(rows) > 0 else []
+
+
+def balance_section(run: RunSummary, colour: str) -> Section | None:
+    """Return the section about what moved because routing is skewed; None for a run where nothing was decided."""
+    found = balance_of(read_metrics(run.folder))
+    if found is None:
+        return None
+    drawn = [
+        Picture(
+            "Load of the busiest rank",
+            "Over the mean, mean over the layers; 1 is balance.",
+            busiest_rank(found),
+        ),
+        Picture("Bytes that moved", "Per call, forward and backward, mean over the layers.", bytes_moved(found)),
+    ]
+    layer = most_skewed(found)
+    for name, when in (("rows_alone", "if left alone"), ("rows", "as decided")):
+        if layer is not None:
+            title = f"Load per rank of layer {layer}, {when}"
+            caption = "The layer with the most skew; copies that each rank of ep computes, over the mean."
+            drawn.append(Picture(title, caption, load_per_rank(found, layer, name)))
+    chosen = Picture("Decisions", "What each layer ran most since the line before.", decisions(found))
+    return Section(
+        title="Balance of",
+        run=run.name,
+        colour=colour,
+        text=told(found),
+        blocks=[PictureGrid(drawn), legend(found.options), PictureGrid([chosen]), table(found)],
+    )
 
 
 def balance_of(lines: Sequence[dict[str, Any]]) -> BalanceLines | None:
@@ -98,24 +145,11 @@ def load_per_rank(found: BalanceLines, layer: int, name: str) -> go.Figure:
     """
     steps, columns = [], []
     for step, layers in thinned(found):
-        rows = layers[layer].get(name)
-        if rows and sum(rows):
+        shares = _shares(layers[layer].get(name))
+        if shares:
             steps.append(step)
-            columns.append([rounded(each * len(rows) / sum(rows)) for each in rows])
-    made = figure(STEP, "rank of ep", height=240)
-    if columns:
-        made.add_trace(
-            go.Heatmap(
-                x=steps, y=list(range(len(columns[0]))), z=[list(row) for row in zip(*columns)], zmin=0, zmax=2,
-                colorscale=[list(stop) for stop in LOAD_COLOURS],
-                hovertemplate="step %{x}<br>rank %{y}<br>%{z:.2f} of the mean load<extra></extra>",
-                colorbar={"title": {"text": "load / mean", "side": "right", "font": {"size": 12}}, "thickness": 10,
-                          "outlinewidth": 0, "tickvals": [0, 1, 2], "ticktext": ["0", "1", "≥ 2"]},
-            )
-        )  # fmt: skip
-        made.update_layout(hovermode="closest")
-        made.update_yaxes(autorange="reversed", showgrid=False, tickformat="d", dtick=max(1, len(columns[0]) // 8))
-    return made
+            columns.append([rounded(each) for each in shares])
+    return load_heatmap(steps, columns, "rank of ep", height=240)
 
 
 def decisions(found: BalanceLines) -> go.Figure:
@@ -183,23 +217,17 @@ def most_skewed(found: BalanceLines) -> int | None:
     most: dict[int, float] = {}
     for layers in found.layers:
         for number, layer in enumerate(layers):
-            rows = layer.get("rows_alone")
-            if rows and sum(rows):
-                most[number] = most.get(number, 0.0) + max(rows) / sum(rows)
+            if shares := _shares(layer.get("rows_alone")):
+                most[number] = most.get(number, 0.0) + max(shares)
     return max(most, key=lambda number: most[number]) if most else None
 
 
 def told(found: BalanceLines) -> str:
     """Return in one sentence what was decided, and what deciding took."""
-    counts = dict.fromkeys(found.options, 0)
-    for layers in found.layers:
-        for layer in layers:
-            for name, times in layer.get("options", {}).items():
-                counts[name] += times
-    calls = sum(counts.values())
+    counts, calls = found.counts, found.counts.total()
     if not calls:
         return "Samples moved between the MoE layers; nothing else was decided."
-    shares = ", ".join(f"{name} {percent(times / calls)}" for name, times in counts.items())
+    shares = ", ".join(f"{name} {percent(counts[name] / calls)}" for name in found.options)
     deciding = sum(found.decision_shares) / len(found.decision_shares)
     return f"Of {calls} calls: {shares}. Deciding took {percent(deciding)} of the steps' time."
 
@@ -217,18 +245,15 @@ def table(found: BalanceLines) -> Table:
     rows = []
     for number, layer in enumerate(found.layers[-1]):
         options = ", ".join(f"{name} x {times}" for name, times in layer.get("options", {}).items()) or "none"
+        busy = (_shares(layer.get(name)) for name in ("rows_alone", "rows"))
         cells = [
             options,
-            *(_busiest(layer.get(name)) for name in ("rows_alone", "rows")),
+            *(f"{max(shares):.2f}" if shares else "none" for shares in busy),
             *(f"{layer[name]:.0f}" if name in layer else "none" for name in ("copies_replicated", "samples_moved")),
             f"{1e3 * layer['decision_seconds']:.2f}" if "decision_seconds" in layer else "none",
         ]
         rows.append((f"layer {number}", *cells))
     return Table(heads, rows)
-
-
-def _busiest(rows: Sequence[float] | None) -> str:
-    return f"{max(rows) * len(rows) / sum(rows):.2f}" if rows and sum(rows) else "none"
 
 
 def _commonest(layer: dict[str, Any]) -> str:
@@ -240,43 +265,16 @@ SHOWN = 40
 """Decisions in the table, the last ones."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanLines:
-    """What a run's plan table did."""
-
-    running: str
-    """The plan at the end, in words."""
-    switches: int
-    """Changes of plan."""
-    explored_share: float
-    """Steps under plans that were being tried, over all."""
-    decisions: tuple[tuple[int, str, int, str], ...]
-    """Step, reason, load in buckets, plan in words."""
-
-
-def choices_of(lines: Sequence[dict[str, Any]]) -> PlanLines | None:
-    """Return what the lines of a run's metrics say; None where no plan changed by itself."""
-    found = [line["plan"] for line in lines if line.get("kind") == "train" and isinstance(line.get("plan"), dict)]
+def plans_section(run: RunSummary) -> Section | None:
+    """Return the section about plans that changed while a run trained; None where no plan changed by itself."""
+    found = [line["plan"] for line in read_metrics(run.folder) if isinstance(line.get("plan"), dict)]
     if not found:
         return None
     last = found[-1]
-    return PlanLines(
-        running=str(last["running"]),
-        switches=int(last["switches"]),
-        explored_share=float(last["explored_share"]),
-        decisions=tuple((step, why, bucket, plan) for each in found for step, why, bucket, plan in each["decisions"]),
-    )
-
-
-def plans_section(run: RunSummary) -> Section | None:
-    """Return the section about a run; None where no plan changed by itself."""
-    choices = choices_of(read_metrics(run.folder))
-    if choices is None:
-        return None
     told = (
-        f"{choices.switches} changes of plan, {percent(choices.explored_share)} of the steps on trial; at the end "
-        f"{choices.running} runs."
+        f"{last['switches']} changes of plan, {percent(last['explored_share'])} of the steps on trial; at the end "
+        f"{last['running']} runs."
     )
-    rows = [(str(step), why, str(bucket), plan) for step, why, bucket, plan in choices.decisions[-SHOWN:]]
-    table = Table(("Step", "Why", "Load", "Plan from then on"), rows)
+    rows = [(str(step), why, str(bucket), plan) for each in found for step, why, bucket, plan in each["decisions"]]
+    table = Table(("Step", "Why", "Load", "Plan from then on"), rows[-SHOWN:])
     return Section(title="Plans of", run=run.name, text=told, blocks=[table])

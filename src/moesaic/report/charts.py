@@ -1,22 +1,38 @@
 """Charts of runs: those that compare runs (loss, speed, optimisation, balance as the mean over the layers), and those of one
 run's MoE layers (a line per layer, and the load of every expert over time).
 
-One function per chart. Each leaves out runs that lack the number; the page leaves out charts without a run.
+Each leaves out runs that lack the number; the page leaves out charts without a run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import plotly.graph_objects as go
 
-from moesaic.report.style import INK, RUN_SYMBOLS, figure, layer_colours, line, run_colour, time_unit
+from moesaic.report.style import (
+    INK,
+    RUN_SYMBOLS,
+    Key,
+    Legend,
+    Picture,
+    Table,
+    figure,
+    layer_colours,
+    line,
+    run_colour,
+    time_unit,
+)
 from moesaic.report.summary import LayerSeries, RunSummary, Series, mean_over_layers
-from moesaic.report.template import Key, Legend, Table
 from moesaic.report.words import number, percent
 
 STEP = "optimizer step"
+MOST_COLUMNS = 200
+"""Columns of a heatmap; neighbouring intervals are added up beyond that."""
+LOAD_COLOURS = ((0.0, "#8c510a"), (0.25, "#d8b365"), (0.5, "#f5f5f5"), (0.75, "#67a9cf"), (1.0, "#2166ac"))
+"""Brown below the mean load, white at it, blue above: told apart without red and green."""
 
 
 def loss_unit(runs: Sequence[RunSummary]) -> str:
@@ -55,143 +71,110 @@ def validation_over_time(runs: Sequence[RunSummary]) -> go.Figure:
     return made
 
 
-def throughput(runs: Sequence[RunSummary]) -> go.Figure:
-    """Draw training tokens per second over steps."""
-    return _per_run(runs, lambda run: run.tokens_per_second, "tokens/s", rangemode="tozero", tickformat="~s")
-
-
-def mfu(runs: Sequence[RunSummary]) -> go.Figure:
-    """Draw the share of the measured matmul peak that the model's FLOPs reach."""
-    return _per_run(runs, lambda run: run.mfu, "MFU (% of matmul peak)", rangemode="tozero", tickformat="~%")
-
-
-def gradient_norm(runs: Sequence[RunSummary]) -> go.Figure:
-    """Draw the norm of the gradient before clipping, over steps."""
-    return _per_run(runs, lambda run: run.grad_norm, "gradient norm", rangemode="tozero")
-
-
-def learning_rate(runs: Sequence[RunSummary]) -> go.Figure:
-    """Draw the learning rate over steps; later runs are dashed, since the rates are often the same."""
-    made = _per_run(runs, lambda run: run.lr, "learning rate", rangemode="tozero", exponentformat="power")
-    for trace in made.data[1:]:
+def speed(runs: Sequence[RunSummary]) -> list[Picture]:
+    """Draw speed, optimisation and auxiliary losses over steps, a line per run."""
+    names = dict.fromkeys(name for run in runs for name in run.auxiliary)
+    found = [
+        Picture(title, caption, _per_run(runs, pick, axis, rangemode="tozero", **options))
+        for title, caption, axis, pick, options in OVER_STEPS
+    ]
+    for trace in found[-1].figure.data[1:]:  # the learning rates of runs are often the same
         trace.line.dash = "dash"
-    return made
+    for name in names:
+        words = name.replace("_", " ")
+        made = _per_run(runs, partial(_auxiliary, name), words)
+        found.append(Picture(f"Auxiliary loss: {words}", "Before its coefficient, mean over the MoE layers.", made))
+    return found
 
 
-def auxiliary_loss(runs: Sequence[RunSummary], name: str) -> go.Figure:
-    """Draw one auxiliary loss over steps, before its coefficient."""
-    return _per_run(runs, lambda run: run.auxiliary.get(name, Series()), name.replace("_", " "))
+OVER_STEPS: tuple[tuple[str, str, str, Callable[[RunSummary], Series], dict[str, str]], ...] = (
+    ("Throughput", "Training tokens per second since the line before.", "tokens/s",
+     lambda run: run.tokens_per_second, {"tickformat": "~s"}),
+    ("MFU", "The model's FLOPs over the matmul peak measured at the start.", "MFU (% of matmul peak)",
+     lambda run: run.mfu, {"tickformat": "~%"}),
+    ("Gradient norm", "Over all parameters, before clipping.", "gradient norm", lambda run: run.grad_norm, {}),
+    ("Learning rate", "Linear warm-up, then a cosine.", "learning rate", lambda run: run.lr, {"exponentformat": "power"}),
+)  # fmt: skip
+"""Title, caption, axis, series and look of the charts about speed and optimisation; the learning rate is the last."""
+BALANCE: tuple[tuple[str, str, str, Callable[[LayerSeries], Series], dict[str, str]], ...] = (
+    ("MaxVio", "Largest load over mean load, minus 1; 0 is balance.", "MaxVio", lambda layer: layer.max_violation, {}),
+    ("Churn", "Tokens of a fixed probe batch whose experts changed in one optimizer step.", "churn (% of tokens)",
+     lambda layer: layer.churn, {"tickformat": "~%"}),
+)  # fmt: skip
+"""The same of the charts about the balance of MoE layers."""
 
 
-def mean_max_violation(runs: Sequence[RunSummary]) -> go.Figure:
-    """Draw MaxVio, mean over the MoE layers, over steps."""
-    return _per_run(
-        runs,
-        lambda run: mean_over_layers([layer.max_violation for layer in run.layers]),
-        "mean MaxVio",
-        rangemode="tozero",
-    )
+def comparison(runs: Sequence[RunSummary]) -> list[Picture]:
+    """Draw how balanced runs are over steps, the mean over their MoE layers."""
+    return [
+        Picture(title, caption, _per_run(runs, partial(_mean, pick), f"mean {axis}", rangemode="tozero", **options))
+        for title, caption, axis, pick, options in BALANCE
+    ]
 
 
-def mean_churn(runs: Sequence[RunSummary]) -> go.Figure:
-    """Draw churn, mean over the MoE layers, over steps."""
-    return _per_run(
-        runs,
-        lambda run: mean_over_layers([layer.churn for layer in run.layers]),
-        "mean churn (% of tokens)",
-        rangemode="tozero",
-        tickformat="~%",
-    )
+def balance_of_layers(run: RunSummary) -> list[Picture]:
+    """Draw how balanced a run is, a line per layer and their mean."""
+    return [
+        Picture(title, caption, _per_layer(run, pick, axis, with_mean=True, height=300, **options))
+        for title, caption, axis, pick, options in BALANCE
+    ]
 
 
-def _per_run(runs: Sequence[RunSummary], pick: Callable[[RunSummary], Series], title: str, **y_axis: str) -> go.Figure:
-    """Draw one line per run that has the number; runs keep their colours."""
-    made = figure(STEP, title, height=270, legend=len(runs) > 1, **y_axis)
-    for index, run in enumerate(runs):
-        series = pick(run)
-        if series:
-            made.add_trace(line(run.name, series.steps, series.values, run_colour(index), showlegend=True))
-    return made
+def experts_of_layers(run: RunSummary) -> list[Picture]:
+    """Draw what became of a run's experts and copies, a line per layer, in small charts."""
+    dead = max(max(layer.dead_experts.values, default=0) for layer in run.layers)
+    dropped = max(max(layer.dropped_share.values, default=0) for layer in run.layers)
+    whole = {"dtick": 1} if dead < 6 else {}
+    rows: list[tuple[str, str, str, Callable[[LayerSeries], Series], dict[str, Any]]] = [
+        ("Dead experts", "Chosen by no token since the line before.", "dead experts",
+         lambda layer: layer.dead_experts, {"range": _from_zero_to(dead or 1), "tickformat": "d", **whole}),
+        ("Dropped copies", "For lack of capacity.", "dropped (% of copies)",
+         lambda layer: layer.dropped_share, {"range": _from_zero_to(dropped or 0.01), "tickformat": "~%"}),
+        ("Load entropy", "1 is balance, 0 one expert for all.", "entropy of the load",
+         lambda layer: layer.entropy, {"rangemode": "normal"}),
+        ("Needed capacity factor", "The smallest that drops nothing.", "capacity factor",
+         lambda layer: layer.needed_capacity_factor, {"rangemode": "normal"}),
+    ]  # fmt: skip
+    return [
+        Picture(title, caption, _per_layer(run, pick, axis, **options)) for title, caption, axis, pick, options in rows
+    ]
 
 
-def _validation(name: str, x: Sequence[float], y: Sequence[float], index: int) -> go.Scatter:
-    marker = {"symbol": RUN_SYMBOLS[index % len(RUN_SYMBOLS)], "line": {"color": "#ffffff", "width": 1}}
-    return line(name, x, y, run_colour(index), width=2.2, mode="lines+markers", marker=marker, showlegend=True)
+def expert_loads(steps: Sequence[int], loads: Sequence[Sequence[float]]) -> go.Figure:
+    """Draw each expert's load over the mean load of a layer, experts by steps.
 
-
-def _loss_range(runs: Sequence[RunSummary]) -> list[float] | None:
-    """Return an axis from below the smallest loss to the largest first validation loss; None leaves it automatic."""
-    first = [run.val_loss.values[0] for run in runs if len(run.val_loss) > 2]
-    if not first:
-        return None
-    low = min(min((*run.loss.values, *run.val_loss.values)) for run in runs)
-    high = max(first) + 0.12 * (max(first) - low)
-    return [low - 0.08 * (high - low), high]
-
-
-MOST_COLUMNS = 200
-"""Columns of a heatmap; neighbouring intervals are added up beyond that."""
-LOAD_COLOURS = ((0.0, "#8c510a"), (0.25, "#d8b365"), (0.5, "#f5f5f5"), (0.75, "#67a9cf"), (1.0, "#2166ac"))
-"""Brown below the mean load, white at it, blue above: told apart without red and green."""
-
-
-def max_violation(run: RunSummary) -> go.Figure:
-    """Draw MaxVio per layer and its mean."""
-    return _per_layer(run, lambda layer: layer.max_violation, "MaxVio", with_mean=True, height=300)
-
-
-def churn(run: RunSummary) -> go.Figure:
-    """Draw the share of the probe batch's tokens whose experts changed in one optimizer step."""
-    return _per_layer(
-        run, lambda layer: layer.churn, "churn (% of tokens)", with_mean=True, height=300, tickformat="~%"
-    )
-
-
-def entropy(run: RunSummary) -> go.Figure:
-    """Draw the entropy of each layer's load."""
-    return _per_layer(run, lambda layer: layer.entropy, "entropy of the load", rangemode="normal")
-
-
-def needed_capacity_factor(run: RunSummary) -> go.Figure:
-    """Draw the smallest capacity factor that would drop nothing."""
-    return _per_layer(run, lambda layer: layer.needed_capacity_factor, "capacity factor", rangemode="normal")
-
-
-def dead_experts(run: RunSummary) -> go.Figure:
-    """Draw how many experts no token chose."""
-    most = max((max(layer.dead_experts.values, default=0) for layer in run.layers), default=0)
-    options: dict[str, Any] = {"range": _from_zero_to(most or 1), "tickformat": "d"}
-    if most < 6:
-        options["dtick"] = 1
-    return _per_layer(run, lambda layer: layer.dead_experts, "dead experts", **options)
-
-
-def dropped_share(run: RunSummary) -> go.Figure:
-    """Draw the share of copies that were dropped for lack of capacity."""
-    most = max((max(layer.dropped_share.values, default=0) for layer in run.layers), default=0)
-    return _per_layer(
-        run,
-        lambda layer: layer.dropped_share,
-        "dropped (% of copies)",
-        tickformat="~%",
-        range=_from_zero_to(most or 0.01),
-    )
-
-
-def load_heatmap(layer: LayerSeries) -> go.Figure:
-    """Draw each expert's load over the mean load, experts by steps; 1 is balance."""
-    steps, shares = load_shares(layer)
+    Args:
+        steps: at which loads were written.
+        loads: (steps, experts).
+    """
+    steps, shares = load_shares(steps, loads)
     num_experts = len(shares[0]) if shares else 0
-    made = figure(STEP, "expert", height=min(max(150 + 10 * num_experts, 240), 460))
+    return load_heatmap(steps, shares, "expert", height=min(max(150 + 10 * num_experts, 240), 460))
+
+
+def load_heatmap(
+    steps: Sequence[int], shares: Sequence[Sequence[float | None]], what: str, *, height: int
+) -> go.Figure:
+    """Draw loads over the mean load, places by steps; 1 is balance.
+
+    Args:
+        steps: of the columns.
+        shares: (steps, places); None where there was no load.
+        what: a place is, "expert" say.
+        height: of the chart, in pixels.
+    """
+    made = figure(STEP, what, height=height)
+    if not shares:
+        return made
     made.add_trace(
         go.Heatmap(
-            x=steps,
-            y=list(range(num_experts)),
-            z=[[column[expert] for column in shares] for expert in range(num_experts)],
+            x=list(steps),
+            y=list(range(len(shares[0]))),
+            z=[list(row) for row in zip(*shares)],
             zmin=0,
             zmax=2,
             colorscale=[list(stop) for stop in LOAD_COLOURS],
-            hovertemplate="step %{x}<br>expert %{y}<br>%{z:.2f} of the mean load<extra></extra>",
+            hovertemplate=f"step %{{x}}<br>{what} %{{y}}<br>%{{z:.2f}} of the mean load<extra></extra>",
             colorbar={
                 "title": {"text": "load / mean", "side": "right", "font": {"size": 12}},
                 "tickvals": [0, 0.5, 1, 1.5, 2],
@@ -207,22 +190,24 @@ def load_heatmap(layer: LayerSeries) -> go.Figure:
     return made
 
 
-def load_shares(layer: LayerSeries, most_columns: int = MOST_COLUMNS) -> tuple[list[int], list[list[float | None]]]:
+def load_shares(
+    steps: Sequence[int], loads: Sequence[Sequence[float]], most_columns: int = MOST_COLUMNS
+) -> tuple[list[int], list[list[float | None]]]:
     """Return steps and, per step, each expert's load over the mean; None where there was no load at all.
 
     Args:
-        layer: the layer.
+        steps, loads: as for `expert_loads`.
         most_columns: how many steps to return at most; the loads of neighbours are added up.
     """
-    group = -(-len(layer.loads) // most_columns) or 1
-    steps: list[int] = []
+    group = -(-len(loads) // most_columns) or 1
+    ends: list[int] = []
     shares: list[list[float | None]] = []
-    for first in range(0, len(layer.loads), group):
-        load = [sum(column) for column in zip(*layer.loads[first : first + group])]
+    for first in range(0, len(loads), group):
+        load = [sum(column) for column in zip(*loads[first : first + group])]
         mean = sum(load) / len(load)
-        steps.append(layer.load_steps[min(first + group, len(layer.loads)) - 1])
+        ends.append(steps[min(first + group, len(loads)) - 1])
         shares.append([round(count / mean, 3) if mean else None for count in load])
-    return steps, shares
+    return ends, shares
 
 
 def legend(run: RunSummary) -> Legend:
@@ -276,3 +261,36 @@ def _per_layer(
         made.update_xaxes(nticks=5)
         made.update_yaxes(nticks=5)
     return made
+
+
+def _auxiliary(name: str, run: RunSummary) -> Series:
+    return run.auxiliary.get(name, Series())
+
+
+def _mean(pick: Callable[[LayerSeries], Series], run: RunSummary) -> Series:
+    return mean_over_layers([pick(layer) for layer in run.layers])
+
+
+def _per_run(runs: Sequence[RunSummary], pick: Callable[[RunSummary], Series], title: str, **y_axis: str) -> go.Figure:
+    """Draw one line per run that has the number; runs keep their colours."""
+    made = figure(STEP, title, height=270, legend=len(runs) > 1, **y_axis)
+    for index, run in enumerate(runs):
+        series = pick(run)
+        if series:
+            made.add_trace(line(run.name, series.steps, series.values, run_colour(index), showlegend=True))
+    return made
+
+
+def _validation(name: str, x: Sequence[float], y: Sequence[float], index: int) -> go.Scatter:
+    marker = {"symbol": RUN_SYMBOLS[index % len(RUN_SYMBOLS)], "line": {"color": "#ffffff", "width": 1}}
+    return line(name, x, y, run_colour(index), width=2.2, mode="lines+markers", marker=marker, showlegend=True)
+
+
+def _loss_range(runs: Sequence[RunSummary]) -> list[float] | None:
+    """Return an axis from below the smallest loss to the largest first validation loss; None leaves it automatic."""
+    first = [run.val_loss.values[0] for run in runs if len(run.val_loss) > 2]
+    if not first:
+        return None
+    low = min(min((*run.loss.values, *run.val_loss.values)) for run in runs)
+    high = max(first) + 0.12 * (max(first) - low)
+    return [low - 0.08 * (high - low), high]

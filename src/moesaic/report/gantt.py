@@ -10,8 +10,7 @@ import plotly.graph_objects as go
 
 from moesaic.errors import InputError
 from moesaic.program.timeline import LANES, Span, Timeline
-from moesaic.report.style import figure, rounded, run_colour
-from moesaic.report.template import Drawn, Picture, page_text, write_text
+from moesaic.report.style import Drawn, Picture, figure, page_text, rounded, run_colour, write_text
 
 WHOLE = "#9aa1ac"
 """Colour of tasks that work on no chunk, or on several."""

@@ -19,8 +19,7 @@ from moesaic.plan.search import Found, Result
 from moesaic.program.timeline import Timeline
 from moesaic.report.gantt import gantt, in_words, unit_of
 from moesaic.report.step_gantt import bars_of, step_gantt
-from moesaic.report.style import INK, figure, line, rounded, run_colour
-from moesaic.report.template import Drawn, Picture, page_text, write_text
+from moesaic.report.style import INK, Drawn, Picture, figure, line, page_text, rounded, run_colour, write_text
 
 
 def write_plan_page(
@@ -76,13 +75,7 @@ def write_plan_page(
 
 
 def stacked(bars: Mapping[str, Mapping[str, float]], unit: str, *, limit: float | None = None) -> go.Figure:
-    """Draw bars of parts that add up.
-
-    Args:
-        bars: by name, the first on top, its parts.
-        unit: of the parts.
-        limit: where a line stands; None for none.
-    """
+    """Draw bars of parts that add up."""
     made = figure(unit, "", height=140 + 34 * len(bars), legend=True)
     for number, part in enumerate(dict.fromkeys(part for parts in bars.values() for part in parts)):
         values = [rounded(parts.get(part, 0.0)) for parts in bars.values()]

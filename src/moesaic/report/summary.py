@@ -32,11 +32,7 @@ so many times what others wait."""
 
 
 def stragglers(lines: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a phrase for each slow rank and each slow link.
-
-    Args:
-        lines: of a run's training metrics.
-    """
+    """Return a phrase for each slow rank and each slow link."""
     found = [line["ranks"] for line in lines if _is_sound(line.get("ranks"))]
     found = [each for each in found if len(each["compute"]) == len(found[-1]["compute"])][-LINES:]
     if not found or len(found[0]["compute"]) < 2:
@@ -293,6 +289,9 @@ def telling_damage(folder: Path) -> Iterator[None]:
 def _summary(folder: Path, name: str, config: dict[str, Any], lines: list[dict[str, Any]]) -> RunSummary:
     train = [line for line in lines if line["kind"] == "train"]
     evals = [line for line in lines if line["kind"] == "eval"]
+    numbers = {name: None for line in train for name, value in line.items() if _is_number(value)}
+    with_layers = [line for line in train if line.get("layers")]
+    num_layers = max((len(line["layers"]) for line in with_layers), default=0)
     return RunSummary(
         name=name,
         folder=folder,
@@ -307,8 +306,8 @@ def _summary(folder: Path, name: str, config: dict[str, Any], lines: list[dict[s
         val_loss=_series(evals, "val_loss"),
         val_nats_per_byte=_series(evals, "val_nats_per_byte"),
         val_seconds=_series(evals, "seconds"),
-        auxiliary=_auxiliary(train),
-        layers=_layers(train),
+        auxiliary={name: _series(train, name) for name in numbers if name not in _TRAIN_KEYS},
+        layers=tuple(_layer(train, with_layers, index) for index in range(num_layers)),
         stragglers=tuple(stragglers(train)),
     )
 
@@ -332,17 +331,6 @@ def _is_number(value: Any) -> bool:
 def _series(lines: Sequence[dict[str, Any]], key: str) -> Series:
     found = [(line["step"], float(line[key])) for line in lines if _is_number(line.get(key))]
     return Series(tuple(step for step, _ in found), tuple(value for _, value in found))
-
-
-def _auxiliary(train: Sequence[dict[str, Any]]) -> dict[str, Series]:
-    names = {name: None for line in train for name, value in line.items() if _is_number(value)}
-    return {name: _series(train, name) for name in names if name not in _TRAIN_KEYS}
-
-
-def _layers(train: Sequence[dict[str, Any]]) -> tuple[LayerSeries, ...]:
-    with_layers = [line for line in train if line.get("layers")]
-    num_layers = max((len(line["layers"]) for line in with_layers), default=0)
-    return tuple(_layer(train, with_layers, index) for index in range(num_layers))
 
 
 def _layer(train: Sequence[dict[str, Any]], with_layers: Sequence[dict[str, Any]], index: int) -> LayerSeries:

@@ -103,7 +103,8 @@ def _quality(runs: Sequence[RunSummary]) -> str:
     if ranked:
         loss, best = ranked[0]
         others = [
-            f"{other - loss:.3f} below {rival.name} ({other:.3f}{_steps_unless(best.steps, rival.steps)})"
+            f"{other - loss:.3f} below {rival.name} ({other:.3f}"
+            + (")" if rival.steps == best.steps else f" after {rival.steps:,} steps)")
             for other, rival in ranked[1:]
         ]
         behind = f", {_listed(others)}" if others else ""
@@ -115,10 +116,6 @@ def _quality(runs: Sequence[RunSummary]) -> str:
                 f"{run.name} has no evaluation yet: its training loss is {loss_now} nats/token after {run.steps:,} steps."
             )
     return " ".join(sentences)
-
-
-def _steps_unless(same: int, steps: int) -> str:
-    return "" if steps == same else f" after {steps:,} steps"
 
 
 def _speed(runs: Sequence[RunSummary]) -> str:

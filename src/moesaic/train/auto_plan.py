@@ -54,10 +54,6 @@ def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: Non
     A search is made for `search`, and for `auto` where the configured mesh does not fit the ranks that there are. One rank that
     is left of several trains without a mesh.
 
-    Args:
-        config: of the run.
-        say: is given a line about what was found.
-
     Raises:
         InputError: for a file that holds none, for fields of `mesh` and `plan` that say something else, where no mesh fits the
             ranks, and for a cluster that they do not fit.
@@ -204,7 +200,10 @@ class AutoPlanner:
         self._steps = 0
         self._compiled: dict[tuple[int, bool], Compiled] = {}
         self._told = 0
-        self._load = _even_load(run.config)
+        model, moe = run.config.model, run.config.model.moe
+        self._load = (
+            run.config.batch_size * model.seq_len * moe.top_k / moe.num_experts
+        )  # of an expert, under even routing
         mesh = run.ranks.mesh
         self._durations = None if mesh is None else known_durations(run.config, mesh.grid)
         self.table = None if candidates is None else self._make_table(candidates)
@@ -241,11 +240,7 @@ class AutoPlanner:
             self._load = float(busiest) / self._run.config.accumulation
 
     def after_step(self, seconds: float) -> None:
-        """Take down how long the step took on the slowest rank.
-
-        Args:
-            seconds: on this rank.
-        """
+        """Take down how long the step took on the slowest rank."""
         self.decisions.took(seconds)
         if self.table is not None:
             told = self._ranks.largest(torch.tensor([seconds, self._load], dtype=torch.float64))
@@ -271,9 +266,8 @@ class AutoPlanner:
         if self.table is None or self.table.running is None:
             return
         running = self.table.plans[self.table.running]
-        slowest = {
-            kind: min(times) for kind, times in self._times.items()
-        }  # plans are searched on nodes that are alike
+        # Plans are searched on nodes that are alike.
+        slowest = {kind: min(times) for kind, times in self._times.items()}
         found = _searched(self._run.config, self._ranks, running, slowest)
         self.table, self._told = self._made_table(found), 0
         self._compiled.clear()
@@ -367,12 +361,6 @@ class AutoPlanner:
                 self.table.plans[number], mesh.grid, bias=key[1], durations=self._durations, host_runs_compute=on_cpu
             )
         return self._compiled[key]
-
-
-def _even_load(config: TrainConfig) -> float:
-    """Return the copies that each expert gets under even routing."""
-    moe = config.model.moe
-    return config.batch_size * config.model.seq_len * moe.top_k / moe.num_experts
 
 
 def _check(config: TrainConfig, ranks: Ranks) -> None:

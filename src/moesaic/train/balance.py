@@ -65,10 +65,6 @@ def known_durations(config: TrainConfig, grid: Grid) -> Durations | None:
 def make_arbiter(config: TrainConfig, compiled: Compiled) -> Arbiter | None:
     """Return the arbiter of a run's layers, with the rates of the cluster that `planner` names, if any.
 
-    Args:
-        config: of the run, its precision resolved.
-        compiled: the plan of the layers.
-
     Raises:
         InputError: if the cluster does not fit the run.
     """
@@ -84,13 +80,7 @@ def make_arbiter(config: TrainConfig, compiled: Compiled) -> Arbiter | None:
 
 
 def hold_to_budget(model: nn.Module, plan: Plan, device: torch.device) -> None:
-    """Let the MoE layers of a run on one process run in slices where the plan has a memory budget.
-
-    Args:
-        model: on its device.
-        plan: of the run; without ranks to spread over, nothing else of it matters.
-        device: of the model.
-    """
+    """Let the MoE layers of a run on one process run in slices where the plan has a memory budget."""
     if plan.memory_budget is None:
         return
     for module in model.modules():
@@ -115,23 +105,14 @@ def make_model(config: TrainConfig, vocab_size: int) -> GPT:
 
 
 def place_samples(model: GPT, mesh: Mesh, config: TrainConfig) -> None:
-    """Let a model's samples move between its MoE layers in training, as `balance.samples` says.
-
-    Args:
-        model: what `make_model` returned, on the mesh already.
-        mesh: of its layers.
-        config: of the run.
-    """
+    """Let a model's samples move between its MoE layers in training, as `balance.samples` says."""
     if isinstance(model, MovingGPT):
-        model.relocator = WatchedRelocator(mesh, _placer(config, mesh.grid))
+        options = PlacerOptions(machine=_machine(config, mesh.grid))
+        model.relocator = WatchedRelocator(mesh, SAMPLE_PLACERS[config.balance.samples](options))
 
 
 class WatchedRelocator(Relocator):
-    """Remembers the forward passes that it was asked for, until somebody takes them.
-
-    Args:
-        mesh, placer: as for `Relocator`.
-    """
+    """Remembers the forward passes that it was asked for, until somebody takes them."""
 
     def __init__(self, mesh: Mesh, placer: AbstractPlacer) -> None:
         super().__init__(mesh, placer)
@@ -146,13 +127,6 @@ class WatchedRelocator(Relocator):
 
 class ExpertMover:
     """Moves a run's experts between its steps; all ranks make it and call it together.
-
-    Args:
-        config: of the run.
-        model: of the run, on the mesh already.
-        mesh: of its layers; None for one process.
-        optimizer: of its parameters.
-        element_bytes: of activations.
 
     Raises:
         InputError: on every rank, for a model or mesh whose experts cannot move, or a cluster that is not the run's.
@@ -209,12 +183,7 @@ class ExpertMover:
 
 
 class DecisionMeter:
-    """Adds up what the layers' arbiters decided in training steps, and where their samples went.
-
-    Args:
-        model: of the run.
-        element_bytes: of what crosses links.
-    """
+    """Adds up what the layers' arbiters decided in training steps, and where their samples went."""
 
     def __init__(self, model: nn.Module, element_bytes: int) -> None:
         self._model, self._element_bytes = model, element_bytes
@@ -265,14 +234,9 @@ def summary(decisions: Sequence[CallDecision]) -> dict[str, Any]:
     if not decisions:
         return {}
     alone, decided = (np.array([decision.rows[side] for decision in decisions]).mean(0).tolist() for side in (0, 1))
-    mean: dict[str, list[float]] = {
-        "copies_replicated": [decision.copies_replicated for decision in decisions],
-        "token_bytes_alone": [decision.token_bytes[0] for decision in decisions],
-        "token_bytes": [decision.token_bytes[1] for decision in decisions],
-        "weight_bytes": [decision.weight_bytes for decision in decisions],
-        "decision_seconds": [decision.decision_seconds for decision in decisions],
-        "weighing_seconds": [decision.weighing_seconds for decision in decisions],
-    }
+    averaged = ("copies_replicated", "weight_bytes", "decision_seconds", "weighing_seconds")
+    mean: dict[str, Sequence[float]] = {name: [getattr(decision, name) for decision in decisions] for name in averaged}
+    mean["token_bytes_alone"], mean["token_bytes"] = zip(*(decision.token_bytes for decision in decisions))
     return {
         "options": dict(Counter(decision.option for decision in decisions)),
         "trials": sum(decision.is_trial for decision in decisions),
@@ -305,17 +269,8 @@ def _of_moves(moves: Sequence[dict[str, float]], row_bytes: int) -> dict[str, fl
     }
 
 
-def _placer(config: TrainConfig, grid: Grid) -> AbstractPlacer:
-    return SAMPLE_PLACERS[config.balance.samples](PlacerOptions(machine=_machine(config, grid)))
-
-
 def rates_of(config: TrainConfig, grid: Grid, element_bytes: int) -> ExpertRates:
     """Return what rows cost in a run: by the cluster that `planner` names, else by the usual `Machine`.
-
-    Args:
-        config: of the run.
-        grid: of its mesh.
-        element_bytes: of activations.
 
     Raises:
         InputError: if the cluster does not fit the run.

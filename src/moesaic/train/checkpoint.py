@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moesaic.configfile import override
 from moesaic.errors import InputError
-from moesaic.models.config import ModelConfig, model_of_today
+from moesaic.models.config import ModelConfig
 from moesaic.plan.model_shape import ROTARY
 from moesaic.routing.routers import ON_MESH, ROUTERS, options_of
 from moesaic.train.distributed_checkpoint import SHARDS, read_whole, restore, stage, write_shards
@@ -42,8 +42,7 @@ from moesaic.train.pipeline import PipelinedGPT
 from moesaic.train.ranks import Ranks
 
 FORMAT = 3
-"""Version of the layout; a reader refuses newer ones. Up to 1, queries, keys and values were one flat matrix; up to 2, the
-checksums stood in `state.json`, which itself had none."""
+"""Version of the layout; a reader refuses others."""
 STATE, SUMS = "state.json", "SHA256SUMS"
 """The files of a checkpoint's description and of its checksums."""
 CONFIG, TOKENIZER, PLAN_TABLE = "config.json", "tokenizer.json", "plan-table.json"
@@ -82,8 +81,6 @@ class Saving:
     Args:
         target: its name once it is whole.
         texts: its description and the copies of the run's files, by name.
-        keep_last: checkpoints to keep.
-        ranks: that write it.
         write: writes this rank's tensors below a folder, and returns the checksums of files.
         background: have a thread write, and return at once.
     """
@@ -158,14 +155,9 @@ def save_checkpoint(
     Later ones, damaged and passed over when the run was taken up, go too: they belong to a course that is given up.
 
     Args:
-        folder: the run's `checkpoints` folder.
-        step: optimizer steps taken.
         model: its parameters and persistent buffers are saved.
-        model_config: its architecture.
-        vocab_size: its vocabulary.
         optimizer: its state is saved by parameter name.
         extra: JSON data to hand back on loading; the first rank's is kept.
-        keep_last: checkpoints to keep.
         files: copies of the run's own files, text by name; the first rank's are written.
         ranks: that share the model and all call this; None for one process.
         background: copy the tensors and have a thread write them. Of several ranks: the name of a process group of their own,
@@ -245,21 +237,17 @@ def _refusing(target: Path, aside: Path, ranks: Ranks) -> Iterator[None]:
             yield
         except (OSError, SafetensorError, CheckpointException) as error:
             remove_checkpoint(aside)
-            who, cause = _cause(error)
+            who = ""
+            cause: BaseException = error
+            if isinstance(error, CheckpointException) and error.failures:
+                rank, (cause, _) = min(error.failures.items())
+                who = f"by rank {rank}: "
             full = getattr(cause, "errno", None) == errno.ENOSPC or "No space left" in str(cause)
             text = " ".join(str(cause).split())
             reason = f"{who}the disk is full: free space" if full else f"{who}{text:.300}: check the folder"
             raise InputError(
                 f"checkpoint {target} could not be written, {reason}; earlier checkpoints are intact"
             ) from error
-
-
-def _cause(error: BaseException) -> tuple[str, BaseException]:
-    """Return who could not write, as the start of a phrase, and why; of several ranks the lowest."""
-    if not isinstance(error, CheckpointException) or not error.failures:
-        return "", error
-    rank, (cause, _) = min(error.failures.items())
-    return f"by rank {rank}: ", cause
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -283,7 +271,6 @@ def load_checkpoint(folder: Path, warn: Callable[[str], None], *, with_tensors: 
     """Load the newest whole checkpoint, written by however many ranks.
 
     Args:
-        folder: the run's `checkpoints` folder.
         warn: is given one line for each damaged checkpoint that is passed over.
         with_tensors: also load its whole tensors; the checksums are compared in any case.
 
@@ -309,15 +296,10 @@ def load_checkpoint(folder: Path, warn: Callable[[str], None], *, with_tensors: 
 
 
 def find_copy(folder: Path, name: str) -> Path | None:
-    """Return the newest copy of a file of a run that a checkpoint holds and whose checksum there is right; None for none.
-
-    Args:
-        folder: the run's `checkpoints` folder.
-        name: of the file.
-    """
+    """Return the newest copy of a file of a run that a checkpoint holds and whose checksum there is right; None for none."""
     for path in reversed(list_checkpoints(folder)):
         with suppress(OSError, ValueError):
-            if checksum(path / name) == (_listed_sums(path) or {}).get(name):
+            if checksum(path / name) == _listed_sums(path).get(name):
                 return path / name
     return None
 
@@ -455,10 +437,10 @@ def _read(path: Path, with_tensors: bool) -> Checkpoint:
         state = _checked_state(path)
         return Checkpoint(
             step=state["step"],
-            model_config=override(ModelConfig(), model_of_today(state["model_config"]), source=str(path / STATE)),
+            model_config=override(ModelConfig(), state["model_config"], source=str(path / STATE)),
             vocab_size=state["vocab_size"],
-            model=_whole(path, "model", state["format"]) if with_tensors else {},
-            optimizer=_whole(path, "optimizer", state["format"]) if with_tensors else {},
+            model=_whole(path, "model") if with_tensors else {},
+            optimizer=_whole(path, "optimizer") if with_tensors else {},
             extra=state["extra"],
             folder=path,
         )
@@ -474,20 +456,14 @@ def _checked_state(path: Path) -> dict[str, Any]:
     """Return a checkpoint's description, after every file has proven to be as it was written.
 
     Raises:
-        InputError: for a format that a newer version wrote.
+        InputError: for a format of another version.
         _DamagedError, OSError, ValueError, KeyError, TypeError: for a checkpoint that is not whole.
     """
-    sums = _listed_sums(path)
-    if sums is not None:
-        _compare(path, sums)
+    _compare(path, _listed_sums(path))
     state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
-    if sums is None:
-        if state["format"] > 2:
-            raise _DamagedError(f"{SUMS} is missing")
-        _compare(path, state["sha256"] | {STATE: checksum(path / STATE)})
-    if state["format"] > FORMAT:
+    if state["format"] != FORMAT:
         raise InputError(
-            f"checkpoint {path} has format {state['format']}, this Moesaic reads up to {FORMAT}: upgrade it"
+            f"checkpoint {path} has format {state['format']}, this Moesaic reads {FORMAT}: use the version that wrote it"
         )
     if type(state["step"]) is not int or state["step"] != _step_of(path):
         raise _DamagedError(f"{STATE} is of step {state['step']}")
@@ -496,13 +472,9 @@ def _checked_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def _listed_sums(path: Path) -> dict[str, str] | None:
-    """Return the checksums beside a checkpoint's files, by path; None for none, as up to format 2."""
-    try:
-        text = (path / SUMS).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    rows = [line.partition("  ") for line in text.splitlines()]
+def _listed_sums(path: Path) -> dict[str, str]:
+    """Return the checksums beside a checkpoint's files, by path."""
+    rows = [line.partition("  ") for line in (path / SUMS).read_text(encoding="utf-8").splitlines()]
     return {name: value for value, _, name in rows}
 
 
@@ -517,13 +489,9 @@ def _compare(path: Path, sums: dict[str, str]) -> None:
             raise _DamagedError(f"{name} has no checksum")
 
 
-def _whole(path: Path, part: str, version: int) -> dict[str, Tensor]:
-    """Return the whole tensors of a part of a checkpoint, as this version shapes them."""
+def _whole(path: Path, part: str) -> dict[str, Tensor]:
+    """Return the whole tensors of a part of a checkpoint."""
     if (path / SHARDS).exists():
         return read_whole(path, f"{part}.")
     tensors: dict[str, Tensor] = load_file(path / f"{part}.safetensors")
-    if version == 1:
-        for name, tensor in tensors.items():
-            if ".attention.qkv.weight" in name and tensor.dim() == 2:
-                tensors[name] = tensor.unflatten(0, (3, -1))
     return tensors

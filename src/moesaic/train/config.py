@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from moesaic.balance.policies import EXPERT_PLACERS, SAMPLE_PLACERS
 from moesaic.balance.replication import NO_REPLICATION
 from moesaic.comm import TransportName
-from moesaic.configfile import refuse_renamed
+from moesaic.configfile import read_number
 from moesaic.errors import InputError
-from moesaic.models.config import ModelConfig, model_of_today
-from moesaic.plan.model_shape import RENAMED_SHAPE
+from moesaic.models.config import ModelConfig
 from moesaic.plan.plan import Plan, StaticPlan, check_replication
 
 UNMOVED = "none"
@@ -81,7 +80,7 @@ class DataConfig:
     @property
     def val_share(self) -> float:
         """Share of the data that is set aside; not a number where `val` says none."""
-        return _number(self.val[0].removeprefix(SHARE)) if len(self.val) == 1 and not self.val_path else math.nan
+        return read_number(self.val[0].removeprefix(SHARE)) if len(self.val) == 1 and not self.val_path else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +136,7 @@ class OptimizerConfig:
     def final_share(self) -> float:
         """Learning rate at the last step over the peak."""
         shares = [word for word in self.schedule.split(":")[1:] if not word.startswith(WARMUP)]
-        return _number(shares[0]) if shares else 0.1
+        return read_number(shares[0]) if shares else 0.1
 
     @property
     def warmup_steps(self) -> int:
@@ -148,7 +147,7 @@ class OptimizerConfig:
     def rate_of(self, what: str) -> float:
         """Return the learning rate of the experts, or of the routers, over `lr`."""
         said = [each.partition(":")[2] for each in self.rates if each.partition(":")[0] == what]
-        return _number(said[0]) if said else 1.0
+        return read_number(said[0]) if said else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,129 +322,6 @@ class BalanceConfig:
     def moves_experts(self) -> bool:
         """Whether experts move between steps."""
         return self.expert_policy != UNMOVED
-
-
-RENAMED = {
-    "tensorboard": "trackers, to which tensorboard belongs by default",
-    "wandb": "trackers, as wandb:PROJECT",
-    "start_patience": "the first number of patience, as --patience 300 600",
-    "eval_every": "evaluate, with eval_sequences: --evaluate 100 128",
-    "eval_sequences": "the second number of evaluate, as --evaluate 100 128",
-    "save_every": "save, as --save 250",
-    "keep_last": "save, as --save 250:keep=2",
-    "save_in_background": "save, as --save 250:background",
-    "data.val_path": "data.val",
-    "data.val_share": "data.val, as share:0.05",
-    "optimizer.expert_rate": "optimizer.rates, as experts:0.5",
-    "optimizer.router_rate": "optimizer.rates, as routers:0",
-    "mesh.vpp": "the second number of mesh.pp, as --mesh.pp 4 2",
-    "optimizer.warmup_steps": "optimizer.schedule, as cosine:0.1:warmup=500",
-    "record_routing": "routing, as record:tokens",
-    "replay_routing": "routing, as replay:FILE",
-    "numbers.most_skipped": "the first of numbers, as --numbers 3 warn",
-    "numbers.spikes": "the second of numbers, as --numbers 3 rollback",
-    "threads": "device, as cpu:2",
-    "optimizer.final_share": "optimizer.schedule, as cosine:0.1",
-    "balance.experts_every": "balance.experts, as balanced:50",
-    "balance.learn": "balance.replication, as arbiter:counts where it was false",
-    **RENAMED_SHAPE,
-    "model.moe.router_options": "model.moe.router, as sigmoid:bias_rate=0.01",
-    "data.bin_dtype": "the dtype in the .json file beside a .bin file, where vocab_size does not tell it",
-    "planner.profile": "planner.cluster, which takes a profile too",
-    "model.moe.capacity_factor": "model.moe.capacity, as fixed:1.25",
-    "model.moe.capacity_scope": "model.moe.capacity, as fixed:1.25:rank",
-    "model.moe.admit_by": "model.moe.capacity, as fixed:1.25:score",
-    "model.moe.balance_loss": "model.moe.losses, as load_balance",
-    "model.moe.balance_level": "model.moe.losses, as load_balance, load_balance_sequence or load_balance_global_batch",
-    "model.moe.importance_loss": "model.moe.losses, as importance",
-    "model.moe.z_loss": "model.moe.losses, as z_loss",
-}
-"""Fields of earlier versions, and what stands for them now."""
-
-
-def of_today(table: dict[str, Any], source: str) -> dict[str, Any]:
-    """Return a table of `TrainConfig`'s fields under this version's names, as far as one stands for the other.
-
-    Args:
-        table: as a file has it.
-        source: where it comes from, for messages.
-
-    Raises:
-        InputError: for another field of an earlier version, in a line that says what stands for it.
-    """
-    sections = ("model", "data", "optimizer", "planner", "balance", "mesh")
-    if not all(isinstance(table.get(name, {}), dict) for name in sections):
-        return table
-    found = table | {name: dict(table[name]) for name in sections if name in table}
-    if "tensorboard" in found or "wandb" in found:
-        is_on, project = found.pop("tensorboard", True), found.pop("wandb", "")
-        found["trackers"] = [TENSORBOARD] * bool(is_on) + [f"{WANDB}:{project}"] * bool(project)
-    if "model" in found:
-        found["model"] = model_of_today(found["model"])
-    data, planner = found.get("data", {}), found.get("planner", {})
-    _pairs_of_today(found)
-    _choices_of_today(data, found.get("optimizer", {}), found.get("balance", {}))
-    if data.get("bin_dtype") == ("uint32" if data.get("vocab_size", 0) > 1 << 16 else "uint16"):
-        del data["bin_dtype"]
-    profile = planner.pop("profile", "")
-    if profile:
-        planner["cluster"] = profile
-    refuse_renamed(found, RENAMED, source)
-    return found
-
-
-def _pairs_of_today(found: dict[str, Any]) -> None:
-    """Write together what an earlier version had in several fields at the top, where all that matters is there."""
-    if isinstance(found.get("patience"), int | float):
-        found["patience"] = [found.pop("start_patience", START_PATIENCE), found["patience"]]
-    if {"eval_every", "eval_sequences"} <= found.keys():
-        found["evaluate"] = [found.pop("eval_every"), found.pop("eval_sequences")]
-    numbers, mesh = found.get("numbers"), found.get("mesh", {})
-    if isinstance(numbers, dict) and numbers.keys() == {"most_skipped", "spikes"}:
-        found["numbers"] = [numbers["most_skipped"], numbers["spikes"]]
-    if isinstance(mesh.get("pp"), int):
-        parts = mesh.pop("vpp", 1)
-        mesh["pp"] = [mesh["pp"]] + [parts] * (parts > 1)
-    if "device" in found and "threads" in found:
-        threads = found.pop("threads")
-        if threads is not None and found["device"] in ("auto", "cpu"):  # beside a GPU torch's choice serves
-            found["device"] += f":{threads}"
-    if {"record_routing", "replay_routing"} & found.keys():
-        kept, told = found.pop("record_routing", "none"), found.pop("replay_routing", None)
-        found["routing"] = [f"record:{kept}"] * (kept != "none") + [f"{REPLAY}{told}"] * (told is not None)
-    if "save_every" in found:
-        keep, background = found.pop("keep_last", KEPT), found.pop("save_in_background", False)
-        found["save"] = (
-            f"{found.pop('save_every')}" + f":keep={keep}" * (keep != KEPT) + ":background" * bool(background)
-        )
-
-
-def _choices_of_today(data: dict[str, Any], optimizer: dict[str, Any], balance: dict[str, Any]) -> None:
-    """Write choices with their options where an earlier version had fields of their own for these."""
-    share, files = data.pop("val_share", None), data.pop("val_path", None)
-    if share is not None or files is not None:
-        data["val"] = files or [f"{SHARE}{0.05 if share is None else share}"]
-    rates = {what: optimizer.pop(f"{what[:-1]}_rate", 1.0) for what in ("experts", "routers")}
-    if any(rate != 1 for rate in rates.values()):
-        optimizer["rates"] = [f"{what}:{rate}" for what, rate in rates.items() if rate != 1]
-    if {"schedule", "final_share"} <= optimizer.keys():
-        optimizer["schedule"] = f"{optimizer['schedule']}:{optimizer.pop('final_share')}"
-    if {"schedule", "warmup_steps"} <= optimizer.keys():
-        steps = optimizer.pop("warmup_steps")
-        optimizer["schedule"] += f":{WARMUP}{steps}" * (steps != WARMUP_STEPS)
-    if {"experts", "experts_every"} <= balance.keys():
-        every = balance.pop("experts_every")
-        balance["experts"] += f":{every}" * (balance["experts"] != UNMOVED and every != EXPERTS_EVERY)
-    if {"replication", "learn"} <= balance.keys():
-        balance["replication"] += f":{BY_COUNTS}" * (not balance.pop("learn") and balance["replication"] == LEARNING)
-
-
-def _number(text: str) -> float:
-    """Return the number that a text says; not a number where it says none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 @dataclass(frozen=True, kw_only=True)

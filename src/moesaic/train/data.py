@@ -61,7 +61,6 @@ def load_corpus(config: DataConfig, tokenizer_file: Path | None = None) -> Corpu
     """Find, read, split and tokenize the data.
 
     Args:
-        config: what to read.
         tokenizer_file: a saved BPE to use; None trains one where the config asks for it.
 
     Raises:
@@ -133,7 +132,9 @@ def find_files(patterns: tuple[str, ...], where: str) -> list[Path]:
 
 def _inside(folder: Path, where: str) -> list[Path]:
     """Return the files of a folder that hold data; of what `datasets.save_to_disk` wrote, the tables."""
-    inside = [p for p in folder.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(folder))]
+    inside = [
+        p for p in folder.rglob("*") if p.is_file() and not any(n.startswith(".") for n in p.relative_to(folder).parts)
+    ]
     for path in inside:
         splits = sorted(p.parent for p in path.parent.glob("*/dataset_info.json"))
         if path.name == "dataset_dict.json" and len(splits) > 1:
@@ -148,15 +149,10 @@ def _inside(folder: Path, where: str) -> list[Path]:
     return [p for p in inside if p.suffix == ".bin" or not is_left_out(p)]
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
 def split_by_name(files: list[Path], share: float, root: Path | None) -> tuple[list[Path], list[Path]]:
     """Set files aside for validation by a hash of their names, so that adding files never moves others across.
 
     Args:
-        files: all files.
         share: of the files that go to validation, on average; of two or more at least one goes.
         root: names are taken relative to it; None takes the last two parts of each path.
 
@@ -166,13 +162,18 @@ def split_by_name(files: list[Path], share: float, root: Path | None) -> tuple[l
 
     def draw(path: Path) -> float:
         name = path.relative_to(root).as_posix() if root else "/".join(path.parts[-2:])
-        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+        return draw_of(name.encode())
 
     val = [path for path in files if draw(path) < share]
     if not val and len(files) > 1:
         val = [min(files, key=draw)]
     chosen = set(val)
     return [path for path in files if path not in chosen], val
+
+
+def draw_of(data: bytes) -> float:
+    """Return a number from 0 to 1 that bytes decide by their hash."""
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "big") / 2**64
 
 
 def fingerprint(tokens: np.ndarray) -> str:
@@ -197,11 +198,8 @@ class Batches:
 
     Args:
         tokens: (tokens,) the data.
-        seq_len: tokens per sequence.
-        batch_size: sequences per micro-batch.
         seed: of the order.
         part: (index, count): of each micro-batch only the index-th of count equal parts is given.
-        name: of the data, for messages.
         mask: as for `as_batch`; each epoch hides other tokens.
 
     Raises:
@@ -215,7 +213,6 @@ class Batches:
         batch_size: int,
         seed: int,
         part: tuple[int, int] = (0, 1),
-        name: str = "training data",
         mask: int | None = None,
     ) -> None:
         if batch_size % part[1]:
@@ -228,7 +225,7 @@ class Batches:
         self.num_windows = (len(tokens) - 1) // seq_len
         if self.num_windows < 1:
             raise InputError(
-                f"{name}: {len(tokens)} tokens are fewer than model.seq_len + 1 = {seq_len + 1}: "
+                f"training data: {len(tokens)} tokens are fewer than model.seq_len + 1 = {seq_len + 1}: "
                 "give more data or a smaller model.seq_len"
             )
         self._epoch = -1
@@ -260,15 +257,17 @@ def even_windows(tokens: np.ndarray, seq_len: int, count: int) -> list[int]:
     return sorted(set(np.linspace(0, available - 1, min(count, available)).astype(int).tolist()))
 
 
+def share(windows: list[int], index: int, count: int) -> list[int]:
+    """Return the index-th of `count` consecutive parts of a list, as equal as can be; some are empty in a short list."""
+    return windows[len(windows) * index // count : len(windows) * (index + 1) // count]
+
+
 def as_batch(
     tokens: np.ndarray, windows: list[int], seq_len: int, mask: int | None = None, seeds: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return windows of the data as tokens and what to find, (len(windows), seq_len) int64 each.
 
     Args:
-        tokens: (tokens,) the data.
-        windows: which sequences of it.
-        seq_len: tokens of a sequence.
         mask: None: the next tokens are to find. The id that hides a token: those are to find, -1 stands elsewhere.
         seeds: of what each window hides; None for their numbers.
     """
@@ -333,14 +332,9 @@ def _load_bin(config: DataConfig, files: list[Path], val_files: list[Path], toke
 
 def _bin_dtype(path: Path, config: DataConfig) -> np.dtype[Any]:
     """Return the type of a file's integers: what the description beside it says, else what the vocabulary needs."""
-    beside = path.with_suffix(".json")
-    name = (
-        read_table(beside).get("dtype", "")
-        if beside.exists()
-        else "uint16"
-        if config.vocab_size <= 65_536
-        else "uint32"
-    )
+    beside, name = path.with_suffix(".json"), "uint16" if config.vocab_size <= 65_536 else "uint32"
+    if beside.exists():
+        name = read_table(beside).get("dtype", "")
     if name not in BIN_DTYPES:
         raise InputError(f"data: {beside}: dtype={name!r}: write one of {', '.join(BIN_DTYPES)}")
     return np.dtype(name).newbyteorder("<")

@@ -50,7 +50,6 @@ def write_shards(folder: Path, tensors: dict[str, Tensor], ranks: Ranks, group: 
     Args:
         folder: on a file system that all ranks share; exists.
         tensors: by name, `model.<name>` and `optimizer.<name>.<state>`; DTensors, or plain ones that all ranks have alike.
-        ranks: that share the model.
         group: the name of a process group of their own, where the run goes on meanwhile; None for the world's.
 
     Returns:
@@ -105,7 +104,6 @@ def restore(
     """Read this rank's part of a checkpoint into a sharded model and its optimizer; all ranks call it.
 
     Args:
-        folder: the checkpoint.
         model: sharded; its names are those of the whole model.
         optimizer: of its parameters; its state is replaced.
         sharded: whether the checkpoint is; if not, it holds whole tensors.
@@ -170,10 +168,10 @@ def _empty_state(
 
 
 def _fill(target: Tensor, file: Any, name: str) -> None:
-    """Copy this rank's part of a tensor in a safetensors file; what is in the file may have another shape of as many."""
+    """Copy this rank's part of a tensor in a safetensors file."""
     source = file.get_slice(name)
     if tuple(source.get_shape()) != tuple(target.shape):
-        source = file.get_tensor(name).view(target.shape)
+        raise ValueError(f"{name} has {source.get_shape()} numbers, not {list(target.shape)}")
     if not isinstance(target, DTensor):
         target.copy_(source[...])
         return

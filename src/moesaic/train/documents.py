@@ -32,6 +32,8 @@ COMPRESSED: tuple[tuple[bytes, str, Decompress], ...] = (
 """First bytes, name and reader of what is read through."""
 TABLES = ((b"PAR1", "a Parquet file"), (b"ARROW1\0\0", "an Arrow file"), (b"\xff\xff\xff\xff", "an Arrow stream"))
 """First bytes and names of tables, which the package pyarrow reads."""
+TEXT = ("string", "large_string", "string_view")
+"""Types of columns that hold text."""
 REFUSED = (
     (b"PK\x03\x04", "a zip archive (or an .npz, .docx, .pt file)", "unpack it, or convert it to text"),
     (b"\x28\xb5\x2f\xfd", "compressed by zstd", "decompress it with zstd -d"),
@@ -191,19 +193,11 @@ def _rows(data: bytes, path: Path, kind: str, field: str) -> list[bytes]:
         table = readers[kind]()
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise InputError(
-            f"data: {path} looks like {kind} and is damaged ({_one_line(error)}): write it anew"
+            f"data: {path} looks like {kind} and is damaged ({' '.join(str(error).split()):.200}): write it anew"
         ) from error
-    if field not in table.column_names or not _holds_text(table.schema.field(field).type):
+    if field not in table.column_names or str(table.schema.field(field).type) not in TEXT:
         raise InputError(
             f"data: {path} is {kind} without a column of text {field!r} (it has {', '.join(table.column_names)}): name the "
             "one that holds the text with data.text_field"
         )
     return [text.encode("utf-8") for text in table.column(field).to_pylist() if text is not None]
-
-
-def _holds_text(kind: Any) -> bool:
-    return str(kind) in ("string", "large_string", "string_view")
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{' '.join(str(error).split()):.200}"

@@ -20,8 +20,8 @@ import torch
 
 from moesaic.errors import InputError
 from moesaic.models.gpt import GPT, generate
+from moesaic.train.state import load_trained
 from moesaic.train.tokenizer import AbstractTokenizer
-from moesaic.train.trained import load_trained
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -54,9 +54,7 @@ class HarnessModel(TemplateLM):
         """Return the model of a run's newest checkpoint.
 
         Args:
-            folder: of the run.
             device: auto, cpu or cuda.
-            batch_size: requests that are scored at once.
 
         Raises:
             InputError: if there is no run, it has no text, or its model continues nothing.

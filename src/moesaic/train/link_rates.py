@@ -29,7 +29,6 @@ class LinkRates:
     """Remembers how fast the links of each node were; all ranks make it and call it together.
 
     Args:
-        ranks: of the run, on a mesh.
         cluster: what is said of the links, so that nodes which it says are unlike are taken for what it says; None: all alike.
     """
 
@@ -95,7 +94,6 @@ class LinkRates:
         """Return how long the message takes that this rank gets in one phase; of others what it took to send.
 
         Args:
-            kind: of links.
             hears: nodes that get a message; those before them send, inside nodes to themselves.
         """
         mesh, per_node = self._ranks.mesh, self._per_node
@@ -111,7 +109,7 @@ class LinkRates:
         sends = {to: message} if kind == "inside" or (node + 1) % (world // per_node) in hears else {}
         receives = {source: torch.empty_like(message)} if node in hears else {}
         tag = mesh.transport.take_tags(1)
-        self._ranks.barrier()
+        self._ranks.gathered(None)  # so that all begin together
         start = time.perf_counter()
         mesh.transport.wait(mesh.transport.issue(Transfer(rank, tag, sends, receives)))
         if device.type == "cuda":

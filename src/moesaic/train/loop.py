@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from moesaic.errors import TrainingError
 from moesaic.layer import MoE, balance_on_step
-from moesaic.models.gpt import GPT
+from moesaic.models.gpt import GPT, flops_per_token
 from moesaic.models.split import local_part
 from moesaic.parallel import clip, gradient_norm
 from moesaic.routing.injection import set_loss_scale
@@ -31,8 +31,7 @@ from moesaic.train.auto_plan import AutoPlanner, Candidates, find_candidates, wi
 from moesaic.train.balance import ExpertMover, budget_values
 from moesaic.train.checkpoint import Saving, list_checkpoints, save_checkpoint
 from moesaic.train.config import OptimizerConfig, TrainConfig
-from moesaic.train.data import as_batch
-from moesaic.train.evaluate import evaluate, share
+from moesaic.train.data import Corpus, as_batch, share
 from moesaic.train.machine import autocast, matmul_flops_per_second
 from moesaic.train.metrics import Metrics, NoMetrics
 from moesaic.train.numbers import (
@@ -81,7 +80,6 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     """Train a model as configured; where a process group is initialised, together with its other ranks.
 
     Args:
-        config: the configuration.
         console: where the first rank's progress goes; None for standard output.
 
     Raises:
@@ -128,13 +126,7 @@ def _starting(config: TrainConfig) -> Watch:
 
 
 class Trainer:
-    """Runs the steps of a `RunState`.
-
-    Args:
-        run: what to train.
-        console: where progress goes.
-        candidates: plans to switch between; None for none.
-    """
+    """Runs the steps of a `RunState`."""
 
     def __init__(self, run: RunState, console: Console, candidates: Candidates | None = None) -> None:
         self.state, self.config, self.model = run, run.config, run.model
@@ -166,7 +158,8 @@ class Trainer:
         state, config = self.state, self.config
         handle = balance_on_step(state.optimizer, self.model)
         with self.ranks.together():
-            metrics = self._metrics = self._open_metrics()
+            if self.ranks.is_first:
+                self._metrics = Metrics(state.folder, start_step=state.step, trackers=config.trackers, say=self._say)
         val_loss = None
         try:
             with (
@@ -181,12 +174,12 @@ class Trainer:
                     values = self._step()
                     if values:
                         values |= self._interval()
-                        metrics.write("train", state.step, values)
+                        self._metrics.write("train", state.step, values)
                         progress.advance(state.step, status(values))
                     progress.advance(state.step)
-                    if _due(state.step, config.evaluate[0], config.steps):
-                        val_loss = self._evaluate(metrics, progress)
-                    if _due(state.step, config.saving().every, config.steps):
+                    if self._is_due(config.evaluate[0], state.step):
+                        val_loss = self._evaluate()
+                    if self._is_due(config.saving().every, state.step):
                         with self.experts.at_home():
                             self._save()
                     is_busy = self._saving is not None and not self._saving.is_written
@@ -200,16 +193,19 @@ class Trainer:
                 if state.step < config.steps and stopped_by:
                     progress.say(f"stopped by {stopped_by} after step {state.step}, saved; go on with {self._resume()}")
                 elif val_loss is None:  # taken up again after its last step
-                    val_loss = self._evaluate(metrics, progress)
+                    val_loss = self._evaluate()
         finally:
-            metrics.close()
+            self._metrics.close()
             handle.remove()
         return TrainResult(state.folder, state.step, val_loss, self.clock.seconds, state.step < config.steps)
+
+    def _is_due(self, every: int, step: int) -> bool:
+        return step % every == 0 or step == self.config.steps
 
     def _step(self) -> dict[str, Any]:
         """Take one optimizer step, or leave it out; returns its values if the step is logged."""
         config, state = self.config, self.state
-        logs = _due(state.step + 1, config.log_every, config.steps)
+        logs = self._is_due(config.log_every, state.step + 1)
         self.planner.before_step()
         started = self.clock.seconds
         with self.clock.training():
@@ -254,9 +250,8 @@ class Trainer:
         count, state = self.config.accumulation, self.state
         self.model.train()
         set_loss_scale(self.model, 1 / count)
-        if (
-            self.ranks.dp * self.ranks.pp > 1
-        ):  # alike in a tp group, apart in each dp group and stage, a function of the step
+        if self.ranks.dp * self.ranks.pp > 1:
+            # Noise is alike in a tp group, apart in each dp group and stage, and a function of the step.
             group = self.ranks.dp_index + self.ranks.dp * self.ranks.stage
             torch.manual_seed(hash((self.config.seed, state.step, group)))
         if isinstance(self.model, PipelinedGPT):
@@ -297,10 +292,11 @@ class Trainer:
     def _interval(self) -> dict[str, Any]:
         """Return speed and balance since the last call."""
         speed = self.clock.interval()
-        flops = self.model.flops_per_token(self.config.model.seq_len) * speed
+        model = self.config.model
+        flops = flops_per_token(model, self.model.num_active_parameters(), model.seq_len)
         return {
             "tokens_per_second": speed,
-            "mfu": flops / self.peak,
+            "mfu": flops * speed / self.peak,
             "seconds": self.clock.seconds,
             "layers": self._of_all_layers(self._balance()),
             **({"skipped": self.state.skipped} if self.state.skipped else {}),
@@ -391,7 +387,7 @@ class Trainer:
             return self.model.layers
         return range(len(self.moe_layers))
 
-    def _evaluate(self, metrics: Metrics | NoMetrics, progress: TrainingProgress) -> float:
+    def _evaluate(self) -> float:
         """Measure and write down the validation loss; returns nats per byte."""
         state = self.state
         found = evaluate(
@@ -403,11 +399,11 @@ class Trainer:
             raise self._not_finite(wrong, weights_not_finite(self.model, self.ranks))
         with self.experts.at_home():
             require_same_weights(self.model, self.ranks, state.step, self.how_to_go_on(), align=False)
-        if not metrics.has("eval", state.step):
+        if not self._metrics.has("eval", state.step):
             values = {"val_loss": found.per_token, "val_nats_per_byte": found.per_byte, "seconds": self.clock.seconds}
-            metrics.write("eval", state.step, values)
+            self._metrics.write("eval", state.step, values)
         speed = self.clock.tokens_per_second
-        progress.say(
+        self._say(
             f"{state.folder.name}: step {state.step}, validation {found.per_byte:.4f} nats/byte"
             + (f", {speed:,.0f} tokens/s" if speed else "")
         )
@@ -433,17 +429,6 @@ class Trainer:
             found[list(self._layers)] = torch.tensor(here, dtype=torch.float64)
         return [moved / max(tokens, 1) for moved, tokens in self.ranks.total(found).tolist()]
 
-    def _open_metrics(self) -> Metrics | NoMetrics:
-        if not self.ranks.is_first:
-            return NoMetrics()
-        state, config = self.state, self.config
-        return Metrics(
-            state.folder,
-            start_step=state.step,
-            trackers=config.trackers,
-            say=self._say,
-        )
-
     def _save(self) -> None:
         state = self.state
         self._finish_saving()
@@ -462,9 +447,8 @@ class Trainer:
             raise self._not_finite(wrong, weights_not_finite(self.model, self.ranks))
         require_same_weights(self.model, self.ranks, state.step, self.how_to_go_on(), align=True)
         if self._group is True and self.ranks.mesh is not None:
-            self._group = dist.new_group(
-                backend="gloo"
-            ).group_name  # by name: nothing may hold a group longer than torch
+            # By name: nothing may hold a group longer than torch.
+            self._group = dist.new_group(backend="gloo").group_name
         self._saving = save_checkpoint(
             state.folder / CHECKPOINTS,
             step=state.step,
@@ -534,6 +518,55 @@ class Trainer:
         return f" x {self.ranks.world} ranks ({stages}dp {grid.dp}, tp {grid.tp}; edp {grid.edp}, ep {grid.ep}, etp {grid.etp})"
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """A model's loss on validation data, in nats."""
+
+    per_token: float
+    """Mean cross-entropy of the next token."""
+    per_byte: float
+    """The same over the bytes of text behind the tokens, so that tokenizers compare."""
+
+
+@torch.no_grad()
+def evaluate(
+    model: GPT | PipelinedGPT,
+    corpus: Corpus,
+    windows: list[int],
+    *,
+    batch_size: int,
+    dtype: torch.dtype,
+    ranks: Ranks | None = None,
+) -> Evaluation:
+    """Measure a model on windows of the validation data; its training mode is put back.
+
+    Over several ranks each data parallel group takes its part of every batch, an empty one if need be: the batches, and
+    with them capacities and drops, are those of one process.
+
+    Args:
+        model, corpus, ranks: of the run; None for the ranks of one process.
+        windows: which sequences of the validation data.
+        batch_size: sequences per forward pass.
+        dtype: of the forward pass; float32 turns autocast off.
+    """
+    ranks = ranks or Ranks()
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for first in range(0, len(windows), batch_size):
+        chosen = share(windows[first : first + batch_size], ranks.dp_index, ranks.dp)
+        tokens, targets = as_batch(corpus.val, chosen, model.config.seq_len, corpus.mask)
+        with autocast(device, dtype):
+            output = model(tokens.to(device), targets.to(device))
+        if chosen:
+            loss: Tensor = output.loss
+            total += loss.double() * len(chosen)
+    model.train(was_training)
+    per_token = float(ranks.mean(total)) * ranks.dp / len(windows)
+    return Evaluation(per_token, per_token * len(corpus.val) / corpus.val_bytes)
+
+
 @torch.no_grad()
 def largest_parameter(model: nn.Module, ranks: Ranks) -> float:
     """Return the largest absolute value of any parameter on any rank; not finite if one is not."""
@@ -554,10 +587,6 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     progress = min(max(progress, 0.0), 1.0)
     left = 0.5 * (1 + math.cos(math.pi * progress)) if config.way_down == "cosine" else 1 - progress
     return config.lr * (config.final_share + (1 - config.final_share) * left)
-
-
-def _due(step: int, every: int, steps: int) -> bool:
-    return step % every == 0 or step == steps
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Literal
 
 import torch
 
@@ -34,15 +33,9 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def matmul_flops_per_second(device: torch.device, dtype: torch.dtype, *, size: int | None = None) -> float:
-    """Measure the rate of a square matmul: the median of several, after a warm-up.
-
-    Args:
-        device: where.
-        dtype: of both operands.
-        size: rows and columns; None takes 1024 on a CPU and 8192 on a GPU.
-    """
-    size = size or (8192 if device.type == "cuda" else 1024)
+def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
+    """Measure the rate of a square matmul, the median of several after a warm-up: 1024 rows on a CPU, 8192 on a GPU."""
+    size = 8192 if device.type == "cuda" else 1024
     generator = torch.Generator(device).manual_seed(0)  # the global one belongs to the run
     a, b = torch.randn(2, size, size, device=device, generator=generator).to(dtype)
     seconds = []
@@ -57,23 +50,13 @@ def matmul_flops_per_second(device: torch.device, dtype: torch.dtype, *, size: i
 
 def pick_precision(name: str, device: torch.device) -> torch.dtype:
     """Return the dtype of the forward pass that a config asks for; "auto" measures on a CPU and asks the driver on a GPU."""
-    if name == "float32":
-        return torch.float32
-    if name == "bfloat16":
-        return torch.bfloat16
-    if name == "float64":
-        return torch.float64
+    if name != "auto":
+        found: torch.dtype = getattr(torch, name)
+        return found
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     gain = matmul_flops_per_second(device, torch.bfloat16) / matmul_flops_per_second(device, torch.float32)
     return torch.bfloat16 if gain >= BFLOAT16_PAYS_FROM else torch.float32
-
-
-def precision_name(dtype: torch.dtype) -> Literal["float32", "bfloat16", "float64"]:
-    """Return how a configuration writes a dtype of the forward pass."""
-    if dtype == torch.float64:
-        return "float64"
-    return "bfloat16" if dtype == torch.bfloat16 else "float32"
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:

@@ -9,8 +9,9 @@ import errno
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from moesaic.errors import InputError
 from moesaic.train.config import TENSORBOARD
@@ -25,7 +26,6 @@ class Metrics:
     """Appends lines to a run's metrics.
 
     Args:
-        run_folder: the run.
         start_step: lines of later steps are cut off first, so that a resumed run has each step once.
         trackers: who is told the numbers besides, as `TrainConfig.trackers` names them.
         say: is given a line where a line of the file is damaged; the others are kept.
@@ -52,14 +52,10 @@ class Metrics:
         except OSError as error:
             aside.unlink(missing_ok=True)
             raise _unwritable(self.path, error) from error
-        self._trackers: list[Tracker] = []
-        for tracker in trackers:
-            project = tracker.partition(":")[2]
-            self._trackers.append(
-                WeightsAndBiases(run_folder, start_step, project)
-                if project
-                else TensorBoard(run_folder / TENSORBOARD, start_step)
-            )
+        self._trackers = [
+            weights_and_biases(run_folder, start_step, project) if project else tensorboard(run_folder, start_step)
+            for project in (tracker.partition(":")[2] for tracker in trackers)
+        ]
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Append a line; trackers are told its numbers, those in lists of per-layer dicts too.
@@ -101,77 +97,54 @@ class Metrics:
             tracker.close()
 
 
-class Tracker(Protocol):
+@dataclass(frozen=True)
+class Tracker:
     """Whoever else hears of a run's numbers."""
 
-    def tell(self, numbers: dict[str, float], step: int) -> None:
-        """Hear of the numbers of a step, by name."""
+    tell: Callable[[dict[str, float], int], object]
+    """Takes the numbers of a step, by name."""
+    close: Callable[[], object]
+    """Writes what is still to be written."""
 
-    def close(self) -> None:
-        """Write what is still to be written."""
 
-
-class TensorBoard:
-    """Writes event files.
-
-    Args:
-        folder: of the files.
-        start_step: what was written of later steps is left out.
+def tensorboard(folder: Path, start_step: int) -> Tracker:
+    """Return what writes event files into a run folder; of earlier ones what comes after `start_step` is left out.
 
     Raises:
         InputError: if the package is not installed.
     """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise InputError(
+            "trackers: tensorboard needs the package tensorboard: pip install tensorboard, or --trackers without it"
+        ) from error
+    writer = SummaryWriter(str(folder / TENSORBOARD), purge_step=start_step + 1 if start_step else None)
 
-    def __init__(self, folder: Path, start_step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise InputError(
-                "trackers: tensorboard needs the package tensorboard: pip install tensorboard, or --trackers without it"
-            ) from error
-        self._writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None)
-
-    def tell(self, numbers: dict[str, float], step: int) -> None:
-        """Write scalars."""
+    def tell(numbers: dict[str, float], step: int) -> None:
         for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        """Flush and close."""
-        self._writer.close()
+    return Tracker(tell, writer.close)
 
 
-class WeightsAndBiases:
-    """Tells a project of Weights & Biases; a run that is resumed goes on under its id, which stands in its folder.
-
-    Args:
-        folder: of the run.
-        start_step: 0 begins a new run there.
-        project: its name.
+def weights_and_biases(folder: Path, start_step: int, project: str) -> Tracker:
+    """Return what tells a project of Weights & Biases; a run that is resumed goes on under its id, which stands in its folder.
 
     Raises:
         InputError: if the package is not installed.
     """
-
-    def __init__(self, folder: Path, start_step: int, project: str) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise InputError(
-                f"trackers: wandb:{project} needs the package wandb: pip install wandb, or --trackers tensorboard"
-            ) from error
-        kept = folder / WANDB_ID
-        known = kept.read_text(encoding="utf-8", errors="replace").strip() if start_step and kept.exists() else None
-        self._run = wandb.init(project=project, name=folder.name, dir=str(folder), id=known, resume="allow")
-        kept.write_text(f"{self._run.id}\n", encoding="utf-8")
-
-    def tell(self, numbers: dict[str, float], step: int) -> None:
-        """Log them in one call."""
-        self._run.log(numbers, step=step)
-
-    def close(self) -> None:
-        """End the run there."""
-        self._run.finish()
+    try:
+        import wandb
+    except ImportError as error:
+        raise InputError(
+            f"trackers: wandb:{project} needs the package wandb: pip install wandb, or --trackers tensorboard"
+        ) from error
+    kept = folder / WANDB_ID
+    known = kept.read_text(encoding="utf-8", errors="replace").strip() if start_step and kept.exists() else None
+    run = wandb.init(project=project, name=folder.name, dir=str(folder), id=known, resume="allow")
+    kept.write_text(f"{run.id}\n", encoding="utf-8")
+    return Tracker(lambda numbers, step: run.log(numbers, step=step), run.finish)
 
 
 class NoMetrics:

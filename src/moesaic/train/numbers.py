@@ -80,13 +80,7 @@ def wrong_numbers(loss: Tensor, norm: Tensor, step: int) -> str:
 
 
 def collapsed_routers(layers: Sequence[LoadStatistics], names: Sequence[str], top_k: int) -> dict[str, str]:
-    """Return a sentence for each layer whose router sends nearly everything to as few experts as it can.
-
-    Args:
-        layers: the load since the last line of metrics.
-        names: of the layers.
-        top_k: experts per token.
-    """
+    """Return a sentence for each layer whose router sends nearly everything to as few experts as it can."""
     found = {}
     for name, load in zip(names, layers):
         counts = sorted(load.tokens_per_expert, reverse=True)
@@ -104,7 +98,6 @@ def find_origin(model: nn.Module, ranks: Ranks, repeat: Callable[[], object]) ->
 
     Args:
         model: with the weights that the step had.
-        ranks: that share it.
         repeat: runs the step's forward and backward passes again.
     """
     weights = not_finite(model)
@@ -117,16 +110,12 @@ def find_origin(model: nn.Module, ranks: Ranks, repeat: Callable[[], object]) ->
     said = _of_weights([each[0] for each in found])
     if said:
         return said
-    of_ranks = [each[1] for each in found]
-    if any(of_ranks):
-        *_, name, detail = min(each for each in of_ranks if each)
-        where = [rank for rank, each in enumerate(of_ranks) if each and each[2] == name]
-        return f"what {name} returns is the first that is not finite, on {in_words(where)}{detail}"
-    of_ranks = [each[2] for each in found]
-    if any(of_ranks):
-        *_, name = min(each for each in of_ranks if each)
-        where = [rank for rank, each in enumerate(of_ranks) if each and each[2] == name]
-        return f"the gradient that reaches {name} is the first that is not finite, on {in_words(where)}"
+    for place, what in ((1, "what {} returns"), (2, "the gradient that reaches {}")):
+        of_ranks = [each[place] for each in found]
+        if any(of_ranks):
+            *_, name, detail = min(each for each in of_ranks if each)
+            where = [rank for rank, each in enumerate(of_ranks) if each and each[2] == name]
+            return f"{what.format(name)} is the first that is not finite, on {in_words(where)}{detail}"
     return "nothing was wrong when the step was repeated, so suspect the hardware of a rank"
 
 
@@ -178,8 +167,8 @@ class _Passes:
         self._calls = self._gradients = 0
         self.forward: tuple[int, str, str] | None = None
         """How many modules returned before, the module, and more about it."""
-        self.backward: tuple[int, str] | None = None
-        """How many gradients came before, and the module whose output's gradient it is."""
+        self.backward: tuple[int, str, str] | None = None
+        """How many gradients came before, and the module whose output's gradient it is; nothing more."""
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -206,7 +195,7 @@ class _Passes:
     def _came_back(self, name: str, gradient: Tensor) -> None:
         self._gradients += 1
         if self.backward is None and not bool(local_part(gradient).isfinite().all()):
-            self.backward = self._gradients, name
+            self.backward = self._gradients, name, ""
 
 
 def _expert_of(y: Tensor, routing: Routing) -> str:
@@ -225,9 +214,6 @@ def require_same_weights(model: nn.Module, ranks: Ranks, step: int, advice: str,
 
     Args:
         model: sharded or whole; its persistent buffers are compared too.
-        ranks: that share it.
-        step: optimizer steps taken.
-        advice: how to go on.
         align: give copies that differ by rounding the numbers of the lowest rank.
 
     Raises:

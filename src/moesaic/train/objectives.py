@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
 from collections.abc import Iterable
@@ -16,7 +15,7 @@ from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
 from moesaic.models.gpt import PADDING
 from moesaic.train.config import DataConfig
-from moesaic.train.data import Corpus, find_files, load_corpus, make_tokenizer
+from moesaic.train.data import Corpus, draw_of, find_files, load_corpus, make_tokenizer
 
 CATALOGUE = b"\xde\x12\x04\x95"
 """The first bytes of a compiled gettext catalogue, little-endian."""
@@ -33,8 +32,6 @@ def load_for(model: ModelConfig, data: DataConfig, tokenizer_file: Path | None) 
 
     Args:
         model: its kind decides; an encoder's vocabulary has one id more, for what is hidden.
-        data: what to read.
-        tokenizer_file: as for `load_corpus`.
 
     Raises:
         InputError: as `load_corpus`, and for an encoder-decoder if there are no pairs.
@@ -70,10 +67,7 @@ def load_pairs(data: DataConfig, seq_len: int, tokenizer_file: Path | None) -> C
     if data.val_path:
         held = sorted(dict(p for path in find_files(data.val_path, "data.val") for p in read_pairs(path)).items())
     else:
-        draws = [
-            int.from_bytes(hashlib.sha256(source if data.path else _message(source)).digest()[:8], "big") / 2**64
-            for source, _ in pairs
-        ]
+        draws = [draw_of(source if data.path else _message(source)) for source, _ in pairs]
         held = [pair for pair, draw in zip(pairs, draws) if draw < data.val_share]
         pairs = [pair for pair, draw in zip(pairs, draws) if draw >= data.val_share]
     tokenizer = make_tokenizer(data, [text for pair in pairs for text in pair], tokenizer_file)

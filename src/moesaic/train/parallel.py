@@ -50,8 +50,6 @@ def parallelize(
 
     Args:
         model: whole, on its device, the same on all ranks; or the parts that the ranks of a pipeline stage have.
-        mesh: of these ranks.
-        plan: how the MoE layers run.
         sequence_parallel: between the layers each rank of a tp group has its part of the positions.
         policy_of: from the compiled plan to what decides which copies are replicated; None takes the policy that the
             plan names.
@@ -160,7 +158,6 @@ def move(
 
     Args:
         x: what this rank has of it, split evenly where it is split.
-        mesh: of one dimension.
         source: how the tensor lies on the mesh.
         target: how it shall lie.
         gradient: how the result's gradient lies; None for as the result.

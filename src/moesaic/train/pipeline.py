@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
 from moesaic.layer import MoE
-from moesaic.models.gpt import GPT, GPTOutput, embed, flops_per_token, token_loss
+from moesaic.models.gpt import GPT, GPTOutput, embed, token_loss
 from moesaic.models.split import local_part, unembed
 from moesaic.parallel import gradient_norm
 from moesaic.routing.routing import Routing
@@ -37,9 +37,6 @@ class Part(nn.Module):
 
     Args:
         whole: the model, whose modules it shares.
-        index: of the part.
-        count: of all parts.
-        dtype: of the forward pass.
     """
 
     def __init__(self, whole: GPT, index: int, count: int, dtype: torch.dtype) -> None:
@@ -89,7 +86,6 @@ class PipelinedGPT(nn.Module):
         config: of the run; it has several stages.
         stages: the ranks as ("pp", "stage").
         dp: data parallel groups of a stage.
-        dtype: of the forward pass.
     """
 
     def __init__(self, whole: GPT, config: TrainConfig, stages: DeviceMesh, dp: int, dtype: torch.dtype) -> None:
@@ -194,11 +190,7 @@ class PipelinedGPT(nn.Module):
         return GPTOutput(x, None if targets is None else token_loss(x, targets), routings)
 
     def gradient_norm(self, mesh: Mesh) -> Tensor:
-        """Return the norm of the whole model's gradient, the embedding counted once; all ranks call it together.
-
-        Args:
-            mesh: of this rank's stage.
-        """
+        """Return the norm of the whole model's gradient, the embedding counted once; all ranks call it together."""
         copies = {self.embedding.weight} if self.stage == self.pp - 1 and self.is_tied else set()
         own = [parameter for parameter in self.parameters() if parameter not in copies]
         return gradient_norm(own, mesh=mesh, group=dist.group.WORLD)
@@ -210,10 +202,6 @@ class PipelinedGPT(nn.Module):
     def num_active_parameters(self) -> int:
         """Return how many parameters of the whole model one token passes."""
         return self._sizes[1]
-
-    def flops_per_token(self, length: int) -> float:
-        """Return what `GPT.flops_per_token` says of the whole model."""
-        return flops_per_token(self.config, self._sizes[1], length)
 
     def _forget(self) -> None:
         for part in self.parts:

@@ -13,14 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class TrainingProgress:
-    """A context manager around a run of `steps` steps.
-
-    Args:
-        steps: of the whole run.
-        done: steps taken before.
-        console: where to print; None for standard output.
-        label: shown in front.
-    """
+    """A context manager around a run of `steps` steps."""
 
     def __init__(self, steps: int, done: int, *, console: Console | None = None, label: str = "training") -> None:
         self.console = console or Console()

@@ -97,10 +97,6 @@ class Ranks:
         """Return the first rank's value."""
         return self.gathered(value if self.is_first else None)[0]
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        self.gathered(None)
-
     def agree(self, asked: list[str], *, is_busy: bool = False) -> tuple[str | None, bool]:
         """Return the name of a signal that any rank was sent, or None, and whether any rank is busy; the same on all.
 

@@ -10,7 +10,6 @@ time. Where samples move between ranks, a trace has them where they are at home:
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -55,11 +54,7 @@ SEGMENT_BYTES = 64 << 20
 
 
 class RoutingObserver:
-    """Records the routing of a run, replays another's, both or neither.
-
-    Args:
-        run: at its start.
-    """
+    """Records the routing of a run, replays another's, both or neither."""
 
     def __init__(self, run: RunState) -> None:
         self._ranks, self._model = run.ranks, run.model
@@ -70,7 +65,8 @@ class RoutingObserver:
                 prune(run.folder / FOLDER, run.step)
         if self._replay is not None:
             advice = "give every rank the same files"
-            self._ranks.require_same("the trace that is replayed", digest_of(Path(self._replay.name)), advice)
+            sums = [checksum(segment) for segment in segments_of(Path(self._replay.name))]
+            self._ranks.require_same("the trace that is replayed", sums, advice)
         self._recorder: _Recorder | None = None
         if run.config.record_routing != "none":
             self._recorder = _Recorder(run.config, run.ranks, self._layers, run.folder / FOLDER)
@@ -126,14 +122,7 @@ class RoutingObserver:
 
 
 class _Recorder:
-    """Keeps the choices of steps until they are written.
-
-    Args:
-        config: of the run.
-        ranks: of the run.
-        layers: MoE layers, in order.
-        folder: where segments go.
-    """
+    """Keeps the choices of steps until they are written."""
 
     def __init__(self, config: TrainConfig, ranks: Ranks, layers: list[MoE], folder: Path) -> None:
         assert config.record_routing != "none"
@@ -302,10 +291,6 @@ def _tensor_slice(tokens: int, ranks: Ranks) -> slice:
 def check_routing(config: TrainConfig, step: int = 0) -> Trace | None:
     """Make sure that a run can record and replay what it is asked to; returns the trace to replay.
 
-    Args:
-        config: of the run.
-        step: at which it starts.
-
     Raises:
         InputError: for a model without MoE layers, a router by which tokens do not choose, a trace of another model, of
             counts only, or without some of the steps.
@@ -374,8 +359,3 @@ def prune(folder: Path, step: int) -> None:
                 header.shape, header.holds, header.steps, read_table(header), header.groups, header.source
             )
             write_segment(whole.before(step), path)
-
-
-def digest_of(path: Path) -> str:
-    """Return a checksum over the files of a trace."""
-    return hashlib.sha256("".join(checksum(segment) for segment in segments_of(path)).encode()).hexdigest()

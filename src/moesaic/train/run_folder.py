@@ -43,11 +43,7 @@ MARKS = ("out", "existing", "steps", "batch_size", "seed", "model", "data", "opt
 
 
 class RunFolder:
-    """A run folder that this process has to itself, from `claim` to `release`.
-
-    Args:
-        path: where it lies.
-    """
+    """A run folder that this process has to itself, from `claim` to `release`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,7 +64,7 @@ class RunFolder:
         except FileNotFoundError:
             return False
         except OSError as error:
-            raise InputError(f"out={self.path}: cannot be written ({error.strerror}): choose another --out") from error
+            raise unwritable(self.path, error) from error
         if not names:
             return False
         copy = find_copy(self.path / CHECKPOINTS, CONFIG)
@@ -100,7 +96,7 @@ class RunFolder:
         try:
             self._lock = _locked(self.path / LOCK)
         except OSError as error:
-            raise InputError(f"out={self.path}: cannot be written ({error.strerror}): choose another --out") from error
+            raise unwritable(self.path, error) from error
 
     def make(self) -> None:
         """Make the folder and claim it, unless it is claimed already.
@@ -113,7 +109,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f"out={self.path}: cannot be written ({error.strerror}): choose another --out") from error
+            raise unwritable(self.path, error) from error
         self.claim()
         if self.is_a_run():
             raise InputError(f"out={self.path}: another run has begun there meanwhile: choose another --out")
@@ -123,11 +119,7 @@ class RunFolder:
         checkpoints, events, traces = (self.path / name for name in (CHECKPOINTS, "tensorboard", FOLDER))
         for path in (*list_checkpoints(checkpoints), *checkpoints.glob(".writing-*")):
             remove_checkpoint(path)
-        own = [
-            *events.glob("events.out.tfevents.*"),
-            *traces.glob(PATTERN),
-            *self.path.glob(FLIGHT.format(library="*", rank="*")),
-        ]
+        own = [*events.glob("events.out.tfevents.*"), *traces.glob(PATTERN), *self._flights()]
         for name in (TOKENIZER, HANG, HANG_SUMS, METRICS, WANDB_ID):
             own += [self.path / name, (self.path / name).with_suffix(_WRITING)]
         for path in own:
@@ -147,7 +139,7 @@ class RunFolder:
 
     def write_hang(self, data: bytes) -> None:
         """Write `HANG`, and before it the checksums of it and of what the flight recorders left."""
-        sums = {path.name: checksum(path) for path in self.path.glob(FLIGHT.format(library="*", rank="*"))}
+        sums = {path.name: checksum(path) for path in self._flights()}
         sums[HANG] = hashlib.sha256(data).hexdigest()
         self.write(HANG_SUMS, "".join(f"{value}  {name}\n" for name, value in sorted(sums.items())))
         self.write(HANG, data)
@@ -188,6 +180,9 @@ class RunFolder:
                 found.append(f"{str(self.path / name)!r:.300}: is gone, or cannot be read")
         return found
 
+    def _flights(self) -> list[Path]:
+        return list(self.path.glob(FLIGHT.format(library="*", rank="*")))
+
     def _lasting(self) -> list[Path]:
         return [path for pattern in LASTING for path in sorted(self.path.glob(pattern)) if path.is_file()]
 
@@ -199,11 +194,7 @@ class RunFolder:
         """
         if self._lock is None:
             return
-        try:
-            is_same = os.path.samestat(os.stat(self.path / LOCK), os.fstat(self._lock.fileno()))
-        except OSError:
-            is_same = False
-        if not is_same or not (self.path / CONFIG).exists():
+        if not _has_name(self._lock, self.path / LOCK) or not (self.path / CONFIG).exists():
             raise TrainingError(
                 f"the run folder {self.path} was removed or replaced while the run was going on: nothing more is written "
                 "into it; start the run again, and leave its folder alone"
@@ -214,10 +205,15 @@ class RunFolder:
         if self._lock is None:
             return
         with suppress(OSError):
-            if os.path.samestat(os.stat(self.path / LOCK), os.fstat(self._lock.fileno())):
+            if _has_name(self._lock, self.path / LOCK):
                 (self.path / LOCK).unlink()
         self._lock.close()
         self._lock = None
+
+
+def unwritable(path: Path, error: OSError) -> InputError:
+    """Return the refusal of a run folder that the system does not let us write."""
+    return InputError(f"out={path}: cannot be written ({error.strerror}): choose another --out")
 
 
 _WRITING = ".writing"
@@ -227,10 +223,6 @@ _NOTHING = (LOCK, f"config{_WRITING}")
 
 def read_config(path: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """Read a configuration; of a run's that is lost or does not parse, the copy in its newest checkpoint that has one.
-
-    Args:
-        path: the file.
-        say: is given a line where the copy is taken.
 
     Raises:
         InputError: if there is neither.
@@ -273,9 +265,8 @@ def _locked(path: Path) -> IO[str]:
                 raise InputError(
                     f"out={path.parent}: {who} trains into it: wait for it or end it, or choose another --out{hint}"
                 )
-        with suppress(OSError):  # whoever had it may have deleted it, and a third one made it anew, while we waited
-            if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
-                break
+        if _has_name(file, path):  # whoever had it may have deleted it, and a third one made it anew, while we waited
+            break
         file.close()
     file.truncate(0)
     started = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -283,6 +274,14 @@ def _locked(path: Path) -> IO[str]:
     file.write(json.dumps(owner))
     file.flush()
     return file
+
+
+def _has_name(file: IO[str], path: Path) -> bool:
+    """Whether an open file is the one that a path names."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+    except OSError:
+        return False
 
 
 def _read_owner(text: str) -> dict[str, Any] | None:

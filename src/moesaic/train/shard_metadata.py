@@ -30,11 +30,7 @@ T = TypeVar("T")
 
 
 class ShardReader(FileSystemReader):
-    """Reads a sharded checkpoint; its list of tensors by `read_list`, its tensors as torch does, as weights only.
-
-    Args:
-        folder: that holds `.metadata` and the files that it names.
-    """
+    """Reads a sharded checkpoint; its list of tensors by `read_list`, its tensors as torch does, as weights only."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

@@ -1,9 +1,10 @@
-"""Everything a run is made of, built once from its configuration or taken up again from its folder."""
+"""Everything a run is made of, built once from its configuration or taken up again from its folder; and what it left behind."""
 
 from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from moesaic.configfile import as_json, differing_fields, override, read_table
 from moesaic.errors import InputError
 from moesaic.layer import MoE
-from moesaic.models.gpt import GPT
+from moesaic.models.gpt import GPT, make_language_model
 from moesaic.routing.router import AbstractRouter
 from moesaic.train.balance import hold_to_budget, known_durations, make_arbiter, make_model, place_samples
 from moesaic.train.checkpoint import (
@@ -31,15 +32,15 @@ from moesaic.train.checkpoint import (
     load_sharded,
     require_architecture,
 )
-from moesaic.train.config import OptimizerConfig, TrainConfig, of_today
+from moesaic.train.config import OptimizerConfig, TrainConfig
 from moesaic.train.data import Batches, Corpus, even_windows, fingerprint
-from moesaic.train.machine import pick_device, pick_precision, precision_name
+from moesaic.train.machine import pick_device, pick_precision
 from moesaic.train.objectives import load_for
 from moesaic.train.parallel import parallelize
 from moesaic.train.pipeline import PipelinedGPT
 from moesaic.train.ranks import Ranks
-from moesaic.train.run_folder import CHECKPOINTS, HANG, HANG_SUMS, RunFolder, is_marked
-from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer
+from moesaic.train.run_folder import CHECKPOINTS, HANG, HANG_SUMS, RunFolder, is_marked, read_config, unwritable
+from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer, saved_tokenizer
 
 
 @dataclass
@@ -85,10 +86,6 @@ def open_run(config: TrainConfig, say: Callable[[str], None]) -> RunState:
     Nothing in an existing folder is touched before the configuration, the data and the checkpoint have proven good, on
     every rank.
 
-    Args:
-        config: the configuration.
-        say: is given a line for people now and then.
-
     Raises:
         InputError: for a folder that holds a run already, bad data, a mesh that does not fit; and on resuming for another
             architecture, precision or training data. What one rank refuses, all refuse.
@@ -108,9 +105,9 @@ def _open(config: TrainConfig, claim: RunFolder, say: Callable[[str], None]) -> 
     ranks = Ranks.of(config, "cuda" if device.type == "cuda" else "cpu")
     folder = claim.path
     saved, dtype = ranks.first_says(_look_up(config, device, ranks, claim, say))
-    config = replace(config, precision=precision_name(dtype))
+    config = override(config, {"precision": str(dtype).removeprefix("torch.")}, source="precision")
     with ranks.together():
-        corpus = load_for(config.model, config.data, tokenizer_of(saved, folder) if saved else None)
+        corpus = load_for(config.model, config.data, saved.folder / TOKENIZER if saved else None)
         part = (ranks.dp_index, ranks.dp)
         batches = Batches(corpus.train, config.model.seq_len, config.batch_size, config.seed, part, mask=corpus.mask)
         corpus_hash = fingerprint(corpus.train)
@@ -119,10 +116,15 @@ def _open(config: TrainConfig, claim: RunFolder, say: Callable[[str], None]) -> 
     with ranks.together():
         model, optimizer = _build(config, corpus.vocab_size, device, dtype, ranks)
         if saved is not None:
-            _load(saved, config, corpus.vocab_size, model, optimizer, ranks)
+            if ranks.mesh is None:
+                load_into(model, saved, config.model, corpus.vocab_size)
+                load_optimizer(model, optimizer, saved.optimizer)
+            else:
+                require_architecture(saved, config.model, corpus.vocab_size)
+                load_sharded(model, optimizer, saved)
             _require_same_data(corpus_hash, saved)
             if ranks.is_first:
-                for line in claim.altered(saved.extra.get("sealed", {})):
+                for line in claim.altered(saved.extra["sealed"]):
                     say(f"{line} (the checkpoint {saved.folder.name} has its checksum)")
                 _warn_of_changes(config, saved, folder, say)
             restore_rng(saved, device)
@@ -131,33 +133,11 @@ def _open(config: TrainConfig, claim: RunFolder, say: Callable[[str], None]) -> 
         if ranks.is_first:
             files = _write_folder(claim, config, corpus.tokenizer, saved, say)
     step, seconds = (saved.step, saved.extra["seconds"]) if saved else (0, 0.0)
-    skipped, left_out = (saved.extra.get(name, 0) if saved else 0 for name in ("skipped", "left_out"))
+    skipped, left_out = (saved.extra[name] if saved else 0 for name in ("skipped", "left_out"))
     return RunState(
-        config,
-        folder,
-        corpus,
-        batches,
-        eval_windows,
-        device,
-        dtype,
-        model,
-        optimizer,
-        step,
-        skipped,
-        left_out,
-        corpus_hash,
-        seconds,
-        ranks,
-        claim,
-        files,
-        None if saved is None else replace(saved, model={}, optimizer={}),
-    )
-
-
-def tokenizer_of(saved: Checkpoint, folder: Path) -> Path:
-    """Return where the tokenizer of a run lies, if it has one: in its checkpoint, or as in earlier versions in its folder."""
-    copy = saved.folder / TOKENIZER
-    return copy if copy.exists() else folder / TOKENIZER
+        config, folder, corpus, batches, eval_windows, device, dtype, model, optimizer, step, skipped, left_out, corpus_hash,
+        seconds, ranks, claim, files, None if saved is None else replace(saved, model={}, optimizer={}),
+    )  # fmt: skip
 
 
 def _look_up(
@@ -228,20 +208,56 @@ def _build(
     return model, make_optimizer(model, config.optimizer, device)
 
 
-def _load(
-    saved: Checkpoint,
-    config: TrainConfig,
-    vocab_size: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    ranks: Ranks,
-) -> None:
-    if ranks.mesh is None:
-        load_into(model, saved, config.model, vocab_size)
-        load_optimizer(model, optimizer, saved.optimizer)
-    else:
-        require_architecture(saved, config.model, vocab_size)
-        load_sharded(model, optimizer, saved)
+@dataclass(frozen=True)
+class Trained:
+    """A model that a run trained."""
+
+    folder: Path
+    """Of the run."""
+    config: TrainConfig
+    """Of the run."""
+    model: GPT
+    """In evaluation mode."""
+    text: AbstractTokenizer | None
+    """Makes ids of text and back; None where the run read `.bin` tokens whose tokenizer it was not told."""
+
+    @property
+    def tokenizer(self) -> AbstractTokenizer:
+        """What makes ids of text and back.
+
+        Raises:
+            InputError: if the run's data were `.bin` tokens, which have no text.
+        """
+        if self.text is None:
+            raise InputError(f"{self.folder}: the run was trained on .bin tokens, whose text is not known")
+        return self.text
+
+
+def load_trained(folder: Path, device: str = "auto") -> Trained:
+    """Return what a run trained.
+
+    Args:
+        folder: of the run.
+        device: where the model goes: auto, cpu or cuda.
+
+    Raises:
+        InputError: if there is no run, or it has no checkpoint.
+    """
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr)
+
+    try:
+        table = read_config(folder / CONFIG, say)
+    except InputError as error:
+        raise InputError(f"{error}: name the folder that moesaic train wrote") from error
+    config = override(TrainConfig(), table, source=str(folder / CONFIG))
+    saved = load_checkpoint(folder / CHECKPOINTS, say)
+    tokenizer = saved_tokenizer(config.data, saved.folder / TOKENIZER) if saved.extra["has_text"] else None
+    model = make_language_model(config.model, saved.vocab_size)
+    load_into(model, saved, config.model, saved.vocab_size)
+    model.to(pick_device(device)).eval()
+    return Trained(folder, config, model, tokenizer)
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
@@ -297,11 +313,10 @@ def _require_resumable(saved: Checkpoint) -> None:
     found = saved.extra
     try:
         sound = found["precision"] in ("float32", "bfloat16", "float64") and 0 <= found["seconds"] < math.inf
-        sound = sound and all(
-            type(found.get(name, 0)) is int and found.get(name, 0) >= 0 for name in ("skipped", "left_out")
-        )
+        sound = sound and all(type(found[name]) is int and found[name] >= 0 for name in ("skipped", "left_out"))
+        sound = sound and isinstance(found["train_tokens"], str) and type(found["has_text"]) is bool
         torch.Generator().set_state(_generator_state(found["rng"]["cpu"]))
-        sealed = list(found.get("sealed", {}).values())
+        sealed = list(found["sealed"].values())
         sound = sound and all(type(each["bytes"]) is int and each["bytes"] >= 0 for each in sealed)
         sound = sound and all(isinstance(each["sha256"], str) for each in sealed)
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
@@ -326,7 +341,7 @@ def _require_same_precision(config: TrainConfig, saved: Checkpoint) -> None:
 
 
 def _require_same_data(fingerprint_now: str, saved: Checkpoint) -> None:
-    if saved.extra.get("train_tokens", fingerprint_now) != fingerprint_now:
+    if saved.extra["train_tokens"] != fingerprint_now:
         raise InputError(
             f"the training tokens are not those of the checkpoint of step {saved.step}: the files, data.path or another "
             "field of data changed: restore them, or choose another --out"
@@ -335,11 +350,11 @@ def _require_same_data(fingerprint_now: str, saved: Checkpoint) -> None:
 
 def _warn_of_changes(config: TrainConfig, saved: Checkpoint, folder: Path, say: Callable[[str], None]) -> None:
     """Say in one line which settings that decide the course of training differ from those of the checkpoint."""
-    path = saved.folder / CONFIG if (saved.folder / CONFIG).exists() else folder / CONFIG
+    path = saved.folder / CONFIG
     if not is_marked(folder / CONFIG):
         say(f"{folder / CONFIG}: was lost or damaged, and is written anew")
     try:
-        before = override(TrainConfig(), of_today(read_table(path), str(path)), source=str(path))
+        before = override(TrainConfig(), read_table(path), source=str(path))
     except InputError as error:
         say(f"{folder}: the run's earlier settings cannot be compared with these ({error})")
         return
@@ -375,7 +390,7 @@ def _write_folder(
         if isinstance(tokenizer, BPETokenizer):
             files[TOKENIZER] = _write_tokenizer(claim, tokenizer, saved, say)
     except OSError as error:
-        raise InputError(f"out={claim.path}: cannot be written ({error.strerror}): choose another --out") from error
+        raise unwritable(claim.path, error) from error
     return files
 
 
@@ -384,7 +399,7 @@ def _write_tokenizer(
 ) -> str:
     """Have the run's tokenizer in its folder, as a checkpoint keeps it; return its text."""
     own = claim.path / TOKENIZER
-    text = tokenizer.text if saved is None else tokenizer_of(saved, claim.path).read_text(encoding="utf-8")
+    text = tokenizer.text if saved is None else (saved.folder / TOKENIZER).read_text(encoding="utf-8")
     if not own.exists() or own.read_bytes() != text.encode():
         claim.write(TOKENIZER, text)
         if saved is not None:

@@ -32,12 +32,7 @@ class Packed:
 
 
 class Texts:
-    """The documents of some files, again and again, in the order of the files.
-
-    Args:
-        pattern: a file, glob or folder.
-        field: as for `read_documents`.
-    """
+    """The documents of some files, again and again, in the order of the files."""
 
     def __init__(self, pattern: str, field: str) -> None:
         self.files, self.field = find_files((pattern,), "path"), field
@@ -70,7 +65,6 @@ def pack(
 
     Args:
         out: the `.bin` file; `.json` and `.tokenizer.json` beside it take its name.
-        paths: the sources.
         data: `tokenizer`, `vocab_size` and `text_field` count.
         weights: one per source; empty: each source once, in turn.
         num_tokens: stop at so many of a mixture; None: when every source was read once, or would have been.

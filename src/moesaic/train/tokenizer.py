@@ -149,7 +149,6 @@ def saved_tokenizer(config: DataConfig, file: Path | None) -> AbstractTokenizer 
     """Return the tokenizer of a run that needs no training data; None for a BPE that is still to be trained.
 
     Args:
-        config: of the data.
         file: the tokenizer in the run's folder; None before there is one.
     """
     if config.tokenizer:

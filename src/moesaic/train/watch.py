@@ -38,7 +38,7 @@ from moesaic.comm.transport import Handle
 from moesaic.errors import InputError, TrainingError
 from moesaic.layer import MoE
 from moesaic.runtime.executor import LayerRun, drive, interpret, run_backward
-from moesaic.train.roll import ANSWER_SECONDS, Roll, SignalHandler, answered, heed_sigterm, own_name, telling
+from moesaic.train.launch import ANSWER_SECONDS, Roll, SignalHandler, answered, heed_sigterm, own_name, telling
 from moesaic.train.run_folder import FLIGHT, HANG, HANG_SUMS, RunFolder
 
 if TYPE_CHECKING:
@@ -66,7 +66,6 @@ class Watch:
     """Watches one rank of a run, from `with watch:` to its end. A run of one process is not watched.
 
     Args:
-        model: whose MoE layers are named.
         folder: the run folder; None while there is none, so that nothing is written down.
         patience: seconds that a rank may stand at one place.
         step: tells what the run is at, such as "step 12".
@@ -254,14 +253,7 @@ class Watch:
 
 
 def describe_hang(step: str, patience: float, found: Sequence[Position], silent: Mapping[int, str]) -> str:
-    """Return one line that says who has not arrived, and where the others wait.
-
-    Args:
-        step: what the run is at.
-        patience: seconds that passed.
-        found: where the ranks that answer stand.
-        silent: what is known of the others.
-    """
+    """Return one line that says who has not arrived, and where the others wait."""
     parts = [f"rank {rank} {fate}" for rank, fate in silent.items()]
     waiting: dict[str, list[Position]] = {}
     for position in found:

@@ -1,6 +1,6 @@
 """Moesaic in models of Hugging Face transformers: importing this registers "moesaic" with both of its registries.
 
-`experts_implementation="moesaic"` runs the experts of a model on Moesaic's kernels (`backend.py`);
+`experts_implementation="moesaic"` runs the experts of a model on Moesaic's kernels (`experts.py`);
 `DistributedConfig(ep_implementation="moesaic")` spreads them over ranks by Moesaic's programs (`expert_parallel.py`).
 """
 
@@ -16,7 +16,6 @@ except ImportError as error:
         f"moesaic.transformers needs transformers 5.23 or later ({error}): pip install 'moesaic[transformers]'"
     ) from None
 
-from moesaic.transformers.backend import experts_forward, tell_where_no_experts_are
 from moesaic.transformers.expert_parallel import (
     MoesaicEP,
     complete_sizes,
@@ -24,6 +23,7 @@ from moesaic.transformers.expert_parallel import (
     register_plan,
     use_plan,
 )
+from moesaic.transformers.experts import experts_forward, tell_where_no_experts_are
 
 ALL_EXPERTS_FUNCTIONS.register("moesaic", experts_forward)
 EPImplementationInterface.register("moesaic", MoesaicEP)

@@ -29,8 +29,7 @@ from moesaic.plan import Compiled, Plan
 from moesaic.runtime.auto_plan import AutoPlan
 from moesaic.runtime.balance.calls import calls_under
 from moesaic.runtime.expert_parallel import ExpertParallel
-from moesaic.transformers.backend import say
-from moesaic.transformers.experts import FamilyExperts, Matrices, gate_of, refusal
+from moesaic.transformers.experts import FamilyExperts, Matrices, gate_of, refusal, say
 
 
 class MoesaicEP(EPImplementation):

@@ -21,7 +21,7 @@ from moesaic.models.attention import Attention
 from moesaic.models.config import ModelConfig
 from moesaic.models.gpt import GPT, TransformerBlock
 from moesaic.plan.model_shape import ROPE
-from moesaic.train.trained import Trained, load_trained
+from moesaic.train.state import Trained, load_trained
 from moesaic.weights.files import require_room
 
 EPS = torch.finfo(torch.float32).eps
