@@ -141,7 +141,7 @@ def _(*arguments: Any) -> list[Tensor]:
 
 
 @register_flop_formula(torch.ops.moesaic.expert_backward)
-def _(x, gates, token, by_token, starts, ends, up, up_bias, down, *others, **_) -> int:  # type: ignore[no-untyped-def]
+def _(x, gates, token, by_token, starts, ends, up, up_bias, down, *others, **__) -> int:  # type: ignore[no-untyped-def]
     """One product for the hidden rows, and per matrix one for its own gradient and, of those that read, one for the rows'."""
     *_, gates_first, _kernel, _pre, _dy, wants_x, wants_gates, wants_weights = others
     reaches_rows = wants_x or (wants_gates and gates is not None and gates_first)
