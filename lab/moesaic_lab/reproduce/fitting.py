@@ -217,17 +217,14 @@ FITS: dict[tuple[str, ...], Callable[[Book, Named], Found]] = {
     ("parm.top_k",): _parm_top_k,
     ("parm.b.tflops",): _parm_tflops,
     ("schemoe.turn",): _schemoe_turn,
-    ("schemoe.tflops",): _solved("schemoe.ablation.naive", (2.0, 200.0), _ablation("naive")),
-    ("schemoe.codec",): _solved("schemoe.ablation.zfp", (1.0, 10_000.0), _ablation("zfp")),
-    ("schemoe.rest.layer", "schemoe.rest.fixed"): _schemoe_rest,
-    ("schemoe.issue",): _solved(
-        "schemoe.step.schemoe.12", (1.0, 2000.0), lambda book: schemoe.ScheMoECluster(book).step_ms("schedule", 12)
-    ),
     ("tutel.tflops",): _solved(
         "tutel.compute.16", (10.0, 312.0), lambda book: tutel.TutelCluster(book).parts_ms(tutel.big(16))[0]
     ),
     ("tutel.nic", "tutel.fabric", "tutel.message", "tutel.batched"): _tutel_network,
     ("tutel.connection", "tutel.issue"): _tutel_pipelining,
+    ("schemoe.tflops",): _solved("schemoe.ablation.naive", (2.0, 200.0), _ablation("naive")),
+    ("schemoe.codec",): _solved("schemoe.ablation.zfp", (1.0, 10_000.0), _ablation("zfp")),
+    ("schemoe.rest.layer", "schemoe.rest.fixed"): _schemoe_rest,
     ("tutel.einsum",): _solved("tutel.kernels.16", (10.0, 312.0), _kernels_gain),
     ("tutel.swin.train",): _tutel_swin("train"),
     ("tutel.swin.infer",): _tutel_swin("infer"),

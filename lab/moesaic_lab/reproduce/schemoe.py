@@ -52,7 +52,7 @@ BERT = layer(128, 1024, 4096)
 
 
 class ScheMoECluster:
-    """The testbed, with the issuing thread of Tutel and of ScheMoE.
+    """The testbed, under Tutel's and ScheMoE's plans.
 
     Args:
         book: tells the constants.
@@ -60,9 +60,9 @@ class ScheMoECluster:
 
     def __init__(self, book: Book) -> None:
         self.book = book
-        plain, scheduled = cluster(book), cluster(book, issue_us=book.constant("schemoe.issue"))
-        two_lanes = replace(scheduled, host=replace(scheduled.host, messages="together"))
-        self._runs = {"tutel": SweptRuns(plain), "schemoe": SweptRuns(scheduled), "two lanes": SweptRuns(two_lanes)}
+        spec = cluster(book)
+        self._in_turn = SweptRuns(spec)
+        self._two_lanes = SweptRuns(replace(spec, host=replace(spec.host, messages="together")))
 
     def seconds(self, name: str, workload: Workload) -> float:
         """Return the time of a layer, forward and backward.
@@ -74,9 +74,9 @@ class ScheMoECluster:
         return self.seconds_of(PLANS[name], workload)
 
     def seconds_of(self, plan: Plan, workload: Workload) -> float:
-        """Return the time of a layer under any plan; a plain one is issued by Tutel."""
-        which = "tutel" if plan == Plan() else "two lanes" if plan.all_to_all == "pipelined" else "schemoe"
-        return sum(run.seconds for run in self._runs[which].run(plan, GRID, workload))
+        """Return the time of a layer under any plan."""
+        runs = self._two_lanes if plan.all_to_all == "pipelined" else self._in_turn
+        return sum(run.seconds for run in runs.run(plan, GRID, workload))
 
     def step_ms(self, name: str, depth: int) -> float:
         """Return the time of a step of CT-MoE, milliseconds."""
@@ -85,16 +85,11 @@ class ScheMoECluster:
 
     def all_to_all_ms(self, depth: int) -> float:
         """Return the time of all all-to-alls of rows of a step of CT-MoE under Tutel, milliseconds."""
-        return 4 * depth * 1e3 * exchange_seconds(self._runs["tutel"].simulator.cluster, "linear", CT_MOE)
+        return 4 * depth * 1e3 * exchange_seconds(self._in_turn.simulator.cluster, "linear", CT_MOE)
 
 
-def cluster(book: Book, *, issue_us: float | None = None) -> ClusterSpec:
-    """Return the testbed: its preset with the constants in place; a message between nodes has a quarter of the NIC.
-
-    Args:
-        book: tells the constants.
-        issue_us: of the issuing thread per task; None for the preset's.
-    """
+def cluster(book: Book) -> ClusterSpec:
+    """Return the testbed: its preset with the constants in place; a message between nodes has a quarter of the NIC."""
     spec = read_cluster("schemoe")
     pcie, nic = spec.links
     pcie = replace(pcie, gbps=(book.constant("parm.b.link"),))
@@ -104,8 +99,8 @@ def cluster(book: Book, *, issue_us: float | None = None) -> ClusterSpec:
         tflops=Tflops(fp32=book.constant("schemoe.tflops")),
         codec_gigabytes_per_second=book.constant("schemoe.codec"),
     )
-    task_us = spec.host.task_us if issue_us is None else issue_us
-    return replace(spec, device=device, links=(pcie, nic), host=Host(task_us=task_us, messages="in_turn"))
+    host = Host(task_us=book.constant("tutel.issue"), messages="in_turn")
+    return replace(spec, device=device, links=(pcie, nic), host=host)
 
 
 def layers() -> Iterator[tuple[Workload, int]]:

@@ -15,7 +15,7 @@ from moesaic_lab.reproduce.records import PAPERS, Book, Constant, PublishedCell,
 BOOK = read_book()
 QUICK = (
     "schemoe.nic", "parm.a.link", "parm.a.message", "parm.b.link", "parm.b.message", "schemoe.turn", "schemoe.tflops",
-    "schemoe.codec", "schemoe.rest.layer", "schemoe.rest.fixed", "schemoe.issue", "tutel.tflops", "netmoe.nic",
+    "schemoe.codec", "schemoe.rest.layer", "schemoe.rest.fixed", "tutel.tflops", "netmoe.nic",
     "netmoe.tflops", "netmoe.launch", "tutel.swin.train", "tutel.swin.infer",
 )  # fmt: skip
 """Constants that are found in a second."""
