@@ -76,6 +76,7 @@ class PapersMeasured(Measurement):
         return cls(rows=rows, claims=claims(made, book), notes=NOTES, packages=("numpy", "scipy"), papers=papers)
 
     def as_dict(self) -> dict[str, Any]:
+        """Return what is written, with the papers."""
         return {**super().as_dict(), "papers": self.papers}
 
 
