@@ -80,8 +80,10 @@ class Simulator:
         """Simulate a layer's forward and backward pass, the second from the end of the first.
 
         Args:
-            forward, backward: of a compiled plan.
-            workload, grid: as of `run`.
+            forward: of a compiled plan.
+            backward: of the same plan.
+            workload: as of `run`.
+            grid: of the compiled plan.
             sizes: of a call with counts, for each pass; None: even routing.
         """
         programs = zip((forward, backward), sizes)
@@ -101,7 +103,9 @@ class Simulator:
 
         Args:
             program: forward or backward, in any order.
-            workload, grid, sizes: as of `run`.
+            workload: as of `run`.
+            grid: as of `run`.
+            sizes: of a call with counts.
         """
         volumes, slots = self.volumes(program, workload, grid, sizes=sizes), {slot.name: slot for slot in program.slots}
         rates = rates_of(self.cluster, workload.products or workload.dtype)
