@@ -308,7 +308,7 @@ def top_k_indices(rank_by: Tensor, top_k: int) -> Tensor:
     """
     if rank_by.dtype != torch.float32:
         return top_k_indices_reference(rank_by, top_k)
-    if kind_of(rank_by.device) == "triton" and rank_by.shape[1] <= MOST_COLUMNS and 0 < top_k <= MOST_CHOICES:
+    if chooses_by_triton(rank_by.device) and rank_by.shape[1] <= MOST_COLUMNS and 0 < top_k <= MOST_CHOICES:
         from moesaic.kernels.triton.rows.top_k import top_k_columns
 
         return top_k_columns(rank_by, top_k).long()
@@ -323,6 +323,11 @@ def top_k_indices(rank_by: Tensor, top_k: int) -> Tensor:
     columns = rank_by.shape[-1]
     tie_break = torch.arange(columns - 1, -1, -1, device=rank_by.device)
     return (ordered.double() * columns + tie_break).topk(top_k, dim=-1).indices
+
+
+def chooses_by_triton(device: torch.device) -> bool:
+    """Whether the Triton kernel chooses experts on a device."""
+    return device.type == "cuda" and kind_of(device) == "triton"
 
 
 def top_k_indices_reference(rank_by: Tensor, top_k: int) -> Tensor:

@@ -16,10 +16,11 @@ from moesaic.kernels.codecs import codec_named
 from moesaic.kernels.permute import permute, sort_by_expert, sum_rows, unpermute
 from moesaic.kernels.triton import expert_stage
 from moesaic.kernels.triton.rows import top_k as triton_top_k
+from moesaic.routing import router
 from moesaic.routing.router import MOST_COLUMNS, top_k_indices, top_k_indices_reference
 from moesaic.routing.routers import ROUTERS
 
-USERS = ("kernels.pick", "kernels.permute", "routing.router")
+USERS = ("kernels.pick", "kernels.permute")
 """The modules that ask which kernels a device runs."""
 EXPERTS = {
     "swiglu": GatedExperts,
@@ -35,6 +36,7 @@ def picked(monkeypatch, interpreted):
         for user in USERS:
             module = importlib.import_module(f"moesaic.{user}")
             monkeypatch.setattr(module, "kind_of", lambda device: "triton")
+        monkeypatch.setattr(router, "chooses_by_triton", lambda device: True)
 
 
 def run(layer, x, **options):
