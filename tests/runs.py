@@ -18,7 +18,7 @@ from moesaic.configfile import override
 from moesaic.train import loop, machine
 from moesaic.train.checkpoint import SUMS, load_checkpoint
 from moesaic.train.config import TrainConfig
-from moesaic.train.durable import checksum
+from moesaic.train.distributed_checkpoint import checksum
 from moesaic.train.loop import Trainer, TrainResult, train
 from moesaic.train.metrics import read_metrics
 

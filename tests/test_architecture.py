@@ -137,7 +137,7 @@ def test_the_library_does_not_know_the_laboratory():
 def test_the_test_bed_stands_alone():
     used = {name for path in sorted(TESTBED.rglob("*.py")) for name in imports_of(path)}
     ours = {name.rpartition(".")[0] for name in used if name.startswith(("moesaic.", "moesaic_lab"))}
-    assert ours == {"moesaic.errors", "moesaic.cli.arguments", "moesaic.profiling.steady"}
+    assert ours == {"moesaic.errors", "moesaic.cli.arguments", "moesaic.profiling.together"}
 
 
 def test_reports_read_nothing_of_training_but_its_metrics():
@@ -250,7 +250,7 @@ def test_nothing_reads_environment_variables_but_what_the_launcher_says():
     found = [name_of(path) for path in [*SOURCES, *LAB_SOURCES] if reads.search(path.read_text(encoding="utf-8"))]
     allowed = [
         "src/moesaic/comm/mesh.py",  # reads LOCAL_WORLD_SIZE: how many ranks share a node
-        "src/moesaic/comm/sockets_connect.py",  # reads MASTER_ADDR, GLOO_SOCKET_IFNAME: which network leads to the others
+        "src/moesaic/comm/sockets.py",  # reads MASTER_ADDR, GLOO_SOCKET_IFNAME: which network leads to the others
         "src/moesaic/train/launch.py",  # reads RANK, WORLD_SIZE and their like: whether others were started, which attempt
         "src/moesaic/transformers/expert_parallel.py",  # reads WORLD_SIZE: how many ranks were started
         "lab/moesaic_lab/chaos/planted.py",  # sets, as a launcher does, what its ranks are to read

@@ -25,9 +25,8 @@ from typing import Any, Literal
 
 from moesaic.models.gpt import PADDING, EncoderDecoder, translate
 from moesaic.plan.plan import StaticPlan
-from moesaic.train.config import MeshConfig, TrainConfig
+from moesaic.train.config import MeshConfig, TrainConfig, preset
 from moesaic.train.objectives import load_for
-from moesaic.train.presets import preset
 from moesaic.train.state import Trained, load_trained
 from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, each_kept, notes_of
 from moesaic_lab.claims import Claim

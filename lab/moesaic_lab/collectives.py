@@ -16,8 +16,7 @@ import torch.distributed as dist
 from moesaic.comm.mesh import open_transport
 from moesaic.cost.fit import Fit
 from moesaic.profiling.links import collectives
-from moesaic.profiling.steady import hold_still
-from moesaic.profiling.together import latest, start_together
+from moesaic.profiling.together import hold_still, latest, start_together
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of
 from moesaic_lab.claims import Claim
 from moesaic_lab.model.config import COMMITTED, read_config

@@ -31,16 +31,14 @@ from moesaic.errors import InputError
 from moesaic.layer import MoE, finish_step
 from moesaic.models.gpt import GPT
 from moesaic.plan import Plan
-from moesaic.profiling.steady import hold_still
-from moesaic.profiling.together import latest, start_together
+from moesaic.profiling.together import hold_still, latest, start_together
 from moesaic.program.grid import Grid
 from moesaic.routing.routers import LinkLevel, TopologyRouter
-from moesaic.train.config import TrainConfig
+from moesaic.train.config import TrainConfig, demo
 from moesaic.train.data import Batches, load_corpus
 from moesaic.train.loop import Trainer
 from moesaic.train.metrics import read_metrics
 from moesaic.train.parallel import parallelize
-from moesaic.train.presets import demo
 from moesaic.train.state import make_optimizer, open_run
 from moesaic_lab.across_ranks import gathered
 from moesaic_lab.benchmark import Benchmark, DrawnOptions, KeptOptions, Shown, Told, each_kept, keeping, kept, notes_of

@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.table import Table
 
-from moesaic.train.presets import demo, demo_dense
+from moesaic.train.config import demo, demo_dense
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told
 from moesaic_lab.claims import Claim, figures
 from moesaic_lab.tables import spread

@@ -22,24 +22,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moesaic.balance.policies import EXPERT_PLACERS
+from moesaic.balance import EXPERT_PLACERS
 from moesaic.balance.samples import AbstractPlacer, TwoStage
 from moesaic.comm.mesh import Mesh
 from moesaic.configfile import override
 from moesaic.layer import MoE, finish_step
 from moesaic.models.moving import MovingGPT
-from moesaic.profiling.steady import hold_still
-from moesaic.profiling.together import latest, start_together
+from moesaic.profiling.together import hold_still, latest, start_together
 from moesaic.runtime.balance.calls import decisions_of
 from moesaic.runtime.balance.experts import ExpertPlacement
 from moesaic.testing.processes import on_ranks
 from moesaic.traces.load import locality
 from moesaic.train.balance import make_arbiter, make_model, place_samples, rates_of
-from moesaic.train.config import MeshConfig, TrainConfig
+from moesaic.train.config import MeshConfig, TrainConfig, demo
 from moesaic.train.data import Batches, load_corpus
 from moesaic.train.metrics import read_metrics
 from moesaic.train.parallel import parallelize
-from moesaic.train.presets import demo
 from moesaic.train.state import make_optimizer, open_run
 from moesaic_lab.across_ranks import gathered, sent
 from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, each_kept, keeping, notes_of

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moesaic.plan.plan import StaticPlan
-from moesaic.train.config import MeshConfig, TrainConfig
-from moesaic.train.presets import demo
+from moesaic.train.config import MeshConfig, TrainConfig, demo
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told
 from moesaic_lab.claims import Claim
 from moesaic_lab.training import changes, steps_of, trained_on

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from moesaic.configfile import override
-from moesaic.train.presets import preset
+from moesaic.train.config import preset
 from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, each_kept
 from moesaic_lab.claims import Claim, figures
 from moesaic_lab.tables import spread

@@ -11,7 +11,7 @@ import pytest
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.selector.arbiter import Arbiter, Arbitration, CallDecision
 from moesaic.balance.selector.options import CallChoice, Recipe, name_of, option_plans, steps_of
-from moesaic.cost.alpha_beta import Machine
+from moesaic.cost.cluster import Machine
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
 from moesaic.program.grid import Grid

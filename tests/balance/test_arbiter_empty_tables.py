@@ -8,7 +8,7 @@ import numpy as np
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.selector.arbiter import Arbiter
 from moesaic.balance.selector.options import CallChoice, Recipe
-from moesaic.cost.alpha_beta import Machine
+from moesaic.cost.cluster import Machine
 from moesaic.plan.plan import Plan
 from moesaic.program.grid import Grid
 

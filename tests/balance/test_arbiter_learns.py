@@ -12,7 +12,7 @@ import pytest
 
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.selector.arbiter import UNANSWERED, Arbiter, Arbitration, CallDecision
-from moesaic.cost.alpha_beta import Machine
+from moesaic.cost.cluster import Machine
 from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
 from moesaic.program.grid import Grid

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import GivenOrders, seed_ranges
+from moesaic.balance import EXPERT_PLACERS
 from moesaic.balance.experts import (
     Balanced,
     ExpertLoad,
@@ -23,8 +24,7 @@ from moesaic.balance.experts import (
     places_of,
     spread_by_load,
 )
-from moesaic.balance.policies import EXPERT_PLACERS
-from moesaic.cost.alpha_beta import Machine
+from moesaic.cost.cluster import Machine
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic_lab.exact_placements import best_experts, expert_gap

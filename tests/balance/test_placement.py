@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 
-from moesaic.balance.policies import SAMPLE_PLACERS
+from moesaic.balance import SAMPLE_PLACERS
 from moesaic.balance.samples import (
     AbstractPlacer,
     Given,
@@ -22,7 +22,7 @@ from moesaic.balance.samples import (
     by_flow,
     by_seats,
 )
-from moesaic.cost.alpha_beta import Machine
+from moesaic.cost.cluster import Machine
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.traces.synthetic import SyntheticRouting, make_trace

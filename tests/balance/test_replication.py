@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from helpers import seed_ranges
-from moesaic.balance.policies import REPLICATION_POLICIES
+from moesaic.balance import REPLICATION_POLICIES
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts, replica_loads
 from moesaic.balance.replication.eplb import EPLB
 from moesaic.balance.replication.laer import LAER, layout
@@ -19,7 +19,7 @@ from moesaic.balance.replication.published import Published
 from moesaic.balance.replication.shadow import Shadow
 from moesaic.balance.replication.spill import Spill
 from moesaic.balance.replication.tables import Replications, rows_of
-from moesaic.cost.alpha_beta import Machine
+from moesaic.cost.cluster import Machine
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 

@@ -7,8 +7,7 @@ import pytest
 
 from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts, replica_loads
 from moesaic.balance.replication.shadow import Shadow
-from moesaic.cost.alpha_beta import Machine
-from moesaic.cost.cluster import ClusterSpec, Device, Link, Tflops
+from moesaic.cost.cluster import ClusterSpec, Device, Link, Machine, Tflops
 from moesaic.errors import InputError
 from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.build import SCHEDULES

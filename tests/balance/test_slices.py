@@ -20,7 +20,7 @@ from moesaic.balance.replication.bounded import (
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts, replica_loads
 from moesaic.balance.replication.spill import MOST_HELPED, overflow
 from moesaic.balance.slices import cut
-from moesaic.cost.alpha_beta import Machine
+from moesaic.cost.cluster import Machine
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.plan.budget import holders_of

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from moesaic.comm import TransportName, process_groups, sockets_connect
+from moesaic.comm import TransportName, process_groups, sockets
 from moesaic.comm.collectives import DIRECT_BYTES, all_gather, all_reduce_sum, broadcast, share, slice_rows
 from moesaic.comm.mesh import Mesh, check_same, open_transport
 from moesaic.comm.transport import Transfer
@@ -103,8 +103,8 @@ def movements(rank: int, world: int, name: TransportName) -> dict[str, Any]:
 def other_transports(rank: int) -> dict[str, object]:
     """What ranks say that cannot be connected by sockets, or ask for different transports."""
     with (
-        patch.object(sockets_connect, "_hosts", lambda: ["not an address"]),
-        patch.object(sockets_connect, "PATIENCE", 0.1),
+        patch.object(sockets, "_hosts", lambda: ["not an address"]),
+        patch.object(sockets, "PATIENCE", 0.1),
     ):
         unreachable = refusal(lambda: open_transport(name="sockets"))
     return {

@@ -13,9 +13,8 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 import torch
 
-from moesaic.comm import sockets, sockets_connect
-from moesaic.comm.sockets import Sockets
-from moesaic.comm.sockets_connect import _answer, _call, _Place
+from moesaic.comm import sockets
+from moesaic.comm.sockets import Sockets, _answer, _call, _Place
 from moesaic.comm.transport import MessageSizeError, Transfer
 
 LARGE = 1 << 25
@@ -234,7 +233,7 @@ def test_strangers_are_not_taken_for_ranks():
 
 @pytest.mark.parametrize("rank", [-1, 0, 1, 2, 5, 2**40])
 def test_a_rank_that_nobody_waits_for_is_not_let_in(rank, monkeypatch):
-    monkeypatch.setattr(sockets_connect, "PATIENCE", 0.2)
+    monkeypatch.setattr(sockets, "PATIENCE", 0.2)
     lines: dict[int, socket.socket] = {}
     with listening(range(3, 5), lines, 0.2) as (place, answered):
         with pytest.raises(OSError, match="nobody answers"):
@@ -245,10 +244,10 @@ def test_a_rank_that_nobody_waits_for_is_not_let_in(rank, monkeypatch):
 
 
 def test_callers_that_say_nothing_or_little_keep_nobody_waiting(monkeypatch):
-    monkeypatch.setattr(sockets_connect, "HELLO_TIMEOUT", 3600.0)  # none of them is given up
+    monkeypatch.setattr(sockets, "HELLO_TIMEOUT", 3600.0)  # none of them is given up
     lines: dict[int, socket.socket] = {}
     with listening(range(1, 2), lines) as (place, answered):
-        silent = [stranger(place, b"\0" * (count % 24)) for count in range(2 * sockets_connect._CALLERS)]
+        silent = [stranger(place, b"\0" * (count % 24)) for count in range(2 * sockets._CALLERS)]
         line = _call(place, 1, time.monotonic() + 60)
         answered.result()
         assert list(lines) == [1]
@@ -257,7 +256,7 @@ def test_callers_that_say_nothing_or_little_keep_nobody_waiting(monkeypatch):
 
 
 def test_a_hello_that_trickles_is_given_up_and_a_flood_of_calls_ends(monkeypatch):
-    monkeypatch.setattr(sockets_connect, "HELLO_TIMEOUT", 0.05)
+    monkeypatch.setattr(sockets, "HELLO_TIMEOUT", 0.05)
     lines: dict[int, socket.socket] = {}
     with listening(range(1, 2), lines, 1.0) as (place, answered), suppress(ConnectionError, socket.timeout):
         trickles = stranger(place, b"\0")
@@ -272,18 +271,18 @@ def test_a_hello_that_trickles_is_given_up_and_a_flood_of_calls_ends(monkeypatch
 
 
 def test_ranks_listen_on_the_interface_that_was_named_alone(monkeypatch):
-    monkeypatch.setenv(sockets_connect.INTERFACE_VARIABLE, "lo")
+    monkeypatch.setenv(sockets.INTERFACE_VARIABLE, "lo")
     with ExitStack() as open_here:
-        place, listeners = sockets_connect._listen(2, open_here)
+        place, listeners = sockets._listen(2, open_here)
         assert [listener.getsockname()[0] for listener in listeners] == ["127.0.0.1"]
         assert place is not None
         assert place.addresses == (listeners[0].getsockname(),)
-    monkeypatch.setenv(sockets_connect.INTERFACE_VARIABLE, "none-such")
+    monkeypatch.setenv(sockets.INTERFACE_VARIABLE, "none-such")
     with ExitStack() as open_here:
-        assert sockets_connect._listen(2, open_here) == (None, [])
-    monkeypatch.delenv(sockets_connect.INTERFACE_VARIABLE)
+        assert sockets._listen(2, open_here) == (None, [])
+    monkeypatch.delenv(sockets.INTERFACE_VARIABLE)
     with ExitStack() as open_here:
-        assert "0.0.0.0" not in {line.getsockname()[0] for line in sockets_connect._listen(2, open_here)[1]}
+        assert "0.0.0.0" not in {line.getsockname()[0] for line in sockets._listen(2, open_here)[1]}
 
 
 @pytest.mark.parametrize("size", [0, -1, -(2**63), 1 << 33, 2**63 - 1])

@@ -13,7 +13,7 @@ from moesaic.cli.main import COMMANDS, LABORATORY, main
 from moesaic.cost.cluster import presets
 from moesaic.plan.presets import CONFIGS
 from moesaic.plan.presets import PRESETS as PLANNED
-from moesaic.train.presets import PRESETS as TRAINED
+from moesaic.train.config import PRESETS as TRAINED
 from moesaic_lab.bench import BENCHMARKS
 from moesaic_lab.reproduce.records import PAPERS
 from moesaic_lab.vision.config import PRESETS as VISION

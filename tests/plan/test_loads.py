@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moesaic.balance.policies import REPLICATION_POLICIES
+from moesaic.balance import REPLICATION_POLICIES
 from moesaic.balance.replication.cost import CallLoad
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.cost.call_sizes import sizes_of

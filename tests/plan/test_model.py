@@ -15,8 +15,8 @@ from moesaic.errors import InputError
 from moesaic.plan.model import Job, job_of
 from moesaic.plan.model_shape import ModelShape, MoEShape
 from moesaic.plan.presets import PRESETS, read_job
+from moesaic.train.config import PRESETS as TRAIN_PRESETS
 from moesaic.train.config import TrainConfig
-from moesaic.train.presets import PRESETS as TRAIN_PRESETS
 
 CLUSTER = flat(2, 4, device=DEVICE)
 

@@ -8,7 +8,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from moesaic.balance.policies import REPLICATION_POLICIES
+from moesaic.balance import REPLICATION_POLICIES
 from moesaic.errors import InputError
 from moesaic.plan import Plan
 from moesaic.plan.plan import AllToAll, Order, Replication, Schedule

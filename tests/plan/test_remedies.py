@@ -8,10 +8,10 @@ import pytest
 
 from moesaic.cost.cluster import ClusterSpec, read_cluster
 from moesaic.cost.memory import GIB, usable_bytes
+from moesaic.plan.answer import in_words, remedies
 from moesaic.plan.candidates import Pins
 from moesaic.plan.hub import read_shape
 from moesaic.plan.model import DataShape, Job
-from moesaic.plan.remedies import in_words, remedies
 from moesaic.plan.search import LOSSLESS, Settings, TooLargeError, search
 from plan.hub_configs import QWEN3_30B
 

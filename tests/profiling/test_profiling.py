@@ -17,9 +17,8 @@ from moesaic.profiling import compute as profile_compute
 from moesaic.profiling import host as profile_shapes
 from moesaic.profiling import profile as profiling
 from moesaic.profiling.host import CalibrationStep, calibrations
-from moesaic.profiling.kept import read_measured, write_measured
 from moesaic.profiling.links import MESSAGE_SIZES, TimedMovements, partners
-from moesaic.profiling.profile import MeasuredMachine, layer_errors, measure, profile_of
+from moesaic.profiling.profile import MeasuredMachine, layer_errors, measure, profile_of, read_measured, write_measured
 from moesaic.program.task import Op
 
 TRUE = HostCosts(

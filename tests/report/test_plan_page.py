@@ -14,8 +14,8 @@ from moesaic.plan.candidates import Pins, compile_on
 from moesaic.plan.model import Job
 from moesaic.plan.model_shape import ModelShape, MoEShape
 from moesaic.plan.search import Settings, search
+from moesaic.report.gantt import COMPUTING, bars_of, step_gantt
 from moesaic.report.plan_page import roofline, stacked
-from moesaic.report.step_gantt import COMPUTING, bars_of, step_gantt
 
 H100 = read_cluster("dgx-h100", nodes=2)
 JOB = Job()

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.report.summary import read_runs
-from moesaic.report.words import amount, cards, duration, in_words, percent
+from moesaic.report.summary import amount, cards, duration, in_words, percent, read_runs
 from report.folders import dense_run, eval_line, layer, sparse_run, train_line, write_run
 
 

@@ -10,7 +10,7 @@ from dataclasses import FrozenInstanceError, fields, is_dataclass
 
 import pytest
 
-from moesaic.balance.policies import EXPERT_PLACERS, REPLICATION_POLICIES
+from moesaic.balance import EXPERT_PLACERS, REPLICATION_POLICIES
 from moesaic.configfile import override
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig, MoEConfig

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from moesaic.balance.experts import AbstractExpertPlacer, ExpertLoad
-from moesaic.cost.alpha_beta import Machine
+from moesaic.cost.cluster import Machine
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.train import balance

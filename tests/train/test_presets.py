@@ -12,7 +12,7 @@ from torch import nn
 from moesaic.models.config import ModelConfig
 from moesaic.models.gpt import GPT, make_language_model
 from moesaic.plan.presets import CONFIGS, read_job
-from moesaic.train.presets import PRESETS, demo, demo_dense, preset
+from moesaic.train.config import PRESETS, demo, demo_dense, preset
 from runs import run_quietly, write_text
 
 

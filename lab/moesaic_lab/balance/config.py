@@ -10,8 +10,7 @@ import numpy as np
 
 from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.configfile import suggestion
-from moesaic.cost.alpha_beta import Machine
-from moesaic.cost.cluster import Tflops
+from moesaic.cost.cluster import Machine, Tflops
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan.predict import CPU

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moesaic.balance import REPLICATION_POLICIES
 from moesaic.balance.experts import ExpertLoad, SmartMoE
-from moesaic.balance.policies import REPLICATION_POLICIES
 from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.balance.selector.arbiter import Arbiter

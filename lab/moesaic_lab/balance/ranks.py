@@ -21,8 +21,7 @@ from moesaic.comm.transport import AbstractTransport
 from moesaic.experts import ExpertsFactory, PlainExperts
 from moesaic.layer import MoE
 from moesaic.plan import Compiled, compile_plan
-from moesaic.profiling.steady import hold_still
-from moesaic.profiling.together import latest, start_together
+from moesaic.profiling.together import hold_still, latest, start_together
 from moesaic.runtime.balance.calls import decisions_of, hear_links
 from moesaic.runtime.balance.moving import MovingMoE
 from moesaic.runtime.balance.relocate import Following, Relocator, SampleTrip

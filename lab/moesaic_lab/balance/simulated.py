@@ -13,8 +13,7 @@ import numpy as np
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.balance.selector.arbiter import Arbiter, Arbitration
-from moesaic.cost.alpha_beta import Machine
-from moesaic.cost.cluster import ClusterSpec, read_cluster
+from moesaic.cost.cluster import ClusterSpec, Machine, read_cluster
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.topology import Topology
 from moesaic.cost.workload import Workload

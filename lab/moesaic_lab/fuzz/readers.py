@@ -58,8 +58,8 @@ from moesaic.train.balance import make_model
 from moesaic.train.checkpoint import SUMS, load_checkpoint, load_sharded, require_architecture
 from moesaic.train.config import DataConfig, TrainConfig
 from moesaic.train.data import load_corpus
+from moesaic.train.distributed_checkpoint import checksum
 from moesaic.train.documents import holds_table, is_left_out, read_documents
-from moesaic.train.durable import checksum
 from moesaic.train.loop import train
 from moesaic.train.metrics import METRICS, read_metrics
 from moesaic.train.objectives import CATALOGUE, read_pairs

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moesaic.balance.policies import REPLICATION_POLICIES
+from moesaic.balance import REPLICATION_POLICIES
 from moesaic.codecs import CODECS, NO_CODEC
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh

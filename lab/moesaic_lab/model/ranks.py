@@ -15,8 +15,7 @@ from moesaic.experts import ExpertsFactory
 from moesaic.layer import MoE
 from moesaic.plan import Compiled
 from moesaic.profiling.host import BalancedRouter
-from moesaic.profiling.steady import hold_still
-from moesaic.profiling.together import latest, start_together
+from moesaic.profiling.together import hold_still, latest, start_together
 from moesaic.program.grid import Grid
 from moesaic_lab.across_ranks import SteppedLayer, gathered
 from moesaic_lab.measure import in_turn, without_collections

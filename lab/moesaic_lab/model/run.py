@@ -200,7 +200,7 @@ def _measure(
 
 def _profile(keep: Path, bed: BedFields, ranks: object, progress: Progress) -> ClusterProfile:
     from moesaic.profiling import profile as measuring
-    from moesaic.profiling.kept import write_measured
+    from moesaic.profiling.profile import write_measured
     from moesaic_testbed.cluster import Cluster
 
     assert isinstance(ranks, Cluster)
@@ -213,8 +213,7 @@ def _profile(keep: Path, bed: BedFields, ranks: object, progress: Progress) -> C
 
 def _kept_profile(keep: Path, bed: BedFields) -> ClusterProfile:
     """Return a bed's profile, fitted to the times beside it where it is not there yet."""
-    from moesaic.profiling.kept import read_measured
-    from moesaic.profiling.profile import profile_of
+    from moesaic.profiling.profile import profile_of, read_measured
 
     path = _profile_path(keep, bed)
     if not path.exists():

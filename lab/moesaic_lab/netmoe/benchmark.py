@@ -22,8 +22,7 @@ import numpy as np
 import torch
 
 from moesaic.balance.samples import Stay, TwoStage, Weighed
-from moesaic.cost.alpha_beta import Machine
-from moesaic.cost.cluster import Device, Tflops
+from moesaic.cost.cluster import Device, Machine, Tflops
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan
 from moesaic_lab.benchmark import Benchmark, DrawnOptions, KeptOptions, Shown, Told, each_kept, notes_of

@@ -19,8 +19,7 @@ from moesaic.comm.mesh import Mesh, open_transport
 from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
 from moesaic.plan import Compiled
-from moesaic.profiling.steady import hold_still
-from moesaic.profiling.together import latest, start_together
+from moesaic.profiling.together import hold_still, latest, start_together
 from moesaic.program.grid import Grid
 from moesaic.routing.routers import SoftmaxTopK
 from moesaic.routing.routing import Scores

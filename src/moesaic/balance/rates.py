@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moesaic.cost.alpha_beta import Machine
-from moesaic.cost.cluster import ClusterSpec, read_cluster
+from moesaic.cost.cluster import ClusterSpec, Machine, read_cluster
 from moesaic.cost.compute import rates_of
 from moesaic.cost.profile import read_profile
 from moesaic.cost.profile_simulate import profiled_simulator

@@ -23,8 +23,8 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from moesaic.balance.replication.links import nodes_of, ranks_by_place
-from moesaic.cost.alpha_beta import Machine
+from moesaic.balance.replication.cost import nodes_of, ranks_by_place
+from moesaic.cost.cluster import Machine
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 

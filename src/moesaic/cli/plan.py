@@ -24,7 +24,7 @@ from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import read_counts
 from moesaic.errors import InputError
 from moesaic.plan.algorithm1 import RULES, choose
-from moesaic.plan.answer import Speed, again, changes, cost_of_skew, longer_by_rank_skew, speed_of
+from moesaic.plan.answer import Speed, again, changes, cost_of_skew, in_words, longer_by_rank_skew, remedies, speed_of
 from moesaic.plan.candidates import Pins, SearchSpace, compile_on, name_of
 from moesaic.plan.files import write_planned
 from moesaic.plan.hub import HubShape
@@ -42,7 +42,6 @@ from moesaic.plan.others import (
 from moesaic.plan.plan import AllToAll, Codec, Crossing, Order, Schedule, plan_in_words
 from moesaic.plan.predict import APART
 from moesaic.plan.presets import CONFIGS, PRESETS, read_job
-from moesaic.plan.remedies import in_words, remedies
 from moesaic.plan.search import LOSSLESS, LOSSY, Found, OfEp, Result, Settings, TooLargeError, search
 from moesaic.plan.stages import best_in_stages
 from moesaic.traces.trace import Trace

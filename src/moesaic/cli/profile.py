@@ -61,7 +61,7 @@ def run(arguments: Sequence[str]) -> int:
 
     from moesaic.comm.mesh import Mesh
     from moesaic.profiling.profile import layer_errors, measure, profile_of
-    from moesaic.profiling.steady import hold_still
+    from moesaic.profiling.together import hold_still
     from moesaic.train.launch import launch
 
     torch.set_num_threads(1)

@@ -73,8 +73,7 @@ def _start_patience(arguments: Sequence[str]) -> float:
 def _configured(arguments: Sequence[str]) -> TrainConfig:
     """Return the configuration that a command line describes."""
     from moesaic.configfile import override, suggestion
-    from moesaic.train.config import TrainConfig
-    from moesaic.train.presets import PRESETS
+    from moesaic.train.config import PRESETS, TrainConfig
 
     words, chosen = _take(list(arguments), ("--preset", "--config", "--plan"))
     if "--plan" in chosen:

@@ -4,12 +4,15 @@ What an MoE layer takes is simulated; everything else of a step is added up here
 moments lie in parts on all data-parallel ranks, as `moesaic train` keeps them (FSDP2): dense ones over dp, experts over edp.
 They are gathered before a block runs, forward and backward, and gradients are scattered after it, in every micro-batch. So
 many copies of the experts cost no memory but traffic, which decides whether ep = 1 wins.
+
+Where one micro-batch's forward pass runs beside another's backward pass, the two programs of a layer are one (`together`):
+neither waits for the other, so what one of them sends can travel while the other computes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -25,9 +28,52 @@ from moesaic.cost.timing import Simulated
 from moesaic.cost.topology import Topology, check_fit
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
-from moesaic.program.order.beside import BEFORE, BEHIND, together
 from moesaic.program.order.exact import search
-from moesaic.program.task import Program
+from moesaic.program.task import Kind, Op, Program, Slot, Stage, Task
+
+BEFORE, BEHIND = "before", "behind"
+"""Names of the tasks that stand for the rest of a block; whoever runs them knows how long they take."""
+
+
+def together(forward: Program, backward: Program) -> Program:
+    """Return both programs as one, their slots and tasks apart by name.
+
+    Args:
+        forward: of one micro-batch; its tokens come from the task `BEFORE`.
+        backward: of another; the task `BEHIND` waits for its tokens.
+    """
+    first, second = _named(forward, "forward"), _named(backward, "backward")
+    entering, leaving = _tokens(first, first.inputs), _tokens(second, second.outputs)
+    behind = replace(leaving[0], name=f"{BEHIND} done")
+    before = Task(name=BEFORE, op=Op.ADD, reads=(), writes=tuple(slot.name for slot in entering), stage=Stage.ROUTE)
+    after = Task(
+        name=BEHIND, op=Op.ADD, reads=tuple(slot.name for slot in leaving), writes=(behind.name,), stage=Stage.COMBINE
+    )
+    return Program(
+        name=f"{forward.name} beside {backward.name}",
+        slots=(*first.slots, *second.slots, behind),
+        tasks=(before, *first.tasks, *second.tasks, after),
+        inputs=tuple(name for name in (*first.inputs, *second.inputs) if name not in before.writes),
+        outputs=(*first.outputs, *second.outputs, behind.name),
+    )
+
+
+def _named(program: Program, prefix: str) -> Program:
+    def of(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(f"{prefix} {name}" for name in names)
+
+    def task(each: Task) -> Task:
+        ends = None if each.of is None else (f"{prefix} {each.of[0]}", f"{prefix} {each.of[1]}")
+        return replace(each, name=f"{prefix} {each.name}", reads=of(each.reads), writes=of(each.writes), of=ends)
+
+    slots = tuple(replace(slot, name=f"{prefix} {slot.name}") for slot in program.slots)
+    tasks = tuple(map(task, program.tasks))
+    return replace(program, slots=slots, tasks=tasks, inputs=of(program.inputs), outputs=of(program.outputs))
+
+
+def _tokens(program: Program, names: tuple[str, ...]) -> list[Slot]:
+    return [slot for slot in program.slots if slot.name in names and slot.kind is Kind.TOKENS]
+
 
 ONCE = ("parameters", "optimizer")
 """Parts of a step that a pipeline has no part in."""

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from moesaic.balance.policies import REPLICATION_POLICIES
+from moesaic.balance import REPLICATION_POLICIES
 from moesaic.balance.replication import NO_REPLICATION
 from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.codecs import codec_spec
-from moesaic.cost.alpha_beta import Machine
+from moesaic.cost.cluster import Machine
 from moesaic.cost.held import ExpertSizes, HeldBytes
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload

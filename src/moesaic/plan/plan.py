@@ -8,7 +8,7 @@ from enum import Enum
 from numbers import Integral
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from moesaic.balance.policies import REPLICATION_POLICIES
+from moesaic.balance import REPLICATION_POLICIES
 from moesaic.balance.replication import NO_REPLICATION
 from moesaic.codecs import NO_CODEC, codec_spec, is_coded
 from moesaic.errors import InputError

@@ -1,27 +1,33 @@
-"""`moesaic profile`: measures the machine that its ranks run on and checks the fits on what they have not seen."""
+"""`moesaic profile`: measures the machine that its ranks run on and checks the fits on what they have not seen.
+
+What was timed can be written to a file, so that another fit can be made of the same times.
+"""
 
 from __future__ import annotations
 
 import datetime
+import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
 
 from moesaic.comm import TransportName
 from moesaic.comm.mesh import open_transport
+from moesaic.configfile import override, read_table
 from moesaic.cost.movement import movements_of
 from moesaic.cost.profile import ClusterProfile, Errors, HostCosts, LinkCosts, MachineInfo, Versions
 from moesaic.cost.profile_fit import Sample, TimedLayer, calibrate, fit_host, fit_link
 from moesaic.cost.profile_simulate import FEATURES, host_features, layer_features, profiled_simulator
 from moesaic.cost.simulate import Simulator
+from moesaic.errors import InputError
 from moesaic.profiling.compute import codecs, copy_bytes_per_second, memory_gib, products
 from moesaic.profiling.host import Calibration, CalibrationStep, calibrations, host_steps, sharing
 from moesaic.profiling.links import TimedMovements, collectives, movements, partners
-from moesaic.profiling.steady import hold_still
-from moesaic.profiling.together import latest, start_together
+from moesaic.profiling.together import hold_still, latest, start_together
 
 NO_TIME = 1e30
 """Operations per second of products that take no time, as the calibration layers' do."""
@@ -194,3 +200,42 @@ def _with_links(measured: MeasuredMachine, host: HostCosts) -> tuple[ClusterProf
 
 def _timed(moved: TimedMovements) -> tuple[Sequence[float], Sequence[Sequence[float]]]:
     return moved.num_bytes, moved.seconds
+
+
+def write_measured(measured: MeasuredMachine, path: Path) -> None:
+    """Write all times; of the calibration layers their names, by which this version knows what they are."""
+    table = {
+        "world": measured.world,
+        "ranks_per_node": measured.ranks_per_node,
+        "sharing": measured.sharing,
+        "links": {name: asdict(each) for name, each in measured.links.items()},
+        "rest": asdict(measured.rest),
+        "steps": {each.name: asdict(step) for each, step in measured.steps},
+    }
+    path.write_text(json.dumps(table) + "\n", encoding="utf-8")
+
+
+def read_measured(path: Path) -> MeasuredMachine:
+    """Read what `write_measured` wrote.
+
+    Raises:
+        InputError: if the file is none, or has other calibration layers than this version.
+    """
+    table = read_table(path)
+    if "steps" not in table or "world" not in table:
+        raise InputError(f"{path}: holds no times of a machine: take them anew")
+    found = list(calibrations(table["world"], table["ranks_per_node"]))
+    if [each.name for each in found] != list(table["steps"]):
+        raise InputError(f"{path}: has other calibration layers than this version: measure again")
+    steps = [tuple(map(tuple, (each["processor"], each["wall"]))) for each in table["steps"].values()]
+    return MeasuredMachine(
+        ranks_per_node=table["ranks_per_node"],
+        world=table["world"],
+        steps=[(each, CalibrationStep(*times)) for each, times in zip(found, steps)],
+        sharing=tuple(table["sharing"]),
+        links={
+            name: TimedMovements(tuple(each["num_bytes"]), tuple(map(tuple, each["seconds"])), each["messages"])
+            for name, each in table["links"].items()
+        },
+        rest=override(ClusterProfile(), table["rest"], source=str(path)),
+    )

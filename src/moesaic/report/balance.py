@@ -29,8 +29,7 @@ from moesaic.report.style import (
     line,
     rounded,
 )
-from moesaic.report.summary import RunSummary
-from moesaic.report.words import percent
+from moesaic.report.summary import RunSummary, percent
 from moesaic.train.metrics import read_metrics
 
 BEFORE, AFTER = "#9aa1ac", "#3a6ea5"

@@ -25,8 +25,7 @@ from moesaic.report.style import (
     run_colour,
     time_unit,
 )
-from moesaic.report.summary import LayerSeries, RunSummary, Series, mean_over_layers
-from moesaic.report.words import number, percent
+from moesaic.report.summary import LayerSeries, RunSummary, Series, mean_over_layers, number, percent
 
 STEP = "optimizer step"
 MOST_COLUMNS = 200

@@ -1,14 +1,23 @@
-"""Gantt charts of programs: a row per lane, a bar per task, coloured by chunk; and a page that holds several of them."""
+"""Gantt charts: of programs, a row per lane and a bar per task, coloured by chunk; of a whole step; a page that holds several.
+
+A step's chart has every block of the first micro-batch, forward and backward, and what follows it, in the order in which a rank
+runs them. Movements of an MoE layer lie beside its computing as its programs' timelines have them; parts that nothing hides
+come one after the other.
+"""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import plotly.graph_objects as go
 
 from moesaic.errors import InputError
+from moesaic.plan.model import Job
+from moesaic.plan.search import Found
+from moesaic.program.task import Lane
 from moesaic.program.timeline import LANES, Span, Timeline
 from moesaic.report.style import Drawn, Picture, figure, page_text, rounded, run_colour, write_text
 
@@ -98,3 +107,146 @@ def _bars(chunk: int | None, spans: Sequence[Span], unit: float) -> go.Bar:
         marker={"color": colour, "line": {"color": "#ffffff", "width": 1}},
         showlegend=True,
     )
+
+
+ROWS = {
+    Lane.COMPUTE: "computing",
+    Lane.HOST: "computing",
+    Lane.INTRA: "links inside nodes",
+    Lane.INTER: "links between nodes",
+}
+"""What a chart of a step calls lanes."""
+COMPUTING, WAITING = ROWS[Lane.COMPUTE], "waiting for parameters"
+
+
+class Bar(NamedTuple):
+    """Something that goes on."""
+
+    row: str
+    part: str
+    """Of the step."""
+    what: str
+    start: float
+    """Seconds from the start of the step."""
+    end: float
+
+
+def bars_of(job: Job, best: Found, timelines: Mapping[str, Timeline]) -> list[Bar]:
+    """Return the first micro-batch block by block, the others as one bar, and the optimizer; the last one ends with the step.
+
+    Args:
+        job: what is trained.
+        best: a step.
+        timelines: of its MoE layers' programs, "forward" and "backward".
+    """
+    found, count = list(_micro_batch(job, best, timelines)), job.accumulation
+    each = found[-1].end
+    if count > 1:
+        found.append(Bar(COMPUTING, "further micro-batches", f"{count - 1} more like the first", each, count * each))
+    end = count * each
+    rest = {"optimizer": best.estimate.parts.get("optimizer", 0.0)}
+    return found + [Bar(COMPUTING, name, name, end, end + seconds) for name, seconds in rest.items() if seconds]
+
+
+def _micro_batch(job: Job, best: Found, timelines: Mapping[str, Timeline]) -> Iterator[Bar]:
+    """Yield the bars of the first micro-batch, in the order of their ends."""
+    model, count = job.model, job.accumulation
+    again, blocks = int(model.checkpoint_activations), range(model.num_layers)
+    sparse = sum(map(model.is_sparse, blocks))
+    once = {name: seconds / count for name, seconds in best.estimate.parts.items()}
+    waits = once.get("parameters", 0.0) / (2 * len(blocks))
+    # A backward pass takes twice a forward one, and computes it again where it must.
+    of_block = once["attention"] / (3 + again) / len(blocks)
+    of_dense = once.get("dense", 0.0) / (3 + again) / max(len(blocks) - sparse, 1)
+    of_shared = once.get("shared experts", 0.0) / (3 + again) / sparse
+    around = (once.get("routing", 0.0) + once.get("small kernels", 0.0)) / sparse
+    layers = {
+        "forward": once["moe forward"] / (1 + again) / sparse, "backward": once["moe backward"] / sparse,
+    }  # fmt: skip
+    now = 0.0
+
+    def one(part: str, what: str, seconds: float, row: str = COMPUTING) -> Iterator[Bar]:
+        nonlocal now
+        if seconds > 0:
+            yield Bar(row, part, what, now, now + seconds)
+            now += seconds
+
+    def layer(name: str, what: str) -> Iterator[Bar]:
+        nonlocal now
+        timeline, part = timelines[name], f"moe {name}"
+        scale = layers[name] / timeline.makespan if timeline.makespan else 0.0
+        for row, start, end in _busy(timeline):
+            yield Bar(row, part, what, now + scale * start, now + scale * end)
+        now += layers[name]
+
+    def forward(block: int, what: str) -> Iterator[Bar]:
+        yield from one("attention", f"attention {what}", of_block)
+        if model.is_sparse(block):
+            yield from one("shared experts", f"shared experts {what}", of_shared)
+            yield from layer("forward", f"MoE layer {what}")
+        else:
+            yield from one("dense", f"dense layer {what}", of_dense)
+
+    for block in blocks:
+        yield from forward(block, f"of block {block}")
+        yield from one("parameters", f"before block {block + 1}", waits, WAITING)
+    yield from one("unembed", "output and loss", once.get("unembed", 0.0))
+    for block in reversed(blocks):
+        what = f"of block {block}, backward"
+        if again:
+            yield from forward(block, f"of block {block}, again")
+        if model.is_sparse(block):
+            yield from layer("backward", f"MoE layer {what}")
+            yield from one("shared experts", f"shared experts {what}", 2 * of_shared)
+            yield from one("routing", f"routing {what}", around)
+        else:
+            yield from one("dense", f"dense layer {what}", 2 * of_dense)
+        yield from one("attention", f"attention {what}", 2 * of_block)
+        yield from one("parameters", f"behind block {block}", waits, WAITING)
+
+
+def _busy(timeline: Timeline) -> Iterator[tuple[str, float, float]]:
+    """Yield when each row of a program is busy, spans that touch as one; rows in order, their ends ascending."""
+    for row in dict.fromkeys(ROWS.values()):
+        spans = sorted(
+            (span.start, span.end) for span in timeline.spans if ROWS[span.lane] == row and span.end > span.start
+        )
+        start = end = 0.0
+        for begins, ends in spans:
+            if begins > end:
+                if end > start:
+                    yield row, start, end
+                start = begins
+            end = max(end, ends)
+        if end > start:
+            yield row, start, end
+
+
+def step_gantt(bars: Iterable[Bar]) -> go.Figure:
+    """Draw bars; what is seen first is the first micro-batch, a double click shows the whole step."""
+    found = list(bars)
+    first = [bar for bar in found if bar.part not in ("further micro-batches", "optimizer")]
+    until, end = max(bar.end for bar in first), max(bar.end for bar in found)
+    unit, length = unit_of(until)
+    rows = [row for row in (*dict.fromkeys(ROWS.values()), WAITING) if any(bar.row == row for bar in found)]
+    made = figure(f"time ({unit})", "", height=110 + 46 * len(rows), legend=True, categoryorder="array")
+    for number, part in enumerate(dict.fromkeys(bar.part for bar in found)):
+        of = [bar for bar in found if bar.part == part]
+        colour = WHOLE if part == "further micro-batches" else run_colour(number)
+        made.add_trace(
+            go.Bar(
+                name=part,
+                orientation="h",
+                y=[bar.row for bar in of],
+                base=[rounded(bar.start / length) for bar in of],
+                x=[rounded((bar.end - bar.start) / length) for bar in of],
+                text=[bar.what for bar in of],
+                textposition="none",
+                hovertemplate="%{text}<br>from %{base:.4g}, takes %{x:.4g}<extra></extra>",
+                marker={"color": colour},
+            )
+        )
+    made.update_yaxes(categoryarray=rows[::-1], showgrid=False, nticks=None)
+    made.update_xaxes(range=[0, rounded(min(1.05 * until, end) / length)], showgrid=True)
+    made.update_layout(barmode="overlay", bargap=0.25, hovermode="closest")
+    return made

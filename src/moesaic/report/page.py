@@ -26,8 +26,16 @@ from moesaic.report.style import (
     run_colour,
     write_text,
 )
-from moesaic.report.summary import RunSummary, Series, mean_over_layers, read_runs, telling_damage
-from moesaic.report.words import NONE, cards, in_words
+from moesaic.report.summary import (
+    NONE,
+    RunSummary,
+    Series,
+    cards,
+    in_words,
+    mean_over_layers,
+    read_runs,
+    telling_damage,
+)
 from moesaic.traces.load import LayerLoad
 from moesaic.traces.trace import Trace, steps_in_words
 

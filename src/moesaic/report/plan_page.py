@@ -17,8 +17,7 @@ from moesaic.plan.model import Job
 from moesaic.plan.plan import plan_in_words
 from moesaic.plan.search import Found, Result
 from moesaic.program.timeline import Timeline
-from moesaic.report.gantt import gantt, in_words, unit_of
-from moesaic.report.step_gantt import bars_of, step_gantt
+from moesaic.report.gantt import bars_of, gantt, in_words, step_gantt, unit_of
 from moesaic.report.style import INK, Drawn, Picture, figure, line, page_text, rounded, run_colour, write_text
 
 

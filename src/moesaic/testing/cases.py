@@ -11,12 +11,12 @@ from typing import Any, Literal, TypeVar, get_args
 import numpy as np
 import torch
 
-from moesaic.balance.policies import REPLICATION_POLICIES
+from moesaic.balance import REPLICATION_POLICIES
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicationPolicy, PolicyPlan, Replicated
 from moesaic.balance.selector.arbiter import Arbiter, Arbitration, CallDecision
 from moesaic.codecs import CODECS, codec_spec, is_coded
-from moesaic.cost.alpha_beta import Machine
+from moesaic.cost.cluster import Machine
 from moesaic.errors import InputError
 from moesaic.kernels.codecs import codec_named
 from moesaic.plan import Plan, compile_plan

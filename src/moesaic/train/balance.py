@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from torch import nn
 
+from moesaic.balance import EXPERT_PLACERS, SAMPLE_PLACERS
 from moesaic.balance.experts import ExpertRates
-from moesaic.balance.policies import EXPERT_PLACERS, SAMPLE_PLACERS
 from moesaic.balance.rates import machine_of, simulator_of
 from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.balance.samples import AbstractPlacer, PlacerOptions
 from moesaic.balance.selector.arbiter import Arbiter, CallDecision
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import NoTransport
-from moesaic.cost.alpha_beta import Machine
+from moesaic.cost.cluster import Machine
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
 from moesaic.layer import MoE

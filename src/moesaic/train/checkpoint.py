@@ -36,8 +36,16 @@ from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
 from moesaic.plan.model_shape import ROTARY
 from moesaic.routing.routers import ON_MESH, ROUTERS, options_of
-from moesaic.train.distributed_checkpoint import SHARDS, read_whole, restore, stage, write_shards
-from moesaic.train.durable import checksum, flush, require_read_back
+from moesaic.train.distributed_checkpoint import (
+    SHARDS,
+    checksum,
+    flush,
+    read_whole,
+    require_read_back,
+    restore,
+    stage,
+    write_shards,
+)
 from moesaic.train.pipeline import PipelinedGPT
 from moesaic.train.ranks import Ranks
 

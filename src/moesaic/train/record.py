@@ -43,7 +43,7 @@ from moesaic.traces.trace import (
     write_segment,
 )
 from moesaic.train.config import TrainConfig
-from moesaic.train.durable import checksum, flush
+from moesaic.train.distributed_checkpoint import checksum, flush
 from moesaic.train.ranks import Ranks
 from moesaic.train.state import RunState
 

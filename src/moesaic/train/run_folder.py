@@ -22,7 +22,7 @@ from moesaic.configfile import read_table
 from moesaic.errors import InputError, TrainingError
 from moesaic.traces.trace import FOLDER, PATTERN
 from moesaic.train.checkpoint import CONFIG, TOKENIZER, find_copy, list_checkpoints, remove_checkpoint
-from moesaic.train.durable import checksum
+from moesaic.train.distributed_checkpoint import checksum
 from moesaic.train.metrics import METRICS, WANDB_ID
 
 try:

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.errors import InputError
-from moesaic.weights.format import AbstractFormat
 from moesaic.weights.hub import Hub, Moesaic
 from moesaic.weights.layout import GatheredTensor, Layout, Readable, every, identity, naming, pieces
 from moesaic.weights.megatron import Megatron
-from moesaic.weights.model import Architecture
+from moesaic.weights.model import AbstractFormat, Architecture
 from moesaic.weights.torchtitan import Torchtitan
 
 FORMATS: dict[str, AbstractFormat] = {

@@ -16,9 +16,8 @@ from moesaic import __version__
 from moesaic.errors import InputError
 from moesaic.weights.checkpoint import FORMATS, Checkpoint, format_of, open_checkpoint
 from moesaic.weights.files import require_room
-from moesaic.weights.format import AbstractFormat
 from moesaic.weights.layout import Layout, Made, Readable, every, identity, naming
-from moesaic.weights.model import Architecture, read_config
+from moesaic.weights.model import AbstractFormat, Architecture, read_config
 from moesaic.weights.upcycle import Upcycling, upcycled
 
 RECEIPT = "receipt.json"

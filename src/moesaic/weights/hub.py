@@ -16,9 +16,8 @@ from transformers.core_model_loading import PrefixChange, WeightConverter, rever
 from moesaic.errors import InputError
 from moesaic.train.distributed_checkpoint import SHARDS
 from moesaic.weights.files import INDEX, read_dcp, read_safetensors, write_dcp, write_safetensors
-from moesaic.weights.format import AbstractFormat
 from moesaic.weights.layout import Readable, StoredBlock, every
-from moesaic.weights.model import Architecture
+from moesaic.weights.model import AbstractFormat, Architecture
 from moesaic.weights.quantized import dequantized
 
 

@@ -15,9 +15,8 @@ import torch
 
 from moesaic.errors import InputError
 from moesaic.weights.files import read_dcp, write_dcp
-from moesaic.weights.format import AbstractFormat, Place, Rules, by_rules, half
 from moesaic.weights.layout import Made, Readable, Region, StoredBlock
-from moesaic.weights.model import LAYER, Architecture, Part
+from moesaic.weights.model import LAYER, AbstractFormat, Architecture, Part, Place, Rules, by_rules, half
 
 OUTSIDE = {
     "model.embed_tokens.weight": "embedding.word_embeddings.weight",

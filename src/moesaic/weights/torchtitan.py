@@ -9,9 +9,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from moesaic.weights.files import read_dcp, write_dcp
-from moesaic.weights.format import AbstractFormat, Rules, by_rules
 from moesaic.weights.layout import Readable, StoredBlock
-from moesaic.weights.model import Architecture
+from moesaic.weights.model import AbstractFormat, Architecture, Rules, by_rules
 
 OUTSIDE = {
     "model.embed_tokens.weight": "tok_embeddings.weight",

@@ -18,7 +18,7 @@ from moesaic.balance.selector.arbiter import Arbiter
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
-from moesaic.cost.alpha_beta import Machine
+from moesaic.cost.cluster import Machine
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.plan import Plan, compile_plan

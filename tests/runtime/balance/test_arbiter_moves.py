@@ -10,7 +10,7 @@ import pytest
 from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.balance.samples import Homes, Volume
 from moesaic.balance.selector.arbiter import Arbiter, CallDecision
-from moesaic.cost.alpha_beta import Machine
+from moesaic.cost.cluster import Machine
 from moesaic.runtime.balance.calls import MoveArbiter, saved_seconds
 
 COSTS = ReplicationCosts(machine=Machine(intra_gbps=8, inter_gbps=1), element_bytes=2)

@@ -19,7 +19,7 @@ from alive import AliveBytes, Unwatched
 from meshes import DIM, EXPERTS, every_rank, make_layer, on_mesh, tokens_of
 from torch import Tensor, nn
 
-from moesaic.balance.policies import REPLICATION_POLICIES
+from moesaic.balance import REPLICATION_POLICIES
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.comm.loopback import run_ranks

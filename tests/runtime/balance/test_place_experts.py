@@ -16,7 +16,7 @@ from moesaic.balance.experts import AbstractExpertPlacer, Balanced, ExpertLoad, 
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
-from moesaic.cost.alpha_beta import Machine
+from moesaic.cost.cluster import Machine
 from moesaic.errors import InputError
 from moesaic.layer import MoE, finish_step
 from moesaic.plan import Plan

@@ -29,13 +29,13 @@ import numpy as np
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from moesaic.balance.policies import REPLICATION_POLICIES
+from moesaic.balance import REPLICATION_POLICIES
 from moesaic.balance.replication.cost import CallLoad, LinkTimes, ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.balance.selector.arbiter import Arbiter, Arbitration, CallDecision
 from moesaic.balance.selector.options import ALONE
 from moesaic.balance.selector.prepared import Pick, Prepared
-from moesaic.cost.alpha_beta import Machine
+from moesaic.cost.cluster import Machine
 from moesaic.errors import InputError
 from moesaic.plan import Compiled
 from moesaic.plan.budget import CountedCall, MemoryBudget

@@ -6,10 +6,10 @@ import pytest
 
 from moesaic.cost.cluster import read_cluster
 from moesaic.cost.simulate import Simulator
+from moesaic.cost.step import BEFORE, BEHIND, together
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan
 from moesaic.program.grid import Grid
-from moesaic.program.order.beside import BEFORE, BEHIND, together
 from moesaic.program.order.exact import search
 from moesaic.program.order.graph import predecessors
 from moesaic.program.timeline import lay_out

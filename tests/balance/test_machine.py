@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moesaic.cost.alpha_beta import Machine
 from moesaic.cost.call_sizes import sizes_of
+from moesaic.cost.cluster import Machine
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
