@@ -1,7 +1,7 @@
-"""Balancing, the deciding half: where experts, their replicas and samples go; `runtime/balance` acts on it. Here is every policy by
-its name. To add one: a new file, and a line here; everything that lists policies reads this.
+"""Balancing, the deciding half: where experts, their replicas and samples go; `runtime/balance` acts on it.
 
-Policies are imported when they are built: a command line lists their names without them.
+Here is every policy by its name. To add one: a new file, and a line here; everything that lists policies reads this. Policies
+are imported when they are built: a command line lists their names without them.
 """
 
 from __future__ import annotations
