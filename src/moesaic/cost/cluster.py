@@ -349,7 +349,7 @@ class ClusterSpec:
         per_node = self.devices_per_node
         if count < 1 or (count > per_node and count % per_node):
             near = max(count // per_node, 1) * per_node
-            raise InputError(f"{count} devices are no whole nodes of {self.name}, which have {per_node}: try {near}")
+            raise InputError(f"{count} devices are not whole nodes of {self.name}, which have {per_node}: try {near}")
         speeds = self.speeds[: count if len(self.speeds) > per_node or count < per_node else per_node]
         # In part of a node, fewer devices are behind a link, and some direct links lose an end.
         links = tuple(

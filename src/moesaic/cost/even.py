@@ -85,7 +85,7 @@ class Even(AbstractVolumes):
         self._apart, self._paths = apart, paths
         self.grid, self.topology, self.layer, self.piece = grid, topology, layer, piece
         if any(link.units for link in topology.spec.links):
-            raise UnlikeError("nodes hang on switches in unequal runs")
+            raise UnlikeError("nodes are attached to switches in unequal runs")
         per_node = topology.spec.devices_per_node
         above = (link.devices // per_node * topology.ranks_per_node for link in topology.spec.links)
         self._cuts = frozenset(run for run in above if topology.ranks_per_node < run < grid.world)
@@ -226,7 +226,7 @@ class Even(AbstractVolumes):
         loose = digits.axes(move.group) - before.fixed
         pieces *= (s[:, sorted(loose)] == 0).all(axis=1)
         if loose - digits.within(1, digits.block) and pieces.any():
-            raise UnlikeError("of several nodes that hold the same rows only the first sends them")
+            raise UnlikeError("only the first of several nodes that hold the same rows sends them")
         return pieces
 
     def _experts_each(self, layout: Layout) -> int:

@@ -196,7 +196,7 @@ class Events:
             late: (actors,) time before which each actor starts nothing; None: all start at 0.
         """
         begin = [0.0] * self._actors if late is None else late.tolist()
-        assert len(begin) == self._actors, "who is late is told of every actor"
+        assert len(begin) == self._actors, "`late` needs one entry per actor"
         for actor, now in enumerate(begin):
             for node, waits in enumerate(self._graph.waits):
                 if not waits:

@@ -241,5 +241,5 @@ def _known(value: Any, kind: type[Any]) -> Any:
 
 def _unlike(name: str) -> UnlikeError:
     return UnlikeError(
-        f"{name} sends packets another way from node to node", "an all-to-all in which all nodes do the same"
+        f"{name} sends packets along paths that differ between nodes", "an all-to-all in which all nodes do the same"
     )

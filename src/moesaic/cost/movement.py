@@ -120,7 +120,7 @@ def coded_bytes(codec: str, rows: float, dim: int, element_bytes: int) -> float:
     if not is_coded(codec):
         return rows * dim * element_bytes
     if element_bytes not in DTYPES:
-        raise InputError(f"codec {codec} takes no elements of {element_bytes} bytes: use codec none for them")
+        raise InputError(f"codec {codec} does not support elements of {element_bytes} bytes: use codec none for them")
     return spec.num_bytes(rows, dim, DTYPES[element_bytes])
 
 

@@ -203,7 +203,7 @@ def dual_pipe_v(rank: int, ranks: int, runs: int, count: int) -> Iterator[Step]:
     micro-batches."""
     if count < 2 * ranks:
         raise InputError(
-            f"{count} micro-batches do not fill a pipeline of {2 * ranks} stages that runs forward beside backward passes: "
+            f"{count} micro-batches do not fill a pipeline of {2 * ranks} stages that overlaps forward and backward passes: "
             f"choose at least {2 * ranks}, or another schedule"
         )
     of = _Folded(rank, ranks)
@@ -333,7 +333,7 @@ class Pipeline:
             raise InputError(f"a pipeline of {self.ranks} ranks and {self.runs} runs: both must be at least 1")
         if self._how.runs and self.runs not in (1, self._how.runs):
             raise InputError(
-                f"schedule {self.schedule} has {self._how.runs} runs of layers on a rank, not {self.runs}: leave them out"
+                f"schedule {self.schedule} has {self._how.runs} runs of layers per rank, not {self.runs}: leave runs at 1"
             )
         if self._how.both_ways and self.ranks % 2:
             raise InputError(f"schedule {self.schedule} needs an even number of stages, not {self.ranks}")

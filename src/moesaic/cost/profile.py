@@ -296,7 +296,7 @@ def read_profile(path: Path, *, any_machine: bool = False) -> ClusterProfile:
     """
     table = read_table(path)
     if "format" not in table or "host" not in table:
-        raise InputError(f"profile {path}: is no profile: write one with moesaic profile --out {path.name}")
+        raise InputError(f"profile {path}: is not a profile: write one with moesaic profile --out {path.name}")
     try:
         profile = override(ClusterProfile(), table, source=f"profile {path}")
     except InputError as error:

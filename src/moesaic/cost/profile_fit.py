@@ -90,8 +90,8 @@ def fit_host(samples: Sequence[Sample], sharing: float) -> HostFit:
     unsure = spread / len(samples[0].seconds) ** 0.5
     if unsure > MAX_UNSURE:
         raise InputError(
-            f"host costs: repeats vary by {spread:.0%} of their median, which leaves it unsure by {unsure:.0%}, above "
-            f"{MAX_UNSURE:.0%}: the machine is busy; measure again with more --repeats, nothing beside it"
+            f"host costs: repeats vary by {spread:.0%} of their median, which is uncertain by {unsure:.0%}, above "
+            f"{MAX_UNSURE:.0%}: the machine is busy; measure again with more --repeats and nothing else running"
         )
     table = np.stack([sample.features for sample in samples]) / times[:, None]
     kept = np.arange(len(samples)) % HELD_OUT != HELD_OUT - 1
@@ -108,7 +108,7 @@ def fit_host(samples: Sequence[Sample], sharing: float) -> HostFit:
     if r2 < MIN_EXPLAINED:
         raise InputError(
             f"host costs: R2={r2:.2f}, below {MIN_EXPLAINED}: counts of tasks, messages and bytes do not explain the times "
-            f"(worst error {errors.max():.0%}): measure again with more --repeats, nothing beside it"
+            f"(worst error {errors.max():.0%}): measure again with more --repeats and nothing else running"
         )
     return HostFit(
         costs=HostCosts(**dict(zip(FEATURES, costs.tolist())), sharing=sharing),

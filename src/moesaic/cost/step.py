@@ -150,8 +150,8 @@ class StepCostModel:
         check_fit(self.cluster, grid.world, grid.ranks_per_node)
         if grid.dp % model.replicas or grid.edp % model.replicas:
             raise InputError(
-                f"{model.replicas} copies of what lies in parts do not divide {grid.dp} data-parallel groups and {grid.edp} "
-                "copies of the experts: choose a divisor of both"
+                f"{model.replicas} replicas of the shards do not divide {grid.dp} data-parallel groups and {grid.edp} replicas "
+                "of the experts: choose a divisor of both"
             )
         self._rates = rates_of(self.cluster, model.layer.dtype)
         self.once = self._block_seconds()

@@ -204,7 +204,7 @@ class StepModel:
                 raise InputError(f"model.stepwise={each!r}: choose of {', '.join(COSTS)}")
         if self.layer.tokens % self.seq_len:
             raise InputError(
-                f"model.layer.tokens={self.layer.tokens} are no whole sequences of model.seq_len={self.seq_len}: choose a "
+                f"model.layer.tokens={self.layer.tokens} are not whole sequences of model.seq_len={self.seq_len}: choose a "
                 "multiple"
             )
 

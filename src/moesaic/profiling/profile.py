@@ -225,7 +225,7 @@ def read_measured(path: Path) -> MeasuredMachine:
     """
     table = read_table(path)
     if "steps" not in table or "world" not in table:
-        raise InputError(f"{path}: holds no times of a machine: take them anew")
+        raise InputError(f"{path}: contains no measured times: measure again")
     found = list(calibrations(table["world"], table["ranks_per_node"]))
     if [each.name for each in found] != list(table["steps"]):
         raise InputError(f"{path}: has other calibration layers than this version: measure again")
