@@ -1,4 +1,4 @@
-"""`moesaic convert SOURCE OUT --to FORMAT`: a checkpoint, or a run, into another format, and `moesaic convert verify OUT`."""
+"""`moesaic convert SOURCE OUT --to FORMAT` converts a checkpoint or a run; `moesaic convert verify OUT` checks the result."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ from moesaic.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """What to convert."""
+    """Options of `moesaic convert`."""
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
-    """The checkpoint's folder, or that of a run of moesaic train, which becomes a model of the hub (--to hf)."""
+    """Folder of a checkpoint, or of a run of moesaic train, which is exported as a Hugging Face model (--to hf)."""
     out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """The folder to write; must not exist or be empty."""
+    """Folder to write; must be empty or not exist."""
     to: str
-    """hf (safetensors with hub names), moesaic, torchtitan or megatron."""
+    """Target format: hf (safetensors with Hugging Face names), moesaic, torchtitan or megatron."""
     source_format: str | None = None
-    """The source's format; None finds out."""
+    """Format of the source; None detects it."""
     config: str | None = None
-    """The model's config.json of transformers, where the source has none beside it."""
+    """The config.json of the model (transformers); needed if the source folder has none."""
     experts: int | None = None
-    """Make so many experts of each feed-forward layer of a dense model; None converts the model as it is."""
+    """Turn each feed-forward layer of a dense model into this many experts; None converts the model unchanged."""
     top_k: int = 2
-    """With --experts: experts that a token reaches."""
+    """With --experts: experts per token."""
     granularity: int = 1
-    """With --experts: shards that a layer is cut into, each an expert; 1 copies the layer whole."""
+    """With --experts: shards that a dense layer is cut into, each of which becomes an expert; 1 copies the whole layer."""
     router_std: float = 0.02
-    """With --experts: standard deviation of the routers' entries."""
+    """With --experts: standard deviation of the random router weights."""
     seed: int = 0
-    """With --experts: of the routers."""
+    """With --experts: seed of the router weights."""
     logits: Literal["auto", "yes", "no"] = "auto"
-    """Whether to run the model before and after; auto does for models of at most 2 GiB."""
+    """Run the model before and after the conversion and compare logits; auto does so for models of at most 2 GiB."""
     json: bool = False
     """Print the receipt as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """What to verify."""
+    """Options of `moesaic convert verify`."""
 
     out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """The folder that a conversion wrote."""
+    """Folder that moesaic convert wrote."""
     json: bool = False
-    """Print what was compared as JSON."""
+    """Print what was compared, as JSON."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Convert or verify; returns the exit code."""
+    """Run the command; returns the exit code."""
     if arguments and arguments[0] == "verify":
         return _verify(arguments[1:])
     options = parse(
@@ -100,7 +100,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _told(receipt: dict[str, Any], path: str) -> list[str]:
-    """Return a receipt in a few lines."""
+    """Return the lines that summarize a receipt."""
     experts = sum(len(each) for each in receipt["sha256"]["weights"].values() if isinstance(each, list))
     lines = [
         f"{receipt['model']}: {receipt['source']['format']} to {receipt['target']['format']}, {receipt['tensors']} tensors, "
