@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from moesaic.testing.processes import Evidence
 
 DESCRIPTION = (
-    "Run random meshes, plans and workloads against a dense float64 reference, in one process and over real ones. Exit "
-    "code 1 if a case fails."
+    "Compare random meshes, plans and workloads with a dense float64 reference, with the ranks in one process and as real "
+    "processes. The exit code is 1 if a case fails."
 )
 EXPLAINED = 3
 """Failures for which the report says which numbers are wrong; each explanation takes as long as about ten cases."""
@@ -136,7 +136,7 @@ def _print(evidence: Evidence) -> None:
 
     summary = evidence.summary
     console = Console()
-    table = Table("what", "found", title="moesaic check")
+    table = Table("check", "result", title="moesaic check")
     table.add_row("cases on loopback", f"{summary.cases:,}, {len(summary.failures)} failed")
     table.add_row("plans refused while drawing", f"{summary.refused:,}")
     if missing := missing_codecs():

@@ -62,8 +62,8 @@ def run(arguments: Sequence[str]) -> int:
         ConvertOptions,
         arguments,
         prog="moesaic convert",
-        description="Convert a checkpoint into another format, read both back, and write a receipt. "
-        "moesaic convert verify OUT compares an output with its receipt.",
+        description="Convert a checkpoint into another format, compare the result with the source, and write a receipt. "
+        "moesaic convert verify OUT compares a converted folder with its receipt.",
     )
     from moesaic.weights.convert import RECEIPT, convert
     from moesaic.weights.run import export_run, is_run
@@ -77,12 +77,14 @@ def run(arguments: Sequence[str]) -> int:
         getattr(options, name) != getattr(ConvertOptions, name)
         for name in ("top_k", "granularity", "router_std", "seed")
     ):
-        raise InputError("top-k, granularity, router-std and seed are of --experts: give how many")
+        raise InputError("top-k, granularity, router-std and seed are of --experts: give the number of experts too")
     if is_run(Path(options.source)):
         if options.to != "hf" or upcycle is not None:
-            raise InputError(f"{options.source}: a run becomes a model of the hub first: --to hf, without --experts")
+            raise InputError(
+                f"{options.source}: a run can only be exported as a Hugging Face model: --to hf, no --experts"
+            )
         made = export_run(Path(options.source), Path(options.out))
-        beside = "tokenizer.json beside them" if made["tokenizer"] else "ids are bytes: there is no tokenizer.json"
+        beside = "with tokenizer.json" if made["tokenizer"] else "without tokenizer.json, since token ids are bytes"
         told = f"{made['model']}: {made['parameters']:,} parameters in {options.out}; {beside}"
         print(json.dumps(made) if options.json else told)
         return 0
@@ -110,10 +112,10 @@ def _told(receipt: dict[str, Any], path: str) -> list[str]:
         f"{state}: {each['placed']} of {each['in the source']} placed" for state, each in receipt["moments"].items()
     ]
     if receipt["left_behind"]:
-        lines.append(f"left behind: {len(receipt['left_behind'])}, {receipt['left_behind'][0]} for one")
+        lines.append(f"entries not converted: {len(receipt['left_behind'])}, for example {receipt['left_behind'][0]}")
     if receipt["logits"] is not None:
         lines.append(f"largest difference of logits: {receipt['logits']['largest_difference']:.3g}")
-    return [*lines, f"read back and compared; receipt: {path}"]
+    return [*lines, f"compared with the source; receipt: {path}"]
 
 
 def _verify(arguments: Sequence[str]) -> int:
@@ -121,7 +123,7 @@ def _verify(arguments: Sequence[str]) -> int:
         VerifyOptions,
         arguments,
         prog="moesaic convert verify",
-        description="Read the output of a conversion and compare it with its receipt.",
+        description="Compare a folder that moesaic convert wrote with its receipt.",
     )
     from moesaic.weights.convert import verify
 

@@ -40,7 +40,8 @@ class DemoOptions:
 def run(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
     description = (
-        "Train a sparse model and a dense one of the same active size, compare them, use the sparse one, report."
+        "Train a sparse and a dense model with equally many active parameters, compare them, sample from the sparse one, "
+        "and write a report."
     )
     options = parse(DemoOptions, arguments, prog="moesaic demo", description=description)
     if options.model == "vision":

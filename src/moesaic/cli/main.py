@@ -20,23 +20,23 @@ COMMANDS = {
     "train": "train a language model and write a run folder",
     "tokenize": "turn text into a packed file of tokens, from one source or a mixture",
     "sample": "continue a prompt with a trained model",
-    "why-hung": "tell where every rank of a run stood when it was given up",
+    "why-hung": "print where every rank stood when a run was ended because a rank was stuck",
     "report": "write one HTML page about one or more runs",
-    "show": "print a schedule as a program and the bytes that it moves",
+    "show": "print the programs of a plan, the bytes that they move and when each task runs",
     "profile": "measure this machine for the simulator and the planner",
     "plan": "search the layout and the plan with the shortest simulated step on a cluster",
     "convert": "convert a checkpoint into another format, or a dense model into a sparse one",
-    "check": "prove on this machine that every plan computes what the plain layer computes",
-    "trace": "look at recorded routing, or make some up",
-    "demo": "train a sparse and a dense model, compare them, sample, report",
+    "check": "test on this machine that every plan computes what the plain layer computes",
+    "trace": "show, generate, check and convert routing traces",
+    "demo": "train a sparse and a dense model, compare them, sample, and write a report",
 }
 """Summary of each subcommand; `moesaic.cli.<name>` (hyphens as underscores) has its `run(arguments) -> exit code`."""
 LABORATORY = {
-    "bench": "measure ways to run a layer against each other and against the limit of the links",
-    "chaos": "kill, stop, cut off and damage runs by a schedule; hold what comes of it against what is promised",
-    "fuzz": "hand every reader and every command line odd inputs",
-    "soak": "train for half an hour while plans and checkpoints change; hold memory against what it was",
-    "reproduce": "published figures of five papers beside what the simulator says",
+    "bench": "compare ways to run a layer with each other and with the limit of the links",
+    "chaos": "kill, pause, disconnect and damage runs, and check that they recover as documented",
+    "fuzz": "feed malformed input to every reader and command line",
+    "soak": "train for half an hour with changing plans and checkpoints, and check that memory does not grow",
+    "reproduce": "compare published figures of five papers with the simulator",
     "vision": "train an image classifier with MoE layers",
     "testbed": "run a command on an emulated cluster on this machine",
 }
@@ -123,7 +123,7 @@ _EXTRAS = {
 def _usage() -> str:
     lines = [f"  {name:<9} {summary}" for name, summary in {**COMMANDS, **LABORATORY}.items()]
     return "\n".join(
-        ["usage: moesaic COMMAND ...", "", *lines, "", "moesaic COMMAND --help tells what a command takes."]
+        ["usage: moesaic COMMAND ...", "", *lines, "", "moesaic COMMAND --help lists the options of a command."]
     )
 
 

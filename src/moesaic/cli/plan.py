@@ -55,8 +55,8 @@ GIVE_UP, REFINED = 1.5, 4
 """`give_up` and `refine` of `Settings`: 64 devices take ten seconds, and searching longer found no better plan."""
 TABLES = 4
 """Number of calls of a trace under which plans are ranked."""
-DESCRIPTION = """Search layouts and plans for a model on a cluster by simulated time, under the memory of its devices.
-Figures are predictions, from a cluster's description or from what moesaic profile measured on it."""
+DESCRIPTION = """Search the layout and plan with the shortest simulated step for a model on a cluster, within its device memory.
+All figures are predictions, from the description of a cluster or from what moesaic profile measured on it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +146,8 @@ def run(arguments: Sequence[str]) -> int:
     options = parse(PlanOptions, _joined(arguments, "--explain"), prog="moesaic plan", description=DESCRIPTION)
     if not options.model:
         raise InputError(
-            f"--model is missing: choose one of {', '.join({**PRESETS, **CONFIGS})}, or give a training configuration, or a "
-            "config.json of the hub"
+            f"--model is missing: choose one of {', '.join({**PRESETS, **CONFIGS})}, or give a training configuration, or the "
+            "config.json of a Hugging Face model"
         )
     if options.write is not None and Path(options.write).suffix not in (".toml", ".json"):
         raise InputError(f"--write {options.write}: choose a name that ends in .toml or .json")
@@ -252,7 +252,8 @@ def _by_rules(job: Job, simulator: Simulator, best: Found) -> list[str]:
     layer = job.step_model(simulator.cluster, best.grid.dp).layer
     taken = {rule: choose(rule, simulator, layer, best.grid).schedule for rule in RULES}
     return [
-        f"Parm's Algorithm 1 takes {taken['parm']} there, as printed {taken['parm_printed']} (--plan parm, parm_printed)"
+        f"Parm's Algorithm 1 chooses {taken['parm']} on the best layout, and {taken['parm_printed']} as printed "
+        "(--plan parm, parm_printed)"
     ]
 
 
@@ -431,7 +432,7 @@ def what_was_measured(cluster: ClusterSpec) -> str:
 def _about_whole_experts(best: Found, by_ep: dict[int, OfEp]) -> list[str]:
     """Return a line about ep = 1, under which every rank has all experts."""
     if 1 not in by_ep or by_ep[1].is_too_large:
-        return ["ep = 1, every rank with all experts, needs more memory than a device has, or does not fit the search"]
+        return ["ep = 1, every rank with all experts, needs more memory than a device has, or was not searched"]
     whole = by_ep[1].best
     if best.grid.ep == 1:
         other = min(
@@ -473,13 +474,14 @@ def answers(job: Job, cluster: ClusterSpec, result: Result, options: PlanOptions
             f"a MaxVio of 1 (one rank's experts get twice their share in every layer) makes a step {skew:.2f} times as long"
         )
     elif best.grid.ep > 1:
-        lines.append(f"a MaxVio of 1: not told, since more than {APART} ranks share a copy of the experts")
+        lines.append(f"a MaxVio of 1: not predicted, since more than {APART} ranks share a copy of the experts")
     if longer is not None:
-        lines.append("unlike ranks make the middle half of steps {:.2f} to {:.2f} times as long".format(*longer))
+        lines.append(
+            f"ranks of different speed make steps {longer[0]:.2f} to {longer[1]:.2f} times as long (middle half of the steps)"
+        )
     hourly = options.price_per_hour
     lines.append(
-        f"price: not told, since a device's price is not given: --price-per-hour 2.5 say makes {speed.price(2.5):,.0f} of a "
-        "trillion tokens"
+        f"price: unknown without --price-per-hour; at 2.5 per device and hour a trillion tokens cost {speed.price(2.5):,.0f}"
         if hourly is None
         else f"price: {speed.price(hourly):,.0f} for a trillion tokens at {hourly:g} an hour"
     )
@@ -487,7 +489,7 @@ def answers(job: Job, cluster: ClusterSpec, result: Result, options: PlanOptions
         even = replace(best, estimate=replace(best.estimate, seconds=again(job, cluster, best)[0]))
         speed = speed_of(job, even, cluster, devices=cluster.world, sequences=sequences)
         lines.append(
-            f"under even routing, as what follows: {speed.tokens_per_second:,.0f} tokens/s and device in place of those above"
+            f"under even routing, which the lines below assume: {speed.tokens_per_second:,.0f} tokens/s and device"
         )
     lines += _with_stages(job, cluster, options, best.grid.tp, best.plan.crossing, speed)
     if options.explain is not None:
@@ -553,10 +555,10 @@ def _explained(job: Job, cluster: ClusterSpec, ours: Speed | None, flags: str) -
         f"memory: {', '.join(f'{part} {num_bytes / GIB:.1f}' for part, num_bytes in asdict(found.memory).items())}",
     ]
     unread = unread_flags(flags, job)
-    lines += [f"of your flags these may matter and are not read: {', '.join(unread)}"] * bool(unread)
+    lines += [f"flags of yours that may matter but are not read: {', '.join(unread)}"] * bool(unread)
     if not layout.global_batch:
         lines.append(
-            f"your flags give no global batch, so a step of yours has the fewest sequences, {sequences}: add one to compare"
+            f"your flags give no global batch, so a step of yours is taken to have the fewest sequences, {sequences}: add one"
         )
     if ours is None:
         return lines

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from moesaic.cost.profile import ClusterProfile
 
 DESCRIPTION = (
-    "Measure links, host and products of this machine, on CPUs. Start it as training is started: torchrun "
+    "Measure the links, host costs and matrix products of this machine (CPUs only). Start it like a training run: torchrun "
     "--nproc-per-node 4 -m moesaic profile --out profile.json, or moesaic testbed run --nodes 2 --ranks-per-node 2 -- "
-    "python -m moesaic profile --out profile.json. Nothing else should run meanwhile."
+    "python -m moesaic profile --out profile.json. Nothing else should run on the machine at the same time."
 )
 DTYPES = ("fp32", "bf16")
 
@@ -45,10 +45,10 @@ class ProfileOptions:
 
     def __post_init__(self) -> None:
         if self.repeats < 3:
-            raise InputError(f"--repeats {self.repeats}: give at least 3, so that their spread can be told")
+            raise InputError(f"--repeats {self.repeats}: give at least 3, to measure their spread")
         for name in self.dtypes.split(","):
             if name not in DTYPES:
-                raise InputError(f"--dtypes {self.dtypes}: choose of {', '.join(DTYPES)}, separated by a comma")
+                raise InputError(f"--dtypes {self.dtypes}: choose from {', '.join(DTYPES)}, separated by a comma")
         if not self.out.endswith(".json"):
             raise InputError(f"--out {self.out}: name a file that ends in .json")
 
@@ -85,8 +85,8 @@ def run(arguments: Sequence[str]) -> int:
         found = failings(profile, layer_errors(profile, measured))
         if found and not options.accept:
             raise InputError(
-                f"the profile fails its own check ({'; '.join(found)}), so {options.out} is not written: measure where nothing "
-                "else runs, with more --repeats, or take it as it is with --accept"
+                f"the profile fails its own check ({'; '.join(found)}), so {options.out} is not written: measure while nothing "
+                "else runs, give more --repeats, or write it anyway with --accept"
             )
     except InputError:  # raised on every rank; only the first rank prints it
         if started.is_first:

@@ -32,7 +32,7 @@ def run(arguments: Sequence[str]) -> int:
         ReportOptions,
         arguments,
         prog="moesaic report",
-        description="Write one HTML page about one or more runs. It loads nothing and works offline.",
+        description="Write one self-contained HTML page about one or more runs; it works offline.",
     )
     if not options.runs:
         raise InputError("name at least one run folder: moesaic report runs/demo/moe")

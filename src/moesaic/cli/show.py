@@ -119,13 +119,13 @@ class ShowOptions:
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
-    description = "Print a plan as programs, the bytes that they move on a mesh, and when each task runs."
+    description = "Print the programs of a plan, the bytes that they move on a mesh, and when each task runs."
     options = parse(ShowOptions, arguments, prog="moesaic show", description=description)
     plan = options.plan if options.plan_file is None else read_plan(Path(options.plan_file))
     if plan.crossing is Crossing.DEEPEP:
         raise InputError(
-            "plan.all_to_all=deepep runs DeepEP's kernels, which are no program to show: choose multicast, which sends a token "
-            "once per node"
+            "plan.all_to_all=deepep runs the kernels of DeepEP, so there is no program to show: choose multicast, which sends "
+            "a token once per node"
         )
     grid = Grid(**vars(options.mesh))
     cluster = _cluster(options)

@@ -28,14 +28,14 @@ USAGE = """usage: moesaic trace show FILE [--picture FILE.html] [--json]
        moesaic trace check FILE [--from FORMAT] [options]
        moesaic trace convert FILE --out FILE (--from FORMAT | --to FORMAT) [options]
 
-  show    how uneven a trace is, how it drifts, how local it is to sequences
-  make    make up a trace with a given skew or MaxVio, drift and locality
-  counts  write one call's copies per rank and expert, a row per rank, for the simulator
-  check   say what is wrong with a trace: sums, top-k, layers, gaps; the exit code is 1 if anything is
-  convert read what Megatron-Core, vLLM, SGLang, llama.cpp, SmartMoE or LAER-MoE recorded, or write it
+  show    print the imbalance of a trace, its drift over steps and its locality in sequences
+  make    generate a trace with a given skew or MaxVio, drift and locality
+  counts  write the copies per rank and expert of one call, a row per rank, for the simulator
+  check   print the faults of a trace (sums, top-k, layers, gaps); the exit code is 1 if there are any
+  convert convert a trace from or to the format of Megatron-Core, vLLM, SGLang, llama.cpp, SmartMoE or LAER-MoE
 
-FILE is a trace, or the folder of a run of moesaic train --routing record:counts (or tokens).
-moesaic trace show --help tells what it takes."""
+FILE is a trace, or the folder of a run of moesaic train --routing record:counts (or record:tokens).
+moesaic trace show --help lists the options of show, and so on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _show(arguments: Sequence[str]) -> int:
-    options = parse(TraceShowOptions, arguments, prog="moesaic trace show", description="Look at a routing trace.")
+    description = "Print the imbalance, drift and locality of a routing trace, per layer."
+    options = parse(TraceShowOptions, arguments, prog="moesaic trace show", description=description)
     trace = Trace.open(Path(options.file))
     loads = layer_loads(trace)
     if options.picture is not None:
@@ -125,7 +126,9 @@ def _show(arguments: Sequence[str]) -> int:
 
 
 def _make(arguments: Sequence[str]) -> int:
-    options = parse(MakeOptions, arguments, prog="moesaic trace make", description="Make up a routing trace.")
+    options = parse(
+        MakeOptions, arguments, prog="moesaic trace make", description="Generate a synthetic routing trace."
+    )
     path = Path(options.file)
     if path.suffix != ".npz":
         raise InputError(f"trace {path}: choose a name that ends in .npz")
@@ -138,7 +141,7 @@ def _make(arguments: Sequence[str]) -> int:
 
 
 def _counts(arguments: Sequence[str]) -> int:
-    description = "Write one call's copies per rank and expert, a row per rank."
+    description = "Write the copies per rank and expert of one call, a row per rank and a column per expert."
     options = parse(CountsOptions, arguments, prog="moesaic trace counts", description=description)
     path = Path(options.out)
     if path.suffix not in (".csv", ".npy"):
@@ -162,7 +165,7 @@ def _counts(arguments: Sequence[str]) -> int:
 
 def _check(arguments: Sequence[str]) -> int:
     options = parse(
-        TraceCheckOptions, arguments, prog="moesaic trace check", description="Say what is wrong with a trace."
+        TraceCheckOptions, arguments, prog="moesaic trace check", description="Print the faults of a routing trace."
     )
     trace = _opened(options)
     found, shape = faults(trace), trace.shape
@@ -177,7 +180,7 @@ def _check(arguments: Sequence[str]) -> int:
 
 
 def _convert(arguments: Sequence[str]) -> int:
-    description = "Convert a trace from, or to, what other software records."
+    description = "Convert a routing trace from or to the format of other software."
     options = parse(TraceConvertOptions, arguments, prog="moesaic trace convert", description=description)
     out = Path(options.out)
     if options.to is not None:

@@ -18,11 +18,11 @@ DESCRIPTION = """Train a language model with MoE layers, in one process or on ra
 torchrun --nproc-per-node 4 -m moesaic train --mesh.ep 2 --mesh.etp 2 ...
 
 Start from --preset NAME (PRESETS),
-from --config FILE (.toml or .json; a run's config.json takes that run up again), or from both: the file overrides the preset,
-flags override both.
---plan FILE takes the plan that moesaic show --write or moesaic plan --write wrote; --plan auto changes plans while training,
+from --config FILE (.toml or .json; with the config.json of a run and --existing resume, that run continues), or from both.
+The file overrides the preset, and flags override both.
+--plan FILE uses the plan that moesaic show --write or moesaic plan --write wrote; --plan auto changes plans while training,
 see --planner.
-The defaults shown below are those of the preset and file that were given."""
+The defaults shown below are those of the given preset and file."""
 
 
 def run(arguments: Sequence[str]) -> int:

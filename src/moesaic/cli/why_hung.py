@@ -30,7 +30,7 @@ def run(arguments: Sequence[str]) -> int:
         WhyHungOptions,
         arguments,
         prog="moesaic why-hung",
-        description="Tell where every rank of a run stood when it was given up, since one had not moved for --patience.",
+        description="Print where every rank stood when a run was ended because a rank had not moved for --patience seconds.",
     )
     if not options.run:
         raise InputError("name the run folder: moesaic why-hung runs/gpt")
