@@ -16,7 +16,7 @@ from moesaic.program.validate import reduces
 def halve_reduce(program: Program) -> Program:
     """Return the program with every all-reduce of rows or tokens done in two movements.
 
-    Each rank sums the runs of one origin per group, itself, and then sends the sums to the others.
+    Each rank sums the runs of which it is the origin, then sends the sums to the other ranks of the group.
     """
     slots = list(program.slots)
     tasks: list[Task] = []
