@@ -187,6 +187,14 @@ def test_a_wait_without_any_progress_ends():
         left.wait(handle)
 
 
+def test_waits_are_patient_for_half_an_hour_if_the_group_has_no_timeout():
+    class Group:
+        def _get_backend(self, device: torch.device) -> None:
+            raise RuntimeError("no backend for this device")
+
+    assert sockets._patience(Group()) == 30 * 60
+
+
 def test_what_was_sent_can_be_freed_as_fsdp_does_it():
     left, right = transports()
     tensor, buffer = torch.ones(4), torch.empty(4)
@@ -233,7 +241,7 @@ def test_strangers_are_not_taken_for_ranks():
 
 @pytest.mark.parametrize("rank", [-1, 0, 1, 2, 5, 2**40])
 def test_a_rank_that_nobody_waits_for_is_not_let_in(rank, monkeypatch):
-    monkeypatch.setattr(sockets, "PATIENCE", 0.2)
+    monkeypatch.setattr(sockets, "CONNECT_SECONDS", 0.2)
     lines: dict[int, socket.socket] = {}
     with listening(range(3, 5), lines, 0.2) as (place, answered):
         with pytest.raises(OSError, match="nobody answers"):

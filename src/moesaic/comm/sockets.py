@@ -58,7 +58,7 @@ _LONGEST = 2.0**31 - 1
 """Longest wait that the kernel accepts, in milliseconds."""
 
 PATIENCE = 30 * 60.0
-"""Seconds without any progress until a wait gives up, where the process group does not tell its own."""
+"""Seconds without any progress after which a wait fails, if the process group has no timeout."""
 
 
 @dataclass(eq=False)
@@ -462,8 +462,8 @@ TIMEOUT = 10.0
 HELLO_TIMEOUT = 1.0
 """Seconds within which a caller must have sent its whole hello."""
 
-PATIENCE = 60.0
-"""Seconds until every rank must have reached every other: some may be busy with addresses that lead nowhere."""
+CONNECT_SECONDS = 60.0
+"""Seconds within which all ranks must be connected: some may first try addresses that lead nowhere."""
 
 _HELLO = struct.Struct("<16sq")
 """The listener's word and the caller's rank."""
@@ -556,7 +556,7 @@ def _call_and_answer(
     silent = [peer for peer, place in enumerate(places) if place is None]
     if silent:
         raise OSError(f"rank {silent[0]} has no address to listen on")
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + CONNECT_SECONDS
     known = [place for place in places if place is not None]
     for peer, there in enumerate(known[:rank]):
         lines[peer] = _call(there, rank, end)
@@ -613,7 +613,7 @@ def _answer(
             while missing := [rank for rank in ranks if rank not in lines]:
                 now = time.monotonic()
                 if now >= end:
-                    raise OSError(f"rank {missing[0]} has not called within {PATIENCE:g} s")
+                    raise OSError(f"rank {missing[0]} has not called within {CONNECT_SECONDS:g} s")
                 for line in [line for line, caller in callers.items() if now >= caller.end]:
                     _drop(line, callers, ready)
                 soonest = min([end, *(caller.end for caller in callers.values())])
