@@ -114,7 +114,9 @@ class LoopbackTransport(AbstractTransport):
 
     def issue(self, transfer: Transfer) -> Handle:
         """Post a transfer. No other rank runs meanwhile."""
-        assert transfer.rank == self.rank, f"a transfer of rank {transfer.rank} on the wire of rank {self.rank}"
+        assert transfer.rank == self.rank, (
+            f"a transfer of rank {transfer.rank} was issued on the transport of rank {self.rank}"
+        )
         handle = self._steps.mail.issue(transfer)
         self._open[id(handle)] = handle
         return handle
@@ -264,7 +266,7 @@ def run_ranks(
     try:
         steps.pass_on(-1)
         if not steps.done.wait(timeout_seconds):
-            raise TimeoutError(f"rank {steps.running} of {world} ran when {timeout_seconds} seconds had passed")
+            raise TimeoutError(f"rank {steps.running} of {world} was still running after {timeout_seconds} seconds")
     finally:
         steps.stopped = True
         torch.set_rng_state(generator)
@@ -376,7 +378,7 @@ def _meet(rank: int, batch: _Batch, peer: int, other: _Batch) -> None:
     """Match the messages that the running batches of two ranks have for each other."""
     both = (peer in batch.sends and rank in other.receives) or (peer in batch.receives and rank in other.sends)
     assert not both or batch.tag == other.tag, (
-        f"without tags, what rank {rank} does under tag {batch.tag} meets what rank {peer} does under tag {other.tag}"
+        f"without tags, a message of rank {rank} with tag {batch.tag} meets one of rank {peer} with tag {other.tag}"
     )
     if peer in batch.sends and rank in other.receives:
         batch.sends.discard(peer)

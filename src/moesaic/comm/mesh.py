@@ -314,7 +314,7 @@ def _checked(device_mesh: DeviceMesh) -> tuple[str, ...]:
     if names[-len(split) :] != tuple(split) or ("tp" in split and split[-1] != "tp"):
         raise InputError(f"{where}: put ep and etp last, and tp last of all")
     if "etp" in split and "tp" in split:
-        raise InputError(f"{where}: experts' width is split over tp where it is there: leave etp out")
+        raise InputError(f"{where}: the tp dimension already splits the experts' hidden width: leave etp out")
     ranks = device_mesh.mesh.flatten().tolist()
     if ranks != sorted(ranks):
         raise InputError(f"{where} and the ranks {ranks}: take a DeviceMesh whose ranks ascend")

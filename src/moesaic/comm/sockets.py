@@ -199,7 +199,7 @@ class Sockets(AbstractTransport):
             elif time.monotonic() >= end:
                 missing = sorted({line.peer for line in work.lines})
                 raise RuntimeError(
-                    f"rank {self.rank} has waited {self._patience:g} s for ranks {missing}: nothing came"
+                    f"rank {self.rank} has waited {self._patience:g} s for ranks {missing}: nothing was sent or received"
                 )
 
     def _receive(self, line: _Line, tag: int, receive: _Receive) -> None:
@@ -320,7 +320,7 @@ class Sockets(AbstractTransport):
         if not size > 0:
             self._close_line(line)
             raise MessageSizeError(
-                f"rank {line.peer} announced {size} bytes under tag {line.tag}: it sends no messages of ours"
+                f"rank {line.peer} announced {size} bytes under tag {line.tag}: this is not a message of this transport"
             )
         self._take(line, size)
 
@@ -341,8 +341,8 @@ class Sockets(AbstractTransport):
         if line.early_bytes + size > _MOST_EARLY_BYTES:
             self._close_line(line)
             raise MessageSizeError(
-                f"rank {line.peer} announced {size} bytes under tag {line.tag}, which rank {self.rank} does not wait for: of "
-                f"such messages it keeps {_MOST_EARLY_BYTES} bytes"
+                f"rank {line.peer} announced {size} bytes under tag {line.tag}, for which rank {self.rank} has not posted a "
+                f"receive: it keeps at most {_MOST_EARLY_BYTES} bytes of such messages"
             )
         line.held = 0
         line.early_bytes += size
