@@ -318,7 +318,7 @@ class SampleTrip:
 
     @property
     def samples(self) -> Tensor:
-        """(samples,) int64: this group's present samples, by number in the whole batch. Random masks may depend on these numbers."""
+        """(samples,) int64: this group's present samples, by number in the whole batch. Random masks may depend on them."""
         return samples_of(self.relocator, self.homes)
 
     def next(self) -> SampleMove:
