@@ -1,4 +1,4 @@
-"""Programs by themselves: text, validity, transposes, and whether replicas agree; over the plans of random cases."""
+"""Invariants of programs, over the plans of random cases: text form, validity, transposes, and equal replicas."""
 
 from __future__ import annotations
 

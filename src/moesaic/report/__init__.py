@@ -1,1 +1,1 @@
-"""Reports as HTML pages: about runs (`page`, from `summary`, `charts` and `balance`), plans (`plan_page`) and programs (`gantt`)."""
+"""HTML reports: on runs (`page`, from `summary`, `charts` and `balance`), plans (`plan_page`) and programs (`gantt`)."""
