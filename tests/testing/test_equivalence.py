@@ -19,7 +19,7 @@ from moesaic.testing.suite import BALANCE, Summary, answers, features, run_seeds
 
 NUM_CASES, FIRST = 2000, 40
 LEAST = 15
-"""Feature -> the smallest number of cases that must have it."""
+"""Smallest number of cases that must have each feature."""
 
 
 @pytest.fixture(scope="module")
