@@ -67,7 +67,7 @@ def test_a_broken_promise_is_a_claim_that_does_not_hold(broken: dict[str, object
 
 
 @pytest.mark.parametrize(
-    ("kinds", "steps"), [(["backward"], 10), pytest.param(["startup", "damage"], 60, marks=pytest.mark.random)]
+    ("kinds", "steps"), [(["backward"], 24), pytest.param(["startup", "damage"], 60, marks=pytest.mark.random)]
 )
 def test_runs_under_fire_on_plain_processes_keep_every_promise(tmp_path: Path, kinds: list[str], steps: int) -> None:
     target = tmp_path / "chaos.json"
