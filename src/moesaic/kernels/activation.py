@@ -1,7 +1,7 @@
-"""Activations between an expert's products.
+"""The activations between an expert's products, and their gradients.
 
-The functions that end in `_into` write into memory that is given: run over one expert's rows at a time they work in the
-processor's cache.
+Functions that end in `_into` write to tensors of the caller. Called for one expert at a time, they work in the processor's
+cache.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Clamp:
-    """What clamped SwiGLU adds to SwiGLU: `g * sigmoid(alpha * g) * (u + offset)` of `g = min(gate, limit)` and of `u`, the
-    other pre-activation within +-limit.
+    """The constants of clamped SwiGLU: `g * sigmoid(alpha * g) * (u + offset)`, with `g = min(gate, limit)` and with `u`, the
+    other pre-activation, clamped to +-limit.
 
-    gpt-oss takes limit 7, alpha 1.702 and offset 1; DeepSeek-V4 a limit alone.
+    gpt-oss uses limit 7, alpha 1.702 and offset 1; DeepSeek-V4 uses a limit alone.
     """
 
     limit: float
-    """Largest gate; largest size of what it gates."""
+    """The largest gate, and the largest magnitude of the gated pre-activation."""
     alpha: float = 1.0
-    """Factor within the sigmoid."""
+    """The factor of the gate within the sigmoid."""
     offset: float = 0.0
-    """Added to what is gated."""
+    """The number added to the gated pre-activation."""
 
     @property
     def numbers(self) -> list[float]:
-        """The fields in order, as an operator of torch takes them."""
+        """The fields in order, as the argument of a custom op."""
         return [self.limit, self.alpha, self.offset]
 
 
@@ -54,10 +54,10 @@ def hidden_rows(pre: Sequence[Tensor], activation: str, clamp: Clamp | None = No
     """Return the hidden rows, (R, H) in the dtype of `pre`, differentiable.
 
     Args:
-        pre: one or two of (R, H): what the matrices that read the token give. Of two the first gates the second; with silu that
-            is SwiGLU (Shazeer, "GLU Variants", 2020).
+        pre: the outputs of the one or two up matrices, (R, H) each. Of two the first gates the second; with silu that is SwiGLU
+            (Shazeer, "GLU Variants", 2020).
         activation: a key of `ACTIVATIONS`.
-        clamp: of clamped SwiGLU; None for others.
+        clamp: the constants of clamped SwiGLU; None for no clamping.
     """
     if len(pre) == 1:
         return ACTIVATIONS[activation](pre[0])
@@ -76,7 +76,7 @@ def hidden_rows_into(
     Args:
         pre, activation, clamp: as for `hidden_rows`.
         hidden: (R, H), written.
-        gate: (R, H), written: the activation of the first of two, which `hidden_gradient_into` reads; None: not kept.
+        gate: (R, H), written if `pre` has two: the activation of the first, for `hidden_gradient_into`. None to not keep it.
     """
     if len(pre) == 1:
         _activation_into(pre[0], activation, hidden)
@@ -95,12 +95,12 @@ def hidden_rows_into(
 def hidden_gradient_into(
     pre: Sequence[Tensor], activation: str, grad: Tensor, gate: Tensor | None = None, clamp: Clamp | None = None
 ) -> None:
-    """Turn the gradient of the hidden rows into those of `pre`, in place.
+    """Turn the gradient of the hidden rows into the gradients of `pre`, in place.
 
     Args:
         pre, activation, clamp: as for `hidden_rows`.
-        grad: (R, H), the hidden rows' gradient; becomes that of `pre[0]`.
-        gate: (R, H), what `hidden_rows_into` wrote; becomes the gradient of `pre[1]`. None for one.
+        grad: (R, H), the gradient of the hidden rows; becomes the gradient of `pre[0]`.
+        gate: (R, H), the `gate` that `hidden_rows_into` wrote; becomes the gradient of `pre[1]`. None if `pre` has one.
     """
     if gate is None:
         _gradient_into(pre[0], activation, grad)

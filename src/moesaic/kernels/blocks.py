@@ -1,8 +1,8 @@
-"""Blocks of rows: some small experts, one expert, or part of a large one, whose rows fit the processor's cache together.
+"""Blocks of rows that fit the processor's cache: several small experts, one expert, or part of a large one.
 
-`Results` takes the rows of width D that blocks leave, and makes tokens of them again. Few rows are written side by side and
-summed at the end, each token a bag of rows. Many would be a large buffer, whose memory has to be fetched and cleared: their
-blocks are added to the tokens one after the other, while they are in the cache.
+`Results` collects the blocks' results, rows of width D, and sums them into tokens. If they are small, all rows are kept and
+summed at the end. If they are large, such a buffer would cost page faults, so each block is added to the tokens while it is in
+the cache.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from moesaic.kernels.permute import sum_rows
 from moesaic.kernels.work import ExpertWork, accumulate_dtype, counts
 
 CACHE_BYTES = 2**23
-"""Of a block's scratch memory: a part of the last-level cache. Measured, docs/kernels.md."""
+"""The most bytes of a block's scratch memory, a part of the last-level cache; measured, see docs/kernels.md."""
 MIN_ROWS = 512
-"""A block has at least so many rows, if there are as many: products of fewer lose more than the cache gains."""
+"""`CACHE_BYTES` never limits a block to fewer rows than this: smaller products lose more time than the cache saves."""
 
 
 @dataclass(frozen=True)
@@ -29,31 +29,32 @@ class Segment:
 
     expert: int
     index: int
-    """Among the segments of all blocks."""
+    """The segment's number among the segments of all blocks."""
     is_first: bool
-    """Of its expert: later ones add to its weight gradients."""
+    """Whether it is the expert's first segment, which writes the expert's weight gradients; later segments add to them."""
 
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows that are worked on together."""
+    """Rows that are processed together."""
 
     index: int
-    """Among all blocks."""
+    """The block's number among all blocks."""
     rows: int
-    """How many."""
+    """The number of rows."""
     segments: Sequence[Segment]
-    """In order."""
+    """The experts' parts of the block, in row order."""
     sizes: Sequence[int]
-    """Rows of each segment."""
+    """The number of rows of each segment."""
 
 
 class Blocks:
-    """The blocks of a call.
+    """The rows of a call, cut into blocks.
 
     Args:
-        wide: how many numbers per row and hidden unit, and
-        narrow: how many per row and dim the scratch memory of a block has.
+        work: the call.
+        wide: the number of scratch buffers of width `hidden` that a block needs.
+        narrow: the number of scratch buffers of width `dim` that a block needs.
     """
 
     def __init__(self, work: ExpertWork, wide: int, narrow: int) -> None:
@@ -76,14 +77,14 @@ class Blocks:
         self._rows = [block.rows for block in self.all]
         self.most_rows = max(self._rows, default=0)
         self.each = torch.arange(self.most_rows, device=work.x.device)
-        """The numbers of a block's rows."""
+        """`arange` of the rows of the largest block."""
 
     def cut(self, rows: Tensor) -> Sequence[Tensor]:
-        """Return the blocks' parts of a tensor of all rows, as views."""
+        """Split a tensor of all rows into blocks, as views."""
         return torch.split_with_sizes(rows, self._rows)
 
     def segments(self, rows: Tensor) -> Sequence[Tensor]:
-        """Return the segments' parts of a tensor of all rows, as views."""
+        """Split a tensor of all rows into segments, as views."""
         return torch.split_with_sizes(rows, self.sizes)
 
     def _close(self, segments: list[Segment], sizes: list[int]) -> None:
@@ -94,27 +95,28 @@ class Blocks:
 
 @dataclass(frozen=True)
 class BlockRows:
-    """A block's rows, whole and by expert."""
+    """The rows of a block, whole and by segment."""
 
     rows: Tensor
     """(rows, width)."""
     segments: Sequence[Tensor]
-    """(rows of a segment, width) each, as views."""
+    """Views of `rows`, (rows of a segment, width) each."""
 
     @classmethod
     def of(cls, rows: Tensor, block: RowBlock) -> BlockRows:
-        """Cut rows that are a block's."""
+        """Split the rows of a block into its segments."""
         return cls(rows, torch.split_with_sizes(rows, block.sizes))
 
 
 class Scratch:
-    """Memory that one block after the other writes its rows into, taken when the first one asks for it.
+    """Memory for the rows of one block, reused by every block and allocated at the first use.
 
-    Cutting it into views costs some microseconds per expert, and blocks of equal sizes share a cut.
+    Splitting the memory into views costs some microseconds per expert, so blocks with equal segment sizes share the views.
 
     Args:
+        blocks: the blocks of the call.
         width: numbers per row.
-        like: a tensor of the dtype and device.
+        like: a tensor with the dtype and the device of the memory.
     """
 
     def __init__(self, blocks: Blocks, width: int, like: Tensor) -> None:
@@ -123,7 +125,7 @@ class Scratch:
         self._cuts: dict[Sequence[int], BlockRows] = {}
 
     def of(self, block: RowBlock) -> BlockRows:
-        """Return the memory of a block's rows."""
+        """Return the memory for the rows of a block."""
         part = self._cuts.get(block.sizes)
         if part is None:
             if self._memory is None:
@@ -132,16 +134,18 @@ class Scratch:
         return part
 
     def free(self) -> None:
-        """Give the memory back; what was handed out is not read any more."""
+        """Free the memory. Tensors that `of` returned must not be used afterwards."""
         self._memory = None
         self._cuts.clear()
 
 
 class Source:
-    """Where blocks take their rows from.
+    """Provides the input rows of each block.
 
     Args:
-        x: (T, D) tokens, or (R, D) rows where the call has no dispatch.
+        x: (T, D) tokens, or (R, D) rows if the call has no dispatch.
+        work: the call.
+        blocks: the blocks of the call.
     """
 
     def __init__(self, x: Tensor, work: ExpertWork, blocks: Blocks) -> None:
@@ -151,13 +155,13 @@ class Source:
         self._each = blocks.each
 
     def take(self, block: RowBlock, scratch: Scratch, weight: Tensor | None = None) -> BlockRows:
-        """Return a block's rows: gathered, or a view where there is nothing to do.
+        """Return the rows of a block: gathered tokens, or a view if there is neither a dispatch nor a weight.
 
         Args:
-            block: whose.
-            scratch: memory of their width.
-            weight: (rows,) that they are multiplied by, in their dtype; None for 1. With a gather it is free: a bag of one
-                weighted row each.
+            block: the block.
+            scratch: memory of width D, which may be used for the rows.
+            weight: (rows,) factors of the rows, in their dtype; None for 1. Weighting costs nothing in a gather: each row is an
+                `embedding_bag` of one weighted token.
         """
         if self._token is None:
             if weight is None:
@@ -177,14 +181,16 @@ class Source:
 
 
 SIDE_BY_SIDE_BYTES = 2**25
-"""Most bytes of rows that are kept until the end; measured, docs/kernels.md."""
+"""The most bytes of results that are kept until the end of the call; measured, see docs/kernels.md."""
 
 
 class Results:
-    """The results of a call's blocks.
+    """Collects the results of all blocks and sums them into tokens.
 
     Args:
-        weights: (R,) that rows are multiplied by when they are summed, or None for weights of 1.
+        work: the call.
+        blocks: the blocks of the call.
+        weights: (R,) factors of the rows in the sum; None for 1.
     """
 
     def __init__(self, work: ExpertWork, blocks: Blocks, weights: Tensor | None) -> None:
@@ -202,11 +208,11 @@ class Results:
             self._rows_of = blocks.cut(self._rows)
 
     def of(self, block: RowBlock) -> BlockRows:
-        """Return where a block's rows go."""
+        """Return the memory into which the results of a block are to be written."""
         return self._scratch.of(block) if self._rows is None else BlockRows.of(self._rows_of[block.index], block)
 
     def finish(self, block: RowBlock) -> None:
-        """Take note that a block's rows are written; blocks come in order."""
+        """Process the written results of a block; called once per block, in order."""
         if self._total is None:
             return
         rows = self._scratch.of(block).rows
@@ -215,7 +221,7 @@ class Results:
         self._total.index_add_(0, self._tokens[block.index], rows.to(self._total.dtype))
 
     def summed(self, dtype: torch.dtype) -> Tensor:
-        """Return (T, D), or (R, D) without dispatch, weighed, once all blocks are finished."""
+        """Return the weighted results, (T, D), or (R, D) without dispatch, once all blocks are finished."""
         if self._total is not None:
             return self._total.to(dtype)
         assert self._rows is not None

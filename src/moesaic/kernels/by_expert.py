@@ -1,12 +1,12 @@
-"""The expert stage on a CPU: one expert after the other, from gathering its tokens to adding up its results.
+"""The expert stage on a CPU: one expert after the other, from gathering its tokens to summing its results.
 
 An expert's rows are gathered, multiplied, activated, multiplied again and added to their tokens while they are in the
-processor's cache: no buffer of all rows is written but the pre-activations that backward keeps, and weight gradients go
-straight to where they belong. All it needs beside torch's own products is scratch memory for one block of rows. Backward
-gathers rows and computes activations again. Deterministic: an expert has a token once at most, and experts are added up in a
-fixed order.
+processor's cache. The only buffer of all rows is that of the pre-activations, which are saved for backward; small calls also
+keep all results until they are summed (`blocks.Results`). Otherwise a call needs scratch memory for one block of rows. Weight
+gradients are written in place. Backward gathers the rows and computes the activations again. The stage is deterministic: an
+expert has each token at most once, and the experts' results are summed in a fixed order.
 
-The products for weights of the last block may wait until the rows' gradient is on its way: what they read stands in scratch
+The wgrad products of the last block may be deferred until the rows' gradient has been sent: their operands are in scratch
 memory that no later block overwrites.
 """
 
@@ -60,12 +60,12 @@ def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 SMALLEST_DIVISOR = 1e-10
-"""Of routing weights that a product may be divided by: with float32's range neither it nor the product underflows."""
+"""The smallest routing weight that a product may be divided by. In float32's range neither weight nor product underflows."""
 
 
 @torch.no_grad()
 def backward(work: ExpertWork, pre: Tensor, dy: Tensor, wanted: Wanted) -> Gradients:
-    """Run the transpose; see `ExpertKernel.backward`."""
+    """Compute the gradients; see `ExpertKernel.backward`."""
     run = _Backward(work, pre, dy, wanted)
     for block in run.blocks.all:
         run.work_on(block)
@@ -73,7 +73,7 @@ def backward(work: ExpertWork, pre: Tensor, dy: Tensor, wanted: Wanted) -> Gradi
 
 
 class _Backward:
-    """One backward pass: inputs cut into blocks, scratch memory, room for the gradients."""
+    """One backward pass: the inputs, cut into blocks, the scratch memory and the gradients."""
 
     def __init__(self, work: ExpertWork, pre: Tensor, dy: Tensor, wanted: Wanted) -> None:
         x = work.x
@@ -100,13 +100,13 @@ class _Backward:
         )
         self.d_up_of = () if self.d_up is None else self.d_up.flatten(1, 2).unbind()
         self.d_down_of = () if self.d_down is None else self.d_down.unbind()
-        may_wait = wanted.deferred_wgrad and work.dispatch is None  # a gather of x would overwrite that of dy
+        may_wait = wanted.deferred_wgrad and work.dispatch is None  # otherwise gathering x overwrites the gathered dy
         self.last = blocks.all[-1] if blocks.all and may_wait else None
         self.left: list[tuple[BlockRows, BlockRows, Sequence[Tensor], RowBlock]] = []
         self._clear_idle()
 
     def work_on(self, block: RowBlock) -> None:
-        """Work on one block."""
+        """Compute the gradients of one block of rows."""
         parts = [part[block.index] for part in self.pre]
         hidden, d_pre = self.hidden.of(block), self.d_pre.of(block)
         first, kept = d_pre, None
@@ -121,7 +121,7 @@ class _Backward:
     def found(self) -> Gradients:
         """Return the gradients, once all blocks are done."""
         work = self.work
-        if not self.left:  # before there are the tokens' gradients
+        if not self.left:  # free the scratch memory before the tokens' gradients are allocated
             for scratch in (self.hidden, self.d_pre, self.taken, self.weighted):
                 scratch.free()
         return Gradients(
@@ -135,17 +135,18 @@ class _Backward:
         )
 
     def _write(self, a: BlockRows, b: BlockRows, out: Sequence[Tensor], block: RowBlock) -> None:
-        """Write the products of a block, now or when `Gradients.finish` is called."""
+        """Write a block's weight gradients `a.T @ b` now or, for the last block, when `Gradients.finish` is called."""
         if block is self.last:
             self.left.append((a, b, out, block))
         else:
             _products(a, b, out, block)
 
     def _through_down(self, block: RowBlock, hidden: BlockRows, grad: BlockRows) -> None:
-        """Find the gradients of the matrix that writes and of weights after it; `grad` becomes that of `hidden`.
+        """Compute the gradients of the down projection and of routing weights after it; write that of `hidden` to `grad`.
 
-        Weights enter with the gather, where they cost nothing. A weight's own gradient is then a dot product of rows that have
-        it as a factor, over the weight. Where it is too small to divide by, weights enter after the dot products.
+        Routing weights are applied in the gather of dy, where they cost nothing. The gradient of a weight is then the dot
+        product of two rows, of which one has the weight as a factor, divided by the weight. If some weight is too small to
+        divide by, the weights are applied after the dot products instead.
         """
         weight = None if self.after is None else self.after[block.index]
         early = weight if self.weighs_early else None
@@ -169,7 +170,7 @@ class _Backward:
             _column_sums(dy, self.d_down_bias, block)
 
     def _dots_with_results(self, block: RowBlock, dy: BlockRows, hidden: BlockRows, grad: BlockRows) -> Tensor:
-        """Return the dot product of each row of dy with the expert's result before its weight: (rows,)."""
+        """Return the dot product of each row of dy with the expert's unweighted result: (rows,)."""
         dots = dot_rows(grad.rows, hidden.rows, self.blocks.each[: block.rows])
         if self.work.down_bias is not None:
             for segment, rows, out in zip(block.segments, dy.segments, dots.split(block.sizes)):
@@ -177,12 +178,12 @@ class _Backward:
         return dots
 
     def _through_up(self, block: RowBlock, d_pre: BlockRows) -> None:
-        """Find the gradients of the matrices that read, of the rows and of weights before them."""
+        """Compute the gradients of the up projection, of the input rows and of routing weights before them."""
         read = self.x.take(block, self.taken)
         if self.d_rows is not None:
             d_rows = self.d_rows.of(block)
             for segment, rows, out in zip(block.segments, d_pre.segments, d_rows.segments):
-                # A copy where others lie between the rows: of weights that were sent, or that a checkpoint interleaves.
+                # flatten copies weights that are not contiguous: those from other ranks, or interleaved by a checkpoint.
                 rows_product(rows, self.up[segment.expert].flatten(0, 1), out)
             if self.before is not None and self.d_gates_of is not None:
                 self.d_gates_of[block.index].copy_(dot_rows(d_rows.rows, read.rows, self.blocks.each[: block.rows]))
@@ -208,20 +209,20 @@ class _Backward:
 
 @torch.no_grad()
 def _finish(left: list[tuple[BlockRows, BlockRows, Sequence[Tensor], RowBlock]]) -> None:
-    """Write the products that were left."""
+    """Write the deferred weight gradients."""
     while left:
         _products(*left.pop())
 
 
 def _can_divide_by(weights: Tensor) -> bool:
-    """Return whether no weight is so small that a product with it loses what the other factor had."""
+    """Return whether dividing a product by its weight recovers the other factor: no weight is too small for that."""
     if torch.finfo(weights.dtype).tiny > SMALLEST_DIVISOR or not weights.numel():
         return False
     return float(weights.abs().min()) >= SMALLEST_DIVISOR
 
 
 def _products(a: BlockRows, b: BlockRows, out: Sequence[Tensor], block: RowBlock) -> None:
-    """Write each expert's `a.T @ b`, or add it to what earlier blocks of the expert wrote."""
+    """Write each expert's `a.T @ b`, or add it to the result of the expert's earlier blocks."""
     for segment, a_rows, b_rows in zip(block.segments, a.segments, b.segments):
         sum_product(a_rows, b_rows, out[segment.expert], adds=not segment.is_first)
 

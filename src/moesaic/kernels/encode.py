@@ -1,9 +1,9 @@
-"""Fast encode and decode: tokens into the (experts, capacity, dim) tensor of a fixed capacity, and back by routing weight.
+"""Fast encode and decode: from tokens to a padded (experts, capacity, dim) tensor, and back with routing weights.
 
-The names and the contract are Tutel's ("Tutel: Adaptive Mixture-of-Experts at Scale", 2023, section 3.3), for code that
-computes with padded experts; `MoE` itself is dropless and has no such tensor. GShard's formulation, kept here as the oracle,
-multiplies with a mask of (tokens, experts, capacity); encode and decode only read and write rows: encode is a bag of one
-token or none per place, decode a bag of weighted places per token. Each is the other's backward; both are deterministic.
+Names and contract are Tutel's ("Tutel: Adaptive Mixture-of-Experts at Scale", 2023, section 3.3), for code that computes with
+padded experts. `MoE` itself is dropless and has no such tensor. GShard's formulation, kept here as the oracle, multiplies by a
+(tokens, experts, capacity) mask. Encode and decode only read and write rows: encode sums at most one token per place, decode
+sums the weighted places of each token. Each is the other's backward; both are deterministic.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ from moesaic.kernels.work import Dispatch
 
 @dataclass(frozen=True)
 class Encoding:
-    """Which token copy stands where. T tokens, K copies of each, E experts of C places."""
+    """The places of token copies in the padded tensor. T tokens, K copies of each, E experts with C places each."""
 
     num_experts: int
     capacity: int
     place: Tensor
-    """(T, K) int64: each copy's place among E * C; E * C for one that was dropped."""
+    """(T, K) int64: each copy's place among all E * C places; E * C for a dropped copy."""
     to_places: Dispatch
-    """A bag of at most one token per place."""
+    """For each place its token, if any."""
     to_tokens: Dispatch
-    """A bag of the places of its copies per token."""
+    """For each token the places of its copies."""
 
 
 def encoding(expert_TK: Tensor, num_experts: int, capacity: int) -> Encoding:
-    """Give every copy a place: first choices before second ones, tokens in order; what exceeds the capacity is dropped.
+    """Give every copy a place: first choices before second choices, tokens in order. Copies beyond the capacity are dropped.
 
     Args:
-        expert_TK: (tokens, top_k) int64; the experts of one token differ.
-        capacity: places of each.
+        expert_TK: (tokens, top_k) int64, the chosen experts; those of one token differ.
+        num_experts: E.
+        capacity: places per expert.
 
     Raises:
-        InputError: for a capacity below 0 or indices that are not of two dimensions.
+        InputError: the capacity is negative or `expert_TK` does not have two dimensions.
     """
     if expert_TK.dim() != 2 or capacity < 0:
         raise InputError(
@@ -70,39 +71,39 @@ def encoding(expert_TK: Tensor, num_experts: int, capacity: int) -> Encoding:
 
 
 def fast_encode(x: Tensor, form: Encoding) -> Tensor:
-    """Put tokens at their places, zeros where there is none: (T, D) -> (E, C, D), differentiable."""
+    """Copy tokens to their places and zeros to empty places: (T, D) -> (E, C, D), differentiable."""
     rows: Tensor = _Encode.apply(x, form)
     return rows.view(form.num_experts, form.capacity, x.shape[1])
 
 
 def fast_decode(rows: Tensor, gates: Tensor, form: Encoding) -> Tensor:
-    """Sum each token's places by routing weight: (E, C, D), (T, K) -> (T, D), differentiable in both.
+    """Sum each token's places, weighted by `gates`: (E, C, D), (T, K) -> (T, D), differentiable in both.
 
-    A copy that was dropped contributes nothing, and its weight gets no gradient.
+    A dropped copy contributes nothing, and its weight's gradient is zero.
     """
     y: Tensor = _Decode.apply(rows.reshape(-1, rows.shape[-1]), gates, form)
     return y
 
 
 def mask_of(form: Encoding, gates: Tensor) -> Tensor:
-    """Return GShard's combine mask, (T, E, C): a copy's weight at its place (Lepikhin et al. 2020, section 2.2)."""
+    """Return GShard's combine mask, (T, E, C): each copy's weight at its place (Lepikhin et al. 2020, section 2.2)."""
     flat = gates.new_zeros(len(gates), form.num_experts * form.capacity + 1).scatter(1, form.place, gates)
     return flat[:, :-1].view(len(gates), form.num_experts, form.capacity)
 
 
 def encode_reference(x: Tensor, form: Encoding) -> Tensor:
-    """Return what `fast_encode` must, by GShard's einsum."""
+    """Compute `fast_encode` by GShard's einsum; the oracle."""
     mask = mask_of(form, torch.ones(form.place.shape, dtype=x.dtype, device=x.device))
     return torch.einsum("tec,td->ecd", mask, x)
 
 
 def decode_reference(rows: Tensor, gates: Tensor, form: Encoding) -> Tensor:
-    """Return what `fast_decode` must, by GShard's einsum."""
+    """Compute `fast_decode` by GShard's einsum; the oracle."""
     return torch.einsum("tec,ecd->td", mask_of(form, gates), rows)
 
 
 def _weights(gates: Tensor, form: Encoding) -> Tensor:
-    """Return each place's weight, (E * C,); 0 for an empty one."""
+    """Return each place's weight, (E * C,); 0 for an empty place."""
     flat = gates.new_zeros(form.num_experts * form.capacity + 1)
     return flat.scatter(0, form.place.reshape(-1), gates.reshape(-1))[:-1]
 

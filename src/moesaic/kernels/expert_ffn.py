@@ -1,8 +1,8 @@
 """The expert stage as one differentiable operation: dispatch, two or three grouped products, combine.
 
-Backward keeps the input, the routing, the weights and the pre-activations, R * H numbers per matrix that reads the token:
-it gathers the rows and computes the activation again (docs/kernels.md has the bytes). Both passes are custom ops with fake
-implementations, so that `torch.compile` and export see one node each, whatever runs behind it (`pick.py`).
+Saved for backward are the input, the routing, the weights and the pre-activations, R * H numbers per up matrix. Backward
+gathers the rows and computes the activations again (docs/kernels.md counts the bytes). Both passes are custom ops with fake
+implementations: `torch.compile` and export see one node each, whichever implementation `pick.py` chooses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def expert_ffn(work: ExpertWork, out_dtype: torch.dtype | None = None) -> Tensor
     """Run the experts, differentiable in x, gates and the weights.
 
     Args:
-        out_dtype: of the result; None for that of `work.x`.
+        work: the call.
+        out_dtype: dtype of the result; None for that of `work.x`.
 
     Returns:
         (T, D), or (R, D) without `work.dispatch`.
@@ -34,17 +35,18 @@ def expert_ffn(work: ExpertWork, out_dtype: torch.dtype | None = None) -> Tensor
 
 
 def run_experts(work: ExpertWork) -> tuple[Tensor, Tensor]:
-    """Run the experts without autograd; returns the result and what `expert_gradients` reads: (R, C H), what `up` gives."""
+    """Run the experts without autograd; return the result and the pre-activations, (R, C H), for `expert_gradients`."""
     return expert_kernel(work.x.device, work.kernel).forward(work, work.x.dtype)
 
 
 def expert_gradients(work: ExpertWork, pre: Tensor, dy: Tensor, *, deferred_wgrad: bool = False) -> Gradients:
-    """Return all gradients without autograd.
+    """Compute all gradients without autograd.
 
     Args:
-        pre: what `run_experts` returned beside its result.
+        work: the call.
+        pre: the pre-activations that `run_experts` returned.
         dy: gradient of the result.
-        deferred_wgrad: some of the weights' gradients may be left for `Gradients.finish`.
+        deferred_wgrad: whether some weight-gradient products may be left to `Gradients.finish`.
     """
     return expert_kernel(work.x.device, work.kernel).backward(
         work, pre, dy.to(work.x.dtype).contiguous(), Wanted(deferred_wgrad=deferred_wgrad)
@@ -56,12 +58,12 @@ CALL = (
     "Tensor ends, Tensor up, Tensor? up_bias, Tensor down, Tensor? down_bias, "
     "int per_token, bool has_unsent, str activation, float[] clamp, bool gates_first, str kernel"
 )
-"""The schema of an `ExpertWork`, flat: its tensors, then what it is besides. 0 for rows per token that vary, no number for no
-clamp."""
+"""The flattened schema of an `ExpertWork`: its tensors, then its settings. `per_token` is 0 if the number of rows per token
+varies; `clamp` is empty for None."""
 
 
 def _flat(work: ExpertWork) -> tuple[list[Tensor | None], tuple[Any, ...]]:
-    """Return a call's tensors and its other settings, both in the order of `CALL`."""
+    """Flatten a call into its tensors and its settings, both in the order of `CALL`."""
     sent = work.dispatch
     indices = [None] * 3 if sent is None else [sent.token, sent.by_token, sent.starts]
     tensors = [work.x, work.gates, *indices, work.ends, work.up, work.up_bias, work.down, work.down_bias]
@@ -75,7 +77,7 @@ def _work(
     up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None, per_token: int, has_unsent: bool,
     activation: str, clamp: Sequence[float], gates_first: bool, kernel: str,
 ) -> ExpertWork:  # fmt: skip
-    """Undo `_flat`."""
+    """Rebuild the call that `_flat` flattened."""
     dispatch = None
     if token is not None:
         assert by_token is not None
@@ -94,7 +96,7 @@ def _work(
     "moesaic::expert_forward", mutates_args=(), schema=f"({CALL}, ScalarType out_dtype) -> (Tensor, Tensor)"
 )
 def expert_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return the result and the pre-activations of a call, in `out_dtype`."""
+    """Return the result of a call, in `out_dtype`, and its pre-activations."""
     *call, out_dtype = arguments
     work = _work(*call)
     return expert_kernel(work.x.device, work.kernel).forward(work, out_dtype)
@@ -111,7 +113,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 @register_flop_formula(torch.ops.moesaic.expert_forward)
 def _(x, gates, token, by_token, starts, ends, up, up_bias, down, *_, **__) -> int:  # type: ignore[no-untyped-def]
-    """One product per matrix, of all rows; arguments are shapes."""
+    """Count one product of all rows per matrix; the arguments are shapes."""
     return (up[1] + 1) * _product_flops(x, token, down)
 
 
@@ -121,7 +123,10 @@ def _(x, gates, token, by_token, starts, ends, up, up_bias, down, *_, **__) -> i
     schema=f"({CALL}, Tensor pre, Tensor dy, bool wants_x, bool wants_gates, bool wants_weights) -> Tensor[]",
 )
 def expert_backward(*arguments: Any) -> list[Tensor]:
-    """Return the gradients of x, gates, up, its bias, down and its bias; empty ones for what is not wanted."""
+    """Return the gradients of x, gates, up, up_bias, down and down_bias.
+
+    Unwanted gradients of x and gates are empty tensors. Those of absent biases, and unwanted ones of parameters, are left out.
+    """
     *call, pre, dy, wants_x, wants_gates, wants_weights = arguments
     work, wanted = _work(*call), Wanted(x=wants_x, gates=wants_gates, weights=wants_weights)
     found = expert_kernel(work.x.device, work.kernel).backward(work, pre, dy.to(work.x.dtype).contiguous(), wanted)
@@ -142,7 +147,10 @@ def _(*arguments: Any) -> list[Tensor]:
 
 @register_flop_formula(torch.ops.moesaic.expert_backward)
 def _(x, gates, token, by_token, starts, ends, up, up_bias, down, *others, **__) -> int:  # type: ignore[no-untyped-def]
-    """One product for the hidden rows, and per matrix one for its own gradient and, of those that read, one for the rows'."""
+    """Count the products of all rows; the arguments are shapes.
+
+    One product gives the hidden rows' gradient, one per matrix its wgrad, and one per up matrix its part of the rows' gradient.
+    """
     *_, gates_first, _kernel, _pre, _dy, wants_x, wants_gates, wants_weights = others
     reaches_rows = wants_x or (wants_gates and gates is not None and gates_first)
     products = 1 + wants_weights * (up[1] + 1) + reaches_rows * up[1]
@@ -150,7 +158,7 @@ def _(x, gates, token, by_token, starts, ends, up, up_bias, down, *others, **__)
 
 
 def _product_flops(x: Sequence[int], token: Sequence[int] | None, down: Sequence[int]) -> int:
-    """Return the FLOPs of multiplying every row by its expert's matrix once; arguments are shapes."""
+    """Return the FLOPs of multiplying every row by its expert's matrix once; the arguments are shapes."""
     num_rows = x[0] if token is None else token[0]
     return 2 * num_rows * down[1] * down[2]
 

@@ -1,11 +1,15 @@
 """Grouped matmul: each expert's rows times that expert's matrix, in one call.
 
-Forward `y = x @ w[e].T`; backward `dx = dy @ w[e]` and `dw[e] = dy.T @ x`, all three grouped. Saved: x and w.
-`torch.nn.functional.grouped_mm` serves where it can (row strides of a multiple of 16 bytes; on a GPU bfloat16 alone, since for
-others it loops over experts on the host), then the Triton kernels where a GPU has them; a loop over experts serves the rest
-(float64, odd widths). No copy of the weights is made. The two products are custom ops with fake
-implementations: torch's own shape function for `grouped_mm` refuses float32, which its CPU kernel takes, and the loop
-reads the row counts on the host; as ops of ours both compile without a graph break.
+Forward is `y = x @ w[e].T`; backward is `dx = dy @ w[e]` and `dw[e] = dy.T @ x`, all three grouped. x and w are saved; the
+weights are never copied. There are three implementations, in order of preference:
+
+- `torch.nn.functional.grouped_mm`, if row strides are multiples of 16 bytes. On a GPU only for bfloat16, since for other
+  dtypes it loops over experts on the host.
+- the Triton kernels, on GPUs that run them.
+- a loop over experts, for the rest (float64, odd widths).
+
+The two products are custom ops with fake implementations, which compile without a graph break. Torch's own shape function for
+`grouped_mm` rejects float32, which its CPU kernel supports, and the loop over experts reads the row counts on the host.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ def grouped_matmul(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Multiply expert-ordered rows by their expert's matrix, differentiable in `x` and `w`.
 
     Args:
-        x: (R, K) rows, expert after expert.
+        x: (R, K) rows in expert order.
         w: (E, N, K), each matrix as `nn.Linear` stores it.
         ends: (E,) int32, one past the last row of each expert; `ends[-1] == R`.
 
@@ -58,13 +62,13 @@ def _(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 @register_flop_formula(torch.ops.moesaic.rows_times)
 def _(x, w, ends, **_) -> int:  # type: ignore[no-untyped-def]
-    """Arguments are shapes."""
+    """Return the FLOPs of one product of all rows; the arguments are shapes."""
     return 2 * x[0] * x[1] * w[2]
 
 
 @torch.library.custom_op("moesaic::outer_products", mutates_args=())
 def outer_products(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each expert's rows with each other: (R, N), (R, K) -> (E, N, K), zero for an expert without rows."""
+    """Return each expert's `dy.T @ x` over its own rows: (R, N), (R, K) -> (E, N, K); zeros for an expert without rows."""
     if len(x) and _is_supported(dy, x):
         found: Tensor = F.grouped_mm(_packed(dy).t(), _packed(x), offs=ends)
         return found if dy.device.type == "cpu" else found.masked_fill_(has_no_rows(ends), 0)
@@ -86,12 +90,12 @@ def _(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 
 @register_flop_formula(torch.ops.moesaic.outer_products)
 def _(dy, x, ends, **_) -> int:  # type: ignore[no-untyped-def]
-    """Arguments are shapes."""
+    """Return the FLOPs of one product over all rows; the arguments are shapes."""
     return 2 * x[0] * x[1] * dy[1]
 
 
 def _is_supported(*operands: Tensor) -> bool:
-    """Whether `F.grouped_mm` takes operands of this dtype and these row strides."""
+    """Return whether `F.grouped_mm` is used for operands of this dtype, device and row width."""
     dtype = operands[0].dtype
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
@@ -102,25 +106,28 @@ def _is_supported(*operands: Tensor) -> bool:
 
 
 def _has_kernel(rows: Tensor) -> bool:
-    """Whether the Triton kernels multiply these rows."""
+    """Return whether the Triton kernels multiply rows of this dtype on this device."""
     return rows.dtype != torch.float64 and kind_of(rows.device) == "triton"
 
 
 def has_no_rows(ends: Tensor) -> Tensor:
-    """Return which experts have no rows, (E, 1, 1) bool: on Blackwell `F.grouped_mm` leaves their products as they come."""
+    """Return which experts have no rows, (E, 1, 1) bool. On Blackwell `F.grouped_mm` leaves their products uninitialised."""
     return (ends.diff(prepend=ends.new_zeros(1)) == 0).view(-1, 1, 1)
 
 
 def _is_aligned(w: Tensor) -> bool:
-    """Whether matrices start and step by 16 bytes: views of gathered weights, cut out of wider rows, may not."""
+    """Return whether the address and the strides of matrices are multiples of 16 bytes.
+
+    Views of gathered weights, cut out of wider rows, may not be aligned.
+    """
     per_16_bytes = 16 // w.dtype.itemsize
     return all(step == 1 or step % per_16_bytes == 0 for step in w.stride()) and w.storage_offset() % per_16_bytes == 0
 
 
 def _packed(rows: Tensor) -> Tensor:
-    """Return the rows one after the other in memory, as `F.grouped_mm` wants them.
+    """Return the rows with the strides that `F.grouped_mm` requires: one row after the other in memory.
 
-    `contiguous()` is not enough: it leaves a single row's stride as it is, 0 after an `expand`.
+    `contiguous()` is not enough: it keeps the stride of a single row, which is 0 after an `expand`.
     """
     return rows if rows.stride() == (rows.shape[1], 1) else rows.clone(memory_format=torch.contiguous_format)
 

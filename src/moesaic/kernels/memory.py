@@ -1,9 +1,9 @@
-"""Large results on huge pages: on a CPU the first touch of a fresh gradient can cost as much as a matrix product.
+"""Large tensors on huge pages: on a CPU the page faults of a fresh gradient can cost as much as a matrix product.
 
-An allocator hands every block above some 32 MiB back to the system when it is freed, so each step's expert gradients are
-touched for the first time, one page fault per 4 KiB. Asking for 2 MiB pages (Linux, where transparent huge pages are at
-`madvise`, the usual setting) makes that 5 times cheaper: docs/kernels.md has the figures. It is advice: where it is not
-taken, nothing changes. A program that calls `keep_freed_memory()` once has the cost only once.
+The C allocator returns every freed block above some 32 MiB to the system. Each step's expert gradients are therefore fresh
+memory, with one page fault per 4 KiB. Asking for 2 MiB pages makes that 5 times cheaper (docs/kernels.md has the figures). It
+needs Linux with transparent huge pages set to `madvise`, the usual setting; elsewhere nothing changes. A program that calls
+`keep_freed_memory()` pays for the page faults only once.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 
 HUGE_PAGE_BYTES = 2**21
 FROM_BYTES = 4 * HUGE_PAGE_BYTES
-"""Smaller tensors come from memory that the allocator keeps."""
+"""The least size of a tensor on huge pages; smaller tensors come from memory that the allocator keeps."""
 _PAGE_BYTES = 4096
 _MADV_HUGEPAGE = 14
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialised tensor, on huge pages where it is large and on a CPU."""
+    """Return an uninitialised tensor; large ones on a CPU are on huge pages."""
     out = torch.empty(tuple(shape), dtype=dtype, device=device)
     num_bytes = out.numel() * out.element_size()
     if device.type == "cpu" and num_bytes >= FROM_BYTES:
@@ -38,13 +38,13 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def keep_freed_memory() -> bool:
-    """Tell the C library's allocator to keep what this process frees, for the next allocation of that size.
+    """Tell the C allocator to keep memory that this process frees and to reuse it for later allocations.
 
-    It changes the whole process: memory that was used once is not given back to the system, and large tensors, gradients
-    above all, cost no page fault from the second step on. A training program calls it once, at its start.
+    This affects the whole process: freed memory is not returned to the system, and large tensors, such as gradients, cost no
+    page faults from the second step on. A training program calls it once, at its start.
 
     Returns:
-        Whether the allocator took it (glibc does).
+        Whether the allocator supports it (glibc does).
     """
     change = _function("mallopt", ctypes.c_int, ctypes.c_int)
     return change is not None and all([change(_M_MMAP_THRESHOLD, 2**30), change(_M_TRIM_THRESHOLD, 2**31 - 1)])
@@ -52,12 +52,12 @@ def keep_freed_memory() -> bool:
 
 @functools.cache
 def _madvise() -> Callable[..., int] | None:
-    """Return the C library's function; None where there is none."""
+    """Return the C library's `madvise`; None if it is missing."""
     return _function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def _function(name: str, *types: type) -> Callable[..., int] | None:
-    """Return a function of the C library that returns an int; None where there is none."""
+    """Return a function of the C library that returns an int; None if it is missing or the system is not Linux."""
     if not sys.platform.startswith("linux"):
         return None
     try:
@@ -70,6 +70,6 @@ def _function(name: str, *types: type) -> Callable[..., int] | None:
 
 
 def uploaded(numbers: np.ndarray, device: torch.device) -> Tensor:
-    """Return numbers of the host on a device; the host does not wait for a GPU."""
+    """Copy numbers from the host to a device, without waiting for a GPU."""
     there = torch.from_numpy(numbers)
     return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.to(device)

@@ -1,8 +1,8 @@
-"""Experts in MXFP8: as `fp8_rowwise`, but with one scale for 32 values in a row, which Blackwell's products read.
+"""Experts in MXFP8: like `fp8_rowwise`, but with one scale for every 32 values of a row, as Blackwell's products support it.
 
-The format is the Open Compute Project's (Microscaling Formats 1.0, 2023): e4m3 values and scales of one byte, an exponent.
-`torch._scaled_grouped_mm` wants the scales in tiles of 128 rows by 4, swizzled as cuBLAS documents it ("1D block scaling
-factors layout"), each expert's rows from a tile's first row on. Where they go is found on the device.
+The format is the Open Compute Project's (Microscaling Formats 1.0, 2023): e4m3 values, and scales that are one-byte exponents.
+`torch._scaled_grouped_mm` requires the scales in tiles of 128 rows by 4 columns, swizzled as cuBLAS documents it ("1D block
+scaling factors layout"). Each expert's rows start at the first row of a tile; their places are computed on the device.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from moesaic.kernels.fp8_rowwise import exponents, powers
 from moesaic.kernels.whole_batch import by_products
 
 BLOCK = 32
-"""Values that share a scale."""
+"""The number of values that share a scale."""
 TILE = 128
-"""Rows of a tile of scales."""
+"""The number of rows of a tile of scales."""
 
 
 def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each expert's rows by its matrix: (R, K) x (E, K, N) -> (R, N) in bfloat16; rows behind all are anything."""
+    """Multiply each expert's rows by its matrix: (R, K) x (E, K, N) -> (R, N) bfloat16; undefined from row `ends[-1]` on."""
     if not len(x):
         return x.new_empty(0, w.shape[2])
     rows, of_rows = rounded(x)
@@ -36,7 +36,7 @@ def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values over the scale of their block, in e4m3, and the scales' bytes: (..., K) -> (..., K), (..., K / 32)."""
+    """Divide each block by a scale; return the e4m3 quotients, (..., K), and the scales' biased exponents, (..., K / 32)."""
     blocks = x.unflatten(-1, (-1, BLOCK))
     exponent = exponents(blocks)
     values = (blocks / powers(exponent).unsqueeze(-1)).flatten(-2)
@@ -44,7 +44,7 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def swizzled(scales: Tensor) -> Tensor:
-    """Return scales tile after tile: (..., rows, columns) bytes -> the same with sizes rounded up to tiles, e8m0."""
+    """Reorder scales tile by tile: (..., rows, columns) bytes -> e8m0, with both sizes rounded up to whole tiles."""
     rows, columns = scales.shape[-2:]
     padded = F.pad(scales, (0, -columns % 4, 0, -rows % TILE))
     tiles = padded.unflatten(-1, (-1, 4)).unflatten(-3, (-1, 4, 32))  # (..., tile row, 4, 32, tile column, 4)
@@ -53,7 +53,7 @@ def swizzled(scales: Tensor) -> Tensor:
 
 
 def _places(ends: Tensor, num_rows: int) -> Tensor:
-    """Return where each row's scales stand: an expert's begin at a whole tile."""
+    """Return the row of the tiled scales that each row's scales occupy, (R,); each expert starts a new tile."""
     sizes = ends.diff(prepend=ends.new_zeros(1))
     tiles = (sizes + TILE - 1) // TILE * TILE
     shift = (tiles.cumsum(0) - tiles) - (ends - sizes)

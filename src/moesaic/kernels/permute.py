@@ -1,9 +1,7 @@
-"""Permute: token rows into expert order, and back with a sum over each token's copies.
+"""Permutation of tokens into expert order, and back with a sum over each token's copies.
 
-The two are each other's transpose, so each is the other's backward; both are deterministic (no atomics) and sum in
-float32. Nothing but indices is saved.
-
-`dot_rows` gives the gradient of a routing weight.
+The two are each other's transpose, so each is the other's backward. Both are deterministic (no atomics) and sum in float32.
+Only indices are saved for backward. `dot_rows` computes the gradients of routing weights.
 """
 
 from __future__ import annotations
@@ -21,10 +19,10 @@ from moesaic.kernels.work import Dispatch, accumulate_dtype
 
 @dataclass(frozen=True)
 class Permutation:
-    """Where each row of the expert order comes from."""
+    """The expert order of the copies of a routing."""
 
     order: Tensor
-    """(R,) int64: row i of the expert order is row `order[i]` of the routing."""
+    """(R,) int64: row i in expert order is copy `order[i]` of the routing."""
     counts: Tensor
     """(E,) int64: rows per expert."""
     dispatch: Dispatch
@@ -32,12 +30,12 @@ class Permutation:
 
     @property
     def token(self) -> Tensor:
-        """(R,) int64: the token of row i of the expert order."""
+        """(R,) int64: the token of each row in expert order."""
         return self.dispatch.token
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """The number of tokens, T."""
         return len(self.dispatch.starts)
 
     @property
@@ -55,22 +53,23 @@ def sort_by_expert(
     *,
     has_unsent: bool = False,
 ) -> Permutation:
-    """Order rows by expert, rows of one expert by their place in the routing.
+    """Sort copies by expert; copies of one expert keep their order.
 
     Args:
-        token: (R,) int64.
-        expert: (R,) int64.
-        counts: (E,) int64 rows per expert.
+        token: (R,) int64, each copy's token.
+        expert: (R,) int64, each copy's expert.
+        counts: (E,) int64, copies per expert.
         num_tokens: T.
-        rows_per_token: R / T when every token has that many rows, token after token; else None.
-        has_unsent: some copies have the expert E, which is none: they come last, and no token has their rows.
+        rows_per_token: R / T if every token has that many copies and they follow one another; else None.
+        has_unsent: whether some copies have expert number E, which marks them as not sent. Their rows come last and belong to
+            no token.
     """
     if kind_of(expert.device) == "triton":
         from moesaic.kernels.triton.rows.sort import sort
 
         order, row, _ = (each.long() for each in sort(expert, len(counts)))
     else:
-        narrow = expert.to(torch.int16) if len(counts) < 2**15 else expert  # half the time of a sort of int64
+        narrow = expert.to(torch.int16) if len(counts) < 2**15 else expert  # sorts in half the time of int64
         order, row = narrow.argsort(stable=True), None
     of_rows = token.index_select(0, order)
     if rows_per_token is None:
@@ -93,7 +92,7 @@ def sort_by_expert(
 
 
 def permute(x: Tensor, permutation: Permutation) -> Tensor:
-    """Gather tokens into expert order: (T, D) -> (R, D), differentiable."""
+    """Gather tokens into rows in expert order: (T, D) -> (R, D), differentiable."""
     rows: Tensor = _Permute.apply(x, permutation.dispatch)
     return rows
 
@@ -102,9 +101,9 @@ def unpermute(rows: Tensor, permutation: Permutation, *, dtype: torch.dtype | No
     """Sum each token's rows, differentiable. 16-bit rows are summed in float32 and rounded once, to `dtype`.
 
     Args:
-        rows: (R, D).
-        permutation: that of the rows.
-        dtype: of the result; None for that of `rows`. The gradient has the dtype of `rows`.
+        rows: (R, D) in expert order.
+        permutation: the permutation that gave this order.
+        dtype: dtype of the result; None for that of `rows`. The gradient has the dtype of `rows`.
 
     Returns:
         (T, D).
@@ -116,16 +115,17 @@ def unpermute(rows: Tensor, permutation: Permutation, *, dtype: torch.dtype | No
 def sum_rows(
     rows: Tensor, dispatch: Dispatch, *, weights: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Sum each token's rows, times their weights; not differentiable, deterministic on every device.
+    """Sum each token's rows times their weights; not differentiable, deterministic on every device.
 
-    16-bit rows are summed in float32 and rounded once. On a CPU torch's `embedding_bag` does it: each token is a bag of
-    rows. It writes no buffer of all rows and takes a fifth of the time of a gather and a sum. Triton's kernel does likewise.
+    16-bit rows are summed in float32 and rounded once. On a CPU this is torch's `embedding_bag`, where each token is a bag of
+    rows: it needs no buffer of all rows and takes a fifth of the time of a gather and a sum. The Triton kernel needs no such
+    buffer either.
 
     Args:
         rows: (R, D) in expert order.
-        dispatch: which rows a token has.
-        weights: (R,), or None for weights of 1; rounded to the dtype of `rows`.
-        dtype: of the result; None for that of `rows`.
+        dispatch: maps rows to tokens.
+        weights: (R,), rounded to the dtype of `rows`; None for weights of 1.
+        dtype: dtype of the result; None for that of `rows`.
 
     Returns:
         (T, D).
@@ -152,7 +152,7 @@ def sum_rows(
     if dispatch.per_token is not None:
         return by_token.view(num_tokens, dispatch.per_token, rows.shape[1]).sum(1).to(dtype)
     ends = torch.cat([dispatch.starts[1:], dispatch.starts.new_full((min(num_tokens, 1),), len(rows))])
-    lengths = ends - dispatch.starts  # right by construction: to check them would wait for the device
+    lengths = ends - dispatch.starts  # correct by construction; a check would wait for the device
     return torch.segment_reduce(by_token, "sum", lengths=lengths, unsafe=True, initial=0.0).to(dtype)
 
 
@@ -180,15 +180,15 @@ class _Unpermute(torch.autograd.Function):
 
 
 def dot_rows(a: Tensor, b: Tensor, each: Tensor | None = None) -> Tensor:
-    """Return the dot product of each row of `a` with that of `b`, (R, H) both: (R,).
+    """Return the dot product of each row of `a` with the same row of `b`: (R,).
 
-    On a CPU torch's `embedding_bag` has a kernel for it, the gradient of a bag's weights, which writes no product of
-    (R, H): half the time of `(a * b).sum(1)`. Elsewhere it is that; float16 on a CPU is summed as float32.
+    On a CPU this is the kernel for the gradient of an `embedding_bag`'s weights. It writes no (R, H) product and takes half the
+    time of `(a * b).sum(1)`, which other devices use. float16 on a CPU is summed as float32.
 
     Args:
         a: (R, H).
         b: (R, H).
-        each: `arange(R)`, where the caller has it.
+        each: `arange(R)` if the caller has it already; saves making it.
     """
     if a.device.type != "cpu":
         return (a * b).sum(1)

@@ -1,8 +1,8 @@
-"""Which kernels run on a device: the one place that decides.
+"""The one place that decides which kernels run on a device.
 
-Operations that have several implementations ask here and import what they are told, so that Triton is imported where it runs
-and nowhere else: the expert stage (`expert_kernel`), the order of rows and their sums (`permute.py`), the choice of experts
-(`routing/router.py`), and the codecs.
+Every operation with several implementations asks this module which one to import: the expert stage (`expert_kernel`), sorting
+and summing rows (`permute.py`), top-k routing (`routing/router.py`) and the codecs. Triton is therefore only imported where it
+runs.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from moesaic.errors import InputError
 from moesaic.kernels.work import ExpertWork, Gradients, Wanted
 
 AMPERE = (8, 0)
-"""The compute capability from which the Triton kernels are compiled and checked."""
+"""The lowest compute capability for which the Triton kernels are compiled and tested."""
 
 
 def kind_of(device: torch.device) -> str:
-    """Return which entry of `KERNELS` a device runs.
+    """Return the key of `KERNELS` that a device uses.
 
-    triton: on CUDA from Ampere on, where the package is installed. Else the type of the device, where `KERNELS` has it; other:
-    torch's operations, none of which waits for the host.
+    "triton" for CUDA devices from Ampere on if Triton is installed; "cpu" for the CPU; "other" for everything else. "other"
+    uses torch's operations, and only those that do not wait for the host.
     """
     if device.type == "cuda" and _runs_triton(device):
         return "triton"
@@ -35,7 +35,7 @@ def kind_of(device: torch.device) -> str:
 
 
 def codes_by_triton(rows_on: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the Triton kernels encode and decode rows there: 16-bit ones and float32."""
+    """Return whether the Triton kernels encode and decode rows of `dtype` on this device: 16-bit and float32 rows."""
     return dtype != torch.float64 and kind_of(rows_on) == "triton"
 
 
@@ -49,27 +49,27 @@ class ExpertKernel:
     """One implementation of the expert stage."""
 
     forward: Callable[[ExpertWork, torch.dtype], tuple[Tensor, Tensor]]
-    """(work, dtype of the result) -> (T, D), or (R, D) without dispatch, and the pre-activations, what `up` gives: (R, C H),
-    whose numbers lie as its own backward reads them."""
+    """(work, dtype of the result) -> (result, pre-activations). The result is (T, D), or (R, D) without dispatch. The
+    pre-activations are the output of `up`, (R, C H), in the memory layout that `backward` of the same kernel reads."""
     backward: Callable[[ExpertWork, Tensor, Tensor, Wanted], Gradients]
-    """(work, pre-activations, gradient of the result in the dtype of `work.x`, what is wanted) -> gradients."""
+    """(work, pre-activations, gradient of the result in the dtype of `work.x`, which gradients to compute) -> gradients."""
 
 
 KERNELS: dict[str, str] = {"cpu": "by_expert", "triton": "triton.expert_stage", "other": "whole_batch"}
-"""The modules of the expert stage's implementations, by what `kind_of` says of a device; they compute the same."""
+"""The default implementations of the expert stage: a module for each value of `kind_of`. All compute the same."""
 
 
 TIERS: dict[str, str] = {"grouped_mm": "whole_batch", "quack": "quack", "fp8": "fp8_rowwise", "mxfp8": "mxfp8"}
-"""The modules of implementations that nobody gets unasked: `MoE(kernel=...)` names one. Some round more."""
+"""Opt-in implementations, chosen by `MoE(kernel=...)`: a module for each name. Some of them round more than the defaults."""
 AUTO = "auto"
-"""In place of a name in `TIERS`: what `KERNELS` has for the device."""
+"""The value of `MoE(kernel=...)` that chooses the device's entry of `KERNELS`."""
 
 
 def check_tier(name: str) -> str:
-    """Return the name of an implementation, if there is one of this name.
+    """Return `name` if it is `AUTO` or a key of `TIERS`.
 
     Raises:
-        InputError: there is none.
+        InputError: the name is unknown.
     """
     if name != AUTO and name not in TIERS:
         raise InputError(f"kernel={name!r} is unknown: choose one of {', '.join((AUTO, *TIERS))}")
@@ -77,10 +77,10 @@ def check_tier(name: str) -> str:
 
 
 def expert_kernel(device: torch.device, name: str = AUTO) -> ExpertKernel:
-    """Return the implementation of the expert stage for a device, or the one that is named.
+    """Return the implementation of the expert stage: the one called `name` in `TIERS`, or the device's default.
 
     Raises:
-        InputError: the one that is named does not import.
+        InputError: the named implementation cannot be imported.
     """
     if name == AUTO:
         return _expert_kernel(KERNELS[kind_of(device)])
@@ -93,15 +93,16 @@ def expert_kernel(device: torch.device, name: str = AUTO) -> ExpertKernel:
 
 
 def require(work: ExpertWork, name: str, majors: tuple[int, ...], multiple: int) -> None:
-    """Refuse a call that a tier cannot compute.
+    """Check that a tier can compute a call.
 
     Args:
-        name: of the tier.
-        majors: first numbers of the compute capabilities that it runs on.
-        multiple: what the widths of tokens and experts have to be multiples of.
+        work: the call.
+        name: the tier's key in `TIERS`.
+        majors: the major compute capabilities that the tier runs on.
+        multiple: the token width and the expert width must be multiples of this number.
 
     Raises:
-        InputError: in one line.
+        InputError: the device, the dtype or a width is not supported.
     """
     device, instead = work.x.device, f"; kernel={AUTO!r} runs here"
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
@@ -116,7 +117,7 @@ def require(work: ExpertWork, name: str, majors: tuple[int, ...], multiple: int)
 
 
 def triton_products() -> Any:
-    """Return the module whose `rows_times_any` and `outer_products_any` multiply rows where `kind_of` says triton."""
+    """Return the Triton module with `rows_times_any` and `outer_products_any`; for devices of kind "triton" only."""
     return importlib.import_module(f"moesaic.kernels.{KERNELS['triton']}")
 
 

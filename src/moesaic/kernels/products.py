@@ -1,14 +1,14 @@
-"""Products of rows on a CPU, an expert's and the router's, by the library that multiplies fastest there.
+"""Matrix products of rows on a CPU, for the experts and the router, by the fastest library for the processor.
 
-torch multiplies 16-bit matrices by oneDNN and float32 by MKL, which runs its code for AVX-512 on Intel's processors alone.
-On AMD's from Zen 5 on, whose units are 512 bits wide, oneDNN takes half of MKL's time for float32 (docs/kernels.md). torch
-calls it for float32 in one operator, which returns a tensor of its own: products that are worth the copy go there.
+torch uses oneDNN for 16-bit products and MKL for float32. MKL uses AVX-512 on Intel's processors only. On AMD's, from Zen 5
+(full 512-bit units) on, oneDNN takes half of MKL's time for float32 (docs/kernels.md). torch exposes oneDNN's float32 products
+in one operator only, which allocates its result. Products that are large enough to make up for the copy use that operator.
 
-oneDNN compiles code for every shape, and keeps the last thousand. Rows of an expert are another number in each step, so it gets
-the most that is a multiple of `STEP`, and MKL the rest.
+oneDNN compiles code for every shape and caches the last thousand shapes. An expert's number of rows changes in every step, so
+oneDNN gets the largest multiple of `STEP` rows, and MKL the remaining rows.
 
-float16 is multiplied as float32 and rounded once. torch's own products of float16 take 4 to 13 times as long on a processor
-without instructions for it (docs/kernels.md), and come from another library on one that has them.
+float16 is multiplied as float32 and rounded once. torch's own float16 products take 4 to 13 times as long on a processor
+without float16 instructions (docs/kernels.md), and use a different library on a processor that has them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 STEP = 16
-"""Of rows that oneDNN gets."""
+"""oneDNN gets a multiple of this number of rows."""
 FEWEST = 2**22
-"""Multiplications from which the copy is worth it; measured, docs/kernels.md."""
+"""The fewest multiplications for which oneDNN is worth the copy of its result; measured, see docs/kernels.md."""
 NARROWEST = 32
-"""The least width that a matrix has to have on both sides."""
+"""The least height and width of a matrix for oneDNN."""
 ZEN_5 = 26
-"""The family of AMD's processors from which a unit multiplies 512 bits at once; Zen 4 takes two turns, as MKL does."""
+"""The family number of AMD's Zen 5, the first with 512-bit multiplication units; Zen 4 takes two passes, as MKL does."""
 
 
 def rows_product(rows: Tensor, matrix: Tensor, out: Tensor) -> None:
@@ -37,7 +37,7 @@ def rows_product(rows: Tensor, matrix: Tensor, out: Tensor) -> None:
 
     Args:
         rows: (R, K), each row contiguous.
-        matrix: (K, N), its rows or its columns contiguous each.
+        matrix: (K, N), with contiguous rows or contiguous columns.
         out: (R, N), written.
     """
     if _widens(rows):
@@ -53,13 +53,13 @@ def rows_product(rows: Tensor, matrix: Tensor, out: Tensor) -> None:
 
 
 def sum_product(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> None:
-    """Write `a.T @ b`, a sum over rows, or add it.
+    """Write `a.T @ b`, a sum over rows, to `out` or add it to `out`.
 
     Args:
         a: (R, M), each row contiguous.
         b: (R, N), each row contiguous.
         out: (M, N), written.
-        adds: whether to add to what `out` holds.
+        adds: add to `out` instead of overwriting it.
     """
     if _widens(a):
         found = a.t().float() @ b.float()
@@ -82,17 +82,17 @@ def sum_product(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> Non
 
 
 def vector_product(rows: Tensor, vector: Tensor) -> Tensor:
-    """Return `rows @ vector`, (R,), of rows (R, K) and a vector (K,)."""
+    """Return `rows @ vector`: (R, K) x (K,) -> (R,)."""
     return (rows.float() @ vector.float()).to(rows.dtype) if _widens(rows) else torch.mv(rows, vector)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `x @ weight.T + bias`, differentiable once; as `F.linear` wherever oneDNN has nothing to gain.
+    """Return `x @ weight.T + bias`; differentiable only once if oneDNN computes it, else the result of `F.linear`.
 
     Args:
         x: (R, K).
         weight: (N, K).
-        bias: (N,), or None for none.
+        bias: (N,), or None.
     """
     is_plain = type(x) is Tensor and type(weight) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()
     if not is_plain or not x.is_contiguous() or not _cut(x, weight.shape):
@@ -124,12 +124,12 @@ class _Linear(torch.autograd.Function):
 
 
 def _widens(rows: Tensor) -> bool:
-    """Whether the rows are multiplied as float32: float16 on a CPU."""
+    """Return whether the rows have to be multiplied as float32: float16 rows on a CPU."""
     return rows.dtype == torch.float16 and rows.device.type == "cpu"
 
 
 def _cut(rows: Tensor, matrix: torch.Size) -> int:
-    """Return how many of the rows go to oneDNN, each to be multiplied by as many numbers as a matrix has."""
+    """Return how many of the rows oneDNN gets in a product with a matrix of this shape; 0 if oneDNN is not used."""
     is_large = rows.dtype == torch.float32 and rows.shape[0] * matrix.numel() >= FEWEST
     if not is_large or min(matrix) < NARROWEST or not _suits(rows.device.type):
         return 0
@@ -148,19 +148,19 @@ def _by_onednn(rows: Tensor, transposed: Tensor) -> Tensor:
 
 @functools.cache
 def onednn_is_faster() -> bool:
-    """Whether oneDNN multiplies float32 faster than what torch takes for it, on this machine."""
+    """Return whether oneDNN multiplies float32 faster than torch's default, MKL, on this machine."""
     has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     if not has_both or torch.backends.cpu.get_cpu_capability() != "AVX512" or not _is_zen_5(Path("/proc/cpuinfo")):
         return False
     a, b = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(4, 3)
     try:
         return torch.equal(_by_onednn(a, b), a @ b.t())
-    except (AttributeError, RuntimeError, TypeError):  # an operator that torch keeps for itself, and may change
+    except (AttributeError, RuntimeError, TypeError):  # a private operator of torch, which may change
         return False
 
 
 def _is_zen_5(described: Path) -> bool:
-    """Whether a description of the processor, as Linux has it, is of AMD's Zen 5 or a later one."""
+    """Return whether a file in the format of /proc/cpuinfo describes an AMD processor of Zen 5 or later."""
     try:
         lines = described.read_text(encoding="utf-8").split("\n\n", maxsplit=1)[0].splitlines()
     except OSError:

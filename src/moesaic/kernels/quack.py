@@ -1,6 +1,6 @@
-"""Experts by QuACK's grouped products (`quack-kernels`), the CuTe kernels of Hopper and Blackwell that SonicMoE is made of.
+"""Experts with the grouped products of QuACK (`quack-kernels`): SonicMoE's CuTe kernels for Hopper and Blackwell.
 
-The products alone: gathers and activations are `whole_batch`'s.
+Gathers and activations are those of `whole_batch`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from moesaic.kernels.whole_batch import by_products
 
 def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Multiply each expert's rows by its matrix: (R, K) x (E, K, N) -> (R, N)."""
-    found: Tensor = gemm(x, w, cu_seqlens_m=F.pad(ends, (1, 0)), tuned=False)  # to tune would time kernels in the step
+    found: Tensor = gemm(
+        x, w, cu_seqlens_m=F.pad(ends, (1, 0)), tuned=False
+    )  # tuning would time kernels in a training step
     return found
 
 
 def outer_products(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each expert's rows with each other: (R, N), (R, K) -> (E, N, K), zero for an expert without rows."""
+    """Return each expert's `dy.T @ x` over its own rows: (R, N), (R, K) -> (E, N, K); zeros for an expert without rows."""
     found: Tensor = gemm(dy.t(), x, cu_seqlens_k=F.pad(ends, (1, 0)), tuned=False)
     return found.masked_fill_(has_no_rows(ends), 0)
 

@@ -1,6 +1,6 @@
-"""The expert stage on any device: one operation after the other over all rows, none of which waits for the host.
+"""The expert stage on any device: torch operations over all rows at once, none of which waits for the host.
 
-The grouped products are arguments: a tier that multiplies otherwise (`pick.TIERS`) is a function or two (`by_products`).
+The grouped products are arguments. A tier with other products (`pick.TIERS`) is therefore one or two functions (`by_products`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moesaic.kernels.pick import require
 from moesaic.kernels.work import ExpertWork, Gradients, Wanted
 
 GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""In the signature of `grouped_matmul.rows_times` or `grouped_matmul.outer_products`."""
+"""A function with the signature of `grouped_matmul.rows_times` or `grouped_matmul.outer_products`."""
 
 
 @torch.no_grad()
@@ -48,7 +48,7 @@ def backward(
     rows_times: GroupedProduct = rows_times,
     outer_products: GroupedProduct = outer_products,
 ) -> Gradients:
-    """Run the transpose; see `ExpertKernel.backward`."""
+    """Compute the gradients; see `ExpertKernel.backward`."""
     dy_rows = _taken(dy, work).contiguous()
     hidden, d_pre, parts = pre.new_empty(len(pre), work.hidden), torch.empty_like(pre), work.halves(pre)
     first, *gate = work.halves(d_pre)
@@ -94,12 +94,12 @@ def by_products(
     rows_times: GroupedProduct,
     outer_products: GroupedProduct = outer_products,
 ) -> tuple[Callable[[ExpertWork, torch.dtype], tuple[Tensor, Tensor]], Callable[..., Gradients]]:
-    """Return forward and backward of a tier that has grouped products of its own, as `ExpertKernel` has them.
+    """Return `ExpertKernel.forward` and `ExpertKernel.backward` of a tier with its own grouped products.
 
     Args:
-        name, majors, multiple: what it needs, as `require` takes it.
-        rows_times: its product of rows.
-        outer_products: its product for the weights' gradients.
+        name, majors, multiple: the tier's requirements, as for `require`.
+        rows_times: the tier's product of rows and matrices.
+        outer_products: the tier's wgrad product.
     """
 
     def checked(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -110,7 +110,7 @@ def by_products(
 
 
 def of_sent(d_gates: Tensor, work: ExpertWork) -> Tensor:
-    """Return gradients of routing weights with zeros for copies that are not sent, whose rows hold anything."""
+    """Set the routing-weight gradients of unsent copies, whose rows hold arbitrary values, to zero."""
     if work.dispatch is None or not work.dispatch.has_unsent:
         return d_gates
     row = torch.arange(len(d_gates), device=d_gates.device)
@@ -122,7 +122,7 @@ def _taken(x: Tensor, work: ExpertWork) -> Tensor:
 
 
 def _per_row(biases: Tensor, work: ExpertWork) -> Tensor:
-    """Return each row's expert's bias: (E, width) -> (R, width)."""
+    """Return the bias of each row's expert: (E, width) -> (R, width)."""
     row = torch.arange(work.num_rows, dtype=work.ends.dtype, device=work.ends.device)
     return biases.index_select(0, torch.searchsorted(work.ends, row, right=True).clamp_max(len(biases) - 1))
 

@@ -1,7 +1,7 @@
-"""How many rows an expert may take, and who gets in when there are more copies than that.
+"""Capacity: how many rows an expert takes, and which copies are admitted if the expert is chosen more often.
 
-`Dropless()`, `Capacity.fixed(1.25)`, `Capacity.fitted()`, `Capacity.fitted(at_most=2.0)`: in words, so that no number
-means two things (Tutel section 4.1 encodes the same choices as positive, zero and negative factors).
+The rules are written in words: `Dropless()`, `Capacity.fixed(1.25)`, `Capacity.fitted()`, `Capacity.fitted(at_most=2.0)`.
+No number has two meanings; Tutel (section 4.1) encodes the same rules as positive, zero and negative factors.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ class AbstractCapacity(ABC):
 
     @property
     def admits_by_score(self) -> bool:
-        """True if tokens with a larger best weight are admitted first, False if they are in token order."""
+        """True if tokens with a larger best weight are admitted first, False if copies are admitted in token order."""
         return False
 
     @property
     def spans_mesh(self) -> bool:
-        """True if the limit counts the copies of all ranks together, False if each rank has its own."""
+        """True if one limit applies to the copies of all ranks together, False if each rank has a limit of its own."""
         return False
 
     @property
     def is_padded(self) -> bool:
-        """True if every rank sends each expert equally many rows on a mesh."""
+        """True if, on a mesh, every rank sends the same number of rows to each expert."""
         return False
 
     @property
     def never_drops(self) -> bool:
-        """True if every copy is served."""
+        """True if no copy is ever dropped."""
         return False
 
     @abstractmethod
@@ -58,7 +58,7 @@ class AbstractCapacity(ABC):
 
 @dataclass(frozen=True)
 class Dropless(AbstractCapacity):
-    """Every copy is served, however uneven the load."""
+    """A capacity without limit: no copy is dropped, however uneven the load."""
 
     never_drops = True
 
@@ -72,19 +72,20 @@ class Capacity(AbstractCapacity):
     """A limit of `factor` times the mean load; build one with `Capacity.fixed` or `Capacity.fitted`."""
 
     factor: float | None
-    """Rows per expert over the mean load `top_k * tokens / num_experts`; None for no upper limit."""
+    """Ratio of rows per expert to the mean load `top_k * tokens / num_experts`; None for no upper limit."""
     fit: bool
-    """Take no more than the fullest expert needs."""
+    """Lower the limit to the load of the fullest expert."""
     order: Order = "position"
-    """Who is admitted first. Either way all first choices come before all second choices. "position": in token order
-    (GShard). "score": tokens with the larger best weight first (batch-prioritised routing, Riquelme et al., "Scaling
-    Vision with Sparse Mixture of Experts", 2021, section 4); then each rank admits its own, whatever the scope."""
+    """The order in which copies are admitted; all first choices always come before all second choices. "position": in token
+    order (GShard). "score": tokens with the larger best weight first (batch-prioritised routing, Riquelme et al., "Scaling
+    Vision with Sparse Mixture of Experts", 2021, section 4); then each rank admits its own copies, whatever the scope."""
     scope: Scope = "mesh"
-    """"mesh": the limit counts the copies of all ranks, so that drops do not depend on the mesh. "rank": each rank has
-    a limit for its own tokens, as the papers have it."""
+    """"mesh": the limit applies to the copies of all ranks together, and drops do not depend on the mesh. "rank": each rank
+    has a limit for its own tokens, as in the papers."""
     padded: bool = False
-    """On a mesh every rank sends each expert the limit's number of rows, empty ones among them (rounded up to what the plan
-    divides by): sizes are known beforehand, and nothing waits for counts on the host. Its limit counts padding tokens too."""
+    """On a mesh, make every rank send each expert exactly as many rows as the limit, rounded up to a multiple that the plan
+    can divide and filled with empty rows. Sizes are then known in advance, and the host never waits for counts. The limit
+    counts padding tokens too."""
 
     def __post_init__(self) -> None:
         if self.factor is not None and not 0 < self.factor < math.inf:
@@ -105,14 +106,14 @@ class Capacity(AbstractCapacity):
     def fixed(
         cls, factor: float, *, order: Order = "position", scope: Scope = "mesh", padded: bool = False
     ) -> Capacity:
-        """Allow `ceil(factor * top_k * tokens / num_experts)` rows per expert; what exceeds it is dropped."""
+        """Return a capacity of `ceil(factor * top_k * tokens / num_experts)` rows per expert; further copies are dropped."""
         return cls(factor=factor, fit=False, order=order, scope=scope, padded=padded)
 
     def fixed_rows(self, num_tokens: int, top_k: int, num_experts: int) -> int:
-        """Return the limit of a padded capacity, from nothing but sizes.
+        """Return the limit of a padded capacity, which depends on sizes only.
 
         Args:
-            num_tokens: padding included.
+            num_tokens: tokens of the call, padding included.
             top_k: experts per token.
         """
         assert self.factor is not None
@@ -120,7 +121,7 @@ class Capacity(AbstractCapacity):
 
     @classmethod
     def fitted(cls, *, at_most: float | None = None, order: Order = "position", scope: Scope = "mesh") -> Capacity:
-        """Take the smallest capacity without drops, never above the factor `at_most` (then copies are dropped)."""
+        """Return the smallest capacity that drops nothing, limited to the factor `at_most`, above which copies are dropped."""
         return cls(factor=at_most, fit=True, order=order, scope=scope)
 
     @property
@@ -148,11 +149,11 @@ class Capacity(AbstractCapacity):
 
 
 def as_capacity(capacity: AbstractCapacity | float, name: str) -> AbstractCapacity:
-    """Return a capacity as it is, and a number f as `Capacity.fixed(f)`.
+    """Return a capacity unchanged, and a number f as `Capacity.fixed(f)`.
 
     Args:
-        capacity: what a user gave.
-        name: the name of the argument, for a message.
+        capacity: the value of a user's argument.
+        name: the name of that argument, for the error message.
 
     Raises:
         InputError: for anything else.
@@ -174,15 +175,15 @@ def admit(
     num_experts: int,
     before_KE: Tensor | None = None,
 ) -> Tensor | None:
-    """Return which copies are sent, (N,) bool, or None for all of them. No shape depends on values: the host need not wait.
+    """Return which copies are sent, (N,) bool, or None for all copies. No shape depends on values, so the host does not wait.
 
     Args:
         choice: the N copies.
-        alive_N: (N,) bool, False for padding and for copies that the router itself held back; None means all alive.
-        rows: () int64 rows per expert, None for no limit.
-        best_weight_T: (tokens,) the largest weight of each token, to admit by score; None admits by position.
-        before_KE: (K, num_experts) copies that stand before this rank's first of a choice in the queue of an expert, where
-            several ranks queue; None where these are all copies.
+        alive_N: (N,) bool, False for padding and for copies that the router itself held back; None if all are alive.
+        rows: () int64, rows per expert; None for no limit.
+        best_weight_T: (tokens,), the largest weight of each token, to admit by score; None to admit by position.
+        before_KE: (K, num_experts), the position in each expert's queue of this rank's first copy of each choice, if several
+            ranks share the queue; None if this rank has all copies.
     """
     if rows is None:
         return alive_N
@@ -193,7 +194,8 @@ def admit(
         by_score = best_weight_T.argsort(descending=True, stable=True)
         turn[by_score] = torch.arange(len(by_score), device=by_score.device)
         turn = turn[token]
-    at = expert if alive_N is None else expert.masked_fill(~alive_N, num_experts)  # what is held back queues nowhere
+    # Copies that are not alive are in no expert's queue.
+    at = expert if alive_N is None else expert.masked_fill(~alive_N, num_experts)
     num_turns = choice.token.max() + 1 if len(choice.token) else 1
     queue = (slot * num_turns + turn).argsort(stable=True)
     queue = queue[at[queue].argsort(stable=True)]
@@ -212,6 +214,12 @@ def admit(
 
 
 def count(expert_N: Tensor, alive_N: Tensor | None, num_experts: int) -> Tensor:
-    """Return the copies per expert, (num_experts,) int64, without a host sync; `alive_N` (N,) bool says which count."""
+    """Return the copies per expert, (num_experts,) int64, without a host sync.
+
+    Args:
+        expert_N: (N,) int64, each copy's expert.
+        alive_N: (N,) bool, which copies count; None for all.
+        num_experts: number of experts.
+    """
     ones = torch.ones_like(expert_N) if alive_N is None else alive_N.to(expert_N.dtype)
     return torch.zeros(num_experts, dtype=torch.int64, device=expert_N.device).scatter_add_(0, expert_N, ones)

@@ -1,16 +1,16 @@
-"""How auxiliary losses reach the parameters: injected into backward, or collected and added to the task's loss.
+"""How auxiliary losses reach the parameters: injected into the backward pass, or collected and added to the task's loss.
 
-Injection needs no handling: `y` carries the gradient of the loss, which need not be returned through blocks, pipeline stages or
-compiled graphs, and cannot be forgotten or added twice (the two commonest bugs of auxiliary losses). What it cannot see is what
-the caller multiplies the task's loss by. So a loss that nobody collects weighs
+Injection needs no code of the caller: `y` carries the gradient of the loss. The loss need not be returned through blocks,
+pipeline stages or compiled graphs, and can be neither forgotten nor added twice, the two commonest bugs of auxiliary losses.
+But injection cannot see by what factor the caller multiplies the task's loss. A loss that is not collected has the weight
 
-    what `set_loss_scale` said last, exactly, once somebody called it; else
-    1/n in each of the first n backward passes of an optimizer step, and 0 in later ones: n is the number of backward passes
-    of the step before, and 1 in the first step.
+    that `set_loss_scale` set last, once it has been called; otherwise
+    1/n in each of the first n backward passes of an optimizer step, and 0 in later ones, where n is the number of backward
+    passes of the previous step, and 1 in the first step.
 
-So the weights of one step never add up to more than 1. A backward pass belongs to a new step if a trainable parameter of the
-layer has changed since the pass before, or if the gradients that were there have been cleared. A layer without a trainable
-parameter injects nothing.
+The weights of one step therefore never add up to more than 1. A backward pass belongs to a new step if a trainable parameter
+of the layer has changed since the previous pass, or if existing gradients have been cleared. A layer without trainable
+parameters injects nothing.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ except ImportError:  # pragma: no cover - a torch whose custom operators take no
     TAKES_OBJECTS, Base = False, object
 else:
     TAKES_OBJECTS, Base = True, OpaqueBase
-"""Whether a compiled graph can hand an object to an operator; where it cannot, a loss is injected between two graphs."""
+"""Whether custom operators of a compiled graph take objects; if not, losses are injected between two graphs."""
 
 
 def set_loss_scale(model: nn.Module, scale: float) -> None:
-    """Say what the auxiliary losses of all MoE layers in `model` weigh in the next backward passes, until it is said again.
+    """Set the factor on the auxiliary losses of all MoE layers in `model`, for all backward passes until the next call.
 
-    Where the main loss of a micro-batch is multiplied by its share of the step, the auxiliary losses want the same factor:
+    If the main loss of a micro-batch is multiplied by its share of the step, the auxiliary losses need the same factor:
     `set_loss_scale(model, share)`, times `scaler.get_scale()` under a gradient scaler.
 
     Args:
-        model: holds the layers.
-        scale: the factor, read in backward.
+        model: the model that contains the layers.
+        scale: the factor, which is read in the backward pass.
     """
     for module in model.modules():
         if isinstance(module, InjectsLosses):
@@ -51,34 +51,34 @@ def set_loss_scale(model: nn.Module, scale: float) -> None:
 
 
 def collect_losses(model: nn.Module) -> list[Tensor]:
-    """Return the auxiliary losses of all calls since the last backward pass, times their coefficients, to be added to a loss.
+    """Return the auxiliary losses of all calls since the last backward pass, times their coefficients, to add to a loss.
 
-    `loss = task_loss(model(x)) + sum(collect_losses(model))`, then scaled, divided and propagated as ever: under gradient
-    accumulation, a gradient scaler, DDP, FSDP2 and non-reentrant checkpoints. What was collected is not injected, and is not
-    returned again. On a mesh all ranks collect.
+    Use `loss = task_loss(model(x)) + sum(collect_losses(model))`, then scale, divide and propagate the loss as usual. This
+    works under gradient accumulation, a gradient scaler, DDP, FSDP2 and non-reentrant checkpoints. Collected losses are not
+    injected, and are not returned again. On a mesh all ranks must collect.
 
     Args:
-        model: holds the layers; its forward pass was run in training mode, with gradients.
+        model: the model that contains the layers; its forward pass has run in training mode, with gradients.
 
     Returns:
-        one () tensor per call of a layer that has losses, differentiable; none of calls whose result nobody holds any more,
-        and none of calls inside a reentrant checkpoint, whose losses exist in backward only and are injected there.
+        one differentiable () tensor per call of a layer with losses. Calls whose result has been freed have none. Calls
+        inside a reentrant checkpoint have none either: their losses exist only in the backward pass, and are injected there.
 
     Raises:
-        InputError: for a layer whose last call was compiled: its graph injects the losses itself.
+        InputError: if the last call of a layer was compiled, since its graph injects the losses itself.
     """
     layers = [module for module in model.modules() if isinstance(module, InjectsLosses)]
     return [loss for layer in layers for loss in layer.take_losses()]
 
 
 class BackwardPasses(Base):  # type: ignore[misc, valid-type]
-    """Counts the backward passes of a layer, step by step; see the module's docstring.
+    """A counter of the backward passes of a layer in each optimizer step; see the module's docstring.
 
-    Wrappers such as FSDP2 show a layer other parameters within a pass than those that the optimizer changes. So what is
-    watched is what the layer has at the end of a pass.
+    Under wrappers such as FSDP2, a layer's parameters within a pass are not those that the optimizer changes. Therefore the
+    counter watches the parameters that the layer has at the end of a pass.
 
     Args:
-        layer: whose.
+        layer: the layer.
     """
 
     def __init__(self, layer: InjectsLosses) -> None:
@@ -91,14 +91,14 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         self._is_wrapped = self._had_gradient = False
 
     def weight(self, like: Tensor, is_half: bool) -> Tensor:
-        """Return what a loss weighs that is injected now, (), float32 on the device of `like`.
+        """Return the weight of a loss that is injected in this backward pass, () float32 on the device of `like`.
 
         Args:
-            like: the gradient that is on its way.
-            is_half: it was computed in float16, where losses are scaled.
+            like: the gradient to which the loss is added.
+            is_half: whether the forward pass was in float16, where losses are usually scaled.
 
         Raises:
-            InputError: in float16, if nobody set the scale.
+            InputError: in float16, if the loss scale was never set.
         """
         layer = self._layer()
         assert layer is not None, "the layer of a backward pass is gone"
@@ -118,7 +118,7 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         return torch.full((), 1 / self._of_step if is_counted else 0.0, device=like.device)
 
     def _begin(self, within: list[nn.Parameter]) -> None:
-        """Take note of a pass that has just reached the layer."""
+        """Count a backward pass that has just reached the layer, whose trainable parameters are `within`."""
         if self._is_new_step(within):
             self._of_step, self._done = max(self._done, 1), 0
         if not self._is_wrapped and not _same(within, self._watched):
@@ -134,7 +134,7 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         return _versions(self._watched) != self._versions or (is_clear and (self._had_gradient or not self._is_wrapped))
 
     def _end(self) -> None:
-        """Take note of what is there when a pass has ended."""
+        """Record the layer's parameters and gradients at the end of a backward pass."""
         layer = self._layer()
         after = [] if layer is None else _trainable(layer)
         if not _same(after, self._within):
@@ -149,7 +149,7 @@ if TAKES_OBJECTS:
 
     @torch.library.custom_op("moesaic::injected_weight", mutates_args=())
     def injected_weight(like: Tensor, passes: BackwardPasses, is_half: bool) -> Tensor:
-        """Return `passes.weight(like, is_half)`, out of a compiled backward pass."""
+        """Return `passes.weight(like, is_half)`, as an operator for compiled backward passes."""
         return passes.weight(like, is_half)
 
     @injected_weight.register_fake
@@ -158,23 +158,23 @@ if TAKES_OBJECTS:
 
 
 class Injection:
-    """A loss on its way into a backward pass. The graph holds it: it goes when nobody can propagate through `y` any more.
+    """A loss to be injected into a backward pass. Only the autograd graph of `y` keeps this object alive.
 
     Args:
-        layer: injects it; the graph keeps it until the backward pass.
+        layer: the layer that injects the loss; the graph keeps the layer alive until the backward pass.
         loss: (), differentiable.
-        share: what its gradient is multiplied by besides.
+        share: a further factor on the gradient of the loss, besides the loss's weight.
         is_half: as for `BackwardPasses.weight`.
     """
 
     def __init__(self, layer: InjectsLosses, loss: Tensor, share: float, is_half: bool) -> None:
         self.layer, self.share, self.is_half = layer, share, is_half
         self.loss: Tensor | None = loss
-        """None once it was collected, or was injected."""
+        """The loss; None once it has been collected or injected."""
         self.is_collected = False
 
     def collect(self) -> Tensor | None:
-        """Return the loss, whose gradient is then the caller's part; None if it is gone."""
+        """Return the loss for the caller to propagate, and never inject it; None if it was collected or injected before."""
         loss, self.loss = self.loss, None
         if loss is None:
             return None
@@ -184,7 +184,7 @@ class Injection:
 
 
 class InjectLoss(torch.autograd.Function):
-    """Identity on `y`; in backward the gradient of an `Injection` is added on the way, unless it was collected."""
+    """Identity on `y` that starts the backward pass of an `Injection`'s loss, unless the loss was collected."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, loss: Tensor, injection: Injection) -> Tensor:
@@ -202,13 +202,13 @@ class InjectLoss(torch.autograd.Function):
 
 
 class InjectLossCompiled(torch.autograd.Function):
-    """`InjectLoss` within a compiled graph, where nothing can be collected."""
+    """`InjectLoss` for compiled graphs, in which losses cannot be collected."""
 
     @staticmethod
     def forward(
         ctx: Any, y: Tensor, loss: Tensor, scale: Tensor | None, passes: BackwardPasses, share: float, is_half: bool
     ) -> Tensor:
-        ctx.scale = scale  # not saved: it may be set anew between forward and backward
+        ctx.scale = scale  # not saved for backward: the scale may be set again between forward and backward
         ctx.passes, ctx.share, ctx.is_half, ctx.loss_dtype = passes, share, is_half, loss.dtype
         return y.view_as(y)
 
@@ -219,7 +219,7 @@ class InjectLossCompiled(torch.autograd.Function):
 
 
 class _Shared(torch.autograd.Function):
-    """Identity, whose gradient is multiplied by a number."""
+    """Identity that multiplies the gradient by `share`."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, share: float) -> Tensor:
@@ -232,31 +232,31 @@ class _Shared(torch.autograd.Function):
 
 
 class InjectsLosses(nn.Module):
-    """A module that injects losses, whose weight follows `set_loss_scale` and the number of backward passes.
+    """A module that injects losses, weighed by `set_loss_scale` or by the number of backward passes.
 
-    Neither the scale nor the counts are buffers: no deferred initialisation, checkpoint, wrapper or change of dtype can leave
-    them undefined. A copy counts anew.
+    Neither the scale nor the counts are buffers, so deferred initialisation, checkpoints, wrappers and changes of dtype cannot
+    leave them undefined. A copy of the module starts with new counts.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.loss_scale = torch.ones((), dtype=torch.float32, device="cpu")
-        """(), float32: what `set_loss_scale` said last."""
+        """() float32: the scale that `set_loss_scale` set last."""
         self.loss_scale_is_set = False
-        """Whether it was called."""
+        """Whether `set_loss_scale` has been called."""
         self.passes = BackwardPasses(self)
         """Counts the layer's backward passes."""
         self._injections: list[weakref.ref[Injection]] = []
         self._was_compiled = False
 
     def inject_loss(self, y: Tensor, loss: Tensor, share: float, is_half: bool) -> Tensor:
-        """Return `y`, carrying the gradient of the loss.
+        """Return `y` with the loss attached: a backward pass through the result also propagates the loss.
 
         Args:
             y: any shape, on the path to the main loss.
             loss: (), differentiable.
-            share: what the gradient of the loss is multiplied by besides its weight.
-            is_half: `y` was computed in float16.
+            share: a further factor on the gradient of the loss, besides the loss's weight.
+            is_half: whether `y` was computed in float16.
         """
         if self.loss_scale.device != y.device:
             self.loss_scale = self.loss_scale.to(y.device)
@@ -278,14 +278,14 @@ class InjectsLosses(nn.Module):
     def _inject_now(self, y: Tensor, loss: Tensor, share: float, is_half: bool) -> Tensor:
         injection = Injection(self, loss, share, is_half)
         self._was_compiled = False
-        if torch._C._current_graph_task_id() == -1:  # else a checkpoint computes again, for the backward pass that runs
+        if torch._C._current_graph_task_id() == -1:  # otherwise a checkpoint is recomputing in a backward pass
             self._injections = [each for each in self._injections if (known := each()) and known.loss is not None]
             self._injections.append(weakref.ref(injection))
         injected: Tensor = InjectLoss.apply(y, loss, injection)
         return injected
 
     def take_losses(self) -> list[Tensor]:
-        """Return what `collect_losses` returns of this layer."""
+        """Return this layer's part of `collect_losses`."""
         if self._was_compiled:
             raise InputError(
                 f"collect_losses: the last call of a {type(self).__name__} was compiled, and its graph injects the losses: "
@@ -312,5 +312,5 @@ def _same(some: list[nn.Parameter], others: list[nn.Parameter]) -> bool:
 
 
 def _versions(parameters: list[nn.Parameter]) -> list[int]:
-    """Return how often each was changed in place."""
+    """Return each parameter's version, which counts its in-place changes."""
     return [parameter._version for parameter in parameters]

@@ -1,7 +1,7 @@
-"""Auxiliary losses of the router; how they reach it is in `injection.py`.
+"""Auxiliary losses of the router. `injection.py` propagates their gradients to the router's parameters.
 
-Every loss is a mean over tokens or a ratio of means, so its scale depends neither on the shape of the batch nor on the
-number of ranks. It reads `RouterStatistics`, sums that are taken (and, over several ranks, reduced) outside the router.
+Every loss is a mean over tokens or a ratio of means, so the scale of a loss depends neither on the shape of the batch nor on
+the number of ranks. A loss reads `RouterStatistics`: sums taken outside the router and, on several ranks, reduced over ranks.
 
 T valid tokens, E experts, K top_k, p the router's probabilities, f_e the share of all token copies that chose e, before
 capacity, P_e the mean of p over tokens:
@@ -28,20 +28,21 @@ from moesaic.routing.routing import Choice, Scores
 
 @dataclass(frozen=True, kw_only=True)
 class RouterStatistics:
-    """Sums over the valid tokens of one call; G sequences, or 1 where no loss asks for sequences."""
+    """Sums over the valid tokens of one call, the input of the losses. G is the number of sequences, or 1 if no loss needs
+    sums per sequence."""
 
     counts_GE: Tensor
-    """(G, E) float: chosen copies before capacity, without gradient; counted as integers."""
+    """(G, E) float, without gradient: chosen copies before capacity, counted as integers."""
     probs_GE: Tensor
-    """(G, E): summed probabilities, differentiable."""
+    """(G, E), differentiable: summed probabilities."""
     tokens_G: Tensor
     """(G,) float: valid tokens."""
     importance_E: Tensor | None
-    """(E,): summed routing weights, differentiable; None where no loss asks for them."""
+    """(E,), differentiable: summed routing weights; None if no loss reads them."""
     logsumexp_squared: Tensor
-    """(): summed squares of the logits' logsumexp, differentiable; 0 where no loss asks for them."""
+    """(), differentiable: summed squares of the logits' logsumexp; 0 if no loss reads them."""
     step_counts_E: Tensor
-    """(E,) float: copies of the whole optimizer step so far, this call included."""
+    """(E,) float: copies of the optimizer step so far, this call included."""
 
     @classmethod
     def of(
@@ -59,20 +60,20 @@ class RouterStatistics:
         first_token: int = 0,
         sequence_length: int | None = None,
     ) -> RouterStatistics:
-        """Take the sums of one call.
+        """Return the sums of one call.
 
         Args:
-            scores: the scores of the T tokens, which are `num_sequences` sequences of equal length, one after the other.
+            scores: the scores of the T tokens, which form `num_sequences` consecutive sequences of equal length.
             choice: the N chosen copies.
-            weight_N: (N,) their routing weights.
-            alive_N: (N,) bool, False for copies of padding or held back; None for all alive.
-            valid_T: (T,) bool, False for padding; None for none.
+            weight_N: (N,), the routing weights of the copies.
+            alive_N: (N,) bool, False for copies that are padding or held back by the router; None if all are alive.
+            valid_T: (T,) bool, False for padding; None if no token is padding.
             num_sequences: G.
-            earlier_counts_E: (E,) int64 copies counted since the last optimizer step, without this call.
-            with_importance: sum the routing weights too.
-            with_logsumexp: sum the squares of the logits' logsumexp too.
-            first_token: where these tokens start in the batch, if they are a slice of it that may cut sequences.
-            sequence_length: how many tokens a sequence of the batch has; None if these tokens are the whole of it.
+            earlier_counts_E: (E,) int64, copies since the last optimizer step, without this call.
+            with_importance: also sum the routing weights.
+            with_logsumexp: also sum the squares of the logits' logsumexp.
+            first_token: position of the first of these tokens in the batch, if they are a slice that may cut sequences.
+            sequence_length: tokens per sequence of the batch; None if these tokens are the whole batch.
         """
         num_tokens, num_experts = scores.probs.shape
         dtype, device = scores.probs.dtype, scores.probs.device
@@ -105,18 +106,18 @@ class RouterStatistics:
         )
 
     def packed(self) -> Tensor:
-        """Return all sums side by side, (n,), differentiable; without those of the step."""
+        """Return all sums except `step_counts_E`, concatenated, (n,), differentiable."""
         importance = self.probs_GE.new_zeros(0) if self.importance_E is None else self.importance_E
         parts = [self.counts_GE.flatten(), self.probs_GE.flatten(), self.tokens_G, importance]
         return torch.cat([*parts, self.logsumexp_squared.unsqueeze(0)])
 
     def joined(self, packed_Pn: Tensor, slices: int, earlier_counts_E: Tensor | None) -> RouterStatistics:
-        """Return the sums over several ranks, whose sequences stand one after the other.
+        """Return the sums over several ranks; the sequences of all ranks are concatenated.
 
         Args:
-            packed_Pn: (P, n), each rank's `packed()` of the same shapes as this one's.
-            slices: so many neighbouring ranks hold slices of the same sequences.
-            earlier_counts_E: as for `of`, over all ranks.
+            packed_Pn: (P, n), the return value of `packed` on each rank, with the same shapes on all ranks.
+            slices: number of neighbouring ranks that hold slices of the same sequences.
+            earlier_counts_E: as for `of`, but summed over all ranks.
         """
         num_sequences, num_experts = self.counts_GE.shape
         cells, ranks = num_sequences * num_experts, len(packed_Pn)
@@ -135,10 +136,10 @@ class RouterStatistics:
 
 
 def _sum_by(sequence_T: Tensor | None, num_sequences: int, values: Tensor) -> Tensor:
-    """Return the sum of (T, n) values per sequence, (G, n); no atomics, so the order of the sum is fixed.
+    """Return the sum of (T, n) values per sequence, (G, n). No atomics are used, so the order of summation is fixed.
 
     Args:
-        sequence_T: each token's sequence; None for sequences of equal length, one after the other.
+        sequence_T: each token's sequence; None if the sequences are consecutive and of equal length.
         num_sequences: G.
         values: (T, n).
     """
@@ -164,16 +165,16 @@ class AbstractLoss(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The key under which `Routing.losses` and the metrics report it."""
+        """The key under which `Routing.losses` and the metrics report the loss."""
 
     @property
     def needs_sequences(self) -> bool:
-        """True if the statistics must be kept per sequence."""
+        """True if the loss needs statistics per sequence."""
         return False
 
     @property
     def needs_step(self) -> bool:
-        """True if the loss reads the counts of the whole optimizer step so far."""
+        """True if the loss reads the counts of the optimizer step so far."""
         return False
 
     @property
@@ -195,10 +196,10 @@ class AbstractLoss(ABC):
 class LoadBalance(AbstractLoss):
     """`E * sum_e f_e P_e`: pushes probability away from the experts that get more copies than their share.
 
-    `level` says over which tokens f and P are taken. "micro_batch": the tokens of the call (all ranks' tokens of it);
-    "sequence": each sequence apart, then the mean weighted by length (DeepSeek-V3 section 2.1.2); "global_batch": P
-    over the call, f over all calls since the last optimizer step (Qiu et al., "Demons in the Detail", 2025, section 3),
-    which lets experts specialise by domain.
+    `level` selects the tokens over which f and P are computed. "micro_batch": all tokens of the call, on all ranks.
+    "sequence": each sequence separately, averaged with weights by length (DeepSeek-V3 section 2.1.2). "global_batch": P over
+    the call, f over all calls since the last optimizer step (Qiu et al., "Demons in the Detail", 2025, section 3), which lets
+    experts specialise by domain.
     """
 
     level: Literal["micro_batch", "sequence", "global_batch"] = "micro_batch"
@@ -240,9 +241,10 @@ class LoadBalance(AbstractLoss):
 
 
 class _TimesOfFirstPass(torch.autograd.Function):
-    """`values * factor`, whose gradient has the factor of the first forward pass.
+    """`values * factor` with a gradient that uses the factor of the first forward pass.
 
-    A checkpoint of torch's recomputes what autograd saved, when the step's counts have moved on. So the factor is kept here.
+    An activation checkpoint recomputes the tensors that autograd saved, but by then the counts of the step have changed.
+    Therefore the factor is kept on `ctx` instead of being saved.
     """
 
     @staticmethod
@@ -272,7 +274,7 @@ class Importance(AbstractLoss):
 
 @dataclass(frozen=True)
 class ZLoss(AbstractLoss):
-    """The mean squared logsumexp of the logits: keeps them small, where low precision is exact enough."""
+    """The mean squared logsumexp of the logits: keeps logits small, and low precision exact enough."""
 
     name = "z_loss"
     needs_logsumexp = True

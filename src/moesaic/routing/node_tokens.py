@@ -1,4 +1,4 @@
-"""Which of a rank's tokens go to which nodes, and to which places of ep there: the indices that multicast reads."""
+"""The nodes, and the places of ep on them, to which each of a rank's tokens goes: the indices that multicast reads."""
 
 from __future__ import annotations
 
@@ -16,36 +16,39 @@ from moesaic.routing.capacity import count
 
 @dataclass(frozen=True)
 class NodeTokens:
-    """A rank's visits and stops: each token once per node, and per place of ep, at which it has a copy; per chunk."""
+    """The visits and stops of a rank's tokens under multicast, per chunk.
+
+    A token visits each node, and stops at each place of ep, where it has a copy: once, whatever the number of its copies there.
+    """
 
     counts: Tensor
     """(sum of `Grid.cast_levels`, chunks) int64: visits of each node, then stops at each place of ep."""
     copy_index: Tensor
-    """(copies, 1) int32: each copy's stop, counted within its place of ep and chunk."""
+    """(copies, 1) int32: the stop of each copy, numbered within its place of ep and chunk."""
     stops: Tensor
-    """(ep, chunks, tokens) bool: which tokens stop where."""
+    """(ep, chunks, tokens) bool: the tokens that stop at each place of ep."""
     visits: Tensor | None
-    """(nodes, chunks, tokens) bool: which tokens visit which nodes; None where there are stops only."""
+    """(nodes, chunks, tokens) bool: the tokens that visit each node; None if the mesh has no level of nodes."""
     of_all: np.ndarray | None = None
-    """(world, sum of `Grid.cast_levels`, chunks) int64: every rank's counts, once they are known."""
+    """(world, sum of `Grid.cast_levels`, chunks) int64: the `counts` of all ranks; None before their exchange."""
     rank: int = 0
-    """Whose these are among all."""
+    """The index of this rank in `of_all`."""
 
     def told(self, of_all: np.ndarray, rank: int) -> NodeTokens:
-        """Return the same with every rank's counts, and which of them are its own; a GPU's host then waits no more."""
+        """Return a copy with the counts of all ranks, and this rank's index in them; with these a host waits for no GPU."""
         return replace(self, of_all=of_all, rank=rank)
 
     @cached_property
     def node_token_index(self) -> Tensor | None:
-        """(visits, 1) int32: each visit's token, by node, then chunk, then token; None where there are stops only."""
+        """(visits, 1) int32: the token of each visit, ordered by node, chunk and token; None if `visits` is None."""
         if self.visits is None:
             return None
         return (self._visits_at % max(self.visits.shape[2], 1)).int().unsqueeze(1)
 
     @cached_property
     def rank_token_index(self) -> Tensor:
-        """(stops, 1) int32, by place of ep, then chunk, then token: each stop's visit, counted within its node and chunk;
-        where there are stops only, its token."""
+        """(stops, 1) int32, ordered by place of ep, chunk and token: the visit of each stop, numbered within its node and
+        chunk. If `visits` is None, the token of each stop."""
         num_places, chunks, tokens = self.stops.shape
         at = places_of(self.stops.flatten(), self._num_stops)
         if self.visits is None:
@@ -56,7 +59,7 @@ class NodeTokens:
 
     @property
     def indices(self) -> Mapping[str, Tensor]:
-        """The INDEX inputs of a program with multicast, by name."""
+        """The INDEX inputs, by name, of a program with multicast."""
         by_node = {} if self.node_token_index is None else {"node_token_index": self.node_token_index}
         return {**by_node, "rank_token_index": self.rank_token_index, "copy_index": self.copy_index}
 
@@ -76,20 +79,22 @@ class NodeTokens:
 def find_node_tokens(
     token: Tensor, expert: Tensor, num_experts: int, num_tokens: int, num_chunks: int, grid: Grid
 ) -> NodeTokens:
-    """Find a rank's visits and stops, without a wait for a device.
+    """Return a rank's visits and stops, without waiting for the device.
 
     Args:
-        token: (copies,) int64, expert after expert, as the copies travel.
+        token: (copies,) int64, the token of each copy, with copies sorted by expert.
         expert: (copies,) int64, ascending; `num_experts` for copies that are not sent, which come last.
-        num_tokens: how many tokens `token` counts.
-        num_chunks: into how many chunks the program was cut.
+        num_experts: number of experts.
+        num_tokens: number of tokens to which `token` refers.
+        num_chunks: number of chunks of the program.
+        grid: the mesh.
     """
     tokens, nodes = max(num_tokens, 1), grid.nodes_per_replica
     cell = expert // (num_experts // grid.ep) * num_chunks
     if num_chunks > 1:
         cell = cell + _chunk_of(expert, num_experts, num_chunks)
     last = grid.ep * num_chunks * tokens
-    place = (cell * tokens + token).clamp_max(last)  # one more, which is cut off, takes what is not sent
+    place = (cell * tokens + token).clamp_max(last)  # unsent copies go to one extra cell, which is cut off
     stops = torch.zeros(last + 1, dtype=torch.bool, device=place.device).index_fill_(0, place, True)[:last]
     stops = stops.view(grid.ep, num_chunks, tokens)
     copy_index = _number(stops).flatten().index_select(0, place.clamp_max(last - 1)).int().unsqueeze(1)
@@ -101,11 +106,11 @@ def find_node_tokens(
 
 
 def places_of(is_there: Tensor, number: int | None) -> Tensor:
-    """Return where a mask is True, (number,) int64, ascending.
+    """Return the indices at which a mask is True, (number,) int64, ascending.
 
     Args:
-        is_there: (n,) bool.
-        number: how often it is; None to count, for which the host waits for a GPU.
+        is_there: (n,) bool, the mask.
+        number: how many entries are True; None to count them, for which the host waits for a GPU.
     """
     if number is None or is_there.device.type == "cpu":
         return is_there.nonzero().squeeze(1)
@@ -115,12 +120,12 @@ def places_of(is_there: Tensor, number: int | None) -> Tensor:
 
 
 def _number(table: Tensor) -> Tensor:
-    """Return for each True how many come before it in its line: (..., tokens) bool -> (..., tokens) int64."""
+    """Return, at each True entry, the number of True entries before it along the last axis, (..., tokens) int64."""
     return table.cumsum(-1) - 1
 
 
 def _chunk_of(expert: Tensor, num_experts: int, num_chunks: int) -> Tensor:
-    """Return the chunk of each copy, (copies,): each expert's run is cut into contiguous parts."""
+    """Return the chunk of each copy, (copies,): the copies of each expert are split into contiguous parts."""
     counts_E = count(expert, None, num_experts + 1)
     start_E = counts_E.cumsum(0) - counts_E
     place = torch.arange(len(expert), device=expert.device) - start_E[expert]

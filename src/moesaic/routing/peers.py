@@ -1,7 +1,7 @@
-"""Routing over several ranks: one exchange per call tells every rank every rank's counts.
+"""Routing over several ranks: in one exchange per call, every rank gets the counts of all ranks.
 
-From the same numbers every rank derives the same limits, the same drops and the same losses, so that none of them depends
-on how the tokens are spread, and no rank waits for another's decision. The same exchange tells whether all ranks run the same.
+From these numbers every rank derives the same limits, drops and losses. They do not depend on how the tokens are spread over
+ranks, and no rank waits for the decision of another. The exchange also verifies that all ranks run the same plan.
 """
 
 from __future__ import annotations
@@ -27,30 +27,31 @@ from moesaic.routing.node_tokens import NodeTokens
 from moesaic.routing.routing import Choice
 
 _SIZES, _DIGEST = 3, 4
-"""Numbers at the beginning of a message, and at its end."""
+"""How many numbers of a message are sizes, at its beginning, and how many are the digest, at its end."""
 CHUNKS = 4
-"""For so many the message of counts has room for the visits and stops of a rank; where they do not fit they go apart."""
+"""The number of chunks for whose visits and stops a message has room; counts of more chunks are exchanged separately."""
 ANNOUNCES = -1
-"""The first number of a message that says how long the next one is; elsewhere it is a number of tokens."""
+"""The first number of a message that announces the length of the next message. In other messages it is a number of tokens."""
 CALLS = "call the layer alike on every rank"
-"""What to do where calls differ."""
+"""The advice in an error message if ranks call a layer differently."""
 SEQUENCES = "pad the batch with sequences whose mask is False, or choose another level of LoadBalance"
-"""What to do where ranks have different numbers of sequences."""
+"""The advice in an error message if ranks have different numbers of sequences."""
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """What the ranks told each other in one call."""
+    """The messages that the ranks exchanged in one call."""
 
     values: Tensor
-    """(P, n) float64: all of the below, side by side."""
+    """(P, n) float64: the message of each rank. The properties below are parts of the messages."""
     num_slots: int
-    """K: choices that are counted apart; 1 where their order does not matter."""
+    """K: the number of choices that are counted separately; 1 if the order of choices does not matter."""
     num_experts: int
+    """E."""
     num_more: int
-    """m: of `Peers.also`."""
+    """m: the number of values from `Peers.also`."""
     sent: Tensor | None = None
-    """(P, E) int64 copies that each rank sends to each expert, once that is decided."""
+    """(P, E) int64: copies that each rank sends to each expert; None before copies are admitted."""
 
     @classmethod
     def exchange(
@@ -63,15 +64,16 @@ class Gathered:
         local: RouterStatistics | None,
         more: Tensor,
     ) -> Gathered:
-        """Tell the peers this rank's counts and sums, and hear theirs.
+        """Exchange counts and sums with the peers.
 
         Args:
-            counts_KE: (K, E) int64 copies before capacity, by choice and expert.
-            num_valid: () tokens that are not padding; None for all.
-            num_tokens: padding included.
-            nonfinite: () copies whose routing weight is NaN or infinite.
-            local: sums of this rank's tokens, if a loss reads them.
-            more: what `peers.also` returned.
+            peers: the ranks of the exchange.
+            counts_KE: (K, E) int64, this rank's copies before capacity, by choice and expert.
+            num_valid: (), this rank's tokens that are not padding; None if no token is padding.
+            num_tokens: this rank's tokens, padding included.
+            nonfinite: (), this rank's copies whose routing weight is NaN or infinite.
+            local: statistics of this rank's tokens; None if no loss reads them.
+            more: the further values from `peers.also`.
         """
         sizes = torch.full((_SIZES,), num_tokens, dtype=torch.float64, device=counts_KE.device)
         sizes[2] = nonfinite
@@ -89,34 +91,34 @@ class Gathered:
 
     @cached_property
     def valid(self) -> Tensor:
-        """(P,) int64 tokens that are not padding."""
+        """(P,) int64: tokens of each rank that are not padding."""
         return self.values[:, 0].long()
 
     @cached_property
     def tokens(self) -> Tensor:
-        """(P,) int64 tokens."""
+        """(P,) int64: tokens of each rank, padding included."""
         return self.values[:, 1].long()
 
     @cached_property
     def nonfinite(self) -> Tensor:
-        """(P,) int64 copies whose routing weight is NaN or infinite."""
+        """(P,) int64: copies of each rank whose routing weight is NaN or infinite."""
         return self.values[:, 2].long()
 
     @cached_property
     def counts(self) -> Tensor:
-        """(P, K, E) int64 copies before capacity."""
+        """(P, K, E) int64: copies before capacity, by rank, choice and expert."""
         width = self.num_slots * self.num_experts
         return self.values[:, _SIZES : _SIZES + width].long().view(-1, self.num_slots, self.num_experts)
 
     @cached_property
     def _all_on_host(self) -> np.ndarray:
-        """(P, n + E) float64: the values and `sent`, brought to the host at once: the one wait of a call."""
+        """(P, n + E) float64: `values` and `sent`, copied to the host together. The host waits for the device only here."""
         parts = [self.values] if self.sent is None else [self.values, self.sent.double()]
         return torch.cat(parts, 1).cpu().numpy()
 
     @property
     def on_host(self) -> np.ndarray:
-        """(P, n) float64: the values, on the host."""
+        """(P, n) float64: `values`, on the host."""
         return self._all_on_host[:, : self.values.shape[1]]
 
     @cached_property
@@ -132,15 +134,16 @@ class Gathered:
 
     @property
     def more_on_host(self) -> np.ndarray:
-        """(P, m) float64: what every rank's `Peers.also` returned, on the host."""
+        """(P, m) float64: the values from every rank's `Peers.also`, on the host."""
         return self.on_host[:, -_DIGEST - self.num_more : -_DIGEST]
 
     def statistics(self, local: RouterStatistics, peers: Peers, earlier_counts_E: Tensor | None) -> RouterStatistics:
-        """Return the sums over all ranks' tokens; differentiable in this rank's part.
+        """Return the statistics of all ranks' tokens, differentiable in this rank's part.
 
         Args:
-            local: this rank's sums.
-            earlier_counts_E: (E,) int64 copies of the step before this call, over all ranks.
+            local: the statistics of this rank's tokens.
+            peers: the ranks of the exchange.
+            earlier_counts_E: (E,) int64, copies of the optimizer step before this call, over all ranks.
         """
         mine = local.packed()
         others = self.values[:, _SIZES + self.num_slots * self.num_experts : -_DIGEST - self.num_more].to(mine)
@@ -149,9 +152,9 @@ class Gathered:
 
 
 def places_before(counts_PKE: Tensor) -> Tensor:
-    """Return how many copies stand before each rank's first in the queue of an expert, (P, K, E) int64.
+    """Return the queue position of each rank's first copy of each choice, per expert, (P, K, E) int64.
 
-    All first choices come before all second ones, within a choice in the order of the ranks.
+    In an expert's queue all first choices come before all second ones, and within a choice copies are in rank order.
     """
     by_choice = counts_PKE.sum(0)
     earlier_choices = by_choice.cumsum(0) - by_choice
@@ -163,8 +166,8 @@ def kept_copies(counts_PKE: Tensor, rows: Tensor | None) -> Tensor:
     """Return the copies that each rank may send to each expert, (P, E) int64.
 
     Args:
-        counts_PKE: (P, K, E) copies before capacity.
-        rows: () rows that an expert takes from all ranks together, or (P,) from each rank; None for no limit.
+        counts_PKE: (P, K, E), copies before capacity.
+        rows: (), the rows that an expert takes from all ranks together, or (P,), from each rank; None for no limit.
     """
     if rows is None:
         return counts_PKE.sum(1) if counts_PKE.shape[1] > 1 else counts_PKE.squeeze(1)
@@ -175,36 +178,39 @@ def kept_copies(counts_PKE: Tensor, rows: Tensor | None) -> Tensor:
 
 
 class Peers:
-    """The ranks that route the tokens of one call, each its own, in the order of their tokens.
+    """The ranks that route the tokens of one call, in the order of their tokens. Each rank routes its own tokens.
 
-    They are one rank per data-parallel group, or all ranks where the ranks of a tensor group each route a slice of its tokens.
+    The peers are one rank of each data-parallel group. If the ranks of a tensor-parallel group route slices of its tokens, the
+    peers are all ranks.
 
     Args:
         transport: the transport between all ranks.
-        slices: whether each rank of a tensor group routes a slice of the group's tokens.
+        grid: the mesh.
+        slices: whether each rank of a tensor-parallel group routes a slice of the group's tokens.
         digest: 16 bytes, the same on all ranks that run the same programs.
-        find: under multicast, the function that finds the node tokens of copies sorted by slot, from (token, slot, number of
-            tokens); None under other plans.
-        slots: the function from experts to the slots in which they are.
-        tell: returns numbers that the ranks tell each other with the counts of a call, the same number of them in every call.
+        find: under multicast, returns the node tokens of copies sorted by slot, from (token, slot, number of tokens); None
+            under other plans.
+        slots: maps experts to the slots that hold them.
+        tell: returns numbers to exchange together with the counts of a call, the same number of them in every call.
     """
 
     number: int
-    """P: how many ranks route, this one included."""
+    """P: the number of peers, this rank included."""
     place: int
-    """This rank's place among them."""
+    """The index of this rank among the peers."""
     slices: int
-    """How many neighbours hold slices of one batch of tokens (S1's tensor group); 1 if every rank has whole sequences."""
+    """The number of neighbouring peers that hold slices of one batch of tokens (the tensor-parallel group of schedule S1); 1
+    if every peer has whole sequences."""
     slice: int
-    """Which of the slices this rank holds."""
+    """The index of this rank's slice."""
     digest: Tensor
-    """(4,) float64: a digest of what the rank runs, the same on all ranks that run the same."""
+    """(4,) float64: a digest of the plan and of the arguments with which this rank calls the layer."""
     all_agree: bool
-    """Whether it is known that all ranks of the world run the same; False after a switch."""
+    """Whether all ranks are known to run the same programs; False after a switch of plans."""
     length: int
-    """How many numbers the last message had, the same on all ranks; at first those of an announcement."""
+    """The length of the last message, the same on all ranks; before the first message, the length of an announcement."""
     skips_digests: bool
-    """Whether ranks that call the layer as they did before read no digests in this call."""
+    """Whether a rank that calls the layer with unchanged settings does not compare digests in this call."""
 
     def __init__(
         self,
@@ -239,15 +245,16 @@ class Peers:
     def also(
         self, choice: Choice, alive_N: Tensor | None, num_tokens: int, num_experts: int, *, may_drop: bool
     ) -> Tensor:
-        """Return what else this rank tells in the exchange of counts: its counts of node tokens, then what `tell` returns.
+        """Return the further values that this rank sends with its counts: counts of node tokens, then the numbers of `tell`.
 
-        Whatever the plan, the message has room for both: ranks that brought different plans must be able to tell so.
+        The message has room for both under every plan: ranks with different plans must be able to exchange digests.
 
         Args:
             choice: the copies of this rank's tokens.
-            alive_N: (N,) bool, which of them are sent; None for all.
-            num_tokens: how many tokens this rank routes.
-            may_drop: the capacity may drop some copies, so that nobody knows yet which are sent.
+            alive_N: (N,) bool, the copies that are sent; None for all.
+            num_tokens: number of tokens that this rank routes.
+            num_experts: number of experts.
+            may_drop: whether the capacity may still drop some of these copies.
 
         Returns:
             (m,) float64; m is the same in every call on every rank.
@@ -262,7 +269,7 @@ class Peers:
     def _counts_of_node_tokens(
         self, choice: Choice, alive_N: Tensor | None, num_tokens: int, num_experts: int, room: Tensor
     ) -> Tensor:
-        """Return the counts of this rank's node tokens, as long as `room`; room itself where they do not fit."""
+        """Return the counts of this rank's node tokens, padded to the length of `room`; `room` itself if they do not fit."""
         assert self._find is not None
         token, expert = choice.token, self._slots_of(choice.expert)
         if alive_N is not None and expert.device.type != "cpu":
@@ -279,24 +286,24 @@ class Peers:
         return F.pad(node_tokens.counts.flatten().double(), (0, empty))
 
     def digest_on(self, device: torch.device) -> Tensor:
-        """Return `digest` on a device; it goes there once."""
+        """Return `digest` on a device. Each digest is copied once."""
         if self._digest_there[0] is not self.digest:
             self._digest_there = self.digest, self.digest.to(device)
         return self._digest_there[1]
 
     def order(self, expert: Tensor) -> Tensor:
-        """Return the stable order of rows by expert, (rows,) int64; where `also` has sorted the same ones, without work."""
+        """Return the stable order of rows by expert, (rows,) int64. Reuses the order if `also` has sorted the same tensor."""
         known, self._sorted = self._sorted, None
         return known[1] if known is not None and known[0] is expert else stable_order(expert)
 
     def node_tokens(self, choice: Choice, gathered: Gathered | None) -> NodeTokens | None:
-        """Return the node tokens whose counts went with a call's counts, with the counts of all ranks; None if they did not.
+        """Return the node tokens of a call with the counts of all ranks; None if the call's exchange did not include them.
 
-        They are handed out once: a recomputation finds them again.
+        They are returned only once per call; a recomputation computes them again.
 
         Args:
             choice: the copies that the call chose.
-            gathered: what the ranks told each other in the call.
+            gathered: the messages of the call; None on one rank.
         """
         found, self._found = self._found, None
         if found is None or found[0] is not choice or gathered is None:
@@ -306,19 +313,18 @@ class Peers:
         return mine.told(of_all.reshape(-1, *mine.counts.shape), self.place)
 
     def gather(self, message: Tensor) -> Tensor:
-        """Return every rank's message, (P, n) float64, from this rank's, (n,) float64; the same on all ranks.
+        """Return the messages of all peers, (P, n) float64, given this rank's, (n,) float64.
 
-        A message is as long as there are choices, sums and experts to tell of, so ranks that call the layer differently have
-        messages of different lengths, which no transport takes. A rank whose message is longer or shorter than those of
-        the call before therefore sends one of that length first, which says how long its own is and has its digest in the
-        same place.
+        The length of a message depends on the numbers of choices, sums and experts. Ranks that call the layer differently thus
+        have messages of different lengths, which no transport accepts. Therefore, if its message differs in length from the
+        previous one, a rank first sends an announcement of the previous length, with the new length and its digest.
 
-        After a switch, the ranks may have come to differ in who routes with whom. So that nobody waits for a rank that does
-        not send, the first message goes to all ranks. (Without tensor parallelism messages go to all ranks anyway, and the
-        digest in the exchange of counts tells.)
+        After a switch of plans, ranks may disagree about which ranks are peers. The first message then goes to all ranks, and
+        no rank waits for one that does not send. Without tensor parallelism all ranks are peers anyway, and comparing the
+        digests in the exchange of counts is enough.
 
         Raises:
-            InputError: on every rank, if they do not run the same.
+            InputError: on every rank, if the ranks do not run the same.
         """
         is_told_all = self.all_agree or self._hear_all
         ranks = self.ranks if is_told_all else tuple(range(self._transport.world))
@@ -332,7 +338,7 @@ class Peers:
         return told[list(self.ranks)]
 
     def _announce(self, ranks: tuple[int, ...], message: Tensor) -> None:
-        """Tell the ranks that messages have another length from now on, and hear that all of them say so."""
+        """Announce to the ranks that messages change their length, and verify that all ranks announce the same length."""
         head = torch.zeros(self.length, dtype=message.dtype, device=message.device)
         head[0], head[1], head[-len(self.digest) :] = ANNOUNCES, len(message), self.digest.to(head)
         heads = torch.stack(all_gather(self._transport, ranks, head)).cpu()
@@ -343,10 +349,10 @@ class Peers:
         self.length = len(message)
 
     def call_with(self, settings: Mapping[str, object]) -> bool:
-        """Note how the layer is called from now on; return whether it was called otherwise before.
+        """Store the settings of the next calls of the layer, and return whether they differ from the previous settings.
 
         Args:
-            settings: what all ranks must call it with, by name; ranks compare it as text.
+            settings: arguments, by name, that must be the same on all ranks; ranks compare them as text.
         """
         if settings == self._settings:
             return False
@@ -356,15 +362,16 @@ class Peers:
         return True
 
     def check(self, digests: Tensor, ranks: tuple[int, ...], *, together: bool = True) -> None:
-        """Make sure that ranks run the same.
+        """Check by their digests that ranks run the same.
 
         Args:
-            digests: (ranks, 4) of `digest`, that of each rank.
-            ranks: ascending, this one among them.
-            together: all of them call this with the same digests; they then tell each other what their calls differ in.
+            digests: (ranks, 4), the `digest` of each rank.
+            ranks: the ranks, ascending, including this one.
+            together: whether all of `ranks` call this method with the same digests. If these differ, the ranks then exchange
+                their settings to report the difference.
 
         Raises:
-            InputError: if they do not run the same.
+            InputError: if the ranks do not run the same.
         """
         if not bool((digests != digests[0]).any()):
             return
@@ -384,9 +391,9 @@ def _as_numbers(digest: bytes) -> Tensor:
 
 
 def stable_order(values: Tensor) -> Tensor:
-    """Return the indices that sort whole numbers of at least 0, equal ones as they stand: (n,) int64 -> (n,) int64.
+    """Return the indices, (n,) int64, that stably sort non-negative integers, (n,) int64.
 
-    On a CPU numpy sorts 16-bit numbers by radix, in a third of the time that torch takes for any type.
+    On a CPU numpy sorts 16-bit integers by radix, in a third of the time that torch needs for any type.
     """
     if values.device.type != "cpu" or not len(values):
         return values.argsort(stable=True)

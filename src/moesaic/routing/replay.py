@@ -1,8 +1,8 @@
-"""Recorded choices in place of a router's own, weights from its scores of today: to run again what was routed once.
+"""Replay of recorded choices: routers use recorded experts, and compute the routing weights from their current scores.
 
-Only the discrete part comes from the record, so the gradient still reaches the router, and auxiliary losses, capacities
-and the bias of `sigmoid` follow from the recorded choice as they would from the router's. (Unlike the routing cache of
-`runtime/routing_cache.py`, which repeats one call of the layer whole, with all that the ranks told each other in it.)
+Only the discrete choice comes from the record, so gradients still reach the router. Auxiliary losses, capacities and the bias
+of `sigmoid` follow from the recorded choice just as from a router's own. The routing cache of `runtime/routing_cache.py`
+differs: it repeats a whole call of the layer, including everything that the ranks exchanged in the call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def encoded(choice: Choice, top_k: int) -> Tensor:
     """Return each token's experts, (tokens, top_k) int64, best first; -1 - expert for a copy that the router held back.
 
     Args:
-        choice: the choice of a router by which tokens choose.
+        choice: the choice of a token-choice router.
         top_k: experts per token.
     """
     assert choice.per_token == top_k
@@ -32,7 +32,7 @@ def encoded(choice: Choice, top_k: int) -> Tensor:
 
 
 def decoded(experts_TK: Tensor) -> Choice:
-    """Return the choice that `encoded` wrote down."""
+    """Return the choice from which `encoded` made this table."""
     choice = token_choice(torch.where(experts_TK < 0, -1 - experts_TK, experts_TK))
     held_back = experts_TK.reshape(-1) < 0
     return choice._replace(sent=~held_back) if bool(held_back.any()) else choice
@@ -40,15 +40,15 @@ def decoded(experts_TK: Tensor) -> Choice:
 
 @contextmanager
 def replayed(routers: Sequence[AbstractRouter], experts: Callable[[int], Tensor]) -> Iterator[None]:
-    """A stretch in which routers choose what they are told.
+    """Make routers choose given experts inside this context.
 
-    The choosing of these very modules is replaced, and put back: a router wrapped in another would have its parameters
-    under other names, in checkpoints too.
+    The method `choose` of the modules themselves is replaced and later restored. A wrapper would give the parameters other
+    names, in checkpoints too.
 
     Args:
-        routers: all of them such by which tokens choose (any but `expert_choice`).
-        experts: from a router's place in `routers` to its tokens' experts, (tokens, top_k) int64 as of `encoded`; asked
-            each time the router chooses.
+        routers: token-choice routers (any but `expert_choice`).
+        experts: maps a router's index in `routers` to the experts of its tokens, (tokens, top_k) int64 as returned by
+            `encoded`; called each time the router chooses.
     """
     try:
         for place, router in enumerate(routers):
@@ -60,10 +60,10 @@ def replayed(routers: Sequence[AbstractRouter], experts: Callable[[int], Tensor]
 
 
 def own_choice(router: AbstractRouter) -> Callable[[Scores, int, Tensor | None, Tensor | None], Choice]:
-    """Return how a router chooses by itself, within `replayed` too: what a prediction of its choices asks.
+    """Return a router's own `choose`, even inside `replayed`; predictions of its choices use this method.
 
-    A prediction that read the recorded choices would be right more often than that of the run that was recorded, and
-    what is decided from it would be something else.
+    A prediction from recorded choices would be right more often than in the recorded run, and decisions that depend on the
+    prediction would differ from those of that run.
     """
     return partial(type(router).choose, router)
 

@@ -1,4 +1,4 @@
-"""The route stage: from tokens to `Routing`. Everything discrete goes into a `RoutingRecord`, so it can be replayed."""
+"""The route stage, which turns tokens into a `Routing`. All discrete results go into a `RoutingRecord` that can be replayed."""
 
 from __future__ import annotations
 
@@ -19,77 +19,77 @@ from moesaic.routing.routing import Choice, Routing, Scores
 
 
 class RoutingRecord(NamedTuple):
-    """Everything discrete about one call: what a recomputation replays instead of deciding again."""
+    """All discrete results of one call, which a recomputation replays instead of deciding again."""
 
     noise: Tensor | None
-    """What the router's `draw` returned."""
+    """The random numbers from the router's `draw`."""
     choice: Choice
     """The chosen copies."""
     requested: Tensor
-    """(E,) int64: copies per expert before capacity, of all ranks."""
+    """(E,) int64: copies per expert before capacity, summed over all ranks."""
     num_valid: Tensor
-    """() int64: tokens that are not padding, of all ranks."""
+    """() int64: tokens that are not padding, summed over all ranks."""
     nonfinite: Tensor
-    """() int64: copies whose routing weight is NaN or infinite, of all ranks."""
+    """() int64: copies whose routing weight is NaN or infinite, summed over all ranks."""
     capacity: Tensor | None
-    """() int64: rows an expert may take; None when dropless."""
+    """() int64: the most rows that an expert takes; None if dropless."""
     sent: Tensor | None
-    """(N,) bool, which of the copies are sent; None for all of them."""
+    """(N,) bool: the copies that are sent; None for all copies."""
     earlier_counts: Tensor | None
-    """(E,) int64: copies of the optimizer step before this call; None where no loss asks for them."""
+    """(E,) int64: copies of the optimizer step before this call; None if no loss reads them."""
     gathered: Gathered | None
-    """What the ranks told each other; None on one rank."""
+    """The counts and sums that the ranks exchanged; None on one rank."""
     by_rank: Tensor | None
     """(P, E) int64: copies that each rank sends to each expert; None on one rank."""
 
 
 class Routed(NamedTuple):
-    """What the route stage returns."""
+    """The result of the route stage for one call."""
 
     routing: Routing
     record: RoutingRecord
     loss: Tensor | None
-    """(): the sum of coefficient * loss, differentiable; None without auxiliary losses."""
+    """(), differentiable: the sum of coefficient * loss; None without auxiliary losses."""
 
 
 class RoutedCall(NamedTuple):
-    """A call of a layer once its tokens are routed: what the stages after it work with."""
+    """A call of a layer whose tokens have been routed: the input of the later stages."""
 
     x: Tensor
-    """(..., dim), as the layer was called."""
+    """(..., dim): the input of the layer."""
     x_TD: Tensor
-    """(tokens, dim), x once more: the one view by which the stages read it, so that its gradients add up in place."""
+    """(tokens, dim): a view of `x`. All stages read the input through this one view, and its gradients add up in place."""
     mask: Tensor | None
-    """x's shape without dim, bool, False for padding; None for none."""
+    """bool, in the shape of `x` without dim, False for padding; None if no token is padding."""
     token_ids: Tensor | None
-    """x's shape without dim, int64; None where nobody gave them."""
+    """int64, in the shape of `x` without dim; None if the caller gave no ids."""
     routed: Routed
-    """What the route stage returned for all tokens of x."""
+    """The result of the route stage for all tokens of `x`."""
     padded_rows: int | None
-    """Rows that each expert is sent under a padded capacity; None under others."""
+    """Rows that each expert is sent under a padded capacity; None under other capacities."""
 
 
 @dataclass(frozen=True)
 class TokenInfo:
-    """What the route stage knows about its tokens besides their activations."""
+    """Data about the tokens of a call, besides their activations, that the route stage reads."""
 
     valid_T: Tensor | None = None
-    """(tokens,) bool, False for padding, which is neither routed nor counted; None for no padding."""
+    """(tokens,) bool: False for padding, which is neither routed nor counted; None if no token is padding."""
     token_ids: Tensor | None = None
-    """(tokens,) int64, for routers that read them."""
+    """(tokens,) int64: vocabulary ids, for routers that read them."""
     num_sequences: int = 1
-    """The whole batch is this many sequences of equal length, for losses per sequence."""
+    """Number of sequences in the whole batch, all of equal length, for losses per sequence."""
     earlier_counts: Tensor | None = None
-    """(num_experts,) copies since the last optimizer step, over all ranks, for losses over the global batch."""
+    """(num_experts,): copies per expert since the last optimizer step, over all ranks, for losses over the global batch."""
     step_total: Callable[[Tensor], Tensor] | None = None
-    """Sums counts of the step over the ranks that train the layer on other tokens, where the route stage does not hear of
-    those; None for none."""
+    """Sums the step's counts over the ranks that train the layer on other tokens and are not among the peers of the route
+    stage; None if no such ranks exist."""
     noise: Tensor | None = None
-    """What the router's `draw` returned for these tokens; None to draw now."""
+    """The random numbers from the router's `draw` for these tokens; None to draw them in this call."""
     first_token: int = 0
-    """Where these tokens start in the whole batch, if they are a slice of it."""
+    """Position of the first of these tokens in the whole batch, if these tokens are a slice of the batch."""
     sequence_length: int | None = None
-    """Of the whole batch; None if these tokens are the whole of it."""
+    """Sequence length of the whole batch; None if these tokens are the whole batch."""
 
 
 def route(
@@ -103,17 +103,19 @@ def route(
     replay: RoutingRecord | None = None,
     peers: Peers | None = None,
 ) -> Routed:
-    """Score, choose, admit, weigh; in float32 (float64 for float64 inputs) whatever the autocast state.
+    """Route tokens: score and choose experts, admit copies, compute routing weights and auxiliary losses.
+
+    All computation is in float32 (float64 for float64 inputs), whatever the autocast state.
 
     Args:
-        router: scores and chooses.
+        router: scores and chooses the experts.
         x_TD: (tokens, dim), any floating dtype.
         top_k: experts per token.
-        capacity: rows per expert.
-        losses: auxiliary losses to evaluate.
-        batch: padding, ids, sequences.
-        replay: a record of the same call; nothing is drawn, chosen, exchanged or admitted anew.
-        peers: the ranks that route the call's other tokens; None for none.
+        capacity: limits the rows per expert.
+        losses: the auxiliary losses to evaluate.
+        batch: padding, token ids and sequences.
+        replay: the record of an earlier run of the same call, whose discrete results are used instead of new ones.
+        peers: the ranks that route the other tokens of the call; None on one rank.
     """
     with torch.autocast(device_type=x_TD.device.type, enabled=False):
         x = _router_input(x_TD, batch.valid_T)
@@ -143,10 +145,10 @@ def route(
 
 
 def route_chosen(expert_TK: Tensor, weight_TK: Tensor, num_experts: int, peers: Peers | None = None) -> Routed:
-    """Route tokens whose experts somebody else has chosen and weighed: count them and tell the peers; dropless.
+    """Return the dropless routing of tokens whose experts and weights the caller has chosen; exchanges counts with the peers.
 
     Args:
-        expert_TK: (tokens, K) int64, of a token each expert once.
+        expert_TK: (tokens, K) int64, the distinct experts of each token.
         weight_TK: (tokens, K) routing weights, differentiable.
         peers: as for `route`.
     """
@@ -160,7 +162,7 @@ def route_chosen(expert_TK: Tensor, weight_TK: Tensor, num_experts: int, peers: 
 
 
 def _router_input(x_TD: Tensor, valid_T: Tensor | None) -> Tensor:
-    """Return the tokens in float32 at least, padding as zeros: it may hold anything, and 0 * nan is nan."""
+    """Return the tokens in float32 or float64, with padding set to zero: padding may hold NaN, and 0 * NaN is NaN."""
     x = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
     return x if valid_T is None else x.masked_fill(~valid_T.unsqueeze(1), 0.0)
 
@@ -177,7 +179,7 @@ def _decide(
     sums: RouterStatistics | None,
     peers: Peers | None,
 ) -> RoutingRecord:
-    """Count, tell the other ranks, and admit copies; nothing here is differentiable."""
+    """Count the copies, exchange the counts with the other ranks and admit copies. The record is not differentiable."""
     valid = batch.valid_T
     nonfinite = _nonfinite(weight_N, alive_N)
     gathered = before_KE = rows = None
@@ -229,7 +231,7 @@ def _by_rank(gathered: Gathered | None, capacity: AbstractCapacity, top_k: int) 
 def _routing(
     record: RoutingRecord, weight_N: Tensor, num_tokens: int, num_experts: int, losses: dict[str, Tensor]
 ) -> Routing:
-    """Return the rows that this rank sends."""
+    """Return the routing that a record and the routing weights describe: the rows that this rank sends."""
     choice, sent = record.choice, record.sent
     token, expert, weight = choice.token, choice.expert, weight_N
     has_unsent = sent is not None and expert.device.type != "cpu"
@@ -261,7 +263,7 @@ def _routing(
 
 
 def _alive(choice: Choice, valid_T: Tensor | None) -> Tensor | None:
-    """Combine padding with what the router held back; None when every copy is alive."""
+    """Return the copies that are neither padding nor held back by the router, (N,) bool; None for all copies."""
     if valid_T is None:
         return choice.sent
     alive = valid_T[choice.token]
@@ -269,13 +271,13 @@ def _alive(choice: Choice, valid_T: Tensor | None) -> Tensor | None:
 
 
 def _nonfinite(weight_N: Tensor, alive_N: Tensor | None) -> Tensor:
-    """Return how many copies have a routing weight that is NaN or infinite, () int64, without a host sync."""
+    """Return the number of copies whose routing weight is NaN or infinite, () int64, without a host sync."""
     is_wrong = ~weight_N.isfinite()
     return (is_wrong if alive_N is None else is_wrong & alive_N).sum()
 
 
 def _best_weight(weight_N: Tensor, choice: Choice, num_tokens: int) -> Tensor:
-    """Return each token's largest weight, (tokens,); 0 for a token that nobody chose."""
+    """Return each token's largest weight, (tokens,); 0 for a token that no expert chose."""
     zeros = torch.zeros(num_tokens, dtype=weight_N.dtype, device=weight_N.device)
     return zeros.scatter_reduce(0, choice.token, weight_N, "amax")
 
@@ -289,7 +291,7 @@ def _sums(
     batch: TokenInfo,
     earlier_counts: Tensor | None,
 ) -> RouterStatistics | None:
-    """Return what the losses read, of this rank's tokens; None without losses."""
+    """Return the statistics of this rank's tokens that the losses read; None without losses."""
     if not losses:
         return None
     by_sequence = any(loss.needs_sequences for loss in losses)

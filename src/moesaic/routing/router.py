@@ -1,8 +1,8 @@
-"""The interface of a router, and the pieces that several routers share: the linear score, the deterministic top-k, its weights.
+"""The interface of a router, and the parts that several routers share: linear scores, the deterministic top-k, its weights.
 
-The leaves stand in `routers/`, one published method a file. A router owns the weights that score experts and the rule that
-picks them. It knows no capacity, no loss, no transport. Scoring is split from choosing so that a recorded choice can be
-replayed under activation checkpointing while the scores, which carry the gradient, are computed again.
+The routers themselves are in `routers/`, one published method per file. A router owns the weights that score experts and the
+rule that picks them. It depends on no capacity, loss or transport. Scoring and choosing are separate steps: under activation
+checkpointing a recorded choice is replayed, while the scores, which carry the gradient, are computed again.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from moesaic.kernels.products import linear
 from moesaic.routing.routing import Choice, Scores
 
 MOST_COLUMNS, MOST_CHOICES = 2048, 32
-"""What the Triton kernel holds of a row, and how many times it looks for the largest; more goes by sorting."""
+"""The most columns per row and the largest `top_k` that the Triton top-k kernel supports; larger sizes are sorted instead."""
 MOST_PASSES = 8
-"""Up to so many choices are found one after the other where Triton does not run; measured, docs/kernels.md."""
+"""Without Triton, up to this many experts are selected by repeated `argmax`; measured, docs/kernels.md."""
 FEWEST_COLUMNS = 16
-"""From which torch's softmax on a CPU takes a row as vectors; measured, docs/kernels.md."""
+"""The number of columns from which torch's CPU softmax over a row is vectorized; measured, docs/kernels.md."""
 
 
 class KeepsFloat32(nn.Module):
-    """A module whose `float32_buffers` stay float32 under `.bfloat16()`, `.half()` and `.to(dtype)`; devices do follow.
+    """A module whose `float32_buffers` stay float32 under `.bfloat16()`, `.half()` and `.to(dtype)`, but move across devices.
 
-    The precision of these buffers must not follow the model's: a step of 0.001 on a bias of 0.5 is lost in bfloat16.
+    These buffers must not take the model's precision: a step of 0.001 on a bias of 0.5 is lost in bfloat16.
     """
 
     float32_buffers: tuple[str, ...] = ()
@@ -48,22 +48,22 @@ class KeepsFloat32(nn.Module):
 
 
 class AbstractRouter(KeepsFloat32, ABC):
-    """Scores experts for tokens and chooses among them.
+    """The interface of a router: a module that scores the experts for each token and chooses among them.
 
     Args:
         dim: width of a token.
-        num_experts: how many experts there are to choose from.
+        num_experts: the number of experts to choose from.
     """
 
     needs_token_ids = False
     """True for a router that reads token ids instead of activations (`Hash`)."""
     takes_best_ranked = True
-    """True if each token's experts are ranked by `Scores.rank_by` alone, so that -inf there excludes an expert."""
+    """True if each token's experts are ranked by `Scores.rank_by` alone; setting an entry to -inf then excludes that expert."""
 
     @property
     def looks_across_tokens(self) -> bool:
-        """Whether the choice for a token depends, as the router stands (training or not), on which rank it is on or on which
-        other tokens are there."""
+        """Whether the choice for a token depends on the token's rank or on the other tokens, in the router's current mode
+        (training or evaluation)."""
         return False
 
     def __init__(self, dim: int, num_experts: int) -> None:
@@ -81,18 +81,18 @@ class AbstractRouter(KeepsFloat32, ABC):
 
         Args:
             x_TD: (tokens, dim), float32 or float64, whatever the autocast state.
-            noise: what `draw` returned for this call.
+            noise: the random numbers that `draw` returned for this call.
             token_ids: (tokens,) int64 vocabulary ids, or None.
         """
 
     def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
-        """Pick experts for the tokens, by default those that `rank_by` ranks highest; nothing here is differentiable.
+        """Pick experts for the tokens, by default the `top_k` highest by `rank_by`. The choice is not differentiable.
 
         Args:
-            scores: what `scores` returned.
+            scores: the return value of `scores`.
             top_k: experts per token (on average, for expert-choice).
-            valid_T: (tokens,) bool, False for padding; None when there is none.
-            noise: what `draw` returned for this call.
+            valid_T: (tokens,) bool, False for padding; None if no token is padding.
+            noise: the random numbers that `draw` returned for this call.
         """
         return token_choice(top_k_indices(scores.rank_by, top_k))
 
@@ -101,11 +101,11 @@ class AbstractRouter(KeepsFloat32, ABC):
         """Return the routing weight of every chosen copy, (N,), differentiable."""
 
     def draw(self, num_tokens: int, device: torch.device) -> Tensor | None:
-        """Return the random numbers of one call, None if the router uses none; a replay passes the recorded ones."""
+        """Return the random numbers of one call, or None if the router uses none. A replay passes the recorded numbers."""
         return None
 
     def reset_parameters(self) -> None:
-        """Draw the router's matrices anew, uniformly as `nn.Linear` does, and set the rest to its start."""
+        """Redraw the router's matrices uniformly, as `nn.Linear` does, and reset all other state to its initial value."""
         for parameter in self.parameters(recurse=False):
             if parameter.dim() > 1:
                 draw_linear(parameter)
@@ -113,47 +113,47 @@ class AbstractRouter(KeepsFloat32, ABC):
 
     @torch.no_grad()
     def init_normal(self, std: float) -> None:
-        """Draw the router's matrices anew from N(0, std), and set the rest to its start."""
+        """Redraw the router's matrices from N(0, std), and reset all other state to its initial value."""
         for parameter in self.parameters(recurse=False):
             if parameter.dim() > 1:
                 parameter.normal_(std=std)
         self.reset_state()
 
     def reset_state(self) -> None:
-        """Set to its start, in place, what is no matrix that is drawn: biases, tables, matrices that start at zero."""
+        """Reset, in place, all state that is not drawn at random: biases, tables, matrices that start at zero."""
 
     def check_fits(self, top_k: int) -> None:
-        """Raise InputError, in one line, if this router cannot choose `top_k` experts per token."""
+        """Raise an InputError with a one-line message if this router cannot choose `top_k` experts per token."""
         check_top_k(top_k, self.num_experts)
 
     def check(self, top_k: int) -> None:
-        """Raise InputError, in one line, if this router cannot train with `top_k` experts per token."""
+        """Raise an InputError with a one-line message if this router cannot train with `top_k` experts per token."""
         self.check_fits(top_k)
 
     @property
     def adapts(self) -> bool:
-        """Whether `update` does something; a router that wraps another one answers for it."""
+        """Whether `update` changes the router; a wrapper reports this of the router inside."""
         return type(self).update is not AbstractRouter.update
 
     def update(self, load_E: Tensor) -> None:
-        """Adapt to the load of one optimizer step; does nothing unless the method asks for it.
+        """Adapt to the load of one optimizer step. By default a router does not adapt.
 
         Args:
-            load_E: (num_experts,) int64 token copies per expert since the last step, of all ranks that train the layer,
-                without padding, evaluation and recomputation.
+            load_E: (num_experts,) int64 token copies per expert since the last step, summed over all ranks that train the
+                layer. Padding, evaluation and recomputation are not counted.
         """
 
 
 class LinearRouter(AbstractRouter):
-    """A router whose logits are one product of the token and a matrix.
+    """A router that computes its logits as one linear map of the tokens.
 
     Args:
         dim: width of a token.
-        num_experts: how many experts there are.
-        bias: add a trained bias to the logits, zero at first (gpt-oss).
-        scale: factor on the weights (`routed_scaling_factor` of DeepSeek-V2 and V3).
-        device: where parameters are made; None for torch's default device.
-        dtype: of the parameters; None for torch's default dtype.
+        num_experts: number of experts.
+        bias: add a trained bias, initially zero, to the logits (gpt-oss).
+        scale: factor on the routing weights (`routed_scaling_factor` of DeepSeek-V2 and V3).
+        device: device of the parameters; None for torch's default device.
+        dtype: dtype of the parameters; None for torch's default dtype.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class LinearRouter(AbstractRouter):
             self.logit_bias.zero_()
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """Return the logits, (tokens, num_experts), in the dtype of the tokens, (tokens, dim)."""
+        """Return the logits, (tokens, num_experts), of tokens, (tokens, dim), in the tokens' dtype."""
         bias = None if self.logit_bias is None else self.logit_bias.to(x_TD.dtype)
         return linear(x_TD, self.weight.to(x_TD.dtype), bias)
 
@@ -185,8 +185,8 @@ class LinearRouter(AbstractRouter):
 class SoftmaxWeights(AbstractRouter):
     """A router that weighs a token's chosen experts by the softmax of their logits.
 
-    `normalize` says of which: "after" applies the softmax to the chosen logits, so that a token's weights sum to one; "before"
-    applies it to all of them and keeps the chosen probabilities as they are.
+    With `normalize="after"` the softmax runs over the chosen logits, and a token's weights sum to one. With "before" the
+    softmax runs over all logits, and the probabilities of the chosen experts are used unchanged.
     """
 
     scale: float
@@ -214,10 +214,10 @@ class SoftmaxWeights(AbstractRouter):
 
 
 class LimitedRouter(AbstractRouter):
-    """Wraps a router and leaves it fewer experts to choose from; scores, weights and all else are that router's.
+    """A wrapper that leaves a router fewer experts to choose from. Scores, weights and all else come from that router.
 
     Args:
-        inner: a router that ranks by scores: it scores, chooses among what is left and weighs.
+        inner: the wrapped router, which must rank experts by scores. It scores, chooses among the eligible experts and weighs.
     """
 
     takes_best_ranked = False
@@ -264,7 +264,7 @@ class LimitedRouter(AbstractRouter):
 
 
 def is_whole(value: object) -> bool:
-    """Return whether `value` is a whole number: Python's or numpy's, but no bool."""
+    """Return whether `value` is an integer of Python or numpy; a bool does not count."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -283,25 +283,25 @@ def linear_scores(
 
 @torch.no_grad()
 def draw_linear(weight: Tensor) -> Tensor:
-    """Draw a matrix anew, uniformly from +-1/sqrt(its last size), in place; returns it."""
+    """Redraw a matrix in place, uniformly from +-1/sqrt(its last size), and return it."""
     bound = 1 / math.sqrt(weight.shape[-1])
     return weight.uniform_(-bound, bound)
 
 
 def top_k_indices(rank_by: Tensor, top_k: int) -> Tensor:
-    """Return the indices of the `top_k` largest entries of each row, largest first; of equal ones the lowest index.
+    """Return the indices of the `top_k` largest entries of each row, largest first; equal entries are in index order.
 
-    NaN ranks above every number, as `torch.topk` has it, whatever its sign bit: a row of NaN has the indices 0 to top_k - 1.
-    So a token whose scores are NaN has valid experts, distinct ones, and a weight of NaN that shows in its own result.
+    NaN ranks above every number, as in `torch.topk`, whatever its sign bit: a row of NaN gets the indices 0 to top_k - 1.
+    A token with NaN scores therefore gets valid and distinct experts, and a weight of NaN that shows in its own result.
 
-    `torch.topk` leaves the order of ties open, so two runs, or a run and its recomputation, may differ. Here a float32
-    is mapped to an integer of the same order. Few choices are found by `argmax` one after the other, which takes the first of
-    equal ones; for many the index is appended, so that no two keys of a row are equal: a key has 32 + log2(E) bits and is exact
-    in a float64, whose `topk` is fast on every device.
+    `torch.topk` does not define the order of ties, so two runs, or a run and its recomputation, may differ. Here each float32
+    is mapped to an integer of the same order. If `top_k` is small, `argmax`, which takes the first of equal entries, runs
+    `top_k` times. Otherwise the index is appended to the integer, which makes all keys of a row distinct. A key has
+    32 + log2(E) bits and is exact in a float64, for which `topk` is fast on every device.
 
     Args:
         rank_by: (rows, columns), float32 or float64.
-        top_k: how many to return.
+        top_k: the number of indices per row.
 
     Returns:
         (rows, top_k) int64.
@@ -326,17 +326,17 @@ def top_k_indices(rank_by: Tensor, top_k: int) -> Tensor:
 
 
 def chooses_by_triton(device: torch.device) -> bool:
-    """Whether the Triton kernel chooses experts on a device."""
+    """Return whether the Triton kernel chooses experts on a device."""
     return device.type == "cuda" and kind_of(device) == "triton"
 
 
 def top_k_indices_reference(rank_by: Tensor, top_k: int) -> Tensor:
-    """Return what `top_k_indices` must: a stable sort, cut."""
+    """Return the same indices as `top_k_indices`, from a stable sort of all columns."""
     return rank_by.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
 
 
 def token_choice(experts_TK: Tensor) -> Choice:
-    """Turn each token's list of experts into copies, token by token.
+    """Return the choice of copies, in token order, for each token's list of experts.
 
     Args:
         experts_TK: (tokens, top_k) int64, best first.
@@ -348,15 +348,15 @@ def token_choice(experts_TK: Tensor) -> Choice:
 
 
 def chosen(values_TE: Tensor, choice: Choice, top_k: int) -> Tensor:
-    """Read each token's chosen entries: (tokens, num_experts) -> (tokens, top_k), for a choice made by `token_choice`."""
+    """Return the values of each token's chosen experts, (tokens, top_k), for a choice made by `token_choice`."""
     return values_TE.gather(1, choice.expert.view(-1, top_k))
 
 
 def softmax_rows(logits: Tensor) -> Tensor:
     """Return the softmax of each row, (rows, columns), differentiable.
 
-    On a CPU torch takes a row of fewer numbers than a vector holds number by number. It gets such rows as columns, of which
-    it takes a vector at once: a quarter of the time.
+    On a CPU torch does not vectorize rows that are shorter than a vector register. Such rows are passed as columns, which torch
+    vectorizes across; that takes a quarter of the time.
     """
     if logits.device.type != "cpu" or logits.shape[1] >= FEWEST_COLUMNS:
         return logits.softmax(1)
@@ -364,7 +364,7 @@ def softmax_rows(logits: Tensor) -> Tensor:
 
 
 def normalized(gates_TK: Tensor) -> Tensor:
-    """Divide each row of non-negative gates by its sum; a row of zeros stays zero.
+    """Return each row of non-negative gates divided by its sum; a row of zeros stays zero.
 
     Args:
         gates_TK: (tokens, top_k).

@@ -1,6 +1,6 @@
-"""The records of the route stage: what a router says (`Scores`), whom it picks (`Choice`), what the layer runs (`Routing`).
+"""The records of the route stage: a router's `Scores`, its `Choice` of experts, and the `Routing` that the layer runs.
 
-Records only: how they are made stands in `route.py` and in `routers/`.
+`route.py` and the files of `routers/` build these records.
 Shape letters: T tokens, D dim, E num_experts, K top_k, N chosen copies, R rows (copies that are sent).
 """
 
@@ -13,80 +13,80 @@ from torch import Tensor
 
 
 class Scores(NamedTuple):
-    """What a router says about every (token, expert) pair, in float32 (float64 for float64 inputs)."""
+    """A router's values for every (token, expert) pair, in float32 (float64 for float64 inputs)."""
 
     logits: Tensor
-    """(T, E), differentiable; the z-loss reads them."""
+    """(T, E), differentiable: the logits, which the z-loss reads."""
     probs: Tensor
-    """(T, E), differentiable, each row sums to one; the balance losses read them."""
+    """(T, E), differentiable: probabilities, which the balance losses read. Each row sums to one."""
     gates: Tensor
-    """(T, E), differentiable; the routing weights are read from them."""
+    """(T, E), differentiable: the values from which the routing weights are taken."""
     rank_by: Tensor
-    """(T, E), detached; the selection ranks experts by it."""
+    """(T, E), detached: the values by which the selection ranks experts."""
 
 
 class Choice(NamedTuple):
-    """Which expert gets which token: one entry per token copy, before capacity and padding.
+    """The experts chosen for the tokens: one entry per token copy, before capacity and padding are applied.
 
     A token chooses an expert at most once.
     """
 
     token: Tensor
-    """(N,) int64, the token's position."""
+    """(N,) int64: the position of each copy's token."""
     expert: Tensor
-    """(N,) int64, in [0, num_experts)."""
+    """(N,) int64: each copy's expert, in [0, num_experts)."""
     slot: Tensor
-    """(N,) int64; 0 for a token's first choice, 1 for its second."""
+    """(N,) int64: the rank of the choice among the token's choices, 0 for the first and 1 for the second."""
     sent: Tensor | None = None
-    """(N,) bool: copies that the router itself decided to send; None means all of them."""
+    """(N,) bool: the copies that the router itself decided to send; None for all copies."""
     per_token: int | None = None
-    """K when every token has exactly K copies, token after token; None otherwise."""
+    """K if every token has exactly K copies and copies are in token order; None otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """One row per token copy that is sent to an expert: what dispatch, experts and combine read.
+    """The routing of one call: one row per token copy that is sent to an expert. Dispatch, experts and combine read it.
 
-    Top-k, expert-choice and dropped tokens are one thing here: a dropped copy has no row, and its gate no gradient (but see
-    `has_unsent`).
+    The same record serves top-k, expert-choice and dropped tokens. A dropped copy has no row, and its gate gets no gradient
+    (but see `has_unsent`).
     """
 
     token: Tensor
-    """(R,) int64: the row's token."""
+    """(R,) int64: the token of each row."""
     expert: Tensor
-    """(R,) int64: the row's expert."""
+    """(R,) int64: the expert of each row."""
     weight: Tensor
-    """(R,) float32: the row's routing weight, differentiable."""
+    """(R,) float32, differentiable: the routing weight of each row."""
     num_tokens: int
     """T: the tokens of the call, padding included."""
     num_experts: int
-    """E."""
+    """E: the experts of the layer."""
     counts: Tensor
-    """(E,) int64: rows per expert."""
+    """(E,) int64: rows per expert, without padding."""
     requested: Tensor
-    """(E,) int64: copies per expert before capacity dropped any; padding is in neither."""
+    """(E,) int64: copies per expert before capacity dropped any, without padding."""
     num_valid: Tensor
     """() int64: the tokens that are not padding."""
     nonfinite: Tensor
-    """() int64: copies, of those in `requested`, whose routing weight is NaN or infinite. Their tokens' results are NaN; all
-    other tokens are computed as ever. On a mesh those of all ranks."""
+    """() int64: how many of the copies in `requested` have a routing weight that is NaN or infinite, on all ranks of a mesh.
+    The results of their tokens are NaN; other tokens are unaffected."""
     capacity: Tensor | None
-    """() int64: rows an expert may take, None when dropless."""
+    """() int64: the most rows that an expert takes; None if dropless."""
     padded_capacity: int | None = None
-    """Rows that every rank sends each expert where the capacity is padded: the capacity rounded up to what the plan
-    divides by; None elsewhere."""
+    """The rows that every rank sends to each expert under a padded capacity: the capacity, rounded up to a multiple that the
+    plan can divide. None under other capacities."""
     rows_per_token: int | None
-    """K when every token has exactly K rows, in token order; None otherwise."""
+    """K if every token has exactly K rows and rows are in token order; None otherwise."""
     has_unsent: bool = False
-    """Some rows may be of copies that no expert takes; their `expert` is E. So it is on a GPU under a capacity or a mask: to
-    take them out, the host would have to wait for their number."""
+    """Whether rows may include copies that no expert takes; `expert` is E in those rows. True on a GPU under a capacity or a
+    mask, since removing the rows would make the host wait for their number."""
     logits: Tensor | None = None
-    """(T, E) float32, differentiable: the router's, for losses of your own; of the tokens that this rank routed. None where
-    the experts were chosen elsewhere."""
+    """(T, E) float32, differentiable: the router's logits for the tokens that this rank routed, for losses of your own. None
+    if the experts were chosen outside the router."""
     losses: dict[str, Tensor]
-    """() float32 each, detached: the auxiliary losses before their coefficient; their gradient is injected already."""
+    """() float32 each, detached: the auxiliary losses before their coefficients. Their gradients are already injected."""
 
     @property
     def dropped(self) -> Tensor:
-        """() int64: token copies that no expert had room for."""
+        """() int64: the token copies that were dropped because their expert was full."""
         return self.requested.sum() - self.counts.sum()

@@ -1,1 +1,1 @@
-"""The dense reference that every fast path is compared against. For `moesaic check` and tests; the layer never imports it."""
+"""The dense reference against which every fast path is compared. `moesaic check` and the tests use it; the layer never does."""

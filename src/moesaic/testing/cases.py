@@ -1,4 +1,4 @@
-"""Random cases: a mesh, a plan, a layer and its tokens, all drawn from one number, which is what reproduces the case."""
+"""Draws random test cases. A case is a mesh, a plan, a layer and its tokens; its seed alone reproduces it."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ Precision = Literal["float64", "float32", "autocast"]
 """autocast: float32 under bfloat16 autocast."""
 
 TOLERANCES: dict[Precision, float] = {"float64": 1e-10, "float32": 1e-4, "autocast": 0.12}
-"""Of errors relative to the largest expected value."""
+"""Largest error that passes, relative to the largest expected value."""
 
 DRAWN_ROUTERS = (*ROUTERS, "softmax", "sigmoid", "noisy")
-"""All of them, the usual ones twice."""
+"""Every router; the common ones twice, so that they are drawn more often."""
 EXPERTS = ("swiglu", "swiglu", "gelu", "modules")
 _COMMON: Precision = "float64"
 _PRECISIONS: tuple[Precision, ...] = (*[_COMMON] * 10, "float32", "autocast")
@@ -45,10 +45,10 @@ LOSSY = [name for name, spec in CODECS.items() if not spec.is_lossless]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One case. `draw_case(seed)` gives it again."""
+    """One case. `draw_case(seed)` draws it again."""
 
     seed: int
-    """Of weights, tokens, and the order in which ranks advance."""
+    """Seed of the weights, the tokens and the order in which ranks advance."""
     grid: Grid
     plan: Plan
     num_experts: int
@@ -62,29 +62,30 @@ class Case:
     capacity: AbstractCapacity
     losses: tuple[AbstractLoss, ...]
     sequences: int
-    """In each group's micro-batch."""
+    """Number of sequences in each group's micro-batch."""
     lengths: tuple[tuple[int, ...], ...]
     """Tokens per sequence, by micro-batch, then by data-parallel group."""
     padding: bool
-    """Mask tokens out."""
+    """Mask some tokens out as padding."""
     skew: float
-    """How far all tokens lean the same way: large values leave experts empty."""
+    """Size of a common offset added to all tokens. A large offset leaves some experts empty."""
     recompute: bool
     """Run under activation checkpointing."""
     evaluate: bool
-    """Run forward-only, under inference mode, between the first two micro-batches, or at the end."""
+    """Also run a forward-only pass under inference mode, after the first micro-batch."""
     precision: Precision
     placement: Literal["none", "random", "solved"] = "none"
-    """Samples change home in every call: to anywhere, or to where a policy finds it cheapest; results are brought back."""
+    """Whether samples change their home in every call: to random ranks, or to the ranks that a policy finds cheapest. The
+    results return to the original ranks."""
     by_policy: bool = False
-    """Under plans that replicate, the plan's own policy decides, on a machine so slow that replication pays for these
-    few rows; else copies are replicated at random under "shadow", and the arbiter chooses at random."""
+    """For plans that replicate: let the plan's own policy decide, with the costs of a machine so slow that replication pays
+    even for these few rows. If False, copies are replicated at random under "shadow", and the arbiter chooses at random."""
     experts_move: bool = False
-    """The experts are in a random order while the step runs, and at home again when its gradients are compared."""
+    """Put the experts into a random order during the step. They are moved home before the gradients are compared."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether the expected values include what the codecs lose; else they are those of the plain layer."""
+        """Whether the expected values include the codecs' rounding. If not, they are those of the layer without codecs."""
         by_rows = all(codec_spec(codec).rows_per_block == 1 for codec in (self.plan.codec, self.plan.backward_codec))
         plain = self.plan.program.delivers_at_once and self.plan.crossing is Crossing.LINK
         plain = plain and not self.capacity.is_padded and not self.plan.replicates and not self.experts_move
@@ -93,7 +94,7 @@ class Case:
 
     @property
     def tolerance(self) -> float:
-        """The largest error relative to the largest expected value that passes."""
+        """Largest error that passes, relative to the largest expected value."""
         if self.is_exact:
             return TOLERANCES[self.precision]
         lossy = sum(codec_spec(codec).tolerance for codec in (self.plan.codec, self.plan.backward_codec))
@@ -101,13 +102,16 @@ class Case:
 
     @property
     def replicates_bits(self) -> bool:
-        """Whether ranks that must agree have the same bits. Where the ranks of a tensor group send copies of
-        their own (baseline), these are multiplied at different places of one product: they agree to rounding only."""
+        """Whether replicas must agree bit for bit.
+
+        In the baseline schedule, each rank of a tensor-parallel group sends copies of its own. Their rows lie at different
+        positions of a matrix product, so the ranks agree only up to rounding.
+        """
         return not self.plan.program.is_redundant or self.grid.tp == 1
 
     @property
     def policy(self) -> AbstractReplicationPolicy | None:
-        """Decides which copies are replicated; None where nothing is, or the plan's policy asks for no costs."""
+        """Decides which copies are replicated; None if none are, or if the plan's own policy needs no costs."""
         if self.by_policy:
             return slow_policy(self.plan.replication)
         if self.plan.replication == "arbiter":
@@ -118,31 +122,32 @@ class Case:
         return Replicated(random_replication(self.grid, home, np.random.default_rng(self.seed)))
 
     def lies_on(self, micro: int, group: int) -> tuple[int, int]:
-        """Return the shape of a group's batch without dim: (sequences, length)."""
+        """Return the shape of a group's micro-batch without dim: (sequences, length)."""
         return self.sequences, self.lengths[micro][group]
 
 
 def slow_policy(replication: str) -> AbstractReplicationPolicy | None:
-    """Return a policy with the costs of a machine that computes so slowly that every copy is worth its expert's weights."""
+    """Return a policy for a machine that computes so slowly that sending an expert's weights pays even for a single copy."""
     costs = ReplicationCosts(machine=Machine(tflops=1e-9))
     return REPLICATION_POLICIES[replication](costs) if replication in REPLICATION_POLICIES else None
 
 
 @dataclass
 class Refusals:
-    """How many plans were drawn and then refused as illegal."""
+    """Counts the plans that were drawn and then refused as illegal."""
 
     count: int = 0
 
 
 def draw_case(seed: int, refusals: Refusals | None = None, *, world: int | None = None) -> Case:
-    """Draw the case of a seed. Plans that do not fit are drawn again: `compile_plan` says which. So are plans with a codec that
-    is not installed.
+    """Draw a case from a seed.
+
+    Plans that `compile_plan` refuses on the mesh are drawn again, as are plans with a codec that is not installed.
 
     Args:
-        seed: the same seed gives the same case, on any machine on which the same codecs are installed.
+        seed: the same seed gives the same case on any machine on which the same codecs are installed.
         refusals: counts the plans that were refused.
-        world: ranks; None to draw them too.
+        world: number of ranks; None to draw it too.
     """
     rng = random.Random(seed)
     size = rng.choice([1, 2, 2, 2, 4, 4, 4, 8])
@@ -163,19 +168,19 @@ def draw_case(seed: int, refusals: Refusals | None = None, *, world: int | None 
 
 
 def _soon_ordered(plan: Plan) -> Plan:
-    """Return a plan that fits where this one does, since every order fits, without a search for its order."""
+    """Return the plan with order "early": legal on the same meshes, since every order is, but compiled without a search."""
     return replace(plan, order="early")
 
 
 def _with_levels(rng: random.Random, grid: Grid, plan: Plan) -> Grid:
-    """Return a grid on which multicast mostly has two levels, for plans with multicast."""
+    """Return a grid on which a multicast usually has two levels, if the plan uses multicast; else the same grid."""
     if plan.crossing is not Crossing.MULTICAST or grid.world < 4:
         return grid
     return replace(grid, ep=grid.world, etp=1, ranks_per_node=rng.choice([1, 2, 2, 2]))
 
 
 def missing_codecs() -> list[str]:
-    """Return the codecs that are in no case here, since a package that they need is not installed."""
+    """Return the codecs that no case can use on this machine, because a package that they need is not installed."""
     missing = []
     for codec in CODECS:
         try:
@@ -186,7 +191,7 @@ def missing_codecs() -> list[str]:
 
 
 def draw_plan(rng: random.Random) -> Plan:
-    """Draw every field of a plan, whether or not they go together."""
+    """Draw every field of a plan independently; the combination may be illegal."""
     codec = rng.choice((*LOSSY, "zfp:16")) if rng.random() < 0.15 else "none"
     backward_codec = rng.choice(LOSSY) if is_coded(codec) and rng.random() < 0.3 else "none"
     return Plan(
@@ -207,7 +212,7 @@ def draw_plan(rng: random.Random) -> Plan:
 
 
 def _others(names: Any, *known: str) -> list[Any]:
-    """Return the names of a `Literal` but those that are drawn otherwise, or need what tests do not have."""
+    """Return the values of a `Literal` type without those in `known`."""
     return [name for name in get_args(names) if name not in known]
 
 
@@ -268,12 +273,12 @@ def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
 
 
 def _with_placement(rng: random.Random, case: Case) -> Case:
-    """Let samples move in some of the cases in which they can, with as many of one length on every rank."""
+    """Let samples move in some of the cases that allow it. Every rank then gets the same number of samples of one length."""
     alone = not looks_across_tokens(case.router) and not draws_noise(case.router)
     if not alone or case.grid.world == 1 or rng.random() > 0.4:
         return case
     plan = replace(case.plan, codec="none", backward_codec="none")
-    if rng.random() < 0.5:  # most plans bring results home first: half of the cases are such that need not
+    if rng.random() < 0.5:  # most plans return results home first; half of the cases get a plan that need not
         plan = replace(plan, schedule="s1", replication="none", gather_weights=None, all_to_all=plan.link)
     elif not (plan.replicates or case.capacity.is_padded) and rng.random() < 0.3:
         plan = replace(plan, replication="arbiter")
@@ -292,21 +297,21 @@ def _with_placement(rng: random.Random, case: Case) -> Case:
 
 
 def _with_budget(rng: random.Random, case: Case) -> Case:
-    """Let some of the cases hold a budget, counted in rows here, so small that most of them run in slices, spill, or both."""
+    """Give some of the cases a memory budget, in rows, so small that most of them run in slices, spill, or both."""
     if case.capacity.is_padded or rng.random() > 0.2:
         return case
     return replace(case, plan=replace(case.plan, memory_budget=rng.choice([1, 2, 3, 5, 8, 12])))
 
 
 def _with_moves(rng: random.Random, case: Case) -> Case:
-    """Let policies decide in some of the cases that replicate, and experts change places in some of those that split them."""
+    """Let the plan's policy decide in some of the cases that replicate, and move experts in some of those with ep above 1."""
     share = {"none": 0.0, "shadow": 0.5, "arbiter": 0.5}.get(case.plan.replication, 1.0)
     splits = case.grid.ep > 1
     return replace(case, by_policy=rng.random() < share, experts_move=splits and rng.random() < 0.25)
 
 
 def draw_top_k(rng: random.Random, router: str, num_experts: int) -> int:
-    """Draw experts per token: the fewest that the router trains with, a few, or the most."""
+    """Draw top_k: the smallest with which the router can train, one of the four smallest, or the largest."""
     fitting = fitting_top_k(router, num_experts)
     return rng.choice([fitting[0], rng.choice(fitting[:4]), fitting[-1]])
 
@@ -330,10 +335,14 @@ def _draw_losses(rng: random.Random) -> tuple[AbstractLoss, ...]:
 
 
 def random_replication(grid: Grid, home: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return copies replicated from anywhere to anywhere, (world, num_experts, ep) int64; more than there are, perhaps.
+    """Return a random number of replicated copies per (rank, expert, helper), (world, num_experts, ep) int64.
+
+    The numbers may exceed the copies that exist; see `as_far_as_there_are`.
 
     Args:
+        grid: the mesh.
         home: (num_experts,) the place of ep that stores each expert.
+        rng: draws the numbers.
     """
     replicated: np.ndarray = rng.integers(0, 4, size=(grid.world, len(home), grid.ep))
     replicated *= rng.random(replicated.shape) < rng.choice([0.1, 0.5, 1.0])
@@ -342,7 +351,7 @@ def random_replication(grid: Grid, home: np.ndarray, rng: np.random.Generator) -
 
 
 def as_far_as_there_are(load: CallLoad, replicated: np.ndarray) -> np.ndarray:
-    """Return a table cut to the copies that there are, helpers in their order."""
+    """Return the table limited to the copies that exist, earlier helpers first."""
     before = np.cumsum(replicated, axis=2) - replicated
     cut: np.ndarray = np.minimum(replicated, np.maximum(load.copies[:, :, None] - before, 0))
     return cut
@@ -350,25 +359,25 @@ def as_far_as_there_are(load: CallLoad, replicated: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class AnyOption(Arbiter):
-    """Draws an option for every call, the same on all ranks."""
+    """An arbiter that chooses a random option for every call, the same on all ranks."""
 
     seed: int
-    """Of what is drawn."""
+    """Seed of the choices."""
 
     def start(self, plan: PolicyPlan, plans: Sequence[PolicyPlan]) -> Arbitration:
-        """Return what draws for one layer."""
+        """Return the object that chooses for one layer."""
         return _Drawing(self, plan, plans)
 
 
 class _Drawing(Arbitration):
-    """Draws by the number of the call."""
+    """Chooses a random option for each call of one layer, seeded by the call's number."""
 
     settings: AnyOption
     goes_by_times = False
     _calls = 0
 
     def choose(self, load: CallLoad) -> CallDecision:
-        """Return what is drawn for a call."""
+        """Return a random decision for a call."""
         rng = np.random.default_rng((self.settings.seed, self._calls))
         self._calls += 1
         program = int(rng.integers(len(self.plans)))
@@ -392,11 +401,11 @@ DIM = 4
 
 
 def small_router(name: str, num_experts: int, top_k: int) -> RouterFactory:
-    """Return what builds a router of that name, with options that suit few tokens and experts where the usual ones do not.
+    """Return a factory for the router `name`, with options that suit few tokens and experts if the defaults do not.
 
     Args:
-        name: in `ROUTERS`.
-        num_experts: of the layer.
+        name: key of `ROUTERS`.
+        num_experts: number of experts of the layer.
         top_k: experts per token.
     """
     top_groups = 2 if top_k > num_experts // 2 else 1
@@ -411,7 +420,7 @@ def small_router(name: str, num_experts: int, top_k: int) -> RouterFactory:
 
 @lru_cache(maxsize=1024)
 def fitting_top_k(name: str, num_experts: int) -> tuple[int, ...]:
-    """Return the numbers of experts per token that a router trains with, ascending; none where it cannot be built."""
+    """Return every top_k with which a router can train, ascending; empty if no such router can be built."""
     found = []
     with torch.random.fork_rng(devices=[]):
         for top_k in range(1, num_experts + 1):
@@ -425,7 +434,7 @@ def fitting_top_k(name: str, num_experts: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def looks_across_tokens(name: str) -> bool:
-    """Whether a router's choice for a token depends, in training, on which other tokens its rank has."""
+    """Whether a router's choice for a token depends, in training, on the rank's other tokens."""
     return _trained(name)[0]
 
 

@@ -1,7 +1,7 @@
-"""What a case that fails looks like: which gradients are off by which factor, and which axis of the mesh that factor is.
+"""Diagnoses a failing case: which gradients are off by which factor, and which axis of the mesh explains the factor.
 
-Router and input gradients are sums of what comes from the outputs and from every auxiliary loss; each of these parts gets a
-factor of its own. The case runs again on other meshes to tell axes of the same size apart.
+Router and input gradients are sums of the gradients of the outputs and of every auxiliary loss. A factor is fitted for each of
+these parts. The case also runs on other meshes, to distinguish axes of the same size.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NAMES = {
     "router state": "router states",
     "tensor group agrees": "values of the ranks of a tensor group",
 }
-"""A quantity that errors are reported for, in the plural."""
+"""Quantity -> its name in the plural, for findings."""
 LOSSES = "the auxiliary losses"
 NO_FACTOR = "wrong by no single factor: values are missing, mixed up or of another shape"
 ELSEWHERE = "wrong by no single factor: they are the right values in other places"
@@ -48,23 +48,23 @@ OTHER_SIZES = (
     (1, 4, 1),
     (1, 2, 1),
 )
-"""(tp, ep, etp) of meshes that a case runs on again, besides those with its own sizes."""
+"""(tp, ep, etp) of further meshes on which a case is run, besides those made from its own sizes."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong with a case."""
+    """One quantity that is wrong with a case, and why."""
 
     what: str
-    """In the plural: "expert gradients"."""
+    """Name of the quantity in the plural, such as "expert gradients"."""
     cause: Cause | None
-    """None where no single factor explains it."""
+    """None if no single factor explains the error."""
     hint: str = NO_FACTOR
-    """What is said then."""
+    """Description of the error if there is no cause."""
 
     @property
     def factor(self) -> str:
-        """What the factor is, such as "ep" or "1/dp"; empty where nothing explains it."""
+        """The factor as a product, such as "ep" or "1/dp"; empty if nothing explains it."""
         if self.cause is None:
             return ""
         return str(self.cause.products[0]) if self.cause.products else "0" if self.cause.times == MISSING else ""
@@ -75,7 +75,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is wrong with a case."""
+    """The errors of a case and their explanations."""
 
     wrong: Errors
     """The errors that are too large; empty for a case that passes."""
@@ -83,11 +83,12 @@ class Diagnosis:
 
 
 def diagnose(case: Case, run: Callable[[Case], Ran], others: Sequence[Case] | None = None) -> Diagnosis:
-    """Say what is wrong with a case.
+    """Run a case, and similar cases on other meshes, and explain its errors.
 
     Args:
-        run: runs it or a case like it, with whatever makes it fail.
-        others: cases like it on other meshes; None for `relatives(case)`.
+        case: the failing case.
+        run: runs the case or a similar one, with the same bug.
+        others: similar cases on other meshes; None for `relatives(case)`.
     """
     found: list[Ran] = []
 
@@ -102,7 +103,7 @@ def diagnose(case: Case, run: Callable[[Case], Ran], others: Sequence[Case] | No
 
 
 def sizes_of(case: Case) -> CallSizes:
-    """Return what a factor of a case may be made of."""
+    """Return the sizes of a case of which a wrong factor may be a product, by name."""
     return axes_of(case.grid) | {
         "top_k": case.top_k,
         "num_experts": case.num_experts,
@@ -112,7 +113,10 @@ def sizes_of(case: Case) -> CallSizes:
 
 
 def factors_of(ran: Ran) -> dict[str, float | None]:
-    """Return the factor of every quantity of a case, and of the parts that it is the sum of; those unknown left out."""
+    """Return the factor of every quantity of a case, and of each part of which a quantity is the sum.
+
+    Quantities whose expected values are all zero are left out, since they have no factor.
+    """
     tolerance = max(ran.case.tolerance, 1e-9)
     pairs = _by_quantity(ran)
     found: dict[str, float | None] = {}
@@ -135,7 +139,7 @@ def factors_of(ran: Ran) -> dict[str, float | None]:
 
 
 def relatives(case: Case) -> Iterator[Case]:
-    """Yield cases like a case: on other meshes, with other numbers of experts, choices, chunks and micro-batches."""
+    """Yield variants of a case with other meshes, and with other numbers of experts, choices, chunks and micro-batches."""
     tp, ep, etp = case.grid.tp, case.grid.ep, case.grid.etp
     own = ((tp, ep, etp), (1, ep, etp), (tp, 1, etp), (tp, ep, 1), (tp, 2 * ep, 1), (2 * tp, ep, etp))
     seen = {case}
@@ -156,7 +160,7 @@ def relatives(case: Case) -> Iterator[Case]:
 
 
 def _on_mesh(case: Case, world: int, tp: int, ep: int, etp: int) -> Case | None:
-    """Return a case on a mesh, its experts per rank and its nodes kept; None if it does not fit."""
+    """Return the case on another mesh, with the same numbers of nodes and of experts per rank; None if it does not fit."""
     nodes = case.grid.world // (case.grid.ranks_per_node or case.grid.world)
     if world % nodes:
         return None
@@ -175,7 +179,7 @@ def _on_mesh(case: Case, world: int, tp: int, ep: int, etp: int) -> Case | None:
 
 
 def _fits(case: Case) -> bool:
-    """Whether a case is one that `draw_case` may draw, where it differs from one that it drew."""
+    """Whether `draw_case` could draw this variant of a case that it drew."""
     grid = case.grid
     if looks_across_tokens(case.router) and (grid.dp > 1 or (case.plan.program.routes_slices and grid.tp > 1)):
         return False
@@ -197,7 +201,7 @@ def _by_quantity(ran: Ran) -> dict[str, list[Pair]]:
 
 
 def _joined(pairs: Sequence[Pair]) -> tuple[Tensor, list[Tensor]] | None:
-    """Return all values of pairs, (n,) each; None where a shape is wrong."""
+    """Return all actual values (n,) and a list with all expected values (n,); None if a shape is wrong."""
     actual, expected = [], []
     for pair in pairs:
         like = pair.expected if pair.expected is not None else pair.actual
@@ -216,7 +220,10 @@ def _take(
     values: tuple[Tensor, list[Tensor]] | None,
     tolerance: float,
 ) -> bool:
-    """Note the factors of parts; returns whether there are any. Parts that are zero have none that can be known."""
+    """Fit the factors of parts, store them in `found` under `names`, and return whether factors fit.
+
+    Parts that are zero are left out, since their factors cannot be known.
+    """
     if values is None:
         found.update(dict.fromkeys(names))
         return False
@@ -233,7 +240,7 @@ def _take(
 def _split(
     found: dict[str, float | None], name: str, pairs: Sequence[Pair], by_pair: list[dict[str, Tensor]], tolerance: float
 ) -> None:
-    """Note the factors of what a gradient is the sum of: with all auxiliary losses as one part, else each by itself."""
+    """Store in `found` the factors of a gradient's parts, with all auxiliary losses as one part or, if none fit, separately."""
     joined = _joined(pairs)
     if joined is None or sum(part.numel() for parts in by_pair for part in list(parts.values())[:1]) != len(joined[0]):
         return
@@ -264,7 +271,7 @@ def _input_parts(ran: Ran, parts: Parts) -> list[dict[str, Tensor]]:
 
 
 def _norm_factors(ran: Ran) -> dict[str, float | None]:
-    """Return by which factor the norm's square is off, or one of its two parts if the other is right."""
+    """Return the factors of the squared norm, and of each of its two parts under the assumption that the other is right."""
     norm = ran.results[0].norm
     if norm is None:
         return {}
@@ -280,9 +287,9 @@ def _norm_factors(ran: Ran) -> dict[str, float | None]:
 
 
 def _findings(quantity: str, factors: Factors, causes: dict[str, Cause], ran: Ran) -> list[Finding]:
-    """Return what to say about a quantity that is wrong: of the whole if it has one factor, else of its parts."""
+    """Return the findings for a wrong quantity: one for the whole if it has a single factor, else one for each part."""
     whole = NAMES[quantity]
-    if quantity == "gradient norm":  # its parts each suppose that the other is right: one with an explanation is
+    if quantity == "gradient norm":  # take a part whose factor is explained
         found = [Finding(name, cause) for name, cause in causes.items() if name.startswith(whole)]
         return [finding for finding in found if finding.factor][:1] or [Finding(whole, None)]
     if factors.get(whole) is not None:
@@ -313,7 +320,7 @@ def _is_wrong(pair: Pair, tolerance: float) -> bool:
 
 
 def _are_elsewhere(pairs: Sequence[Pair]) -> bool:
-    """Whether the values are the right ones but for their places."""
+    """Whether the actual values are a permutation of the expected ones."""
     joined = _joined(pairs) if pairs else None
     if joined is None:
         return False

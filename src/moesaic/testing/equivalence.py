@@ -1,9 +1,14 @@
-"""Every plan computes what the plain layer computes: one case on all its ranks, compared with what it must give.
+"""Runs one case on all its ranks and compares the results with the dense reference: no plan may change what a layer computes.
 
-A case runs forward and backward, once or over several micro-batches, then averages gradients and finishes the step, as
-training does. Compared are outputs, auxiliary losses, counts, gradients of the input, the router, every expert and the
-shared expert, the router's state after the step, a forward-only pass, and whether ranks agree that must. Where samples change
-home, or experts their place, they come back to be compared.
+A case runs forward and backward over one or more micro-batches, then averages gradients and finishes the step, as training
+does. Compared are:
+
+- outputs, auxiliary losses, counts and the output of a forward-only pass;
+- gradients of the input, the router, every expert and the shared expert;
+- the router's state after the step;
+- the ranks of a tensor-parallel group with each other, bit for bit.
+
+Samples or experts that a case moves are returned home before they are compared.
 """
 
 from __future__ import annotations
@@ -41,7 +46,7 @@ from moesaic.testing.workload import CaseData, GroupBatch, draw_workload
 
 
 def relocator_of(case: Case, mesh: Mesh) -> Relocator | None:
-    """Return what moves a case's samples; None where they stay."""
+    """Return the relocator that moves a case's samples; None if they stay."""
     if case.placement == "none":
         return None
     return Relocator(mesh, _placer(case), ends_home=False)
@@ -50,14 +55,14 @@ def relocator_of(case: Case, mesh: Mesh) -> Relocator | None:
 def call_placed(
     relocator: Relocator | None, layer: MoE, x: Any, *, recompute: bool = False, **options: Any
 ) -> tuple[Any, Routing]:
-    """Return (y, routing) of a call, y of the samples of x wherever they went meanwhile.
+    """Call the layer and return (y, routing), with y for the samples of `x` even if they were moved in between.
 
     Args:
-        relocator: moves samples; None for none.
+        relocator: moves samples; None to leave them.
         layer: the layer.
         x: (sequences, length, dim).
-        recompute: keep no activations.
-        **options: of the call.
+        recompute: run under activation checkpointing.
+        **options: options of the layer's call.
     """
     module = layer if relocator is None else MovingMoE(layer)
     run = partial(checkpoint, module) if recompute else module
@@ -70,21 +75,24 @@ def call_placed(
 
 
 def expert_placement_of(layer: MoE, mesh: Mesh) -> ExpertPlacement:
-    """Return what moves a layer's experts between steps; their weights and gradients are all that there is to move.
+    """Return an `ExpertPlacement` that moves a layer's experts between steps. It moves weights and gradients only.
 
     Args:
-        layer: on the mesh.
-        mesh: with ep above 1.
+        layer: the layer, on the mesh.
+        mesh: must have ep above 1.
     """
     return ExpertPlacement([layer], mesh, torch.optim.SGD(layer.experts.parameters(), lr=0.1), every=1)
 
 
 def place_anew(case: Case, layer: MoE, mesh: Mesh) -> Callable[[], None]:
-    """Put a case's experts into a random order, if they move in it; returns what takes them home, gradients with them.
+    """Put the experts into a random order if the case moves them, and return a function that moves them home.
+
+    That function moves the gradients too. All ranks call both together.
 
     Args:
-        layer: its layer, on the mesh, before its first call.
-        mesh: all ranks enter and leave together.
+        case: the case.
+        layer: the case's layer, on the mesh, before its first call.
+        mesh: the mesh.
     """
     if not case.experts_move:
         return lambda: None
@@ -98,7 +106,7 @@ def place_anew(case: Case, layer: MoE, mesh: Mesh) -> Callable[[], None]:
 
 
 def random_homes(grid: Grid, slots: int, rng: np.random.Generator) -> Homes:
-    """Return a placement in which samples are anywhere within their copy of the experts."""
+    """Return a random placement of samples in which each stays within the ranks of its replica of the experts."""
     rank = np.repeat(np.arange(grid.world), slots)
     for replica in {grid.group(each, ("ep", "etp")) for each in range(grid.world)}:
         members = np.flatnonzero(np.isin(rank, replica))
@@ -115,18 +123,18 @@ def _placer(case: Case) -> AbstractPlacer:
 
 
 Errors = dict[str, float]
-"""Quantity to the largest error on any rank, relative to the largest expected value; infinite where shapes differ."""
+"""Quantity -> the largest error on any rank, relative to the largest expected value; infinite if shapes differ."""
 Norm = Callable[[MoE, Mesh], float]
-"""The norm of the gradients of a layer that is spread over a mesh."""
+"""Computes the norm of the gradients of a layer that is spread over a mesh."""
 Change = Callable[[Compiled], Compiled]
-"""A bug to plant into what runs."""
+"""Plants a bug into a compiled plan."""
 Patch = Callable[[], AbstractContextManager[object]]
-"""A bug to plant while it is entered."""
+"""Returns a context inside which a bug is planted."""
 
 
 @dataclass
 class RankResult:
-    """What one rank of a case has at the end."""
+    """Results of one rank of a case."""
 
     outputs: list[Tensor] = field(default_factory=list)
     input_gradients: list[Tensor] = field(default_factory=list)
@@ -137,14 +145,14 @@ class RankResult:
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     step_counts: list[int] = field(default_factory=list)
-    """Copies per expert of the whole step, which the router adapts to."""
+    """Copies per expert over the whole step, from which the router adapts its biases."""
     norm: float | None = None
-    """Of all gradients; None where nothing computed it."""
+    """Norm of all gradients; None if it was not computed."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """A case that ran, with what it must give."""
+    """A case that ran: its results and the expected ones."""
 
     case: Case
     work: CaseData
@@ -160,30 +168,30 @@ class Ran:
 
 @dataclass(frozen=True)
 class Pair:
-    """One value of one rank beside what it must be."""
+    """One value of one rank, with the expected value."""
 
     quantity: str
-    """Among those that errors are reported for."""
+    """The quantity under which its error is reported, such as "expert gradient"."""
     name: str
-    """Which of them: the name of a parameter or of a loss, the number of a micro-batch; empty where there is one."""
+    """Which value of the quantity: a parameter, a loss or the number of a micro-batch; empty if there is only one."""
     actual: Tensor | None
     """None stands for zeros."""
     expected: Tensor | None
-    """Likewise."""
+    """None stands for zeros."""
 
 
 def run_case(case: Case, change: Change | None = None, patch: Patch = nullcontext) -> Errors:
-    """Run a case on loopback and compare it; see `ran_case`."""
+    """Run a case on loopback and return its errors; see `ran_case`."""
     return ran_case(case, change, patch).errors
 
 
 def ran_case(case: Case, change: Change | None = None, patch: Patch = nullcontext) -> Ran:
-    """Run a case on loopback.
+    """Run a case on loopback and compute the expected results.
 
     Args:
-        case: what to run.
+        case: the case.
         change: applied to the compiled plan before it runs, to plant a bug.
-        patch: entered while it runs, to plant a bug elsewhere.
+        patch: a context that is entered while the case runs, to plant a bug elsewhere.
     """
     work = draw_workload(case)
     expected = expect(case, work)
@@ -204,12 +212,14 @@ def compile_case(case: Case, change: Change | None = None) -> Compiled:
 
 
 def run_rank(case: Case, work: CaseData, compiled: Compiled, mesh: Mesh, norm: Norm | None = None) -> RankResult:
-    """Run one rank's part of a case: a step of training. All ranks call it together.
+    """Run one rank's part of a case, which is one step of training. All ranks call it together.
 
     Args:
-        work: its layer and tokens.
-        compiled: its plan.
-        norm: computes the norm of all gradients, where there is something that can.
+        case: the case.
+        work: the case's layer and tokens.
+        compiled: the case's compiled plan.
+        mesh: this rank's mesh.
+        norm: computes the norm of all gradients; None to leave it out.
     """
     layer, result = work.fresh_layer(), RankResult()
     layer.parallelize(mesh, compiled, case.policy)
@@ -246,12 +256,12 @@ def compare(case: Case, work: CaseData, expected: Expected, results: list[RankRe
 
 
 def failures(case: Case, errors: Errors) -> Errors:
-    """Return the errors that are too large; NaN is."""
+    """Return the errors that exceed the case's tolerance, or are NaN."""
     return {quantity: error for quantity, error in errors.items() if not error <= case.tolerance}
 
 
 def relative(actual: Tensor | None, expected: Tensor | None) -> float:
-    """Return the largest difference over the largest expected value (over 1 if that is less); None stands for zeros."""
+    """Return the largest difference divided by the largest expected value, or by 1 if that is less. None stands for zeros."""
     if actual is None or expected is None:
         present = next((value for value in (actual, expected) if value is not None), None)
         return 0.0 if present is None or not present.numel() else float(present.abs().max())
@@ -296,7 +306,7 @@ def _local(gradient: Tensor | None) -> Tensor | None:
 
 
 def pairs_of(case: Case, work: CaseData, expected: Expected, rank: int, result: RankResult) -> Iterator[Pair]:
-    """Yield every quantity of one rank beside what it must be."""
+    """Yield every value of one rank with its expected value."""
     group = case.grid.coordinate(rank, "dp")
     for micro in range(len(work.shares)):
         number = str(micro)
@@ -333,7 +343,7 @@ def _counts(actual: list[int], expected: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def _error(pair: Pair) -> float:
-    """Return the error of a value; of counts, whether any differs."""
+    """Return the error of a value; for counts, 1 if any differs and 0 otherwise."""
     if pair.quantity == "counts":
         assert pair.actual is not None
         assert pair.expected is not None
@@ -342,7 +352,7 @@ def _error(pair: Pair) -> float:
 
 
 def _difference(first: RankResult, other: RankResult) -> float:
-    """Return the largest difference between ranks of a tensor group, which must have the same bits."""
+    """Return 1 if two ranks of a tensor-parallel group differ in any bit of their results, else 0."""
     pairs: list[tuple[Tensor | None, Tensor]] = [
         *zip(first.outputs, other.outputs),
         *zip(first.input_gradients, other.input_gradients),
@@ -356,15 +366,15 @@ def _difference(first: RankResult, other: RankResult) -> float:
 
 
 class RowsBudget(MemoryBudget):
-    """A budget that is given as rows at a rank's experts: random cases know no bytes."""
+    """A memory budget given as a number of rows at a rank's experts, since random cases cannot choose sensible bytes."""
 
     def budget(self, call: CountedCall) -> int:
-        """Return what slices of so many rows hold."""
+        """Return the bytes that slices of that many rows hold."""
         return self.bytes_of_rows(super().budget(call), call)
 
 
 def budget_by_rows(layer: MoE) -> None:
-    """Let a layer on a mesh take the bytes of its plan's memory budget for rows at a rank's experts."""
+    """Make a layer on a mesh read its plan's memory budget as a number of rows at a rank's experts, not as bytes."""
     assert layer.on_mesh is not None
     calls = layer.on_mesh.calls
     if isinstance(calls, BalancedCalls):

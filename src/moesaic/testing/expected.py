@@ -1,12 +1,12 @@
-"""What a case must give: the plain layer on all groups' tokens together, dense and in float64, with no mesh in it.
+"""Computes the expected results of a case: the dense float64 layer on the tokens of all groups together, without a mesh.
 
     total = sum over micro-batches of share * (mean over groups of sum(y * dy) + auxiliary loss over all tokens)
 
-`reference.py` computes it, asked about the whole batch.
+`reference.py` does the computation, for the whole batch.
 
-Under a codec rows are coded where the rank that they come from is not the rank of the shard that they go to. Straight through:
-the backward pass takes the codec for the identity, and codes the gradients that travel if the plan says so. Exact for s1 and
-s2 and for codecs that treat each row by itself.
+With a codec, a row is encoded if its origin rank is not the rank of the shard that it is sent to. The backward pass treats the
+codec as the identity (straight-through); the gradients that are sent are encoded if the plan has a backward codec. This is
+exact for the schedules s1 and s2, and for codecs that treat each row by itself.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from moesaic.testing.workload import CaseData, GroupBatch
 
 @dataclass(frozen=True)
 class Travel:
-    """Which rank each copy starts from, and where each expert's shards live."""
+    """The rank from which each copy is sent, and the ranks that store each expert's shards."""
 
     case: Case
     origin: dict[tuple[int, int], int]
-    """(token, expert) to rank."""
+    """(token, expert) -> the rank that sends this copy."""
 
     @classmethod
     def of(cls, case: Case, copies: list[tuple[int, int]], tokens: list[int]) -> Travel:
-        """Find the origins of the copies that are sent.
+        """Compute the origins of the copies.
 
         Args:
-            case: its schedule delivers at once, as s1 and s2 do.
-            copies: (token, expert) in the order in which the router chose them; tokens count over all groups.
-            tokens: of each group.
+            case: must have a schedule that delivers at once, as s1 and s2 do.
+            copies: (token, expert) in the order in which the router chose them; tokens are numbered across all groups.
+            tokens: number of tokens of each group.
         """
         grid, origin, slices = case.grid, {}, case.plan.program.routes_slices
         for group, count in enumerate(tokens):
@@ -58,7 +58,7 @@ class Travel:
         return cls(case, origin)
 
     def target(self, origin: int, expert: int, shard: int) -> int:
-        """Return the rank of a shard, in the origin's copy of the experts."""
+        """Return the rank that stores a shard of `expert`, in the origin rank's replica of the experts."""
         grid = self.case.grid
         home = expert // (self.case.num_experts // grid.ep)
         peers = grid.group(origin, ("ep", "etp"))
@@ -66,7 +66,7 @@ class Travel:
 
 
 def coded_output(twin: MoE, x_TD: Tensor, sent: Sequence[Copy], travel: Travel) -> Tensor:
-    """Return the sum of every copy's results, coded on their ways, (tokens, dim)."""
+    """Return each token's sum of its copies' results, (tokens, dim), with the codec applied to all rows that cross ranks."""
     plan, shards, rows = travel.case.plan, travel.case.grid.etp, []
     for token, expert, _, weight in sent:
         origin, row = travel.origin[(token, expert)], x_TD[token]
@@ -81,7 +81,7 @@ def coded_output(twin: MoE, x_TD: Tensor, sent: Sequence[Copy], travel: Travel) 
 
 
 def _shard_output(twin: MoE, expert: int, shard: int, shards: int, row: Tensor, weight: Tensor) -> Tensor:
-    """Return one shard's part of an expert's weighted result, (dim,)."""
+    """Return one shard's summand of an expert's weighted result, (dim,)."""
     experts = twin.experts
     assert isinstance(experts, (GatedExperts, PlainExperts)), "the codec is followed through built-in experts only"
     if twin.apply_weight == "before":
@@ -99,7 +99,7 @@ def _shard_output(twin: MoE, expert: int, shard: int, shards: int, row: Tensor, 
 
 
 class _Coded(torch.autograd.Function):
-    """There and back through a codec; backward the same for the gradient, with its own codec."""
+    """Encodes and decodes a row. The backward pass encodes and decodes the gradient with the backward codec."""
 
     @staticmethod
     def forward(ctx: Any, row: Tensor, codec: str, backward_codec: str) -> Tensor:
@@ -119,40 +119,40 @@ def _there_and_back(row: Tensor, name: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Expected:
-    """The right values; float64."""
+    """The expected values, in float64."""
 
     outputs: list[list[Tensor]]
-    """By micro-batch, then by group: y."""
+    """Outputs, by micro-batch, then by group."""
     input_gradients: list[list[Tensor]]
-    """Likewise: what a rank's own backward pass gives, dp times the gradient of the total."""
+    """By micro-batch, then by group: the gradient of a rank's own backward pass, dp times the gradient of the total."""
     gradients: dict[str, Tensor | None]
-    """By the name of a parameter of the whole layer."""
+    """Gradients, by parameter name of the complete layer."""
     losses: list[dict[str, Tensor]]
-    """By micro-batch: every auxiliary loss over all groups' tokens, before its coefficient."""
+    """By micro-batch, then by name: each auxiliary loss over all groups' tokens, before its coefficient."""
     requested: list[list[int]]
     """By micro-batch: copies per expert before capacity."""
     sent: list[list[int]]
-    """By micro-batch: copies per expert after it."""
+    """By micro-batch: copies per expert after capacity."""
     evaluated: list[Tensor] | None
-    """By group: y of the last micro-batch's tokens in evaluation."""
+    """By group: the output in evaluation for the first micro-batch's tokens; None if the case does not evaluate."""
     buffers: dict[str, Tensor]
     """The router's buffers after `finish_step`."""
     norm: float
-    """Of all gradients together."""
+    """Norm of all gradients together."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The gradients of the router and of the input, split into what they come from; each sums to the whole gradient."""
+    """The gradients of the router and of the input, split by their sources; the parts sum to the whole gradient."""
 
     router: dict[str, dict[str, Tensor]]
-    """By the name of a parameter, then by source: "the outputs" or an auxiliary loss."""
+    """By parameter name, then by source: "the outputs" or an auxiliary loss."""
     inputs: list[list[dict[str, Tensor]]]
     """By micro-batch, group and source: "the experts", "the routing weights", "the shared expert" or an auxiliary loss."""
 
 
 def expect(case: Case, work: CaseData) -> Expected:
-    """Compute what a case must give."""
+    """Compute the expected results of a case."""
     twin = in_float64(work.layer)
     leaves = [[batch.x.detach().double().clone().requires_grad_() for batch in of_groups] for of_groups in work.batches]
     total, passes, evaluated = torch.zeros((), dtype=torch.float64), [], None
@@ -184,7 +184,10 @@ def expect(case: Case, work: CaseData) -> Expected:
 
 
 def expect_parts(case: Case, work: CaseData) -> Parts:
-    """Compute what the gradients of a case must come from: the tokens are three leaves, one for each use of them."""
+    """Compute the expected gradients of a case, split by source.
+
+    The tokens enter the layer as three separate leaves: for the router, the experts and the shared expert.
+    """
     twin = in_float64(work.layer)
     weights = {name: p for name, p in twin.named_parameters() if name.startswith("router")}
     router: dict[str, dict[str, Tensor]] = {name: {} for name in weights}
@@ -227,9 +230,9 @@ def _pass(
     Args:
         twin: the layer in float64, in training or evaluation.
         xs: (sequences, length, dim) float64 per group.
-        batches: what else belongs to them.
-        to_experts: the same values, where the experts' gradients are to be told from the router's; None for `xs`.
-        to_shared: likewise for the shared expert.
+        batches: the masks, token ids and seeds that belong to `xs`.
+        to_experts: separate leaves with the values of `xs`, which receive the experts' gradient; None for `xs` themselves.
+        to_shared: separate leaves that receive the shared expert's gradient; None for `xs` themselves.
     """
     x_TD, seen_TD, common_TD = (
         torch.cat([x.flatten(0, 1) for x in (xs if way is None else way)]) for way in (xs, to_experts, to_shared)
@@ -257,7 +260,7 @@ def _pass(
 
 
 def _slices(case: Case, batches: Sequence[GroupBatch]) -> list[range]:
-    """Return the tokens that each routing rank has: groups, or under s1 their slices over tp."""
+    """Return the range of tokens that each routing rank routes: a group's tokens or, under s1, its slices over tp."""
     parts = case.grid.tp if case.plan.program.routes_slices else 1
     domains, start = [], 0
     for batch in batches:
@@ -268,7 +271,7 @@ def _slices(case: Case, batches: Sequence[GroupBatch]) -> list[range]:
 
 
 def _noise(case: Case, twin: MoE, batches: Sequence[GroupBatch]) -> Tensor | None:
-    """Return what the ranks draw: each group from its seed, under tp from a seed that its first rank draws."""
+    """Return the random numbers that the ranks' routers draw. With tp > 1, a group's first rank draws the seed for all."""
     drawn = []
     with torch.random.fork_rng(devices=[]):
         for batch in batches:
@@ -303,8 +306,8 @@ def shard_of(whole: Tensor, grid: Grid, rank: int, dim: int | None) -> Tensor:
 
     Args:
         whole: (num_experts, ...).
-        rank: whose part.
-        dim: the dimension that etp splits; None if it does not.
+        rank: the rank.
+        dim: the dimension that etp splits; None if etp splits none.
     """
     each = len(whole) // grid.ep
     part = whole[grid.coordinate(rank, "ep") * each :][:each]

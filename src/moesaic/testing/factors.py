@@ -1,8 +1,8 @@
-"""By which factor a quantity is wrong, and which sizes of the mesh that factor is made of.
+"""Finds the factor by which a quantity is wrong, and explains it as a product of mesh sizes.
 
 A wrong factor is the commonest silent bug of parallel training: no shape is wrong, no error is raised, and an optimizer such
-as AdamW hides it. One mesh rarely says which axis is meant, since several axes have the same size. So the factor is measured
-again on other meshes, chosen such that the explanations that are left differ there, until one is left.
+as AdamW hides it. One mesh rarely identifies the axis, since several axes have the same size. Therefore the factor is measured
+on further meshes, chosen so that the remaining explanations predict different factors, until one explanation remains.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from moesaic.program.grid import Grid
 
 S = TypeVar("S")
 CallSizes = Mapping[str, int]
-"""What a factor may be made of, by name: the axes of the mesh, top_k, chunks."""
+"""The sizes of which a factor may be a product, by name: the axes of the mesh, top_k, chunks."""
 Factors = Mapping[str, float | None]
-"""Quantity to the factor by which all its values are off, 1 where it is right; None where no single factor is."""
+"""Quantity -> the factor by which all its values are off: 1 if it is right, None if no single factor fits."""
 
 AXES = ("ep", "etp", "tp", "dp", "edp")
 MOST_RUNS = 8
-"""Meshes on which a factor is measured again."""
+"""Largest number of further meshes on which a factor is measured."""
 MOST_NAMED = 3
-"""Explanations that are named where no mesh tells them apart."""
+"""Largest number of explanations that are reported if no mesh distinguishes them."""
 MISSING = "missing altogether"
 CLOSE = 1e-4
-"""Relative difference of two factors that are the same."""
+"""Largest relative difference between two factors that count as equal."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Product:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The sizes that it is made of."""
+        """The names of the sizes in this product."""
         return (*self.over, *self.under)
 
     def value(self, sizes: CallSizes) -> float:
@@ -60,23 +60,23 @@ class Product:
 
 @dataclass(frozen=True)
 class Cause:
-    """What a wrong factor looks like."""
+    """A wrong factor and its explanations."""
 
     factor: float
-    """On the first mesh."""
+    """The factor on the first mesh."""
     sizes: CallSizes
-    """Of the first mesh."""
+    """The sizes of the first mesh."""
     products: tuple[Product, ...]
-    """The simplest explanation, then others that no mesh could tell from it; empty where there is none."""
+    """The simplest explanation, then others that no mesh distinguished from it; empty if there is none."""
     runs: int
-    """Meshes on which the factor was measured."""
+    """Number of meshes on which the factor was measured."""
 
     def __str__(self) -> str:
         return self.times + (f": {self.reason}" if self.reason else "")
 
     @property
     def times(self) -> str:
-        """How wrong it is, after "they are"."""
+        """Text for the size of the error, to follow "they are"."""
         if abs(self.factor) < CLOSE:
             return MISSING
         if self.factor < 0:
@@ -86,7 +86,7 @@ class Cause:
 
     @property
     def reason(self) -> str:
-        """What the factor looks like; empty where a factor of zero or below says it all."""
+        """Text for the explanation; empty if the factor is zero or negative and needs none."""
         if self.factor < CLOSE:
             return ""
         if not self.products:
@@ -110,12 +110,12 @@ def axes_of(grid: Grid) -> dict[str, int]:
 
 
 def fit(actual: Tensor, parts: Sequence[Tensor], tolerance: float) -> list[float] | None:
-    """Return the factors with which parts add up to what was found; None if none do, or they are not unique.
+    """Return the factors f with `actual` = sum of f[i] * parts[i]; None if no factors fit, or they are not unique.
 
     Args:
-        actual: (n,) what was found.
-        parts: (n,) each, whose sum it should be.
-        tolerance: on what is left, relative to the largest expected value.
+        actual: (n,) the measured values.
+        parts: (n,) each; the values should be their plain sum.
+        tolerance: largest residual that is accepted, relative to the largest value.
     """
     columns = torch.stack([part.double() for part in parts], 1)
     lengths = columns.norm(dim=0)
@@ -136,7 +136,7 @@ def is_right(factor: float | None) -> bool:
 
 
 def products(names: Sequence[str]) -> Iterator[Product]:
-    """Yield products of up to three sizes, the simplest first, none that is the same on every mesh as an earlier one."""
+    """Yield products of up to three sizes, simplest first, without those that equal an earlier one on every mesh."""
     seen = set()
     for count in (1, 2, 3):
         for num_under in range(count + 1):
@@ -149,7 +149,7 @@ def products(names: Sequence[str]) -> Iterator[Product]:
 
 
 def _on_every_mesh(over: Sequence[str], under: Sequence[str]) -> frozenset[tuple[str, int]]:
-    """Return the powers of the sizes in a product, dp written out: dp * tp = edp * ep * etp."""
+    """Return the power of each size in a product, with dp replaced by edp * ep * etp / tp."""
     powers = Counter(over)
     powers.subtract(under)
     of_dp = powers.pop("dp", 0)
@@ -161,13 +161,13 @@ def _on_every_mesh(over: Sequence[str], under: Sequence[str]) -> frozenset[tuple
 def explain(
     first: S, others: Sequence[S], sizes_of: Callable[[S], CallSizes], measure: Callable[[S], Factors]
 ) -> tuple[Factors, dict[str, Cause]]:
-    """Find what the wrong factors of a setting are made of; returns them, and a cause for each that is not 1.
+    """Explain the wrong factors of a setting. Return all its factors, and a cause for each factor that is not 1.
 
     Args:
         first: a setting, such as a mesh, on which something is wrong.
-        others: settings that it may be measured on as well.
-        sizes_of: returns a setting's sizes, the same names for each.
-        measure: runs a setting; what it raises on another than the first rules that setting out.
+        others: further settings on which the factors may be measured.
+        sizes_of: returns a setting's sizes, with the same names for every setting.
+        measure: runs a setting and returns its factors. Settings on which it raises are skipped, except the first.
     """
     found, runs, left = measure(first), 1, list(others)
     sizes = sizes_of(first)
@@ -188,15 +188,17 @@ def explain(
                 open_for[what] = _agreeing(candidates, again[what], sizes_of(setting))
     causes = {}
     for what, candidates in open_for.items():
-        named = [candidate for candidate in candidates if runs > 1 or candidate.names]  # once is not always
+        named = [candidate for candidate in candidates if runs > 1 or candidate.names]  # constants need two runs
         simplest = [candidate for candidate in named if len(candidate.names) <= max(len(named[0].names), 1)]
         causes[what] = Cause(wrong[what], sizes, tuple(simplest[:MOST_NAMED]), runs)
     return found, causes
 
 
 def _candidates(factor: float, sizes: CallSizes) -> list[Product]:
-    """Return what explains a factor on one setting, the simplest first; a whole number, or one over it, comes after single
-    sizes."""
+    """Return the products that equal a factor on one setting, simplest first.
+
+    If the factor is a whole number or the inverse of one, that constant comes after the single sizes.
+    """
     if factor < CLOSE:
         return []
     found = [p for p in products(list(sizes)) if _same(p.value(sizes), factor)]
@@ -207,7 +209,7 @@ def _candidates(factor: float, sizes: CallSizes) -> list[Product]:
 
 
 def _told_apart(open_for: Mapping[str, Sequence[Product]], sizes: CallSizes) -> int:
-    """Return how many candidates a setting tells from the simplest of their quantity."""
+    """Return how many candidates predict another factor on a setting than the simplest candidate of the same quantity."""
     return sum(not _agree(candidates[0], c, sizes) for candidates in open_for.values() for c in candidates[1:])
 
 

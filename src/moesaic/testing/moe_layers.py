@@ -1,10 +1,13 @@
-"""Anybody's whole MoE layer over ranks, black box: router, experts, auxiliary loss, capacity, and the norm of the gradient.
+"""Tests any system's complete MoE layer over ranks as a black box: router, experts, auxiliary loss, capacity, gradient norm.
 
-`routed_experts` starts behind the router; this starts before it. Every rank runs the layer on tokens of its own and
-back-propagates the sum over its own outputs. A router's gradient, summed over the ranks, must be that of all tokens, whatever
-somebody's data parallelism does to it later. An auxiliary loss may be over a rank's own tokens or over all: what it is over is
-found, with the factor that it is multiplied by. Of a capacity only the bounds are held: a row of a token that was dropped is 0,
-any other exact, and as many are kept as fit.
+`routed_experts` tests only what follows the router; this module includes the router. Every rank runs the layer on its own
+tokens and back-propagates the sum over its own outputs.
+
+- The router's gradient, summed over the ranks, must be that of all tokens. What data parallelism makes of it is not tested.
+- An auxiliary loss may be computed over a rank's own tokens or over all tokens. The test finds out which, and the factor by
+  which the loss is multiplied.
+- Under a capacity, the output row of a dropped token must be 0 and every other row exact. As many tokens must be kept as fit;
+  which of them are kept is not tested.
 
     for finding in certify_layer(make, group):  # all ranks of the group together
         print(finding)
@@ -27,51 +30,55 @@ from moesaic.testing.routed_experts import Certified, SwiGLUWeights, attempted
 
 
 class AbstractMoELayer(ABC):
-    """One rank's end of a layer under test: a softmax router without a bias, and SwiGLU experts."""
+    """One rank's part of a layer under test: a softmax router without a bias, and SwiGLU experts."""
 
     def normalizes(self, top_k: int) -> bool:
-        """Whether the routing weights of a token's experts are divided by their sum. A single one has no gradient then."""
+        """Whether a token's routing weights are divided by their sum. If so, top_k=1 leaves the router without a gradient."""
         return top_k > 1
 
     @abstractmethod
     def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output (tokens, dim) and the auxiliary loss, (); None without one. x: (tokens, dim), possibly no token."""
+        """Return the output (tokens, dim) and the auxiliary loss (), or None if the layer has no such loss.
+
+        Args:
+            x: (tokens, dim); there may be no tokens.
+        """
 
     @abstractmethod
     def gradients(self) -> tuple[Tensor, SwiGLUWeights]:
-        """Return the router's gradient (E, dim) as this rank has it, and those of this rank's experts; zeros for none."""
+        """Return this rank's gradient of the router (E, dim), and those of this rank's experts; zeros where it has none."""
 
     def norm(self) -> float | None:
-        """Return the norm of the whole gradient as the system finds it for clipping; None if that is not the layer's matter."""
+        """Return the norm of the whole gradient that the system computes for clipping; None if it computes none."""
         return None
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What one rank's end is made from."""
+    """The weights and settings from which one rank's part of the layer is made."""
 
     router: Tensor
     """(E, dim)."""
     experts: SwiGLUWeights
-    """Of all ranks; see `SwiGLUWeights.owned`."""
+    """The experts of all ranks; `SwiGLUWeights.owned` returns one rank's."""
     group: dist.ProcessGroup
     top_k: int
     capacity: float | None
-    """Each rank sends an expert at most this many times the even share of its copies; None drops nothing."""
+    """Capacity factor: each rank sends an expert at most this many times the even share of its copies. None drops nothing."""
 
 
 MakeLayer = Callable[[Asked], AbstractMoELayer | None]
-"""Makes one rank's end, the same on all; None where the system has no such capacity."""
+"""Makes one rank's part of the layer; all ranks ask for the same. Returns None if the system has no such capacity."""
 
 
 @dataclass(frozen=True)
 class LayerSituation:
-    """Tokens that some layers do not survive."""
+    """Numbers of tokens, and router settings, with which some layers fail."""
 
     name: str
     says: str
     tokens: tuple[int, ...]
-    """Per rank in turn, repeated as needed."""
+    """Number of tokens of each rank in turn, repeated as needed."""
     top_k: int = 2
     capacity: float | None = None
 
@@ -83,23 +90,23 @@ LAYER_SITUATIONS = (
     LayerSituation("empty rank", "a rank holds no token", (8, 0, 5, 3)),
     LayerSituation("capacity", "copies beyond a rank's even share are dropped; one expert per token", (16,), 1, 1.0),
 )
-"""What `certify_layer` tries."""
+"""The situations that `certify_layer` tries by default."""
 DIM, HIDDEN, EXPERTS = 16, 24, 8
 
 
 def certify_layer(
     make: MakeLayer, group: dist.ProcessGroup | None = None, *, situations: Sequence[LayerSituation] = LAYER_SITUATIONS
 ) -> list[Certified]:
-    """Run somebody's layer in every situation and compare with a dense one in float64; the same on every rank.
+    """Run a layer in every situation and compare it with a dense one in float64. Returns the same on every rank.
 
     Args:
-        make: makes one rank's end; called twice per situation.
-        group: the ranks that share the experts; None for all. Their number divides 8.
-        situations: to try.
+        make: makes one rank's part of the layer; called twice per situation.
+        group: the ranks that share the experts; None for all. Their number must divide 8.
+        situations: the situations to try.
 
     Returns:
-        per situation and quantity what was found; nothing for a capacity that the system does not have. After a situation that
-        not all ranks passed alike, the rest is left out.
+        a finding per situation and quantity. Situations with a capacity that the system does not have are skipped. If some
+        ranks fail in a situation while others succeed, the remaining situations are not run.
     """
     group = group or dist.group.WORLD
     assert group is not None, "start a process group first"
@@ -125,12 +132,12 @@ def certify_layer(
 
 
 _Errors = dict[str, tuple[float, float | None]]
-"""Quantity to its error and the factor that explains it."""
+"""Quantity -> (its error, the single factor that explains the error or None)."""
 
 
 @dataclass(frozen=True)
 class _Ran:
-    """What a rank has after a situation."""
+    """Results of one rank in one situation."""
 
     normalizes: bool
     y: Tensor
@@ -139,7 +146,7 @@ class _Ran:
     experts: SwiGLUWeights
     norm: float | None
     auxiliary: tuple[Tensor, Tensor] | None
-    """The loss, and the gradient of the router by it alone."""
+    """The auxiliary loss, and the router's gradient of that loss alone."""
 
 
 def _run(make: MakeLayer, asked: Asked, tokens: Tensor, dy: Tensor) -> _Ran | None:
@@ -161,7 +168,7 @@ def _run(make: MakeLayer, asked: Asked, tokens: Tensor, dy: Tensor) -> _Ran | No
 
 
 def _errors(ran: _Ran, dense: _Dense, situation: LayerSituation, group: dist.ProcessGroup) -> _Errors:
-    """Return a situation's errors on this rank."""
+    """Return this rank's errors in a situation, by quantity."""
     rank = group.rank()
     if situation.capacity is not None:
         return {"capacity": (dense.capacity_error(ran.y, rank, situation.capacity), None)}
@@ -180,9 +187,9 @@ def _errors(ran: _Ran, dense: _Dense, situation: LayerSituation, group: dist.Pro
 
 
 def _auxiliary(value: Tensor, router: Tensor, dense: _Dense, group: dist.ProcessGroup) -> _Errors:
-    """Return over whose tokens an auxiliary loss is, its error, and what it is multiplied by.
+    """Return {the tokens that an auxiliary loss is computed over: (its error, the factor by which it is multiplied)}.
 
-    A loss over all tokens may have its gradient on each rank as a share, or on every rank whole.
+    The gradient of a loss over all tokens may be split between the ranks, or be complete on every rank.
     """
     values = [torch.zeros((), dtype=torch.float64) for _ in range(group.size())]
     dist.all_gather(values, value.double(), group=group)
@@ -199,7 +206,7 @@ def _auxiliary(value: Tensor, router: Tensor, dense: _Dense, group: dist.Process
 
 
 class _Dense:
-    """What all ranks must have, by products of every token with every expert in float64."""
+    """The values that all ranks must have, computed in float64 by multiplying every token with every expert."""
 
     def __init__(self, asked: Asked, xs: Sequence[Tensor], dys: Sequence[Tensor], normalizes: bool) -> None:
         self._router, self._top_k, self._xs = asked.router.double(), asked.top_k, [x.double() for x in xs]
@@ -222,14 +229,14 @@ class _Dense:
         self.experts = SwiGLUWeights(*(leaf.grad for leaf in leaves))
 
     def norm(self) -> Tensor:
-        """Return the norm of the gradient of router and experts."""
+        """Return the norm of the gradient of all parameters, router and experts together."""
         each = (self.router, self.experts.w1, self.experts.w3, self.experts.w2)
         return torch.stack([tensor.square().sum() for tensor in each]).sum().sqrt()
 
     def auxiliary(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return E * sum_e f_e P_e by rank, and the router's gradient summed over ranks, by what they are over.
+        """Return E * sum_e f_e P_e of each rank and the router's gradient summed over ranks, for each possible set of tokens.
 
-        A rank without tokens has 0. f counts the copies of all choices, or as GShard does those of a token's first choice.
+        A rank without tokens has 0. f counts the copies of all choices or, as in GShard, only those of a token's first choice.
         """
         own, everything = list(zip(self._xs, self._chosen)), (torch.cat(self._xs), torch.cat(self._chosen))
         found = {}
@@ -248,7 +255,7 @@ class _Dense:
         return found
 
     def capacity_error(self, y: Tensor, rank: int, factor: float) -> float:
-        """Return how far kept rows are off; inf if more or fewer are kept than fit."""
+        """Return the error of the rows that were kept; inf if more or fewer rows were kept than fit."""
         wanted, chosen = self.ys[rank], self._chosen[rank].flatten()
         is_kept = (y != 0).any(1)
         room = -int(-factor * len(y) // EXPERTS)
@@ -281,13 +288,13 @@ def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _off(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[float, float | None]:
-    """Return the largest difference by the largest expected value, and the one factor that explains it, if one does."""
+    """Return the largest difference relative to the largest expected value, and the factor that explains it, if one does."""
     if [each.shape for each in actual] != [each.shape for each in expected]:
         return torch.inf, None
     a, b = (torch.cat([each.detach().double().flatten() for each in side]) for side in (actual, expected))
     if not b.numel():
         return 0.0, None
-    scale = max(float(b.abs().max()), 1e-2)  # of a gradient that is 0, rounding is left
+    scale = max(float(b.abs().max()), 1e-2)  # a gradient that should be 0 still has rounding errors
     error = float((a - b).abs().nan_to_num(nan=torch.inf).max()) / scale
     factor = float((a * b).sum() / (b * b).sum()) if bool(b.any()) else 1.0
     return error, factor if float((a - factor * b).abs().nan_to_num(nan=torch.inf).max()) <= 1e-3 * scale else None

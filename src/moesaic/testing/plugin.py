@@ -1,7 +1,7 @@
-"""The pytest plugin: a test that asks for `moe_mesh` runs on every small mesh; `moe_ranks` runs code on all its ranks.
+"""The pytest plugin: a test that uses the fixture `moe_mesh` runs on every small mesh; `moe_ranks` runs code on all ranks.
 
-It is found by its entry point and imports torch only where a test asks for it, since it is loaded wherever Moesaic is
-installed.
+pytest loads the plugin, by its entry point, wherever Moesaic is installed. It therefore imports torch only when a test uses
+one of its fixtures.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test that asks for `moe_mesh` once per mesh."""
+    """Parametrize a test that uses `moe_mesh`, so that it runs once per mesh."""
     if "moe_mesh" not in metafunc.fixturenames:
         return
     from moesaic.testing.your_layer import small_meshes
@@ -40,7 +40,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def moe_ranks(moe_mesh: Grid) -> Callable[[Callable[[Rank], Any]], list[Any]]:
-    """Give a function that runs code on all ranks of the mesh, in lock step, and returns what each rank returned."""
+    """Return a function that runs a function on all ranks of the mesh, in lock step, and returns the list of their results."""
     from moesaic.comm.loopback import run_ranks
     from moesaic.comm.mesh import Mesh
     from moesaic.testing.your_layer import Rank

@@ -1,9 +1,9 @@
-"""Cases over real processes: every rank of a case is a process on Gloo. Depth, where loopback gives breadth.
+"""Runs cases on real processes: every rank is a process on Gloo. It runs fewer cases than loopback, but under real conditions.
 
-Parameters are DTensors here, so the gradient norm of training is checked here too. One world is started once for all its
-cases; each case lays its own mesh over it.
+Parameters are DTensors here, so the gradient norm of training can be checked too. The processes of a world size are started
+once for all its cases; each case creates its own mesh on them.
 
-`gather_evidence` runs the whole conformance suite: cases on loopback, and worlds of processes.
+`gather_evidence` runs the whole conformance suite: cases on loopback, then cases on processes.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ TIMEOUT_SECONDS = 120
 
 @dataclass(frozen=True)
 class ProcessCase:
-    """A case to run, with a bug or without."""
+    """A case to run, possibly with a planted bug."""
 
     case: Case
     patch: Patch = nullcontext
-    """A function of a module, so that each process finds it by its name."""
+    """Plants the bug. Must be a module-level function, since it is pickled by name."""
 
 
 def run_on_gloo(jobs: Sequence[ProcessCase]) -> list[Ran]:
-    """Run cases of one world size, each rank a process.
+    """Run cases of one world size, with a process for each rank.
 
     Args:
-        jobs: at least one; all with the same number of ranks.
+        jobs: at least one case; all with the same number of ranks.
 
     Returns:
-        what each job's ranks have at the end.
+        each job's results, with the expected ones.
     """
     world = jobs[0].case.grid.world
     assert all(job.case.grid.world == world for job in jobs), "cases of one call have one world size"
@@ -76,15 +76,17 @@ def on_ranks(
     backend: str = "gloo",
     preload: Sequence[str] = (),
 ) -> list[Any]:
-    """Call `function(*arguments)` in `world` processes of one thread and one process group; return what each rank's returned.
+    """Call `function(*arguments)` in `world` processes that form a process group, and return each rank's result.
+
+    Each process has a single thread.
 
     Args:
-        world: processes.
-        function: of a module; what it returns can be pickled.
-        arguments: that can be pickled.
-        timeout_seconds: of the process group.
-        backend: of the process group.
-        preload: as for `start_ranks`.
+        world: number of processes.
+        function: a module-level function with a result that can be pickled.
+        arguments: arguments that can be pickled.
+        timeout_seconds: timeout of the process group's collectives.
+        backend: backend of the process group.
+        preload: see `start_ranks`.
     """
     with tempfile.TemporaryDirectory() as folder:
         start_ranks(world, _process, world, folder, timeout_seconds, backend, function, arguments, preload=preload)
@@ -92,16 +94,16 @@ def on_ranks(
 
 
 def start_ranks(world: int, function: Callable[..., object], *arguments: object, preload: Sequence[str] = ()) -> None:
-    """Call `function(rank, *arguments)` in `world` processes and wait for them; the first that fails ends all.
+    """Call `function(rank, *arguments)` in `world` processes and wait for them. If one fails, all are terminated.
 
-    Importing torch takes longer than most of what ranks do. So they are forked off a server that has imported this module once
-    for all calls; elsewhere than on Linux each process starts anew.
+    Importing torch takes longer than most ranks run. On Linux, processes are therefore forked from a server that imports this
+    module once for all calls. On other systems each process imports it again.
 
     Args:
-        world: processes.
-        function: of a module.
-        arguments: that can be pickled.
-        preload: names of further modules that the server imports, if this call is the first.
+        world: number of processes.
+        function: a module-level function.
+        arguments: arguments that can be pickled.
+        preload: names of further modules that the server imports; used by the first call only.
     """
     if sys.platform == "linux":
         multiprocessing.set_forkserver_preload([__name__, *preload])
@@ -111,7 +113,7 @@ def start_ranks(world: int, function: Callable[..., object], *arguments: object,
 
 
 def _rank(rank: int, function: Callable[..., object], *arguments: object) -> None:
-    gc.freeze()  # else the first collection goes through all of torch, and copies its pages
+    gc.freeze()  # otherwise the first collection traverses all objects of torch, and copies the pages shared with the server
     function(rank, *arguments)
 
 
@@ -134,9 +136,9 @@ def _process(
 
 
 def leave() -> None:
-    """End a process whose work is on disk, once all ranks are there; it does not return.
+    """Exit this process once all ranks have called this function. Results must be on disk.
 
-    It does not wait for the interpreter to take itself apart, which takes longer than most of what ranks do.
+    Skips the interpreter's shutdown, which takes longer than most ranks run.
     """
     dist.barrier()
     sys.stdout.flush()
@@ -162,22 +164,22 @@ def _norm(layer: MoE, mesh: Mesh) -> float:
 
 
 GLOO_CASES = {2: 8, 4: 6, 8: 4}
-"""World size to how many cases run as processes: starting these takes longer than running them."""
+"""World size -> number of cases that run on processes. Few, since starting processes takes longer than running a case."""
 
 
 @dataclass
 class Evidence:
-    """What was found."""
+    """Results of the conformance suite."""
 
     summary: Summary = field(default_factory=Summary)
-    """Of the cases on loopback."""
+    """Results of the cases on loopback."""
     worlds: dict[int, int] = field(default_factory=dict)
-    """World size to the cases that ran as processes."""
+    """World size -> number of cases that ran on processes."""
     gloo_failures: list[FailedCase] = field(default_factory=list)
 
     @property
     def failures(self) -> list[FailedCase]:
-        """All cases that did not pass, on whatever transport."""
+        """All failed cases, on loopback and on processes."""
         return [*self.summary.failures, *self.gloo_failures]
 
     @property
@@ -189,13 +191,13 @@ class Evidence:
 def gather_evidence(
     seeds: Sequence[int], *, workers: int, gloo: bool, told: Callable[[str, int], None] = lambda what, number: None
 ) -> Evidence:
-    """Run cases and, with `gloo`, worlds of processes.
+    """Run the conformance suite.
 
     Args:
-        seeds: of the cases on loopback.
-        workers: processes for these.
-        gloo: start processes too.
-        told: hears what is going on and how many of it are done.
+        seeds: seeds of the cases on loopback.
+        workers: number of worker processes for the cases on loopback.
+        gloo: run cases on processes too.
+        told: called with ("cases", cases done so far) and ("worlds", world sizes done so far) to report progress.
     """
     evidence = Evidence()
     evidence.summary = run_seeds(seeds, workers=workers, done=lambda summary: told("cases", summary.cases))

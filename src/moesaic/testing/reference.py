@@ -1,8 +1,8 @@
-"""What a layer must compute, written as plainly as possible: float64, tables of tokens by experts, no grouped product.
+"""The dense reference of the MoE layer, written as plainly as possible: float64, token-by-expert tables, no grouped product.
 
-The fast layer and this page share no arithmetic. Softmax and sigmoid top-k are scored, chosen and weighed here; the
-other routers are asked for their scores, choice and weights in float64, which their own tests check. Capacity,
-experts, combine and every auxiliary loss are always computed here.
+The fast layer and this module share no arithmetic. Softmax and sigmoid top-k routing is computed here. Other routers provide
+their own scores, choices and weights in float64, which their own tests check. Capacity, experts, combine and every auxiliary
+loss are always computed here.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What the reference computes for one call."""
+    """Results of the reference for one call."""
 
     y: Tensor
-    """The tokens' shape, float64, differentiable; no loss is injected."""
+    """The output, of the tokens' shape, float64, differentiable; no auxiliary loss is injected into its gradient."""
     rows: list[tuple[int, int]]
-    """(token, expert) of the copies that are sent, in token order."""
+    """(token, expert) of each copy that the capacity admits, in token order."""
     requested: list[int]
     """Copies per expert before capacity."""
     losses: dict[str, Tensor]
@@ -51,7 +51,7 @@ class Reference:
 
 
 def in_float64(layer: MoE) -> MoE:
-    """Return a float64 copy of `layer` in the same mode, with gradients of its own."""
+    """Return a float64 copy of `layer` in the same mode (training or evaluation), without gradients."""
     twin = copy.deepcopy(layer).double()
     twin.zero_grad(set_to_none=True)
     return twin
@@ -66,15 +66,17 @@ def reference(
     top_k: int | None = None,
     capacity: AbstractCapacity | None = None,
 ) -> Reference:
-    """Compute the layer densely. A router that draws random numbers needs the seed that the layer was called with.
+    """Compute the layer densely.
+
+    If the router draws random numbers, seed torch as before the call of the layer.
 
     Args:
-        twin: what `in_float64` returned.
+        twin: the float64 copy of the layer that `in_float64` returned.
         x: (..., dim) float64.
-        mask: x's shape without dim, bool.
-        token_ids: x's shape without dim, int64.
-        top_k: experts per token; None for the layer's in its mode.
-        capacity: capacity; None for the layer's in its mode.
+        mask: (...) bool, False for padding.
+        token_ids: (...) int64.
+        top_k: experts per token; None for the layer's own value in its mode.
+        capacity: None for the layer's own capacity in its mode.
     """
     assert x.dtype == torch.float64, f"the reference computes in float64, got {x.dtype}"
     if top_k is None:
@@ -117,15 +119,15 @@ def dense_pass(
         twin: the layer in float64, in training or evaluation.
         x_TD: (tokens, dim) float64.
         top_k: experts per token.
-        capacity: rows per expert.
+        capacity: limits the rows per expert.
         valid_T: (tokens,) bool, False for padding.
-        sequence_T: (tokens,) the number of each token's sequence.
+        sequence_T: (tokens,) the index of each token's sequence.
         token_ids: (tokens,) int64, for routers that read them.
-        noise: what the router's `draw` returned.
-        domains: tokens for which a capacity per rank holds, one after the other; None for all of them.
-        output: sums the results of copies; None for `reference_output`.
-        to_experts: the same values as `x_TD`, where the experts' gradients are to be told from the router's; None for `x_TD`.
-        to_shared: likewise for the shared expert.
+        noise: the random numbers that the router's `draw` returned.
+        domains: consecutive ranges of tokens, one per routing rank, for a capacity per rank; None for one range of all tokens.
+        output: sums the copies' results into tokens; None for `reference_output`.
+        to_experts: a separate leaf with the values of `x_TD`, which receives the experts' gradient; None for `x_TD` itself.
+        to_shared: a separate leaf that receives the shared expert's gradient; None for `x_TD` itself.
     """
     num_tokens, num_experts = len(x_TD), twin.num_experts
     logits, probs, copies = reference_choice(twin, x_TD, valid_T, noise, token_ids, top_k)
@@ -139,7 +141,7 @@ def dense_pass(
         sent += reference_admission(inside, limit, "score" if capacity.admits_by_score else "position")
     y_TD = (output or reference_output)(twin, x_TD if to_experts is None else to_experts, sent)
     if twin.shared is not None:
-        is_padding = ~valid_T.unsqueeze(1)  # which may hold anything
+        is_padding = ~valid_T.unsqueeze(1)  # rows of padding may hold anything, NaN included
         added_TD = reference_shared(twin, (x_TD if to_shared is None else to_shared).masked_fill(is_padding, 0.0))
         y_TD = y_TD + added_TD.masked_fill(is_padding, 0.0)
     earlier_E = twin.step_counts
@@ -163,7 +165,7 @@ def _per_expert(copies: Sequence[Copy], num_experts: int) -> list[int]:
 def reference_choice(
     twin: MoE, x_TD: Tensor, valid_T: Tensor, noise: Tensor | None, token_ids: Tensor | None, top_k: int
 ) -> tuple[Tensor, Tensor, list[Copy]]:
-    """Return logits (T, E), probabilities (T, E) and the copies of the valid tokens before capacity, all float64."""
+    """Return the logits (T, E), the probabilities (T, E) and the valid tokens' copies before capacity, all float64."""
     router, valid = twin.router, valid_T.tolist()
     x_TD = x_TD.masked_fill(~valid_T.unsqueeze(1), 0.0)
     if not isinstance(router, (SoftmaxTopK, SigmoidTopK)):
@@ -197,7 +199,7 @@ def reference_choice(
 
 
 def _tables(copies: Sequence[Copy], num_tokens: int, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return the copies' weights, and 1 for each copy, (tokens, experts) float64 each, 0 elsewhere."""
+    """Return two (tokens, experts) float64 tables: the routing weight of each copy, and 1 for each copy; 0 elsewhere."""
     at = tuple(torch.tensor([c[axis] for c in copies], dtype=torch.int64) for axis in range(2))
     zeros = torch.zeros(num_tokens, num_experts, dtype=torch.float64)
     weights = torch.stack([c.weight for c in copies]) if copies else torch.zeros(0, dtype=torch.float64)
@@ -205,7 +207,7 @@ def _tables(copies: Sequence[Copy], num_tokens: int, num_experts: int) -> tuple[
 
 
 def reference_output(twin: MoE, x_TD: Tensor, sent: Sequence[Copy]) -> Tensor:
-    """Return the sum of every token's weighted results, (tokens, dim)."""
+    """Return each token's sum of weighted expert outputs, (tokens, dim)."""
     y_TD = torch.zeros_like(x_TD)
     for e in sorted({c.expert for c in sent}):
         own = [c for c in sent if c.expert == e]
@@ -219,7 +221,7 @@ def reference_output(twin: MoE, x_TD: Tensor, sent: Sequence[Copy]) -> Tensor:
 
 
 def reference_shared(twin: MoE, row: Tensor) -> Tensor:
-    """Return what the shared expert adds to one token, (dim,), or to several, (rows, dim)."""
+    """Return the shared expert's gated output for one token, (dim,), or for several, (rows, dim)."""
     assert twin.shared is not None
     added = reference_expert(twin.shared, 0, row)
     return added if twin.shared_gate is None else added / (1 + (-row @ twin.shared_gate.weight.T).exp())
@@ -245,7 +247,7 @@ def reference_expert(experts: AbstractExperts, expert: int, row: Tensor) -> Tens
 
 
 def reference_activation(x: Tensor, name: str) -> Tensor:
-    """Return an activation of `ACTIVATIONS`, written out."""
+    """Return an activation of `ACTIVATIONS`, computed from its formula."""
     if name == "gelu":
         return x * (1 + torch.erf(x / math.sqrt(2))) / 2
     if name == "gelu_tanh":
@@ -256,7 +258,7 @@ def reference_activation(x: Tensor, name: str) -> Tensor:
 
 
 def reference_limit(capacity: AbstractCapacity, requested: Sequence[int], num_valid: int, top_k: int) -> int | None:
-    """Return how many rows an expert may take, None for no limit."""
+    """Return the largest number of rows that an expert accepts; None for no limit."""
     if not isinstance(capacity, Capacity):
         return None
     if capacity.factor is None:
@@ -266,12 +268,12 @@ def reference_limit(capacity: AbstractCapacity, requested: Sequence[int], num_va
 
 
 def reference_admission(copies: Sequence[Copy], limit: int | None, order: str = "position") -> list[Copy]:
-    """Return the copies that are sent: all first choices in turn, then all second choices, while there is room.
+    """Return the copies that the capacity admits: all first choices in turn, then all second choices, while experts have room.
 
     Args:
         copies: the copies before capacity.
         limit: rows per expert, None for no limit.
-        order: "position" takes tokens in their order, "score" those with the larger best weight first.
+        order: "position" admits tokens in their order, "score" tokens with a larger best weight first.
     """
     if limit is None:
         return list(copies)
@@ -302,13 +304,13 @@ def reference_loss(
     """Return one auxiliary loss before its coefficient, () float64, differentiable; 0 without valid tokens.
 
     Args:
-        loss: which one.
+        loss: the loss.
         logits: (tokens, experts) float64.
-        probs: likewise.
-        copies: of the valid tokens, before capacity.
+        probs: (tokens, experts) float64.
+        copies: the valid tokens' copies before capacity.
         valid_T: (tokens,) bool, False for padding.
-        sequence_T: (tokens,) the number of each token's sequence.
-        earlier_E: (experts,) copies of the step before this pass, for losses over the global batch.
+        sequence_T: (tokens,) the index of each token's sequence.
+        earlier_E: (experts,) copies of earlier micro-batches of the step, for losses over the global batch.
     """
     if not bool(valid_T.any()):
         return 0 * logits.sum()
@@ -322,7 +324,7 @@ def reference_loss(
     assert isinstance(loss, LoadBalance), f"no reference for {type(loss).__name__}"
 
     def balance(inside_T: Tensor, load_E: Tensor) -> Tensor:
-        """E times the sum over experts of the share of copies times the mean probability."""
+        """Return E * sum over experts of (the expert's share of copies * its mean probability)."""
         return len(load_E) * (load_E / load_E.sum().clamp_min(1) * probs[inside_T].mean(0)).sum()
 
     if loss.level != "sequence":

@@ -1,9 +1,11 @@
-"""Anybody's expert parallelism, black box: does it compute what the dense experts compute, and all of their gradients?
+"""Tests any system's expert parallelism as a black box: does it compute the outputs and gradients of the dense experts?
 
-What is tested takes each rank's tokens with their experts and routing weights, and returns each token's weighted sum. That is
-the seam that every system has: how it dispatches, multiplies and combines is its own. Every rank runs it on tokens of its own
-and back-propagates the sum over its own outputs. Then a token's and a routing weight's gradient must be whole on the rank that
-holds the token, and an expert's gradient on its owner must be the sum over all tokens that reached it, from any rank.
+The layer under test takes each rank's tokens with their experts and routing weights, and returns each token's weighted sum.
+Every system has this interface, however it dispatches, multiplies and combines. Every rank runs the layer on its own tokens
+and back-propagates the sum over its own outputs. The requirements are:
+
+- The gradients of a token and of its routing weights are complete on the rank that holds the token.
+- An expert's gradient on its owner is the sum over all tokens that reached the expert, from any rank.
 
     def make(weights, group):           # on every rank, in an initialised process group
         return MyExperts(weights, group)
@@ -42,57 +44,57 @@ class SwiGLUWeights:
 
     @property
     def num_experts(self) -> int:
-        """Of all ranks."""
+        """Number of experts of all ranks together."""
         return len(self.w1)
 
     def owned(self, group: dist.ProcessGroup) -> SwiGLUWeights:
-        """Return this rank's experts: contiguous shares in the order of ranks."""
+        """Return this rank's experts. Ranks own contiguous, equal shares in the order of ranks."""
         each = self.num_experts // group.size()
         part = slice(group.rank() * each, (group.rank() + 1) * each)
         return SwiGLUWeights(self.w1[part], self.w3[part], self.w2[part])
 
 
 class AbstractRoutedExperts(ABC):
-    """One rank's end of the experts under test."""
+    """One rank's part of the experts under test."""
 
     @abstractmethod
     def run(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
         """Return each token's weighted sum of expert outputs, (tokens, dim); all ranks call it together.
 
         Args:
-            x: (tokens, dim), with gradient; possibly no token.
-            experts: (tokens, top_k) int64 numbers among the experts of all ranks, different for one token.
-            gates: (tokens, top_k) routing weights, with gradient.
+            x: (tokens, dim), requires a gradient unless the situation says otherwise; there may be no tokens.
+            experts: (tokens, top_k) int64 indices into the experts of all ranks; a token's experts are distinct.
+            gates: (tokens, top_k) routing weights, require a gradient.
         """
 
     @abstractmethod
     def gradients(self) -> SwiGLUWeights:
-        """Return the gradients of this rank's experts that have added up so far; zeros for an expert without any."""
+        """Return the gradients accumulated so far for this rank's experts; zeros for an expert without any."""
 
 
 Make = Callable[[SwiGLUWeights, dist.ProcessGroup], AbstractRoutedExperts]
-"""Makes one rank's end from the weights of all experts, of which it takes its own (`SwiGLUWeights.owned`)."""
+"""Makes one rank's part from the weights of all experts; `SwiGLUWeights.owned` returns the rank's own."""
 
 
 @dataclass(frozen=True)
 class Situation:
-    """Tokens and routing that some exchanges do not survive."""
+    """Numbers of tokens, and a routing, with which some implementations fail."""
 
     name: str
     says: str
-    """What is special."""
+    """What is special about it, for readers."""
     tokens: tuple[int, ...]
-    """Per rank in turn, repeated as needed."""
+    """Number of tokens of each rank in turn, repeated as needed."""
     experts: Callable[[Tensor, int], Tensor]
-    """From random choices (tokens, top_k) and the number of experts to the choices."""
+    """Maps random choices (tokens, top_k) and the number of experts to the choices that are used."""
     calls: int = 1
-    """Forward and backward passes whose gradients add up."""
+    """Number of forward and backward passes over which gradients accumulate."""
     tokens_learn: bool = True
-    """Tokens want a gradient; in the first layer behind a frozen embedding they want none."""
+    """Whether tokens require a gradient. After a frozen embedding, those of the first layer do not."""
     recomputes: bool = False
-    """The forward pass runs again inside the backward pass (activation checkpointing)."""
+    """Run under activation checkpointing: the forward pass runs again inside the backward pass."""
     is_summed: bool = False
-    """The gradient of the output is one number, expanded, as the backward pass of a sum makes it."""
+    """Whether the gradient of the output is one expanded number, as in the backward pass of a sum."""
 
 
 def _as_drawn(chosen: Tensor, num_experts: int) -> Tensor:
@@ -100,12 +102,12 @@ def _as_drawn(chosen: Tensor, num_experts: int) -> Tensor:
 
 
 def _first_ones(chosen: Tensor, num_experts: int) -> Tensor:
-    """Every token to the first top_k experts."""
+    """Choose the first top_k experts for every token."""
     return torch.arange(chosen.shape[1]).expand_as(chosen).contiguous()
 
 
 def _last_half(chosen: Tensor, num_experts: int) -> Tensor:
-    """No token to the experts of the first ranks."""
+    """Choose only experts of the last half, so that the first ranks receive no token."""
     half = num_experts // 2
     return half + (chosen[:, :1] + torch.arange(chosen.shape[1])) % half
 
@@ -128,29 +130,29 @@ SITUATIONS = (
     Situation("recomputation", "under torch.utils.checkpoint", (4, 7), _as_drawn, recomputes=True),
     Situation("summed", "the gradient of the output is one number, expanded", (4, 7), _as_drawn, is_summed=True),
 )
-"""What `certify` tries."""
+"""The situations that `certify` tries by default."""
 
 
 @dataclass(frozen=True)
 class Certified:
-    """One quantity of one situation, over all ranks."""
+    """The finding for one quantity in one situation, over all ranks."""
 
     situation: str
     quantity: str
-    """output, tokens (their gradients), gates (theirs), experts (theirs)."""
+    """output, or the gradients of tokens, gates or experts; `certify_layer` has further ones."""
     error: float
-    """Largest absolute difference over all ranks by the largest expected value; inf where it is not a number."""
+    """Largest absolute difference over all ranks, relative to the largest expected value; inf for NaN."""
     factor: float | None
-    """What everything is off by, where one factor explains it."""
+    """The factor by which all values are off; None if no single factor explains the error."""
     failed: str = ""
-    """What was raised instead of a result; the errors are infinite then."""
+    """The exception that was raised instead of a result, if any; the error is infinite then."""
 
     def holds(self, tolerance: float = 1e-4) -> bool:
-        """Whether it is right to a tolerance: experts may be computed in float32."""
+        """Whether the error is within the tolerance. The default allows for experts computed in float32."""
         return self.error <= tolerance
 
     def __str__(self) -> str:
-        """Say what is wrong, or that nothing is."""
+        """Return a line that says whether the quantity is right, and how far it is off."""
         if self.failed:
             return f"{self.situation}: {self.failed}"
         by = f", {self.factor:.4g} times what it should be" if self.factor is not None and not self.holds() else ""
@@ -168,22 +170,22 @@ def certify(
     dtype: torch.dtype = torch.float32,
     situations: Sequence[Situation] = SITUATIONS,
 ) -> list[Certified]:
-    """Run somebody's experts in every situation and compare with dense experts in float64; the same on every rank.
+    """Run the experts in every situation and compare them with dense experts in float64. Returns the same on every rank.
 
     Args:
-        make: makes one rank's end; called once per situation.
+        make: makes one rank's part; called once per situation.
         group: the ranks that share the experts; None for all.
-        num_experts: of all ranks; a multiple of the ranks, at least twice `top_k`.
+        num_experts: experts of all ranks together; a multiple of the number of ranks, at least twice `top_k`.
         top_k: experts per token.
-        dim: of a token.
-        hidden: of an expert.
-        dtype: of tokens and weights.
-        situations: to try.
+        dim: width of a token.
+        hidden: inner width of an expert.
+        dtype: dtype of tokens and weights.
+        situations: the situations to try.
     """
     group = group or dist.group.WORLD
     assert group is not None, "start a process group first"
-    # What is compared travels apart from what the experts send, of which a rank that raised may leave something behind. The
-    # group stays: another one of the same ranks would take over its name and meet its addresses in the store.
+    # The comparison has a process group of its own: a rank that raises may leave messages of the experts pending. The group is
+    # never destroyed, since a later group of the same ranks would take its name and find its stale addresses in the store.
     beside = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
     found, is_over = [], False
     for situation in situations:
@@ -196,22 +198,24 @@ def certify(
 
 
 def attempted(run: Callable[[], T], group: dist.ProcessGroup, *, is_over: bool) -> tuple[T | None, str, bool]:
-    """Run somebody's code on every rank of a group.
+    """Run the code under test on every rank of a group, and exchange what it raised.
 
     Args:
-        run: the code.
-        group: tells what it raised.
-        is_over: ranks are not at the same place any more, so nothing can be run.
+        run: the code under test.
+        group: the process group over which exceptions are exchanged.
+        is_over: whether ranks have failed differently before. They may then wait for different messages: nothing is run.
 
     Returns:
-        what it returned, None where any rank failed; what failed, the same on all ranks; whether it is over from now on.
+        result: what `run` returned; None if any rank failed.
+        failure: what failed, the same text on all ranks; empty if nothing did.
+        is_over: whether nothing can be run from now on.
     """
     if is_over:
         return None, "is left out: after what failed before, ranks are not at the same place", True
     result, failed = None, ""
     try:
         result = run()
-    except Exception as error:  # whatever somebody's code raises is the finding
+    except Exception as error:  # the code under test may raise anything, which is a finding
         failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     said: list[str] = [""] * group.size()
     dist.all_gather_object(said, failed, group=group)
@@ -225,12 +229,12 @@ _NOTHING = (torch.inf, None)
 
 @dataclass(frozen=True)
 class _Drawn:
-    """What the ranks of a situation hold."""
+    """A situation with the weights and the inputs of all ranks."""
 
     situation: Situation
     weights: SwiGLUWeights
     calls: list[list[tuple[Tensor, Tensor, Tensor, Tensor]]]
-    """Per call and rank: tokens, experts, gates, gradient of the output."""
+    """By call, then by rank: (tokens, experts, gates, gradient of the output)."""
 
 
 def _draw(
@@ -260,7 +264,7 @@ def _draw(
 
 
 Results = dict[str, list[Tensor]]
-"""Tensors of one rank by quantity."""
+"""Quantity -> its tensors on one rank."""
 
 
 def _run(make: Make, drawn: _Drawn, group: dist.ProcessGroup) -> Results:
@@ -284,7 +288,7 @@ def _run(make: Make, drawn: _Drawn, group: dist.ProcessGroup) -> Results:
 
 
 def _dense(drawn: _Drawn, group: dist.ProcessGroup) -> Results:
-    """Return what this rank must have, by products of every token with every expert in float64."""
+    """Return the results that this rank must have, computed in float64 by multiplying every token with every expert."""
     names = ("w1", "w3", "w2")
     leaves = SwiGLUWeights(*(getattr(drawn.weights, name).double().requires_grad_() for name in names))
     results: Results = {"output": [], "tokens": [], "gates": []}
@@ -311,7 +315,7 @@ def _dense(drawn: _Drawn, group: dist.ProcessGroup) -> Results:
 def _compared(
     actual: Mapping[str, list[Tensor]], right: Mapping[str, list[Tensor]], group: dist.ProcessGroup
 ) -> dict[str, tuple[float, float | None]]:
-    """Return each quantity's error and the one factor that explains it, over all ranks."""
+    """Return, over all ranks, each quantity's error and the factor that explains it, or None."""
     found: dict[str, tuple[float, float | None]] = {}
     for quantity, expected in right.items():
         nothing = torch.zeros(0, dtype=torch.float64)
@@ -330,5 +334,5 @@ def _compared(
 
 
 def _largest(values: Tensor) -> Tensor:
-    """Return the largest magnitude, inf where one is not a number; 0 of none."""
+    """Return the largest magnitude: inf if a value is NaN, 0 if there are no values."""
     return values.abs().nan_to_num(nan=torch.inf).max() if values.numel() else values.new_zeros(())

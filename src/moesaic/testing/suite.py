@@ -1,5 +1,7 @@
-"""Many cases, over worker processes: what `moesaic check` and the tests run; and what must hold of every run of a program:
-replicas agree, bit for bit."""
+"""Runs many random cases over worker processes, for `moesaic check` and the tests.
+
+Also checks an invariant of every run of a program: values that are replicated between ranks agree bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,13 @@ class Observed:
 
 @contextmanager
 def observed() -> Iterator[list[Observed]]:
-    """Collect every run of a program that a layer does inside the context, in the order of their ends."""
+    """Collect every program that a layer runs inside the context, in the order in which the runs finish."""
     runs: list[Observed] = []
 
     def watching(
         program: Program, values: Mapping[str, Value], call: Call, wanted: Collection[str] | None = None
     ) -> Generator[Transfer | Handle, Handle | None, Environment]:
-        environment = yield from interpret(program, values, call)  # all of it, not only what is wanted
+        environment = yield from interpret(program, values, call)  # without `wanted`, so that every slot is computed
         runs.append(Observed(program, call, environment))
         return environment
 
@@ -52,12 +54,12 @@ def observed() -> Iterator[list[Observed]]:
 
 
 def disagreements(runs: list[Observed]) -> list[str]:
-    """Return the slots that are replicated or identical on an axis and yet differ between ranks, bit for bit.
+    """Return a line for each slot that should be replicated or identical on an axis but has different bits on two ranks.
 
-    Weights of replicated copies are replicated rank by rank as the copies need them: no two ranks need hold the same.
+    Weights for replicated copies are not compared: each rank gets those that its copies need, so ranks may differ.
 
     Args:
-        runs: of all ranks, each rank's in the same order.
+        runs: the runs of all ranks; each rank must have done its runs in the same order.
     """
     by_rank: dict[int, list[Observed]] = {}
     for run in runs:
@@ -76,12 +78,12 @@ def disagreements(runs: list[Observed]) -> list[str]:
 
 
 def same_axes(slot: Slot) -> list[Axis]:
-    """Return the axes on which all ranks hold the same value of a slot."""
+    """Return the axes along which all ranks hold the same value of a slot."""
     return [axis for axis, state in slot.state if state in (State.REPLICATED, State.IDENTICAL)]
 
 
 def _replicas(slot: Slot, grid: Grid) -> Iterator[tuple[int, int]]:
-    """Yield pairs of ranks that must have the same values; no pair twice."""
+    """Yield pairs (first rank of the group, other rank) that must hold the same value of a slot."""
     if slot.kind is Kind.PACKETS:
         return
     for axis in same_axes(slot):
@@ -98,16 +100,16 @@ def _same(first: Value, second: Value) -> bool:
 
 
 PART = 20
-"""Cases that a worker takes at once."""
+"""Number of cases that a worker runs per task."""
 
 
 @dataclass(frozen=True)
 class FailedCase:
-    """A case that did not pass."""
+    """A case that failed, and why."""
 
     case: Case
     reason: str
-    """Quantities and errors, or what was raised."""
+    """The quantities that are wrong with their errors, or the exception that was raised."""
 
     def __str__(self) -> str:
         return f"seed {self.case.seed}: {self.reason}\n  {self.case}"
@@ -115,19 +117,19 @@ class FailedCase:
 
 @dataclass
 class Summary:
-    """What a number of cases gave."""
+    """Results of several cases."""
 
     cases: int = 0
     refused: int = 0
-    """Plans that were drawn and did not fit; they are no cases."""
+    """Number of plans that were drawn but are illegal on their mesh; they do not count as cases."""
     failures: list[FailedCase] = field(default_factory=list)
     worst: Errors = field(default_factory=dict)
-    """Quantity to the largest error, of the cases that must be exact in float64."""
+    """Largest error of each quantity, over the cases that must be exact in float64."""
     features: Counter[str] = field(default_factory=Counter)
-    """How many cases had what: `field=value`."""
+    """Number of cases that have each feature; see `features`."""
 
     def add(self, other: Summary) -> None:
-        """Take in what other cases gave."""
+        """Add the results of other cases to these."""
         self.cases += other.cases
         self.refused += other.refused
         self.failures += other.failures
@@ -137,12 +139,12 @@ class Summary:
 
 
 def run_seeds(seeds: Sequence[int], *, workers: int = 1, done: Callable[[Summary], None] = lambda _: None) -> Summary:
-    """Run the cases of seeds.
+    """Run the cases that `draw_case` draws from `seeds`.
 
     Args:
-        seeds: of `draw_case`.
-        workers: processes; 1 runs them in this one.
-        done: told after every part what has been found so far.
+        seeds: one seed per case.
+        workers: number of worker processes; 1 runs the cases in this process.
+        done: called with the results so far after every `PART` cases.
     """
     total = Summary()
     parts = [seeds[start : start + PART] for start in range(0, len(seeds), PART)]
@@ -160,7 +162,7 @@ def run_seeds(seeds: Sequence[int], *, workers: int = 1, done: Callable[[Summary
 
 
 def run_part(seeds: Iterable[int]) -> Summary:
-    """Run cases one after the other, in this process."""
+    """Run the cases of `seeds` one after the other, in this process."""
     summary, refusals = Summary(), Refusals()
     for seed in seeds:
         case = draw_case(seed, refusals)
@@ -177,30 +179,30 @@ def run_part(seeds: Iterable[int]) -> Summary:
 
 
 def check_case(case: Case) -> tuple[Errors, str]:
-    """Run a case; return its errors and, if it fails, why.
+    """Run a case and return (its errors, the reason why it failed); the reason is empty if it passed.
 
-    Where the plan is lossless, replicas must also agree bit for bit at every slot of every program.
+    If the plan is lossless, replicas must also agree bit for bit at every slot of every program.
     """
     try:
         with observed() as runs:
             errors = run_case(case)
         apart = disagreements(runs) if case.plan.is_lossless and case.replicates_bits else []
-    except Exception as error:  # whatever a bug raises is what the suite is there to report
+    except Exception as error:  # a bug may raise anything, and the suite must report it
         return {}, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     wrong = [f"{quantity} {error:.1e}" for quantity, error in failures(case, errors).items()]
     return errors, ", ".join([*wrong, *apart[:3]])
 
 
 def looks_like(case: Case) -> list[str]:
-    """Return what a case that fails looks like, a line per quantity; none where it raises or its numbers are right."""
+    """Diagnose a failing case and return a line per wrong quantity; empty if the case raises or its numbers are right."""
     try:
         return [str(finding) for finding in diagnose(case, ran_case).findings]
-    except Exception:  # the case's own failure is reported; this only explains it
+    except Exception:  # the failure itself is reported elsewhere; the diagnosis only explains it
         return []
 
 
 def answers(case: Case) -> list[str]:
-    """Return how a case answers skewed routing, in the words of `BALANCE`."""
+    """Return the means by which a case balances skewed routing, as names from `BALANCE`."""
     at_random = {} if case.by_policy else {"shadow": "replication at random", "arbiter": "arbiter at random"}
     replication = case.plan.replication
     found = [at_random.get(replication, replication)] if case.plan.replicates else []
@@ -218,11 +220,11 @@ BALANCE = (
     *REPLICATION_POLICIES, "replication at random", "arbiter at random", "samples anywhere",
     "samples by policy", "experts in random orders", "memory budget", "weights to tokens (r)", "steps (peer groups)",
 )  # fmt: skip
-"""Answers to skewed routing that cases give; docs/balance.md."""
+"""Means of balancing skewed routing that cases use; see docs/balance.md."""
 
 
 def features(case: Case) -> list[str]:
-    """Return what a case is made of, as `field=value`."""
+    """Return the features of a case: `field=value`, or the name of a switch that is on."""
     plan = case.plan
     found = [
         f"{name}={getattr(case, name)}"

@@ -1,6 +1,7 @@
-"""Your own MoE layer, over every small mesh, in one process: ranks to write it against, and the comparison.
+"""Tests your own MoE layer on every small mesh, with all ranks in one process.
 
-Nothing here knows Moesaic's layer. Yours needs collectives that work between ranks of one process: those of `Rank`.
+Nothing here depends on Moesaic's layer. Your layer must use collectives that work between ranks of one process: those of
+`Rank`. `assert_equivalent` compares the layer with its single-rank reference.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from moesaic.program.grid import Axis, Grid
 from moesaic.testing.factors import Factors, axes_of, explain, fit
 
 Shard = Callable[[str, dict[str, Tensor], "Rank"], Tensor]
-"""(name of a rank's parameter, the reference's gradients by name, the rank) -> what its gradient must be."""
+"""(name of a parameter, the reference's gradients by name, the rank) -> the gradient that the rank's parameter must have."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One of the ranks of a mesh, as your layer sees it. All ranks of a group call a collective together."""
+    """One rank of a mesh, with its collectives. All ranks of a group must call a collective together."""
 
     mesh: Mesh
 
@@ -35,27 +36,27 @@ class Rank:
 
     @property
     def number(self) -> int:
-        """This rank."""
+        """This rank's number in the mesh."""
         return self.mesh.rank
 
     def group(self, *axes: Axis) -> tuple[int, ...]:
-        """Return the ranks that differ from this one on `axes` only, ascending."""
+        """Return the ranks, this one included, whose coordinates differ from this rank's on `axes` only, ascending."""
         return self.grid.group(self.number, axes)
 
     def all_reduce(self, tensor: Tensor, *axes: Axis) -> Tensor:
-        """Return the sum over a group; not differentiable."""
+        """Return the sum of `tensor` over the group along `axes`; not differentiable."""
         return all_reduce_sum(self.mesh.transport, self.group(*axes), tensor)
 
     def all_gather(self, tensor: Tensor, *axes: Axis) -> list[Tensor]:
-        """Return every rank's tensor of a group, all of one shape; not differentiable."""
+        """Return the tensors of all ranks of the group along `axes`, which must have one shape; not differentiable."""
         return all_gather(self.mesh.transport, self.group(*axes), tensor)
 
     def all_to_all(self, parts: Sequence[Tensor], *axes: Axis) -> list[Tensor]:
-        """Send part i to the i-th rank of a group and return what its ranks sent here; not differentiable.
+        """Send part i to the i-th rank of the group and return the parts that its ranks sent to this one; not differentiable.
 
         Args:
-            parts: one per rank of the group, (rows, ...); rows may differ, the rest may not.
-            axes: of the group.
+            parts: one tensor per rank of the group, (rows, ...). The number of rows may differ; other dimensions may not.
+            axes: the axes along which the group lies.
         """
         peers, transport = self.group(*axes), self.mesh.transport
         assert len(parts) == len(peers), f"{len(parts)} parts for the {len(peers)} ranks of {axes}"
@@ -75,8 +76,8 @@ def small_meshes(max_ranks: int = 4, axes: Sequence[Axis] = ("tp", "ep", "etp"))
     """Return every mesh of 1, 2, 4, ... ranks up to `max_ranks` whose sizes are powers of two.
 
     Args:
-        max_ranks: of the largest mesh.
-        axes: which of tp, ep and etp may be larger than 1.
+        max_ranks: number of ranks of the largest mesh.
+        axes: the axes, of tp, ep and etp, that may be larger than 1.
     """
     powers = [2**n for n in range(max_ranks.bit_length()) if 2**n <= max_ranks]
 
@@ -105,23 +106,23 @@ def assert_equivalent(
     tolerance: float = 1e-9,
     seed: int = 0,
 ) -> None:
-    """Compare a layer on a mesh with the plain one: outputs, input gradients, and every parameter's gradient.
+    """Compare a layer on a mesh with a single-rank reference: outputs, input gradients, and every parameter's gradient.
 
-    The loss is the mean over data-parallel groups of sum(y * dy). Every rank runs backward on its own group's sum; then
-    `finish` does what training does with gradients before the optimizer steps, and they are compared with the reference's.
+    The loss is the mean over data-parallel groups of sum(y * dy). Every rank runs backward on its own group's sum. Then
+    `finish` reduces the gradients as training does before the optimizer steps, and they are compared with the reference's.
 
     Args:
-        make_layer: makes a rank's layer, in float64, holding the same weights as the reference; it maps (tokens, dim) to
-            the same shape.
-        reference: the plain layer, in float64.
-        shard: says what the gradient of a rank's parameter must be, from the reference's gradients.
-        finish: reduces gradients over the ranks, as your training loop does.
-        tokens: of the data-parallel groups in turn, repeated as needed; one without any belongs among them.
-        tolerance: on errors relative to the largest expected value.
-        seed: of tokens and cotangents, and of the order in which ranks run.
+        make_layer: builds a rank's layer in float64 with the reference's weights. The layer maps (tokens, dim) to the same
+            shape.
+        reference: the single-rank layer, in float64.
+        shard: returns the gradient that a rank's parameter must have, given the reference's gradients.
+        finish: reduces a layer's gradients over the ranks, as your training loop does.
+        tokens: number of tokens of each data-parallel group in turn, repeated as needed; should include a 0.
+        tolerance: largest error that passes, relative to the largest expected value.
+        seed: seed of the tokens, the cotangents and the order in which ranks run.
 
     Raises:
-        AssertionError: naming what is wrong, on which mesh and rank, and by which factor if it is one.
+        AssertionError: a value is wrong. The message names it, its mesh and rank and, if one factor explains it, the factor.
     """
 
     def run(mesh: Grid) -> dict[str, list[Compared]]:
@@ -136,14 +137,14 @@ def assert_equivalent(
 
 @dataclass(frozen=True)
 class Compared:
-    """A value of one rank beside what it must be."""
+    """A value of one rank, with the value that it must have."""
 
     where: str
     actual: Tensor
     right: Tensor
 
     def wrong(self, tolerance: float) -> str:
-        """Say what is wrong; empty if nothing is."""
+        """Return a description of the error; empty if the value is right."""
         if self.actual.shape != self.right.shape:
             return f"shape {tuple(self.actual.shape)}, expected {tuple(self.right.shape)}"
         if not self.right.numel():
@@ -162,7 +163,7 @@ def _compared(
     tokens: Sequence[int],
     seed: int,
 ) -> dict[str, list[Compared]]:
-    """Run both layers; return every quantity of every rank that has it."""
+    """Run both layers and return, by quantity, the values of all ranks that have it."""
     generator = torch.Generator().manual_seed(seed)
     counts = [tokens[group % len(tokens)] for group in range(grid.dp)]
     xs, dys = ([torch.randn(n, dim, generator=generator, dtype=torch.float64) for n in counts] for _ in range(2))
@@ -196,7 +197,7 @@ def _compared(
 
 
 def _looks_like(what: str, grid: Grid, run: Callable[[Grid], dict[str, list[Compared]]], tolerance: float) -> str:
-    """Say by which factor a quantity is off and, from other meshes that the layer runs on, which axis that factor is."""
+    """Return by which factor a quantity is off. Runs of the layer on other meshes show which axis causes the factor."""
 
     def measure(mesh: Grid) -> Factors:
         values = run(mesh)[what]
@@ -209,7 +210,7 @@ def _looks_like(what: str, grid: Grid, run: Callable[[Grid], dict[str, list[Comp
         factor = fit(actual, [right], max(tolerance, 1e-9))
         return {what: None if factor is None else factor[0]}
 
-    axes: list[Axis] = [axis for axis in ("tp", "ep", "etp") if grid.size(axis) > 1]  # others it may not know
+    axes: list[Axis] = [axis for axis in ("tp", "ep", "etp") if grid.size(axis) > 1]  # the layer may not support others
     others = [mesh for mesh in small_meshes(max(grid.world, 4), axes) if mesh != grid]
     factors, causes = explain(grid, others, lambda mesh: axes_of(mesh), measure)
     if what in causes:

@@ -1,7 +1,7 @@
-"""Moesaic in models of Hugging Face transformers: importing this registers "moesaic" with both of its registries.
+"""Moesaic as a backend of Hugging Face transformers. Importing this module registers "moesaic" with both of its registries.
 
-`experts_implementation="moesaic"` runs the experts of a model on Moesaic's kernels (`experts.py`);
-`DistributedConfig(ep_implementation="moesaic")` spreads them over ranks by Moesaic's programs (`expert_parallel.py`).
+`experts_implementation="moesaic"` runs a model's experts on Moesaic's kernels (`experts.py`).
+`DistributedConfig(ep_implementation="moesaic")` runs them expert-parallel with Moesaic's programs (`expert_parallel.py`).
 """
 
 from __future__ import annotations

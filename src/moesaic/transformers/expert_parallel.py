@@ -1,9 +1,11 @@
-"""`DistributedConfig(ep_implementation="moesaic")`: transformers' expert parallelism by Moesaic's programs and plans.
+"""`DistributedConfig(ep_implementation="moesaic")`: transformers' expert parallelism with Moesaic's programs and plans.
 
-transformers shards each expert's parameters over its ep mesh and gives every experts module one implementation, which brings
-tokens to experts and results back. Here that is the interpreter of the compiled programs, with whatever a plan asks for:
-chunks that overlap, hierarchical all-to-alls, multicast, replication of what overloads a rank. A gradient is what
-transformers' own exchange gives: of an expert the sum over all tokens that reach it, of a token or weight the whole.
+transformers shards the stacked experts over its ep mesh and gives each experts module an implementation, which dispatches
+tokens and combines results. This implementation interprets Moesaic's compiled programs, with all features of a plan:
+overlapping chunks, hierarchical all-to-alls, multicast, replication of overloaded experts.
+
+Gradients are those of transformers' own all-to-all: an expert's is the sum over all tokens that reach the expert; those of a
+token and of its routing weights are complete.
 """
 
 from __future__ import annotations
@@ -33,19 +35,19 @@ from moesaic.transformers.experts import FamilyExperts, Matrices, gate_of, refus
 
 
 class MoesaicEP(EPImplementation):
-    """One experts module on an ep mesh. All ranks of the mesh make it together, and call it together.
+    """Runs one experts module over an ep mesh. All ranks of the mesh construct and call it together.
 
-    Experts that Moesaic's programs cannot run, those with a gate or a norm that is the family's own, run over transformers'
-    all-to-all, which a line says.
+    Moesaic's programs cannot run experts with a gate or norm that only their model family has. Those run with transformers'
+    all-to-all, and a warning says so.
 
     Args:
-        experts: the module, whose parameters are this rank's part of them.
+        experts: the experts module, with this rank's part of the parameters.
         ep_mesh: the ranks over which experts are spread.
         tp_mesh: the ranks that hold the same tokens, neighbours within `ep_mesh`.
-        plan: which of the equivalent ways it runs in; None to find it while training, as `MoE.parallelize(..., "auto")` does.
+        plan: the plan to run; None to choose it during training, as `MoE.parallelize(..., "auto")` does.
 
     Raises:
-        InputError: on every rank, for a plan that does not fit the mesh, or ranks that differ in plan or model.
+        InputError: the plan does not fit the mesh, or ranks differ in plan or model. Raised on every rank.
     """
 
     def __init__(
@@ -77,12 +79,12 @@ class MoesaicEP(EPImplementation):
         """Run the experts of all ranks on this rank's tokens.
 
         Args:
-            hidden_states: (tokens, dim); any number of tokens, none too.
-            top_k_index: (tokens, K) experts, of all ranks' numbering.
+            hidden_states: (tokens, dim); any number of tokens, including none.
+            top_k_index: (tokens, K) indices into the experts of all ranks.
             top_k_weights: (tokens, K) routing weights.
 
         Returns:
-            (tokens, dim): each token's weighted sum.
+            (tokens, dim): each token's weighted sum of expert outputs.
         """
         if self.instead is not None:
             rows: Tensor = self.instead(hidden_states, top_k_index, top_k_weights)
@@ -92,14 +94,16 @@ class MoesaicEP(EPImplementation):
 
 
 def register_plan(name: str, plan: Plan | Compiled) -> None:
-    """Make a plan a name that `DistributedConfig(ep_implementation=name)` takes; on all ranks, before the model is loaded.
+    """Register a plan under a name for `DistributedConfig(ep_implementation=name)`.
+
+    Call it on all ranks before the model is loaded.
 
     Args:
-        name: one of your own.
-        plan: which of the equivalent ways the experts run in.
+        name: a name of your choice.
+        plan: the plan with which the experts run.
 
     Raises:
-        InputError: for a name that transformers has for something else, or what is no plan.
+        InputError: transformers uses the name for another implementation, or `plan` is not a plan.
     """
     known: Any = EPImplementationInterface()
     if name in known and not isinstance(known[name], partial):
@@ -110,16 +114,16 @@ def register_plan(name: str, plan: Plan | Compiled) -> None:
 
 
 def use_plan(model: nn.Module, plan: Plan | Compiled) -> None:
-    """Run all experts of a model under another plan from the next call on; no weight moves, and nothing is sent.
+    """Run all experts of a model with another plan from the next call on. Moves no weights and sends nothing.
 
-    All ranks call it, between steps, with the same plan.
+    All ranks call it between steps, with the same plan.
 
     Args:
-        model: loaded with `ep_implementation="moesaic"` or a name of `register_plan`.
-        plan: which of the equivalent ways it runs in.
+        model: a model loaded with `ep_implementation="moesaic"` or a name from `register_plan`.
+        plan: the new plan.
 
     Raises:
-        InputError: if no experts of the model run by Moesaic's programs, or the plan does not fit their mesh.
+        InputError: no experts of the model run with Moesaic's programs, or the plan does not fit their mesh.
     """
     noted = [getattr(module, "_moesaic", None) for module in model.modules()]
     found = [each for each in noted if isinstance(each, MoesaicEP)]
@@ -133,8 +137,9 @@ def use_plan(model: nn.Module, plan: Plan | Compiled) -> None:
 
 
 def complete_sizes() -> None:
-    """Let `DistributedConfig(ep_size=N, ep_implementation="moesaic")` do without `fsdp_size`, which transformers takes as 1 and
-    then refuses: every rank that tp leaves has a batch of its own. Only where the implementation is one of Moesaic's.
+    """Patch `DistributedConfig` to fill in `fsdp_size` if the implementation is one of Moesaic's and the user gave none.
+
+    transformers would take 1 and then refuse the mesh. The value filled in gives every tensor-parallel group its own batch.
     """
     resolve = DistributedConfig._resolve_parallelism
 
@@ -158,7 +163,7 @@ def complete_sizes() -> None:
 
 
 def refuse_uneven_experts() -> None:
-    """Let loading say what to write where ep_size does not divide a model's experts, which transformers leaves out."""
+    """Patch transformers' loading to raise a clear error if ep_size does not divide the number of a model's experts."""
     shard = MoEParamShard.shard_param
 
     @wraps(shard)

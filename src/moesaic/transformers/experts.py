@@ -1,8 +1,8 @@
-"""`experts_implementation="moesaic"`: the experts of a transformers model on Moesaic's kernels, whatever their layout and gate.
+"""`experts_implementation="moesaic"`: runs the experts of a transformers model on Moesaic's kernels, for any layout and gate.
 
-`@use_experts_implementation` tells a module's layout in flags; its gate is a method that every family writes for itself. So
-the gate is recognised by what it computes: it is called once, on fixed numbers, and compared with the gates that Moesaic has.
-One that is none of them stays the family's own and runs between Moesaic's products.
+`@use_experts_implementation` describes a module's layout by flags, but the gate is a method that each model family writes
+itself. The gate is therefore recognised by its results: it is called once on fixed numbers, and compared with Moesaic's gates.
+If it matches none, the family's own method runs between Moesaic's grouped products.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from moesaic.kernels.work import ExpertWork
 from moesaic.routing.capacity import count
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
-"""What `@use_experts_implementation` says of a module."""
+"""Attributes by which `@use_experts_implementation` describes a module's layout."""
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Gate:
-    """What stands between an expert's products, as the kernels take it."""
+    """The function between an expert's matrix products, in the form that Moesaic's kernels accept."""
 
     activation: str
     """A key of `ACTIVATIONS`."""
@@ -41,10 +41,13 @@ class Gate:
 
 @dataclass(frozen=True)
 class Matrices:
-    """An experts module's parameters as the kernels take them: views, differentiable. E experts, D dim, H hidden."""
+    """An experts module's parameters in the layout of the kernels, as differentiable views.
+
+    E: experts, C: input matrices per expert, D: dim, H: hidden.
+    """
 
     up: Tensor
-    """(E, C, H, D): one matrix that reads the token, or two, the first of which gates the second."""
+    """(E, C, H, D). C is 1 for plain experts; for gated ones C is 2, and the gate comes first."""
     up_bias: Tensor | None
     """(E, C, H)."""
     down: Tensor
@@ -54,7 +57,7 @@ class Matrices:
 
     @classmethod
     def of(cls, module: Any) -> Matrices:
-        """Return those of a module of transformers."""
+        """Return the matrices of a transformers experts module."""
         names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
         up, down = (getattr(module, name) for name in names)
         if module.is_transposed:
@@ -64,14 +67,14 @@ class Matrices:
 
 
 def _apart(module: Any, whole: Tensor) -> Tensor:
-    """Return (E, C H, ...) as (E, C, H, ...), the gate's rows first."""
+    """Split (E, C H, ...) into (E, C, H, ...), the gate's rows first."""
     if not module.has_gate:
         return whole.unsqueeze(1)
     return whole.unflatten(1, (2, -1)) if module.is_concatenated else whole.unflatten(1, (-1, 2)).transpose(1, 2)
 
 
 def refusal(module: Any) -> str | None:
-    """Return why Moesaic cannot compute a module's experts; None if it can."""
+    """Return why Moesaic cannot compute a module's experts, as a predicate for a sentence; None if it can."""
     missing = [flag for flag in FLAGS if not hasattr(module, flag)]
     if missing:
         return f"has no {missing[0]}, which this version of transformers should set"
@@ -87,9 +90,9 @@ def refusal(module: Any) -> str | None:
 
 
 def gate_of(module: Any) -> Gate | None:
-    """Return a module's gate, or activation where nothing is gated; None for one that Moesaic does not have.
+    """Return a module's gate or, for plain experts, its activation; None if Moesaic has no such gate.
 
-    The first call asks the module, on numbers of its own; the answer stays with the module.
+    The first call evaluates the module's gate; the result is stored on the module.
     """
     if not hasattr(module, "_moesaic_gate"):
         module._moesaic_gate = _recognised(module)
@@ -101,7 +104,7 @@ def gate_of(module: Any) -> Gate | None:
 def _recognised(module: Any) -> Gate | None:
     own = {id(parameter) for parameter in module._parameters.values()}
     if module.has_post_expert_norm or any(id(each) not in own for each in module.parameters()):
-        return None  # a norm after the expert, or a gate that learns
+        return None  # a norm after the expert, or a gate with parameters
     points = torch.tensor([0.0, 0.01, 0.3, 1.0, 2.5, 6.0, 9.0, 30.0, 300.0], dtype=torch.float64, device="cpu")
     points = torch.cat([points, -points[1:]])
     gate, up = (each.reshape(1, -1) for each in torch.meshgrid(points, points, indexing="ij"))
@@ -120,7 +123,7 @@ def _recognised(module: Any) -> Gate | None:
 
 
 def _candidates(module: Any) -> Iterator[Gate]:
-    """Yield the gates that a module may have; limits and slopes are what the module keeps under the usual names."""
+    """Yield the gates that a module may have, with limits and slopes that it stores under the usual attribute names."""
     yield from map(Gate, ACTIVATIONS)
     kept = {name: getattr(module, name, None) for name in ("limit", "swiglu_limit", "alpha", "swiglu_alpha")}
     numbers = {name: float(value) for name, value in kept.items() if isinstance(value, int | float) and value > 0}
@@ -135,10 +138,10 @@ def run_tokens(module: Any, x: Tensor, weight: Tensor, permutation: Permutation)
     """Dispatch tokens to a module's experts, run them and sum by routing weight; differentiable.
 
     Args:
-        module: of transformers, which `refusal` does not refuse.
+        module: a transformers experts module for which `refusal` returns None.
         x: (tokens, dim).
-        weight: (R,) routing weights in the order of the routing.
-        permutation: the routing, sorted by expert.
+        weight: (R,) routing weights of the copies, in the order in which they were routed.
+        permutation: sorts the copies by expert.
 
     Returns:
         (tokens, dim) in the dtype of `x`.
@@ -171,12 +174,12 @@ def run_tokens(module: Any, x: Tensor, weight: Tensor, permutation: Permutation)
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Run a module's experts on Moesaic's kernels; where those cannot, say so once and run the module's own loop.
+    """Run a module's experts on Moesaic's kernels. If these cannot, warn once and run the module's own loop.
 
     Args:
         self: the experts module.
         hidden_states: (tokens, dim).
-        top_k_index: (tokens, K) experts. Where transformers spread the experts, `num_experts` stands for one elsewhere.
+        top_k_index: (tokens, K) experts. If transformers spread the experts, `num_experts` marks an expert of another rank.
         top_k_weights: (tokens, K) routing weights.
 
     Returns:
@@ -199,7 +202,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
 
 def tell_where_no_experts_are() -> None:
-    """Let loading a model and `set_experts_implementation` say where "moesaic" changes nothing, which transformers does not."""
+    """Patch model loading and `set_experts_implementation` to warn if a model has no experts that "moesaic" could run."""
     load, choose = PreTrainedModel.from_pretrained.__func__, PreTrainedModel.set_experts_implementation
 
     @wraps(load)
@@ -226,26 +229,26 @@ def _tell(model: Any, is_asked: bool = False) -> None:
 
 
 def say(line: str) -> None:
-    """Tell the user one line; Python shows the same line once."""
+    """Show the user a warning; Python shows the same text once only."""
     warnings.warn(f"moesaic: {line}", stacklevel=3)
 
 
 class FamilyExperts(StackedExperts):
-    """A module of transformers as the experts of a layer on a mesh; its parameters stay where they are.
+    """Adapts a transformers experts module to Moesaic's experts interface. The parameters stay in the module.
 
     Args:
-        module: whose gate Moesaic has; this rank's part of the experts.
-        num_experts: of all ranks.
+        module: this rank's part of the experts; `gate_of` must recognise its gate.
+        num_experts: experts of all ranks together.
     """
 
     def __init__(self, module: nn.Module, num_experts: int) -> None:
         gate, dim = gate_of(module), Matrices.of(module).down.shape[1]
         assert gate is not None
-        AbstractExperts.__init__(self, dim, num_experts)  # the parameters are the module's
+        AbstractExperts.__init__(self, dim, num_experts)  # skips StackedExperts, which would create parameters
         self.ups = ("w1", "w3") if module.has_gate else ("w1",)
         self.bias = bool(module.has_bias)
         self.activation, self.clamp = gate.activation, gate.clamp
-        self._module = (module,)  # no submodule of this one
+        self._module = (module,)  # in a tuple, so that it does not become a submodule
         self.is_spread = True
 
     def weights(self) -> tuple[Weights, Weights]:

@@ -1,4 +1,4 @@
-"""Checkpoints of other people's programs: converted into each other, checked, and dense ones made sparse.
+"""Converts checkpoints between the formats of Hugging Face, torchtitan, Megatron-Core and Moesaic, and upcycles dense ones.
 
-`moesaic.convert` is in `convert.py`; docs/convert.md is its page.
+`moesaic.convert` is in `convert.py`; docs/convert.md documents it.
 """

@@ -1,4 +1,4 @@
-"""A checkpoint that is opened: its tensors compared with the model of its configuration, and what an optimizer kept."""
+"""Opens a checkpoint: checks its tensors against the model of its configuration, and collects optimizer states."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ FORMATS: dict[str, AbstractFormat] = {
     "torchtitan": Torchtitan(),
     "megatron": Megatron(),
 }
-"""By the names that `moesaic convert` takes. A new format is one entry here and a file of rules."""
+"""Formats, by the names that `moesaic convert` accepts. A new format needs an entry here and a file of rules."""
 STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "fp32_param")
-"""What optimizers keep of a parameter, in its shape."""
+"""Optimizer states that have the shape of their parameter."""
 COUNTER = "step"
-"""What they keep of a parameter as one number."""
+"""The optimizer state that is one number per parameter."""
 PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Tensors to which Megatron adds rows that no token has."""
+"""Tensors that Megatron pads with rows for unused token ids."""
 
 
 @dataclass
 class Checkpoint:
-    """Tensors of a model, by the names of a format."""
+    """The tensors of a model in one format's layout."""
 
     model: Architecture
     layout: Layout
     tensors: dict[str | None, dict[str, Readable]]
-    """By state, None for the weights themselves, then by the layout's stored names."""
+    """By optimizer state (None for the weights themselves), then by the layout's stored names."""
     left_behind: list[str] = field(default_factory=list)
-    """What is there and is no part of the model."""
+    """Entries of the checkpoint that are not part of the model."""
 
     def into(self, layout: Layout, state: str | None = None) -> dict[str, Readable]:
-        """Return the tensors of another layout, each gathered when it is read.
+        """Return the weights, or one optimizer state, in another layout. Each tensor is gathered when it is read.
 
         Raises:
-            InputError: if a state is there for some of what becomes one tensor, or counters of it differ.
+            InputError: of the tensors that become one, only some have the state, or their counters differ.
         """
         have, found = self.tensors[state], dict[str, Readable]()
         for name in layout.by_stored:
@@ -63,10 +63,11 @@ class Checkpoint:
         return found
 
     def digests(self) -> dict[str, dict[str, Any]]:
-        """Return SHA-256 of all elements in the model's own order, the same in every format.
+        """Return SHA-256 hashes of all elements in the model's own order, which do not depend on the format.
 
         Returns:
-            by state ("weights" for the weights), then by name: a hash of a tensor; of experts a list, one per expert.
+            by optimizer state ("weights" for the weights), then by name: a tensor's hash or, for an experts module, a list with
+            the hash of each expert.
         """
         layout = identity(self.model.shapes)
         return {state or "weights": self._digests(self.into(layout, state)) for state in self.tensors}
@@ -88,7 +89,7 @@ class Checkpoint:
 
 
 def _updated(running: Any, tensor: Readable, region: tuple[range, ...]) -> Any:
-    """Add a tensor's dtype and elements in a region to a hash, a buffer at a time."""
+    """Add a tensor's dtype and its elements in a region to a hash, buffer by buffer, and return the hash."""
     running.update(str(tensor.dtype).encode())
     for piece in pieces(tuple(len(dim) for dim in region), tensor.dtype.itemsize):
         here = tuple(range(whole.start + dim.start, whole.start + dim.stop) for whole, dim in zip(region, piece))
@@ -97,10 +98,10 @@ def _updated(running: Any, tensor: Readable, region: tuple[range, ...]) -> Any:
 
 
 def format_of(folder: Path) -> str:
-    """Return the name of the format that a folder is in.
+    """Return the name of the format of the checkpoint in a folder.
 
     Raises:
-        InputError: if it is none that is known.
+        InputError: the folder does not exist, or holds no checkpoint of a known format.
     """
     if not folder.is_dir():
         raise InputError(f"{folder}: no folder there: name the one that holds the checkpoint")
@@ -111,15 +112,15 @@ def format_of(folder: Path) -> str:
 
 
 def open_checkpoint(folder: Path, name: str, model: Architecture) -> Checkpoint:
-    """Compare a folder's tensors with a model.
+    """Open the checkpoint in a folder and check that it holds exactly a model's tensors.
 
     Args:
-        folder: of the checkpoint.
-        name: of the format, a key of `FORMATS`.
-        model: that the checkpoint must be of.
+        folder: the checkpoint's folder.
+        name: the format, a key of `FORMATS`.
+        model: the model that the checkpoint must hold.
 
     Raises:
-        InputError: if tensors are missing, unknown or of another shape; names them.
+        InputError: tensors are missing, unknown or of another shape. The message names them.
     """
     format = FORMATS[name]
     stored, others = format.read(folder)
@@ -146,7 +147,7 @@ def open_checkpoint(folder: Path, name: str, model: Architecture) -> Checkpoint:
 
 
 def _check_shape(checkpoint: Checkpoint, name: str, place: str) -> None:
-    """Compare a stored tensor's shape; rows that pad the vocabulary are left behind."""
+    """Raise InputError if a stored tensor has another shape than expected. Rows that pad the vocabulary are left behind."""
     shape, expected = checkpoint.tensors[None][name].shape, checkpoint.layout.shapes[name]
     if shape == expected:
         return
@@ -158,7 +159,7 @@ def _check_shape(checkpoint: Checkpoint, name: str, place: str) -> None:
 
 
 def _states(checkpoint: Checkpoint, format: AbstractFormat, stored: Mapping[str, Readable]) -> set[str]:
-    """Take what an optimizer kept into the checkpoint; returns the names of all of it."""
+    """Add the optimizer states that are stored to the checkpoint, and return their stored names."""
     found = set()
     for name, shape in checkpoint.layout.shapes.items():
         for state in (*STATES, COUNTER):

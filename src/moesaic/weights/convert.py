@@ -1,4 +1,4 @@
-"""Conversion of a checkpoint into another format, the receipt that says what was done, and the check of one."""
+"""Converts a checkpoint into another format, writes a receipt with hashes, and verifies an output against its receipt."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from moesaic.weights.model import AbstractFormat, Architecture, read_config
 from moesaic.weights.upcycle import Upcycling, upcycled
 
 RECEIPT = "receipt.json"
-"""The file that a conversion writes beside its output."""
+"""The file into which a conversion writes its receipt, in the output folder."""
 LOGITS_BYTES = 2**31
-"""Models of at most as many bytes are run before and after, unless the caller says otherwise."""
+"""By default, the logits of models of at most this many bytes are compared."""
 TOKENS = 16
-"""Positions of the fixed text that models are compared on: token i is 7 i + 1, modulo the vocabulary."""
+"""Length of the text on which logits are compared: token i is 7 i + 1, modulo the vocabulary size."""
 
 
 def convert(
@@ -38,24 +38,24 @@ def convert(
     upcycle: Upcycling | None = None,
     logits: bool | None = None,
 ) -> dict[str, Any]:
-    """Convert a checkpoint into another format, bit by bit, and read both back to compare them.
+    """Convert a checkpoint into another format, bit by bit, then read source and output again to compare them.
 
-    Memory holds a few buffers of 16 MiB and, at most, the matrices of one expert, never a whole tensor of all experts.
+    Memory use is a few buffers of 16 MiB and at most the matrices of one expert, never a whole tensor of all experts.
 
     Args:
-        source: the folder of the checkpoint, left as it is.
+        source: the folder of the checkpoint, which is not changed.
         out: the folder to write; must not exist or be empty.
         to: hf, moesaic, torchtitan or megatron.
-        source_format: one of the same; None finds out.
-        config: the model's config.json of transformers, or its folder, where the source has none beside it.
-        upcycle: makes experts of the feed-forward layers of a dense model; None converts the model as it is.
-        logits: whether to run the model before and after; None does for models of at most 2 GiB.
+        source_format: the source's format, one of the same names; None to detect it.
+        config: the model's transformers config.json, or the folder of one; needed if the source folder has none.
+        upcycle: turns the feed-forward layers of a dense model into experts; None keeps the model's architecture.
+        logits: whether to run both models and compare their logits; None to do so for models of at most 2 GiB.
 
     Returns:
-        the receipt, which is in `out / "receipt.json"` too: docs/convert.md describes it.
+        the receipt, which is also written to `out / "receipt.json"`; docs/convert.md describes it.
 
     Raises:
-        InputError: for a checkpoint that is incomplete, mixed up, not of this model, or a format without a place for it.
+        InputError: the checkpoint is incomplete, mixed with another or of another model, or `to` cannot store the model.
     """
     folder, target = Path(source), Path(out)
     for name in (to, source_format or to):
@@ -88,7 +88,7 @@ def convert(
 
 
 def _named(before: Checkpoint, layout: Layout, format: AbstractFormat) -> tuple[dict[str, Readable], list[str]]:
-    """Return the tensors to write by their names in a format, and the names of states that have no place there."""
+    """Return the tensors to write by their names in a format, and the optimizer states that the format cannot store."""
     named: dict[str, Readable] = {}
     unplaced = []
     for state in before.tensors:
@@ -102,7 +102,7 @@ def _named(before: Checkpoint, layout: Layout, format: AbstractFormat) -> tuple[
 
 
 def _copy_others(folder: Path, target: Path) -> None:
-    """Copy what stands beside the weights: tokenizer, chat template, generation settings."""
+    """Copy the files that accompany the weights: tokenizer, chat template, generation settings."""
     for path in sorted(folder.iterdir()):
         if path.suffix in (".json", ".txt", ".model", ".jinja") and not path.name.endswith(
             (".index.json", RECEIPT, "config.json")
@@ -111,10 +111,10 @@ def _copy_others(folder: Path, target: Path) -> None:
 
 
 def _receipt(before: Checkpoint, after: Checkpoint) -> dict[str, Any]:
-    """Return what is known of a conversion once both sides are read back.
+    """Hash source and output, compare them, and return the entries of the receipt that follow.
 
     Raises:
-        InputError: if they differ, which would be a fault of this program or of the disk.
+        InputError: they differ, because of a bug in this program or a fault of the disk.
     """
     digests, again = before.digests(), after.digests()
     places = {state: found for state, found in digests.items() if state in again}
@@ -137,8 +137,8 @@ def _receipt(before: Checkpoint, after: Checkpoint) -> dict[str, Any]:
 def _compared(
     folder: Path, before: Checkpoint, after: Checkpoint, target: Path, same: bool, names: tuple[str, str]
 ) -> dict[str, Any]:
-    """Run both models on the fixed text; returns the largest difference between logits."""
-    is_quantized = any(isinstance(tensor, Made) for tensor in before.tensors[None].values())  # which wants a GPU
+    """Run both models on the fixed text and return the largest difference between their logits."""
+    is_quantized = any(isinstance(tensor, Made) for tensor in before.tensors[None].values())  # needs a GPU to load
     old = _logits(folder if same and names[0] == "hf" and not is_quantized else None, before)
     new = _logits(target if names[1] == "hf" else None, after)
     return {"tokens": TOKENS, "largest_difference": float((old.double() - new.double()).abs().max())}
@@ -146,7 +146,12 @@ def _compared(
 
 @torch.no_grad()
 def _logits(hub: Path | None, checkpoint: Checkpoint) -> Tensor:
-    """Return the logits of a checkpoint: loaded by transformers itself from the hub's files, or filled in from ours."""
+    """Return the logits of a checkpoint.
+
+    Args:
+        hub: a folder from which transformers itself loads the model; None to fill in the tensors of `checkpoint`.
+        checkpoint: the checkpoint.
+    """
     if hub is not None:
         model = transformers.AutoModelForCausalLM.from_pretrained(hub, dtype="auto")
     else:
@@ -156,7 +161,7 @@ def _logits(hub: Path | None, checkpoint: Checkpoint) -> Tensor:
         model.load_state_dict(values, strict=False, assign=True)
         model.tie_weights()
     if checkpoint.model.experts:
-        model.set_experts_implementation("eager")  # the default one has no float64
+        model.set_experts_implementation("eager")  # the default implementation does not support float64
     tokens = (7 * torch.arange(TOKENS) + 1) % checkpoint.model.config.vocab_size
     found: Tensor = model.eval()(input_ids=tokens[None]).logits
     return found
@@ -169,10 +174,10 @@ def verify(out: str | Path) -> dict[str, Any]:
         out: the folder that `convert` wrote.
 
     Returns:
-        how many tensors, experts and states were compared.
+        "tensors" and "experts" (how many were compared) and "states" (the names of those compared).
 
     Raises:
-        InputError: where there is no receipt, or an element differs; names the tensor or the expert.
+        InputError: there is no receipt, or an element differs. The message names the tensor or the expert.
     """
     folder = Path(out)
     if not (folder / RECEIPT).exists():
@@ -198,7 +203,7 @@ def verify(out: str | Path) -> dict[str, Any]:
 
 
 def _read_receipt(path: Path) -> tuple[str, dict[str, dict[str, Any]]]:
-    """Return the format that a conversion wrote, and its digests by state and tensor."""
+    """Return (the format that the conversion wrote, its digests by state and tensor) from a receipt."""
     try:
         receipt = json.loads(path.read_text(encoding="utf-8"))
         format, digests = receipt["target"]["format"], receipt["sha256"]

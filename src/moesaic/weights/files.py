@@ -1,7 +1,7 @@
-"""Tensors in files, by parts: safetensors, and what torch.distributed.checkpoint writes (DCP).
+"""Reads and writes tensors in files, region by region: safetensors and torch.distributed.checkpoint (DCP).
 
-Elements are opaque here: bits pass as they are. Nothing that a file names is run: of DCP's list of tensors and of the parts
-of its files only what describes a tensor is taken.
+Elements are copied bit by bit and never interpreted. Reading runs no code that a file refers to: from DCP's pickled metadata
+and from the archives in its files, only descriptions of tensors are accepted.
 """
 
 from __future__ import annotations
@@ -39,38 +39,40 @@ CODES = {
     "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-"""What safetensors calls dtypes."""
+"""Safetensors' name of a dtype -> the dtype."""
 INDEX = "model.safetensors.index.json"
 DCP_FILE = "__0_0.distcp"
 SHARD_BYTES = 5 * 10**9
-"""A safetensors file is closed when it has as many."""
+"""Largest size of a safetensors file, unless a single tensor is larger."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A rectangle of a tensor in a file."""
+    """A rectangular part of a tensor, stored in a file."""
 
     path: Path
     start: int
-    """The byte where it begins."""
+    """Byte offset in the file."""
     offsets: tuple[int, ...]
+    """Where the part begins in the tensor, per dimension."""
     sizes: tuple[int, ...]
     archive: int | None = None
-    """Bytes of the archive of `torch.save` that holds it; None if its elements are there as they are, row after row."""
+    """Size in bytes of the `torch.save` archive that holds the part; None if the file has the plain elements in row-major
+    order."""
 
     @cached_property
     def in_archive(self) -> tuple[int, tuple[int, ...]]:
-        """The byte where the elements begin in the archive, and their strides; nothing in it is run.
+        """The byte offset in the file at which the archive's elements begin, and their strides. Runs no pickled code.
 
         Raises:
-            InputError: if no tensor of these sizes is there.
+            InputError: the archive is damaged, or holds no tensor of these sizes.
         """
         assert self.archive is not None
         try:
             with self.path.open("rb") as file, FakeTensorMode():
                 view: Any = _create_file_view(file, self.start, self.archive)
                 found: Any = torch.load(view, weights_only=True)
-        except Exception as error:  # a damaged archive raises whatever it likes
+        except Exception as error:  # a damaged archive may raise anything
             reason = " ".join(str(error).split())
             raise InputError(f"{self.path}: byte {self.start}: is damaged ({reason:.200}): fetch it again") from error
         if not isinstance(found, torch.Tensor) or tuple(found.shape) != self.sizes:
@@ -84,14 +86,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in files."""
+    """A tensor that is stored in one or several files."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
 
     def read(self, at: Region) -> np.ndarray:
-        """Return the elements in a region; its part of the files is mapped for so long only."""
+        """Return a copy of the elements in a region. Files are memory-mapped only during the call."""
         whole = [dim if isinstance(dim, range) else range(dim, dim + 1) for dim in at]
         out = np.empty([len(dim) for dim in whole], integer(self.dtype))
         for part in self.parts:
@@ -108,7 +110,7 @@ class Stored:
 
 
 def require_room(target: Path) -> None:
-    """Raise InputError unless a folder can be made at a path, or an empty one is there."""
+    """Raise InputError unless `target` is an empty folder, or does not exist and can be created."""
     for each in (target, *target.parents):
         if each.exists() and not each.is_dir():
             raise InputError(f"{each}: is there and no folder: choose another one")
@@ -117,12 +119,12 @@ def require_room(target: Path) -> None:
 
 
 def _before(dim: range, place: int) -> int:
-    """Return how many places of a row stand before one."""
+    """Return how many of the positions in `dim` are less than `place`."""
     return min(len(dim), max(0, -((dim.start - place) // dim.step)))
 
 
 def _mapped(part: Part, dtype: torch.dtype) -> np.ndarray:
-    """Return the part's elements, mapped from its file for as long as the array lives."""
+    """Return the part's elements, memory-mapped from its file for as long as the array lives."""
     start, strides = (part.start, None) if part.archive is None else part.in_archive
     kind = integer(dtype)
     if not part.sizes:
@@ -138,7 +140,7 @@ def read_safetensors(folder: Path) -> dict[str, Stored]:
     """Return the tensors of a folder's safetensors files.
 
     Raises:
-        InputError: if a file is missing, cut off, or of another checkpoint than the index; says which.
+        InputError: a file is missing, truncated, or of another checkpoint than the index. The message names the file.
     """
     listed: dict[str, str] | None = None
     paths = sorted(folder.glob("*.safetensors"))
@@ -191,7 +193,7 @@ def _stored(path: Path, name: str, entry: dict[str, Any], begin: int, size: int)
 
 
 def _index(path: Path) -> dict[str, str]:
-    """Return which file holds which tensor."""
+    """Return the file name of each tensor, from the index."""
     try:
         listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         if all(
@@ -244,10 +246,10 @@ def _write_file(path: Path, tensors: Mapping[str, Readable]) -> int:
 
 
 def read_dcp(folder: Path) -> tuple[dict[str, Stored], list[str]]:
-    """Return the tensors of a folder that torch.distributed.checkpoint wrote, on any mesh, and the names of what is none.
+    """Return the tensors of a folder that torch.distributed.checkpoint wrote on any mesh, and the names of other entries.
 
     Raises:
-        InputError: if a file is missing or cut off, or no file has a part of a tensor; says which.
+        InputError: a file is missing or truncated, or part of a tensor is in no file. The message names it.
     """
     others: list[str] = []
     try:
@@ -284,7 +286,7 @@ def read_dcp(folder: Path) -> tuple[dict[str, Stored], list[str]]:
 
 
 def write_dcp(folder: Path, tensors: Mapping[str, Readable]) -> None:
-    """Write tensors as torch.distributed.checkpoint does, each in parts of about `BUFFER`, so that any mesh can load them."""
+    """Write tensors in the format of torch.distributed.checkpoint, in parts of about `BUFFER` bytes. Any mesh can load them."""
     folder.mkdir(parents=True, exist_ok=True)
     entries: dict[str, STORAGE_TYPES] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}

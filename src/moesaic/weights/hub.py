@@ -1,7 +1,7 @@
-"""The two ways in which transformers names a model: as the hub has it in files, and as the model has it in memory.
+"""The formats that use transformers' names: the Hugging Face hub's files, and Moesaic's own sharded checkpoints.
 
-On the hub each expert has matrices of its own; in memory all experts of a layer are one tensor. What becomes what is read from
-transformers' own tables, of which the inverse is applied to tensors without elements.
+On the hub, each expert has its own matrices; in memory, transformers stacks all experts of a layer in one tensor. The mapping
+comes from transformers' conversion tables, which are applied in reverse to tensors on the meta device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moesaic.weights.quantized import dequantized
 
 
 class Hub(AbstractFormat):
-    """safetensors with the hub's names, as `from_pretrained` and inference engines take them; no optimizer."""
+    """Safetensors with the hub's names, which `from_pretrained` and inference engines read. Has no optimizer states."""
 
     title = "Hugging Face safetensors"
 
@@ -39,7 +39,7 @@ class Hub(AbstractFormat):
         tables = [
             t for t in get_model_conversion_mapping(model.model, add_legacy=False) if not isinstance(t, PrefixChange)
         ]
-        model.model._weight_conversions = tables  # else each call below looks them up again
+        model.model._weight_conversions = tables  # otherwise each call below looks the tables up again
         converters = [(table.reverse_transform(), table) for table in tables if isinstance(table, WeightConverter)]
         for tensor, shape in model.shapes.items():
             used = [table for reverse, table in converters if reverse.rename_source_key(tensor)[1] is not None]
@@ -57,7 +57,13 @@ class Hub(AbstractFormat):
 
 
 def _unstacked(tensor: str, shape: tuple[int, ...], names: list[str]) -> Iterator[StoredBlock]:
-    """Yield the blocks of matrices of single experts, of which those of one kind follow each other."""
+    """Yield the blocks of a stacked tensor whose experts have separate matrices on the hub.
+
+    Args:
+        tensor: name of the stacked tensor.
+        shape: its shape, experts first.
+        names: the hub's names: all experts' matrices of one kind, then those of the next kind.
+    """
     experts = shape[0]
     rows = shape[1] * experts // len(names)
     for number, name in enumerate(names):
@@ -69,9 +75,9 @@ def _unstacked(tensor: str, shape: tuple[int, ...], names: list[str]) -> Iterato
 
 
 class Moesaic(AbstractFormat):
-    """Moesaic's own sharded checkpoint of a transformers model: its names in memory, and the states of an optimizer.
+    """Moesaic's own sharded checkpoint of a transformers model: the model's names in memory, and optimizer states.
 
-    A model with `moesaic.transformers` on any mesh loads it, each rank its own part.
+    A model that uses `moesaic.transformers` can load it on any mesh; each rank reads its own part.
     """
 
     title = "Moesaic's sharded checkpoint"

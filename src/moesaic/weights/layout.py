@@ -1,8 +1,8 @@
-"""Where a format keeps a model's elements: rectangles of its own tensors, each a rectangle of one of the model's tensors.
+"""Describes where a format stores a model's elements, as blocks.
 
-The model's tensors are those that a transformers model of this configuration has in memory; every format says where each of
-their elements is, and nothing else. So any two formats convert into each other, no conversion computes with a value, and a
-format that forgets an element, or has one twice, is found before a byte is read.
+A block maps a rectangle of a stored tensor to a rectangle of one of the model's tensors, which are those that a transformers
+model of this configuration has in memory. A format consists of such blocks only. Hence any two formats can be converted into
+each other, conversions never compute with values, and missing or duplicate elements are detected before a byte is read.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ import torch
 from moesaic.errors import InputError
 
 Dim: TypeAlias = "int | range"
-"""Along one dimension of a tensor: one place, which the rectangle has no dimension for, or a row of places."""
+"""Indices along one dimension of a tensor: a range, or a single index. As in NumPy, a single index removes the dimension."""
 Region: TypeAlias = tuple[Dim, ...]
 BUFFER = 16 * 2**20
-"""Bytes that are moved at once."""
+"""Largest number of bytes that are moved at once."""
 
 
 class Readable(Protocol):
-    """A tensor whose elements can be had by regions."""
+    """A tensor that can be read region by region."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its elements."""
+        """Dtype of the elements."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """Shape of the whole tensor."""
 
     def read(self, at: Region) -> np.ndarray:
-        """Return a copy of the elements there, as integers of their size, row after row."""
+        """Return a contiguous copy of the elements in a region, reinterpreted as integers of the same size."""
 
 
 @dataclass(frozen=True)
@@ -50,27 +50,29 @@ class Made:
     make: Callable[[Region], torch.Tensor]
 
     def read(self, at: Region) -> np.ndarray:
-        """Return the elements there, the same each time."""
+        """Return the elements in a region; the same in every call."""
         return self.make(at).contiguous().view(getattr(torch, f"int{8 * self.dtype.itemsize}")).numpy()
 
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """A rectangle of a stored tensor that is a rectangle of one of the model's tensors."""
+    """A rectangle of a stored tensor that holds a rectangle of one of the model's tensors."""
 
     stored: str
     at: Region
+    """The rectangle of the stored tensor."""
     tensor: str
     index: Region
+    """The rectangle of the model's tensor."""
     transposed: bool = False
-    """Whether the last two dimensions are exchanged between the two."""
+    """Whether the stored rectangle is transposed in its last two dimensions."""
 
     def flipped(self) -> StoredBlock:
-        """Return the same with the two sides exchanged."""
+        """Return the block with the roles of the stored and the model's tensor exchanged."""
         return StoredBlock(self.tensor, self.index, self.stored, self.at, self.transposed)
 
     def cut(self, region: Region) -> StoredBlock | None:
-        """Return the part whose stored side lies in a region; None if nothing does."""
+        """Return the part of this block inside a region of the stored tensor; None if they do not overlap."""
         at: list[Dim] = []
         for pair in zip(self.at, region):
             shared = _meet(*pair)
@@ -91,7 +93,7 @@ class StoredBlock:
 
 
 def _meet(a: Dim, b: Dim) -> Dim | None:
-    """Return the places that two sets of them share."""
+    """Return the indices that are in both `a` and `b`; None if there are none."""
     if isinstance(a, int):
         return a if a == b or (isinstance(b, range) and a in b) else None
     if isinstance(b, int):
@@ -107,7 +109,7 @@ def _meet(a: Dim, b: Dim) -> Dim | None:
 
 
 def _along(whole: range, part: Dim, there: range) -> Dim:
-    """Return the places of `there` that stand where those of `part` stand in `whole`."""
+    """Return the elements of `there` at the positions that the elements of `part` have in `whole`."""
     if isinstance(part, int):
         return there[whole.index(part)]
     first, step = whole.index(part[0]), max(1, part.step // whole.step)
@@ -115,17 +117,17 @@ def _along(whole: range, part: Dim, there: range) -> Dim:
 
 
 def every(shape: Iterable[int]) -> tuple[range, ...]:
-    """Return the region that is a whole tensor."""
+    """Return the region that covers a whole tensor."""
     return tuple(range(size) for size in shape)
 
 
 def volume(region: Region) -> int:
-    """Return how many elements a region has."""
+    """Return the number of elements in a region."""
     return math.prod(len(dim) for dim in region if isinstance(dim, range))
 
 
 def pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[range, ...]]:
-    """Yield regions of at most `BUFFER` bytes (or one row), which follow each other in memory and are the whole tensor."""
+    """Yield contiguous regions of at most `BUFFER` bytes (or one row) that cover a tensor in row-major order."""
     inner = next((d for d in range(len(shape)) if math.prod(shape[d + 1 :]) * itemsize <= BUFFER), len(shape))
     if inner >= len(shape):
         yield every(shape)
@@ -138,13 +140,13 @@ def pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[range, ...]]
 
 
 class BlockIndex:
-    """Blocks by the name of their stored side, and by the expert or layer that they are of, where they are of a single one."""
+    """Blocks by the name of their stored tensor and, for blocks of a single expert or layer, by its number."""
 
     def __init__(self) -> None:
         self._held: dict[str, dict[int | None, list[StoredBlock]]] = defaultdict(lambda: defaultdict(list))
 
     def add(self, block: StoredBlock) -> None:
-        """Take a block."""
+        """Add a block to the index."""
         single = block.at[0] if block.at and isinstance(block.at[0], int) else None
         self._held[block.stored][single].append(block)
 
@@ -152,7 +154,7 @@ class BlockIndex:
         return iter(self._held)
 
     def cuts(self, name: str, region: Region) -> Iterator[tuple[StoredBlock, StoredBlock]]:
-        """Yield the blocks of a tensor that have something in a region, and what of them is there."""
+        """Yield (block, the part of the block inside the region) for each block of a tensor that overlaps a region."""
         held = self._held[name]
         outer = region[0] if region else ()
         for single in (*([outer] if isinstance(outer, int) else outer), None) if len(held) > 1 else list(held):
@@ -166,13 +168,13 @@ class Layout:
     """All blocks of a format for one model.
 
     Args:
-        blocks: that it consists of.
-        shapes: of the model's tensors.
-        title: what the format is called, for messages.
-        copies: whether an element that is stored once may be several of the model's.
+        blocks: the blocks.
+        shapes: shapes of the model's tensors.
+        title: name of the format, for messages.
+        copies: whether one stored element may be several elements of the model.
 
     Raises:
-        InputError: where an element of the model has no place, or the format does not know a tensor; names the tensors.
+        InputError: the format has no place for an element of the model. The message names the tensors.
     """
 
     def __init__(
@@ -198,38 +200,38 @@ class Layout:
 
 
 def identity(shapes: Mapping[str, tuple[int, ...]]) -> Layout:
-    """Return the layout that is the model's own."""
+    """Return the layout in which every tensor is stored as the model has it in memory."""
     return Layout((StoredBlock(n, every(s), n, every(s)) for n, s in shapes.items()), shapes, "the model")
 
 
 @dataclass(frozen=True)
 class GatheredTensor:
-    """A tensor of one layout, gathered from tensors of another when it is read."""
+    """A tensor of one layout that is gathered from tensors of another layout when it is read."""
 
     name: str
     layout: Layout
     source: Layout
     tensors: Mapping[str, Readable]
-    """By the source's stored names."""
+    """The source's tensors, by its stored names."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As the layout has it."""
+        """The tensor's shape in `layout`."""
         return self.layout.shapes[self.name]
 
     @cached_property
     def feeding(self) -> list[str]:
-        """The source's stored names that this one consists of."""
+        """Names of the source's stored tensors from which this tensor is gathered."""
         mine = [found for _, found in self.layout.by_stored.cuts(self.name, every(self.shape))]
         theirs = (block for each in mine for block, _ in self.source.by_tensor.cuts(each.tensor, each.index))
         return list(dict.fromkeys(block.tensor for block in theirs))
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Of all tensors that it consists of.
+        """The common dtype of the tensors from which this one is gathered.
 
         Raises:
-            InputError: if they differ.
+            InputError: their dtypes differ.
         """
         found = {self.tensors[name].dtype: name for name in self.feeding}
         if len(found) != 1:
@@ -240,7 +242,7 @@ class GatheredTensor:
         return next(iter(found))
 
     def read(self, at: Region) -> np.ndarray:
-        """Return the elements in a region: each block's part of it, read from each of the source's blocks there."""
+        """Return the elements in a region, gathered from all blocks of the source that overlap it."""
         out = np.empty([len(dim) for dim in at if isinstance(dim, range)], integer(self.dtype))
         for _, wanted in self.layout.by_stored.cuts(self.name, at):
             for _, found in self.source.by_tensor.cuts(wanted.tensor, wanted.index):
@@ -254,7 +256,7 @@ class GatheredTensor:
 
 
 def _within(places: Region, at: Region) -> tuple[Any, ...]:
-    """Return the index of places in an array that holds the region `at`."""
+    """Return the NumPy index of the region `places` within an array that holds the region `at`."""
     found: list[int | slice] = []
     for place, dim in zip(places, at):
         if not isinstance(dim, range):
@@ -268,11 +270,11 @@ def _within(places: Region, at: Region) -> tuple[Any, ...]:
 
 
 def integer(dtype: torch.dtype) -> np.dtype[Any]:
-    """Return the integers that stand for elements of a dtype."""
+    """Return the integer dtype of the same size as a dtype, in which elements are moved."""
     return np.dtype(f"i{dtype.itemsize}")
 
 
 def naming(names: Iterable[str]) -> str:
-    """Return names for a message: the first three and how many more there are."""
+    """Return names as text for a message: the first three, and how many more there are."""
     listed = sorted(names)
     return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")

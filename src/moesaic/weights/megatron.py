@@ -1,7 +1,8 @@
-"""Megatron-Core's checkpoints in its format torch_dist: its names, in files of torch.distributed.checkpoint.
+"""Megatron-Core checkpoints of format torch_dist: Megatron's names, in files of torch.distributed.checkpoint.
 
-Where all layers are alike, Megatron keeps each kind of tensor for all of them in one, the layer first; otherwise each layer's
-names have its number. Gate and up projection are one tensor, one above the other; queries, keys and values are one, by groups.
+If all layers have the same structure, Megatron stacks each kind of tensor over all layers, with the layer as first dimension.
+Otherwise each layer's names contain its number. Gate and up projection are the upper and lower half of one tensor. Queries,
+keys and values are one tensor too, interleaved by groups of heads.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ OUTSIDE = {
 
 
 def grouped(which: str) -> Place:
-    """Put q, k or v into a tensor that has, for each key's head, its queries, their gates if any, itself and its values."""
+    """Return the place of q, k or v in Megatron's joint tensor.
+
+    For each key head, that tensor holds the heads of its queries, their gates (if any), the key head and its value head.
+    """
 
     def place(part: Part, config: Any) -> Iterator[tuple[str, range, range]]:
         groups, heads = config.num_key_value_heads, config.num_attention_heads
-        kinds = 2 if config.model_type == "qwen3_next" else 1  # a head's queries, and its gate below them
+        kinds = 2 if config.model_type == "qwen3_next" else 1  # q_proj holds each head's query rows, then its gate rows
         shared, mine = heads // groups, kinds if which == "q" else 1
         held = heads if which == "q" else groups
         width = part.shape[part.rows] // (held * mine)
@@ -46,7 +50,7 @@ def grouped(which: str) -> Place:
 
 
 def cut(part: Part, config: Any) -> Iterator[tuple[str, range, range]]:
-    """Cut what enters linear attention into tensors of queries, keys, values, gates, and its two rates."""
+    """Split an input projection of linear attention, or its convolution, into tensors for q, k, v, z, beta and alpha."""
     heads, width = config.linear_num_key_heads, config.linear_key_head_dim
     shared = config.linear_num_value_heads // heads
     values = shared * config.linear_value_head_dim
@@ -134,11 +138,14 @@ SPARSE: Rules = {
 
 
 class Megatron(AbstractFormat):
-    """The newest iteration's folder below the checkpoint's, or that folder itself."""
+    """Megatron-Core's torch_dist format.
+
+    Reads the newest iteration below the given folder, or the given folder itself if it is that of an iteration.
+    """
 
     title = "Megatron-Core"
     folder = "release"
-    """Where a checkpoint is that no iteration wrote."""
+    """Folder of a checkpoint that does not belong to an iteration."""
 
     def _inside(self, folder: Path) -> Path:
         mark = folder / "latest_checkpointed_iteration.txt"
@@ -181,7 +188,7 @@ class Megatron(AbstractFormat):
 
     def called(self, stored: str, state: str | None) -> str | None:
         if state == "step":
-            return None  # it is one number for all, in another file
+            return None  # Megatron keeps one step for all parameters, in another file
         return stored if state is None else f"optimizer.state.{state}.{stored}"
 
     def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[StoredBlock]:

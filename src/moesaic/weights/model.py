@@ -1,4 +1,4 @@
-"""The tensors of a transformers model, without their elements: names, shapes, and which of them hold experts."""
+"""Describes the tensors of a transformers model without their elements: names, shapes, and which of them hold experts."""
 
 from __future__ import annotations
 
@@ -22,29 +22,33 @@ LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class Part:
-    """A rectangle of a tensor that has a meaning of its own, as the rules of formats name it."""
+    """One matrix or vector within a tensor of the model, such as the gate projections of all experts of a layer.
+
+    The rules of formats refer to parts by name.
+    """
 
     name: str
     tensor: str
     index: tuple[range, ...]
+    """The part's region of the tensor."""
     transposed: bool = False
-    """Whether the tensor has its last two dimensions the other way round."""
+    """Whether the tensor stores matrices as (in, out) instead of (out, in)."""
     stacked: bool = False
-    """Whether its first dimension is that of experts."""
+    """Whether the first dimension counts experts."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(..., out, in) for a matrix, as `nn.Linear` has it."""
+        """The shape, with matrices as (..., out, in), as in `nn.Linear`."""
         sizes = [len(dim) for dim in self.index]
         return (*sizes[:-2], sizes[-1], sizes[-2]) if self.transposed else tuple(sizes)
 
     @property
     def rows(self) -> int:
-        """The dimension of the outputs: the first one, the second one in a stack of experts."""
+        """The dimension of the outputs in `shape`: 1 if experts are stacked, else 0."""
         return 1 if self.stacked else 0
 
     def block(self, stored: str, at: Region, rows: range | None = None) -> StoredBlock:
-        """Return the block that puts this part, or some of its rows, somewhere."""
+        """Return the block that stores this part at region `at` of tensor `stored`; with `rows`, only those output rows."""
         index = list(self.index)
         if rows is not None:
             dim = self.rows + 1 if self.transposed else self.rows
@@ -53,13 +57,13 @@ class Part:
 
 
 class Architecture:
-    """What a configuration of transformers says about a checkpoint; nothing of the model's size is held.
+    """The tensors that a transformers configuration implies. The model is created on the meta device and takes no memory.
 
     Args:
-        config: of a causal language model.
+        config: configuration of a causal language model.
 
     Raises:
-        InputError: if transformers has no such model.
+        InputError: transformers has no such model.
     """
 
     def __init__(self, config: Any) -> None:
@@ -71,7 +75,7 @@ class Architecture:
             raise InputError(f"{config.model_type} is no language model of transformers: {error}") from error
         tied = set(self.model._tied_weights_keys or ()) if config.tie_word_embeddings else set()
         self.tied = tied
-        """Names that share another's tensor, and are stored with it."""
+        """Names of tied weights, which share another name's tensor and are stored under that name only."""
         self.shapes = {n: tuple(t.shape) for n, t in self.model.state_dict().items() if n not in tied}
         self.experts = {
             n: m for n, m in self.model.named_modules() if hasattr(m, "is_transposed") and hasattr(m, "has_gate")
@@ -79,7 +83,7 @@ class Architecture:
         """The modules that hold stacked experts, by name."""
 
     def experts_of(self, tensor: str) -> str | None:
-        """Return the name of the experts that a tensor belongs to."""
+        """Return the name of the experts module that a tensor belongs to; None if it belongs to none."""
         prefix, _, _ = tensor.rpartition(".")
         return prefix if prefix in self.experts else None
 
@@ -90,7 +94,7 @@ class Architecture:
         return Part(tensor, tensor, every(self.shapes[tensor]), turned, experts is not None)
 
     def parts(self, tensor: str) -> list[Part]:
-        """Return the matrices that a tensor of experts holds side by side; the whole tensor if it holds one."""
+        """Return the parts of a tensor: gate and up if it holds both projections of experts, else the whole tensor."""
         experts = self.experts_of(tensor)
         if experts is None:
             return [self.whole(tensor)]
@@ -110,10 +114,14 @@ class Architecture:
 
 
 def read_config(folder: Path, named: Path | None) -> Any:
-    """Return the configuration of a checkpoint: the one that is named, or the one beside its files.
+    """Return the transformers configuration of a checkpoint.
+
+    Args:
+        folder: the checkpoint's folder, whose config.json is read if `named` is None.
+        named: another config.json, or the folder of one.
 
     Raises:
-        InputError: if there is none, or it is of a model that is quantized in another way than `METHODS`.
+        InputError: there is no configuration, transformers does not know it, or its quantization is not in `METHODS`.
     """
     place = named or folder
     path = place / "config.json" if place.is_dir() else place
@@ -121,9 +129,9 @@ def read_config(folder: Path, named: Path | None) -> Any:
         raise InputError(f"{path}: no configuration there: name the model's config.json of transformers with --config")
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-        quantized = table.pop("quantization_config", None)  # what is read is not quantized any more
+        quantized = table.pop("quantization_config", None)  # weights are dequantized as they are read
         config = transformers.AutoConfig.for_model(**table)
-    except Exception as error:  # its own checks raise whatever they like
+    except Exception as error:  # transformers' checks may raise anything
         said = " ".join(str(error).split())
         raise InputError(
             f"{path}: is no configuration that transformers {transformers.__version__} knows ({said:.80}): update "
@@ -138,10 +146,10 @@ def read_config(folder: Path, named: Path | None) -> Any:
 
 
 class AbstractFormat(ABC):
-    """A way to keep a model in files."""
+    """A checkpoint format: its files, its names, and where it stores each element of a model."""
 
     title: str
-    """What it is called in a sentence."""
+    """Name of the format in messages."""
 
     @abstractmethod
     def finds(self, folder: Path) -> bool:
@@ -149,7 +157,7 @@ class AbstractFormat(ABC):
 
     @abstractmethod
     def read(self, folder: Path) -> tuple[Mapping[str, Readable], list[str]]:
-        """Return a checkpoint's tensors by name, and the names of what is no tensor."""
+        """Return a checkpoint's tensors by name, and the names of its entries that are not tensors."""
 
     @abstractmethod
     def write(self, folder: Path, tensors: Mapping[str, Readable]) -> None:
@@ -157,30 +165,30 @@ class AbstractFormat(ABC):
 
     @abstractmethod
     def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[StoredBlock]:
-        """Yield where each element of a model is.
+        """Yield blocks that say where the format stores each element of a model.
 
         Args:
-            model: to place.
-            names: those of the checkpoint that is read, where a format has several ways; empty to write.
+            model: the model.
+            names: the names in the checkpoint that is read, for formats with several layouts; empty to write one.
         """
 
     def kept(self, stored: str, tensor: Readable, *, back: bool) -> Readable:
-        """Return a tensor as the format keeps it or, `back`, as the model has it; nearly all are kept as they are."""
+        """Convert a tensor's values from the model's to the format's or, with `back`, the reverse. Few tensors change."""
         return tensor
 
     def called(self, stored: str, state: str | None) -> str | None:
-        """Return the name of a tensor, or of the state that an optimizer keeps of it; None if that has no place."""
+        """Return the name in the checkpoint of a tensor or, with `state`, of its optimizer state; None if it is not stored."""
         return stored if state is None else None
 
 
 Place: TypeAlias = Callable[[Part, Any], Iterator[tuple[str, range, range]]]
-"""From a part and the model's configuration: endings of names, rows of the part, and rows of the tensors that they are."""
+"""(part, the model's configuration) -> for each range of rows: (suffix of the stored name, rows of the part, stored rows)."""
 Rules: TypeAlias = "Mapping[str, str | tuple[str, Place]]"
-"""A part of a layer to what the format calls its tensor inside the layer, and its place there; without one it is whole."""
+"""Name of a part within its layer -> the format's name for it. If the part is only some rows of that tensor, also its place."""
 
 
 def half(number: int) -> Place:
-    """Put a part into the upper (0) or lower (1) half of a tensor."""
+    """Return a place that puts a part into the upper (0) or lower (1) half of a tensor's rows."""
 
     def place(part: Part, config: Any) -> Iterator[tuple[str, range, range]]:
         rows = part.shape[part.rows]
@@ -197,14 +205,14 @@ def by_rules(
     *,
     stacked: bool = False,
 ) -> Iterator[StoredBlock]:
-    """Yield the blocks that rules give; what no rule names has none.
+    """Yield the blocks that follow from rules. Tensors without a rule get no block.
 
     Args:
-        model: to place.
-        outside: names of the tensors outside the layers, the model's to the format's.
-        rules: from a layer to what is in it: parts of the model to where they are.
-        layer_prefix: in front of a layer's names; `{}` stands for its number.
-        stacked: whether all layers are in one tensor, under a prefix without the number.
+        model: the model.
+        outside: the model's names of tensors outside the layers -> the format's names.
+        rules: returns the rules of a layer, given its number.
+        layer_prefix: prefix of a layer's names; `{}` stands for the layer's number.
+        stacked: whether the format stacks all layers in one tensor; `layer_prefix` then has no number.
     """
     for tensor in model.shapes:
         if tensor in outside:

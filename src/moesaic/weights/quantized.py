@@ -1,7 +1,7 @@
-"""Quantized weights of the hub, given back their values as they are read: fp8 in blocks (DeepSeek-V3) and mxfp4 (gpt-oss).
+"""Dequantizes the hub's quantized weights as they are read: fp8 in blocks (DeepSeek-V3) and mxfp4 (gpt-oss).
 
-A value is what transformers computes on loading: an element times the scale of its block, in bfloat16. Of mxfp4 that is exact;
-of fp8 the product is rounded once, from float32. Nothing is held whole: a region is computed from those that it consists of.
+The values are those that transformers computes on loading: an element times the scale of its block, in bfloat16. For mxfp4
+that is exact; for fp8 the product is rounded once, from float32. Only the region that is read is computed.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from moesaic.weights.files import Stored
 from moesaic.weights.layout import Made, Readable, Region, every
 
 FP8_SCALE = "_scale_inv"
-"""Follows the name of a matrix: its scales, one per block."""
+"""Suffix of the tensor with the scales of an fp8 matrix, one per block."""
 BLOCKS, SCALES = "_blocks", "_scales"
-"""Follow the name of an mxfp4 tensor: 16 bytes for 32 values each, and a power of two for each 32."""
+"""Suffixes of the tensors of an mxfp4 weight: 16 bytes for each 32 values, and the power of two that scales these."""
 HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4 = torch.tensor([*HALF, *(-value for value in HALF)])
-"""What four bits stand for (Open Compute Project, Microscaling Formats, E2M1)."""
+"""Value of each four-bit code (Open Compute Project, Microscaling Formats, E2M1)."""
 METHODS = ("fp8", "mxfp4")
-"""`quant_method` of a configuration whose weights are given back."""
+"""Values of a configuration's `quant_method` whose weights can be dequantized."""
 
 
 def dequantized(stored: Mapping[str, Stored], folder: Path) -> dict[str, Readable]:
     """Return a checkpoint's tensors with quantized ones replaced by their values in bfloat16.
 
     Args:
-        stored: by the hub's names.
-        folder: that they come from; its config.json says how large the blocks of fp8 are.
+        stored: the stored tensors, by the hub's names.
+        folder: the checkpoint's folder; its config.json gives the block size of fp8.
 
     Raises:
-        InputError: if scales fit no block size, or are missing.
+        InputError: scales are missing, or do not fit the block size.
     """
     found: dict[str, Readable] = {}
     for name, tensor in stored.items():
@@ -68,7 +68,7 @@ def _is_scale(name: str, stored: Mapping[str, Stored]) -> bool:
 
 
 def _block_size(folder: Path) -> tuple[int, ...]:
-    """Return how many rows and columns share a scale."""
+    """Return (rows, columns) of the fp8 blocks that share a scale."""
     path = folder / "config.json"
     try:
         table: Any = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

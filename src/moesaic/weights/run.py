@@ -1,8 +1,8 @@
-"""A run of `moesaic train` as a checkpoint of the Hugging Face hub: Mixtral, or with QK norm Qwen3-MoE.
+"""Exports a run of `moesaic train` as a checkpoint for the Hugging Face hub: Mixtral or, with QK norm, Qwen3-MoE.
 
-Our block with short convolutions left out is theirs: RMSNorm in front of each layer, rotary positions, grouped-query attention,
-SwiGLU experts, a softmax over the chosen ones. What they have no place for is refused by name. Capacities and losses are of
-training; the hub's models drop nothing.
+Without its short convolutions, our transformer block equals theirs: RMSNorm before each layer, rotary positions,
+grouped-query attention, SwiGLU experts, and a softmax over the chosen experts. Options that these models lack are refused by
+name. Capacities and losses are dropped, since they matter in training only; the hub's models are dropless.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from moesaic.train.state import Trained, load_trained
 from moesaic.weights.files import require_room
 
 EPS = torch.finfo(torch.float32).eps
-"""Of our RMSNorm in float32."""
+"""Epsilon of our RMSNorm in float32."""
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is that of a run."""
+    """Whether a folder holds a run of `moesaic train`."""
     return (folder / "checkpoints").is_dir() and (folder / "config.json").exists()
 
 
 def export_run(folder: Path, out: Path) -> dict[str, Any]:
-    """Write a run's newest checkpoint as a model of the hub.
+    """Write a run's newest checkpoint in the format of the hub.
 
     Args:
-        folder: of the run.
+        folder: the run's folder.
         out: the folder to write; must not exist or be empty.
 
     Returns:
-        model (its class in transformers), parameters, and whether a tokenizer.json is beside them.
+        "model" (its class in transformers), "parameters" (their number), "tokenizer" (whether a tokenizer.json was copied).
 
     Raises:
-        InputError: if there is no run, or its model is none of the hub's.
+        InputError: there is no run, or its model has no equivalent in transformers.
     """
     require_room(out)
     trained = load_trained(folder, "cpu")
@@ -61,10 +61,10 @@ def export_run(folder: Path, out: Path) -> dict[str, Any]:
 
 
 def to_hub(trained: Trained) -> Any:
-    """Return a run's model as one of transformers, in float32.
+    """Return a run's model as a transformers model in float32.
 
     Raises:
-        InputError: if it is none of the hub's; the line names the option.
+        InputError: the model has no equivalent in transformers. The message names the option.
     """
     config = hub_config(trained.config.model, trained.model.vocab_size, str(trained.folder))
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -80,15 +80,15 @@ def to_hub(trained: Trained) -> Any:
 
 
 def hub_config(shape: ModelConfig, vocab_size: int, where: str) -> Any:
-    """Return the configuration of the hub's model that a shape is.
+    """Return the transformers configuration that is equivalent to a model configuration of ours.
 
     Args:
-        shape: of our model.
-        vocab_size: its ids.
+        shape: our configuration.
+        vocab_size: number of token ids.
         where: the run, for messages.
 
     Raises:
-        InputError: for a shape that the hub has no model for.
+        InputError: neither Mixtral nor Qwen3-MoE is equivalent.
     """
     block, moe = shape.block, shape.moe
     sparse, normed = [shape.is_sparse(layer) for layer in range(shape.num_layers)], block.heads.qk_norm
@@ -141,7 +141,7 @@ def hub_config(shape: ModelConfig, vocab_size: int, where: str) -> Any:
 
 
 def hub_values(model: GPT) -> dict[str, Tensor]:
-    """Return the weights of a model under the names that Mixtral and Qwen3-MoE have in transformers."""
+    """Return the weights of a model by the names that they have in transformers' Mixtral and Qwen3-MoE."""
     values: dict[str, Any] = {
         "model.embed_tokens.weight": model.embedding.weight,
         "model.norm.weight": model.norm.weight,
@@ -168,7 +168,7 @@ def hub_values(model: GPT) -> dict[str, Tensor]:
 
 
 def _attention(attention: Attention) -> dict[str, Tensor]:
-    """Return the weights of one attention by their names in transformers."""
+    """Return the weights of an attention layer by their names in transformers."""
     if attention.qkv is not None:
         q, k, v = attention.qkv.weight
     else:

@@ -1,6 +1,6 @@
-"""torchtitan's checkpoints: its names of version 0.3, in files of torch.distributed.checkpoint.
+"""torchtitan's checkpoints: the names of torchtitan 0.3, in files of torch.distributed.checkpoint.
 
-A model that torchtitan has no class for gets the names that its parts have in those models that it has.
+For a model that torchtitan does not have, each part gets the name that such a part has in torchtitan's other models.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ WITH_BIAS = {
     "mlp.experts.down_proj": EXPERTS + "mlp2_weight_EDF",
     "mlp.experts.down_proj_bias": EXPERTS + "mlp2_bias_ED",
 }
-"""gpt-oss keeps the gate's rows and the others in turns."""
+"""Names for experts with biases, as in gpt-oss, which interleaves the rows of gate and up projection."""
 
 
 class Torchtitan(AbstractFormat):
-    """A model's names stand alone, an optimizer's below `optimizer.state`."""
+    """torchtitan's format. The model's names have no prefix; optimizer states are under `optimizer.state`."""
 
     title = "torchtitan"
 

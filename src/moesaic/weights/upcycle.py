@@ -1,9 +1,11 @@
-"""Dense models made sparse: every feed-forward layer becomes experts that together compute what it did.
+"""Upcycles dense models into sparse ones: every feed-forward layer becomes experts that together compute the same function.
 
-Sparse upcycling (Komatsuzaki et al. 2023) copies the layer into each expert and draws the router. Fine-grained upcycling (He et
-al. 2024) cuts it into shards, makes copies of all shards, and gives the shards of one copy the same router row (a virtual
-group), so that a token reaches whole copies. Both keep the function where routing weights are normalised after the choice:
-they sum to 1 over copies of the same, and a shard's output is scaled by the number of shards to make up for its smaller weight.
+- Sparse upcycling (Komatsuzaki et al. 2023) copies the layer into each expert and initializes the router at random.
+- Fine-grained upcycling (He et al. 2024) splits the layer into shards and makes copies of all shards. The shards of one copy
+  share a router row (a virtual group), so a token always reaches complete copies.
+
+Both preserve the function if routing weights are normalised over the chosen experts: they then sum to 1 over identical copies.
+With shards, each weight is smaller by the number of shards, so a shard's output is scaled by that number.
 """
 
 from __future__ import annotations
@@ -23,18 +25,18 @@ from moesaic.weights.model import LAYER, Architecture, Part
 
 @dataclass(frozen=True, kw_only=True)
 class Upcycling:
-    """How a dense model becomes sparse."""
+    """Settings with which a dense model is upcycled."""
 
     num_experts: int = 8
-    """Experts of a layer; a multiple of granularity."""
+    """Experts per layer; a multiple of granularity."""
     top_k: int = 2
-    """Experts that a token reaches; a multiple of granularity."""
+    """Experts per token; a multiple of granularity."""
     granularity: int = 1
-    """Shards into which a layer is cut: 1 copies it whole. A power of two, so that scaling is exact."""
+    """Shards into which each feed-forward layer is split; 1 copies it whole. A power of two, so that scaling is exact."""
     router_std: float = 0.02
-    """Standard deviation of the router's entries."""
+    """Standard deviation of the router's weights."""
     seed: int = 0
-    """Of the router."""
+    """Seed of the router's weights."""
 
     def __post_init__(self) -> None:
         shards = self.granularity
@@ -48,11 +50,11 @@ class Upcycling:
 
 
 INTO = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
-"""Kinds of dense models, and the sparse ones that differ from them in the feed-forward layers alone and normalise."""
+"""Dense model type -> the sparse type that differs in its feed-forward layers only and normalises routing weights."""
 
 
 def _router(shape: tuple[int, ...], dtype: torch.dtype, how: Upcycling, layer: int) -> Made:
-    """Return router rows from a normal distribution, the same for all shards of a copy."""
+    """Return a router with rows from a normal distribution. All shards of one copy have the same row."""
 
     def make(at: Region) -> torch.Tensor:
         generator = torch.Generator().manual_seed(how.seed * 100_003 + layer)
@@ -64,15 +66,15 @@ def _router(shape: tuple[int, ...], dtype: torch.dtype, how: Upcycling, layer: i
 
 
 def _scaled(tensor: Readable, factor: int) -> Made:
-    """Return a tensor times a power of two, exact as long as none of it leaves the dtype's range."""
+    """Return a tensor times a power of two; exact unless an element leaves the dtype's range."""
     return Made(tensor.dtype, tensor.shape, lambda at: torch.from_numpy(tensor.read(at)).view(tensor.dtype) * factor)
 
 
 def upcycled(dense: Checkpoint, how: Upcycling) -> Checkpoint:
-    """Return a dense checkpoint as the sparse one that computes the same; nothing is read yet.
+    """Return a sparse checkpoint that computes the same function as a dense one. Its tensors are read on demand only.
 
     Raises:
-        InputError: for a kind of model that has no sparse sibling, or sizes that do not divide.
+        InputError: the type of model has no sparse counterpart, or sizes do not divide.
     """
     model = Architecture(_sparse_config(dense.model.config, how))
     weights = dense.into(identity(dense.model.shapes))
@@ -103,7 +105,7 @@ def upcycled(dense: Checkpoint, how: Upcycling) -> Checkpoint:
 
 
 def _shards(part: Part, stored: str, shape: tuple[int, ...], how: Upcycling, *, cut: int) -> Iterator[StoredBlock]:
-    """Yield, for each expert, which rows (columns, if `cut` is 1) of a dense matrix it has: its shard's."""
+    """Yield the blocks that give each expert its shard of a dense matrix: some rows or, if `cut` is 1, columns."""
     width = shape[cut] // how.granularity
     for expert in range(how.num_experts):
         shard = expert % how.granularity

@@ -1,6 +1,6 @@
-"""The codecs: rows to fewer bytes and back. They know no transport.
+"""The codecs, which encode rows in fewer bytes and decode them. They do not depend on a transport.
 
-`moesaic.codecs.CODECS` lists them: to add one, a new file here and a line there.
+To add one, add a file here and a line to `moesaic.codecs.CODECS`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ __all__ = ["AbstractCodec", "codec_named"]
 
 
 def codec_named(name: str) -> AbstractCodec:
-    """Return a codec by its name, with the option that stands behind a colon there.
+    """Return the codec with this name; an option may follow the name after a colon.
 
     Raises:
-        InputError: there is no such codec, or a package that it needs is not installed.
+        InputError: there is no such codec, or a package that the codec needs is not installed.
     """
     spec = codec_spec(name)
     file, leaf = spec.implementation.split(".")

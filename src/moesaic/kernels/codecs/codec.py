@@ -1,7 +1,7 @@
-"""What a codec is: rows in, one message of bytes out, and a promise of how far the decoded rows may be off.
+"""The interface of codecs: encode rows into one message of bytes, decode them, and bound the error of decoded rows.
 
-Both ends derive a message's length from the shape and the dtype alone, so nothing but the message travels: scales are
-part of it. A codec is a pure function of its rows, never differentiated, and knows neither ranks nor programs.
+Sender and receiver derive a message's length from the shape and the dtype of its rows. Only the message is sent, and scales are
+part of it. A codec is a pure function of its rows, is never differentiated, and knows neither ranks nor programs.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from moesaic.codecs import CODECS, CodecSpec, Part
 from moesaic.errors import InputError
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""The dtypes of rows that every codec takes."""
+"""The dtypes of rows that every codec supports."""
 
 
 class AbstractCodec(ABC):
-    """Turns rows into bytes and back.
+    """Encodes rows into bytes and decodes them.
 
-    `moesaic.codecs.CODECS` says how a message is laid out; a leaf fills and reads the parts. Rows that hold an infinity or
-    a NaN never come back finite: a codec without a shared scale keeps each such value; one with a shared scale gives back
-    NaN for all values under that scale (`docs/codecs.md`).
+    `moesaic.codecs.CODECS` defines the layout of a message; subclasses write and read its parts. Rows with an infinity or a NaN
+    never decode to finite rows. A codec without a shared scale keeps each such value; one with a shared scale decodes all
+    values under that scale to NaN (`docs/codecs.md`).
     """
 
     name: ClassVar[str]
-    """As in `moesaic.codecs.CODECS`."""
+    """The codec's key in `moesaic.codecs.CODECS`."""
 
     @property
     def spec(self) -> CodecSpec:
-        """What everyone else knows of the codec: its line in `moesaic.codecs.CODECS`, with this instance's options."""
+        """The codec's entry in `moesaic.codecs.CODECS`, with this instance's options."""
         return CODECS[self.name]
 
     def layout(self, num_rows: int, dim: int, dtype: torch.dtype) -> tuple[Part, ...]:
-        """Return the parts of a message of (num_rows, dim) rows in `dtype`, neither number being 0."""
+        """Return the layout of a message of (num_rows, dim) rows in `dtype`, neither number being 0."""
         return self.spec.layout(num_rows, dim, _name(dtype))
 
     def num_bytes(self, num_rows: int, dim: int, dtype: torch.dtype) -> int:
@@ -51,10 +51,10 @@ class AbstractCodec(ABC):
             rows: (R, D) in a dtype of `FLOATS`, on any device, in any memory layout; R may be 0.
 
         Returns:
-            (num_bytes,) uint8, contiguous, on the device of `rows`. Without a codec it shares the memory of `rows`.
+            (num_bytes,) uint8, contiguous, on the device of `rows`. The codec "none" returns a view of contiguous rows.
 
         Raises:
-            InputError: the codec does not take this dtype.
+            InputError: the codec does not support this dtype.
         """
         rows = rows.detach()
         self._check(rows)
@@ -65,16 +65,16 @@ class AbstractCodec(ABC):
         return message
 
     def decode(self, message: Tensor, num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
-        """Decode the message of `encode`.
+        """Decode a message of `encode`.
 
         Args:
             message: (num_bytes,) uint8; may be a slice of a larger buffer, at any offset.
             num_rows: R of the encoded rows.
             dim: D of the encoded rows.
-            dtype: that of the encoded rows.
+            dtype: dtype of the encoded rows.
 
         Returns:
-            (R, D) in `dtype`; without a codec a view of the message where it is aligned. Sum decoded rows in float32.
+            (R, D) in `dtype`. The codec "none" returns a view of the message if that is aligned. Sum decoded rows in float32.
         """
         expected = self.num_bytes(num_rows, dim, dtype)
         assert message.shape == (expected,), f"{self.name}: {expected} bytes expected, got {tuple(message.shape)}"
@@ -83,10 +83,10 @@ class AbstractCodec(ABC):
         return self._read(split(message, self.layout(num_rows, dim, dtype)), num_rows, dim, dtype)
 
     def error_bound(self, rows: Tensor) -> Tensor:
-        """Return the largest `|decode(encode(rows)) - rows|` that the codec promises for these rows.
+        """Return the codec's upper bound of `|decode(encode(rows)) - rows|` for these rows.
 
         Returns:
-            (R, D) float64; infinite for values that decode to NaN because of a neighbour, or that are not finite.
+            (R, D) float64; infinite for values that are not finite, or that decode to NaN because of another value.
         """
         rows = rows.detach()
         self._check(rows)
@@ -95,7 +95,7 @@ class AbstractCodec(ABC):
         return self._bound(rows).nan_to_num(nan=math.inf, posinf=math.inf)
 
     def check_available(self) -> None:  # noqa: B027 (most codecs need nothing)
-        """Raise InputError, in one line, if a package that the codec needs is not installed."""
+        """Raise InputError if a package that the codec needs is not installed."""
 
     @abstractmethod
     def _write(self, rows: Tensor, fields: list[Tensor]) -> None:
@@ -107,7 +107,7 @@ class AbstractCodec(ABC):
 
     @abstractmethod
     def _bound(self, rows: Tensor) -> Tensor:
-        """Return `error_bound` of rows, neither R nor D being 0; NaN is taken for infinity."""
+        """Return the `error_bound` of rows, neither R nor D being 0; NaN stands for infinity."""
 
     def _check(self, rows: Tensor) -> None:
         assert rows.dim() == 2, f"{self.name}: (rows, dim) expected, got {tuple(rows.shape)}"
@@ -121,11 +121,11 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def split(message: Tensor, layout: tuple[Part, ...]) -> list[Tensor]:
-    """Return a message's parts as tensors of their own shape and dtype: views where the address allows it, else copies.
+    """Return the parts of a message as tensors with their own shape and dtype: views of aligned parts, copies of others.
 
     Args:
-        message: (num_bytes,) uint8; a fresh one is aligned, so that its parts are views.
-        layout: of the message.
+        message: (num_bytes,) uint8; all parts of a newly allocated message are aligned.
+        layout: the message's parts.
     """
     parts, start = [], 0
     for part in layout:
@@ -140,7 +140,7 @@ def split(message: Tensor, layout: tuple[Part, ...]) -> list[Tensor]:
 
 @final
 class Identity(AbstractCodec):
-    """The rows' own bytes, bit for bit, of any dtype. Contiguous rows are not copied: the message is a view of them."""
+    """Sends the bytes of the rows unchanged, for any dtype. The message is a view of the rows if they are contiguous."""
 
     name: ClassVar[str] = "none"
 

@@ -1,8 +1,8 @@
-"""Values of eight bits: int8 with a scale per row, and float8 e4m3 with a scale per 128 values of a row.
+"""The 8-bit codecs: int8 with a scale per row, and float8 e4m3 with a scale per 128 values of a row.
 
 ScheMoE's int8 (its released code) is affine, truncates, divides by zero for constant rows and sends its scales in separate
-exchanges. Here int8 is symmetric and rounded to nearest, which keeps zero at zero, so that padding costs no accuracy and adds
-nothing where rows are summed. The blocks of float8 are the tiles of DeepSeek-V3 (its section 3.3.2), for the transport only.
+exchanges. This int8 is symmetric and rounds to nearest. Zero stays zero, so padding loses no accuracy and adds nothing to sums
+of rows. The float8 blocks are the tiles of DeepSeek-V3 (its section 3.3.2), but for communication only.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from moesaic.kernels.pick import codes_by_triton
 
 @final
 class Int8(AbstractCodec):
-    """`round(127 x / max|x|)` per row, and `max|x| / 127` as float32 (float64 for float64 rows).
+    """Sends `round(127 x / max|x|)` for each row, and the scale `max|x| / 127` as float32 (float64 for float64 rows).
 
-    The scale is never below the smallest normal number, so a row of zeros stays zero and a row whose largest value is
-    below 1.5e-36 (float32) is rounded to multiples of 1.2e-38. A row with an infinity or a NaN decodes to NaN throughout.
+    The scale is never below the smallest normal number. A row of zeros therefore stays zero, and a row with all values below
+    1.5e-36 (float32) is rounded to multiples of 1.2e-38. A row with an infinity or a NaN decodes to NaN throughout.
     """
 
     name: ClassVar[str] = "int8"
@@ -57,11 +57,11 @@ class Int8(AbstractCodec):
 
 
 def scales(largest: Tensor, levels: float) -> Tensor:
-    """Return the scale that maps `largest` to `levels`: at least the smallest normal number, NaN if not finite.
+    """Return the scale that maps `largest` to `levels`: at least the smallest normal number; NaN if `largest` is not finite.
 
     Args:
-        largest: magnitudes, any shape, float32 or float64.
-        levels: the largest number that is sent.
+        largest: largest magnitudes, any shape, float32 or float64.
+        levels: the largest number of the 8-bit format.
     """
     smallest = torch.finfo(largest.dtype).smallest_normal
     return (largest / levels).clamp_(min=smallest).where(largest.isfinite(), torch.nan)
@@ -69,11 +69,11 @@ def scales(largest: Tensor, levels: float) -> Tensor:
 
 @final
 class Fp8(AbstractCodec):
-    """Each block is scaled so that its largest magnitude is 448, then cast to e4m3, to nearest.
+    """Scales each block to a largest magnitude of 448 and casts it to e4m3, to nearest.
 
-    A value loses at most 1/16 of itself, or 2**-10 of the scale where e4m3 is subnormal: values below 2**-6 / 448, 3.5e-5
-    of the block's largest. Scales are float32 (float64 for float64 rows), never below the smallest normal number. A block
-    with an infinity or a NaN decodes to NaN throughout; the row's other blocks do not notice.
+    The error of a value is at most 1/16 of the value, or 2**-10 of the scale where e4m3 is subnormal: for values below
+    2**-6 / 448, i.e. 3.5e-5, of the block's largest. Scales are float32 (float64 for float64 rows), never below the smallest
+    normal number. A block with an infinity or a NaN decodes to NaN throughout; other blocks of the row are not affected.
     """
 
     name: ClassVar[str] = "fp8"

@@ -1,8 +1,8 @@
-"""bfloat16 and float16 on the wire.
+"""The 16-bit codecs: bfloat16 and float16.
 
-Rows of a wider range than the transport's carry a power of two per row, which moves the row's largest value to the top of the
-range. Scaling by it is exact, so a row that float16 could hold comes back as a plain cast would give it (what the cast
-would make subnormal, closer); one that it could not hold neither overflows nor vanishes.
+If the rows' dtype has a wider range than the 16-bit dtype, each row is scaled by a power of two that moves its largest value to
+the top of the range. The scaling is exact. A row within float16's range therefore decodes to the result of a plain cast, or
+closer to the original for values that the cast makes subnormal. Other rows neither overflow nor vanish.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from moesaic.kernels.codecs.codec import AbstractCodec
 
 
 class AbstractSixteenBit(AbstractCodec):
-    """A cast to 16 bits, to nearest. Infinities and NaN stay where and what they are."""
+    """Casts rows to a 16-bit dtype, to nearest. Infinities and NaN are kept."""
 
     transport: ClassVar[torch.dtype]
-    """The dtype that is sent."""
+    """The 16-bit dtype that is sent."""
     top: ClassVar[int]
-    """The row's largest value is moved below 2**top; rounding up to 2**top must not overflow `transport`."""
+    """Scaling moves a row's largest value below 2**top. 2**top must be a finite number of `transport`."""
 
     def _is_scaled(self, dtype: torch.dtype) -> bool:
-        """Whether `dtype` reaches further than the transport, so that a power of two travels with each row."""
+        """Return whether the message has a power of two per row, since `dtype` has a wider range than `transport`."""
         return len(self.layout(1, 1, dtype)) > 1
 
     def _shift(self, values: Tensor) -> Tensor:
-        """Return (R, 1) int32, the exponents that rows are multiplied with; values that are not finite have no say."""
+        """Return each row's power of two, (R, 1) int32 exponents; values that are not finite are ignored."""
         largest = values.abs().where(values.isfinite(), 0.0).amax(1, keepdim=True)
         return self.top - torch.frexp(largest).exponent
 
@@ -69,7 +69,7 @@ class AbstractSixteenBit(AbstractCodec):
 
 @final
 class Bf16(AbstractSixteenBit):
-    """bfloat16: 8 significant bits, the range of float32. A power of two per row is sent for float64 rows only."""
+    """Sends bfloat16: 8 significant bits, the range of float32. Only float64 rows are scaled by powers of two."""
 
     name: ClassVar[str] = "bf16"
     transport: ClassVar[torch.dtype] = torch.bfloat16
@@ -78,7 +78,7 @@ class Bf16(AbstractSixteenBit):
 
 @final
 class Fp16(AbstractSixteenBit):
-    """float16: 11 significant bits. A power of two per row is sent unless the rows are float16 themselves."""
+    """Sends float16: 11 significant bits. All rows but float16 ones are scaled by powers of two."""
 
     name: ClassVar[str] = "fp16"
     transport: ClassVar[torch.dtype] = torch.float16

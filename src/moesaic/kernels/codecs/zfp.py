@@ -1,22 +1,23 @@
-"""zfp at a fixed rate: blocks of 4 rows x 4 columns, all of the same number of bits (ScheMoE section 6, there on CUDA).
+"""zfp at a fixed rate: blocks of 4 rows x 4 columns, each encoded in the same number of bits.
 
-Lindstrom, "Fixed-Rate Compressed Floating-Point Arrays" (2014), through the package zfpy, on the CPU: rows on another
-device are copied there and back, which waits for the device. Fixed rate is what lets both ends know a message's length.
+ScheMoE (section 6) uses it on CUDA. The algorithm is Lindstrom, "Fixed-Rate Compressed Floating-Point Arrays" (2014). Triton
+kernels compute it on GPUs that run them; elsewhere the package zfpy computes it on the CPU. Rows on another device are then
+copied to the CPU and back, which waits for the device. The fixed rate lets sender and receiver know a message's length.
 
-How far it may be off follows from the block's exponent and the bits that its coefficients take. zfp (Lindstrom 2014, section
-2; the documentation's "Algorithm") turns a block of 4 x 4 values into 30-bit integers (62-bit for float64) relative to the
-block's largest exponent, transforms rows and columns, writes the coefficients in negabinary and sends their bit planes from
-the top, until the block's bits are used up. So with the number p of planes that are sent whole, and the last one at place k:
+The error bound follows from the block's exponent and the bits that its coefficients take. zfp (Lindstrom 2014, section 2; the
+documentation's "Algorithm") turns a block of 4 x 4 values into 30-bit integers (62-bit for float64) relative to the block's
+largest exponent. It transforms rows and columns, writes the coefficients in negabinary and sends their bit planes from the top
+until the block's bits are used up. If p planes are sent whole, the last one at place k, then:
 
-- what is cut from a coefficient is at most 2/3 * 2**k in magnitude: all even or all odd negabinary places below k;
-- of a plane that is sent in part, one coefficient may be given a bit that it does not have: 1/6 * 2**k more;
-- the inverse transform adds up errors by at most 15/4 per dimension, and one coefficient's by at most 3/2;
-- so values are off by at most (2/3 * (15/4)**2 + 1/6 * (3/2)**2) * 2**k = 9.75 * 2**k;
+- the bits cut from a coefficient are at most 2/3 * 2**k in magnitude: all even or all odd negabinary places below k;
+- in a plane that is sent in part, one coefficient may get a bit that it does not have: another 1/6 * 2**k;
+- the inverse transform amplifies errors of all coefficients at most 15/4 times per dimension, and of a single one 3/2 times;
+- the error of a value is therefore at most (2/3 * (15/4)**2 + 1/6 * (3/2)**2) * 2**k = 9.75 * 2**k;
 - the casts and the halvings of the transform lose at most 128 units of the integers, and the cast of a large integer to
-  a float a few of the float's units.
+  a float loses a few units of the float.
 
-From p = 6 on no integer wraps around. A block takes at most 16 p + 15 bits for p planes, so rate 8 reaches that always;
-where a lower rate does not, only the range of the integers bounds the error: 3 times the block's largest power of two.
+From p = 6 on no integer wraps around. A block takes at most 16 p + 15 bits for p planes, so rate 8 always reaches p = 6. If a
+lower rate does not, only the range of the integers bounds the error: 3 times the block's largest power of two.
 """
 
 from __future__ import annotations
@@ -44,28 +45,28 @@ from moesaic.kernels.codecs.codec import AbstractCodec
 from moesaic.kernels.pick import codes_by_triton
 
 MOST_VALUES = 2**28
-"""The Triton kernels count the bits of so many values with 32-bit integers; more go over the CPU."""
+"""The most values that the Triton kernels encode, since they count bits in 32-bit integers; larger messages use the CPU."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Zfp(AbstractCodec):
-    """`rate` bits per value, shared among the 16 values of a block, most significant bits first.
+    """Sends `rate` bits per value, shared among the 16 values of a block, most significant bits first.
 
-    The message also holds a power of two (it moves the message's largest magnitude below 1) and a bit per row: a row with
-    an infinity or a NaN decodes to NaN throughout, and its block sees zeros in its place. Rows and columns are filled up to
-    multiples of 4 with copies of the last ones, so messages of 4k rows waste nothing.
+    The message also holds a power of two, which moves the message's largest magnitude below 1, and a bit per row. A row with an
+    infinity or a NaN decodes to NaN throughout; its block is encoded with zeros in its place. Rows and columns are padded to
+    multiples of 4 with copies of the last row and column.
 
-    The error is relative to the largest value of the *block*: a row of small values beside a row of large ones loses its
-    small digits or all of them. Smooth blocks gain, noise does not: for independent Gaussian values int8 is the better
-    codec at 8 bits. Worst case at rate 8 and above: 0.62 * 2**e per block, e being the exponent of its largest value.
-    `error_bound` counts the bits that each block's own coefficients take: a tenth of that or less for Gaussian values.
+    The error is relative to the largest value of the *block*: small values in a block with large ones lose some or all of their
+    digits. zfp suits smooth blocks. For independent Gaussian values int8 is the better codec at 8 bits. The worst error at rate
+    8 and above is 0.62 * 2**e per block, e being the exponent of its largest value. `error_bound` counts the bits that each
+    block's own coefficients take; for Gaussian values it is a tenth of that or less.
     """
 
     name: ClassVar[str] = "zfp"
 
     rate: int = 8
-    """Bits per value, 4 to 32. zfpy 1.0.1 writes beyond its buffer where a block's bits do not hold its exponent."""
+    """Bits per value, 4 to 32. Below 4, zfpy 1.0.1 writes beyond its buffer, since a block's bits do not hold its exponent."""
 
     def __post_init__(self) -> None:
         codec_spec(f"{self.name}:{self.rate!r}")
@@ -119,15 +120,15 @@ class Zfp(AbstractCodec):
 
 
 def prepare(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what zfp gets to see.
+    """Scale rows for zfp and replace what it cannot encode.
 
     Args:
         rows: (R, D).
 
     Returns:
-        (R, D) float32 or float64 below 1 in magnitude, on the CPU, zero where the row is not finite or the value is below
-        `ZFP_FLUSH`; (1,) int32, the exponent of the power of two that rows were multiplied with; (R,) bool, the rows that
-        are not finite.
+        Three tensors on the CPU. The scaled rows, (R, D) float32 or float64, below 1 in magnitude; zero in rows that are not
+        finite and for values below `ZFP_FLUSH`. The exponent of the power of two by which rows were multiplied, (1,) int32.
+        Whether each row is not finite, (R,) bool.
     """
     values = rows.cpu().to(compute_dtype(rows.dtype))
     bad = ~values.isfinite().all(1)
@@ -138,7 +139,7 @@ def prepare(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pad(values: Tensor) -> Tensor:
-    """Fill rows and columns up to multiples of 4 with the last ones: (R, D) -> (4 ceil(R / 4), 4 ceil(D / 4))."""
+    """Repeat the last row and column up to multiples of 4: (R, D) -> (4 ceil(R / 4), 4 ceil(D / 4))."""
     rows, dim = (torch.arange(size + -size % ZFP_BLOCK).clamp(max=size - 1) for size in values.shape)
     return values[rows][:, dim].contiguous()
 
@@ -151,20 +152,20 @@ def _zfpy() -> Any:
 
 
 CUT = 9.75
-"""The error of a value in units of the last whole plane's place (derived above)."""
+"""The largest error of a value from planes that are not sent, in units of the last whole plane's place (derived above)."""
 LOSSES = 128
-"""Units of the integers that casts and transforms lose at most (derived above)."""
+"""The most that casts and transforms lose, in units of the integers (derived above)."""
 SAFE_PLANES = 6
-"""Planes that rule out that an integer wraps around."""
+"""The fewest whole planes with which no integer wraps around."""
 WRAPPED = 3.0
-"""The error where integers may wrap around, in powers of two of the block's exponent."""
+"""The largest error if integers may wrap around, in units of 2**e, e being the block's exponent."""
 
 
 def block_errors(values: np.ndarray, rate: int) -> np.ndarray:
     """Return the largest error of each block.
 
     Args:
-        values: (R, D) float32 or float64, multiples of 4, finite; magnitudes as `zfp.prepare` leaves them.
+        values: (R, D) float32 or float64, finite, both sizes multiples of 4; from `prepare` and `pad`.
         rate: bits per value.
 
     Returns:
@@ -186,7 +187,7 @@ def block_errors(values: np.ndarray, rate: int) -> np.ndarray:
 
 
 def block_bits(dtype: np.dtype, rate: int) -> int:
-    """Return the bits of a block that are left for its planes: all but a flag and the exponent."""
+    """Return how many of a block's bits its planes get: all but a flag and the exponent."""
     return ZFP_BLOCK * ZFP_BLOCK * rate - (9 if dtype == np.float32 else 12)
 
 
@@ -195,7 +196,7 @@ def coefficients(blocks: np.ndarray, exponent: np.ndarray) -> np.ndarray:
 
     Args:
         blocks: (B, 4, 4) float32 or float64.
-        exponent: (B,) int64, as `frexp` gives it for the block's largest magnitude.
+        exponent: (B,) int64, the `frexp` exponent of the block's largest magnitude.
 
     Returns:
         (B, 16) uint32 or uint64.
@@ -211,7 +212,7 @@ def coefficients(blocks: np.ndarray, exponent: np.ndarray) -> np.ndarray:
 
 
 def _transform(integers: np.ndarray) -> np.ndarray:
-    """Return zfp's lifting steps along the last axis: (B, 4, 4) -> (B, 4, 4), in integers, halves rounded down."""
+    """Apply zfp's lifting steps along the last axis: (B, 4, 4) -> (B, 4, 4) integers, halves rounded down."""
     x, y, z, w = np.moveaxis(integers, -1, 0).copy()
     x = (x + w) >> 1
     w = w - x
@@ -227,15 +228,15 @@ def _transform(integers: np.ndarray) -> np.ndarray:
 
 
 def whole_planes(sent: np.ndarray, bits: int) -> np.ndarray:
-    """Return how many bit planes of each block fit whole.
+    """Return how many bit planes of each block fit whole into its bits.
 
-    A plane sends a bit for each coefficient before the first one that no plane has reached; from there on, a bit each up
-    to the last coefficient that is set (the block's very last one needs none), a one before each run that ends in a set
-    bit, and a zero if coefficients remain.
+    A plane has a bit for each coefficient that an earlier plane has reached. Of the other coefficients it has a bit each up to
+    the last one that is set (the 16th coefficient needs none), a one before each run that ends in a set bit, and a zero if
+    coefficients remain.
 
     Args:
         sent: (B, 16) uint32 or uint64, from `coefficients`.
-        bits: that a block has.
+        bits: the number of bits of a block, from `block_bits`.
 
     Returns:
         (B,) int64.

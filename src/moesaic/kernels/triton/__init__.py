@@ -1,5 +1,5 @@
-"""The layer's arithmetic as Triton kernels: Ampere, Ada and Hopper; bfloat16, float16 and float32. One op a file.
+"""Triton kernels for Ampere, Ada and Hopper, in bfloat16, float16 and float32. One op per file.
 
-Every op has its readable oracle in the same file and its test under Triton's interpreter; `docs/kernels_gpu.md` explains
-them. Importing this package imports Triton; `kernels/__init__.py` and the layer do not.
+The tests compare every op with an oracle in plain torch, under Triton's interpreter. `docs/kernels_gpu.md` explains the
+kernels. Importing a module of this package imports Triton; importing `moesaic.kernels` or the layer does not.
 """

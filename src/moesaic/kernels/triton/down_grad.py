@@ -1,10 +1,12 @@
-"""Gradient through the down projection and the activation, in one kernel.
+"""The gradient through the down projection and the activation, in one kernel.
 
-Eager: gather the result's gradient into expert order, a grouped product with the matrix, the activation's backward by autograd,
-the hidden rows once more for its gradient, and a dot product per row for the routing weight's gradient. Here the
-epilogue has d(hidden) in registers, reads the pre-activation, the only thing kept, and writes its gradient and the hidden
-rows. The routing weight's gradient is <d(hidden), hidden> (SonicMoE, Guo et al. 2025, section 4.2): the experts' output,
-R D elements, needs neither be kept nor made again. It comes as one partial sum per column tile, added in order: no atomics.
+Eager: gather the result's gradient into expert order, multiply by the matrices, run the activation's backward by autograd,
+compute the hidden rows again for the matrices' gradient, and a dot product per row for the routing weight's gradient. Here the
+epilogue has d(hidden) in registers. It reads the pre-activations, the only saved tensor, and writes their gradient and the
+hidden rows. The gradient of a routing weight is <d(hidden), hidden> (SonicMoE, Guo et al. 2025, section 4.2), so the experts'
+output, R D elements, is neither saved nor recomputed. The kernel writes one partial sum per column tile, and the caller sums
+them in order: no atomics.
+
 FLOPs: 2 R D I. Bytes: R D + 2 R C I + R I + E D I elements at least, C being 2 with a gate and else 1.
 """
 
@@ -32,21 +34,21 @@ def down_grad(
     weight: Tensor | None = None,
     token: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of the pre-activations, the hidden rows again, and the routing weights' gradient in parts.
+    """Compute the gradient of the pre-activations, the hidden rows, and partial sums of the routing weights' gradients.
 
     Args:
         dy: (R, D) in expert order, or with `token` the (T, D) gradient of the tokens' results.
         down: (E, D, I).
-        pre: (R, C I), from `up`.
+        pre: (R, C I), the pre-activations from `up`.
         ends: (E,) int32, one past the last row of each expert.
-        tile: how the work is cut.
+        tile: the tile of the product.
         activation: as in `up`.
         weight: (R,) routing weights in expert order; None for 1.
-        token: (R,) int32, the token that each row is.
+        token: (R,) int32, the token of each row; None if `dy` is in expert order.
 
     Returns:
-        d(pre), (R, C I); the hidden rows times their weights, (R, I); (R, P) float32, whose sum over the
-        P column tiles is the gradient of each row's weight.
+        d(pre), (R, C I); the hidden rows times their weights, (R, I); partial sums, (R, P) float32, which summed over the P
+        column tiles give the gradient of each row's weight.
     """
     num_rows, width = len(pre), down.shape[2]
     column_tiles = triton.cdiv(width, tile.columns)
@@ -143,7 +145,7 @@ def in_bites(
     BLOCK_N: tl.constexpr,
     BITES: tl.constexpr,
 ) -> tl.tensor:
-    """Run `activation_grad` on BITES parts of the columns in turn: in one piece its operands do not fit the registers."""
+    """Run `activation_grad` on BITES parts of the columns: in one part, its operands do not fit the registers."""
     if BITES == 1:
         d_row = activation_grad(
             d_hidden,
@@ -188,7 +190,7 @@ def activation_grad(
     PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tl.tensor:
-    """Write a tile of d(pre) and of the weighted hidden rows; return the tile's part of each row's weight gradient."""
+    """Write a tile of d(pre) and of the weighted hidden rows; return the tile's partial sum of each row's weight gradient."""
     column = start + tl.arange(0, BLOCK_N)
     inside = is_row[:, None] & (column < width)[None, :]
     first = row.to(tl.int64)[:, None] * width

@@ -1,4 +1,4 @@
-"""The expert stage by these kernels: what `kernels/pick.py` picks for a GPU, in the signatures of `ExpertKernel`.
+"""The expert stage in Triton kernels, with the signatures of `ExpertKernel`; `kernels/pick.py` chooses it on GPUs.
 
     up         hidden = act(x[token] @ up[e].T) * gate           product "up"
     down       rows = hidden @ down[e].T, y[token] += rows       product "down", then a sum over each token's rows
@@ -7,10 +7,10 @@
     d(up)      d(pre).T @ x[token]                               product "weight_grad"
     d(x)       d(pre) @ up[e], then the sum                      product "rows_grad"
 
-Backward keeps x, the routing and the pre-activations: the tokens are gathered again, the hidden rows are made again, and
-the experts' output is never needed (SonicMoE, Guo et al. 2025, section 4). FLOPs: 6 R D I forward and 12 R D I backward
-with a gate, 4 and 8 without. What these kernels have no form for, biases, weights before the expert, float64 and the rarer
-activations, runs as `whole_batch` does.
+Saved for backward are x, the routing and the pre-activations. Backward gathers the tokens and computes the hidden rows again;
+it does not need the experts' output (SonicMoE, Guo et al. 2025, section 4). FLOPs: 6 R D I forward and 12 R D I backward with a
+gate, 4 and 8 without. Calls that these kernels do not support run in `whole_batch`: biases, routing weights before the expert,
+float64, clamped SwiGLU and other activations.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from moesaic.kernels.work import ExpertWork, Gradients, Wanted
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILES = ("up", "down", "down_grad", "rows_grad", "weight_grad", "weight_grad_down")
-"""The grouped products of a layer."""
+"""The names of a layer's grouped products, each with a tile of its own."""
 FORMS = ("silu", "gelu", "relu")
-"""The activations that `parts.py` has."""
+"""The activations that `parts.py` implements."""
 
 
 def shapes(num_rows: int, num_experts: int, dim: int, hidden: int, itemsize: int, *, gated: bool) -> dict[str, Shape]:
-    """Return the grouped products of a layer, by their names in `TILES`.
+    """Return the sizes of a layer's grouped products, by their names in `TILES`.
 
     Args:
         num_rows: R, token copies.
@@ -46,7 +46,7 @@ def shapes(num_rows: int, num_experts: int, dim: int, hidden: int, itemsize: int
         dim: D, width of a token.
         hidden: I, inner width of an expert.
         itemsize: bytes of an element.
-        gated: whether two matrices read the token.
+        gated: whether there are two up matrices, of which the first is the gate.
     """
     per_expert, parts = max(1, num_rows // max(1, num_experts)), 2 if gated else 1
     sizes = {
@@ -64,14 +64,14 @@ def shapes(num_rows: int, num_experts: int, dim: int, hidden: int, itemsize: int
 
 
 def default_tiles(work: ExpertWork) -> dict[str, Tile]:
-    """Return the tiles of a call without a search."""
+    """Return the default tiles of a call, by the names in `TILES`."""
     sizes = (work.num_rows, len(work.ends), work.x.shape[1], work.hidden, work.x.itemsize)
     device = device_of(work.x.device)
     return {name: default_tile(shape, device) for name, shape in shapes(*sizes, gated=work.up.shape[1] == 2).items()}
 
 
 def has_form_for(work: ExpertWork) -> bool:
-    """Say whether these kernels compute this call."""
+    """Return whether these kernels support this call."""
     is_plain = work.up_bias is None and work.down_bias is None and not work.gates_first
     return is_plain and work.x.dtype in DTYPES and work.activation in FORMS and work.clamp is None
 
@@ -81,8 +81,9 @@ def forward(work: ExpertWork, out_dtype: torch.dtype, tiles: Mapping[str, Tile] 
     """Run the experts; see `ExpertKernel.forward`.
 
     Args:
-        out_dtype: of the result.
-        tiles: by names in `TILES`; None for the defaults.
+        work: the call.
+        out_dtype: dtype of the result.
+        tiles: tiles by the names in `TILES`; None for the defaults.
     """
     if not has_form_for(work):
         return whole_batch.forward(work, out_dtype)
@@ -97,13 +98,14 @@ def forward(work: ExpertWork, out_dtype: torch.dtype, tiles: Mapping[str, Tile] 
 def backward(
     work: ExpertWork, pre: Tensor, dy: Tensor, wanted: Wanted, tiles: Mapping[str, Tile] | None = None
 ) -> Gradients:
-    """Run the transpose; see `ExpertKernel.backward`.
+    """Compute the gradients; see `ExpertKernel.backward`.
 
     Args:
-        pre: what `forward` returned beside the result.
+        work: the call.
+        pre: the pre-activations that `forward` returned.
         dy: gradient of the result, in the dtype of `work.x`.
-        wanted: which gradients.
-        tiles: by names in `TILES`; None for the defaults.
+        wanted: which gradients to compute.
+        tiles: tiles by the names in `TILES`; None for the defaults.
     """
     if not has_form_for(work):
         return whole_batch.backward(work, pre, dy, wanted)
@@ -129,7 +131,7 @@ def backward(
 
 
 def rows_times_any(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each expert's rows by its matrix, with default tiles: (R, K) x (E, K, N) -> (R, N)."""
+    """Multiply each expert's rows by its matrix, with a default tile: (R, K) x (E, K, N) -> (R, N)."""
     transposed = w.stride(2) != 1 and w.stride(1) == 1
     shape = Shape(
         product="down", rows=len(x), num_experts=len(ends), columns=w.shape[2], depth=w.shape[1], itemsize=x.itemsize
@@ -139,7 +141,7 @@ def rows_times_any(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 
 def outer_products_any(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each expert's rows with each other, with default tiles: (R, N), (R, K) -> (E, N, K)."""
+    """Return each expert's `dy.T @ x` over its own rows, with a default tile: (R, N), (R, K) -> (E, N, K)."""
     per_expert = max(1, len(x) // max(1, len(ends)))
     shape = Shape(
         product="weight_grad", rows=len(x), num_experts=len(ends), columns=x.shape[1], depth=per_expert,
@@ -153,7 +155,7 @@ def _token(work: ExpertWork) -> Tensor | None:
 
 
 def _summed(rows: Tensor, work: ExpertWork, dtype: torch.dtype) -> Tensor:
-    """Return each token's sum of rows, or the rows where they leave as such."""
+    """Return the sum of each token's rows, or the rows themselves if the call has no dispatch."""
     if work.dispatch is None:
         return rows.to(dtype)
     sent = work.dispatch

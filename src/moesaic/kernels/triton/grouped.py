@@ -1,9 +1,10 @@
-"""Grouped product of rows: each expert's rows times that expert's matrix. Forward of the down projection, and the
-gradient of rows that went into any projection.
+"""The grouped product of rows: each expert's rows times that expert's matrix.
 
-Eager: `torch.cat([x[a:b] @ w[e].T for each expert e])`. Saved by the caller, not here. FLOPs: 2 R K N. Bytes: R K + R N + E K N
-elements at least; tiles of one expert that run at the same time share its matrix and its rows in L2. Accumulated in float32,
-in one order: deterministic.
+It is the forward of the down projection, and gives the gradient of the up projection's input rows.
+
+Eager: `torch.cat([x[a:b] @ w[e].T for each expert e])`. Nothing is saved here. FLOPs: 2 R K N. Bytes: R K + R N + E K N
+elements at least; tiles of one expert that run at the same time share its matrix and its rows in L2. Sums are accumulated in
+float32, in a fixed order: deterministic.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ def rows_times(
         x: (R, K) rows in expert order.
         w: (E, N, K) if `transposed`, as `nn.Linear` stores it, else (E, K, N).
         ends: (E,) int32, one past the last row of each expert.
-        tile: how the work is cut.
+        tile: the tile of the product.
         transposed: multiply by the transpose of each matrix.
 
     Returns:
-        (R, N) in the dtype of the rows; rows from `ends[-1]` on are left as they come.
+        (R, N) in the dtype of the rows; rows from `ends[-1]` on are uninitialised.
     """
     x, w = x.contiguous(), unit_stride(w)
     num_rows = len(x)
@@ -111,9 +112,9 @@ def rows_tile(
     BY_DESCRIPTOR: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """Return columns k and on of the rows that `source` names, zero where there is none.
+    """Load BLOCK_K columns, from column k on, of the rows in `source`; elements beyond the rows and columns are zero.
 
-    A descriptor fetches the rows from `first` on, those of the next expert too: their results are not written.
+    A descriptor loads the rows from `first` on instead, including rows of the next expert, whose results are not written.
     """
     if BY_DESCRIPTOR:
         rows = x.load([first, k])
@@ -139,9 +140,9 @@ def matrix_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """Return the (BLOCK_K, BLOCK_N) tile of an expert's matrix from column and k on; zero beyond `columns` and `depth`.
+    """Load the (BLOCK_K, BLOCK_N) tile of an expert's matrix that starts at (k, column); elements beyond the matrix are zero.
 
-    Stored (columns, depth) if TRANSPOSED, else (depth, columns). A descriptor knows the bounds itself.
+    The matrix is stored (columns, depth) if TRANSPOSED, else (depth, columns). A descriptor checks the bounds itself.
     """
     n = column + tl.arange(0, BLOCK_N)
     step = k + tl.arange(0, BLOCK_K)

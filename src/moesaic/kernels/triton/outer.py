@@ -1,13 +1,13 @@
-"""Grouped outer products: the gradient of an expert's matrix, a product over the expert's own rows.
+"""Grouped outer products, for the gradients of the experts' matrices: each is a product over the expert's own rows.
 
-Eager: gather one side into expert order, then `p[a:b].T @ q[a:b]` for each expert. Either side may be read through the
-token index instead, so the gathered copy is not stored (SonicMoE, Guo et al. 2025, section 4.1). FLOPs: 2 R N K. Bytes:
-R N + R K + E N K elements at least. Each program sums over all rows of its expert in order: no atomics, no partial
-results; an expert without rows gets zeros. Many experts make many programs, so the reduction is not split; programs of the
-longest experts start first, so that a skewed one is no tail behind all others.
+Eager: gather one side into expert order, then compute `p[a:b].T @ q[a:b]` for each expert. Here either side may be read through
+the token index, which avoids the gathered copy (SonicMoE, Guo et al. 2025, section 4.1). FLOPs: 2 R N K. Bytes:
+R N + R K + E N K elements at least. Each program sums over all rows of its expert in order: no atomics, no partial results. An
+expert without rows gets zeros. The reduction is not split, since many experts already give many programs. Programs of the
+experts with most rows start first; otherwise they could run long after all others.
 
-Whole steps need no mask over rows, so a side in expert order comes by descriptor; an expert's last rows, fewer than a step,
-are taken by pointers, since a descriptor would bring the next expert's rows, whose infinities times zero are no zeros.
+Full steps need no mask over rows, so a side in expert order is loaded by descriptor. An expert's last rows, fewer than a step,
+are loaded by pointers. A descriptor would also load rows of the next expert, and their infinities times zero would be NaN.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def outer_products(
         p: (R, N) in expert order, or with `p_token` (T, N), one row per token.
         q: (R, K) in expert order, or with `q_token` (T, K).
         ends: (E,) int32, one past the last row of each expert.
-        tile: how the work is cut: rows and columns of the result, and how many expert rows a step takes.
-        p_token: (R,) int32, the token that each row is.
-        q_token: likewise.
-        order: (E,) int32, the experts in the order in which their programs start, from `longest_first`; None to find it.
+        tile: the tile of the product: rows and columns of the result, and how many expert rows a step takes.
+        p_token: (R,) int32, the token of each row; None if `p` is in expert order.
+        q_token: the same for `q`.
+        order: (E,) int32, the experts in the order in which their programs start; None to call `longest_first`.
 
     Returns:
         (E, N, K) in the dtype of `p`, zero for an expert without rows.
@@ -51,7 +51,9 @@ def outer_products(
         return out
     p, q = p.contiguous(), q.contiguous()
     per_expert = triton.cdiv(out.shape[1], tile.rows) * triton.cdiv(out.shape[2], tile.columns)
-    is_gathered = p_token is not None or q_token is not None  # then half of the stages fetch row numbers, ahead of rows
+    is_gathered = (
+        p_token is not None or q_token is not None
+    )  # if so, half of the stages load row numbers ahead of the rows
     p_steps, p_by_descriptor = as_operand(p, (tile.depth, tile.rows), tile if p_token is None else None)
     q_steps, q_by_descriptor = as_operand(q, (tile.depth, tile.columns), tile if q_token is None else None)
     _outer_kernel[(num_programs(tile, len(ends) * per_expert, p.device),)](
@@ -66,7 +68,7 @@ def outer_products(
 
 
 def longest_first(ends: Tensor) -> Tensor:
-    """Return the experts by falling number of rows, (E,) int32, from `ends`, (E,); equal ones as they stand."""
+    """Return the experts by decreasing number of rows, (E,) int32; experts with equally many keep their order."""
     rows = ends.diff(prepend=ends.new_zeros(1))
     return rows.argsort(descending=True, stable=True).to(torch.int32)
 
@@ -138,7 +140,7 @@ def step_tile(
     BLOCK_R: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Return columns `first` and on of the rows from `row` on, zero beyond `columns` and, if CUT, from row `end` on."""
+    """Load a tile of the rows from `row` on and the columns from `first` on; zero beyond `columns` and, if CUT, row `end`."""
     if BY_DESCRIPTOR:
         tile = x.load([row, first])
     else:

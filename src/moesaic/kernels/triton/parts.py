@@ -1,12 +1,12 @@
-"""Device functions that the kernels share: activations with their slopes, and which tile comes next.
+"""Functions that the grouped products share: activations, their derivatives, and the schedule of tiles.
 
-Functions return once, at their end: the compiler leaves out a branch on a constant, but not what follows a return in one.
+Device functions return once, at their end. The compiler removes a branch on a constant, but not the code after a return in it.
 
-Which rows each tile of a grouped product takes is found on the device, since only the device knows the group sizes. Eager:
-counts to the host, a list of (expert, first row, last row), back to the device; that wait is what this kernel avoids. Nothing
-is saved for backward. Bytes: 4 E read by each program and 12 per tile written; no FLOPs worth counting. Tiles start at an
-expert's first row, so no rows are padded and a tile never spans two experts; the price is that the last tile of an expert is
-half empty on average.
+The rows of each tile of a grouped product are computed on the device, which alone knows how many rows each expert has. Eager:
+copy the counts to the host, list (expert, first row, last row) and copy the list back. The kernel avoids that wait. Nothing is
+saved for backward. Bytes: each program reads 4 E, and 12 are written per tile; FLOPs are negligible. An expert's first tile
+starts at its first row, so no rows are padded and no tile spans two experts. In return, the last tile of an expert is half
+empty on average.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def sigmoid(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def act(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
-    """Return an activation of float32 values; "gelu" is the exact one."""
+    """Apply an activation to float32 values; "gelu" is the exact GELU."""
     tl.static_assert(ACTIVATION == "silu" or ACTIVATION == "gelu" or ACTIVATION == "relu")
     if ACTIVATION == "silu":
         y = x * sigmoid(x)
@@ -41,7 +41,7 @@ def act(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def slope(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
-    """Return the derivative of `act`; that of relu is 0 at 0, as in PyTorch."""
+    """Return the derivative of `act`; the derivative of relu at 0 is 0, as in PyTorch."""
     if ACTIVATION == "silu":
         s = sigmoid(x)
         y = s * (1.0 + x * (1.0 - s))
@@ -54,7 +54,10 @@ def slope(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def place(index: tl.tensor, num_row_tiles: tl.tensor, num_column_tiles: tl.tensor, GROUP: tl.constexpr) -> tl.tensor:
-    """Return (row tile, column tile) of a place in the order of work: GROUP row tiles, column by column, then the next."""
+    """Return the (row tile, column tile) that is processed as number `index`.
+
+    The order goes through the columns of GROUP row tiles, then through those of the next GROUP row tiles.
+    """
     per_group = GROUP * num_column_tiles
     first = index // per_group * GROUP
     height = min(num_row_tiles - first, GROUP)
@@ -64,7 +67,7 @@ def place(index: tl.tensor, num_row_tiles: tl.tensor, num_column_tiles: tl.tenso
 
 @triton.jit
 def halves(x: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
-    """Return the left and the right half of a (ROWS, COLUMNS) tile; in registers, an epilogue in smaller bites."""
+    """Split a (ROWS, COLUMNS) tile into its left and its right half, in registers."""
     return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 
@@ -77,7 +80,10 @@ def rows_of_tile(
     GATHERED: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ) -> tl.tensor:
-    """Return (expert, first row, rows, which of them are the expert's, where each is read) of a tile of `row_tiles`."""
+    """Return a tile of `row_tiles`: the expert, its first row, all its row numbers, which of them are valid, and their sources.
+
+    The sources are the rows of the input to read: tokens if GATHERED, else the row numbers.
+    """
     expert = tl.load(schedule + 1 + row_tile)
     first = tl.load(schedule + 1 + capacity + row_tile)
     row = first + tl.arange(0, BLOCK_R)
@@ -89,11 +95,11 @@ def rows_of_tile(
 
 
 WIDTH = 32
-"""Tiles that one program places."""
+"""The number of tiles that one program schedules."""
 
 
 def max_tiles(num_rows: int, num_experts: int, height: int) -> int:
-    """Return how many tiles of `height` rows there can be, whatever the group sizes."""
+    """Return the most tiles of `height` rows that `num_rows` rows can need, however they are spread over experts."""
     return num_rows // height + min(num_experts, num_rows)
 
 
@@ -102,12 +108,12 @@ def row_tiles(ends: Tensor, num_rows: int, height: int) -> Tensor:
 
     Args:
         ends: (E,) int32, one past the last row of each expert, ascending; `ends[-1] <= num_rows`.
-        num_rows: R, of which those from `ends[-1]` on belong to nobody.
+        num_rows: R; rows from `ends[-1]` on belong to no expert.
         height: rows of a tile.
 
     Returns:
-        (1 + 3 M,) int32: the number of tiles, then the expert, the first row and the end of the expert's rows of each,
-        M being `max_tiles`. What stands beyond the number of tiles means nothing.
+        (1 + 3 M,) int32, M being `max_tiles`: the number of tiles, then M experts, M first rows and M ends of the experts'
+        rows. Entries of tiles beyond the number of tiles are undefined.
     """
     num_experts = len(ends)
     capacity = max_tiles(num_rows, num_experts, height)

@@ -1,9 +1,9 @@
-"""Rows to int8 or float8 and back, bit for bit as `kernels/codecs/eight.py`, which are the oracles.
+"""The int8 and fp8 codecs: encode rows and decode them, bit for bit like the oracles in `kernels/codecs/eight.py`.
 
-Eager: seven passes over the rows (absolute value, maximum, divide, round, clamp, replace NaN, cast). Here a program reads
-a row or a block twice, the second time from L1, and writes each byte once. Nothing is saved, nothing differentiated.
-Bytes: 2 or 4 R D read and R D written, plus the scales. Divisions are rounded to nearest and float8 numbers are made from
-bits, so that every device, the ones without float8 too, gives the oracle's bytes. float64 rows stay with the oracle.
+Eager: seven passes over the rows (absolute value, maximum, divide, round, clamp, replace NaN, cast). Here a program reads a row
+or a block twice, the second time from L1, and writes each byte once. Nothing is saved or differentiated. Bytes: 2 or 4 R D read
+and R D written, plus the scales. Divisions are rounded to nearest and float8 numbers are made from bits: every device writes
+the oracle's bytes, even without float8 support. The oracle encodes float64 rows.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 from moesaic.kernels.code_formats import FP8_LARGEST, FP8_WIDTH, INT8_LARGEST
 
 CHUNK = 1024
-"""Values of a row that one step takes."""
+"""The number of a row's values that are processed at a time."""
 BLOCKS = 8
-"""float8 blocks that one program takes."""
+"""The number of float8 blocks that one program encodes."""
 SMALLEST = tl.constexpr(1.1754943508222875e-38)
 ROUND = tl.constexpr(12582912.0)
-"""1.5 * 2**23: added and taken away, it rounds a float32 below 2**22 to the nearest integer, ties to even."""
+"""1.5 * 2**23: adding and subtracting it rounds a float32 below 2**22 to the nearest integer, ties to even."""
 
 
 @torch.library.custom_op("moesaic::triton_int8_encode", mutates_args=("scale", "integers"))
@@ -56,7 +56,7 @@ def fp8_encode(rows: Tensor, scale: Tensor, eighths: Tensor) -> None:
 
 @torch.library.custom_op("moesaic::triton_decode", mutates_args=())
 def decode(scale: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (R, D) rows in `dtype` from the fields of an `Int8` or `Fp8` message."""
+    """Decode the fields of an `Int8` or `Fp8` message into (R, D) rows in `dtype`."""
     is_float8 = codes.dtype == torch.float8_e4m3fn
     rows = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     grid = (len(rows), triton.cdiv(rows.shape[1], CHUNK))
@@ -74,7 +74,7 @@ def _(scale: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def scale_of(largest: tl.tensor, is_finite: tl.tensor, LEVELS: tl.constexpr) -> tl.tensor:
-    """Return the scale that maps `largest` to LEVELS, as `codecs.eight.scales` does."""
+    """Return the scale that maps `largest` to LEVELS, like `codecs.eight.scales`."""
     scale = tl.maximum(tl.div_rn(largest, largest * 0.0 + LEVELS), SMALLEST)
     return tl.where(is_finite, scale, float("nan"))
 
@@ -86,7 +86,7 @@ def to_e4m3(x: tl.tensor) -> tl.tensor:
     magnitude = bits & 0x7FFFFFFF
     rounded = magnitude + 0x7FFFF + ((magnitude >> 20) & 1)
     normal = (rounded >> 20) - (120 << 3)
-    # Below 2**-6 the spacing is 2**-9, that of float32 numbers from 2**14 on: the sum's last bits are the result.
+    # Below 2**-6 the spacing of e4m3 is 2**-9, that of float32 at 2**14: the last bits of the sum with 2**14 are the code.
     small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(magnitude < (121 << 23), small, normal) | ((bits >> 24) & 0x80)
     return tl.where(x == x, code, 0)
@@ -166,7 +166,7 @@ def _decode_kernel(
     LIMIT: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Multiply codes by their scales: int8 and a scale per row where PER_SCALE is 0, else float8."""
+    """Multiply codes by their scales: int8 with a scale per row if PER_SCALE is 0, else float8 with PER_SCALE codes a scale."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     code = tl.load(codes + row * dim + column, mask=column < dim, other=0)

@@ -1,11 +1,13 @@
 """The up projection with its epilogue: gather, grouped product, activation (gated or not), times the routing weight.
 
-Eager: permute the tokens, a grouped product, activation, multiply. Here one kernel reads token rows through the
-index and writes the pre-activation, which backward keeps, and the activated rows, which the down projection eats and
-nobody keeps. The activation is taken of the rounded pre-activation, so that backward computes the very same from it. With a
-gate a tile holds as many columns of the gate as of what it gates, side by side: one product, and the halves meet in registers.
-FLOPs: 2 R D C I, C being 2 with a gate and else 1. Bytes: R D + R C I + R I + E C I D elements at least; a token's row is
-read once per column tile, from L2 mostly. Source: SonicMoE (Guo et al. 2025), sections 4.1 and 4.2.
+Eager: permute the tokens, multiply by the matrices, activate, multiply by the weights. Here one kernel reads token rows through
+the index. It writes the pre-activations, which are saved for backward, and the activated rows for the down projection, which
+are not saved. The activation is applied to the rounded pre-activation, since backward computes it from that. With a gate, a
+tile holds equally many columns of both matrices side by side: they share one product, and the epilogue combines the halves in
+registers.
+
+FLOPs: 2 R D C I, C being 2 with a gate and else 1. Bytes: R D + R C I + R I + E C I D elements at least; a token's row is read
+once per column tile, mostly from L2. Source: SonicMoE (Guo et al. 2025), sections 4.1 and 4.2.
 """
 
 from __future__ import annotations
@@ -34,12 +36,12 @@ def up(
 
     Args:
         x: (R, D) rows in expert order, or with `token` the (T, D) tokens.
-        matrices: (E, C, I, D): one of an expert, or two, the first of which gates the second.
+        matrices: (E, C, I, D): one matrix per expert, or two, of which the first gates the second.
         ends: (E,) int32, one past the last row of each expert.
-        tile: how the work is cut; its columns are of each matrix.
-        activation: "silu", "gelu" or "relu"; of the gate where there is one.
+        tile: the tile of the product; its columns count per matrix.
+        activation: "silu", "gelu" or "relu"; applied to the gate, if any.
         weight: (R,) routing weights in expert order; None for 1.
-        token: (R,) int32, the token that each row is.
+        token: (R,) int32, the token of each row; None if `x` is in expert order.
 
     Returns:
         The pre-activations, (R, C I), and the hidden rows times their weights, (R, I), in the dtype of `x`.
@@ -115,9 +117,9 @@ def parts_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """Return the (BLOCK_K, PARTS BLOCK_N) tile of an expert's matrices from column and k on, side by side; zero beyond them.
+    """Load the (BLOCK_K, PARTS BLOCK_N) tile of an expert's matrices that starts at (k, column), side by side.
 
-    They are stored (PARTS, columns, depth). A descriptor knows the bounds itself.
+    The matrices are stored (PARTS, columns, depth); elements beyond them are zero. A descriptor checks the bounds itself.
     """
     if BY_DESCRIPTOR:
         matrices = tl.trans(w.load([expert, 0, column, k]).reshape(PARTS * BLOCK_N, BLOCK_K))
@@ -147,7 +149,7 @@ def write_in_bites(
     BLOCK_N: tl.constexpr,
     BITES: tl.constexpr,
 ) -> None:
-    """Write pre-activations and hidden rows, BITES parts of the columns in turn: in one piece erf spills registers."""
+    """Write pre-activations and hidden rows in BITES parts of the columns: in one part, erf spills registers."""
     if BITES == 1:
         column = start + tl.arange(0, BLOCK_N)
         inside = is_row[:, None] & (column < width)[None, :]

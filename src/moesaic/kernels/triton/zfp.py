@@ -1,18 +1,18 @@
-"""zfp at a fixed rate on the device: the very message of `kernels/codecs/zfp.py`, the oracle, which zfpy decodes.
+"""zfp at a fixed rate on the device; its messages are those of the oracle `kernels/codecs/zfp.py` and are decoded by zfpy.
 
-Eager: rows to the host, zfpy, the bytes back. Here three kernels and no wait: rows' maxima; blocks to bit planes (block
-floating point, zfp's lifting transform, negabinary, planes across the 16 coefficients); planes to the embedded code, a
-thread per block and a bit per step, so that all threads agree on where in their block they write. A block has 16 * rate
-bits, a whole number of 16-bit units, and blocks stand one after the other. Lindstrom 2014, section 2; the zfp documentation's
-"Algorithm". Nothing is saved, nothing differentiated. Bytes: 4 read, 4 written and read again for the planes, rate / 8
-written per value; about 25 integer operations per bit of code. float64 rows stay with the oracle.
+Eager: copy the rows to the host, run zfpy and copy the bytes back. Here nothing waits for the host. Torch finds the largest
+value. One kernel turns blocks into bit planes: block floating point, zfp's lifting transform, negabinary, planes across the 16
+coefficients. Another kernel writes the embedded code of the planes, with a thread per block and a bit per step. A block has
+16 * rate bits, a whole number of 16-bit units, and blocks follow one another. See Lindstrom 2014, section 2, and "Algorithm" in
+the zfp documentation. Nothing is saved or differentiated. Bytes per value: 4 read, 4 written and read again for the planes,
+rate / 8 written; about 25 integer operations per bit of code. The oracle encodes float64 rows.
 
-The embedded code of bit planes is a machine that writes or reads one bit per step. A block's code is one bit that tells
-whether it holds anything, 8 bits of exponent, then planes from the highest. Of a plane come the bits of the coefficients that
-an earlier plane has reached, then, while coefficients remain, a bit that tells whether any of the others is set, followed by
-their bits up to the first that is set (the very last one goes without saying). The code stops where the block's bits are used
-up. Every block of a program is at the same bit at the same time, so a step is a handful of selects and no thread waits for
-another.
+The embedded code of a block is one bit that tells whether the block is not all zero, 8 bits of exponent, then its planes from
+the highest. A plane first has the bits of the coefficients that an earlier plane has reached. Then, while coefficients remain,
+it has a bit that tells whether any of them is set; if so, their bits follow, up to the first set bit. The last coefficient
+needs no bit if it must be the set one. The code stops when the block's bits are used up. The kernels are state machines that
+write or read one bit per step. All blocks of a program are at the same bit at the same time, so a step is a few selects and no
+thread waits for another.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from moesaic.kernels.code_formats import ZFP_BLOCK, ZFP_FLUSH, ZFP_ORDER, multiply_by_power
 
 HEADER = tl.constexpr(9)
-"""Bits before the planes: a flag and the exponent."""
+"""The number of bits before the planes: a flag and the exponent."""
 BIAS = tl.constexpr(127)
 
 
@@ -39,7 +39,7 @@ def encode_kernel(
     PLANES: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Write each block's RATE units of 16 bits from its (PLANES, num_blocks) planes and its exponent, -127 for none."""
+    """Encode (PLANES, num_blocks) bit planes and the blocks' exponents, -127 for zeros, in RATE 16-bit units per block."""
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     is_block = block < num_blocks
     exponent = tl.load(exponents + block, mask=is_block, other=-127)
@@ -47,9 +47,9 @@ def encode_kernel(
     header = tl.where(holds, 2 * (exponent + BIAS) + 1, 0)
     plane = tl.full((BLOCKS,), PLANES - 1, tl.int32)
     bits = tl.load(planes + plane * num_blocks + block, mask=is_block & holds, other=0).to(tl.int32) & 0xFFFF
-    reached = tl.zeros((BLOCKS,), tl.int32)  # coefficients that a plane has reached
-    known = tl.zeros((BLOCKS,), tl.int32)  # of those, how many bits of this plane are still to come
-    searching = tl.zeros((BLOCKS,), tl.int32)  # 1 on the way to the next set bit
+    reached = tl.zeros((BLOCKS,), tl.int32)  # how many coefficients some plane has reached
+    known = tl.zeros((BLOCKS,), tl.int32)  # how many of the reached coefficients' bits this plane still has to send
+    searching = tl.zeros((BLOCKS,), tl.int32)  # 1 while sending bits up to the next set bit
     for unit in tl.range(0, RATE):
         word = tl.zeros((BLOCKS,), tl.int32)
         for place in tl.static_range(16):
@@ -62,7 +62,7 @@ def encode_kernel(
             sent = tl.where(codes, sent, 0)
             sent = tl.where(step < HEADER, (header >> tl.minimum(step, 31)) & 1, sent)
             word |= sent << place
-            # A test that finds the last coefficient alone, and a search that comes to it, need no bit for it.
+            # The last coefficient needs no bit if only it remains and the test is positive, or if a search reaches it.
             is_last = (is_test & (sent == 1) & (reached == 15)) | (is_search & (sent == 0) & (reached == 14))
             moves = is_search | (is_test & (sent == 1) & (reached == 15))
             searching = tl.where(is_test & (sent == 1) & (reached < 15), 1, searching)
@@ -90,7 +90,10 @@ def decode_kernel(
     PLANES: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Undo `encode_kernel`; `planes` comes filled with zeros. A search that the block's end cuts off counts as a set bit."""
+    """Decode the code of `encode_kernel` into `planes`, which must be all zeros.
+
+    If the block ends during the search for a set bit, the next coefficient counts as set.
+    """
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     is_block = block < num_blocks
     header = tl.zeros((BLOCKS,), tl.int32)
@@ -132,11 +135,11 @@ def decode_kernel(
 
 
 PLANES = 32
-"""Bit planes of a block of float32 values."""
+"""The number of bit planes of a block of float32 values."""
 BLOCKS = 64
-"""Blocks that one program transforms or codes."""
+"""The number of blocks that one program transforms or codes."""
 PLACES = sum(int(place) << 4 * int(coefficient) for place, coefficient in enumerate(ZFP_ORDER))
-"""Where each coefficient, row by row, stands among those sent: 16 places of 4 bits."""
+"""Each coefficient's place in the order of sending (`ZFP_ORDER` inverted), packed as 16 numbers of 4 bits."""
 ORDERED = tl.constexpr(PLACES - (1 << 64) if PLACES >= 1 << 63 else PLACES)
 NEGABINARY = tl.constexpr(0xAAAAAAAA - (1 << 32))
 """The mask between two's complement and base -2, as an int32."""
@@ -149,9 +152,9 @@ def zfp_encode(rows: Tensor, shift: Tensor, stream: Tensor, flags: Tensor, rate:
 
     Args:
         rows: (R, D) float16, bfloat16 or float32.
-        shift: (1,) int16, written: the power of two that moves the largest magnitude below 1.
+        shift: (1,) int16, written: the exponent of the power of two that moves the largest magnitude below 1.
         stream: (bytes,) uint8 at an even address, written.
-        flags: (ceil(R / 8),) uint8, written: a bit per row that is not finite, the first row's the highest.
+        flags: (ceil(R / 8),) uint8, written: a bit per row, set if the row is not finite; the first row has the highest bit.
         rate: bits per value.
     """
     rows = rows.contiguous()
@@ -164,7 +167,7 @@ def zfp_encode(rows: Tensor, shift: Tensor, stream: Tensor, flags: Tensor, rate:
     across, down = triton.cdiv(rows.shape[1], ZFP_BLOCK), triton.cdiv(len(rows), ZFP_BLOCK)
     planes = torch.empty(PLANES, across * down, dtype=torch.int16, device=rows.device)
     exponents = torch.empty(across * down, dtype=torch.int32, device=rows.device)
-    # In two steps: the power itself may be out of range. Exact.
+    # Two factors, since the power itself may be out of range; both are exact.
     powers = multiply_by_power(
         torch.ones(2, device=rows.device), torch.cat([exponent >> 1, exponent - (exponent >> 1)])
     )
@@ -183,7 +186,7 @@ def zfp_encode(rows: Tensor, shift: Tensor, stream: Tensor, flags: Tensor, rate:
 def zfp_decode(
     shift: Tensor, stream: Tensor, flags: Tensor, num_rows: int, dim: int, dtype: torch.dtype, rate: int
 ) -> Tensor:
-    """Return (num_rows, dim) rows in `dtype` from the fields of a `Zfp` message of that rate."""
+    """Decode the fields of a `Zfp` message of this rate into (num_rows, dim) rows in `dtype`."""
     across, down = triton.cdiv(dim, ZFP_BLOCK), triton.cdiv(num_rows, ZFP_BLOCK)
     planes = torch.zeros(PLANES, across * down, dtype=torch.int16, device=stream.device)
     exponents = torch.empty(across * down, dtype=torch.int32, device=stream.device)
@@ -226,7 +229,7 @@ def lift(x: tl.tensor, BLOCKS: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def drop(x: tl.tensor, BLOCKS: tl.constexpr) -> tl.tensor:
-    """Undo `lift`, but for the bits that it rounded away."""
+    """Invert `lift`, except for the bits that it rounded away."""
     even, odd = tl.split(tl.reshape(x, (BLOCKS, 4, 2, 2)))
     x, z = tl.split(even)
     y, w = tl.split(odd)
@@ -245,7 +248,7 @@ def drop(x: tl.tensor, BLOCKS: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def power_of_two(exponent: tl.tensor) -> tl.tensor:
-    """Return 2**exponent, from bits; for exponents from -126 to 127."""
+    """Return 2**exponent, made from bits, for exponents from -126 to 127."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
@@ -263,7 +266,7 @@ def _planes_kernel(
     PLANES: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Turn blocks of 4 x 4 values, edges filled up with the last row and column, into bit planes and an exponent each."""
+    """Turn blocks of 4 x 4 values, padded by repeating the last row and column, into bit planes and an exponent per block."""
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     is_block = block < num_blocks
     place = tl.arange(0, 16)
@@ -300,7 +303,7 @@ def _values_kernel(
     PLANES: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Turn bit planes back into values, those beyond the edges left out."""
+    """Turn bit planes back into values, without the padding."""
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     is_block = block < num_blocks
     place = tl.arange(0, 16)

@@ -1,9 +1,10 @@
-"""The routers, one published method a file. To add one: a new file and a line in `ROUTERS`.
+"""The routers, one published method per file. To add a router, add a file and a line in `ROUTERS`.
 
-A router there chooses alike on every mesh. `TopologyRouter` does not, so its name stands in `ON_MESH`: what holds for
-all others (a mesh changes no number) does not hold for it.
+A router in `ROUTERS` makes the same choices on every mesh. `TopologyRouter` does not, and is in `ON_MESH` instead: for all
+other routers a mesh changes no number.
 
-Names can be read without torch, for configurations and command lines; a router's file is imported when the router is built.
+Configurations and command lines can list the names without importing torch; a router's file is imported when the router is
+built.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ if TYPE_CHECKING:
     from moesaic.routing.routers.topology import topology_gate as topology_gate
 
 RouterFactory = Callable[..., "AbstractRouter"]
-"""Builds a router from (dim, num_experts), and options of its own by name."""
+"""Builds a router from (dim, num_experts) and the router's own options as keyword arguments."""
 
 
 def _build(place: str, dim: int, num_experts: int, **options: Any) -> AbstractRouter:
-    """Build the router of `file.name` in this folder."""
+    """Build a router with the factory at `place`, given as `file.name` in this folder."""
     file, _, name = place.partition(".")
     made: AbstractRouter = getattr(import_module(f"{__name__}.{file}"), name)(dim, num_experts, **options)
     return made
 
 
 def options_of(make: RouterFactory) -> dict[str, Any]:
-    """Return the options that a router of the registries declares, each with its default."""
+    """Return the options of a router in `ROUTERS` or `ON_MESH`, each with its default."""
     assert isinstance(make, partial)
     file, _, name = make.args[0].partition(".")
     parameters = signature(getattr(import_module(f"{__name__}.{file}"), name)).parameters.values()
@@ -66,7 +67,7 @@ ROUTERS: dict[str, RouterFactory] = {
 }
 
 ON_MESH: dict[str, RouterFactory] = {"topology": partial(_build, "topology.topology_gate")}
-"""Routers whose choice depends on the mesh; `MoE` takes their names too, and tells them the mesh."""
+"""Routers whose choice depends on the mesh. `MoE` accepts their names too, and passes the mesh to them."""
 
 _FILES = {
     "BalancedAssignment": "base",
@@ -88,7 +89,7 @@ _FILES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a router's class, or what belongs to it, from its file."""
+    """Import a public name of this package from its router's file on first use."""
     if name not in _FILES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)

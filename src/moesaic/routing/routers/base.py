@@ -1,4 +1,4 @@
-"""BASE: every expert gets the same number of tokens, by solving an assignment problem.
+"""BASE: gives every expert the same number of tokens, by solving an assignment problem.
 
 Lewis et al., "BASE Layers: Simplifying Training of Large, Sparse Models" (2021), sections 3.1 and 3.2.
 """
@@ -15,15 +15,15 @@ from moesaic.routing.routing import Choice, Scores
 
 
 class BalancedAssignment(LinearRouter):
-    """In training the assignment that maximises the summed scores under equal load; in evaluation the best expert.
+    """A router that sends each token to one expert, with weight `sigmoid(score)`.
 
-    The problem is solved on the host by `scipy.optimize.linear_sum_assignment` over `ceil(tokens / num_experts)` seats
-    per expert: exact, and cubic in the tokens in the worst case (2,048 tokens take in the order of a second, so keep
-    micro-batches small). A training-time choice depends on the other tokens of the batch, later ones included.
+    In training it chooses the assignment with the largest summed score under equal load; in evaluation, each token's best
+    expert. The problem is solved on the host by `scipy.optimize.linear_sum_assignment` with `ceil(tokens / num_experts)`
+    seats per expert. The solution is exact, and cubic in the tokens in the worst case: 2,048 tokens need about a second, so
+    keep micro-batches small. A choice in training depends on the other tokens of the batch, later ones included.
 
     Args:
-        dim, num_experts, bias, scale, device, dtype: as for `LinearRouter`; a token goes to one expert, with weight
-            `sigmoid(score)`.
+        dim, num_experts, bias, scale, device, dtype: as for `LinearRouter`.
     """
 
     takes_best_ranked = False
@@ -54,15 +54,15 @@ class BalancedAssignment(LinearRouter):
 
 
 def balanced_assignment(scores: np.ndarray) -> np.ndarray:
-    """Return each row's expert such that no expert has more than `ceil(rows / experts)` and the summed score is largest.
+    """Return the experts that maximise the summed score, if no expert may have more than `ceil(rows / experts)` rows.
 
-    A row that holds NaN or an infinity has no say: it gets a seat that the others leave.
+    A row that contains NaN or an infinity counts as all zeros, and gets a seat that the other rows leave free.
 
     Args:
         scores: (rows, experts) float64.
 
     Returns:
-        (rows,) int64.
+        (rows,) int64, each row's expert.
     """
     from scipy.optimize import linear_sum_assignment
 

@@ -17,13 +17,13 @@ from moesaic.routing.routing import Scores
 
 
 class CosineTopK(SoftmaxWeights):
-    """Logits are cosines between the projected token and each expert's embedding, over a learnt temperature.
+    """A router with cosine logits: the cosine of the projected token and each expert's embedding, over a learnt temperature.
 
     Args:
         dim, num_experts, bias, scale, device, dtype: as for `LinearRouter`.
-        projection: width in which cosines are taken; 256 in Tutel.
+        projection: width of the projected tokens and the embeddings; 256 in Tutel.
         temperature: initial temperature.
-        floor: the temperature never goes below it.
+        floor: lower bound of the temperature.
         normalize: as for `SoftmaxTopK`.
     """
 

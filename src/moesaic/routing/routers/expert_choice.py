@@ -10,14 +10,14 @@ from moesaic.routing.routing import Choice, Scores
 
 
 class ExpertChoice(LinearRouter):
-    """Each expert takes the `ceil(top_k * tokens / num_experts)` tokens that score highest for it.
+    """A router in which each expert takes the `ceil(top_k * tokens / num_experts)` tokens with the highest scores for it.
 
-    Load is balanced by construction; a token may be taken by several experts or by none (its output is then zero).
+    Load is balanced by construction. A token may be taken by several experts, or by none, which makes its output zero.
 
-    Causality: whether an expert takes a token depends on every other token of the token set, later positions and other
-    sequences included. In a causal language model that leaks the future in training and cannot be reproduced when
-    decoding token by token; use it for encoders, or know what you do. The token set is all valid tokens of the call:
-    (batch x sequence) of one micro-batch, padding excluded.
+    Causality: whether an expert takes a token depends on all tokens of the set, later positions and other sequences included.
+    In a causal language model this leaks the future in training and cannot be reproduced in token-by-token decoding. The
+    router is meant for encoders. The set is all valid tokens of the call: (batch x sequence) of one micro-batch, without
+    padding.
 
     Args:
         dim, num_experts, bias, scale, device, dtype: as for `LinearRouter`.

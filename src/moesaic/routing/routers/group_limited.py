@@ -1,7 +1,7 @@
-"""Group-limited routing: a token may use experts of a few groups only, so that it reaches a few devices only.
+"""Group-limited routing: a token may use only experts of a few groups, and so is sent to only a few devices.
 
-DeepSeek-V2 (2024), section 2.1.3 (a group is ranked by its best expert); DeepSeek-V3 (2024), section 2.1.2 (by the
-sum of its two best).
+DeepSeek-V2 (2024), section 2.1.3, ranks a group by its best expert; DeepSeek-V3 (2024), section 2.1.2, by the sum of its
+two best experts.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from moesaic.routing.routing import Choice, Scores
 
 
 class GroupLimited(LimitedRouter):
-    """Wraps a token-choice router: the best `top_groups` of `num_groups` equal groups of experts stay eligible.
+    """A wrapper of a token-choice router that leaves each token the experts of its best `top_groups` groups.
 
     Args:
         inner: the router that scores, chooses among the eligible experts and weighs.
-        num_groups: groups of consecutive experts; it must divide `num_experts`.
-        top_groups: groups a token may use.
-        rank_groups_by: "best" expert of the group, or the sum of its "best_two".
+        num_groups: number of equal groups of consecutive experts; must divide `num_experts`.
+        top_groups: number of groups that a token may use.
+        rank_groups_by: "best" ranks groups by their best expert, "best_two" by the sum of their two best experts.
     """
 
     def __init__(

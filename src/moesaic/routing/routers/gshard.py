@@ -13,14 +13,14 @@ from moesaic.routing.routing import Choice, Scores
 
 
 class GShardTop2(LinearRouter):
-    """The best expert always; the second one by chance in training, by rank in evaluation.
+    """A router that always uses the best expert, and a second one that is random in training and second best in evaluation.
 
     Args:
         dim, num_experts, bias, scale, device, dtype: as for `LinearRouter`; at least 2 experts.
         second: "sampled" draws the second expert from the softmax over the others (by the Gumbel-max trick, as
-            Mesh-TensorFlow and DeepSpeed do); "random_dispatch" takes the second best and sends the token there with
-            probability `min(1, 2 * g2)`, g2 its normalised weight, as the GShard paper has it.
-        normalize: divide a token's weights by their sum; False keeps what they have of the softmax over all.
+            Mesh-TensorFlow and DeepSpeed do). "random_dispatch" takes the second best expert and sends the token to it with
+            probability `min(1, 2 * g2)`, where g2 is its normalised weight, as in the GShard paper.
+        normalize: divide a token's weights by their sum; False uses the probabilities of the softmax over all experts.
     """
 
     def __init__(

@@ -11,17 +11,19 @@ from moesaic.routing.routing import Choice, Scores
 
 
 class Hash(AbstractRouter):
-    """A token's vocabulary id decides its experts, by a table drawn once from a seed; weights are `1 / top_k`.
+    """A router that looks up a token's experts by its vocabulary id, in a table drawn once from a seed.
 
-    Row i of the table is a random permutation of the experts, so that the `top_k` experts of a token differ.
+    Each row of the table is a random permutation of the experts, so the `top_k` experts of a token differ. Routing weights
+    are `scale / top_k`.
 
     Args:
-        dim: width of a token (not read).
-        buckets: rows of the table; ids are taken modulo it.
-        seed: of the table.
-        scale: factor on the weights.
-        device: where the table is; None for torch's default device.
-        dtype: taken as by other routers; there is no parameter that it could be of.
+        dim: width of a token; not used.
+        num_experts: number of experts.
+        buckets: rows of the table; ids are taken modulo this number.
+        seed: seed of the table.
+        scale: factor on the routing weights.
+        device: device of the table; None for torch's default device.
+        dtype: ignored; accepted since other routers take it.
     """
 
     needs_token_ids = True
@@ -51,7 +53,7 @@ class Hash(AbstractRouter):
         self.table.copy_(self._drawn())
 
     def _drawn(self) -> Tensor:
-        """Return the table of the seed, (buckets, num_experts) int32, on the host."""
+        """Return the table drawn from `seed`, (buckets, num_experts) int32, on the host."""
         generator = torch.Generator().manual_seed(self.seed)
         numbers = torch.rand(self.buckets, self.num_experts, generator=generator, device="cpu")
         return numbers.argsort(dim=1, stable=True).to(torch.int32)

@@ -13,10 +13,10 @@ from moesaic.routing.routing import Scores
 
 
 class NoisyTopK(SoftmaxWeights, LinearRouter):
-    """In training each logit gets Gaussian noise with a learnt standard deviation, `softplus(x @ W_noise)`.
+    """A router that in training adds Gaussian noise to each logit, with a learnt standard deviation `softplus(x @ W_noise)`.
 
-    Weights are the softmax over the chosen noisy logits, or what these have of the softmax over all. The gate matrix starts as
-    `nn.Linear` does and `W_noise` at zero (so every logit starts with noise of ln 2), as in the paper's appendix A.
+    Weights come from the noisy logits, as `normalize` says. The gate matrix is initialised as by `nn.Linear`, and `W_noise`
+    with zeros as in the paper's appendix A: every logit starts with noise of standard deviation ln 2.
 
     Args:
         dim, num_experts, bias, scale, device, dtype: as for `LinearRouter`.
@@ -40,7 +40,7 @@ class NoisyTopK(SoftmaxWeights, LinearRouter):
 
     @torch.no_grad()
     def init_normal(self, std: float) -> None:
-        """Draw the gate matrix anew from N(0, std); `W_noise` goes back to zero."""
+        """Redraw the gate matrix from N(0, std), and reset `W_noise` to zero."""
         self.weight.normal_(std=std)
         self.reset_state()
 

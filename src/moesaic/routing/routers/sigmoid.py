@@ -1,4 +1,4 @@
-"""Sigmoid scores whose selection is corrected by a bias outside the loss: balance without an auxiliary loss.
+"""Sigmoid scores with a bias that corrects only the selection: balance without an auxiliary loss.
 
 Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts" (2024), section 3;
 DeepSeek-V3 technical report (2024), section 2.1.2.
@@ -17,16 +17,16 @@ from moesaic.routing.routing import Choice, Scores
 
 
 class SigmoidTopK(LinearRouter):
-    """Experts are ranked by sigmoid score plus a bias; weights come from the scores alone.
+    """A router that ranks experts by sigmoid score plus a bias, and computes weights from the scores alone.
 
-    After each optimizer step an expert that got more than the mean load has its bias lowered by `bias_rate`, one that
-    got less has it raised: `b += bias_rate * sign(mean(load) - load)`. The bias is a persistent buffer, in checkpoints.
+    Each optimizer step lowers the bias of experts with more than the mean load by `bias_rate`, and raises it for experts with
+    less: `b += bias_rate * sign(mean(load) - load)`. The bias is a persistent buffer, stored in checkpoints.
     `moesaic.balance_on_step(optimizer, model)` calls the update once per step.
 
     Args:
-        dim, num_experts, bias, scale, device, dtype: as for `LinearRouter`; `logit_bias` is the trained bias,
-            `bias` the balancing one, which keeps torch's default dtype.
-        bias_rate: the step of the bias; 0 turns the correction off. DeepSeek-V3 uses 0.001; short runs need more.
+        dim, num_experts, bias, scale, device, dtype: as for `LinearRouter`. The attribute `logit_bias` is the trained bias,
+            `bias` the balancing bias, which keeps torch's default dtype.
+        bias_rate: change of the bias per step; 0 turns the correction off. DeepSeek-V3 uses 0.001; short runs need more.
         normalize: divide a token's weights by their sum.
     """
 

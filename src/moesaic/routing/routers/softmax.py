@@ -1,4 +1,4 @@
-"""Linear softmax top-k.
+"""Softmax top-k routing with linear logits.
 
 Shazeer et al., "Outrageously Large Neural Networks" (2017), section 2.1 (softmax over the chosen experts);
 Fedus et al., "Switch Transformers" (2021), section 2.1 (softmax over all experts, one of them chosen).
@@ -16,13 +16,13 @@ from moesaic.routing.routing import Scores
 
 
 class SoftmaxTopK(SoftmaxWeights, LinearRouter):
-    """Each token goes to the `top_k` experts with the largest logits.
+    """A router that sends each token to the `top_k` experts with the largest logits.
 
     Args:
         dim, num_experts, bias, scale, device, dtype: as for `LinearRouter`.
-        normalize: "after" applies the softmax to the chosen logits, so that a token's weights sum to one (Mixtral,
-            Qwen3); "before" applies it to all of them and keeps the chosen probabilities as they are (Switch, OLMoE).
-            With one expert per token "after" would always give weight 1 and no gradient, so it is refused in training.
+        normalize: "after" applies the softmax to the chosen logits, and a token's weights sum to one (Mixtral, Qwen3).
+            "before" applies the softmax to all logits and uses the chosen probabilities unchanged (Switch, OLMoE). With one
+            expert per token "after" always gives weight 1 and no gradient, so training refuses it.
     """
 
     def __init__(

@@ -1,15 +1,16 @@
-"""The topology-aware gate: of a rank's copies only so many may leave its node; the others choose again inside it.
+"""The topology-aware gate: limits how many of a rank's copies leave its node; the other copies choose an expert inside it.
 
-FasterMoE (He et al., PPoPP 2022), section 4.3, which has one level (nodes) and two experts per token, and limits first
-choices only. Here levels nest as the cluster's links do (socket, node, leaf switch), every copy counts, and a token may have
-any number of experts. The definition, level by level from the outermost in:
+FasterMoE (He et al., PPoPP 2022), section 4.3, has one level (nodes) and two experts per token, and limits first choices
+only. Here levels nest as the cluster's links do (socket, node, leaf switch), every copy counts, and a token may have any
+number of experts. The levels are processed from the outermost to the innermost:
 
-    1. tokens choose their best experts among those that are left to them;
-    2. of the copies that leave the group of this level, the limit's number with the highest scores may go;
-    3. a token whose copy may not go has the experts outside left to it that its other copies go to, and all inside.
+    1. Each token chooses its best experts among those that are still eligible for it.
+    2. Of the copies that leave the group of this level, those with the highest scores may go, up to the limit.
+    3. Outside the group, a token keeps only those experts to which its permitted copies go; inside, it keeps all experts.
 
-So a copy that stays goes to the best expert inside that its token has not chosen yet. It changes the model's choices, and
-with them what is learnt: the paper's model took 18 % more steps to its loss. Off unless asked for, and in evaluation.
+A copy that may not leave thus goes to the best expert inside that its token has not chosen yet. The gate changes which experts
+are chosen, and so what the model learns: the paper's model needed 18 % more steps to reach its loss. It is off by default,
+and always off in evaluation.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from moesaic.routing.routing import Choice, Scores
 
 @dataclass(frozen=True, kw_only=True)
 class LinkLevel:
-    """A level of links: which ranks are behind the same one, and how much may go through it."""
+    """A level of links: the groups of ranks that share a link, and the limit on the copies that leave a group."""
 
     name: str
-    """Shown in messages: node, leaf."""
+    """Name in messages, such as node or leaf."""
     group: tuple[int, ...]
-    """Number of the group that each rank is in."""
+    """The number of each rank's group."""
     share: float
-    """Of a rank's copies, 0 to 1: so many may leave its group, rounded down."""
+    """Share of a rank's copies, 0 to 1, that may leave its group; the number of copies is rounded down."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
@@ -50,24 +51,24 @@ class LinkLevel:
 
 
 NODE_SHARE = 0.14
-"""Of a rank's copies, that may leave its node where nobody knows the links: as FasterMoE's code has it."""
+"""Share of a rank's copies that may leave its node if the rates of the links are unknown; the value of FasterMoE's code."""
 Levels = Callable[[Grid], Sequence[LinkLevel]]
-"""From the mesh to the limits on it, outermost first."""
+"""A function from the mesh to its levels, outermost first."""
 
 
 class TopologyRouter(LimitedRouter):
-    """Wraps a token-choice router: limits what leaves a rank's groups of ranks in training.
+    """A wrapper of a token-choice router that, in training, limits the copies that leave a rank's groups of ranks.
 
-    Where experts are is known once the layer is on a mesh: `MoE.parallelize` tells the gate (`place`). Until then, and on one
-    process, nothing leaves and nothing is limited.
+    The experts' ranks are known once the layer is on a mesh: `MoE.parallelize` calls `place`. Before that call, and on one
+    process, nothing is limited.
 
     Args:
-        inner: the router that scores, chooses among what is left and weighs.
-        grid: the mesh on which the experts will be; None to be told.
-        levels: outermost first, each group inside one of the level before; `levels_of` takes them from a cluster. A function
-            of the mesh where that is to be told.
-        origin: place of this process in data parallelism, whose tokens it sees; None: it sees those of all, in their order,
-            and routes as they would (one process that stands for a cluster).
+        inner: the router that scores, chooses among the eligible experts and weighs.
+        grid: the mesh of the experts; None if `place` will be called with it.
+        levels: the levels, outermost first, each group inside a group of the level before; `levels_of` derives them from a
+            cluster. Alternatively a function from the mesh to the levels.
+        origin: the data-parallel group of this process, which sees the tokens of that group only. None if the process sees
+            the tokens of all groups in their order and routes each as its group would (one process that stands for a cluster).
     """
 
     @property
@@ -86,9 +87,9 @@ class TopologyRouter(LimitedRouter):
         if not callable(levels) and not levels:
             raise InputError("TopologyRouter: no level of links to limit: give at least one, or use the router itself")
         self.levels: tuple[LinkLevel, ...] = ()
-        """In force; none before the gate knows the mesh."""
+        """The levels in force; empty before the gate knows the mesh."""
         self._levels_on: Levels = levels if callable(levels) else lambda _: levels
-        # No buffer: a deferred initialisation would leave it undefined, and it follows from the mesh.
+        # Not a buffer: it follows from the mesh, and deferred initialisation would leave a buffer undefined.
         self.inside = torch.ones(0, 1, inner.num_experts, dtype=torch.bool, device="cpu")
         self.is_placed = False
         """Whether the gate knows the mesh."""
@@ -96,10 +97,11 @@ class TopologyRouter(LimitedRouter):
             self.place(grid, origin)
 
     def place(self, grid: Grid, origin: int | None) -> None:
-        """Tell the gate on which mesh the experts are; limits hold from then on.
+        """Set the mesh of the experts; the limits apply from then on.
 
         Args:
-            origin: as of the class.
+            grid: the mesh.
+            origin: as for the class.
 
         Raises:
             InputError: if mesh, levels and experts do not fit.
@@ -136,7 +138,7 @@ class TopologyRouter(LimitedRouter):
             )
 
     def _limited(self, scores: Scores, top_k: int, valid_T: Tensor | None) -> Tensor:
-        """Return what experts are ranked by, (tokens, num_experts), -inf where a token may not go."""
+        """Return the values that rank the experts, (tokens, num_experts); -inf where the limits exclude an expert."""
         rank_by, tokens, origins = scores.rank_by, len(scores.rank_by), self.inside.shape[1]
         origin_T = torch.arange(tokens, device=rank_by.device) * origins // max(tokens, 1)
         routed_T = torch.ones_like(origin_T, dtype=torch.bool) if valid_T is None else valid_T
@@ -155,13 +157,13 @@ class TopologyRouter(LimitedRouter):
 
 
 def highest(scores_TK: Tensor, among_TK: Tensor, origin_T: Tensor, limit: Tensor) -> Tensor:
-    """Return which entries are among the highest of their origin, (tokens, columns) bool; of equal ones the first.
+    """Return which entries are among the highest of their origin, (tokens, columns) bool; the first of equal entries win.
 
     Args:
         scores_TK: (tokens, columns).
-        among_TK: (tokens, columns) bool, the entries that are looked at.
-        origin_T: (tokens,) int64, whose each token is, ascending.
-        limit: (origins,) int64, how many to take of each origin.
+        among_TK: (tokens, columns) bool, the entries that compete.
+        origin_T: (tokens,) int64, the origin of each token, ascending.
+        limit: (origins,) int64, the number of entries to take per origin.
     """
     scores, origin = (
         scores_TK.masked_fill(~among_TK, float("-inf")).flatten(),
@@ -178,16 +180,17 @@ def highest(scores_TK: Tensor, among_TK: Tensor, origin_T: Tensor, limit: Tensor
 
 
 def experts_inside(grid: Grid, levels: Sequence[LinkLevel], num_experts: int) -> np.ndarray:
-    """Return which experts are in the groups of data-parallel groups, (levels, dp, num_experts) bool.
+    """Return which experts are inside the link group of each data-parallel group, (levels, dp, num_experts) bool.
 
-    An expert is inside if all ranks of the tensor group are in one group with all shards of the expert that they use.
+    An expert is inside if all ranks of the tensor-parallel group and all shards of the expert that they use are in one group.
 
     Args:
-        levels: groups of its ranks.
-        num_experts: of a layer.
+        grid: the mesh.
+        levels: the groups of the ranks of the mesh.
+        num_experts: experts of a layer.
 
     Raises:
-        InputError: if a level does not say the group of each rank.
+        InputError: if a level does not give the group of each rank.
     """
     table = np.zeros((len(levels), grid.dp, num_experts), dtype=bool)
     place = np.arange(num_experts) // (num_experts // grid.ep)
@@ -214,12 +217,15 @@ def topology_gate(
     bias: bool = False,
     scale: float = 1.0,
 ) -> TopologyRouter:
-    """Build the gate that `router="topology"` names; `partial(topology_gate, cluster=...)` for the limits of real links.
+    """Build the gate of `router="topology"`; use `partial(topology_gate, cluster=...)` for limits from real link rates.
 
     Args:
-        inner: builds the router that it wraps; None for `SoftmaxTopK` with the options below.
-        cluster: whose links' rates set the limits (`levels_of`); None limits what leaves a node, and nothing else.
-        share: of a rank's copies that may leave its node, without a cluster.
+        dim: width of a token.
+        num_experts: number of experts.
+        inner: builds the wrapped router from (dim, num_experts); None for `SoftmaxTopK` with the options below.
+        cluster: the cluster that sets the limits by its link rates (`levels_of`); None limits only the copies that leave a
+            node.
+        share: share of a rank's copies that may leave its node, if no cluster is given.
         normalize, bias, scale: as for `SoftmaxTopK`.
     """
     inner = inner or partial(SoftmaxTopK, normalize=normalize, bias=bias, scale=scale)
@@ -231,10 +237,11 @@ def topology_gate(
 
 
 def node_level(grid: Grid, share: float = NODE_SHARE) -> tuple[LinkLevel, ...]:
-    """Return a limit on what leaves nodes; none on a mesh of one node.
+    """Return one level that limits the copies that leave a node; no level on a mesh of one node.
 
     Args:
-        share: of a rank's copies.
+        grid: the mesh.
+        share: share of a rank's copies that may leave its node.
     """
     nodes = tuple(grid.node_of(rank) for rank in range(grid.world))
     level = LinkLevel(name="node", group=nodes, share=share)
@@ -242,16 +249,17 @@ def node_level(grid: Grid, share: float = NODE_SHARE) -> tuple[LinkLevel, ...]:
 
 
 def levels_of(cluster: ClusterSpec, grid: Grid) -> tuple[LinkLevel, ...]:
-    """Return the limits of a cluster's links, outermost first; those that limit nothing are left out.
+    """Return the levels that follow from a cluster's links, outermost first, without levels that limit nothing.
 
-    FasterMoE's rule, L = Wn / (M * Wl) of a rank's copies, so that the shared link takes as long as the rank's own: Wn is
-    the rate of a link that M ranks share on their way out, Wl that of a rank's own link.
+    By FasterMoE's rule a share L = Wn / (M * Wl) of a rank's copies may leave, which keeps the shared link busy as long as
+    the rank's own link. Wn is the rate of a link that M ranks share, Wl the rate of a rank's own link.
 
     Args:
-        cluster: what the mesh runs on, a rank per device.
+        cluster: the cluster that the mesh runs on, with one rank per device.
+        grid: the mesh.
 
     Raises:
-        InputError: if they do not fit, or the cluster has no link of a device's own.
+        InputError: if mesh and cluster do not fit, or the cluster has no link that belongs to one device.
     """
     per_node = check_fit(cluster, grid.world, grid.ranks_per_node)
     own = [link.slowest(cluster.nodes) for link in cluster.links if link.devices == 1 and link.carries != "outside"]
@@ -273,7 +281,7 @@ def levels_of(cluster: ClusterSpec, grid: Grid) -> tuple[LinkLevel, ...]:
 
 
 def _is_inside(grid: Grid, level: LinkLevel, sender: int, place: int) -> bool:
-    """Whether all shards that a rank uses of the experts at a place of ep are in its group."""
+    """Return whether all shards that `sender` uses of the experts at a place of ep are in the sender's group."""
     replica = grid.group(sender, ("ep", "etp"))
     shards = [rank for rank in replica if grid.coordinate(rank, "ep") == place]
     return {level.group[rank] for rank in shards} == {level.group[sender]}

@@ -1,1 +1,1 @@
-"""Triton kernels on rows of tokens (order, sums, largest entries) and what launches kernels; nothing of the expert stage."""
+"""Triton kernels on rows (sort, sum, top-k), and helpers for launching kernels. The expert stage is not part of it."""

@@ -1,4 +1,4 @@
-"""What every launch of a grouped product needs: how many programs, operands as descriptors, the precision of float32."""
+"""Helpers for launching grouped products: the number of programs, tensor descriptors, the precision of float32 products."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moesaic.kernels.triton.rows.tiles import HOPPER, Tile, TileDevice
 
 ALIGNMENT = 16
-"""Bytes that descriptors want of addresses and strides."""
+"""Descriptors require addresses and strides that are multiples of this number of bytes."""
 INTERPRETED = TileDevice(name="interpreter", capability=HOPPER, multiprocessors=2, shared_bytes=232_448)
-"""What stands for the device under Triton's interpreter: a Hopper with two multiprocessors."""
+"""The device that tiles are chosen for under Triton's interpreter: a Hopper with two multiprocessors."""
 
 
 def num_programs(tile: Tile, num_tiles: int, device: torch.device) -> int:
-    """Return how many programs run `num_tiles` tiles or fewer.
+    """Return how many programs to launch for at most `num_tiles` tiles.
 
-    Where they are persistent a program's tiles are one pipelined loop: the next tile's loads start before the last one's
-    epilogue.
+    A persistent program processes its tiles in one pipelined loop: loads of the next tile start before a tile's epilogue.
     """
     return min(num_tiles, tile.programs * device_of(device).multiprocessors) if tile.programs else num_tiles
 
 
 def device_of(device: torch.device) -> TileDevice:
-    """Return what a choice of tiles depends on; where there is no GPU, and so only the interpreter, `INTERPRETED`."""
+    """Return the properties of a device that the choice of tiles depends on; `INTERPRETED` if there is no GPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return INTERPRETED
     return _gpu(torch.cuda.current_device() if device.index is None else device.index)
@@ -45,12 +44,12 @@ def _gpu(index: int) -> TileDevice:
 
 
 def as_operand(x: Tensor, block: tuple[int, ...], tile: Tile | None) -> tuple[Tensor | TensorDescriptor, bool]:
-    """Return a kernel's operand, as a descriptor where the tile asks for it and the tensor's alignment allows it.
+    """Return a kernel's operand, as a descriptor if the tile asks for descriptors and the tensor is aligned.
 
     Args:
-        x: whose last dimension has stride 1.
-        block: the part that one load fetches.
-        tile: None for an operand that is gathered, which goes through pointers.
+        x: the tensor; its last dimension has stride 1.
+        block: the shape of the part that one load fetches.
+        tile: the tile of the product; None for an operand that is gathered, which needs pointers.
 
     Returns:
         The operand and whether it is a descriptor.
@@ -61,7 +60,7 @@ def as_operand(x: Tensor, block: tuple[int, ...], tile: Tile | None) -> tuple[Te
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """Return the tensor itself where its last dimension has stride 1, else a contiguous copy."""
+    """Return the tensor itself if its last dimension has stride 1, else a contiguous copy."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -71,7 +70,7 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """Return how float32 operands are multiplied: as `torch.set_float32_matmul_precision` says; 16-bit ones as they are."""
+    """Return the `input_precision` of `tl.dot`: for float32 that of `torch.set_float32_matmul_precision`, else "ieee"."""
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return "tf32"
     return "ieee"

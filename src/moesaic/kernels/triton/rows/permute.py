@@ -1,8 +1,8 @@
 """The sum of each token's rows, from expert order into token order.
 
-Eager: `zeros.index_add_(0, token, rows * weight)`. Rows are read through indices and every output is written once:
-deterministic without atomics, and the sum over a token's copies runs in float32, in the order of its copies. No FLOPs worth
-counting; bytes: R D read and T D written.
+Eager: `zeros.index_add_(0, token, rows * weight)`. Rows are read through indices and every output is written once, so it is
+deterministic without atomics. A token's copies are summed in float32, in their order. FLOPs are negligible; R D elements are
+read and T D are written.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import triton.language as tl
 from torch import Tensor
 
 WIDEST = 1024
-"""Columns that one program works on at a time."""
+"""The most columns that one program sums."""
 
 
 @torch.library.custom_op("moesaic::triton_sum_tokens", mutates_args=())
 def sum_tokens(
     rows: Tensor, by_token: Tensor, starts: Tensor, weights: Tensor | None, per_token: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return what `kernels.permute.sum_rows` does; the arguments are a `Dispatch`, flat. Not differentiable.
+    """Sum each token's rows like `kernels.permute.sum_rows`; the arguments are a flattened `Dispatch`. Not differentiable.
 
     Args:
         rows: (R, D) in expert order, 16-bit or float32.
-        by_token: (R,) int64 or int32; -1 adds nothing.
-        starts: (T,) int64.
+        by_token: (R,) int64 or int32, the rows of each token, token after token; -1 adds nothing.
+        starts: (T,) int64, where each token's rows start in `by_token`.
         weights: (R,) in the order of `rows`, or None for 1.
-        per_token: rows of each token; 0 where that varies.
-        dtype: of the result.
+        per_token: the number of rows of each token; 0 if it varies.
+        dtype: dtype of the result.
 
     Returns:
         (T, D).
@@ -88,7 +88,7 @@ def weighted_row(
     dim: tl.tensor,
     WEIGHTED: tl.constexpr,
 ) -> tl.tensor:
-    """Return the columns of the row at a place of the token order, in float32, times its weight; zeros for row -1."""
+    """Load columns of row `by_token[place]` in float32, times the row's weight; zeros for row -1."""
     source = tl.load(by_token + place).to(tl.int64)
     values = tl.load(rows + source * dim + column, mask=(source >= 0) & (column < dim), other=0.0).to(tl.float32)
     if WEIGHTED:

@@ -1,9 +1,10 @@
-"""Token copies into expert order: counts, and a stable counting sort. No host sync, no atomics.
+"""The sort of token copies by expert: a stable counting sort without host sync and without atomics.
 
-Eager: `expert.argsort(stable=True)`, its inverse, `bincount`, `cumsum`. Not differentiable, nothing saved. Three kernels:
-each block of copies counts its experts; each expert adds its blocks' counts up; each block places its copies. A copy's
-place among equal ones of its block is a count of the earlier ones, a triangle of comparisons. Bytes: 4 R read twice, 8 R
-written, 12 E R / 128 for the blocks' counts. MegaBlocks and SonicMoE sort likewise; the former by a radix sort.
+Eager: `expert.argsort(stable=True)`, its inverse, `bincount`, `cumsum`. It is not differentiable and saves nothing. There are
+three kernels: the first counts each expert's copies in each block of copies; the second sums an expert's counts over the
+blocks; the third places the copies of each block. Comparing all pairs of copies in a block tells how many earlier copies have
+the same expert. Bytes: 4 R read twice, 8 R written, 12 E R / 128 for the blocks' counts. MegaBlocks and SonicMoE also sort on
+the device; MegaBlocks uses a radix sort.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 128
-"""Copies that one program counts and places."""
+"""The number of copies that one program counts and places."""
 SCANNED = 1024
-"""Blocks whose counts are added up at a time."""
+"""The number of blocks whose counts are summed at a time."""
 
 
 class RowOrder(NamedTuple):
-    """Where each row of the expert order comes from, and where each copy went."""
+    """The expert order of token copies and its inverse."""
 
     copy: Tensor
-    """(R,) int32: row i is token copy `copy[i]`, of token `copy[i] // K`; 0 for rows from `ends[-1]` on."""
+    """(R,) int32: row i is copy `copy[i]`, of token `copy[i] // K`; 0 for rows from `ends[-1]` on."""
     row: Tensor
-    """(R,) int32: copy i stands in row `row[i]`; -1 for one that is not sent."""
+    """(R,) int32: copy i is in row `row[i]`; -1 for a copy that is not sent."""
     ends: Tensor
     """(E,) int32: one past the last row of each expert."""
 
 
 @torch.library.custom_op("moesaic::triton_sort", mutates_args=())
 def sort(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort token copies by expert, copies of one expert by their place.
+    """Sort token copies by expert; copies of one expert keep their order.
 
     Args:
-        expert: (R,) int32 or int64, the expert of each copy, token after token. A copy whose expert is not one of 0 to E - 1 is
+        expert: (R,) int32 or int64, the expert of each copy, token after token. Copies with other numbers than 0 to E - 1 are
             not sent.
         num_experts: E.
 
@@ -88,7 +89,7 @@ def _count_kernel(
 
 @triton.jit
 def _scan_kernel(counts: tl.tensor, totals: tl.tensor, blocks: tl.tensor, SCANNED: tl.constexpr) -> None:
-    """Turn an expert's counts into the copies of that expert in earlier blocks, in place; write their sum."""
+    """Replace an expert's count in each block by the number of its copies in earlier blocks; write the expert's total."""
     line = counts + tl.program_id(0) * blocks
     carry = 0
     for first in range(0, blocks, SCANNED):
@@ -123,7 +124,7 @@ def _place_kernel(
     copy = block * BLOCK + place
     chosen = tl.load(expert + copy, mask=copy < num_copies, other=-1).to(tl.int32)
     is_sent = (chosen >= 0) & (chosen < num_experts)
-    # Sums over comparisons in place of a gather from registers: which experts come earlier, which copies come earlier.
+    # Registers cannot be indexed, so both are sums over comparisons: with experts that come first, with copies that come first.
     start = tl.sum(tl.where(number[None, :] < chosen[:, None], total[None, :], 0), 1)
     earlier = tl.sum(((chosen[:, None] == chosen[None, :]) & (place[None, :] < place[:, None])).to(tl.int32), 1)
     row = start + earlier + tl.load(before + chosen.to(tl.int64) * blocks + block, mask=is_sent, other=0)

@@ -1,6 +1,6 @@
-"""How a grouped product is cut into tiles, as data: chosen by shape and device.
+"""The tiles of grouped products: a `Tile` is chosen from the sizes of a product and the properties of a device.
 
-Knows no Triton and no device: sizes in, a `Tile` out. The laboratory times others beside the default (`gpu/search.py`).
+This module imports neither Triton nor torch. `gpu/search.py` in the laboratory compares other tiles with the default.
 """
 
 from __future__ import annotations
@@ -9,54 +9,54 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields, replace
 
 PRODUCTS = ("up", "down", "down_grad", "rows_grad", "weight_grad")
-"""The five kinds of grouped products of a layer; `expert_stage.py` says which is which."""
+"""The five kinds of grouped products of a layer, explained in `expert_stage.py`."""
 RESERVED_BYTES = 1024
-"""Shared memory that CUDA keeps of each program."""
+"""The shared memory of each program that CUDA reserves."""
 HOPPER = (9, 0)
-"""The compute capability from which tiles may be fetched by the tensor memory accelerator."""
+"""The lowest compute capability with a tensor memory accelerator (TMA), which loads tiles by descriptor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """One program's share of a grouped product and how it is worked through."""
+    """The part of a grouped product that a program computes at a time, and the launch parameters of the kernel."""
 
     rows: int
-    """Of the output tile: token copies, or a weight gradient's rows. A multiple of 16."""
+    """Rows of the output tile: token copies, or rows of a weight gradient. A multiple of 16."""
     columns: int
-    """Of the output tile; of each of the two where a gate is fused."""
+    """Columns of the output tile; with a fused gate, columns of each of the two matrices."""
     depth: int
-    """Of the reduction, per step of the software pipeline."""
+    """Elements of the reduction per step of the software pipeline."""
     warps: int
-    """Per program; the tensor cores of Hopper want a multiple of 4."""
+    """Warps per program; Hopper's tensor cores require a multiple of 4."""
     stages: int
     """Steps of the pipeline that are in flight."""
     group: int = 8
-    """Tiles of rows that are worked off before the next tile of columns: what the L2 cache holds meanwhile."""
+    """Tiles of rows that are processed before the next tile of columns; the L2 cache should hold their rows."""
     programs: int = 0
     """Persistent programs per multiprocessor; 0 for a program per tile."""
     descriptors: int = 0
-    """1: operands that are not gathered come through tensor descriptors (TMA on Hopper); 0: through pointers."""
+    """1: operands that are not gathered are loaded through tensor descriptors (TMA on Hopper); 0: through pointers."""
 
     def as_ints(self) -> list[int]:
-        """Return the fields in order, as an operator's argument."""
+        """Return the fields in order, as the argument of a custom op."""
         return list(astuple(self))
 
     @staticmethod
     def of(numbers: Sequence[int]) -> Tile:
-        """Return the tile of `as_ints`."""
+        """Return the tile with these fields, the inverse of `as_ints`."""
         return Tile(**dict(zip((field.name for field in fields(Tile)), numbers, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TileDevice:
-    """What a choice of tiles depends on."""
+    """The properties of a device that the choice of tiles depends on."""
 
     name: str
     capability: tuple[int, int]
     """Compute capability: (8, 0) Ampere, (8, 9) Ada, (9, 0) Hopper."""
     multiprocessors: int
     shared_bytes: int
-    """Shared memory that one program may have."""
+    """The most shared memory of one program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +66,12 @@ class Shape:
     product: str
     """A name in `PRODUCTS`."""
     rows: int
-    """Token copies, of all experts together."""
+    """Token copies of all experts together."""
     num_experts: int
     columns: int
-    """Of the output, of each of the two where a gate is fused."""
+    """Columns of the output; with a fused gate, columns of each of the two matrices."""
     depth: int
-    """Of the reduction: the rows of an expert (its mean) for a weight gradient."""
+    """Length of the reduction; for a weight gradient the mean rows of an expert."""
     itemsize: int
     """Bytes of an element: 2 for bfloat16 and float16, 4 for float32."""
     gated: bool = False
@@ -79,7 +79,7 @@ class Shape:
 
     @property
     def is_doubled(self) -> bool:
-        """Whether a tile is made twice, of the gate and of what it gates."""
+        """Whether a program computes two output tiles, one of the gate and one of the gated matrix."""
         return self.gated and self.product == "up"
 
     @property
@@ -89,16 +89,19 @@ class Shape:
 
     @property
     def bucket(self) -> str:
-        """Name what a tuned tile is good for: sizes that matter as they are, row counts by powers of two."""
-        depth = _power_of_two(self.depth) if self.product == "weight_grad" else self.depth  # where it runs over rows
+        """The key under which a tuned tile is stored: the exact sizes that affect the choice, row counts rounded up to powers
+        of two."""
+        depth = (
+            _power_of_two(self.depth) if self.product == "weight_grad" else self.depth
+        )  # a weight gradient sums over rows
         sizes = f"{_power_of_two(self.rows_per_expert)}-{self.columns}-{depth}-{self.itemsize}"
         return f"{self.product}-{sizes}{'-gated' if self.gated else ''}"
 
 
 def shared_bytes(tile: Tile, shape: Shape) -> int:
-    """Return the shared memory that a tile's pipeline takes, operands of every stage; the epilogue reuses it.
+    """Return the shared memory of a program: the operands of every stage. The epilogue reuses that memory.
 
-    Persistent programs overlap a tile's epilogue with the next tile's loads, so the result needs a place of its own.
+    Persistent programs overlap a tile's epilogue with loads of the next tile, so their result needs memory of its own.
     """
     columns = tile.columns * (2 if shape.is_doubled else 1)
     aside = tile.rows * tile.columns * shape.itemsize // 2 if tile.programs else 0
@@ -106,23 +109,23 @@ def shared_bytes(tile: Tile, shape: Shape) -> int:
 
 
 def num_bites(tile: Tile, *, is_long: bool = False) -> int:
-    """Return in how many parts an epilogue takes its columns: 32 values of each operand per thread, 16 columns at least.
+    """Return into how many parts an epilogue splits its columns: 32 values per operand and thread, at least 16 columns.
 
     Args:
-        tile: whose epilogue it is.
-        is_long: whether the epilogue's formula takes many registers; then 16 values, as where the next tile's loads are
-            under way, whose addresses take registers.
+        tile: the tile of the product.
+        is_long: whether the epilogue's formula needs many registers. It then takes 16 values per thread, like the epilogues of
+            persistent programs, where addresses for the next tile's loads occupy registers.
     """
     per_thread = tile.rows * tile.columns // (tile.warps * 32)
     return max(1, min(per_thread // (16 if is_long or tile.programs else 32), tile.columns // 16))
 
 
 def default_tile(shape: Shape, device: TileDevice) -> Tile:
-    """Return a tile without a search.
+    """Choose a tile without a search.
 
-    128 x 128 with two programs on a multiprocessor at a time, so that one's epilogue hides behind the other's products;
-    fewer rows where experts have few, since a tile's rows beyond an expert's last are wasted. float32 gets a quarter of
-    that and no descriptors: without TF32 its products run on registers, and larger tiles spill kilobytes.
+    The tile is 128 x 128, with two programs per multiprocessor at a time: the epilogue of one overlaps with the products of the
+    other. It has fewer rows if experts have few, since rows beyond an expert's last one are wasted. float32 gets a quarter of
+    that and no descriptors: without TF32 its products use registers, and larger tiles spill kilobytes.
     """
     is_wide, is_hopper = shape.itemsize == 4, device.capability >= HOPPER
     most = 64 if is_wide else 128
@@ -132,7 +135,7 @@ def default_tile(shape: Shape, device: TileDevice) -> Tile:
     is_full = rows * columns * (2 if shape.is_doubled else 1) >= 128 * 128
     tile = Tile(
         rows=rows, columns=columns, depth=depth, stages=3,
-        warps=8 if is_full and not is_hopper else 4,  # operands stand in registers too where there is no wgmma
+        warps=8 if is_full and not is_hopper else 4,  # without wgmma, operands occupy registers too
         descriptors=int(is_hopper and not is_wide),
     )  # fmt: skip
     while shared_bytes(tile, shape) > device.shared_bytes and tile.stages > 1:

@@ -1,8 +1,8 @@
-"""The choice of the largest entries of each row: what a top-k router asks for.
+"""The top-k choice of routers: the columns of the K largest entries of each row.
 
-Eager: a deterministic top-k (in float64, so that ties break). Here one kernel reads a row once and picks K times the largest,
-of equal ones the lowest index; NaN ranks above every number, as in `routing/router.py`, so that every row has K different
-entries. Bytes: T E read, 4 T K written. Compares: K T E.
+Eager: a deterministic top-k (in float64, to break ties). Here one kernel reads a row once and picks the largest remaining entry
+K times; of equal entries it picks the lowest index. NaN ranks above every number, as in `routing/router.py`, so every row has K
+different entries. T E elements are read and 4 T K bytes are written. Comparisons: K T E.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 VALUES = 4096
-"""Entries that one program holds."""
+"""The number of entries that one program holds."""
 
 
 @torch.library.custom_op("moesaic::triton_top_k", mutates_args=())
@@ -61,7 +61,7 @@ def _top_k_kernel(
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     at = row.to(tl.int64)[:, None] * num_columns + column[None, :]
     value = tl.load(rank_by + at, mask=inside, other=float("-inf")).to(tl.float32)
-    # Integers in the order of the floats, -0 beside 0 and NaN above all; below all of them what is no choice.
+    # Integers in the order of the floats: -0 equals 0, NaN is above all numbers, and entries that may not be chosen are below.
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
     place = tl.where(value != value, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
     place = tl.where(inside, place, -0x80000000)
