@@ -19,7 +19,12 @@ from moesaic.errors import InputError
 from moesaic.weights.checkpoint import FORMATS
 
 QUICK = ("Mixtral", "DeepseekV3", "GptOss")
-"""Families for the quick tests: layers of one structure, of several, biases, and interleaved gate and up rows."""
+"""Families of which the quicker tests convert every pair of formats: equal layers, differing layers, biases and interleaving."""
+QUICK_FIRST = [
+    pytest.param(name, marks=() if name == QUICK[1] else pytest.mark.random if name in QUICK else pytest.mark.slow)
+    for name in FAMILIES
+]
+"""All families: one for `make test`, the others of `QUICK` for `make test-random`, the rest slow."""
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
@@ -40,7 +45,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return write
 
 
-@pytest.mark.parametrize("family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES])
+@pytest.mark.parametrize("family", QUICK_FIRST)
 def test_any_format_becomes_any_other_bit_by_bit(family: str, written: Any, tmp_path: Path) -> None:
     folder = written(family)
     names = [name for name in FORMATS if (family, name) not in WITHOUT]
