@@ -102,7 +102,7 @@ def test_the_metrics_tell_where_samples_went(world: tuple[Path, dict[str, list[O
     [
         (
             {"mesh": {"tp": 2, "sequence_parallel": True}},
-            r"balance\.samples=two_stage clashes with mesh\.sequence_parallel, which leaves each rank a part",
+            r"balance\.samples=two_stage clashes with mesh\.sequence_parallel, which gives each rank a part",
         ),
         ({"model": {"ffn": "dense"}}, r"clashes with model\.ffn=\"dense\", which has no MoE layers"),
         (

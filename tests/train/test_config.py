@@ -88,7 +88,7 @@ BAD = [
     *(
         (lambda bad=bad: BalanceConfig(**bad), message)
         for bad, message in (
-            ({"replication": "spill:counts"}, "^balance.replication='spill:counts': only arbiter:counts takes a word"),
+            ({"replication": "spill:counts"}, "^balance.replication='spill:counts': only arbiter takes a suffix"),
             ({"experts": "none:50"}, "^balance.experts='none:50': write the steps between decisions"),
             ({"experts": "balanced:"}, "^balance.experts='balanced:': write the steps between decisions"),
             ({"experts": "best"}, "^balance.experts='best' is unknown: choose one of none, balanced, smartmoe"),

@@ -29,8 +29,8 @@ STAGES = {
     "tp": {"pp": (2, 2), "tp": 2, "etp": 2, "sequence_parallel": True},
 }
 """Name to mesh, of four ranks. Of the nine layers every second is dense, so parts have several sizes and some no experts."""
-MORE = ("1f1b-4", "interleaved-2", "interleaved-4")
-"""Those of `make test-random`: 1F1B and two parts a rank are in the others, and layers alone run on four ranks in a line."""
+MORE = ("1f1b-2", "1f1b-4", "interleaved-2", "interleaved-4")
+"""Those of `make test-random`: 1F1B runs in the run that changes its stages, interleaved parts run under tp."""
 REFUSED = {
     "pp=3: 3 stages do not divide the 4 ranks": {"mesh": {"pp": (3,)}, "accumulation": 3},
     "mesh.ep": {"mesh": {"pp": (2,), "ep": 4}},
@@ -103,13 +103,13 @@ def test_sizes_that_do_not_fit_the_ranks_are_refused(world, line):
     ("changes", "line"),
     [
         ({"mesh": {"pp": (1, 2)}}, "mesh.pp=1 2: one stage has the whole model"),
-        ({"mesh": {"pp": (2, 2, 2)}}, "mesh.pp=2 2 2: write the stages"),
-        ({"mesh": {"pp": (4, 4)}}, "wants 16 parts of a model of model.num_layers=9"),
+        ({"mesh": {"pp": (2, 2, 2)}}, "mesh.pp=2 2 2: write the number of stages"),
+        ({"mesh": {"pp": (4, 4)}}, "needs 16 layers or more, but model.num_layers=9"),
         ({"mesh": {"pp": (2,)}, "accumulation": 3}, "2 stages do not divide accumulation=3"),
         ({"mesh": {"pp": (2,)}, "balance": {"replication": "shadow"}}, "clashes with balance.replication=shadow"),
         ({"mesh": {"pp": (2,)}, "planner": {"plan": "auto"}}, "clashes with planner.plan=auto"),
         ({"mesh": {"pp": (2,)}, "routing": ("record:counts",)}, "clashes with routing=record:counts"),
-        ({"mesh": {"pp": (0,)}}, "mesh.pp=0: write the stages, at least 1"),
+        ({"mesh": {"pp": (0,)}}, "mesh.pp=0: write the number of stages, at least 1"),
     ],
 )  # fmt: skip
 def test_settings_that_clash_are_refused(tmp_path, changes, line):

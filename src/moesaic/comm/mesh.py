@@ -1,8 +1,8 @@
-"""The ranks of a layer, seen twice: dense (dp, tp) and sparse (edp, ep, etp), with a transport between them.
+"""The ranks of a layer in two views, dense (dp, tp) and sparse (edp, ep, etp), with a transport between them.
 
-They are all processes, those of a process group, or those of a `DeviceMesh` or of a sub-mesh of one: a pipeline stage, say.
-PyTorch's `DeviceMesh` carries DTensors, FSDP2 and checkpoints; the layers' own movements go over the transport, point to
-point, and need no process groups of their own: their groups are tuples of ranks, from the grid.
+A mesh covers all processes, those of a process group, or those of a `DeviceMesh` or sub-mesh (of a pipeline stage,
+say). PyTorch's `DeviceMesh` is for DTensors, FSDP2 and checkpoints. The layers' own movements use the transport, point
+to point. They need no process groups of their own: their groups are tuples of ranks, computed by the grid.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ from moesaic.program.grid import Axis, Grid
 DeviceType = Literal["cpu", "cuda"]
 
 LAUNCHER_VARIABLE = "LOCAL_WORLD_SIZE"
-"""Where torchrun says how many ranks it started on this node. What a launcher says is no switch: config overrides it."""
+"""The variable in which torchrun gives the number of ranks on this node. Settings override it."""
 
 
 ADVICE = {
     "pp": "a pipeline stage has a mesh of its own: Mesh.create(..., group=the process group of its ranks)",
     "cp": "ranks that hold other tokens of one sequence are data parallel for a MoE layer: leave it at 1",
 }
-"""What to write instead of sizes that a mesh does not have."""
+"""What to do instead of setting sizes that a mesh does not have."""
 SPLIT = ("ep", "etp", "tp")
-"""Names of a `DeviceMesh`'s dimensions that split experts."""
+"""Dimension names of a `DeviceMesh` that split experts."""
 KEPT = "_moesaic_meshes"
-"""The attribute of a root `DeviceMesh` that holds what was laid over its ranks: layers share a transport that way."""
+"""Attribute of a root `DeviceMesh` that caches the meshes made over its ranks, so that layers share a transport."""
 
 
 class _Kept(dict[Any, "Mesh"]):
-    """Meshes by what was asked for. A copy or a file of whom it belongs to begins without any: connections are not copied."""
+    """Meshes by the arguments they were made with. A copied or unpickled cache is empty, since connections cannot be
+    copied."""
 
     def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
         return _Kept, ()
@@ -51,19 +52,20 @@ class _Kept(dict[Any, "Mesh"]):
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks, as one of them sees them. Make it with `Mesh.create` or `Mesh.from_device_mesh`; it counts them from 0.
+    """The ranks of a layer, as seen by one of them. Ranks are numbered from 0 within the mesh.
 
-    A mesh of one process without `torch.distributed` has no device meshes: nothing is sharded on it.
+    Create one with `Mesh.create` or `Mesh.from_device_mesh`. A mesh of one process without `torch.distributed` has no
+    device meshes, so nothing is sharded.
     """
 
     grid: Grid
-    """Sizes of the axes and everyone's coordinates."""
+    """Sizes of the axes, and the coordinates of every rank."""
     transport: AbstractTransport
-    """To the other ranks."""
+    """Connects this rank to the others."""
     process_group: dist.ProcessGroup | None = None
-    """The process group of these ranks; None where there are no process groups."""
+    """The process group of the mesh's ranks; None without `torch.distributed`."""
     shared: dict[type, Any] = field(default_factory=dict, compare=False, repr=False)
-    """What the layers on this mesh have in common, by its class."""
+    """Objects shared by the layers on this mesh, by class."""
 
     @classmethod
     def create(
@@ -80,24 +82,25 @@ class Mesh:
         transport: TransportName = "auto",
         group: dist.ProcessGroup | None = None,
     ) -> Mesh:
-        """Lay a mesh over all processes, or over those of a group. All of them call this together; dp and edp follow.
+        """Create a mesh over all processes, or over those of a group, all of which must call this together. dp and edp follow.
 
         Args:
             tp: tensor parallelism of the dense part.
-            ep: ranks over which experts are split.
-            etp: ranks over which each expert's hidden width is split.
-            pp: 1: a pipeline stage has a mesh of its own, over the group of its ranks.
-            cp: 1: for a MoE layer, ranks that hold other tokens of one sequence are data parallel.
+            ep: number of ranks over which experts are split.
+            etp: number of ranks over which each expert's hidden width is split.
+            pp: must be 1; give each pipeline stage its own mesh over the group of its ranks.
+            cp: must be 1; for a MoE layer, ranks with other tokens of the same sequence are data parallel.
             innermost: which of etp and ep has consecutive ranks.
-            ranks_per_node: consecutive ranks that share a node; None takes what torchrun says, else one node.
-            device_type: "cpu" or "cuda", which is every process's current device.
-            transport: what carries the messages of MoE layers: "auto" takes "gloo" for "cpu" and "nccl" for "cuda"; "sockets"
-                is another one for "cpu", on which small messages arrive sooner (docs/distributed.md).
-            group: the ranks, in ascending order; a part of the world or all of it. None is the default group.
+            ranks_per_node: number of consecutive ranks that share a node. None: the number that torchrun gives, else
+                all ranks.
+            device_type: "cpu", or "cuda" for the current device of every process.
+            transport: what sends the messages of MoE layers. "auto" is "gloo" for "cpu" and "nccl" for "cuda".
+                "sockets" is an alternative for "cpu" with lower latency for small messages (docs/distributed.md).
+            group: the ranks, in ascending order: some or all of the world. None: the default group.
 
         Raises:
-            InputError: on every rank: sizes that do not fit the ranks, a transport that does not serve the devices or cannot
-                connect the ranks, or ranks that ask for different meshes.
+            InputError: on every rank, if the sizes do not fit the ranks, the transport does not support the devices or
+                cannot connect the ranks, or ranks ask for different meshes.
         """
         opened = open_transport(device_type, group, transport)
         part = group is not None and opened.world < _world()
@@ -114,26 +117,28 @@ class Mesh:
 
     @classmethod
     def from_device_mesh(cls, device_mesh: DeviceMesh, *, tp: int = 1, transport: TransportName = "auto") -> Mesh:
-        """Lay a mesh over the ranks of a torch `DeviceMesh` or of a sub-mesh of one; all its ranks call this together.
+        """Create a mesh over the ranks of a torch `DeviceMesh` or sub-mesh, all of which must call this together.
 
-        The names of its dimensions say what they are. The last of them split the experts:
+        The last dimensions split the experts, according to their names:
 
             "ep"    ranks over which experts are split
             "etp"   ranks over which each expert's hidden width is split
-            "tp"    the same, where these ranks also hold the same tokens, as a tensor parallel group does
+            "tp"    like "etp", for ranks that also hold the same tokens, as a tensor-parallel group does
 
-        Any other name before them, such as "dp", "fsdp" or "cp", stands for ranks with tokens of their own and with copies of
-        the same experts. One dimension without a name is "ep". Pass the dimensions of all ranks that train the layer:
-        `world["dp", "ep"]` of a world of ("pp", "dp", "ep"). The same ranks, named alike, give the same mesh again.
+        Any other name before these, such as "dp", "fsdp" or "cp", stands for ranks with their own tokens and with
+        replicas of the same experts. A single dimension without a name is "ep". Pass the dimensions of all ranks that
+        train the layer: `world["dp", "ep"]` of a world of ("pp", "dp", "ep"). Calls with the same ranks and names
+        return the same mesh.
 
         Args:
-            device_mesh: on "cpu" or "cuda".
-            tp: so many neighbours hold the same tokens and yet split whole experts; only where no dimension is "tp".
-            transport: as for `create`.
+            device_mesh: a device mesh on "cpu" or "cuda".
+            tp: number of neighbours that hold the same tokens but split whole experts; only if no dimension is called
+                "tp".
+            transport: see `create`.
 
         Raises:
-            InputError: on every rank: names that say nothing of experts or stand in another order, sizes that do not fit, or
-                a device or backend that no transport serves.
+            InputError: on every rank, if no name refers to experts, the names are in another order, the sizes do not
+                fit, or no transport supports the device or backend.
         """
         names, ranks = _checked(device_mesh), tuple(device_mesh.mesh.flatten().tolist())
         root = device_mesh._get_root_mesh()
@@ -157,14 +162,15 @@ class Mesh:
 
     @classmethod
     def of(cls, ranks: Mesh | DeviceMesh | dist.ProcessGroup) -> Mesh:
-        """Return a mesh over ranks that are given in any form; all of them call this together.
+        """Return a mesh over ranks that are given in any form; all of them must call this together.
 
         Args:
-            ranks: a mesh; a `DeviceMesh`, see `from_device_mesh`; or a process group, all of whose ranks split the experts,
-                which gets connections of its own: make one mesh by `create(ep=..., group=...)` where layers shall share them.
+            ranks: a mesh; a `DeviceMesh`, see `from_device_mesh`; or a process group, all of whose ranks split the
+                experts. A process group gets new connections on every call: to share them between layers, create one
+                mesh with `create(ep=..., group=...)`.
 
         Raises:
-            InputError: for anything else, and as `create` and `from_device_mesh` do.
+            InputError: for any other type, and see `create` and `from_device_mesh`.
         """
         if isinstance(ranks, Mesh):
             return ranks
@@ -179,29 +185,29 @@ class Mesh:
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """This process's rank in the mesh."""
         return self.transport.rank
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are process groups, and so device meshes."""
+        """Whether there are process groups, and hence device meshes."""
         return self.process_group is not None
 
     @cached_property
     def dense(self) -> DeviceMesh:
-        """The ranks as ("dp", "tp"); all of them ask for it together.
+        """The ranks as a device mesh ("dp", "tp"). All ranks must access it together.
 
         Raises:
-            RuntimeError: where `torch.distributed` is not initialised.
+            RuntimeError: if `torch.distributed` is not initialised.
         """
         return self._device_mesh(("dp", "tp"), torch.arange(self.grid.world).view(self.grid.dp, self.grid.tp))
 
     @cached_property
     def sparse(self) -> DeviceMesh:
-        """The ranks as ("edp", "ep", "etp"); all of them ask for it together.
+        """The ranks as a device mesh ("edp", "ep", "etp"). All ranks must access it together.
 
         Raises:
-            RuntimeError: where `torch.distributed` is not initialised.
+            RuntimeError: if `torch.distributed` is not initialised.
         """
         grid, ranks = self.grid, torch.arange(self.grid.world)
         if grid.innermost == "etp":
@@ -212,11 +218,11 @@ class Mesh:
 
     @property
     def expert_mesh(self) -> DeviceMesh | None:
-        """The dims ("ep", "etp") of this rank's copy of the experts; None where there are no process groups."""
+        """The dimensions ("ep", "etp") of this rank's replica of the experts; None without process groups."""
         return self.sparse["ep", "etp"] if self.is_distributed else None
 
     def _device_mesh(self, names: tuple[Axis, ...], ranks: Tensor) -> DeviceMesh:
-        """Return the ranks of this mesh as a device mesh. Of a part of the world nobody else has to take part."""
+        """Return the ranks of this mesh as a device mesh. Processes outside the mesh need not take part."""
         if self.process_group is None:
             raise RuntimeError("a mesh of one process has no device meshes: initialise torch.distributed first")
         device_type, of_world = self.transport.device.type, torch.tensor(_ranks_of(self.process_group))
@@ -234,32 +240,32 @@ class Mesh:
 
     @property
     def inter_node(self) -> tuple[int, ...]:
-        """The rail: the ranks with this rank's place on every node, ascending."""
+        """The rail: the ranks with this rank's local rank on every node, ascending."""
         place = self.grid.local_of(self.rank)
         return tuple(rank for rank in range(self.grid.world) if self.grid.local_of(rank) == place)
 
     def group(self, *axes: Axis) -> tuple[int, ...]:
-        """Return the ranks that differ from this one on `axes` only, ascending, this one among them."""
+        """Return the ranks that differ from this one on `axes` only, ascending, including this one."""
         return self.grid.group(self.rank, axes)
 
 
 def open_transport(
     device_type: str = "cpu", group: dist.ProcessGroup | None = None, name: TransportName = "auto"
 ) -> AbstractTransport:
-    """Open a transport between all processes, or between those of a group; all of them call this together.
+    """Open a transport between all processes, or between those of a group; all of them must call this together.
 
     Args:
         device_type: "cpu", or "cuda" for the current devices.
-        group: the ranks, a part of the world or all of it; None is the default group. NCCL makes its own groups; sockets tell
-            each other the ranks' addresses through this one.
-        name: which transport; "auto" takes "gloo" for "cpu" and "nccl" for "cuda".
+        group: the ranks: some or all of the world. None: the default group. NCCL creates its own groups; sockets
+            exchange the ranks' addresses through this one.
+        name: which transport; "auto" is "gloo" for "cpu" and "nccl" for "cuda".
 
     Returns:
-        the transport; without `torch.distributed`, that of a world of one rank.
+        the transport; `NoTransport` if `torch.distributed` is not initialised.
 
     Raises:
-        InputError: for a device type that is missing here or that the process group or the transport cannot serve, for ranks
-            that name different transports, and where sockets cannot connect two ranks.
+        InputError: if the device type is missing here or not supported by the process group or the transport, if ranks
+            name different transports, or if sockets cannot connect two ranks.
     """
     if device_type not in ("cpu", "cuda"):
         raise InputError(f"device_type={device_type!r}: write 'cpu' or 'cuda'")
@@ -273,7 +279,7 @@ def open_transport(
     if not dist.is_initialized():
         return NoTransport(device)
     of_ranks = group or dist.group.WORLD
-    if not isinstance(of_ranks, dist.ProcessGroup):  # what torch gives to ranks that are not in a group
+    if not isinstance(of_ranks, dist.ProcessGroup):  # torch returns another object to ranks outside a group
         raise InputError("this process is not in the process group of the mesh: call on its ranks alone")
     if device_type == "cuda":
         return Nccl.create(device, None if of_ranks.size() == _world() else _ranks_of(of_ranks))
@@ -293,10 +299,10 @@ def open_transport(
 
 
 def _checked(device_mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the names of a device mesh's dimensions, if they say where experts are.
+    """Return the names of a device mesh's dimensions, after checking them.
 
     Raises:
-        InputError: if not.
+        InputError: if the names do not tell which dimensions split the experts.
     """
     names = device_mesh.mesh_dim_names or (("ep",) if device_mesh.ndim == 1 else ())
     split, where = [name for name in names if name in SPLIT], f"the DeviceMesh has the dimensions {names}"
@@ -322,19 +328,22 @@ def _world() -> int:
 
 
 def _ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """Return the ranks of a process group, counted in the world; of the default group for None."""
+    """Return the world ranks of a process group; of the default group for None."""
     return tuple(range(_world())) if group is None else tuple(dist.get_process_group_ranks(group))
 
 
 def _group_of(ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
-    """Return a new process group of some ranks, ascending; they alone take part in making it."""
+    """Create a process group of some ranks, ascending, which alone take part in creating it."""
     group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
 def _ranks_per_node(ranks: tuple[int, ...]) -> int | None:
-    """Return how many consecutive of these ranks share a node by what the launcher says; None for one node, or no rule."""
+    """Return how many consecutive ranks of these share a node, as the launcher tells.
+
+    None if they are on one node, unevenly spread, or if the launcher tells nothing.
+    """
     said = _ranks_of_launcher()
     if said is None or not said.isdecimal() or int(said) < 1:
         return None
@@ -344,10 +353,10 @@ def _ranks_per_node(ranks: tuple[int, ...]) -> int | None:
 
 
 def ranks_of_a_node(asked: int | None = None) -> int:
-    """Return how many consecutive ranks share a node: as asked, else as the launcher says, else all of them.
+    """Return how many consecutive ranks share a node: `asked`, else what the launcher tells, else all of them.
 
     Raises:
-        InputError: if what the launcher says does not divide the ranks.
+        InputError: if the launcher's number does not divide the ranks.
     """
     return (_launched_per_node(_world()) if asked is None else asked) or _world()
 
@@ -357,7 +366,7 @@ def _ranks_of_launcher() -> str | None:
 
 
 def _launched_per_node(world: int) -> int | None:
-    """Return how many ranks share a node as the launcher says, which must divide them; None where it says nothing."""
+    """Return how many ranks share a node, as the launcher tells; None if it does not. The number must divide the ranks."""
     text = _ranks_of_launcher()
     if text is None:
         return None

@@ -1,15 +1,14 @@
-"""A transport over sockets, chosen by name: eager tagged messages, a connection per pair of ranks, no thread.
+"""A transport over sockets, chosen by name: eager tagged messages, one connection per pair of ranks, no threads of its own.
 
-Gloo, which ranks on CPUs use by default, asks the receiver before it sends, and hands every message to a thread and back.
-Here a send goes straight into the kernel's buffer and is over when it is there; the kernel carries it on while the rank
-computes. What does not fit, and what arrives, moves whenever the rank issues or waits. Messages may arrive before their
-receive is posted: they are kept until then, up to a limit from which on a rank reads no more of that peer until it asks for
-something of it.
+Gloo, the default on CPUs, asks the receiver before it sends, and passes every message to a thread and back. Here a send
+writes straight into the kernel's buffer and ends there; the kernel transmits while the rank computes. Data that does
+not fit, and data that arrives, is moved whenever the rank issues or waits. Messages may arrive before their receive is
+posted and are kept until then. Beyond a limit, a rank stops reading from a peer until it posts a receive from it.
 
-Several threads may issue and wait at the same time. One of those that wait polls for all of them.
+Several threads may issue and wait at the same time. One of the waiting threads polls for all of them.
 
-Every pair of ranks is connected over TCP first. Ranks tell each other where they listen through their process group. A random
-word keeps strangers out and shows that an address led to the right process.
+Every pair of ranks is first connected over TCP. Ranks exchange the addresses they listen on through their process
+group. A random word keeps out other programs and shows that an address leads to the right process.
 """
 
 from __future__ import annotations
@@ -41,22 +40,22 @@ from moesaic.errors import InputError
 T = TypeVar("T")
 
 _HEADER = struct.Struct("<qq")
-"""Tag and bytes of a message, in front of it."""
+"""Precedes each message: its tag and its size in bytes."""
 
 _WAKE_BYTES = 1 << 18
-"""A rank that waits for more is woken when so many have arrived, instead of for every packet."""
+"""A rank that waits for more data is woken once this many bytes have arrived, not for every packet."""
 
 _MAY_SLEEP_LONGER = sys.platform == "linux"
-"""Linux makes room for what a rank waits for, and wakes it all the same where there is none."""
+"""Only Linux grows the buffer for the bytes a rank waits for, and wakes the rank even if it cannot."""
 
 _EARLY_BYTES = 1 << 26
-"""Bytes of messages of one peer that are kept before this rank asks for them; more stay with the peer."""
+"""Most bytes of messages from one peer to keep before their receives are posted. Further messages stay with the peer."""
 
 _MOST_EARLY_BYTES = 1 << 32
-"""Bytes of messages that are kept all the same, since this rank asks for one that comes behind them."""
+"""Most bytes of such messages to keep if this rank waits for a message behind them."""
 
 _LONGEST = 2.0**31 - 1
-"""Milliseconds that the kernel can be asked to wait."""
+"""Longest wait that the kernel accepts, in milliseconds."""
 
 PATIENCE = 30 * 60.0
 """Seconds without any progress until a wait gives up, where the process group does not tell its own."""
@@ -64,19 +63,19 @@ PATIENCE = 30 * 60.0
 
 @dataclass(eq=False)
 class _Work:
-    """Messages of one transfer that are not done."""
+    """The messages of one transfer that are not complete."""
 
     lines: list[_Line] = field(default_factory=list)
-    """The connection of each of them."""
+    """One connection per message."""
 
 
 @dataclass(eq=False)
 class _Receive:
-    """A message on its way in."""
+    """A message to receive."""
 
     buffer: memoryview
     work: _Work | None
-    """None while nobody has asked for it."""
+    """None if no receive is posted for it yet."""
     got: int = 0
 
 
@@ -87,25 +86,25 @@ class _Line:
     peer: int
     socket: socket.socket
     leaving: deque[tuple[list[memoryview], _Work]] = field(default_factory=deque)
-    """Pieces of messages that are not in the kernel's buffer yet."""
+    """Parts of messages that are not in the kernel's buffer yet, with the transfer of each message."""
     posted: dict[int, deque[_Receive]] = field(default_factory=dict)
-    """By tag: receives without a message."""
+    """Receives without a message, by tag."""
     early: dict[int, deque[memoryview]] = field(default_factory=dict)
-    """By tag: messages without a receive."""
+    """Messages without a receive, by tag."""
     header: bytearray = field(default_factory=lambda: bytearray(_HEADER.size))
     got: int = 0
     """Bytes of the header that have arrived."""
     early_bytes: int = 0
-    """Bytes of messages without a receive, kept or arriving."""
+    """Bytes of messages without a receive, complete or still arriving."""
     moved: int = 0
     """Bytes sent and received so far."""
     tag: int = 0
     arriving: _Receive | None = None
-    """The message behind the header."""
+    """The message after the header."""
     held: int = 0
-    """Bytes of the message behind the header, where it stays with the peer until this rank asks for more."""
+    """Size of the message after the header if it is left with the peer until this rank posts a receive; else 0."""
     low: int = 1
-    """Bytes for which the kernel wakes this rank."""
+    """Number of bytes at which the kernel wakes this rank."""
     is_closed: bool = False
 
 
@@ -113,9 +112,9 @@ class Sockets(AbstractTransport):
     """Sends between processes over stream sockets. Lanes make no difference: messages of both overlap.
 
     Args:
-        rank: the rank whose end it is.
+        rank: this rank.
         lines: a connected stream socket for every other rank.
-        patience: seconds without any progress until a wait gives up.
+        patience: seconds without any progress after which a wait fails.
     """
 
     def __init__(self, rank: int, lines: Mapping[int, socket.socket], patience: float = PATIENCE) -> None:
@@ -126,10 +125,10 @@ class Sockets(AbstractTransport):
         self._closed: list[_Line] = []
         self._poll = select.poll()
         self._turn = threading.Condition()
-        """Whoever has it changes what is here; nobody has it while a thread polls."""
+        """Protects the state of this object. A thread that polls releases it meanwhile."""
         self._is_polling = False
         self._ear, self._bell = socket.socketpair()
-        """What is sent into the second wakes the thread that polls."""
+        """A byte sent into the second wakes the thread that polls."""
         for end in (self._ear, self._bell):
             end.setblocking(False)
         self._poll.register(self._ear, select.POLLIN)
@@ -141,23 +140,23 @@ class Sockets(AbstractTransport):
 
     @classmethod
     def create(cls, group: dist.ProcessGroup) -> Sockets:
-        """Connect all processes of a group; all of them call this together.
+        """Connect all processes of a group; all of them must call this together.
 
         Args:
-            group: the process group of the ranks, through which they tell each other their addresses.
+            group: the process group of the ranks, through which they exchange their addresses.
 
         Raises:
-            InputError: on all of them, if two could not be connected.
+            InputError: on all ranks, if two of them could not be connected.
         """
         return cls(group.rank(), connect(group), _patience(group))
 
     def issue(self, transfer: Transfer) -> Handle:
-        """Post all receives, and hand all sends to the kernel as far as it takes them.
+        """Post all receives, and give all sends to the kernel as far as its buffers have room.
 
         Messages without bytes are not sent; both sides know that.
 
         Raises:
-            RuntimeError: if a peer has gone, or sent another number of bytes than its receive has.
+            RuntimeError: if a peer has closed its connection, or has sent a message of another size than its receive.
         """
         work = _Work()
         with self._turn:
@@ -168,18 +167,18 @@ class Sockets(AbstractTransport):
                 if tensor.numel():
                     self._send(self._lines[peer], transfer.tag, _view(tensor), work)
             if self._is_polling:
-                with suppress(BlockingIOError):  # then it has been rung often enough
+                with suppress(BlockingIOError):  # a full buffer wakes the thread too
                     self._bell.send(b"\0")
             elif work.lines:
                 self._move(0.0)
         return Handle(transfer, [work])
 
     def wait(self, handle: Handle) -> None:
-        """Wait until all messages of a transfer are in their buffers, or in the kernel's.
+        """Wait until all messages of a transfer have arrived in their buffers or are in the kernel's buffers.
 
         Raises:
-            RuntimeError: if a peer has gone, sent another number of bytes than its receive has, or if no byte of the
-                transfer's peers has moved for `patience` seconds.
+            RuntimeError: if a peer has closed its connection or has sent a message of another size than its receive, or
+                if no byte of the transfer's peers has moved for `patience` seconds.
         """
         with self._turn:
             for work in handle.works:
@@ -189,12 +188,12 @@ class Sockets(AbstractTransport):
     def _finish_work(self, work: _Work) -> None:
         end, moved = time.monotonic() + self._patience, _moved(work)
         while work.lines:
-            for line in self._closed:  # nothing comes of them any more, and somebody may have caught that before
+            for line in self._closed:  # no more data arrives, and another thread may have caught the first error
                 self._check_open(line)
             self._move(max(end - time.monotonic(), 0.0))
             if _moved(work) == moved and time.monotonic() >= end:
                 for line in [each for each in work.lines if not each.is_closed]:
-                    self._pull(line)  # fewer bytes than the kernel wakes a rank for
+                    self._pull(line)  # there may be fewer bytes than the kernel wakes a rank for
             if _moved(work) != moved:
                 end, moved = time.monotonic() + self._patience, _moved(work)
             elif time.monotonic() >= end:
@@ -229,11 +228,12 @@ class Sockets(AbstractTransport):
                 self._listen(line)
 
     def _listen(self, line: _Line) -> None:
-        """Have the kernel tell what concerns a line: that something has come, and where messages leave, that there is room."""
+        """Poll a connection for the events that matter now: incoming data unless it is held, and room if messages are
+        leaving."""
         self._poll.modify(line.socket, (0 if line.held else select.POLLIN) | (select.POLLOUT if line.leaving else 0))
 
     def _move(self, seconds: float) -> None:
-        """Move what can be moved, or let the thread that polls do it, waiting for it at most so long."""
+        """Move the data that can be moved, waiting for at most `seconds`. If another thread polls, wait for it instead."""
         if self._is_polling:
             self._turn.wait(min(seconds, threading.TIMEOUT_MAX))
             return
@@ -243,19 +243,19 @@ class Sockets(AbstractTransport):
                     self._ear.recv(4096)
                 continue
             line = self._of_file[file]
-            if line.is_closed:  # by another thread meanwhile
+            if line.is_closed:  # another thread may have closed it meanwhile
                 continue
             if event & select.POLLOUT:
                 self._push(line)
                 if not line.leaving:
                     self._listen(line)
             if event & ~select.POLLOUT:
-                if line.held:  # of such a line the kernel tells its end alone
+                if line.held:  # the only event polled for such a line is that the peer has closed it
                     self._keep(line, line.held)
                 self._pull(line)
 
     def _polled(self, milliseconds: float) -> list[tuple[int, int]]:
-        """Return what the kernel tells; other threads have their turn meanwhile, and after it one of them may poll."""
+        """Poll without holding the lock, so that other threads can issue. Return the events."""
         self._is_polling = True
         self._turn.release()
         try:
@@ -266,7 +266,7 @@ class Sockets(AbstractTransport):
             self._turn.notify_all()
 
     def _push(self, line: _Line) -> None:
-        """Hand a line's messages to the kernel until it takes no more."""
+        """Give a connection's messages to the kernel until its buffer is full."""
         while line.leaving:
             pieces, work = line.leaving[0]
             try:
@@ -286,7 +286,7 @@ class Sockets(AbstractTransport):
                 work.lines.remove(line)
 
     def _pull(self, line: _Line) -> None:
-        """Take what has arrived on a line."""
+        """Read what has arrived on a connection."""
         while not line.held:
             arriving = line.arriving
             into = memoryview(line.header)[line.got :] if arriving is None else arriving.buffer[arriving.got :]
@@ -297,7 +297,7 @@ class Sockets(AbstractTransport):
                 return
             except OSError:
                 count = 0
-            if not count:  # the peer has closed its end, which matters only to whoever still wants something of it
+            if not count:  # the peer has closed its end, an error only if messages are still expected
                 self._close_line(line)
                 self._check_open(line)
                 return
@@ -314,7 +314,7 @@ class Sockets(AbstractTransport):
                         return
 
     def _begin(self, line: _Line) -> None:
-        """Find out where the message behind a header goes."""
+        """Decode a header and decide where its message goes."""
         line.got = 0
         line.tag, size = _HEADER.unpack(line.header)
         if not size > 0:
@@ -325,7 +325,8 @@ class Sockets(AbstractTransport):
         self._take(line, size)
 
     def _take(self, line: _Line, size: int) -> None:
-        """Read the message behind a header into the buffer of its receive, keep it until there is one, or leave it there."""
+        """Read the message after a header into the buffer of its receive, keep it until there is one, or leave it with
+        the peer."""
         line.arriving = _taken(line.posted, line.tag)
         if line.arriving is not None:
             self._check_size(line, line.tag, size, len(line.arriving.buffer))
@@ -336,7 +337,7 @@ class Sockets(AbstractTransport):
             self._listen(line)
 
     def _keep(self, line: _Line, size: int) -> None:
-        """Read the message behind a header into memory of its own."""
+        """Read the message after a header into new memory."""
         if line.early_bytes + size > _MOST_EARLY_BYTES:
             self._close_line(line)
             raise MessageSizeError(
@@ -348,7 +349,7 @@ class Sockets(AbstractTransport):
         line.arriving = _Receive(memoryview(bytearray(size)), None)
 
     def _go_on(self, line: _Line) -> None:
-        """Look again at a message that was left with its peer, after this rank has asked for something of it."""
+        """Reconsider a message that was left with its peer, after this rank has posted a receive from that peer."""
         size, line.held = line.held, 0
         if size and not line.is_closed:
             self._take(line, size)
@@ -361,7 +362,7 @@ class Sockets(AbstractTransport):
             arrived.work.lines.remove(line)
             return
         receive = _taken(line.posted, line.tag)
-        if receive is not None:  # asked for while it arrived
+        if receive is not None:  # the receive was posted while the message arrived
             self._check_size(line, line.tag, len(arrived.buffer), len(receive.buffer))
             receive.buffer[:] = arrived.buffer
             line.early_bytes -= len(arrived.buffer)
@@ -383,7 +384,7 @@ class Sockets(AbstractTransport):
 
     def _check_size(self, line: _Line, tag: int, sent: int, expected: int) -> None:
         if sent != expected:
-            self._close_line(line)  # what follows cannot be told apart
+            self._close_line(line)  # the boundaries of further messages are unknown
             raise MessageSizeError(
                 f"rank {line.peer} sent {sent} bytes under tag {tag}, where {expected} were expected: the two "
                 "do not run the same layer (dtype, top_k, losses or plan differ)"
@@ -395,9 +396,9 @@ class Sockets(AbstractTransport):
 
 
 class _Memory:
-    """A contiguous CPU tensor's bytes for numpy, which keeps the tensor alive.
+    """A contiguous CPU tensor's bytes for numpy, with a reference that keeps the tensor alive.
 
-    `Tensor.numpy()` would forbid the storage to be resized for ever after, which is how FSDP2 frees parameters.
+    `Tensor.numpy()` would forbid resizing the storage forever, which is how FSDP2 frees parameters.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -409,7 +410,7 @@ class _Memory:
 
 
 def _taken(queues: dict[int, deque[T]], tag: int) -> T | None:
-    """Take the first of what is queued under a tag; None where nothing is."""
+    """Remove and return the first entry queued under a tag; None if there is none."""
     queue = queues.get(tag)
     if queue is None:
         return None
@@ -420,7 +421,7 @@ def _taken(queues: dict[int, deque[T]], tag: int) -> T | None:
 
 
 def _moved(work: _Work) -> int:
-    """Return how many bytes have moved between this rank and those that a transfer waits for."""
+    """Return the number of bytes moved so far on the connections that a transfer waits for."""
     return sum(line.moved for line in work.lines)
 
 
@@ -430,10 +431,10 @@ def _view(tensor: Tensor) -> memoryview:
 
 
 def _patience(group: dist.ProcessGroup) -> float:
-    """Return after how many seconds a group's own collectives give up."""
+    """Return after how many seconds a group's own collectives time out."""
     try:
         seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    except (AttributeError, RuntimeError):  # names that PyTorch may change
+    except (AttributeError, RuntimeError):  # private names, which PyTorch may change
         return PATIENCE
     return seconds
 
@@ -450,53 +451,53 @@ def _close(lines: Iterable[socket.socket]) -> None:
 
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-"""Names the network interface that a rank is reached by, as for Gloo."""
+"""The variable that names the network interface to use, as for Gloo."""
 
 MASTER_VARIABLE = "MASTER_ADDR"
-"""Whom the launcher told all ranks to meet; the interface that leads there leads to the others."""
+"""The variable with the address at which all ranks meet. The interface that reaches it also reaches the other ranks."""
 
 TIMEOUT = 10.0
-"""Seconds until an address that does not answer is given up."""
+"""Seconds after which an attempt to connect to an address is given up."""
 
 HELLO_TIMEOUT = 1.0
-"""Seconds that somebody who calls has to say all of who it is."""
+"""Seconds within which a caller must have sent its whole hello."""
 
 PATIENCE = 60.0
 """Seconds until every rank must have reached every other: some may be busy with addresses that lead nowhere."""
 
 _HELLO = struct.Struct("<16sq")
-"""The listener's word and the rank of who calls."""
+"""The listener's word and the caller's rank."""
 
 _CALLERS = 64
-"""Calls whose hello is not complete that are kept; a newer one takes the place of the oldest."""
+"""Most connections with incomplete hellos to keep. A newer one replaces the oldest."""
 
 _MUCH = 1 << 22
-"""Bytes that a rank would like to have received before it asks for them."""
+"""Size of the receive buffer to ask for, in bytes."""
 
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a rank listens."""
+    """The addresses on which a rank listens."""
 
     word: bytes
-    """Random, shown by whoever calls and by whoever answers."""
+    """A random word that the caller and the listener show to each other."""
     addresses: tuple[tuple[str, int], ...]
-    """Hosts and ports under which other machines may reach it, likely ones first."""
+    """Hosts and ports at which other machines may reach the rank, the most likely first."""
 
 
 @dataclass
 class _Caller:
-    """A connection whose hello is not complete."""
+    """A connection with an incomplete hello."""
 
     end: float
-    """When it is given up."""
+    """Time at which to give up."""
     told: bytes = b""
 
 
 def connect(group: dist.ProcessGroup) -> dict[int, socket.socket]:
-    """Return a connected socket for every other rank; all ranks call this together.
+    """Return a connected socket for every other rank; all ranks must call this together.
 
     Args:
         group: the process group of all ranks.
@@ -532,10 +533,13 @@ def connect(group: dist.ProcessGroup) -> dict[int, socket.socket]:
 
 
 def _listen(world: int, open_here: ExitStack) -> tuple[_Place | None, list[socket.socket]]:
-    """Return where this rank listens, only on addresses that others are told; nothing where it cannot."""
+    """Return this rank's addresses and listening sockets. None if it cannot listen.
+
+    It listens only on the addresses given to other ranks.
+    """
     listeners: list[socket.socket] = []
     for host in dict.fromkeys(_hosts()):
-        with suppress(OSError, UnicodeError):  # the latter of a host's name
+        with suppress(OSError, UnicodeError):  # UnicodeError: an invalid host name
             listener = open_here.enter_context(socket.create_server((host, 0), backlog=world))
             listener.setblocking(False)
             listeners.append(listener)
@@ -548,7 +552,7 @@ def _listen(world: int, open_here: ExitStack) -> tuple[_Place | None, list[socke
 def _call_and_answer(
     places: Sequence[_Place | None], rank: int, listeners: Sequence[socket.socket], lines: dict[int, socket.socket]
 ) -> None:
-    """Call all ranks before this one, then answer those after it; raises OSError where one cannot be reached in time."""
+    """Connect to all ranks before this one, then accept those after it. Raise OSError if one is not reached in time."""
     silent = [peer for peer, place in enumerate(places) if place is None]
     if silent:
         raise OSError(f"rank {silent[0]} has no address to listen on")
@@ -560,7 +564,8 @@ def _call_and_answer(
 
 
 def _hosts() -> list[str]:
-    """Return the addresses to listen on: of the interface that was named, else towards the master and of its own name."""
+    """Return addresses to listen on: the named interface's, else those of the interface towards the master and of the
+    host name."""
     name = os.environ.get(INTERFACE_VARIABLE, "").split(",")[0]
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -580,7 +585,7 @@ def _hosts() -> list[str]:
 
 
 def _call(there: _Place, rank: int, end: float) -> socket.socket:
-    """Connect to a rank that listens; raises OSError where none of its addresses leads to it until `end`."""
+    """Connect to a rank that listens. Raise OSError if none of its addresses leads to it before `end`."""
     for address in there.addresses:
         with suppress(OSError):
             line = socket.create_connection(address, min(TIMEOUT, _left(end)))
@@ -596,9 +601,9 @@ def _call(there: _Place, rank: int, end: float) -> socket.socket:
 def _answer(
     word: bytes, listeners: Sequence[socket.socket], ranks: range, lines: dict[int, socket.socket], end: float
 ) -> None:
-    """Take calls, some of them strangers', until all `ranks` have called; raises OSError where they have not at `end`.
+    """Accept connections, some of them from other programs, until all `ranks` have connected. Raise OSError at `end`.
 
-    Callers are heard side by side, so that one that says nothing, or a byte now and then, keeps nobody waiting.
+    Callers are read concurrently, so a slow or silent one delays nobody.
     """
     callers: dict[socket.socket, _Caller] = {}
     try:
@@ -615,7 +620,7 @@ def _answer(
                 for key, _ in ready.select(max(soonest - now, 0.0)):
                     if key.fileobj in listeners:
                         _accept(cast(socket.socket, key.fileobj), callers, ready)
-                    elif key.fileobj in callers:  # it may have given place to a newer one in this round
+                    elif key.fileobj in callers:  # a newer one may have replaced it in this round
                         _hear(key.fileobj, callers, ready, word, ranks, lines)
     finally:
         for line in callers:
@@ -623,7 +628,7 @@ def _answer(
 
 
 def _accept(listener: socket.socket, callers: dict[socket.socket, _Caller], ready: selectors.BaseSelector) -> None:
-    with suppress(OSError):  # it may have hung up
+    with suppress(OSError):  # the caller may have closed the connection
         line, _ = listener.accept()
         if len(callers) >= _CALLERS:
             _drop(next(iter(callers)), callers, ready)
@@ -640,7 +645,7 @@ def _hear(
     ranks: range,
     lines: dict[int, socket.socket],
 ) -> None:
-    """Take what a caller says; once that is all of a hello it becomes a rank's line, or is dropped."""
+    """Read what a caller sends. A complete and valid hello makes it the rank's connection; otherwise it is closed."""
     caller = callers[line]
     try:
         more = line.recv(_HELLO.size - len(caller.told))
@@ -657,7 +662,7 @@ def _hear(
                 line.settimeout(HELLO_TIMEOUT)
                 _prepare(line)
                 line.sendall(word)
-                if peer in lines:  # it called again
+                if peer in lines:  # the peer connected a second time
                     lines[peer].close()
                 lines[peer] = line
                 return
@@ -675,7 +680,7 @@ def _drop(line: socket.socket, callers: dict[socket.socket, _Caller], ready: sel
 
 
 def _left(end: float) -> float:
-    """Return the seconds until `end`; raises OSError where it is over."""
+    """Return the seconds until `end`. Raise OSError if it has passed."""
     seconds = end - time.monotonic()
     if seconds <= 0:
         raise TimeoutError("no time is left")
@@ -683,14 +688,14 @@ def _left(end: float) -> float:
 
 
 def _prepare(line: socket.socket) -> None:
-    """Let small messages leave at once, and let the kernel take as much as it allows while a rank computes."""
+    """Send small messages at once, and let the kernel receive as much as it allows while a rank computes."""
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for count in (_MUCH, 1):  # on Linux the buffer grows with this, and stays
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
 
 def _read(line: socket.socket, count: int, end: float) -> bytes:
-    """Return exactly so many bytes; raises OSError where the other end closes before, or at `end`."""
+    """Return exactly `count` bytes. Raise OSError if the other end closes first, or at `end`."""
     told = b""
     while len(told) < count:
         line.settimeout(_left(end))

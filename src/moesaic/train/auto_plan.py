@@ -1,9 +1,9 @@
-"""Plans that change while a run trains: the plan table on the ranks of a run. Off, it costs nothing.
+"""Changing the plan while a run trains: the plan table, shared by all ranks. It costs nothing when off.
 
-Where a cluster is described or a profile was measured, all ranks choose before each step by the last step's load; after it they
-agree on its time, the slowest one's. Where nothing is known the layers find their plan themselves (`runtime/auto_plan.py`). A
-switch moves no weight, and lossless plans compute the same up to the order of sums, so a run's curve does not depend on what is
-chosen.
+If a cluster is described or was profiled, all ranks choose a plan before each step by the last step's load. After the
+step they agree on its time, that of the slowest rank. If no cluster is known, the layers find their plan themselves
+(`runtime/auto_plan.py`). A switch moves no weights, and lossless plans compute the same up to the order of sums, so the
+loss curve does not depend on the chosen plans.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from moesaic.train.ranks import Ranks
 from moesaic.train.state import RunState
 
 PLANS = 8
-"""So many of the plans that are predicted best are candidates, the configured one besides."""
+"""Number of candidates: the plans with the best predictions, in addition to the configured one."""
 PROBE_STEPS = 50
-"""Steps between two looks at what the links carry, where a cluster is described."""
+"""Steps between two probes of the links, if a cluster is described."""
 TABLE = TableSettings()
-"""How a run's table learns."""
+"""Settings by which a run's plan table learns."""
 
 
 def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: None) -> TrainConfig:
-    """Return the configuration with the mesh and the plan that `planner.plan` asks for: of a file, of a search, or of a rule.
+    """Return the configuration with the mesh and plan that `planner.plan` selects: from a file, a search, or a rule.
 
-    A search is made for `search`, and for `auto` where the configured mesh does not fit the ranks that there are. One rank that
-    is left of several trains without a mesh.
+    A search runs for `search`, and for `auto` if the configured mesh does not fit the available ranks. If only one rank
+    of several is left, it trains without a mesh.
 
     Raises:
-        InputError: for a file that holds none, for fields of `mesh` and `plan` that say something else, where no mesh fits the
-            ranks, and for a cluster that they do not fit.
+        InputError: if the file holds no plan, fields of `mesh` and `plan` contradict the selected ones, no mesh fits
+            the ranks, or the ranks do not fit the cluster.
     """
     if config.planner.rule:
         return _by_rule(config)
@@ -103,7 +103,8 @@ def _with_file(config: TrainConfig, path: Path) -> TrainConfig:
 
 
 def _by_rule(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with S1 or S2, by Algorithm 1; one process has no schedule."""
+    """Return the configuration with S1 or S2, as Algorithm 1 chooses. A single process has no schedule, so nothing
+    changes."""
     mesh, planner = Ranks.of(config, "cpu").mesh, config.planner
     if mesh is None:
         return config
@@ -115,22 +116,24 @@ def _by_rule(config: TrainConfig) -> TrainConfig:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Plans to switch between, the same on all ranks; one of them predicts."""
+    """Plans to switch between, identical on all ranks, and the predictor of their step times."""
 
     plans: tuple[Plan, ...]
     predictor: Predictor | None
-    """On the first rank."""
+    """Predicts step times; None on all ranks but the first."""
 
 
 def find_candidates(config: TrainConfig) -> Candidates | None:
-    """Return the plans that a run may switch between by what is known of its cluster; None where plans do not change, or
-    nothing is known. All ranks call it together.
+    """Return the plans that a run may switch between, chosen for the cluster that it names. All ranks call it together.
 
-    It comes before the run's folder is made, so that what is refused leaves nothing behind.
+    It runs before the run folder is created, so a refused run leaves nothing behind.
+
+    Returns:
+        None if plans do not change, or no cluster is named.
 
     Raises:
-        InputError: on every rank, if the run cannot be planned: one process, a capacity whose drops depend on the plan, a
-            cluster that the ranks do not fit, a model that does not fit the cluster.
+        InputError: on every rank, if the run cannot be planned: it has one process, a capacity with plan-dependent
+            drops, a cluster that the ranks do not fit, or a model that does not fit the cluster.
     """
     settings = config.planner
     if not settings.is_auto:
@@ -142,7 +145,7 @@ def find_candidates(config: TrainConfig) -> Candidates | None:
 
 
 def _searched(config: TrainConfig, ranks: Ranks, first: Plan, times: Mapping[LinkKind, float]) -> Candidates:
-    """Return what the first rank finds for a described or measured cluster; see `Predictor.of`."""
+    """Return the candidates that the first rank finds for a described or measured cluster; see `Predictor.of`."""
     predictor: Predictor | None = None
     tables: list[dict[str, Any]] = []
     with ranks.together():
@@ -158,7 +161,7 @@ def _searched(config: TrainConfig, ranks: Ranks, first: Plan, times: Mapping[Lin
 
 
 def link_changes(kind: LinkKind, times: Sequence[float]) -> str:
-    """Say which links carry more or less than they did: how many times as fast those of each node are."""
+    """Return words for which links became faster or slower, and by what factor on each node."""
     found: dict[float, list[int]] = {}
     for node, each in enumerate(times):
         found.setdefault(each, []).append(node)
@@ -173,19 +176,19 @@ def link_changes(kind: LinkKind, times: Sequence[float]) -> str:
 
 
 def _described(run: RunState) -> ClusterSpec | None:
-    """Return what a run says of its cluster; None where it names none."""
+    """Return the cluster that a run names; None if it names none."""
     mesh = run.ranks.mesh
     named = mesh is not None and run.config.planner.cluster and not run.config.model.is_dense
     return known_cluster(run.config, mesh.grid)[0].cluster if named and mesh is not None else None
 
 
 class AutoPlanner:
-    """Switches the plan of a run's MoE layers between steps; all ranks make it and call it together.
+    """Switches the plan of a run's MoE layers between steps. All ranks create it and call its methods together.
 
     Args:
-        run: a run.
-        candidates: its plans; None to leave the plan as it is, or to the layers.
-        say: is given a line where plans are searched again.
+        run: the run.
+        candidates: the plans to switch between; None to keep the configured plan, or to let the layers find their own.
+        say: called with a line if plans are searched again.
     """
 
     def __init__(
@@ -203,7 +206,7 @@ class AutoPlanner:
         model, moe = run.config.model, run.config.model.moe
         self._load = (
             run.config.batch_size * model.seq_len * moe.top_k / moe.num_experts
-        )  # of an expert, under even routing
+        )  # copies per expert under even routing
         mesh = run.ranks.mesh
         self._durations = None if mesh is None else known_durations(run.config, mesh.grid)
         self.table = None if candidates is None else self._make_table(candidates)
@@ -217,7 +220,7 @@ class AutoPlanner:
         self.decisions = DecisionMeter(run.model, run.dtype.itemsize)
 
     def before_step(self) -> None:
-        """Choose the plan of the next step."""
+        """Choose the plan of the next step, and switch to it."""
         self.decisions.drop()
         if self.table is None:
             return
@@ -228,19 +231,19 @@ class AutoPlanner:
             self._tell_links()
 
     def _tell_links(self) -> bool:
-        """Let arbiters that learn go by the links as they are; returns whether there are any."""
+        """Give the current link speeds to arbiters that learn. Return whether there are any."""
         heard = [hear_links(each.on_mesh.calls, self._times) for each in self._layers if each.on_mesh is not None]
         return any(heard)
 
     def note_load(self) -> None:
-        """Look at the load of the step, before its optimizer step, where layers still know it."""
+        """Note the load of the step. Call it before the optimizer step, while the layers still hold their counts."""
         self.decisions.take()
         if self.table is not None:
             busiest = torch.stack([layer.step_counts.max() for layer in self._layers]).double().mean()
             self._load = float(busiest) / self._run.config.accumulation
 
     def after_step(self, seconds: float) -> None:
-        """Take down how long the step took on the slowest rank."""
+        """Record the time that the step took on the slowest rank, and probe the links if they are due."""
         self.decisions.took(seconds)
         if self.table is not None:
             told = self._ranks.largest(torch.tensor([seconds, self._load], dtype=torch.float64))
@@ -252,8 +255,8 @@ class AutoPlanner:
             self._steps += 1
 
     def _look_at_links(self, rates: LinkRates) -> None:
-        """Where links carry more or less than they did, let arbiters go by that, and search the plans again: what was timed
-        before says nothing then."""
+        """If link speeds changed, pass them to the arbiters and search plans again, since earlier timings no longer
+        hold."""
         drift = rates.drift()
         if not drift:
             return
@@ -266,7 +269,7 @@ class AutoPlanner:
         if self.table is None or self.table.running is None:
             return
         running = self.table.plans[self.table.running]
-        # Plans are searched on nodes that are alike.
+        # The search assumes identical nodes.
         slowest = {kind: min(times) for kind, times in self._times.items()}
         found = _searched(self._run.config, self._ranks, running, slowest)
         self.table, self._told = self._made_table(found), 0
@@ -274,7 +277,7 @@ class AutoPlanner:
         self._say(f"planner: {changes}: plans are searched again; {self.describe()[-1]}")
 
     def values(self) -> dict[str, Any]:
-        """Return for the metrics what runs and what was decided since the last call, of plans and balance; nothing if off."""
+        """Return the metrics of plans and of balance decisions since the previous call; empty if both are off."""
         return self._plan_values() | self.decisions.values()
 
     def _plan_values(self) -> dict[str, Any]:
@@ -298,7 +301,7 @@ class AutoPlanner:
         }
 
     def describe(self) -> list[str]:
-        """Return a line about the candidates, for people."""
+        """Return lines about the candidates, to be printed."""
         if self._auto is not None:
             return ["planner: plans are found and timed during the first 60 steps or so"]
         if self.table is None:
@@ -311,13 +314,13 @@ class AutoPlanner:
         return [self._lost, found] if self._lost else [found]
 
     def files(self) -> dict[str, str]:
-        """Return what the table knows, as a file of a checkpoint, on the first rank."""
+        """Return the plan table as a file of a checkpoint, on the first rank; empty on the others."""
         if self.table is None or not self._ranks.is_first:
             return {}
         return {PLAN_TABLE: json.dumps({"mesh": self._mesh(), **self.table.state()}) + "\n"}
 
     def _make_table(self, candidates: Candidates) -> PlanTable:
-        """Return a table that knows what the one of the checkpoint knew, where it was of this mesh."""
+        """Return a plan table, restored from the checkpoint if the checkpoint's table is for the same mesh."""
         ranks = self._ranks
         table, saved, reason = self._made_table(candidates), None, ""
         if ranks.is_first and self._run.saved is not None:
@@ -327,7 +330,7 @@ class AutoPlanner:
                 reason = str(error)
         saved, reason = ranks.first_says((saved, reason))
         try:
-            if saved is not None and saved.pop("mesh", None) == self._mesh():  # of another one nothing can be used
+            if saved is not None and saved.pop("mesh", None) == self._mesh():  # a table of another mesh is useless
                 table.restore(saved)
         except InputError as error:
             table, reason = self._made_table(candidates), str(error)
@@ -336,7 +339,7 @@ class AutoPlanner:
         return table
 
     def _made_table(self, candidates: Candidates) -> PlanTable:
-        """Return a table that knows predictions alone."""
+        """Return a plan table that holds only predictions."""
         plan, predictor = self._run.config.plan, candidates.predictor
 
         def predict(load: float) -> list[float]:
@@ -350,7 +353,7 @@ class AutoPlanner:
         return asdict(self._ranks.mesh.grid)
 
     def _compile(self, number: int, layer: MoE) -> Compiled:
-        """Return a plan compiled for a layer: once for all layers that are alike."""
+        """Return a plan compiled for a layer; layers that differ only in their weights share the result."""
         assert self.table is not None
         assert self._ranks.mesh is not None
         key = (number, bool(layer.experts.names[1]))
@@ -364,7 +367,7 @@ class AutoPlanner:
 
 
 def _check(config: TrainConfig, ranks: Ranks) -> None:
-    """Raise InputError for what cannot be planned while it runs."""
+    """Raise InputError if a run's plan cannot be changed while it trains."""
     moe = config.model.moe
     if ranks.mesh is None:
         raise InputError(
@@ -385,7 +388,7 @@ def _check(config: TrainConfig, ranks: Ranks) -> None:
 
 
 def read_plan_table(path: Path) -> dict[str, Any] | None:
-    """Return the saved table of a run that is taken up again; None if it has none."""
+    """Return the saved plan table of a resumed run; None if it has none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):

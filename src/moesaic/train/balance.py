@@ -1,7 +1,8 @@
-"""What a run does about skewed routing: the arbiter of its layers, budgets of rows, samples and experts that move; in numbers.
+"""What a run does about skewed routing: the arbiter of its layers, memory budgets, moving samples and experts, and
+their metrics.
 
-Experts move `balance.experts_every` steps apart; checkpoints are written with every expert at home, so they are those of a run
-whose experts stay, for any mesh.
+Experts move every `balance.experts_every` steps. Checkpoints are written with every expert at its original home, so
+they equal those of a run without moving experts, and fit any mesh.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from moesaic.runtime.balance.relocate import Following, Relocator, SampleMove, S
 from moesaic.train.config import TrainConfig
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-"""Of what crosses links, by the precision of a run."""
+"""Bytes per element that crosses links, by the run's precision."""
 
 
 def known_cluster(config: TrainConfig, grid: Grid) -> tuple[Simulator, Workload]:
-    """Return the simulator of the cluster that a run names, described or measured, and the run's layer.
+    """Return the simulator of the cluster that a run names, described or measured, and the workload of the run's layer.
 
     Raises:
         InputError: if the cluster does not fit the run.
@@ -55,8 +56,8 @@ def known_cluster(config: TrainConfig, grid: Grid) -> tuple[Simulator, Workload]
 
 
 def known_durations(config: TrainConfig, grid: Grid) -> Durations | None:
-    """Return the durations by which a run searches an order: those of the cluster that it names, which are looked up
-    where an order asks for them; None where it names none."""
+    """Return the task durations by which a run orders tasks: those of the cluster that it names, computed on demand;
+    None if it names none."""
     if not config.planner.cluster or config.model.is_dense:
         return None
     return lambda program, of_grid: durations_on(*known_cluster(config, grid))(program, of_grid)
@@ -80,7 +81,7 @@ def make_arbiter(config: TrainConfig, compiled: Compiled) -> Arbiter | None:
 
 
 def hold_to_budget(model: nn.Module, plan: Plan, device: torch.device) -> None:
-    """Let the MoE layers of a run on one process run in slices where the plan has a memory budget."""
+    """Make the MoE layers of a single-process run respect the plan's memory budget, if any, by running in slices."""
     if plan.memory_budget is None:
         return
     for module in model.modules():
@@ -89,7 +90,8 @@ def hold_to_budget(model: nn.Module, plan: Plan, device: torch.device) -> None:
 
 
 def budget_values(model: nn.Module) -> dict[str, list[dict[str, int]]]:
-    """Return what each MoE layer did about its budget since the last call, for a line of metrics; nothing without one."""
+    """Return what each MoE layer did to meet its memory budget since the previous call, as metrics; empty without a
+    budget."""
     layers = [module.on_mesh for module in model.modules() if isinstance(module, MoE)]
     balanced = [each.calls for each in layers if each is not None and isinstance(each.calls, BalancedCalls)]
     if not any(each.compiled.plan.memory_budget is not None for each in balanced):
@@ -98,21 +100,21 @@ def budget_values(model: nn.Module) -> dict[str, list[dict[str, int]]]:
 
 
 def make_model(config: TrainConfig, vocab_size: int) -> GPT:
-    """Return the model of a run, drawn anew: one whose samples can move, where `balance.samples` asks for it."""
+    """Return the newly initialised model of a run. If `balance.samples` is set, its samples can move."""
     if config.balance.moves_samples:
         return MovingGPT(config.model, vocab_size)
     return make_language_model(config.model, vocab_size)
 
 
 def place_samples(model: GPT, mesh: Mesh, config: TrainConfig) -> None:
-    """Let a model's samples move between its MoE layers in training, as `balance.samples` says."""
+    """Make a model's samples move between its MoE layers in training, as `balance.samples` configures."""
     if isinstance(model, MovingGPT):
         options = PlacerOptions(machine=_machine(config, mesh.grid))
         model.relocator = WatchedRelocator(mesh, SAMPLE_PLACERS[config.balance.samples](options))
 
 
 class WatchedRelocator(Relocator):
-    """Remembers the forward passes that it was asked for, until somebody takes them."""
+    """A relocator that keeps a list of its forward passes until `DecisionMeter` takes them."""
 
     def __init__(self, mesh: Mesh, placer: AbstractPlacer) -> None:
         super().__init__(mesh, placer)
@@ -126,10 +128,10 @@ class WatchedRelocator(Relocator):
 
 
 class ExpertMover:
-    """Moves a run's experts between its steps; all ranks make it and call it together.
+    """Moves a run's experts between its steps. All ranks create it and call its methods together.
 
     Raises:
-        InputError: on every rank, for a model or mesh whose experts cannot move, or a cluster that is not the run's.
+        InputError: on every rank, if the model's or mesh's experts cannot move, or the cluster does not fit the run.
     """
 
     def __init__(
@@ -151,13 +153,13 @@ class ExpertMover:
         self.placement = ExpertPlacement(layers, mesh, optimizer, every=balance.experts_every, placer=placer)
 
     def after_step(self) -> None:
-        """Count an optimizer step whose gradients are gone, and move experts where it is time to."""
+        """Count an optimizer step, after its gradients are freed, and move experts if a decision is due."""
         moved = None if self.placement is None else self.placement.after_step()
         if moved is not None:
             self._moves.append(moved)
 
     def values(self) -> dict[str, Any]:
-        """Return for the metrics what moved since the last call; nothing where nothing was decided."""
+        """Return the metrics of moves since the previous call; empty if no decision was made."""
         moves, self._moves = self._moves, []
         if not moves:
             return {}
@@ -174,7 +176,7 @@ class ExpertMover:
 
     @contextmanager
     def at_home(self) -> Iterator[None]:
-        """A stretch in which every expert is where it began, as a checkpoint has it."""
+        """Return every expert to its original home for the length of the block, as checkpoints need it."""
         if self.placement is None:
             yield
             return
@@ -183,7 +185,7 @@ class ExpertMover:
 
 
 class DecisionMeter:
-    """Adds up what the layers' arbiters decided in training steps, and where their samples went."""
+    """Collects what the layers' arbiters decided in training steps, and how their samples moved."""
 
     def __init__(self, model: nn.Module, element_bytes: int) -> None:
         self._model, self._element_bytes = model, element_bytes
@@ -193,12 +195,12 @@ class DecisionMeter:
         self._seconds = 0.0
 
     def drop(self) -> None:
-        """Forget what was decided since: of an evaluation, say."""
+        """Discard decisions since the previous call, for example those of an evaluation."""
         for layer in self._layers:
             decisions_of(None if layer.on_mesh is None else layer.on_mesh.calls)
 
     def take(self) -> None:
-        """Take down what was decided in the forward passes since the last call."""
+        """Record the decisions of the forward passes since the previous call."""
         for number, layer in enumerate(self._layers):
             self._decisions[number] += decisions_of(None if layer.on_mesh is None else layer.on_mesh.calls)
         relocator = self._model.relocator if isinstance(self._model, MovingGPT) else None
@@ -209,11 +211,11 @@ class DecisionMeter:
             relocator.trips = []
 
     def took(self, seconds: float) -> None:
-        """Take down how long a step took."""
+        """Add the seconds that a step took."""
         self._seconds += seconds
 
     def values(self) -> dict[str, Any]:
-        """Return for the metrics what was decided since the last call; nothing where nothing is."""
+        """Return the metrics of decisions since the previous call; empty if none were made."""
         decisions, moves, seconds = self._decisions, self._moves, self._seconds
         self._decisions, self._moves = [[] for _ in self._layers], [[] for _ in self._layers]
         self._seconds = 0.0
@@ -230,7 +232,7 @@ class DecisionMeter:
 
 
 def summary(decisions: Sequence[CallDecision]) -> dict[str, Any]:
-    """Return some decisions of a layer as plain data: means over the calls, loads by place of ep."""
+    """Return decisions of one layer as plain data: means over the calls, and loads by place of ep."""
     if not decisions:
         return {}
     alone, decided = (np.array([decision.rows[side] for decision in decisions]).mean(0).tolist() for side in (0, 1))
@@ -248,7 +250,8 @@ def summary(decisions: Sequence[CallDecision]) -> dict[str, Any]:
 
 
 def _of_move(move: SampleMove) -> dict[str, float]:
-    """Return the samples that moved, and the rows that cross links besides or less for it, once each way."""
+    """Return how many samples moved, and how many more (or fewer) rows cross links because of it, once in each
+    direction."""
     stay, moved = move.volumes()
     return {
         "samples_moved": move.before.moved(move.after),
@@ -258,7 +261,8 @@ def _of_move(move: SampleMove) -> dict[str, float]:
 
 
 def _of_moves(moves: Sequence[dict[str, float]], row_bytes: int) -> dict[str, float]:
-    """Return the means over forward passes: samples that moved, and bytes that crossed links besides or less for it."""
+    """Return means over forward passes: samples that moved, and how many more (or fewer) bytes crossed links because of
+    it."""
     if not moves:
         return {}
     mean = {name: float(np.mean([move[name] for move in moves])) for name in moves[0]}
@@ -270,7 +274,7 @@ def _of_moves(moves: Sequence[dict[str, float]], row_bytes: int) -> dict[str, fl
 
 
 def rates_of(config: TrainConfig, grid: Grid, element_bytes: int) -> ExpertRates:
-    """Return what rows cost in a run: by the cluster that `planner` names, else by the usual `Machine`.
+    """Return the cost of rows in a run, by the cluster that `planner` names, or by default by `Machine`.
 
     Raises:
         InputError: if the cluster does not fit the run.
@@ -279,7 +283,7 @@ def rates_of(config: TrainConfig, grid: Grid, element_bytes: int) -> ExpertRates
 
 
 def _machine(config: TrainConfig, grid: Grid) -> Machine:
-    """Return the rates of the cluster that the run names; `cost.Machine`'s where it names none.
+    """Return the rates of the cluster that the run names; the defaults of `cost.Machine` if it names none.
 
     Raises:
         InputError: if the cluster does not fit the run.

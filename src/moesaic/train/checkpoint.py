@@ -1,12 +1,13 @@
-"""Checkpoints: tensors and JSON, written aside and renamed, so that a folder that has its name is whole.
+"""Checkpoints: folders of tensors and JSON. They are written under another name and then renamed, so a folder with its
+final name is complete.
 
     checkpoints/step-00000250/  model.safetensors  optimizer.safetensors  state.json  SHA256SUMS    by one process
     checkpoints/step-00000250/  shards/*                                  state.json  SHA256SUMS    by several ranks
 
-Beside them lie copies of the run folder's own files, `config.json` and `tokenizer.json`, and the plan table if there is one.
-`SHA256SUMS` holds a checksum of every other file, as the command sha256sum writes and checks it; loading takes the newest
-checkpoint whose checksums hold. A step that is saved again has its earlier checkpoint set aside under another name until the
-new one has its own, so that there is a whole one at every instant.
+Each checkpoint also has copies of the run folder's `config.json` and `tokenizer.json`, and the plan table if any.
+`SHA256SUMS` holds a checksum of every other file, in the format of the command sha256sum. Loading takes the newest
+checkpoint that matches its checksums. When a step is saved again, its earlier checkpoint is renamed until the new one
+is complete, so that at every instant a complete one exists.
 """
 
 from __future__ import annotations
@@ -50,16 +51,16 @@ from moesaic.train.pipeline import PipelinedGPT
 from moesaic.train.ranks import Ranks
 
 FORMAT = 3
-"""Version of the layout; a reader refuses others."""
+"""Version of the layout; readers refuse all others."""
 STATE, SUMS = "state.json", "SHA256SUMS"
-"""The files of a checkpoint's description and of its checksums."""
+"""The files that hold a checkpoint's description and its checksums."""
 CONFIG, TOKENIZER, PLAN_TABLE = "config.json", "tokenizer.json", "plan-table.json"
-"""Files of a checkpoint as the run had them when it was saved."""
+"""Copies of the run's own files, as of the time of saving."""
 OWN_FILES = (
     STATE, SUMS, CONFIG, TOKENIZER, PLAN_TABLE, "model.safetensors", "optimizer.safetensors", f"{SHARDS}/.metadata*",
     f"{SHARDS}/__*.distcp",
 )  # fmt: skip
-"""All files that saving writes into a checkpoint; nothing else in its folder is ever deleted."""
+"""Patterns of all files that saving writes. No other file in a checkpoint's folder is ever deleted."""
 _NAME = re.compile(r"(?:step|\.replaced)-(\d{8,})(?:-\d+)?")
 
 
@@ -72,25 +73,26 @@ class Checkpoint:
     model_config: ModelConfig
     """Architecture of the saved model."""
     vocab_size: int
-    """Its vocabulary."""
+    """Vocabulary size of the saved model."""
     model: dict[str, Tensor]
     """Parameters and persistent buffers by name; empty if only the description was loaded."""
     optimizer: dict[str, Tensor]
-    """`<parameter>.<state>` to tensor; empty likewise."""
+    """Optimizer state by `<parameter>.<state>`; empty if only the description was loaded."""
     extra: dict[str, Any]
-    """What the loop stored beside them."""
+    """Further JSON data that the training loop stored."""
     folder: Path
-    """Where it lies."""
+    """The folder of the checkpoint."""
 
 
 class Saving:
-    """A checkpoint that is being written; all ranks `finish` it together.
+    """A checkpoint that is being written. All ranks call `finish` together.
 
     Args:
-        target: its name once it is whole.
-        texts: its description and the copies of the run's files, by name.
-        write: writes this rank's tensors below a folder, and returns the checksums of files.
-        background: have a thread write, and return at once.
+        target: the path that the checkpoint gets once it is complete.
+        texts: the description and the copies of the run's files, by file name.
+        keep_last: number of checkpoints to keep.
+        write: writes this rank's tensors into a folder, and returns the checksums of the files by path.
+        background: write in a thread, and return at once.
     """
 
     def __init__(
@@ -114,15 +116,15 @@ class Saving:
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank need not wait to finish it."""
+        """Whether this rank has written its files, so that `finish` does not wait for them."""
         return self._sums.done()
 
     def finish(self) -> Path:
-        """Wait for the files of all ranks, and give the checkpoint its name; delete old ones. Return where it lies.
+        """Wait for the files of all ranks, give the checkpoint its final name, and delete old ones. Return its path.
 
         Raises:
-            InputError: on all ranks, if the disk is full, the folder cannot be written, or what was written does not read
-                back as it was; earlier checkpoints stay.
+            InputError: on all ranks, if the disk is full, the folder cannot be written, or written files do not read
+                back correctly. Earlier checkpoints are kept.
         """
         sums: dict[str, str] = {}
         with _refusing(self.target, self._aside, self._ranks):
@@ -136,7 +138,7 @@ class Saving:
 
 
 def _fulfil(future: Future[dict[str, str]], work: Callable[[], dict[str, str]]) -> None:
-    """Have a future hold what a function returns, or raises."""
+    """Run `work`, and store its result or exception in `future`."""
     try:
         future.set_result(work())
     except BaseException as error:
@@ -157,22 +159,22 @@ def save_checkpoint(
     ranks: Ranks | None = None,
     background: str | bool = False,
 ) -> Saving:
-    """Write `folder/step-XXXXXXXX` aside and read it back; `finish` gives it its name and deletes all but the newest
-    `keep_last` checkpoints up to it.
+    """Start to write `folder/step-XXXXXXXX` under a temporary name, and read it back.
 
-    Later ones, damaged and passed over when the run was taken up, go too: they belong to a course that is given up.
+    `finish` then renames it, and deletes all but the newest `keep_last` checkpoints up to it. It also deletes later
+    checkpoints. They were damaged and ignored when the run was resumed, so they belong to an abandoned course.
 
     Args:
-        model: its parameters and persistent buffers are saved.
-        optimizer: its state is saved by parameter name.
-        extra: JSON data to hand back on loading; the first rank's is kept.
-        files: copies of the run's own files, text by name; the first rank's are written.
-        ranks: that share the model and all call this; None for one process.
-        background: copy the tensors and have a thread write them. Of several ranks: the name of a process group of their own,
-            in which no more than one checkpoint is written at a time.
+        model: the module whose parameters and persistent buffers are saved.
+        optimizer: the optimizer whose state is saved by parameter name.
+        extra: JSON data that loading returns; the first rank's is kept.
+        files: texts of the run's own files by name; the first rank's are written.
+        ranks: the ranks that share the model, which all call this function; None for one process.
+        background: copy the tensors and write them in a thread. With several ranks, this is the name of a process group
+            that is used for nothing else; at most one checkpoint is written in it at a time.
 
     Raises:
-        InputError: if the folder cannot be written; earlier checkpoints stay.
+        InputError: if the folder cannot be written; earlier checkpoints are kept.
     """
     ranks = ranks or Ranks()
     target, aside = folder / f"step-{step:08d}", folder / f".writing-{step:08d}"
@@ -200,20 +202,20 @@ def save_checkpoint(
 
 
 def _describe(aside: Path, texts: Mapping[str, str], sums: dict[str, str]) -> None:
-    """Write the texts of a checkpoint whose tensors are there and the checksums of all, and flush them."""
+    """Write the texts and checksums of a checkpoint, after its tensors are written, and flush all files to disk."""
     for name, text in texts.items():
         (aside / name).write_text(text, encoding="utf-8", newline="\n")
         sums[name] = checksum(aside / name)
     lines = [f"{value}  {name}\n" for name, value in sorted(sums.items())]
     (aside / SUMS).write_text("".join(lines), encoding="utf-8", newline="\n")
-    for name in (*texts, SUMS, ""):  # what the name promises must be on the disk before the name is
+    for name in (*texts, SUMS, ""):  # all files must be on disk before the folder gets its final name
         flush(aside / name)
     if (aside / SHARDS).exists():
         flush(aside / SHARDS)
 
 
 def _publish(aside: Path, target: Path, keep_last: int) -> None:
-    """Give a whole checkpoint its name, then delete old ones."""
+    """Give a complete checkpoint its final name, then delete old ones."""
     folder, step = target.parent, _step_of(target)
     if target.exists():
         names = (folder / f".replaced-{step:08d}-{number}" for number in count())
@@ -228,7 +230,7 @@ def _publish(aside: Path, target: Path, keep_last: int) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Delete the files of a checkpoint, and its folder unless something else lies there."""
+    """Delete the files of a checkpoint. Delete its folder too unless it holds other files."""
     for file in _own_files(path):
         with suppress(OSError):
             file.unlink()
@@ -239,7 +241,7 @@ def remove_checkpoint(path: Path) -> None:
 
 @contextmanager
 def _refusing(target: Path, aside: Path, ranks: Ranks) -> Iterator[None]:
-    """A part of saving: if a rank cannot write, nothing half-written stays and every rank says so."""
+    """Turn a write error into an InputError on every rank, and delete the half-written checkpoint."""
     with ranks.together():
         try:
             yield
@@ -259,13 +261,14 @@ def _refusing(target: Path, aside: Path, ranks: Ranks) -> Iterator[None]:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints of a run, oldest first; before one of a step, those that it is about to replace."""
+    """Return the checkpoints of a run, oldest first. An earlier checkpoint of a step (`.replaced-*`) comes before the
+    newer one of that step."""
     found = [path for path in folder.glob("*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=lambda path: (_step_of(path), path.name.startswith("step-"), path.name))
 
 
 def _step_of(path: Path) -> int:
-    """Return the step that a checkpoint's name says."""
+    """Return the step in a checkpoint's name."""
     match = _NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1])
@@ -276,14 +279,14 @@ def _own_files(path: Path) -> list[Path]:
 
 
 def load_checkpoint(folder: Path, warn: Callable[[str], None], *, with_tensors: bool = True) -> Checkpoint:
-    """Load the newest whole checkpoint, written by however many ranks.
+    """Load the newest undamaged checkpoint, however many ranks wrote it.
 
     Args:
-        warn: is given one line for each damaged checkpoint that is passed over.
-        with_tensors: also load its whole tensors; the checksums are compared in any case.
+        warn: called with one line for each damaged checkpoint that is skipped.
+        with_tensors: load the full tensors too. The checksums are compared in any case.
 
     Raises:
-        InputError: if there is none, or none is whole.
+        InputError: if there is no checkpoint, or all are damaged.
     """
     candidates = list_checkpoints(folder)
     if not candidates:
@@ -304,7 +307,7 @@ def load_checkpoint(folder: Path, warn: Callable[[str], None], *, with_tensors: 
 
 
 def find_copy(folder: Path, name: str) -> Path | None:
-    """Return the newest copy of a file of a run that a checkpoint holds and whose checksum there is right; None for none."""
+    """Return the newest checkpoint's copy of a run's file with a correct checksum, or None."""
     for path in reversed(list_checkpoints(folder)):
         with suppress(OSError, ValueError):
             if checksum(path / name) == _listed_sums(path).get(name):
@@ -313,10 +316,10 @@ def find_copy(folder: Path, name: str) -> Path | None:
 
 
 def load_into(model: nn.Module, checkpoint: Checkpoint, config: ModelConfig, vocab_size: int) -> None:
-    """Copy a checkpoint's parameters into a whole model.
+    """Copy a checkpoint's parameters into an unsharded model.
 
     Raises:
-        InputError: if the checkpoint is of another `architecture`; names the fields that differ.
+        InputError: if the checkpoint has another `architecture`; the message names the fields that differ.
     """
     require_architecture(checkpoint, config, vocab_size)
     try:
@@ -326,10 +329,13 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, config: ModelConfig, voc
 
 
 def load_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
-    """Read this rank's part of a checkpoint, of which the description was loaded, into a sharded model and its optimizer.
+    """Read this rank's part of a checkpoint into a sharded model and its optimizer.
+
+    Args:
+        checkpoint: a checkpoint that was loaded without tensors. Call `require_architecture` on it first.
 
     Raises:
-        InputError: if it does not fit; the architecture is to be compared before (`require_architecture`).
+        InputError: if the checkpoint does not fit the model.
     """
     try:
         names = model.names if isinstance(model, PipelinedGPT) else None
@@ -341,9 +347,9 @@ def load_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint:
 
 
 def require_architecture(checkpoint: Checkpoint, config: ModelConfig, vocab_size: int) -> None:
-    """Raise InputError, naming the fields that differ, if a checkpoint is of another `architecture`."""
+    """Raise InputError, naming the fields that differ, if a checkpoint has another `architecture`."""
     wanted, saved = architecture(config), architecture(checkpoint.model_config)
-    # A field that only one of the two has depends on one in which they differ, which is named.
+    # A field that only one of the two has depends on another field, which differs and is named.
     different = [
         f"{name} ({value!r} and {saved[name]!r})" for name, value in wanted.items() if value != saved.get(name, value)
     ]
@@ -365,7 +371,7 @@ def _does_not_fit(checkpoint: Checkpoint, error: BaseException) -> InputError:
 
 
 def architecture(config: ModelConfig) -> dict[str, Any]:
-    """Return what decides a model's parameters and what they mean, by field; the rest of the fields steer training."""
+    """Return the fields that decide which parameters a model has and what they mean. All other fields steer training."""
     outer = {field.name: getattr(config, field.name) for field in fields(config)}
     inner = {field.name: getattr(config.moe, field.name) for field in fields(config.moe)}
     sparse = [config.is_sparse(layer) for layer in range(config.num_layers)]
@@ -375,7 +381,7 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     }
     unused = {"moe", "block", "block.attention", *_STEER_TRAINING}
     if config.block.rope is None:
-        unused.discard("seq_len")  # which is the rows of their table
+        unused.discard("seq_len")  # it is the number of rows of the table of learned positions
     if all(sparse):
         unused.add("ffn.hidden")
     if not any(sparse):
@@ -393,11 +399,11 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
 _STEER_TRAINING = (
     "seq_len", "checkpoint_activations", "block.dropout", "router_options.bias_rate", "capacity", "losses",
 )  # fmt: skip
-"""Fields of a model's configuration that may change on resuming; a field that is new counts as architecture."""
+"""Fields of the model configuration that may change on resuming. New fields count as architecture unless listed here."""
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the optimizer's state as `<parameter>.<state>` to tensor."""
+    """Return the optimizer's state as a dict from `<parameter>.<state>` to tensor."""
     return {
         f"{name}.{key}": torch.as_tensor(value).contiguous()
         for name, parameter in model.named_parameters()
@@ -406,10 +412,10 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Put back what `optimizer_tensors` returned.
+    """Restore the optimizer state that `optimizer_tensors` returned.
 
     Raises:
-        InputError: if the model has no parameter of such a name and shape.
+        InputError: if the model has no parameter of a saved name and shape.
     """
     parameters = dict(model.named_parameters())
     for place, value in tensors.items():
@@ -424,11 +430,11 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
 
 
 class _DamagedError(Exception):
-    """A checkpoint that is not whole."""
+    """Raised for a damaged or incomplete checkpoint."""
 
 
 def _write_whole(folder: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Write `model.*` and `optimizer.*` tensors into a file each, flush them, return the files' checksums."""
+    """Write the `model.*` and the `optimizer.*` tensors into one file each, flush both, and return their checksums."""
     checksums = {}
     for part in ("model", "optimizer"):
         path = folder / f"{part}.safetensors"
@@ -461,11 +467,11 @@ def _read(path: Path, with_tensors: bool) -> Checkpoint:
 
 
 def _checked_state(path: Path) -> dict[str, Any]:
-    """Return a checkpoint's description, after every file has proven to be as it was written.
+    """Return a checkpoint's description, after comparing every file with its checksum.
 
     Raises:
-        InputError: for a format of another version.
-        _DamagedError, OSError, ValueError, KeyError, TypeError: for a checkpoint that is not whole.
+        InputError: for another version of the format.
+        _DamagedError, OSError, ValueError, KeyError, TypeError: for a damaged checkpoint.
     """
     _compare(path, _listed_sums(path))
     state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
@@ -481,13 +487,14 @@ def _checked_state(path: Path) -> dict[str, Any]:
 
 
 def _listed_sums(path: Path) -> dict[str, str]:
-    """Return the checksums beside a checkpoint's files, by path."""
+    """Return the checksums in a checkpoint's `SHA256SUMS`, by path."""
     rows = [line.partition("  ") for line in (path / SUMS).read_text(encoding="utf-8").splitlines()]
     return {name: value for value, _, name in rows}
 
 
 def _compare(path: Path, sums: dict[str, str]) -> None:
-    """Raise _DamagedError for a file that is not as it was, or of which no checksum is known; FileNotFoundError for none."""
+    """Raise _DamagedError for a file that differs from its checksum or has none, and FileNotFoundError for a missing
+    file."""
     for name, expected in sums.items():
         if checksum(path / name) != expected:
             raise _DamagedError(f"{name} does not match its checksum")
@@ -498,7 +505,7 @@ def _compare(path: Path, sums: dict[str, str]) -> None:
 
 
 def _whole(path: Path, part: str) -> dict[str, Tensor]:
-    """Return the whole tensors of a part of a checkpoint."""
+    """Return the full tensors of one part of a checkpoint, "model" or "optimizer"."""
     if (path / SHARDS).exists():
         return read_whole(path, f"{part}.")
     tensors: dict[str, Tensor] = load_file(path / f"{part}.safetensors")

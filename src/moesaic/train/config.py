@@ -1,5 +1,8 @@
-"""The configuration of a training run: frozen dataclasses, a docstring under each field, written into the run folder; and
-its presets."""
+"""The configuration of a training run and its presets.
+
+The configuration is a tree of frozen dataclasses. The docstring under each field is its `--help` text, and the run
+folder keeps the values.
+"""
 
 from __future__ import annotations
 
@@ -20,52 +23,53 @@ from moesaic.plan.plan import Plan, StaticPlan, check_replication
 from moesaic.plan.presets import PRESETS as MODELS
 
 UNMOVED = "none"
-"""In place of the name of a policy that moves samples or experts."""
+"""The value of `balance.samples` and `balance.experts` with which samples or experts are not moved."""
 if TYPE_CHECKING:
     Placement: TypeAlias = str
 else:
     Placement = Literal[(UNMOVED, *SAMPLE_PLACERS)]
-"""Names of a registry; a command line lists them as choices."""
+"""Policies that place samples, from their registry; the command line lists them as choices."""
 LEARNING, BY_COUNTS = "arbiter", "counts"
-"""The replication that learns from what calls take, and the word behind a colon that keeps it from it."""
+"""The replication policy that learns from measured times, and the suffix (after a colon) that turns the learning off."""
 WAYS_DOWN = ("cosine", "linear", "wsd")
-"""Of the learning rate."""
+"""Learning-rate schedules, named after the shape of the decay."""
 WARMUP, WARMUP_STEPS = "warmup=", 40
-"""In front of the steps of linear warm-up, and as many where nobody says another number."""
+"""The prefix of the number of linear warm-up steps, and the default number."""
 RECORDED, REPLAY = ("record:counts", "record:tokens"), "replay:"
-"""Ways to record the routing, and what stands in front of the trace that is replayed."""
+"""Values of `routing` that record a trace, and the prefix of the trace file that is replayed."""
 SHARE = "share:"
-"""In front of the share of the data that is set aside, where no files of validation data are named."""
+"""The prefix of the share of the data that is set aside for validation."""
 EXPERTS_EVERY, KEPT = 50, 2
-"""Steps between decisions about experts, and checkpoints that stay, where nobody says another number."""
+"""Default number of steps between decisions about expert placement, and default number of checkpoints to keep."""
 MOST_PATIENCE = 1500.0
-"""Seconds. Gloo gives up by itself after 1,800, and does not say for whom it waited."""
+"""Seconds. Gloo times out by itself after 1,800 seconds, and does not say which rank it waited for."""
 START_PATIENCE = 300.0
-"""Seconds, where nobody says another number."""
+"""Default seconds that ranks wait for each other until the first step."""
 TENSORBOARD, WANDB = "tensorboard", "wandb"
-"""Trackers; the project stands behind the second one and a colon."""
+"""Trackers. `wandb` is followed by a colon and the project."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What is read, and how it becomes tokens."""
+    """The data to train on, and how it is turned into tokens."""
 
     path: tuple[str, ...] = ()
-    """Files, globs or folders of text, of JSON lines, of Arrow or Parquet tables (which need pyarrow), told apart by their
-    content and compressed or not; or `.bin` files of tokens (raw little-endian integers, memory mapped). Empty: the source text
-    of this Python's standard library, without its tests."""
+    """Files, globs or folders. A file holds text, JSON lines, an Arrow or Parquet table (which need pyarrow), or tokens
+    (`.bin`: raw little-endian integers, memory mapped). Formats other than `.bin` are told apart by their content, and
+    files may be compressed. Empty: the source text of this Python's standard library, without its tests."""
     text_field: str = "text"
-    """The field of JSON lines, JSON arrays and tables that holds the text. Empty: JSON is text as it stands."""
+    """The field of JSON lines, JSON arrays and tables that holds the text. Empty: JSON files are read as plain text."""
     val: tuple[str, ...] = (f"{SHARE}0.05",)
-    """Validation data: files as of path, or the share of the data that is set aside, share:0.05. It is taken of the files, by a
-    hash of their names; of fewer than 20 files, and of `.bin` files, it is the last tokens."""
+    """Validation data: files as for path, or share:0.05 to set aside that share of the data. Files are set aside by a
+    hash of their names. With fewer than 20 files, and with `.bin` files, the last tokens are set aside."""
     vocab_size: int = 256
-    """Tokens. 256: one per byte of text. 300 and more: a byte-level BPE, trained on the training files, kept in the run folder.
-    Of `.bin` files: the largest id plus one. Their integers have the type that the .json file of the same name says, which
-    moesaic tokenize writes; without one they have 16 bits, and 32 where vocab_size is above 65,536."""
+    """Size of the vocabulary. 256: one token per byte of text. 300 and more: a byte-level BPE, trained on the training
+    files and kept in the run folder. For `.bin` files: the largest id plus one. Their integer type is taken from the
+    .json file of the same name, which moesaic tokenize writes. Without that file they have 16 bits, or 32 if vocab_size
+    is above 65,536."""
     tokenizer: str = ""
-    """A tokenizer.json of the tokenizers library, as models of the hub have it; its vocabulary counts. Empty: as vocab_size
-    says."""
+    """A tokenizer.json of the tokenizers library, as models on the Hugging Face hub have it; its vocabulary then
+    overrides vocab_size. Empty: the tokenizer follows from vocab_size."""
 
     def __post_init__(self) -> None:
         if not self.val_path and not 0 < self.val_share < 1:
@@ -78,34 +82,34 @@ class DataConfig:
 
     @property
     def val_path(self) -> tuple[str, ...]:
-        """Files of validation data; empty where a share is set aside."""
+        """Files of validation data; empty if a share of the data is set aside instead."""
         return () if not self.val or any(each.startswith(SHARE) for each in self.val) else self.val
 
     @property
     def val_share(self) -> float:
-        """Share of the data that is set aside; not a number where `val` says none."""
+        """Share of the data that is set aside for validation; not a number if `val` names no share."""
         return read_number(self.val[0].removeprefix(SHARE)) if len(self.val) == 1 and not self.val_path else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with warm-up and a way down."""
+    """AdamW, its learning-rate schedule and gradient clipping."""
 
     lr: float = 3e-3
     """Peak learning rate."""
     rates: tuple[str, ...] = ()
-    """What learns at another rate than lr, with that rate over lr at every step: experts:0.5 (the routed ones), routers:0,
-    which leaves them as they were drawn."""
+    """Parts of the model with a learning rate of their own, as a multiple of lr at every step: experts:0.5 (routed
+    experts only), routers:0 (routers keep their initial weights)."""
     schedule: str = "cosine:0.1"
-    """The way down, and the learning rate at the last step over the peak: cosine:0.1; linear:0; wsd:0.1, none until a line over
-    the last fifth of the steps (warm-up, stable, decay). The number may be left out: 0.1. Behind it stand the steps of linear
-    warm-up, 40 where none do: cosine:0.1:warmup=500."""
+    """Shape of the decay, and the last step's learning rate as a share of the peak (0.1 if omitted): cosine:0.1;
+    linear:0; wsd:0.1 (warm-up, stable, decay), which is constant and then decays linearly over the last fifth of the
+    steps. The number of linear warm-up steps may follow (40 if omitted): cosine:0.1:warmup=500."""
     weight_decay: float = 0.1
-    """On matrices; norms, biases and routers have none."""
+    """Weight decay of matrices; norms, biases and routers have none."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decays of AdamW's two moments."""
+    """Decay rates of AdamW's two moments."""
     clip_norm: float = 1.0
-    """Largest norm of the gradient over all parameters; 0 turns clipping off."""
+    """Largest allowed norm of the gradient over all parameters; 0 turns clipping off."""
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
@@ -119,71 +123,72 @@ class OptimizerConfig:
             0 <= self.final_share <= 1
         ):
             raise InputError(
-                f"optimizer.schedule={self.schedule!r}: write one of {', '.join(WAYS_DOWN)}, and behind colons a share from 0 "
-                "to 1 and steps of warm-up, such as cosine:0.1:warmup=500"
+                f"optimizer.schedule={self.schedule!r}: write one of {', '.join(WAYS_DOWN)}, optionally followed by a share "
+                "from 0 to 1 and the warm-up steps, such as cosine:0.1:warmup=500"
             )
         names = [each.partition(":")[0] for each in self.rates]
         if set(names) - {"experts", "routers"} or len(names) > len(set(names)) or not all(
             0 <= self.rate_of(name) < math.inf for name in names
         ):  # fmt: skip
             raise InputError(
-                f"optimizer.rates={' '.join(self.rates)}: write experts and routers once at most, each with a number of 0 or "
-                "more behind a colon, such as experts:0.5"
+                f"optimizer.rates={' '.join(self.rates)}: write experts and routers once at most, each followed by a colon "
+                "and a number of 0 or more, such as experts:0.5"
             )
 
     @property
     def way_down(self) -> str:
-        """One of `WAYS_DOWN`."""
+        """The shape of the decay, one of `WAYS_DOWN`."""
         return self.schedule.partition(":")[0]
 
     @property
     def final_share(self) -> float:
-        """Learning rate at the last step over the peak."""
+        """Learning rate of the last step as a share of the peak."""
         shares = [word for word in self.schedule.split(":")[1:] if not word.startswith(WARMUP)]
         return read_number(shares[0]) if shares else 0.1
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of linear warm-up."""
+        """Number of linear warm-up steps."""
         last = self.schedule.split(":")[-1]
         return int(last.removeprefix(WARMUP)) if last.startswith(WARMUP) else WARMUP_STEPS
 
     def rate_of(self, what: str) -> float:
-        """Return the learning rate of the experts, or of the routers, over `lr`."""
+        """Return the learning rate of "experts" or "routers" as a multiple of `lr`."""
         said = [each.partition(":")[2] for each in self.rates if each.partition(":")[0] == what]
         return read_number(said[0]) if said else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How the ranks that torchrun started share the model; data parallelism takes the ranks that are left over."""
+    """How the ranks share the model. Data parallelism uses the ranks that the other axes leave over."""
 
     tp: int = 1
-    """Tensor parallelism: so many ranks hold the same tokens and each a part of attention and of dense layers; must divide
-    model.num_heads."""
+    """Tensor parallelism: this many ranks hold the same tokens, and each holds a part of attention and of the dense
+    layers. Must divide model.num_heads."""
     ep: int = 1
-    """Expert parallelism: the experts of a layer are split over so many ranks."""
+    """Expert parallelism: the experts of a layer are split over this many ranks."""
     etp: int = 1
-    """Expert tensor parallelism: each expert's inner width is split over so many ranks."""
+    """Expert tensor parallelism: each expert's inner width is split over this many ranks."""
     pp: tuple[int, ...] = (1,)
-    """Pipeline parallelism: the blocks are split over so many stages, which share the ranks evenly; a step's `accumulation`
-    micro-batches flow through them. A second number has each stage take so many parts of the model, by interleaved 1F1B in
-    place of 1F1B."""
+    """Pipeline parallelism: the blocks are split over this many stages, which share the ranks evenly. The accumulation
+    micro-batches of a step flow through the stages. An optional second number gives each stage that many parts of the
+    model, scheduled by interleaved 1F1B instead of 1F1B."""
     innermost: Literal["etp", "ep"] = "etp"
-    """Which of etp and ep has consecutive ranks, which usually share a node."""
+    """Which of etp and ep gets consecutive ranks, which usually share a node."""
     ranks_per_node: int | None = None
-    """Consecutive ranks that share a node; None takes what torchrun says (LOCAL_WORLD_SIZE)."""
+    """Number of consecutive ranks that share a node; None takes torchrun's LOCAL_WORLD_SIZE."""
     transport: TransportName = "auto"
-    """What carries the messages of MoE layers: auto takes gloo between CPUs and nccl between GPUs; sockets is another one
-    between CPUs."""
+    """Transport of the MoE layers' messages: auto takes gloo between CPUs and nccl between GPUs; sockets is an
+    alternative between CPUs."""
     sequence_parallel: bool = False
-    """Between the layers a rank of a tp group keeps only its part of the positions: less memory, the same bytes sent."""
+    """Between the layers, each rank of a tp group keeps only its part of the positions: less memory, the same bytes
+    sent."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.pp) <= 2 or min(self.pp) < 1:
             raise InputError(
-                f"mesh.pp={self.pp_in_words}: write the stages, at least 1, and behind them the parts of the model that each "
-                "has, where these are several, such as 4 2"
+                f"mesh.pp={self.pp_in_words}: write the number of stages, at least 1, optionally followed by the number of "
+                "model parts per stage, such as 4 2"
             )
         if self.stages == 1 and self.parts_per_stage > 1:
             raise InputError(f"mesh.pp={self.pp_in_words}: one stage has the whole model: choose more stages")
@@ -194,7 +199,7 @@ class MeshConfig:
 
     @property
     def least_ranks(self) -> int:
-        """The smallest world that the mesh fits."""
+        """The smallest world size that fits the mesh."""
         return self.stages * math.lcm(self.tp, self.ep * self.etp)
 
     @property
@@ -204,32 +209,33 @@ class MeshConfig:
 
     @property
     def parts_per_stage(self) -> int:
-        """Parts of the model that each stage has."""
+        """Number of parts of the model in each stage."""
         return self.pp[1] if len(self.pp) > 1 else 1
 
     @property
     def pp_in_words(self) -> str:
-        """The numbers of `pp`, as a command line has them."""
+        """The numbers of `pp`, as written on a command line."""
         return " ".join(map(str, self.pp))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerConfig:
-    """Where the plan of the MoE layers comes from, and what is known of the cluster; docs/planning.md."""
+    """How the plan of the MoE layers is chosen, and from which description of the cluster; see docs/planning.md."""
 
     plan: str = ""
-    """Empty: the plan is what `plan` and `balance` say. A file: the plan that moesaic show --write wrote, or mesh and plan that
-    moesaic plan --write wrote. search: mesh and plan with the shortest predicted step on the ranks that there are. auto: plans
-    change while training, by predicted times at first, by measured ones as they come (without cluster and profile the first
-    steps time them); the mesh is searched where the configured one does not fit the ranks. parm, parm_printed: S1
-    or S2 by Parm's Algorithm 1, corrected or as printed, from the cluster or the profile. --plan says the same."""
+    """Empty: use the fields of `plan` and `balance`. A file: use the plan written by moesaic show --write, or the mesh
+    and plan written by moesaic plan --write. search: use the mesh and plan with the shortest predicted step on the
+    available ranks. auto: change plans while training, by predicted times at first and by measured times as they come
+    in. Without cluster or profile, auto times the links in the first steps; it searches for a mesh if the configured
+    one does not fit the ranks. parm, parm_printed: choose S1 or S2 by Parm's Algorithm 1, corrected or as printed, with
+    times from the cluster or profile. --plan is short for this option."""
     cluster: str = ""
-    """From which times are predicted, for plan=auto and for policies in `balance`: a preset, a description that ends in .toml,
-    or what moesaic profile measured, which ends in .json. Empty: usual links are assumed where some are needed."""
+    """Source of predicted times, for plan=auto and for policies in `balance`: a preset, a description (.toml), or a
+    profile that moesaic profile measured (.json). Empty: usual links are assumed if times are needed."""
 
     def __post_init__(self) -> None:
         if self.rule and not self.cluster:
-            raise InputError(f"planner.plan={self.plan} takes the times of collectives from planner.cluster: name one")
+            raise InputError(f"planner.plan={self.plan} needs the times of collectives from planner.cluster: name one")
 
     @property
     def is_auto(self) -> bool:
@@ -238,12 +244,12 @@ class PlannerConfig:
 
     @property
     def searches(self) -> bool:
-        """Whether mesh and plan are found when the run starts."""
+        """Whether mesh and plan are searched for when the run starts."""
         return self.plan == "search"
 
     @property
     def rule(self) -> str:
-        """The rule that chooses the schedule; empty for none."""
+        """The rule that chooses the schedule; empty if none."""
         if not self.plan or self.is_auto or self.searches:
             return ""
         from moesaic.plan.algorithm1 import RULES  # the simulator with it
@@ -252,38 +258,40 @@ class PlannerConfig:
 
     @property
     def file(self) -> str:
-        """The file that holds the plan; empty for none."""
+        """The file that holds the plan; empty if none."""
         return "" if self.is_auto or self.searches or self.rule else self.plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
-    """What is done where routing is skewed; docs/balance.md."""
+    """How the MoE layers react to skewed routing; see docs/balance.md."""
 
     replication: str = NO_REPLICATION
-    """Which copies are computed by other ranks than their experts' homes, decided at each call from its counts. none; shadow:
-    hot experts' weights go to the ranks whose copies they get; published: so, by FasterMoE's own rule; spill: what overloads a
-    rank goes to idle ones; least_loaded: spill with no regard to time; eplb, lplb, laer: those systems' rules, to
-    compare with; arbiter: none, shadow, spill, both, another
-    plan.gather_weights or the smart schedule, whichever is fastest by the cost model, which measured times correct;
-    arbiter:counts: so, each call from its counts alone, so that a run can be repeated bit by bit."""
+    """Which copies are computed by ranks other than their experts' homes, decided in each call from its counts. none;
+    shadow: send hot experts' weights to the ranks that hold their copies; published: shadow by FasterMoE's own rule;
+    spill: give the excess copies of overloaded ranks to idle ones; least_loaded: spill without regard to time; eplb,
+    lplb, laer: the rules of those systems, for comparison; arbiter: none, shadow, spill, both, another
+    plan.gather_weights or the smart schedule, whichever is fastest by a cost model that measured times correct;
+    arbiter:counts: the arbiter with an uncorrected cost model, so that runs repeat bit by bit."""
     memory_budget: int | None = None
-    """Most bytes that one call of an MoE layer holds on a rank, forward and backward, however routing is skewed; what is beyond
-    it goes to helpers under policies that replicate, else the call runs in slices, of which as many as fit are kept for
-    backward and the others are recomputed. None: no limit."""
+    """Most bytes that one call of an MoE layer may hold on a rank, forward and backward, however skewed the routing is.
+    Policies that replicate send the excess to helpers; otherwise the call runs in slices. As many slices as fit are
+    kept for backward, and the others are recomputed. None: no limit."""
     samples: Placement = UNMOVED
-    """Where samples live between MoE layers (NetMoE). none: where they are; two_stage: fewest rows between nodes, then within
-    them; weighed: the slower kind of link first. stay: nobody moves, by the same
-    programs. With replication=arbiter, samples move in the calls in which that gains most."""
+    """Which rank holds each sample between MoE layers (NetMoE). none: the rank that loaded it; two_stage: minimise rows
+    between nodes, then within nodes; weighed: minimise rows over the slower kind of link first; stay: run the same
+    programs without moving samples. With replication=arbiter, samples move in the calls in which this is fastest."""
     experts: str = UNMOVED
-    """Where experts live, decided by the load of the steps before. none: where they began; balanced: they move where the gain
-    until the next decision pays for it; smartmoe: as published, whatever a move costs. Behind a colon stand the optimizer steps
-    between decisions: balanced:100; 50 where none do."""
+    """Which rank stores each expert, decided by the load of previous steps. none: experts stay where they began;
+    balanced: move experts if the gain until the next decision pays for the move; smartmoe: as published, whatever a
+    move costs. The optimizer steps between decisions may follow (50 if omitted): balanced:100."""
 
     def __post_init__(self) -> None:
         check_replication("balance", self.policy, self.memory_budget)
         if ":" in self.replication and self.replication != f"{LEARNING}:{BY_COUNTS}":
-            raise InputError(f"balance.replication={self.replication!r}: only {LEARNING}:{BY_COUNTS} takes a word")
+            raise InputError(
+                f"balance.replication={self.replication!r}: only {LEARNING} takes a suffix, {LEARNING}:{BY_COUNTS}"
+            )
         for name, value, policies in (
             ("samples", self.samples, SAMPLE_PLACERS), ("experts", self.expert_policy, EXPERT_PLACERS)
         ):  # fmt: skip
@@ -293,28 +301,28 @@ class BalanceConfig:
         _, colon, steps = self.experts.partition(":")
         if colon and (not self.moves_experts or not steps.isdecimal() or int(steps) < 1):
             raise InputError(
-                f"balance.experts={self.experts!r}: write the steps between decisions, at least 1, behind the colon, such as "
+                f"balance.experts={self.experts!r}: write the steps between decisions, at least 1, after the colon, such as "
                 f"balanced:{EXPERTS_EVERY}"
             )
 
     @property
     def policy(self) -> str:
-        """The name of the replication, as `Plan.replication` has it."""
+        """The replication policy, in the form that `Plan.replication` takes."""
         return self.replication.partition(":")[0]
 
     @property
     def learns(self) -> bool:
-        """Whether measured times correct the arbiter's model."""
+        """Whether measured times correct the arbiter's cost model."""
         return self.replication.partition(":")[2] != BY_COUNTS
 
     @property
     def expert_policy(self) -> str:
-        """The name of the policy that moves experts."""
+        """The policy that moves experts."""
         return self.experts.partition(":")[0]
 
     @property
     def experts_every(self) -> int:
-        """Optimizer steps between decisions about experts."""
+        """Optimizer steps between decisions about expert placement."""
         return int(self.experts.partition(":")[2] or EXPERTS_EVERY)
 
     @property
@@ -330,14 +338,14 @@ class BalanceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Saves:
-    """When checkpoints are written, and which stay."""
+    """When checkpoints are written, and how many are kept."""
 
     every: int
-    """Steps between them."""
+    """Steps between checkpoints."""
     keep: int
-    """How many stay."""
+    """Number of checkpoints to keep."""
     in_background: bool
-    """Whether they are written while training goes on."""
+    """Whether checkpoints are written while training continues."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,45 +353,46 @@ class TrainConfig:
     """A training run."""
 
     out: str = "runs/gpt"
-    """The run folder: config, metrics, checkpoints, TensorBoard events."""
+    """The run folder, which holds the configuration, metrics, checkpoints and TensorBoard events."""
     existing: Literal["refuse", "resume", "replace"] = "refuse"
-    """If the folder holds a run already: refuse; resume from its last good checkpoint; or replace it."""
+    """If the folder already holds a run: refuse to start; resume from its last intact checkpoint; or replace it."""
     steps: int = 500
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     batch_size: int = 16
     """Sequences per micro-batch, over all ranks."""
     accumulation: int = 1
     """Micro-batches per optimizer step."""
     seed: int = 0
-    """Of initialisation, data order and routing noise."""
+    """Seed of initialisation, data order and routing noise."""
     device: str = "auto"
-    """auto (CUDA where there is a GPU), cpu, cuda, cuda:1. Of several ranks each takes a GPU of its own. Behind auto and cpu
-    stand the CPU threads of a rank, cpu:2; where none do, torch chooses."""
+    """auto (CUDA if there is a GPU), cpu, cuda, cuda:1. With several ranks, each one takes a GPU of its own. A number
+    after auto or cpu sets the CPU threads per rank, as in cpu:2; otherwise torch chooses."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """Autocast of the forward pass. auto: bfloat16 where a matmul of it is measured at least 1.5 times as fast. float64: the
-    parameters too, for comparing runs."""
+    """Autocast dtype of the forward pass. auto: bfloat16 on GPUs that support it, and on CPUs whose bfloat16 matmul is
+    measured at least 1.5 times as fast as float32; else float32. float64: the parameters too, for comparing runs."""
     patience: tuple[float, float] = (START_PATIENCE, 600.0)
-    """Seconds that a rank of several may stand at one place before all end, with a line that says who is missing: until the
-    first step, and after it. The first one as a flag is also how long ranks wait for each other to come."""
+    """Seconds without progress of a rank, before and after the first step, until all ranks end with a line that says
+    which rank is missing. The first number, given as a flag, also limits how long ranks wait for each other to join."""
     log_every: int = 10
     """Steps between lines of metrics."""
     evaluate: tuple[int, int] = (100, 128)
-    """Steps between evaluations (the last step is always evaluated), and the sequences of each, spread evenly over the
-    validation data."""
+    """Steps between evaluations (the last step is always evaluated), and the number of sequences of each, spread evenly
+    over the validation data."""
     save: str = "250"
-    """Steps between checkpoints; the last step is always saved. Behind them, :keep=4 keeps the last four in place of two, and
-    :background copies what is saved into the CPU's memory and writes it while training goes on."""
+    """Steps between checkpoints (the last step is always saved). Options may follow: :keep=4 keeps the last four
+    checkpoints instead of two; :background copies the tensors into CPU memory and writes them while training
+    continues."""
     trackers: tuple[str, ...] = (TENSORBOARD,)
-    """Who is told the metrics besides: tensorboard writes event files, wandb:PROJECT tells Weights & Biases."""
+    """Where metrics are also sent: tensorboard writes event files, wandb:PROJECT logs to Weights & Biases."""
     routing: tuple[str, ...] = ()
-    """Traces of the routing (docs/traces.md). record:counts writes one into the run folder, copies per sequence, rank and
-    expert; record:tokens, every token's experts; replay:FILE takes every token's experts from one, their weights from the
-    router."""
+    """Routing traces (docs/traces.md). record:counts writes the number of copies per sequence, rank and expert into the
+    run folder; record:tokens writes every token's experts. replay:FILE takes every token's experts from a trace, and
+    computes their weights with the router."""
     numbers: tuple[int, Literal["warn", "rollback"]] = (3, "warn")
-    """What happens where numbers go wrong (docs/reliability.md). Steps in a row whose loss or gradient is not finite: each is
-    left out on all ranks, and the last of so many ends the run; with 1 the first does. And where the loss leaps far above that
-    of the steps before: warn says so; rollback goes back to the last checkpoint, and leaves out the samples from there to the
-    leap."""
+    """Reaction to wrong numbers (docs/reliability.md). First: steps with a loss or gradient that is not finite are
+    skipped on all ranks; this many of them in a row end the run (1: the first one does). Second: if the loss leaps far
+    above the previous steps, warn reports it; rollback returns to the last checkpoint and skips the samples from there
+    to the leap."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model."""
     data: DataConfig = DataConfig()
@@ -393,11 +402,11 @@ class TrainConfig:
     mesh: MeshConfig = MeshConfig()
     """How the ranks share the model."""
     plan: StaticPlan = field(default_factory=StaticPlan)
-    """How the MoE layers run on the mesh; one process has no use for it."""
+    """How the MoE layers run on the mesh; unused with one process."""
     planner: PlannerConfig = PlannerConfig()
-    """Where the plan comes from besides."""
+    """How the plan is chosen, if not by the fields of plan."""
     balance: BalanceConfig = BalanceConfig()
-    """What is done where routing is skewed."""
+    """How skewed routing is handled."""
 
     def __post_init__(self) -> None:
         if isinstance(self.plan, Plan):
@@ -415,7 +424,7 @@ class TrainConfig:
         kind, colon, number = self.device.partition(":")
         if colon and kind in ("auto", "cpu") and not re.fullmatch("[1-9][0-9]{0,3}", number):
             raise InputError(
-                f"device={self.device}: write a number of CPU threads behind the colon, at least 1, such as cpu:2"
+                f"device={self.device}: write a number of CPU threads after the colon, at least 1, such as cpu:2"
             )
         for tracker in self.trackers:
             name, _, project = tracker.partition(":")
@@ -448,7 +457,7 @@ class TrainConfig:
             )
         if self.goes_back and self.replay_routing is not None:
             raise InputError(
-                "numbers: rollback clashes with routing=replay, whose trace is of samples in their order: leave one out"
+                "numbers: rollback clashes with routing=replay, since a trace fixes the order of samples: leave one out"
             )
 
     def _check_shards(self) -> None:
@@ -471,7 +480,7 @@ class TrainConfig:
             return
         if stages * parts > self.model.num_layers:
             raise InputError(
-                f"{asked}: wants {stages * parts} parts of a model of model.num_layers={self.model.num_layers}: choose fewer"
+                f"{asked}: needs {stages * parts} layers or more, but model.num_layers={self.model.num_layers}: choose fewer"
             )
         if self.accumulation % stages:
             raise InputError(
@@ -489,7 +498,7 @@ class TrainConfig:
         ):  # fmt: skip
             if value != off:
                 raise InputError(
-                    f"{asked} clashes with {name}={value}, which looks at all layers at once: leave one out"
+                    f"{asked} clashes with {name}={value}, which needs all layers on every rank: leave one out"
                 )
 
     def _check_experts(self) -> None:
@@ -500,7 +509,7 @@ class TrainConfig:
             raise InputError(f'{asked}: model.ffn="dense" has no experts to move: leave it none')
         if self.mesh.ep == 1 and not (
             self.planner.file or self.planner.searches
-        ):  # a planned mesh is looked at once it is known
+        ):  # a planned mesh is checked once it is known
             raise InputError(f"{asked} with mesh.ep=1, where every rank has all experts: choose an ep above 1")
 
     def _check_samples(self) -> None:
@@ -513,62 +522,62 @@ class TrainConfig:
                 self.model.block.kind != "decoder"
                 or self.model.block.norm == "post_layer"
                 or self.model.block.dropout > 0,
-                "model.block: only decoders without norms behind the residual and without dropout move samples",
+                "model.block: only decoders without norms after the residual and without dropout can move samples",
             ),
             (
                 self.mesh.sequence_parallel,
-                "mesh.sequence_parallel, which leaves each rank a part of every sample's positions",
+                "mesh.sequence_parallel, which gives each rank a part of every sample's positions",
             ),
             (self.planner.is_auto, "planner.plan=auto, whose plans are predicted for samples that stay"),
         )
         for holds, what in reasons:
             if holds:
-                raise InputError(f"{asked} clashes with {what}; or leave samples none")
+                raise InputError(f"{asked} clashes with {what}; or set samples to none")
 
     @property
     def threads(self) -> int | None:
-        """CPU threads; None leaves torch's choice."""
+        """CPU threads per rank; None leaves the choice to torch."""
         kind, _, number = self.device.partition(":")
         return int(number) if number and kind in ("auto", "cpu") else None
 
     def saving(self) -> Saves:
-        """Return what `save` says.
+        """Return the parsed `save`.
 
         Raises:
-            InputError: if it says nothing that is known.
+            InputError: if `save` is malformed.
         """
         found = re.fullmatch(r"([1-9][0-9]*)(?::keep=([1-9][0-9]*))?(:background)?", self.save)
         if found is None:
             raise InputError(
-                f"save={self.save!r}: write the steps between checkpoints, at least 1, and behind them :keep=2 and :background "
-                "where you want them, in this order, such as 250:keep=4"
+                f"save={self.save!r}: write the steps between checkpoints, at least 1, optionally followed by :keep=2 and "
+                ":background in this order, such as 250:keep=4"
             )
         every, keep, background = found.groups()
         return Saves(every=int(every), keep=int(keep or KEPT), in_background=background is not None)
 
     @property
     def record_routing(self) -> Literal["none", "counts", "tokens"]:
-        """What of the routing is recorded."""
+        """What to record of the routing."""
         return "tokens" if RECORDED[1] in self.routing else "counts" if RECORDED[0] in self.routing else "none"
 
     @property
     def replay_routing(self) -> str | None:
-        """The trace that is replayed; None for none."""
+        """The trace file to replay; None for none."""
         return next((each.removeprefix(REPLAY) for each in self.routing if each.startswith(REPLAY)), None)
 
     @property
     def goes_back(self) -> bool:
-        """Whether a leap of the loss takes the run back to its last checkpoint."""
+        """Whether the run returns to its last checkpoint when the loss leaps."""
         return self.numbers[1] == "rollback"
 
     @property
     def layer_plan(self) -> Plan:
-        """What the MoE layers run by: `plan` with what `balance` says of replication and the memory budget."""
+        """The plan of the MoE layers: `plan`, with replication and memory budget from `balance`."""
         static = {each.name: getattr(self.plan, each.name) for each in fields(StaticPlan)}
         return Plan(**static, replication=self.balance.policy, memory_budget=self.balance.memory_budget)
 
     def with_layer_plan(self, plan: Plan) -> TrainConfig:
-        """Return the configuration whose `layer_plan` is this one."""
+        """Return a configuration with `plan` as its `layer_plan`."""
         static = StaticPlan(**{each.name: getattr(plan, each.name) for each in fields(StaticPlan)})
         balance = replace(self.balance, memory_budget=plan.memory_budget)
         if plan.replication != balance.policy:
@@ -577,7 +586,7 @@ class TrainConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step."""
+        """Tokens per optimizer step."""
         return self.batch_size * self.accumulation * self.model.seq_len
 
 
@@ -592,14 +601,14 @@ RUNS: dict[str, dict[str, Any]] = {
         "model": {"moe": {"losses": ["load_balance:0.01", "z_loss:0.001"]}},
     },
 }  # fmt: skip
-"""How a model is trained, by its name; PUBLISHED for those that are not here."""
+"""Training settings of each preset; presets that are not listed use `PUBLISHED`."""
 PUBLISHED: dict[str, Any] = {
     "steps": 100_000, "evaluate": [1000, 128], "save": "1000", "model": {"conv_width": 1}, "optimizer": WARM,
 }  # fmt: skip
 
 
 def preset(name: str) -> TrainConfig:
-    """Return the configuration of a model of `plan/presets.py`."""
+    """Return the configuration that trains a model of `plan/presets.py`."""
     config = override(TrainConfig(out=f"runs/{name}"), asdict(MODELS[name]), source=name)
     if config.model.moe.top_k == 1:  # the weight of one expert of one would be 1, and the router would learn nothing
         config = override(config, {"model": {"moe": {"router": "switch"}}}, source=name)

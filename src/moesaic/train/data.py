@@ -1,6 +1,6 @@
-"""Training data: where the text comes from, how it is split, and which tokens each micro-batch holds.
+"""Training data: finding the text, splitting it, and cutting it into micro-batches.
 
-A micro-batch is a pure function of (data, seed, index): resuming needs no state but the index.
+A micro-batch is a pure function of (data, seed, index), so resuming needs no state but the index.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from moesaic.train.documents import holds_table, is_left_out, read_documents
 from moesaic.train.tokenizer import BYTES, LEAST_BPE, AbstractTokenizer, BPETokenizer, saved_tokenizer
 
 FEW_FILES = 20
-"""Below this many files the validation data is the end of the text rather than whole files."""
+"""With fewer files than this, the validation data is the end of the text instead of whole files."""
 SIDECARS = ("dataset_info.json", "state.json", "dataset_dict.json")
-"""What datasets.save_to_disk writes beside its tables; no training data."""
+"""Files that `datasets.save_to_disk` writes next to its tables; they are not training data."""
 FINGERPRINT_BLOCKS, FINGERPRINT_BLOCK_BYTES = 64, 64 * 1024
-"""What of the training data is hashed at most."""
+"""Most blocks of the training data that are hashed, and their size."""
 HIDDEN_SHARE = 0.15
-"""Of the tokens that an encoder is to find (BERT)."""
+"""Share of the tokens that an encoder must predict (BERT)."""
 BIN_DTYPES = ("uint8", "uint16", "uint32")
-"""Of the integers of `.bin` files."""
+"""Integer types of `.bin` files."""
 ID_CHECK_BLOCKS, ID_CHECK_BLOCK_BYTES = 256, 1024 * 1024
-"""What of a `.bin` file is searched at most for ids outside the vocabulary: all of it up to 256 MiB."""
+"""Most blocks of a `.bin` file that are checked for ids outside the vocabulary, and their size: the full file up to 256
+MiB."""
 
 
 @dataclass(frozen=True)
@@ -46,25 +47,26 @@ class Corpus:
     val: np.ndarray
     """(tokens,)."""
     tokenizer: AbstractTokenizer | None
-    """How they were made; None for `.bin` files whose tokenizer is not named."""
+    """The tokenizer of the tokens; None for `.bin` files without a named tokenizer."""
     vocab_size: int
-    """Ids are below it."""
+    """Size of the vocabulary; all ids are below it."""
     val_bytes: int
-    """Bytes of text behind `val`, to express losses per byte; its tokens for `.bin` files, hidden tokens and pairs."""
+    """Bytes of the text behind `val`, for losses per byte. For `.bin` files, hidden tokens and pairs it counts tokens."""
     description: str
-    """One line for people."""
+    """One line that describes the data, to be printed."""
     mask: int | None = None
-    """The id that stands for hidden tokens, which a model is to find; None: it is to find the next token."""
+    """The id that replaces hidden tokens, which the model must predict; None if the model predicts the next token."""
 
 
 def load_corpus(config: DataConfig, tokenizer_file: Path | None = None) -> Corpus:
     """Find, read, split and tokenize the data.
 
     Args:
-        tokenizer_file: a saved BPE to use; None trains one where the config asks for it.
+        config: names the data and its tokenizer.
+        tokenizer_file: a saved BPE to use; None trains one if the configuration needs one.
 
     Raises:
-        InputError: if data is missing, empty, unreadable, or holds ids that the vocabulary does not.
+        InputError: if data is missing, empty or unreadable, or has ids outside the vocabulary.
     """
     files, root = (find_files(config.path, "data.path"), None) if config.path else standard_library()
     val_files = find_files(config.val_path, "data.val") if config.val_path else []
@@ -97,7 +99,7 @@ def load_corpus(config: DataConfig, tokenizer_file: Path | None = None) -> Corpu
 
 
 def standard_library() -> tuple[list[Path], Path]:
-    """Return the source files of this Python's standard library without its tests, sorted, and their folder."""
+    """Return the source files of this Python's standard library without its tests, sorted, and their common folder."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     files = [path for path in sorted(root.rglob("*.py")) if not skip & set(path.relative_to(root).parts)]
@@ -107,9 +109,12 @@ def standard_library() -> tuple[list[Path], Path]:
 
 
 def find_files(patterns: tuple[str, ...], where: str) -> list[Path]:
-    """Return the files behind paths, folders and globs, sorted; text files and `.bin` files do not mix.
+    """Return the files that paths, folders and globs name, sorted.
 
-    Of a folder, hidden files are left out, and those that are neither `.bin` nor of a kind that `read_documents` reads.
+    From a folder, hidden files and files that are neither `.bin` nor readable by `read_documents` are left out.
+
+    Raises:
+        InputError: if there are none, or text files and `.bin` files are mixed.
     """
     found: set[Path] = set()
     for pattern in patterns:
@@ -131,7 +136,7 @@ def find_files(patterns: tuple[str, ...], where: str) -> list[Path]:
 
 
 def _inside(folder: Path, where: str) -> list[Path]:
-    """Return the files of a folder that hold data; of what `datasets.save_to_disk` wrote, the tables."""
+    """Return the data files of a folder. From a folder of `datasets.save_to_disk`, return only the tables."""
     inside = [
         p for p in folder.rglob("*") if p.is_file() and not any(n.startswith(".") for n in p.relative_to(folder).parts)
     ]
@@ -150,11 +155,12 @@ def _inside(folder: Path, where: str) -> list[Path]:
 
 
 def split_by_name(files: list[Path], share: float, root: Path | None) -> tuple[list[Path], list[Path]]:
-    """Set files aside for validation by a hash of their names, so that adding files never moves others across.
+    """Set files aside for validation by a hash of their names, so that adding files never moves others between the two
+    parts.
 
     Args:
-        share: of the files that go to validation, on average; of two or more at least one goes.
-        root: names are taken relative to it; None takes the last two parts of each path.
+        share: average share of the files that go to validation; of two or more files, at least one does.
+        root: the folder that names are relative to; None uses the last two parts of each path as the name.
 
     Returns:
         (training files, validation files).
@@ -172,12 +178,12 @@ def split_by_name(files: list[Path], share: float, root: Path | None) -> tuple[l
 
 
 def draw_of(data: bytes) -> float:
-    """Return a number from 0 to 1 that bytes decide by their hash."""
+    """Return a number from 0 to 1 derived from a hash of `data`."""
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "big") / 2**64
 
 
 def fingerprint(tokens: np.ndarray) -> str:
-    """Return a hash of the number of tokens and of evenly spread blocks of them; of all of them up to 4 MiB."""
+    """Return a hash of the number of tokens and of evenly spread blocks of them. It covers all tokens up to 4 MiB."""
     digest = hashlib.blake2b(str(len(tokens)).encode(), digest_size=16)
     block = FINGERPRINT_BLOCK_BYTES // tokens.itemsize
     for start in spread_blocks(len(tokens), block, FINGERPRINT_BLOCKS):
@@ -186,24 +192,25 @@ def fingerprint(tokens: np.ndarray) -> str:
 
 
 def spread_blocks(length: int, block: int, at_most: int) -> list[int]:
-    """Return where blocks of a sequence start: all of them if they are `at_most`, else the first, the last, and as many
-    evenly between them as make up `at_most`."""
+    """Return the start of each block of a sequence: of all blocks if there are `at_most` or fewer, else of `at_most`
+    blocks spread evenly from the first to the last."""
     if length <= block * at_most:
         return list(range(0, length, block))
     return [int(start) for start in np.linspace(0, length - block, at_most).astype(np.int64)]
 
 
 class Batches:
-    """Micro-batches of consecutive, non-overlapping windows in an order that each epoch shuffles anew.
+    """Micro-batches of consecutive, non-overlapping windows, in an order that is shuffled anew in each epoch.
 
     Args:
         tokens: (tokens,) the data.
-        seed: of the order.
-        part: (index, count): of each micro-batch only the index-th of count equal parts is given.
+        seed: seed of the order.
+        part: (index, count): return only the index-th of count equal parts of each micro-batch.
         mask: as for `as_batch`; each epoch hides other tokens.
 
     Raises:
-        InputError: if the data is shorter than one sequence and its target, or a micro-batch does not split.
+        InputError: if the data is shorter than one sequence plus its last target, or `batch_size` is not divisible by
+            `count`.
     """
 
     def __init__(
@@ -258,18 +265,20 @@ def even_windows(tokens: np.ndarray, seq_len: int, count: int) -> list[int]:
 
 
 def share(windows: list[int], index: int, count: int) -> list[int]:
-    """Return the index-th of `count` consecutive parts of a list, as equal as can be; some are empty in a short list."""
+    """Return the index-th of `count` consecutive parts of a list, of nearly equal length; some are empty if the list is
+    short."""
     return windows[len(windows) * index // count : len(windows) * (index + 1) // count]
 
 
 def as_batch(
     tokens: np.ndarray, windows: list[int], seq_len: int, mask: int | None = None, seeds: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return windows of the data as tokens and what to find, (len(windows), seq_len) int64 each.
+    """Return windows of the data as tokens and targets, (len(windows), seq_len) int64 each.
 
     Args:
-        mask: None: the next tokens are to find. The id that hides a token: those are to find, -1 stands elsewhere.
-        seeds: of what each window hides; None for their numbers.
+        mask: None for next-token targets. Otherwise the id that replaces hidden tokens: those are the targets, and all
+            other targets are -1.
+        seeds: seeds that choose each window's hidden tokens; None takes the windows' numbers.
     """
     rows = [tokens[w * seq_len : (w + 1) * seq_len + 1].astype(np.int64) for w in windows]
     if mask is not None:
@@ -281,10 +290,11 @@ def as_batch(
 
 
 def _hide(row: np.ndarray, mask: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return a sequence of which `HIDDEN_SHARE` is hidden, and what was there, -1 elsewhere.
+    """Return a sequence in which `HIDDEN_SHARE` of the tokens are hidden, and the targets: the hidden tokens, -1
+    elsewhere.
 
-    BERT's rule: 80 % of those become the mask, 10 % another token, 10 % stay. Always as many, so that means over sequences
-    are means over tokens on any mesh.
+    BERT's rule: of the hidden tokens, 80 % become the mask, 10 % another token, and 10 % stay. The number of hidden
+    tokens is constant, so means over sequences equal means over tokens on any mesh.
     """
     draw = np.random.default_rng(seed)
     chosen = draw.permutation(len(row))[: max(1, round(HIDDEN_SHARE * len(row)))]
@@ -306,7 +316,7 @@ def _read(files: list[Path], field: str) -> list[bytes]:
 
 
 def make_tokenizer(config: DataConfig, documents: list[bytes], file: Path | None) -> AbstractTokenizer:
-    """Return the tokenizer of a run: the one that is saved or named, one token per byte, or a BPE trained on documents."""
+    """Return the tokenizer of a run: a saved or named one, one token per byte, or a BPE trained on `documents`."""
     return saved_tokenizer(config, file) or BPETokenizer.train(documents, config.vocab_size)
 
 
@@ -331,7 +341,8 @@ def _load_bin(config: DataConfig, files: list[Path], val_files: list[Path], toke
 
 
 def _bin_dtype(path: Path, config: DataConfig) -> np.dtype[Any]:
-    """Return the type of a file's integers: what the description beside it says, else what the vocabulary needs."""
+    """Return the integer type of a `.bin` file, from the `.json` file of the same name if any, else from the vocabulary
+    size."""
     beside, name = path.with_suffix(".json"), "uint16" if config.vocab_size <= 65_536 else "uint32"
     if beside.exists():
         name = read_table(beside).get("dtype", "")

@@ -1,9 +1,10 @@
-"""The tensors of a checkpoint where a model is sharded: written by all ranks, read by any number of them.
+"""The tensors of sharded models in checkpoints: all ranks write them together, and any number of ranks reads them.
 
-Several ranks write `torch.distributed.checkpoint` files, each its own shards under global names and global places, so that
-any other mesh, and one process too, reads what it needs. A checkpoint of one process (safetensors) is read in slices.
+Several ranks write `torch.distributed.checkpoint` files. Each writes its own shards under global names and offsets, so
+any other mesh, or a single process, reads the parts it needs. A checkpoint of one process (safetensors) is read in
+slices.
 
-Files must be on the disk before a name promises them: they are flushed, read back, and known by their checksums.
+Files must be on disk before the checkpoint gets its name: they are flushed, read back and checksummed.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from moesaic.train.shard_metadata import ShardReader
 
 
 def flush(path: Path) -> None:
-    """Have a file, or the names in a folder, written to the disk, so that who reads a file next reads it from there.
+    """Flush a file, or the entries of a folder, to disk. The next reader then reads from disk, not from the page cache.
 
-    Windows knows no flushing of folders, and other systems than Linux may keep what they wrote in memory.
+    Windows cannot flush folders. Systems other than Linux may keep written data cached in memory.
     """
     if os.name == "nt" and path.is_dir():
         return
@@ -48,7 +49,7 @@ def flush(path: Path) -> None:
 
 
 def checksum(path: Path, size: int | None = None) -> str:
-    """Return the SHA-256 of a file, or of its first `size` bytes; of all that it has where these are fewer."""
+    """Return the SHA-256 of a file, or of its first `size` bytes (or all, if it is shorter)."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20 if size is None else min(size, 1 << 20)):
@@ -58,15 +59,15 @@ def checksum(path: Path, size: int | None = None) -> str:
 
 
 def require_read_back(written: Mapping[str, Tensor], read: Mapping[str, Tensor], share: float = 0.0) -> None:
-    """Make sure that tensors came back from the disk as they went there.
+    """Check that tensors read back from disk as they were written.
 
     Args:
-        written: by name, on whatever device.
-        read: the same names.
-        share: of a tensor's largest number by which its numbers may differ; 0 compares bits.
+        written: tensors by name, on any device.
+        read: the tensors of the same names, as read.
+        share: allowed difference as a share of the tensor's largest absolute value; 0 compares bits.
 
     Raises:
-        OSError: if one did not.
+        OSError: if one differs.
     """
     for name, before in written.items():
         one, other = before.detach().cpu(), read[name].detach().cpu()
@@ -81,11 +82,11 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 SHARDS = "shards"
-"""The folder of a sharded checkpoint's files, inside the checkpoint."""
+"""The folder inside a checkpoint that holds the files of its shards."""
 
 
 def stage(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies in the CPU's memory that training does not change, sharded as they are."""
+    """Return copies of the tensors in CPU memory, sharded as before, that training does not change."""
     # PyTorch's stager (2.13) takes the offset of a DTensor that is a view, such as half of gate and up, for an address.
     tensors = {
         n: each.clone() if isinstance(each, DTensor) and each.storage_offset() else each for n, each in tensors.items()
@@ -99,23 +100,26 @@ def stage(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_shards(folder: Path, tensors: dict[str, Tensor], ranks: Ranks, group: str | None = None) -> dict[str, str]:
-    """Write every rank's shards into `folder / SHARDS`, flush them and read them back; all ranks call it.
+    """Write every rank's shards into `folder / SHARDS`, flush them and read them back. All ranks call it.
 
     Args:
-        folder: on a file system that all ranks share; exists.
-        tensors: by name, `model.<name>` and `optimizer.<name>.<state>`; DTensors, or plain ones that all ranks have alike.
-        group: the name of a process group of their own, where the run goes on meanwhile; None for the world's.
+        folder: an existing folder on a file system that all ranks share.
+        tensors: tensors by name, `model.<name>` and `optimizer.<name>.<state>`; either DTensors, or plain tensors that
+            are identical on all ranks.
+        group: the name of a process group that is used for nothing else, so that training can continue; None for the
+            default group.
 
     Returns:
-        the checksum of each file that this rank looked after, by its path below `folder`; the ranks share them out.
+        checksums of the files that this rank flushed, by path below `folder`. The ranks divide the files among
+            themselves.
 
     Raises:
-        OSError, CheckpointException: on all ranks, if one of them cannot write; OSError on a rank whose part does not read
-            back as it was.
+        OSError, CheckpointException: on all ranks, if one of them cannot write; OSError on a rank whose part does not
+            read back as written.
     """
     members = None if group is None else _resolve_process_group(GroupName(group))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it remarks on CPU copies of tensors of a GPU's mesh
+        warnings.simplefilter("ignore")  # torch warns about CPU copies of tensors of a GPU's mesh
         state_dict_saver.save(tensors, checkpoint_id=folder / SHARDS, process_group=members)
     del members
     files = sorted(path for path in (folder / SHARDS).iterdir() if path.is_file())
@@ -124,7 +128,7 @@ def write_shards(folder: Path, tensors: dict[str, Tensor], ranks: Ranks, group: 
         flush(path)
     found = {f"{SHARDS}/{path.name}": checksum(path) for path in mine}
     read = _read_back(folder, {name: torch.empty_like(tensor) for name, tensor in tensors.items()})
-    for has_copies, share in ((False, 0.0), (True, ROUNDING)):  # of copies one is written, perhaps another rank's
+    for has_copies, share in ((False, 0.0), (True, ROUNDING)):  # of copies only one is written, maybe another rank's
         own = {name: each for name, each in tensors.items() if (num_copies(each, ranks.world) > 1) == has_copies}
         require_read_back(
             {n: local_part(each) for n, each in own.items()}, {n: local_part(read[n]) for n in own}, share
@@ -133,15 +137,16 @@ def write_shards(folder: Path, tensors: dict[str, Tensor], ranks: Ranks, group: 
 
 
 def _read_back(folder: Path, targets: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Read this rank's part of a sharded checkpoint into tensors, without a word to the others; return these."""
+    """Read this rank's part of a sharded checkpoint into tensors, without communication. Return the tensors."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it remarks that this is one process
+        warnings.simplefilter("ignore")  # torch warns that there is only one process
         state_dict_loader.load(targets, storage_reader=ShardReader(folder / SHARDS), no_dist=True)
     return targets
 
 
 def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """Return the whole tensors of a sharded checkpoint whose names start with `prefix`, without it; in one process."""
+    """Return the full tensors of a sharded checkpoint with names that start with `prefix`, which is removed. Runs in
+    one process."""
     wanted = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in _listed(folder).items()}
     wanted = {name: tensor for name, tensor in wanted.items() if name.startswith(prefix)}
     return {name.removeprefix(prefix): tensor for name, tensor in _read_back(folder, wanted).items()}
@@ -155,16 +160,16 @@ def restore(
     sharded: bool,
     names: Collection[str] | None = None,
 ) -> None:
-    """Read this rank's part of a checkpoint into a sharded model and its optimizer; all ranks call it.
+    """Read this rank's part of a checkpoint into a sharded model and its optimizer. All ranks call it.
 
     Args:
-        model: sharded; its names are those of the whole model.
-        optimizer: of its parameters; its state is replaced.
-        sharded: whether the checkpoint is; if not, it holds whole tensors.
-        names: of the whole model's tensors, where this rank has a pipeline stage of it; None where it has them all.
+        model: a sharded model, with the same parameter names as the unsharded one.
+        optimizer: the optimizer of the model's parameters; its state is replaced.
+        sharded: whether the checkpoint is sharded; if not, it holds full tensors.
+        names: names of the full model's tensors, if this rank holds a pipeline stage; None if it holds all of them.
 
     Raises:
-        ValueError: if the names of the checkpoint's tensors are not those of the model; says which.
+        ValueError: if the names of the checkpoint's tensors differ from the model's; the message names one.
     """
     sizes = _listed(folder) if sharded else _listed_whole(folder)
     targets: dict[str, Tensor] = {f"model.{name}": tensor.detach() for name, tensor in model.state_dict().items()}
@@ -191,7 +196,7 @@ def _listed(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def _listed_whole(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return the sizes in a checkpoint of whole tensors; scalars there are float32."""
+    """Return the size of every tensor of an unsharded checkpoint, with the dtype float32, which scalars have there."""
     found = {}
     for part in ("model", "optimizer"):
         with safe_open(folder / f"{part}.safetensors", framework="pt") as file:
@@ -204,13 +209,14 @@ def _listed_whole(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 def _empty_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, sizes: dict[str, tuple[torch.Size, torch.dtype]]
 ) -> dict[str, Tensor]:
-    """Give every parameter the optimizer state that is listed, sharded as the parameter is; returns it by name."""
+    """Give every parameter zeroed optimizer state of the listed names, sharded like the parameter. Return the state by
+    name."""
     parameters = dict(model.named_parameters())
     found: dict[str, Tensor] = {}
     optimizer.state.clear()
     for place, (size, dtype) in sizes.items():
         name, _, key = place.removeprefix("optimizer.").rpartition(".")
-        if name not in parameters:  # of another pipeline stage
+        if name not in parameters:  # belongs to another pipeline stage
             continue
         parameter = parameters[name]
         scalar = torch.zeros((), dtype=dtype, device=parameter.device)  # fused AdamW counts steps on the device
@@ -222,7 +228,7 @@ def _empty_state(
 
 
 def _fill(target: Tensor, file: Any, name: str) -> None:
-    """Copy this rank's part of a tensor in a safetensors file."""
+    """Copy this rank's part of a tensor from a safetensors file."""
     source = file.get_slice(name)
     if tuple(source.get_shape()) != tuple(target.shape):
         raise ValueError(f"{name} has {source.get_shape()} numbers, not {list(target.shape)}")

@@ -1,7 +1,8 @@
-"""What a file of training data holds, told by its content, and the documents in it.
+"""Detection of a training file's format by its content, and reading of its documents.
 
-Text is one document a file. JSON lines, JSON arrays of objects, Arrow and Parquet tables hold one a row; any of the text forms
-may be compressed. Everything else is refused by name: bytes that are no text teach a model nothing.
+A text file is one document. JSON lines, JSON arrays of objects, Arrow and Parquet tables hold one document per row. All
+text formats may be compressed. Every other format is refused by name, since bytes that are not text teach a model
+nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from typing import Any
 from moesaic.errors import InputError
 
 HEAD_BYTES = 8192
-"""A zero byte, or more than a few control characters, among the first so many mean that a file is no text."""
+"""Number of leading bytes that are checked. A zero byte, or too large a share of control characters, means that a file
+is not text."""
 CONTROL_SHARE = 1 / 32
 _CONTROL = bytes({*range(1, 8), *range(14, 27), *range(28, 32), 127})
-"""Bytes that no text holds, whatever its encoding; escape and backspace stand in terminal logs."""
+"""Bytes that do not occur in text of any encoding. Escape and backspace are missing, since terminal logs contain them."""
 
 Decompress = Callable[[bytes], bytes]
 COMPRESSED: tuple[tuple[bytes, str, Decompress], ...] = (
@@ -29,11 +31,11 @@ COMPRESSED: tuple[tuple[bytes, str, Decompress], ...] = (
     (b"BZh", "bzip2", bz2.decompress),
     (b"\xfd7zXZ\0", "xz", lzma.decompress),
 )
-"""First bytes, name and reader of what is read through."""
+"""First bytes, name and decompressor of supported compressed formats."""
 TABLES = ((b"PAR1", "a Parquet file"), (b"ARROW1\0\0", "an Arrow file"), (b"\xff\xff\xff\xff", "an Arrow stream"))
-"""First bytes and names of tables, which the package pyarrow reads."""
+"""First bytes and names of table formats, which the package pyarrow reads."""
 TEXT = ("string", "large_string", "string_view")
-"""Types of columns that hold text."""
+"""Types of table columns that hold text."""
 REFUSED = (
     (b"PK\x03\x04", "a zip archive (or an .npz, .docx, .pt file)", "unpack it, or convert it to text"),
     (b"\x28\xb5\x2f\xfd", "compressed by zstd", "decompress it with zstd -d"),
@@ -48,18 +50,18 @@ REFUSED = (
     (b"\xff\xfe", "text in UTF-16", "convert it to UTF-8 with iconv"),
     (b"\xfe\xff", "text in UTF-16", "convert it to UTF-8 with iconv"),
 )
-"""First bytes, name and remedy of what is not read."""
+"""First bytes, name and remedy of formats that are refused."""
 
 
 def read_documents(path: Path, field: str) -> list[bytes]:
-    """Return the documents of a file, as UTF-8 where they come from JSON or a table; empty ones are left out.
+    """Return the documents of a file without empty ones. Documents from JSON or tables are UTF-8.
 
     Args:
-        path: of whatever kind.
-        field: that holds the text of JSON objects and of tables; "" takes JSON as it stands.
+        path: a file of any format.
+        field: the field of JSON objects and tables that holds the text; "" reads JSON files as plain text.
 
     Raises:
-        InputError: if it cannot be read, is of no kind that holds text, or has no such field.
+        InputError: if the file cannot be read, has no text, or lacks the field.
     """
     try:
         data = path.read_bytes()
@@ -69,9 +71,9 @@ def read_documents(path: Path, field: str) -> list[bytes]:
 
 
 def is_left_out(path: Path) -> bool:
-    """Whether a file that a folder holds is passed over: what is neither text nor a table nor compressed.
+    """Return whether a file in a data folder is ignored because it is neither text nor a table nor compressed.
 
-    One that cannot be opened is not: reading it says why.
+    Files that cannot be opened are not ignored: reading them raises an error with the reason.
     """
     try:
         with path.open("rb") as file:
@@ -84,7 +86,7 @@ def is_left_out(path: Path) -> bool:
 
 
 def holds_table(path: Path) -> bool:
-    """Whether a file is a table, which pyarrow reads."""
+    """Return whether a file is a table, which pyarrow reads."""
     try:
         with path.open("rb") as file:
             head = file.read(8)
@@ -94,7 +96,7 @@ def holds_table(path: Path) -> bool:
 
 
 def what_is_wrong(head: bytes) -> tuple[str, str] | None:
-    """Return why the start of a file is no text, and what to do about it; None for text."""
+    """Return why the start of a file is not text, and how to remedy it; None for text."""
     for magic, name, remedy in REFUSED:
         if head.startswith(magic):
             return name, remedy
@@ -138,7 +140,8 @@ def _is_object(line: bytes) -> bool:
 
 
 def _json_lines(data: bytes, path: Path, field: str) -> list[bytes]:
-    """Return the texts of JSON lines; of a file of one object without the field, the file, which is JSON of its own."""
+    """Return the texts of JSON lines. A file of a single object without the field is ordinary JSON, and is returned as
+    text."""
     lines = [(number, line) for number, line in enumerate(data.splitlines(), start=1) if line.strip()]
     found = []
     for number, line in lines:
@@ -163,7 +166,7 @@ def _json_lines(data: bytes, path: Path, field: str) -> list[bytes]:
 
 
 def _json_array(data: bytes, field: str) -> list[bytes]:
-    """Return the texts of an array of objects that all have one; any other file that begins so is text."""
+    """Return the texts of an array of objects that all have the field. Any other file is returned as text."""
     try:
         rows = json.loads(data)
     except (ValueError, RecursionError):

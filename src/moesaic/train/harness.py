@@ -1,4 +1,4 @@
-"""A run's decoder as a model of EleutherAI's lm-evaluation-harness, so that its tasks can judge it.
+"""A run's decoder as a model of EleutherAI's lm-evaluation-harness, to evaluate it on the harness's tasks.
 
     pip install "moesaic[eval]"
 
@@ -6,8 +6,9 @@
     from moesaic.train.harness import HarnessModel
     print(lm_eval.simple_evaluate(HarnessModel.of_run("runs/gpt-small"), tasks=["lambada_openai", "hellaswag"])["results"])
 
-The harness asks three things: how likely a continuation is after a context, how likely a whole text is, and what the model
-writes until some text comes. Texts longer than the model's context lose their beginning, as in the harness's own models.
+The harness needs three things: the log-likelihood of a continuation after a context, the log-likelihood of a text, and
+text generated up to a stop string. Texts longer than the model's context lose their beginning, as in the harness's own
+models.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ except ImportError as error:
     raise InputError('lm-eval is not installed: pip install "moesaic[eval]"') from error
 
 MOST_NEW_TOKENS = 256
-"""Written where a task does not say how many."""
+"""Number of tokens to generate if a task does not set it."""
 
 
 class HarnessModel(TemplateLM):
     """A decoder that answers the harness's requests.
 
     Args:
-        model: in evaluation mode.
-        tokenizer: makes ids of text and back.
-        batch_size: requests that are scored at once.
+        model: a model in evaluation mode.
+        tokenizer: the model's tokenizer.
+        batch_size: number of requests that are scored at once.
     """
 
     def __init__(self, model: GPT, tokenizer: AbstractTokenizer, *, batch_size: int = 8) -> None:
@@ -47,7 +48,7 @@ class HarnessModel(TemplateLM):
             raise InputError(f"lm-eval asks for continuations, which an {model.config.block.kind} does not write")
         self.model, self.text, self._batch_size = model, tokenizer, batch_size
         self.longest = model.config.seq_len
-        """Tokens of the context."""
+        """Tokens of the model's context."""
 
     @classmethod
     def of_run(cls, folder: str | Path, *, device: str = "auto", batch_size: int = 8) -> HarnessModel:
@@ -57,14 +58,14 @@ class HarnessModel(TemplateLM):
             device: auto, cpu or cuda.
 
         Raises:
-            InputError: if there is no run, it has no text, or its model continues nothing.
+            InputError: if there is no run, its tokenizer is unknown, or its model is not a decoder.
         """
         trained = load_trained(Path(folder), device)
         return cls(trained.model, trained.tokenizer, batch_size=batch_size)
 
     @property
     def eot_token_id(self) -> int:
-        """The id that stands before a text that has no context: that of a line break, with which documents are joined."""
+        """The id that precedes a text without context: that of a line break, which separates documents."""
         return int(self.tok_encode("\n")[0])
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
@@ -79,7 +80,7 @@ class HarnessModel(TemplateLM):
         return [found for start in range(0, len(pairs), self._batch_size) for found in self._scored(pairs, start)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of each text, in nats, cut into stretches that fit the context."""
+        """Return the log-likelihood of each text in nats. Texts are cut into chunks that fit the context."""
         found = []
         for request in requests:
             ids = [self.eot_token_id, *self.tok_encode(request.args[0])]
@@ -89,7 +90,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return what the model writes after each context, up to the first text that ends it."""
+        """Return the text generated after each context, up to the first stop string."""
         found = []
         for request in requests:
             context, options = request.args
@@ -109,7 +110,8 @@ class HarnessModel(TemplateLM):
 
     @torch.inference_mode()
     def _scored(self, pairs: Sequence[tuple[list[int], list[int]]], start: int) -> Iterator[tuple[float, bool]]:
-        """Yield the log-likelihood of some continuations, and whether each token of theirs is the likeliest."""
+        """Yield the log-likelihood of each continuation of a batch, and whether each of its tokens is the most likely
+        one."""
         some = pairs[start : start + self._batch_size]
         rows = [(context + continuation)[-(self.longest + 1) :] for context, continuation in some]
         width = max(map(len, rows)) - 1

@@ -1,10 +1,10 @@
-"""Several processes, as a launcher starts them: joining them into a group, the roll of them, and one line on behalf of all when
-one fails.
+"""Runs of several processes: joining them into a process group, the roll of ranks, and one error line for all ranks.
 
-Any launcher will do that sets what torch's env:// asks for: torchrun, `accelerate launch`, or srun and mpirun through a line
-that names the variables (docs/training.md). The roll tells which process each rank is, whether it still counts, and what
-became of it: every rank signs in the store that all of them reach. A process of the same machine is looked up there; of one
-elsewhere only its counting tells.
+Any launcher works that sets the variables of torch's env:// rendezvous: torchrun, `accelerate launch`, or srun and
+mpirun with a command that sets them (docs/training.md). Every rank signs the roll, which lies in the store that all
+ranks share. The roll says which process each rank is, whether that process still sends heartbeats, and what became of
+it. A process on the same machine is also looked up in the system; of a process on another machine only the heartbeats
+are known.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torch's env:// asks of a launcher."""
+"""The variables that torch's env:// rendezvous needs from a launcher."""
 OTHERS = (
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
-"""Launchers that say under names of their own which rank this is, of how many, and which of its node."""
+"""Launchers with variables of their own: launcher, then the variables of rank, world size and local rank."""
 
 
 class Launch:
-    """This process's place among those that a launcher started; alone without one.
+    """This process among those that a launcher started, or alone without a launcher.
 
     Args:
-        roll: of all of them; None for one alone.
+        roll: the roll of all ranks; None for a single process.
     """
 
     def __init__(self, roll: Roll | None = None) -> None:
@@ -58,16 +58,17 @@ class Launch:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process talks to people."""
+        """Whether this process is the one that prints."""
         return self._roll is None or dist.get_rank() == 0
 
     def fails_first(self, error: Exception) -> bool:
-        """Note that this process fails; return whether no other did before, in which case it should say why.
+        """Note that this process fails. Return whether it is the first one to fail, and should therefore report the
+        error.
 
-        The first failure is also written down for torchrun, whose summary then holds it.
+        The first failure is also recorded for torchrun, which prints it in its summary.
 
         Raises:
-            ConnectionError: if nobody can be asked: the store is gone with the process that kept it, or cut off.
+            ConnectionError: if the store does not answer, because its process is gone or cut off.
         """
         if self._roll is None:
             return True
@@ -84,10 +85,10 @@ class Launch:
         return is_first
 
     def leave(self) -> None:
-        """End the process after a run that went well; return where there are no others.
+        """End the process after a successful run; return if it is the only one.
 
-        It does not wait for the interpreter to take itself apart, which takes a second and may go wrong while threads of
-        process groups still run: torchrun would report a failure of a run that is saved.
+        It does not wait for the interpreter's shutdown, which takes a second. The shutdown may also crash while threads
+        of process groups still run, and torchrun would then report a failure of a run that is saved.
         """
         if self._roll is not None:
             dist.barrier()
@@ -97,18 +98,19 @@ class Launch:
 
 
 def launch(patience: float = START_PATIENCE) -> Launch:
-    """Join the processes that a launcher started, Gloo on CPUs and NCCL on GPUs, each rank of a node with its own GPU.
+    """Join the processes that a launcher started, with Gloo on CPUs and NCCL on GPUs. Each rank of a node gets its own
+    GPU.
 
-    CPU tensors stay on Gloo where there are GPUs: what ranks agree on step by step then waits for no GPU. Where torchrun
-    starts ranks anew (--max-restarts, --nnodes 1:4), they do not see what earlier ones left in the store. Where it dies, they
-    save and end.
+    CPU tensors use Gloo even if there are GPUs, so agreements between ranks in every step do not wait for a GPU. Ranks
+    that torchrun restarts (--max-restarts, --nnodes 1:4) do not see entries of earlier attempts in the store. If
+    torchrun dies, the ranks save and end.
 
     Args:
-        patience: seconds that ranks wait for each other to come.
+        patience: seconds that ranks wait for each other to join.
 
     Raises:
-        InputError: if a launcher started several processes and did not say enough for them to meet.
-        TrainingError: if they do not meet in time.
+        InputError: if a launcher started several processes without the variables that they need to meet.
+        TrainingError: if the ranks do not meet in time.
     """
     if not dist.is_available() or not _has_company():
         return Launch()
@@ -134,23 +136,23 @@ def launch(patience: float = START_PATIENCE) -> Launch:
             f"({_first_line(error)}): see that every rank was started and reaches that port, or raise "
             "the first number of --patience"
         ) from error
-    dist.distributed_c10d._set_pg_timeout(dist.default_pg_timeout)  # the watch over a run gives up before that
+    dist.distributed_c10d._set_pg_timeout(dist.default_pg_timeout)  # `Watch` ends a hanging run before that
     return Launch(roll)
 
 
 def meet(store: Store, rank: int, world: int, patience: float) -> str:
-    """Return a word that only the ranks of this attempt know; all of them call it.
+    """Return an id that only the ranks of this attempt know. All ranks call it.
 
-    The store outlives ranks, and nothing that torchrun sets tells one attempt from the next: a node that leaves or joins starts
-    the ranks anew under the same count of restarts, and nodes count differently. So each rank leaves a word of its own, the
-    first one answers each word with its own, and goes on once everybody has answered that.
+    The store outlives ranks, and no variable of torchrun identifies an attempt: if a node leaves or joins, the ranks
+    restart under the same restart count, and nodes count differently. So each rank writes a random word. Rank 0 answers
+    each word with its own, and returns once every rank has confirmed the answer.
 
     Args:
-        store: that all of them reach, with whatever earlier attempts left there.
-        patience: seconds that they wait for each other.
+        store: the store that all ranks share, with possible entries of earlier attempts.
+        patience: seconds that the ranks wait for each other.
 
     Raises:
-        DistStoreError: if they do not all come in time.
+        DistStoreError: if some ranks do not come in time.
     """
     own = secrets.token_hex(8)
     if rank:
@@ -165,7 +167,7 @@ def meet(store: Store, rank: int, world: int, patience: float) -> str:
     missing, until = set(range(1, world)), time.monotonic() + patience
     while missing:
         for each in missing:
-            if store.check([f"moesaic/comes/{each}"]):  # perhaps of an earlier attempt: then its rank comes later
+            if store.check([f"moesaic/comes/{each}"]):  # may be of an earlier attempt; its rank then comes later
                 store.set(f"moesaic/answer/{store.get(f'moesaic/comes/{each}').decode()}", own)
         missing = {each for each in missing if not store.check([f"moesaic/{own}/came/{each}"])}
         if time.monotonic() > until:
@@ -177,7 +179,7 @@ def meet(store: Store, rank: int, world: int, patience: float) -> str:
 
 
 def _end_with(parent: int) -> None:
-    """Ask this process to save and end once the one that started it is gone."""
+    """Ask this process to save and end once its parent process is gone."""
     while os.getppid() == parent:
         time.sleep(1)
     print(f"moesaic: torchrun (process {parent}) is gone: its ranks save and end", file=sys.stderr, flush=True)
@@ -185,7 +187,7 @@ def _end_with(parent: int) -> None:
 
 
 def _has_company() -> bool:
-    """Whether a launcher started this process among others, or torchrun alone."""
+    """Return whether this process is to join others: a launcher started several, or torchrun started one."""
     said = {name: os.environ.get(name, "") for name in NEEDED}
     if not said["RANK"] and not said["WORLD_SIZE"]:
         for launcher, rank, world, local in OTHERS:
@@ -217,33 +219,33 @@ def _first_line(error: Exception) -> str:
 
 
 SignalHandler = Callable[[int, FrameType | None], Any] | int | None
-"""What `signal.signal` takes and returns."""
+"""The type of the handlers that `signal.signal` takes and returns."""
 ANSWER_SECONDS = 10.0
-"""How long the store may take for an answer."""
+"""Seconds that the store may take to answer."""
 OF_CONNECTIONS = ("gloo", "NCCL", "connection closed by rank")
-"""Words of errors that come of a connection between ranks."""
+"""Words that mark an error as a broken connection between ranks."""
 
 
 class Roll:
-    """The ranks of a run, seen from one of them.
+    """The ranks of a run and the state of their processes, as one rank sees them.
 
     Args:
-        pause: seconds between two signs of life of a rank.
+        pause: seconds between two heartbeats of a rank.
     """
 
     def __init__(self, store: Store, rank: int, world: int, pause: float = 1.0) -> None:
         self.store, self.rank, self.world, self._pause = store, rank, world, pause
 
     def sign(self) -> None:
-        """Write down which process this rank is."""
+        """Write this rank's process and host into the store."""
         self.store.set(f"roll/process/{self.rank}", own_name())
 
     def count(self, beats: int) -> None:
-        """Give a sign of life."""
+        """Write this rank's heartbeat count into the store."""
         self.store.set(f"roll/beats/{self.rank}", str(beats))
 
     def fate(self, rank: int) -> str:
-        """Return what is known of a rank that does not answer."""
+        """Return what is known about a rank that does not answer."""
         process = self._told("process", rank)
         if not process:
             return "has not started"
@@ -252,25 +254,25 @@ class Roll:
         return _fate_here(int(process.split()[1]))
 
     def dead(self) -> dict[int, str]:
-        """Return ranks whose process is gone, with what is known of it.
+        """Return the ranks with a dead process, and what is known about each.
 
         Raises:
-            RuntimeError: if nobody can be asked, as the store is gone or cut off.
+            RuntimeError: if the store is gone or cut off.
         """
         others = [rank for rank in range(self.world) if rank != self.rank]
         before = {rank: self._told("beats", rank) for rank in others}
-        for _ in range(30):  # the system takes a moment to end a process whose connections are closed already
+        for _ in range(30):  # a process may still exist for a moment after its connections are closed
             dead = {rank: fate for rank in others if (fate := self.fate(rank)).startswith("died")}
             if dead:
                 return dead
             time.sleep(0.1)
         elsewhere = [rank for rank in others if before[rank] and self._is_elsewhere(rank)]
-        if elsewhere:  # of whom only the counting tells
+        if elsewhere:  # only a heartbeat shows whether a process on another machine lives
             time.sleep(2 * self._pause)
         return {rank: self.fate(rank) for rank in elsewhere if self._told("beats", rank) == before[rank]}
 
     def _told(self, what: str, rank: int) -> str:
-        """Return what a rank wrote down of itself; empty where it did not."""
+        """Return what a rank wrote about itself into the store; empty if it wrote nothing."""
         key = f"roll/{what}/{rank}"
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
@@ -280,12 +282,13 @@ class Roll:
 
 @contextmanager
 def telling(roll: Roll | None, when: str) -> Iterator[None]:
-    """A stretch in which an error that comes of the death of other ranks, or of a connection to them, says so in one line.
+    """Turn errors that the death of other ranks, or a broken connection to them, caused into one TrainingError line.
 
-    From the error on a process of several ignores SIGTERM: it ends anyway, and says why before.
+    After such an error in a run of several ranks, the process ignores SIGTERM. It ends anyway, but first reports the
+    reason.
 
     Raises:
-        TrainingError: if it ends by an error, and other ranks are dead or a connection to them broke.
+        TrainingError: if the block raises, and other ranks are dead or a connection to them broke.
     """
     try:
         yield
@@ -294,7 +297,7 @@ def telling(roll: Roll | None, when: str) -> Iterator[None]:
     except RuntimeError as error:
         if roll is not None:
             with suppress(ValueError):  # not in the main thread
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which would come before the words
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's SIGTERM would come before the message
         try:
             dead = {} if roll is None else roll.dead()
         except RuntimeError:
@@ -310,12 +313,13 @@ def telling(roll: Roll | None, when: str) -> Iterator[None]:
 
 
 def heed_sigterm(roll: Roll, when: Callable[[], str]) -> SignalHandler:
-    """Have SIGTERM end this process by saying which ranks are dead, as torchrun sends it once one of them is.
+    """Make SIGTERM end this process with an error that names the dead ranks. torchrun sends SIGTERM once a rank has
+    died.
 
-    It may come before this process has missed them. Where nobody is dead it has its usual effect.
+    SIGTERM may come before this process noticed the death. If no rank is dead, SIGTERM has its usual effect.
 
     Returns:
-        what SIGTERM did before; None where signals cannot be handled, outside the main thread.
+        the previous handler of SIGTERM; None outside the main thread, where signals cannot be handled.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -334,15 +338,15 @@ def heed_sigterm(roll: Roll, when: Callable[[], str]) -> SignalHandler:
 
 
 def answered(ask: Callable[[], T], seconds: float) -> T:
-    """Return what a question to the store is answered by.
+    """Return the result of `ask`, a question to the store.
 
-    The store's own timeouts bound how long it waits for a key, not how long a cut link keeps its answer back.
+    The store's own timeouts limit how long it waits for a key, but not how long a cut link delays the answer.
 
     Args:
-        seconds: how long to wait; the question goes on in a thread of its own.
+        seconds: how long to wait for the answer; `ask` runs in a thread that is not stopped.
 
     Raises:
-        ConnectionError: if there is no answer, or the store is gone.
+        ConnectionError: if there is no answer in time, or the store is gone.
     """
     found: list[T] = []
 
@@ -359,17 +363,17 @@ def answered(ask: Callable[[], T], seconds: float) -> T:
 
 
 def own_name() -> str:
-    """Return the number and host of this process."""
+    """Return the process id and host of this process."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _named(dead: dict[int, str]) -> str:
-    """Return one line on ranks and what became of them."""
+    """Return one line that names ranks and what became of them."""
     return ", ".join(f"rank {rank} {fate}" for rank, fate in dead.items())
 
 
 def _fate_here(number: int) -> str:
-    """Return what a process of this machine does."""
+    """Return the state of a process on this machine, in words."""
     try:
         fields = Path(f"/proc/{number}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     except OSError:

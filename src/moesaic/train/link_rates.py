@@ -1,5 +1,8 @@
-"""Whether links carry what they did, and those of each node what those of the others do: a few messages inside nodes and
-between them, timed now and then while a run trains."""
+"""Detection of changes in link speed: a few messages inside and between nodes are timed now and then while a run
+trains.
+
+The times show whether links are as fast as before, and whether one node's links differ from those of the others.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,21 @@ from moesaic.program.grid import Grid
 from moesaic.train.ranks import Ranks
 
 PROBE_BYTES = 1 << 18
-"""Of a message."""
+"""Bytes of a probe message."""
 REPEATS = 5
-"""Messages of each kind, of which the fastest counts: what disturbs makes slower."""
+"""Probe messages of each kind. The fastest one counts, since disturbances only slow messages down."""
 DRIFT = 0.2
-"""Share by which a rate must have changed, or differ from what the other nodes have, in two probes one after the other."""
+"""Relative change of a rate, or difference to the other nodes' rates, that counts as drift if two consecutive probes
+show it."""
 KINDS: dict[LinkKind, str] = {"inside": "inside nodes", "outside": "between nodes"}
-"""Which links are probed, and what they are called."""
+"""The kinds of links that are probed, and what they are called in messages."""
 
 
 class LinkRates:
-    """Remembers how fast the links of each node were; all ranks make it and call it together.
+    """Remembers the link speed of each node. All ranks create it and call its methods together.
 
     Args:
-        cluster: what is said of the links, so that nodes which it says are unlike are taken for what it says; None: all alike.
+        cluster: description of the links, which may differ between nodes; None if all nodes have the same links.
     """
 
     def __init__(self, ranks: Ranks, cluster: ClusterSpec | None = None) -> None:
@@ -38,11 +42,11 @@ class LinkRates:
         self._before: dict[LinkKind, np.ndarray] = {}
 
     def drift(self) -> LinkTimes:
-        """Probe the links; return, the same on all ranks, of which kinds those of each node are now how many times as fast as
-        they were.
+        """Probe the links. Return, identically on all ranks, each node's current link speed over its usual speed, for
+        the kinds of links that changed.
 
-        The first probe says what is usual: what the median node has. A change counts where two probes agree on it, and is usual
-        from then on; so a node whose link is slow from the start is found by the second probe.
+        The first probe defines the usual speed, that of the median node. A change counts if two probes agree on it, and
+        then becomes the usual speed. The second probe therefore finds a node with a link that is slow from the start.
         """
         found: dict[LinkKind, tuple[float, ...]] = {}
         for kind in KINDS:
@@ -74,10 +78,11 @@ class LinkRates:
         return (self._per_node if kind == "inside" else self._grid.world // self._per_node) > 1
 
     def _seconds(self, kind: LinkKind) -> np.ndarray:
-        """Return how long messages of the ranks of each node take, (nodes,) float64, the same on all ranks.
+        """Return how long messages of each node's ranks take, (nodes,) float64, identically on all ranks.
 
-        Inside nodes that is the slowest rank's. Between nodes each sends to the next one and hears of the one before, and
-        what is faster counts: of two nodes whose message is slow, the one that is fast with another node is not to blame.
+        Inside nodes, the slowest rank's time counts. Between nodes, each node sends to the next and receives from the
+        previous one, and the faster of its two times counts. If a message between two nodes is slow, the node that is
+        fast with its other neighbour is therefore not blamed.
         """
         grid, per_node = self._grid, self._per_node
         assert self._ranks.mesh is not None
@@ -91,10 +96,11 @@ class LinkRates:
         return heard if kind == "inside" else np.minimum(heard, np.roll(heard, -1))
 
     def _message(self, kind: LinkKind, hears: range) -> float:
-        """Return how long the message takes that this rank gets in one phase; of others what it took to send.
+        """Return how long this rank's message takes in one phase: the one it receives, or else the one it sends.
 
         Args:
-            hears: nodes that get a message; those before them send, inside nodes to themselves.
+            hears: nodes that receive a message. Between nodes, their predecessors send it; inside nodes, the same nodes
+                do.
         """
         mesh, per_node = self._ranks.mesh, self._per_node
         assert mesh is not None
@@ -109,7 +115,7 @@ class LinkRates:
         sends = {to: message} if kind == "inside" or (node + 1) % (world // per_node) in hears else {}
         receives = {source: torch.empty_like(message)} if node in hears else {}
         tag = mesh.transport.take_tags(1)
-        self._ranks.gathered(None)  # so that all begin together
+        self._ranks.gathered(None)  # a barrier, so that all ranks begin together
         start = time.perf_counter()
         mesh.transport.wait(mesh.transport.issue(Transfer(rank, tag, sends, receives)))
         if device.type == "cuda":
@@ -117,7 +123,7 @@ class LinkRates:
         return time.perf_counter() - start
 
     def _said(self, kind: LinkKind) -> np.ndarray:
-        """Return what the cluster says that `_seconds` are, (nodes,), up to a factor."""
+        """Return the `_seconds` that the described cluster predicts, (nodes,), up to a constant factor."""
         world, per_node = self._grid.world, self._per_node
         nodes = world // per_node
         if self._cluster is None:
@@ -132,7 +138,10 @@ class LinkRates:
 
 
 def phases(nodes: int) -> list[range]:
-    """Return which nodes get a message of the one before them, phase by phase, so that none gets and sends at once: what a rank
-    measures is then one message. Three phases where the number of nodes is odd."""
+    """Return, phase by phase, the nodes that receive a message from the previous node.
+
+    No node receives and sends in the same phase, so each rank times a single message. An odd number of nodes needs
+    three phases.
+    """
     even = nodes - nodes % 2
     return [range(1, even, 2), range(0 if even == nodes else 2, nodes, 2), *([range(1)] if even != nodes else [])]

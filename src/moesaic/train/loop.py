@@ -1,4 +1,4 @@
-"""The training loop: micro-batches, steps, evaluation, checkpoints, and leaving cleanly."""
+"""The training loop: micro-batches, optimizer steps, evaluation, checkpoints, and a clean stop on a signal."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ from moesaic.train.state import RunState, open_run, rng_state
 from moesaic.train.watch import Watch
 
 DECAY_SHARE = 0.2
-"""Share of the steps after the warm-up over which the schedule wsd comes down (Hu et al. 2024 take 10 to 20 %)."""
+"""Share of the steps after the warm-up over which the wsd schedule decays (Hu et al. 2024 take 10 to 20 %)."""
 T = TypeVar("T")
 PROBE_SEQUENCES = 2
-"""Validation sequences of the fixed batch on which churn is measured."""
+"""Number of validation sequences in the fixed batch on which churn is measured."""
 MOST_RETURNS = 3
-"""Times that a run goes back from a spike to one checkpoint; then it goes on whatever the loss."""
+"""How often a run may roll back from a spike to the same checkpoint. After that, spikes no longer roll it back."""
 
 
 @dataclass(frozen=True)
@@ -66,26 +66,27 @@ class TrainResult:
 
     folder: Path
     step: int
-    """Optimizer steps taken in all."""
+    """Optimizer steps taken in total."""
     val_nats_per_byte: float | None
-    """Of this process's last evaluation, on validation data, per byte of text (per token for `.bin` files). None only if
-    the run was stopped before one; a run that is taken up again after its last step is evaluated once more."""
+    """Validation loss of this process's last evaluation, per byte of text (per token for `.bin` files). None only if
+    the run was stopped before its first evaluation. A run that is resumed after its last step is evaluated once
+    more."""
     seconds: float
-    """Spent in training steps in all, without evaluation."""
+    """Total seconds spent in training steps, without evaluation."""
     was_stopped: bool
-    """True if a signal ended it early; it can be resumed."""
+    """True if a signal ended the run early; it can be resumed."""
 
 
 def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult:
-    """Train a model as configured; where a process group is initialised, together with its other ranks.
+    """Train a model as configured. If a process group is initialised, all its ranks train together.
 
     Args:
-        console: where the first rank's progress goes; None for standard output.
+        console: receives the first rank's progress; None for standard output.
 
     Raises:
-        InputError: for bad input; nothing half-written stays behind.
-        TrainingError: if the loss or the gradient of several steps in a row, a parameter or the validation loss is not finite,
-            ranks hold different copies of a weight, or another rank has died; the last checkpoint stays.
+        InputError: for bad input; no half-written files are left behind.
+        TrainingError: if the loss or gradient of several consecutive steps, a parameter or the validation loss is not
+            finite, if ranks hold different copies of a weight, or if another rank died. The last checkpoint is kept.
     """
     console = console or Console()
     is_first = not dist.is_initialized() or dist.get_rank() == 0
@@ -120,7 +121,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
 
 
 def _starting(config: TrainConfig) -> Watch:
-    """Return the watch over ranks that have no model yet."""
+    """Return a watch over the ranks while they have no model yet."""
     long = (with_planned, find_candidates, open_run)
     return Watch(nn.Module(), None, config.patience[0], lambda: "the start", lambda: "start the run again", long)
 
@@ -142,7 +143,7 @@ class Trainer:
         self.spikes = Spikes()
         self.moe_layers = {name: part for name, part in run.model.named_modules() if isinstance(part, MoE)}
         self.goes_back = False
-        """Whether a spike of the loss takes the run back to its last checkpoint."""
+        """Whether a loss spike rolls the run back to its last checkpoint."""
         self._saving: Saving | None = None
         self._told = [run.seconds] + [0.0] * (1 + run.ranks.world)
         self._group: str | bool = run.config.saving().in_background
@@ -154,7 +155,7 @@ class Trainer:
         self.experts = ExpertMover(run.config, run.model, run.ranks.mesh, run.optimizer, width)
 
     def run(self) -> TrainResult:
-        """Train to the last step, or until a signal; returns how it ended."""
+        """Train until the last step or a signal. Return how the run ended."""
         state, config = self.state, self.config
         handle = balance_on_step(state.optimizer, self.model)
         with self.ranks.together():
@@ -192,7 +193,7 @@ class Trainer:
                 self._finish_saving()
                 if state.step < config.steps and stopped_by:
                     progress.say(f"stopped by {stopped_by} after step {state.step}, saved; go on with {self._resume()}")
-                elif val_loss is None:  # taken up again after its last step
+                elif val_loss is None:  # resumed after its last step
                     val_loss = self._evaluate()
         finally:
             self._metrics.close()
@@ -203,7 +204,8 @@ class Trainer:
         return step % every == 0 or step == self.config.steps
 
     def _step(self) -> dict[str, Any]:
-        """Take one optimizer step, or leave it out; returns its values if the step is logged."""
+        """Take one optimizer step, or skip it if its numbers are wrong. Return the values to log, which are empty for
+        steps that are not logged."""
         config, state = self.config, self.state
         logs = self._is_due(config.log_every, state.step + 1)
         self.planner.before_step()
@@ -228,7 +230,7 @@ class Trainer:
             state.optimizer.zero_grad()
             state.step += 1
         self.planner.after_step(self.clock.seconds - started)
-        with self.clock.training():  # counts, but says nothing about the plan that ran
+        with self.clock.training():  # training time, but not time of the plan that ran
             self.experts.after_step()
         if not logs:
             return {}
@@ -242,16 +244,17 @@ class Trainer:
         return gradient_norm(self.model.parameters())
 
     def _accumulate(self, *, again: bool = False) -> tuple[Tensor, list[list[dict[str, Tensor]]]]:
-        """Add up the gradient of the step's micro-batches; returns the mean loss and each one's auxiliary losses, by layer.
+        """Add up the gradients of the step's micro-batches. Return the mean loss, and each micro-batch's auxiliary
+        losses by layer.
 
         Args:
-            again: this step was run before, so its routing is recorded and counted already.
+            again: whether the same step ran before, so that its routing is already recorded and counted.
         """
         count, state = self.config.accumulation, self.state
         self.model.train()
         set_loss_scale(self.model, 1 / count)
         if self.ranks.dp * self.ranks.pp > 1:
-            # Noise is alike in a tp group, apart in each dp group and stage, and a function of the step.
+            # Noise depends on the step, the dp group and the stage; ranks of a tp group draw the same.
             group = self.ranks.dp_index + self.ranks.dp * self.ranks.stage
             torch.manual_seed(hash((self.config.seed, state.step, group)))
         if isinstance(self.model, PipelinedGPT):
@@ -263,19 +266,19 @@ class Trainer:
         return self.ranks.mean(loss), auxiliary
 
     def _noted(self, routings: list[Routing], *, again: bool) -> list[dict[str, Tensor]]:
-        """Add a micro-batch to the load, the first time; returns the auxiliary losses of its layers."""
+        """Add a micro-batch to the load meter unless `again`. Return the auxiliary losses of its layers."""
         if not again:
             self.meter.add(routings)
         return [routing.losses for routing in routings]
 
     def _batch(self, micro: int) -> tuple[Tensor, Tensor]:
-        """Return tokens and targets of a micro-batch of the step."""
+        """Return the tokens and targets of one micro-batch of the current step."""
         state = self.state
         tokens, targets = state.batches.get((state.step + state.left_out) * self.config.accumulation + micro)
         return tokens.to(state.device), targets.to(state.device)
 
     def _run_in_turn(self, model: GPT, *, again: bool) -> tuple[Tensor, list[list[dict[str, Tensor]]]]:
-        """Run forward and backward of one micro-batch after the other."""
+        """Run forward and backward of all micro-batches, one after another."""
         count, state = self.config.accumulation, self.state
         loss = torch.zeros((), device=state.device, dtype=torch.promote_types(state.dtype, torch.float32))
         auxiliary = []
@@ -290,7 +293,7 @@ class Trainer:
         return loss, auxiliary
 
     def _interval(self) -> dict[str, Any]:
-        """Return speed and balance since the last call."""
+        """Return speed and balance since the previous call."""
         speed = self.clock.interval()
         model = self.config.model
         flops = flops_per_token(model, self.model.num_active_parameters(), model.seq_len)
@@ -307,9 +310,10 @@ class Trainer:
         }
 
     def _times(self) -> dict[str, Any]:
-        """Return what the ranks' steps took since the last call, what their programs worked and for whom they waited.
+        """Return, per rank, the seconds of its steps since the previous call, of its programs' compute, and of its
+        waits for each rank.
 
-        A host that hands its work to a GPU knows neither, so only runs on CPUs tell.
+        Only CPU runs report them: a host that queues work on a GPU can measure neither compute nor waits.
         """
         if self.ranks.mesh is None or self.state.device.type != "cpu":
             return {}
@@ -321,7 +325,7 @@ class Trainer:
         return {"ranks": {"seconds": seconds, "compute": compute, "waited": waited}}
 
     def _leave_out(self, wrong: str) -> None:
-        """Pass over a step whose numbers are wrong, on all ranks alike; the last of so many in a row ends the run."""
+        """Skip a step with wrong numbers, on all ranks. End the run if it is the last of the allowed number in a row."""
         state, most = self.state, self.config.numbers[0]
         origin = find_origin(self.model, self.ranks, lambda: self._accumulate(again=True))
         state.optimizer.zero_grad()
@@ -340,10 +344,10 @@ class Trainer:
         return TrainingError(f"{wrong}{since}; {self._kept()}: lower --optimizer.lr, or raise --optimizer.warmup-steps")
 
     def _look_for_spike(self, loss: float) -> None:
-        """Say it where the loss leaps; go back to the last checkpoint where the run is told to.
+        """Report a spike of the loss, and roll back to the last checkpoint if the run is configured to.
 
         Raises:
-            LossSpikeError: on all ranks, to go back.
+            LossSpikeError: on all ranks, to roll back.
         """
         usual = self.spikes.usual(loss)
         if usual is None:
@@ -359,7 +363,7 @@ class Trainer:
         self._say(f"{line}, and the run goes on{hint}")
 
     def _balance(self) -> list[dict[str, object]]:
-        """Return the load of the layers since the last call; say once of each router that it has collapsed."""
+        """Return the load of the layers since the previous call. Report each collapsed router once."""
         loads = self.meter.take()
         found = collapsed_routers(loads, list(self.moe_layers), self.config.model.moe.top_k)
         for name in found.keys() - self._collapsed:
@@ -368,11 +372,12 @@ class Trainer:
         return [load.as_dict() for load in loads]
 
     def _of_all_layers(self, own: list[T]) -> list[T]:
-        """Return what each MoE layer of the model has, from what those that are here have; all ranks call it together."""
+        """Return one value per MoE layer of the whole model, from the values of the layers on this rank. All ranks call
+        it together."""
         return list(self.ranks.of_stages(dict(zip(self._layers, own))).values())
 
     def _mean_losses(self, auxiliary: list[list[dict[str, Tensor]]]) -> dict[str, float]:
-        """Return each auxiliary loss's mean over the layers and the micro-batches of a step."""
+        """Return each auxiliary loss, averaged over the layers and micro-batches of a step."""
         own = [
             {name: float(torch.stack([each[name] for each in calls]).mean()) for name in calls[0]}
             for calls in zip(*auxiliary)
@@ -382,13 +387,13 @@ class Trainer:
 
     @property
     def _layers(self) -> Sequence[int]:
-        """Which of the model's MoE layers are here."""
+        """Numbers of the model's MoE layers on this rank."""
         if isinstance(self.model, PipelinedGPT):
             return self.model.layers
         return range(len(self.moe_layers))
 
     def _evaluate(self) -> float:
-        """Measure and write down the validation loss; returns nats per byte."""
+        """Measure and log the validation loss. Return it in nats per byte."""
         state = self.state
         found = evaluate(
             self.model, state.corpus, state.eval_windows,
@@ -411,7 +416,7 @@ class Trainer:
 
     @torch.no_grad()
     def _probe_sets(self) -> list[Tensor]:
-        """Return which experts each token of the fixed probe batch uses, per MoE layer."""
+        """Return, per MoE layer, which experts each token of the fixed probe batch uses."""
         if self.config.model.is_dense:
             return []
         self.model.eval()
@@ -421,7 +426,7 @@ class Trainer:
         return [expert_sets(routing) for routing in output.routings]
 
     def _churn(self, before: list[Tensor]) -> list[float]:
-        """Return for each MoE layer the share of the probe's tokens, over all dp groups, whose experts changed."""
+        """Return, per MoE layer, the share of the probe's tokens whose experts changed, over all dp groups."""
         here = [(churn(a, b) * len(a), len(a)) for a, b in zip(before, self._probe_sets())]
         layers = self.model.num_sparse if isinstance(self.model, PipelinedGPT) else len(self.moe_layers)
         found = torch.zeros(layers, 2, dtype=torch.float64)
@@ -440,14 +445,14 @@ class Trainer:
         with self.ranks.together():
             if self.ranks.is_first:
                 sealed = state.claim.seal()
-        # The step before was checked, but the update may overflow; the earlier checkpoint must outlive that.
+        # The last step's gradient was checked, but its update may overflow. The earlier checkpoint must survive that.
         largest = largest_parameter(self.model, self.ranks)
         if not math.isfinite(largest):
             wrong = f"the largest parameter of step {state.step} is not finite ({largest})"
             raise self._not_finite(wrong, weights_not_finite(self.model, self.ranks))
         require_same_weights(self.model, self.ranks, state.step, self.how_to_go_on(), align=True)
         if self._group is True and self.ranks.mesh is not None:
-            # By name: nothing may hold a group longer than torch.
+            # Keep the name only: a reference would keep the group alive after torch destroyed it.
             self._group = dist.new_group(backend="gloo").group_name
         self._saving = save_checkpoint(
             state.folder / CHECKPOINTS,
@@ -475,17 +480,17 @@ class Trainer:
             self._finish_saving()
 
     def _finish_saving(self) -> None:
-        """Give the checkpoint that is being written its name, if there is one; all ranks call it together."""
+        """Publish the checkpoint that is being written, if any. All ranks call it together."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
             saving.finish()
 
     def at(self) -> str:
-        """Return what the run is at, in words."""
+        """Return the step that the run is in, in words."""
         return f"step {self.state.step + 1}"
 
     def how_to_go_on(self) -> str:
-        """Return what is saved, and the command that takes the run up again."""
+        """Return which checkpoint is intact, and the command that resumes the run."""
         return f"{self._kept()}: go on with {self._resume()}" if self._saved() else f"{self._kept()}: start it again"
 
     def _saved(self) -> list[Path]:
@@ -525,7 +530,7 @@ class Evaluation:
     per_token: float
     """Mean cross-entropy of the next token."""
     per_byte: float
-    """The same over the bytes of text behind the tokens, so that tokenizers compare."""
+    """The same loss per byte of the text behind the tokens, which makes different tokenizers comparable."""
 
 
 @torch.no_grad()
@@ -538,16 +543,17 @@ def evaluate(
     dtype: torch.dtype,
     ranks: Ranks | None = None,
 ) -> Evaluation:
-    """Measure a model on windows of the validation data; its training mode is put back.
+    """Measure a model on windows of the validation data, and restore its training mode.
 
-    Over several ranks each data parallel group takes its part of every batch, an empty one if need be: the batches, and
-    with them capacities and drops, are those of one process.
+    With several ranks, each data-parallel group takes its part of every batch, which may be empty. Batches, and with
+    them capacities and drops, are therefore the same as with one process.
 
     Args:
-        model, corpus, ranks: of the run; None for the ranks of one process.
-        windows: which sequences of the validation data.
+        model, corpus: the run's model and data.
+        ranks: the ranks that share the model; None for one process.
+        windows: numbers of the sequences of validation data to measure.
         batch_size: sequences per forward pass.
-        dtype: of the forward pass; float32 turns autocast off.
+        dtype: autocast dtype of the forward pass; float32 turns autocast off.
     """
     ranks = ranks or Ranks()
     device = next(model.parameters()).device
@@ -569,16 +575,18 @@ def evaluate(
 
 @torch.no_grad()
 def largest_parameter(model: nn.Module, ranks: Ranks) -> float:
-    """Return the largest absolute value of any parameter on any rank; not finite if one is not."""
+    """Return the largest absolute value of all parameters on all ranks. The result is not finite if any parameter is
+    not."""
     parts = [local_part(parameter.detach()) for parameter in model.parameters()]
     largest = nn.utils.get_total_norm([part for part in parts if part.numel()], math.inf)
-    if ranks.mesh is not None:  # a maximum over ranks may lose what is not a number
+    if ranks.mesh is not None:  # a maximum over ranks may drop a NaN
         largest = largest.nan_to_num(nan=math.inf)
     return float(ranks.largest(largest))
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
-    """Return the rate of step `step`, counted from 0: linear warm-up, then the schedule's way to `final_share` of the peak."""
+    """Return the learning rate of step `step`, counted from 0: linear warm-up, then a decay to `final_share` of the
+    peak."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(steps - 1 - config.warmup_steps, 1)
@@ -591,7 +599,7 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
 
 @contextmanager
 def _stop_requests() -> Iterator[list[str]]:
-    """Yield a list that the first SIGINT or SIGTERM puts its name into; the second one has its usual effect."""
+    """Yield a list to which the first SIGINT or SIGTERM appends its name. A second signal has its usual effect."""
     asked: list[str] = []
     before: dict[signal.Signals, Any] = {}
 
@@ -602,12 +610,12 @@ def _stop_requests() -> Iterator[list[str]]:
     for kind in (signal.SIGINT, signal.SIGTERM):
         try:
             before[kind] = signal.signal(kind, ask)
-        except ValueError:  # not in the main thread, where signals cannot be handled
+        except ValueError:  # outside the main thread, signals cannot be handled
             break
     try:
         yield asked
     except RuntimeError:
-        if dist.is_initialized() and before:  # torchrun ends the ranks that are left, which first say why they end
+        if dist.is_initialized() and before:  # torchrun sends SIGTERM to the remaining ranks; let them report first
             before[signal.SIGTERM] = signal.SIG_IGN
         raise
     finally:

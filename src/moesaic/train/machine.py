@@ -1,4 +1,4 @@
-"""What the machine gives: device, precision, threads and the matmul rate that MFU is measured against."""
+"""Properties of the machine: device, precision, threads and the matmul rate that MFU is measured against."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from moesaic.errors import InputError
 
 BFLOAT16_PAYS_FROM = 1.5
-"""bfloat16 is chosen where its matmul is this much faster than float32's: casts and norms eat part of the gain."""
+"""bfloat16 is chosen if its matmul is this many times as fast as float32's. Casts and norms use up part of the gain."""
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device that a config names; "auto" is CUDA where there is one.
+    """Return the device that a configuration names; "auto" is CUDA if available.
 
     Raises:
-        InputError: if it does not exist here.
+        InputError: if the device does not exist.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -34,9 +34,10 @@ def pick_device(name: str) -> torch.device:
 
 
 def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the rate of a square matmul, the median of several after a warm-up: 1024 rows on a CPU, 8192 on a GPU."""
+    """Return the measured rate of a square matmul: 1024 rows on a CPU, 8192 on a GPU; the median of several after a
+    warm-up."""
     size = 8192 if device.type == "cuda" else 1024
-    generator = torch.Generator(device).manual_seed(0)  # the global one belongs to the run
+    generator = torch.Generator(device).manual_seed(0)  # the global generator belongs to the run
     a, b = torch.randn(2, size, size, device=device, generator=generator).to(dtype)
     seconds = []
     for _ in range(8):
@@ -49,7 +50,7 @@ def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def pick_precision(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of the forward pass that a config asks for; "auto" measures on a CPU and asks the driver on a GPU."""
+    """Return the forward pass's dtype. "auto" measures on a CPU, and asks the driver on a GPU."""
     if name != "auto":
         found: torch.dtype = getattr(torch, name)
         return found
@@ -60,7 +61,7 @@ def pick_precision(name: str, device: torch.device) -> torch.dtype:
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
-    """Return the context of a forward pass in `dtype`; float32 and float64 turn it off."""
+    """Return the autocast context of a forward pass in `dtype`; float32 and float64 turn autocast off."""
     on = dtype not in (torch.float32, torch.float64)
     return torch.autocast(device.type, dtype if on else torch.bfloat16, enabled=on)
 

@@ -1,6 +1,7 @@
-"""Where the numbers of a run go: `metrics.jsonl` (one object a line) and, if wanted, trackers: TensorBoard, Weights & Biases.
+"""Logging of a run's numbers: to `metrics.jsonl` (one object per line), and optionally to TensorBoard and Weights &
+Biases.
 
-Each line has `kind` ("train" or "eval") and `step`. The report and the benchmarks read nothing else.
+Each line has `kind` ("train", "eval", ...) and `step`. The report and the benchmarks read no other file.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from moesaic.errors import InputError
 from moesaic.train.config import TENSORBOARD
 
 METRICS = "metrics.jsonl"
-"""The file, in a run folder."""
+"""File name of the metrics, in a run folder."""
 WANDB_ID = "wandb_id.txt"
-"""The file with the id of a run at Weights & Biases, in its folder."""
+"""Name of the file with the run's id at Weights & Biases, in a run folder."""
 
 
 class Metrics:
-    """Appends lines to a run's metrics.
+    """Appends lines to a run's metrics file.
 
     Args:
-        start_step: lines of later steps are cut off first, so that a resumed run has each step once.
-        trackers: who is told the numbers besides, as `TrainConfig.trackers` names them.
-        say: is given a line where a line of the file is damaged; the others are kept.
+        start_step: lines of later steps are removed first, so that a resumed run has each step once.
+        trackers: where the numbers are also sent, in the form of `TrainConfig.trackers`.
+        say: called with a message if a line of the file is damaged. The other lines are kept.
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class Metrics:
         try:
             aside.write_text(text, encoding="utf-8")
             os.replace(aside, self.path)
-            self._file = self.path.open("ab", buffering=0)  # what a full disk refused is not tried again when it closes
+            # Unbuffered, since closing must not retry a write that a full disk refused.
+            self._file = self.path.open("ab", buffering=0)
             self._opened = os.stat(self.path)
         except OSError as error:
             aside.unlink(missing_ok=True)
@@ -58,7 +60,7 @@ class Metrics:
         ]
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Append a line; trackers are told its numbers, those in lists of per-layer dicts too.
+        """Append a line, and send its numbers to the trackers, including numbers in lists of per-layer dicts.
 
         Raises:
             InputError: if the disk is full, or the file cannot be written.
@@ -76,7 +78,7 @@ class Metrics:
             tracker.tell({f"{kind}/{name}": value for name, value in _scalars(values)}, step)
 
     def flush(self) -> None:
-        """Have all lines so far on the disk.
+        """Flush all lines so far to disk.
 
         Raises:
             InputError: if the disk is full.
@@ -87,7 +89,7 @@ class Metrics:
             raise _unwritable(self.path, error) from error
 
     def has(self, kind: str, step: int) -> bool:
-        """Whether a line of `kind` for `step` stands there already."""
+        """Return whether a line of `kind` for `step` was already written."""
         return (kind, step) in self._written
 
     def close(self) -> None:
@@ -99,16 +101,16 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Tracker:
-    """Whoever else hears of a run's numbers."""
+    """A destination for a run's numbers in addition to the metrics file."""
 
     tell: Callable[[dict[str, float], int], object]
-    """Takes the numbers of a step, by name."""
+    """Called with (numbers by name, step)."""
     close: Callable[[], object]
-    """Writes what is still to be written."""
+    """Writes pending numbers."""
 
 
 def tensorboard(folder: Path, start_step: int) -> Tracker:
-    """Return what writes event files into a run folder; of earlier ones what comes after `start_step` is left out.
+    """Return a tracker that writes event files into a run folder. Earlier events after `start_step` are purged.
 
     Raises:
         InputError: if the package is not installed.
@@ -129,7 +131,8 @@ def tensorboard(folder: Path, start_step: int) -> Tracker:
 
 
 def weights_and_biases(folder: Path, start_step: int, project: str) -> Tracker:
-    """Return what tells a project of Weights & Biases; a run that is resumed goes on under its id, which stands in its folder.
+    """Return a tracker that logs to a project of Weights & Biases. A resumed run continues under the id saved in its
+    folder.
 
     Raises:
         InputError: if the package is not installed.
@@ -148,24 +151,24 @@ def weights_and_biases(folder: Path, start_step: int, project: str) -> Tracker:
 
 
 class NoMetrics:
-    """What ranks other than the first write: nothing."""
+    """The metrics of ranks other than the first: writes nothing."""
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Drop a line."""
+        """Do nothing."""
 
     def flush(self) -> None:
-        """Flush nothing."""
+        """Do nothing."""
 
     def has(self, kind: str, step: int) -> bool:
-        """Whether nothing need be written."""
+        """Return True: no line needs to be written."""
         return True
 
     def close(self) -> None:
-        """Close nothing."""
+        """Do nothing."""
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics, in order; a last line that was cut short is left out.
+    """Return the lines of a run's metrics, in order. A truncated last line is left out.
 
     Raises:
         InputError: if the run has no metrics, or a line before the last is damaged.
@@ -187,7 +190,7 @@ def _read(path: Path) -> bytes:
 
 
 def _parsed(data: bytes) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the lines of metrics, and what is wrong with others; a last one that was cut short is neither."""
+    """Return the parsed lines of metrics, and a description of each damaged line. A truncated last line is in neither."""
     parsed, damages, lines = [], [], data.splitlines()
     for number, line in enumerate(lines, start=1):
         try:
@@ -204,7 +207,7 @@ def _parsed(data: bytes) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _kept_lines(path: Path, start_step: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Return the lines up to a step that can be read, and say it where others cannot."""
+    """Return the readable lines up to a step. Report damaged ones."""
     data = _read(path) if path.exists() else b""
     parsed, damages = _parsed(data)
     if damages:

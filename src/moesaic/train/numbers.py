@@ -1,8 +1,9 @@
-"""Numbers that go wrong while a run trains: what is not finite and where it began, spikes, dead routers, drifting ranks.
+"""Numerical faults in a training run: values that are not finite and their origin, loss spikes, collapsed routers,
+drifting ranks.
 
-Nothing here sends a message in a step that goes well: the loss and the gradient's norm, which the ranks have alike, tell all
-of them whether the step is sound. What costs more (a step repeated under hooks, checksums of all weights) runs where a step
-has failed already, or where the run stands still anyway, at evaluations and checkpoints.
+Steps without faults send no extra messages: the loss and the gradient norm are identical on all ranks, so each rank can
+tell whether the step is sound. Expensive checks (repeating a step under hooks, checksums of all weights) run only after
+a failed step, or at evaluations and checkpoints, where the run pauses anyway.
 """
 
 from __future__ import annotations
@@ -29,33 +30,34 @@ from moesaic.runtime.telemetry import LoadStatistics
 from moesaic.train.ranks import Ranks
 
 RECENT, FEWEST = 64, 16
-"""Losses that a spike is held against, and how many of them there must be."""
+"""Number of recent losses that a loss is compared with, and the fewest that are needed."""
 SPIKE = 8.0
-"""A loss is a spike from so many usual deviations above the median of the steps before."""
+"""A loss is a spike if it is this many robust standard deviations above the median of the recent losses."""
 CHECKED_AT_ONCE = 2**22
-"""Numbers of a tensor that are added up together: each takes 16 bytes meanwhile."""
+"""Elements of a tensor that are summed at once; each one takes 16 bytes meanwhile."""
 COLLAPSED = 0.9
-"""Share of all copies from which the `top_k` busiest experts of a layer mean that its router has collapsed."""
+"""A router has collapsed if the layer's `top_k` busiest experts get this share of all copies."""
 
 ROUNDING = 1e-3
-"""Share of a tensor's largest number by which copies of it may differ because ranks sum in another order."""
+"""Largest difference between copies of a tensor that counts as rounding, as a share of its largest absolute value.
+Ranks may sum in different orders."""
 
 
 class LossSpikeError(Exception):
-    """A step whose loss is far above those before, for which the run goes back to its last checkpoint."""
+    """Raised after a loss spike, to roll the run back to its last checkpoint."""
 
 
 class Spikes:
-    """Tells a loss that leaps from one that wanders."""
+    """Detects spikes of the loss."""
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=RECENT)
 
     def usual(self, loss: float) -> float | None:
-        """Return the median of the steps before where a loss is far above it; None for a loss that is not.
+        """Return the median of the recent losses if `loss` is a spike; None otherwise.
 
         Args:
-            loss: of this step; kept for the next ones unless it leaps.
+            loss: the loss of this step. It counts as recent from then on, unless it is a spike.
         """
         if len(self._losses) >= FEWEST:
             middle = median(self._losses)
@@ -67,11 +69,11 @@ class Spikes:
 
 
 def wrong_numbers(loss: Tensor, norm: Tensor, step: int) -> str:
-    """Return in words what of a step is not finite; empty where all is sound.
+    """Return in words which number of a step is not finite; empty if none.
 
     Args:
-        loss, norm: of the loss over all ranks and of the whole gradient, the same on all of them.
-        step: counted from 1.
+        loss, norm: loss and gradient norm over all ranks, identical on all ranks.
+        step: the step, counted from 1.
     """
     if math.isfinite(float(loss)) and math.isfinite(float(norm)):
         return ""
@@ -80,7 +82,7 @@ def wrong_numbers(loss: Tensor, norm: Tensor, step: int) -> str:
 
 
 def collapsed_routers(layers: Sequence[LoadStatistics], names: Sequence[str], top_k: int) -> dict[str, str]:
-    """Return a sentence for each layer whose router sends nearly everything to as few experts as it can."""
+    """Return a message for each layer with a router that sends nearly all tokens to the same `top_k` experts."""
     found = {}
     for name, load in zip(names, layers):
         counts = sorted(load.tokens_per_expert, reverse=True)
@@ -94,17 +96,17 @@ def collapsed_routers(layers: Sequence[LoadStatistics], names: Sequence[str], to
 
 
 def find_origin(model: nn.Module, ranks: Ranks, repeat: Callable[[], object]) -> str:
-    """Return in words where a step's numbers first go wrong: which module, which expert, which rank. All ranks call it.
+    """Return in words where a step's numbers first go wrong: the module, the expert and the rank. All ranks call it.
 
     Args:
-        model: with the weights that the step had.
+        model: the model with the weights before the step.
         repeat: runs the step's forward and backward passes again.
     """
     weights = not_finite(model)
     passes = _Passes(model)
     with passes.watched():
         repeat()
-    forward, backward = passes.forward, passes.backward  # activations flow from stage to stage, gradients back
+    forward, backward = passes.forward, passes.backward  # stages are ordered as activations and gradients flow
     in_order = forward and (ranks.stage, *forward), backward and (-ranks.stage, *backward)
     found = ranks.gathered((weights, *in_order))
     said = _of_weights([each[0] for each in found])
@@ -120,7 +122,8 @@ def find_origin(model: nn.Module, ranks: Ranks, repeat: Callable[[], object]) ->
 
 
 def not_finite(model: nn.Module) -> list[tuple[str, list[int]]]:
-    """Return the parameters of which this rank's part is not finite, each with the experts that are meant, if it has any."""
+    """Return the parameters with values that are not finite in this rank's part, each with the affected experts (if it
+    belongs to experts)."""
     found = []
     for name, parameter in model.named_parameters():
         own = parameter.detach()
@@ -136,12 +139,12 @@ def not_finite(model: nn.Module) -> list[tuple[str, list[int]]]:
 
 
 def weights_not_finite(model: nn.Module, ranks: Ranks) -> str:
-    """Return in words which weights are not finite, on which rank; empty for none. All ranks call it."""
+    """Return in words which weights are not finite, and on which rank; empty if none. All ranks call it."""
     return _of_weights(ranks.gathered(not_finite(model)))
 
 
 def _of_weights(found: Sequence[Sequence[tuple[str, list[int]]]]) -> str:
-    """Return in words the weights that are not finite, by rank."""
+    """Return in words the first weights that are not finite, from every rank's list."""
     for rank, parameters in enumerate(found):
         for name, experts in parameters:
             of_expert = f", expert {', '.join(map(str, experts[:4]))}" if experts else ""
@@ -152,7 +155,7 @@ def _of_weights(found: Sequence[Sequence[tuple[str, list[int]]]]) -> str:
 
 
 def _first_row(parameter: Tensor) -> int:
-    """Return which row of the whole tensor this rank's part begins with."""
+    """Return the row of the full tensor with which this rank's part begins."""
     if not isinstance(parameter, DTensor):
         return 0
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
@@ -160,19 +163,19 @@ def _first_row(parameter: Tensor) -> int:
 
 
 class _Passes:
-    """Where a forward and a backward pass of this rank first hold a number that is not finite."""
+    """Finds the first value that is not finite in a forward and in a backward pass of this rank."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [(name, module) for name, module in model.named_modules() if name]
         self._calls = self._gradients = 0
         self.forward: tuple[int, str, str] | None = None
-        """How many modules returned before, the module, and more about it."""
+        """Number of module calls up to the first output that is not finite, the module's name, and details."""
         self.backward: tuple[int, str, str] | None = None
-        """How many gradients came before, and the module whose output's gradient it is; nothing more."""
+        """Number of gradients up to the first that is not finite, the name of the module with that output, and ""."""
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Look at what every module returns, and at the gradient of that."""
+        """Check every module's output, and the gradient of that output, while the block runs."""
         hooks = [module.register_forward_hook(partial(self._returned, name)) for name, module in self._modules]
         try:
             yield
@@ -199,7 +202,7 @@ class _Passes:
 
 
 def _expert_of(y: Tensor, routing: Routing) -> str:
-    """Return in words what the rows of a layer's result that are not finite have in common: the router, or an expert."""
+    """Return in words what the faulty rows of a layer's output have in common: the router, or an expert."""
     if not bool(routing.weight.isfinite().all()):
         return ", from its router on"
     wrong = ~y.reshape(-1, y.shape[-1]).isfinite().all(1)
@@ -208,16 +211,18 @@ def _expert_of(y: Tensor, routing: Routing) -> str:
 
 
 def require_same_weights(model: nn.Module, ranks: Ranks, step: int, advice: str, *, align: bool) -> None:
-    """Make sure that ranks which hold the same part of a tensor hold the same numbers; all ranks call it.
+    """Check that ranks with the same part of a tensor hold the same numbers. All ranks call it.
 
-    Under some plans the ranks of a tensor-parallel group sum in another order, so that copies differ in their last bits.
+    Under some plans the ranks of a tensor-parallel group sum in different orders, so copies differ in their last bits.
 
     Args:
-        model: sharded or whole; its persistent buffers are compared too.
-        align: give copies that differ by rounding the numbers of the lowest rank.
+        model: a sharded or unsharded model; its persistent buffers are compared too.
+        step: the current step, for the error message.
+        advice: how to continue, for the error message.
+        align: overwrite copies that differ only by rounding with those of the lowest rank.
 
     Raises:
-        TrainingError: on all ranks, if some drifted apart by more than rounding; it names them and the tensor.
+        TrainingError: on all ranks, if copies differ by more than rounding; the message names the ranks and the tensor.
     """
     if ranks.mesh is None:
         return
@@ -251,7 +256,7 @@ def require_same_weights(model: nn.Module, ranks: Ranks, step: int, advice: str,
 
 
 def _part(tensor: Tensor) -> tuple[int, ...]:
-    """Return which part of a whole tensor this rank holds: its places along the axes that split it."""
+    """Return which part of the full tensor this rank holds: its coordinates along the mesh axes that shard the tensor."""
     if not isinstance(tensor, DTensor):
         return ()
     places = tensor.device_mesh.get_coordinate() or ()
@@ -259,7 +264,8 @@ def _part(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Return two sums of a tensor's bits, (2,) int64 on its device: of the values, and of the values by place."""
+    """Return two sums of a tensor's bits, (2,) int64 on its device: of the values, and of the values times their
+    positions."""
     by_size = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = tensor.contiguous().view(-1).view(by_size[tensor.element_size()])
     sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)

@@ -1,4 +1,4 @@
-"""What a model learns besides the next token: hidden tokens, by an encoder, and pairs of texts, by an encoder-decoder."""
+"""Training data for other objectives than the next token: hidden tokens (encoder) and pairs of texts (encoder-decoder)."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from moesaic.train.config import DataConfig
 from moesaic.train.data import Corpus, draw_of, find_files, load_corpus, make_tokenizer
 
 CATALOGUE = b"\xde\x12\x04\x95"
-"""The first bytes of a compiled gettext catalogue, little-endian."""
+"""First bytes of a compiled little-endian gettext catalogue."""
 LANGUAGES = (
     "af", "ca", "cs", "da", "de", "es", "et", "eu", "fi", "fr", "ga", "gl", "hu", "is", "it", "lt", "lv", "nb", "nl", "pl",
     "pt", "ro", "sk", "sl", "sq", "sv", "tr",
 )  # fmt: skip
-"""Of Django's messages, where no pairs are named: those with Latin letters and many messages. One catalogue has some 800, too
-few to tell two models apart; 27 hold more words than a small model has room for."""
+"""Languages of Django's messages that are used by default: those with Latin letters and many messages. One catalogue
+has some 800 messages, too few to distinguish two models; 27 catalogues hold more words than a small model can learn."""
 
 
 def load_for(model: ModelConfig, data: DataConfig, tokenizer_file: Path | None) -> Corpus:
-    """Return the data of a run, as its model wants it.
+    """Return the data that a run's model needs.
 
     Args:
-        model: its kind decides; an encoder's vocabulary has one id more, for what is hidden.
+        model: its kind decides the objective. An encoder's vocabulary gets one more id, for hidden tokens.
 
     Raises:
         InputError: as `load_corpus`, and for an encoder-decoder if there are no pairs.
@@ -45,17 +45,17 @@ def load_for(model: ModelConfig, data: DataConfig, tokenizer_file: Path | None) 
 
 
 def load_pairs(data: DataConfig, seq_len: int, tokenizer_file: Path | None) -> Corpus:
-    """Read pairs of texts: one row of `seq_len` tokens each, as `EncoderDecoder` takes them.
+    """Read pairs of texts, each as one row of `seq_len` tokens in the form that `EncoderDecoder` takes.
 
     Args:
-        data: `path` names compiled gettext catalogues (.mo) and JSON lines with `source` and `target`; empty: the
-            catalogues of the installed Django in `LANGUAGES`, the language in front of each message ("fr: Yes"), and no
-            message in both parts, in whatever language.
-        seq_len: tokens of a row; pairs that are longer than its halves are left out.
+        data: `path` names compiled gettext catalogues (.mo) and JSON lines with `source` and `target`. If empty, the
+            catalogues of the installed Django in `LANGUAGES` are read. Each message is then prefixed with its language
+            ("fr: Yes"), and a message is in the same part in all languages.
+        seq_len: tokens per row; pairs with a text longer than half a row are left out.
         tokenizer_file: as for `load_corpus`.
 
     Raises:
-        InputError: if there are none, or too few to set some aside.
+        InputError: if there are no pairs, or too few to set some aside.
     """
     files = find_files(data.path, "data.path") if data.path else django_catalogues()
     if data.path:
@@ -81,7 +81,7 @@ def load_pairs(data: DataConfig, seq_len: int, tokenizer_file: Path | None) -> C
                 row = np.full(seq_len, PADDING, dtype=np.uint32)
                 row[: len(read)], row[half + 1 : half + 1 + len(written)] = read, written
                 found.append(row)
-        return np.concatenate([*found, np.zeros(1, dtype=np.uint32)])  # the last row has a next token too
+        return np.concatenate([*found, np.zeros(1, dtype=np.uint32)])  # the last row's next token
 
     train, val = rows(pairs), rows(held)
     if len(train) <= seq_len or len(val) <= seq_len:
@@ -94,10 +94,10 @@ def load_pairs(data: DataConfig, seq_len: int, tokenizer_file: Path | None) -> C
 
 
 def read_pairs(path: Path) -> list[tuple[bytes, bytes]]:
-    """Return the pairs of a file: messages and their translations, or `source` and `target` of JSON lines; none is empty.
+    """Return the non-empty pairs of a file: messages and their translations, or `source` and `target` of JSON lines.
 
     Raises:
-        InputError: if it is of another kind, or damaged.
+        InputError: if the file has another format, or is damaged.
     """
     content = path.read_bytes()
     try:
@@ -115,7 +115,8 @@ def read_pairs(path: Path) -> list[tuple[bytes, bytes]]:
 
 
 def _messages(content: bytes) -> Iterable[tuple[bytes, bytes]]:
-    """Yield messages and translations of a compiled catalogue; of plural forms the first, of a context what follows it."""
+    """Yield messages and translations of a compiled catalogue. Only the first plural form is used, and message contexts
+    are dropped."""
     count, sources, targets = struct.unpack_from("<3I", content, 8)
     for index in range(count):
         texts = []
@@ -142,5 +143,5 @@ def django_catalogues() -> list[Path]:
 
 
 def _message(source: bytes) -> bytes:
-    """Return a message without its language."""
+    """Return a message without its language prefix."""
     return source.partition(b": ")[2]

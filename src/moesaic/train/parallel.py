@@ -1,7 +1,8 @@
-"""Sharding our model over a mesh: tensor parallelism of the dense part, experts by their layers, then FSDP2 over the rest.
+"""Sharding of our models over a mesh: tensor parallelism of the dense part, expert parallelism by the MoE layers, then
+FSDP2.
 
-The model comes in whole and the same on every rank, drawn from the seed, so the weights do not depend on the mesh; each
-rank keeps its part.
+The full model is drawn from the seed, identically on every rank, so its weights do not depend on the mesh. Each rank
+then keeps its part.
 """
 
 from __future__ import annotations
@@ -49,15 +50,14 @@ def parallelize(
     """Split a model over a mesh, in place.
 
     Args:
-        model: whole, on its device, the same on all ranks; or the parts that the ranks of a pipeline stage have.
-        sequence_parallel: between the layers each rank of a tp group has its part of the positions.
-        policy_of: from the compiled plan to what decides which copies are replicated; None takes the policy that the
-            plan names.
+        model: the full model on its device, identical on all ranks; or this pipeline stage's parts of it.
+        sequence_parallel: give each rank of a tp group a part of the positions between layers.
+        policy_of: decides which copies are replicated, from a compiled plan; None takes the policy that the plan names.
         durations: as for `compile_plan`.
         dtype: as for `shard_over_data`.
 
     Raises:
-        InputError: for a plan that the mesh or a layer does not allow.
+        InputError: for a plan that the mesh or a layer does not support.
     """
     parallelize_layers(model, mesh, plan, policy_of, durations=durations)
     if mesh.grid.tp > 1:
@@ -67,15 +67,16 @@ def parallelize(
 
 
 def split_dense(model: GPT | PipelinedGPT, tp: DeviceMesh, *, by_position: bool) -> None:
-    """Split attention by heads, dense layers by their inner width, the embedding by vocabulary; the rest is replicated.
+    """Split attention by heads, dense layers by their inner width, and the embedding by vocabulary; replicate the rest.
 
-    Megatron-LM's scheme (Shoeybi et al. 2019, section 3): column-wise, then row-wise, one sum per pair. By position: its
-    sequence parallelism (Korthikanti et al. 2022, section 4.2.2), where norms and residuals see a part of the positions.
-    The short convolution and MoE layers, which want all positions, take and give them whole.
+    This is Megatron-LM's scheme (Shoeybi et al. 2019, section 3): column-wise, then row-wise, with one sum per pair.
+    `by_position` adds its sequence parallelism (Korthikanti et al. 2022, section 4.2.2), where norms and residuals see
+    a part of the positions. The short convolution and the MoE layers need all positions, so their inputs are gathered
+    and their outputs split.
 
     Args:
-        model: its `num_heads` and inner width divide by the mesh, and its positions if they are split.
-        tp: of one dimension.
+        model: a model with `num_heads` and inner width divisible by the mesh size, and positions too if they are split.
+        tp: a mesh of one dimension.
         by_position: split positions between the layers.
     """
     outside: Placement = Shard(1) if by_position else Replicate()
@@ -86,7 +87,7 @@ def split_dense(model: GPT | PipelinedGPT, tp: DeviceMesh, *, by_position: bool)
         styles["unembedding"] = SplitParameters({"weight": 0}, takes=None, gives=None)
     for name, module in model.named_modules():
         if isinstance(module, StackedLinear):
-            # Cross attention reads what the encoder gave, which is whole.
+            # Cross attention reads the encoder's output, which is not split by position.
             whole = name.endswith(".cross.kv")
             styles[name] = SplitParameters(
                 {"weight": 1, "bias": 1}, takes=Replicate() if whole else outside, gives=None
@@ -113,12 +114,14 @@ def split_dense(model: GPT | PipelinedGPT, tp: DeviceMesh, *, by_position: bool)
 
 
 class SplitParameters(ParallelStyle):
-    """A module that computes on plain tensors with its part of its parameters: `ColwiseParallel`, `RowwiseParallel` or both.
+    """Parallel style of a module that computes on plain tensors with its shards of its parameters. It covers
+    `ColwiseParallel`, `RowwiseParallel` and both combined.
 
     Args:
-        dims: parameter name (without the path) to the dimension that is split; others stay whole.
-        takes: how its input lies on the ranks, which all need whole; None for one that is split as the weight wants it.
-        gives: how the sum of the ranks' outputs shall lie on them; None for outputs that are no parts of a sum.
+        dims: parameter name (without the path) to the dimension that is split. Other parameters are replicated.
+        takes: placement of the module's input, which is gathered for every rank; None for an input that is split as the
+            weight needs it.
+        gives: placement that the sum of the ranks' outputs gets; None for outputs that are not partial sums.
     """
 
     def __init__(self, dims: Mapping[str, int], *, takes: Placement | None, gives: Placement | None) -> None:
@@ -154,13 +157,13 @@ class SplitParameters(ParallelStyle):
 def move(
     x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement, gradient: Placement | None = None
 ) -> Tensor:
-    """Return what a rank has of a tensor after it is laid out anew; differentiable.
+    """Return this rank's part of a tensor after changing its placement; differentiable.
 
     Args:
-        x: what this rank has of it, split evenly where it is split.
-        source: how the tensor lies on the mesh.
-        target: how it shall lie.
-        gradient: how the result's gradient lies; None for as the result.
+        x: this rank's part of the tensor before the change, split evenly if it is split.
+        source: the tensor's placement on the mesh.
+        target: the new placement.
+        gradient: placement of the result's gradient; None for the same as the result.
     """
     laid = DTensor.from_local(x, mesh, [source], run_check=False).redistribute(placements=[target])
     return laid.to_local(grad_placements=None if gradient is None else [gradient])

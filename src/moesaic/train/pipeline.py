@@ -1,9 +1,10 @@
-"""Pipeline parallelism of our model: each rank has some of its blocks, and micro-batches flow through torch's schedules.
+"""Pipeline parallelism of our models: each rank has some of the blocks, and micro-batches flow through torch's
+schedules.
 
-The ranks of a stage share its blocks as the ranks of a whole run share a model: experts over ep and etp, attention over tp, all
-over dp. A step's micro-batches are `accumulation` many, so a run in stages does what one process does with the same settings.
-Where the embedding is also the output matrix, the first and the last stage have a copy each, whose gradients are added before a
-step.
+The ranks of a stage share its blocks as the ranks of a run without stages share the model: experts over ep and etp,
+attention over tp, all over dp. A step has `accumulation` micro-batches, so a run with stages computes the same as one
+process with the same settings. If the embedding is tied to the output matrix, the first and the last stage have a copy
+each, and the gradients of both copies are added before each optimizer step.
 """
 
 from __future__ import annotations
@@ -33,10 +34,13 @@ from moesaic.train.machine import autocast
 
 
 class Part(nn.Module):
-    """Consecutive blocks of a GPT: the first part embeds tokens before them, the last one returns logits after them.
+    """Consecutive blocks of a GPT. The first part also embeds the tokens, and the last one also returns logits.
 
     Args:
-        whole: the model, whose modules it shares.
+        whole: the full model; the part shares its modules.
+        index: which of the parts this is.
+        count: number of parts.
+        dtype: autocast dtype.
     """
 
     def __init__(self, whole: GPT, index: int, count: int, dtype: torch.dtype) -> None:
@@ -53,17 +57,17 @@ class Part(nn.Module):
         if self.is_last:
             self.norm, self.unembedding = whole.norm, whole.unembedding
         self.routings: list[list[Routing]] = []
-        """Of the forward passes since somebody emptied it: one per MoE layer, without graphs."""
+        """Routings of the forward passes since the list was last cleared: one per MoE layer, without logits."""
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         """Run the part on a micro-batch.
 
         Args:
-            x: tokens (batch, positions) for the first part, else what the part before returned.
+            x: tokens (batch, positions) for the first part, else the previous part's output.
             tokens: (batch, positions) int64.
 
         Returns:
-            (batch, positions, dim), or logits (batch, positions, vocab_size) of the last part.
+            (batch, positions, dim), or logits (batch, positions, vocab_size) for the last part.
         """
         self.routings.append([])
         with autocast(tokens.device, self.dtype):
@@ -79,20 +83,21 @@ class Part(nn.Module):
 
 
 class PipelinedGPT(nn.Module):
-    """What a rank has of a GPT in pipeline stages: its parts' parameters, under the names of the whole model.
+    """This rank's parts of a GPT in pipeline stages, with parameters under the names of the full model.
 
     Args:
-        whole: the model, the same on all ranks, not split yet.
-        config: of the run; it has several stages.
-        stages: the ranks as ("pp", "stage").
-        dp: data parallel groups of a stage.
+        whole: the full model, identical on all ranks and not yet split.
+        config: the run's configuration, which has several stages.
+        stages: the ranks as a mesh with the axes ("pp", "stage").
+        dp: number of data-parallel groups per stage.
+        dtype: autocast dtype.
     """
 
     def __init__(self, whole: GPT, config: TrainConfig, stages: DeviceMesh, dp: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = whole.config
         self.names = frozenset(whole.state_dict())
-        """Of the whole model's tensors, as checkpoints have them."""
+        """Names of the full model's tensors, as in checkpoints."""
         self._sizes = whole.num_parameters(), whole.num_active_parameters()
         self.stages, self.stage, self.pp = stages, stages.get_local_rank("pp"), stages.size(0)
         count = self.pp * config.mesh.parts_per_stage
@@ -108,9 +113,9 @@ class PipelinedGPT(nn.Module):
             self.norm, self.unembedding = whole.norm, whole.unembedding
         sparse = [name for name, block in enumerate(whole.blocks) if isinstance(block.ffn, MoE)]
         self.layers = [place for place, name in enumerate(sparse) if str(name) in self.blocks]
-        """Which of the whole model's MoE layers are here."""
+        """Numbers of the full model's MoE layers on this rank."""
         self.num_sparse = len(sparse)
-        """MoE layers of the whole model."""
+        """Number of MoE layers of the full model."""
         length = config.model.seq_len // (config.mesh.tp if config.mesh.sequence_parallel else 1)
         self._inner = length, config.model.dim
         self._nothing = torch.zeros_like(next(whole.parameters())[0, 0]).detach()
@@ -136,17 +141,17 @@ class PipelinedGPT(nn.Module):
         return Schedule1F1B(made[0], micro, loss_fn=loss_of, scale_grads=False)
 
     def run_step(self, batches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, list[list[Routing]]]:
-        """Add up the gradient of a step's micro-batches.
+        """Add up the gradients of a step's micro-batches.
 
         Args:
-            batches: `accumulation` many tokens and targets, on the device.
+            batches: `accumulation` pairs of tokens and targets, on the device.
 
         Returns:
-            the mean loss of the micro-batches, (), 0 on ranks without the last part; and of each micro-batch the routings of
-            the MoE layers that are here.
+            the mean loss of the micro-batches, (), which is 0 on ranks without the last part; and for each micro-batch
+                the routings of this rank's MoE layers.
 
         Raises:
-            InputError: what a layer raised.
+            InputError: if a layer raised it.
         """
         tokens, targets = (torch.cat(each) for each in zip(*batches))
         losses: list[Tensor] = []
@@ -165,14 +170,15 @@ class PipelinedGPT(nn.Module):
         return loss, [[routing for each in of_parts for routing in each] for of_parts in routings]
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> GPTOutput:
-        """Evaluate the whole model, stage after stage; all ranks call it together.
+        """Evaluate the full model, stage after stage. All ranks call it together.
 
         Args:
             tokens: (batch, positions) int64.
             targets: (batch, positions) int64.
 
         Returns:
-            logits and loss where the last part is, else an empty tensor and 0; the routings of the MoE layers that are here.
+            logits and loss on ranks with the last part, else an empty tensor and 0; and the routings of this rank's MoE
+                layers.
         """
         self._forget()
         group, x = self.stages["pp"].get_group(), tokens
@@ -190,17 +196,17 @@ class PipelinedGPT(nn.Module):
         return GPTOutput(x, None if targets is None else token_loss(x, targets), routings)
 
     def gradient_norm(self, mesh: Mesh) -> Tensor:
-        """Return the norm of the whole model's gradient, the embedding counted once; all ranks call it together."""
+        """Return the norm of the full model's gradient, counting the embedding once. All ranks call it together."""
         copies = {self.embedding.weight} if self.stage == self.pp - 1 and self.is_tied else set()
         own = [parameter for parameter in self.parameters() if parameter not in copies]
         return gradient_norm(own, mesh=mesh, group=dist.group.WORLD)
 
     def num_parameters(self) -> int:
-        """Return how many parameters the whole model has."""
+        """Return the number of parameters of the full model."""
         return self._sizes[0]
 
     def num_active_parameters(self) -> int:
-        """Return how many parameters of the whole model one token passes."""
+        """Return how many of the full model's parameters one token uses."""
         return self._sizes[1]
 
     def _forget(self) -> None:
@@ -208,10 +214,10 @@ class PipelinedGPT(nn.Module):
             part.routings = []
 
     def _add_embeddings(self) -> None:
-        """Add the gradients of the embedding's two copies, on both of their ranks."""
+        """Add the gradients of the two copies of a tied embedding, on the ranks of both."""
         if self.stage not in (0, self.pp - 1) or not self.is_tied:
             return
-        weight = self.embedding.weight  # a lookup in a split vocabulary leaves parts of a sum as its gradient
+        weight = self.embedding.weight  # a lookup in a split vocabulary has a partial gradient
         assert weight.grad is not None
         if isinstance(weight.grad, DTensor) and isinstance(weight, DTensor):
             weight.grad = weight.grad.redistribute(weight.device_mesh, weight.placements)

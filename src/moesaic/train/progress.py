@@ -1,4 +1,4 @@
-"""How far training is: what a person sees while a model trains, and how long it takes."""
+"""The progress display of training, and the clock of training time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class TrainingProgress:
-    """A context manager around a run of `steps` steps."""
+    """A progress bar for a run of `steps` steps, as a context manager."""
 
     def __init__(self, steps: int, done: int, *, console: Console | None = None, label: str = "training") -> None:
         self.console = console or Console()
@@ -39,7 +39,7 @@ class TrainingProgress:
         self._progress.stop()
 
     def advance(self, step: int, status: str | None = None) -> None:
-        """Show that `step` steps are done, with a short status; where no terminal shows a bar, each status is a line."""
+        """Show that `step` steps are done, with a short status. Without a terminal, print each status as a line."""
         if status is not None and not self.console.is_terminal:
             self.say(f"{self._label}: step {step}, {status}")
         if status is None:
@@ -48,12 +48,12 @@ class TrainingProgress:
             self._progress.update(self._task, completed=step, status=status)
 
     def say(self, line: str) -> None:
-        """Print a line that stays."""
+        """Print a line above the bar."""
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def status(values: dict[str, Any]) -> str:
-    """Return what the bar says of the last logged interval, a line of metrics; MaxVio is the mean over the MoE layers."""
+    """Return the progress bar's text for a line of metrics. MaxVio is the mean over the MoE layers."""
     parts = [f"loss {values['loss']:.3f}", f"{values['tokens_per_second']:,.0f} tokens/s", f"MFU {values['mfu']:.1%}"]
     violations = [layer["max_violation"] for layer in values["layers"]]
     if violations:
@@ -62,10 +62,10 @@ def status(values: dict[str, Any]) -> str:
 
 
 class Clock:
-    """Counts the seconds and tokens that are spent in `training`.
+    """Counts the seconds and tokens of training.
 
     Args:
-        seconds: spent by earlier processes of the run.
+        seconds: seconds of training by earlier processes of the run.
     """
 
     def __init__(self, seconds: float = 0.0) -> None:
@@ -77,7 +77,7 @@ class Clock:
 
     @contextmanager
     def training(self, tokens: int = 0) -> Iterator[None]:
-        """Count the time of the block, and `tokens`, as training."""
+        """Count the block's time, and `tokens`, as training."""
         start = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - start
@@ -85,11 +85,11 @@ class Clock:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of this process; 0 before its first step."""
+        """Tokens per second of this process; 0 before its first step."""
         return _rate(self._tokens, self.seconds - self._earlier)
 
     def interval(self) -> float:
-        """Return the tokens per second since the last call."""
+        """Return the tokens per second since the previous call."""
         speed = _rate(self._tokens - self._marked_tokens, self.seconds - self._marked_seconds)
         self._marked_tokens, self._marked_seconds = self._tokens, self.seconds
         return speed

@@ -1,4 +1,5 @@
-"""The ranks of a run, and what they agree on: settings, errors, means, when to stop. One process is a world of one."""
+"""The ranks of a run, and what they agree on: settings, errors, means, when to stop. One process is a world of one
+rank."""
 
 from __future__ import annotations
 
@@ -23,11 +24,12 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """All processes of a run, seen from one of them.
+    """All processes of a run, as one of them sees them.
 
     Args:
-        mesh: how they share the model, or this rank's pipeline stage of it; None for a single process.
-        stages: the ranks as ("pp", "stage"); None without pipeline stages.
+        mesh: the mesh on which the ranks share the model, or this rank's pipeline stage of it; None for a single
+            process.
+        stages: the ranks as a mesh with the axes ("pp", "stage"); None without pipeline stages.
     """
 
     def __init__(self, mesh: Mesh | None = None, stages: DeviceMesh | None = None) -> None:
@@ -41,14 +43,15 @@ class Ranks:
 
     @classmethod
     def of(cls, config: TrainConfig, device_type: DeviceType) -> Ranks:
-        """Return the ranks of the process group that is initialised, all started with the same configuration.
+        """Return the ranks of the initialised process group, and check that all were started with the same
+        configuration.
 
         Args:
             config: its `mesh` must fit the ranks.
-            device_type: where parameters live, "cpu" or "cuda".
+            device_type: device of the parameters, "cpu" or "cuda".
 
         Raises:
-            InputError: on every rank: if the mesh does not fit the ranks, or they were started with different settings.
+            InputError: on every rank, if the mesh does not fit the ranks, or they were started with different settings.
         """
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world == 1:
@@ -62,11 +65,11 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this one writes files and talks to people."""
+        """Whether this rank writes files and prints."""
         return self.rank == 0
 
     def total(self, tensor: Tensor) -> Tensor:
-        """Return the sum over all ranks of a tensor, on whatever device; the tensor itself for one process."""
+        """Return the sum of a tensor over all ranks, on its device; the tensor itself for one process."""
         return tensor if self.mesh is None else self._reduced(tensor, dist.ReduceOp.SUM)
 
     def largest(self, tensor: Tensor) -> Tensor:
@@ -74,14 +77,14 @@ class Ranks:
         return tensor if self.mesh is None else self._reduced(tensor, dist.ReduceOp.MAX)
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """Return the mean over the data parallel groups of a tensor that the ranks of such a group have alike.
+        """Return the mean over the data-parallel groups of a tensor that is identical within each group.
 
-        Of pipeline stages the last one has it, the others pass zeros.
+        With pipeline stages, the last stage passes the tensor, and the others pass zeros.
         """
         return tensor if self.mesh is None else self.total(tensor) * self.pp / self.world
 
     def gathered(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank; small picklable data."""
+        """Return every rank's value, by rank; for small picklable data."""
         if self.mesh is None:
             return [value]
         values: list[Any] = [None] * self.world
@@ -89,7 +92,7 @@ class Ranks:
         return values
 
     def of_stages(self, values: Mapping[int, T]) -> dict[int, T]:
-        """Return what the stages have together, by ascending number; small data that the ranks of a stage have alike."""
+        """Merge the dicts of all stages, sorted by key; for small data that is identical on all ranks of a stage."""
         found = [values] if self.pp == 1 else self.gathered(dict(values))
         return dict(sorted((number, value) for each in found for number, value in each.items()))
 
@@ -98,10 +101,11 @@ class Ranks:
         return self.gathered(value if self.is_first else None)[0]
 
     def agree(self, asked: list[str], *, is_busy: bool = False) -> tuple[str | None, bool]:
-        """Return the name of a signal that any rank was sent, or None, and whether any rank is busy; the same on all.
+        """Return the name of a signal that any rank received, or None, and whether any rank is busy. All ranks get the
+        same result.
 
         Args:
-            asked: names of signals that this rank was sent.
+            asked: names of the signals that this rank received.
             is_busy: whether this rank still writes a checkpoint.
         """
         if self.mesh is None:
@@ -112,10 +116,10 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A stretch that every rank passes or none: what one of them refuses, all refuse.
+        """If any rank raises in the block, raise on all ranks.
 
         Raises:
-            InputError, TrainingError: that of the lowest rank that raised one, on every rank.
+            InputError, TrainingError: the error of the lowest rank that raised one, on every rank.
         """
         refusal: InputError | TrainingError | None = None
         try:
@@ -133,7 +137,7 @@ class Ranks:
                 raise (InputError if is_input else TrainingError)(text) from refusal
 
     def require_same(self, what: str, value: object, advice: str) -> None:
-        """Raise InputError on every rank if they do not have the same value."""
+        """Raise InputError on every rank if the ranks' values differ."""
         values = self.gathered(value)
         if any(other != values[0] for other in values):
             odd = next(rank for rank, other in enumerate(values) if other != values[0])
@@ -146,10 +150,10 @@ class Ranks:
 
 
 def _make_meshes(config: TrainConfig, device_type: DeviceType) -> tuple[Mesh, DeviceMesh | None]:
-    """Return the mesh of this rank's stage, and the stages if there are several."""
+    """Return the mesh of this rank's stage, and the mesh of stages (None if there is one stage)."""
     # The number of CPU threads may differ between machines; everything else is the same on all ranks.
     alike = config if config.threads is None else replace(config, device=config.device.partition(":")[0])
-    # Over Gloo, which launch() has for CPU tensors: NCCL would make communicators for this alone.
+    # Use Gloo, which launch() sets up for CPU tensors: NCCL would create communicators just for this.
     check_same(open_transport("cpu"), _flat(asdict(alike)))
     chosen, world, stages, group = config.mesh, dist.get_world_size(), None, None
     if world % chosen.stages:
@@ -169,13 +173,13 @@ def _make_meshes(config: TrainConfig, device_type: DeviceType) -> tuple[Mesh, De
         transport=chosen.transport,
         group=group,
     )
-    if stages is not None:  # on all ranks, whatever layers a stage has: torch names a group by how many there are
+    if stages is not None:  # on all ranks, whatever layers a stage has: torch names a group by the number of groups
         _ = mesh.dense, mesh.sparse
     return mesh, stages
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return dotted paths to values as text."""
+    """Return a nested table as a dict from dotted path to value as JSON text."""
     found: dict[str, str] = {}
     for name, value in table.items():
         if isinstance(value, dict):

@@ -1,11 +1,11 @@
-"""Routing written down during training, and routing that was written down run again.
+"""Recording the routing of a training run, and replaying a recorded one.
 
     train --routing record:counts    copies per (sequence, expert), and so per (rank, expert); or tokens: every token's experts
     train --routing replay:FILE      experts come from a trace, weights from the router's scores
 
-Recording reads the routing cache that also serves activation checkpointing (`runtime/routing_cache.py`), so nothing is
-recorded twice where blocks are recomputed. Ranks keep what they routed and give it to the first one a segment at a
-time. Where samples move between ranks, a trace has them where they are at home: whatever moved, it is the trace of the batch.
+Recording uses the routing cache that also serves activation checkpointing (`runtime/routing_cache.py`), so nothing is
+recorded twice if blocks are recomputed. Ranks keep what they routed and send it to the first rank one segment at a
+time. If samples move between ranks, the trace holds them in the order of the batch, as if they had not moved.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from moesaic.train.ranks import Ranks
 from moesaic.train.state import RunState
 
 SEGMENT_STEPS = 50
-"""Steps of a segment at most; a checkpoint ends one too."""
+"""Most steps per segment. A checkpoint also ends a segment."""
 SEGMENT_BYTES = 64 << 20
-"""Of all ranks' tables in memory at most, before they are written."""
+"""Most bytes of all ranks' tables that are kept in memory before they are written."""
 
 
 class RoutingObserver:
-    """Records the routing of a run, replays another's, both or neither."""
+    """Records the routing of a run, replays another's, or both, or neither."""
 
     def __init__(self, run: RunState) -> None:
         self._ranks, self._model = run.ranks, run.model
@@ -76,12 +76,12 @@ class RoutingObserver:
 
     @contextmanager
     def call(self, step: int, micro: int, *, again: bool = False) -> Iterator[None]:
-        """The forward pass of one micro-batch of training; all ranks enter it together.
+        """Record or replay while one micro-batch of training runs its forward pass. All ranks enter it together.
 
         Args:
             step: optimizer steps taken before.
-            micro: micro-batch of the step.
-            again: it was run before, so that it is recorded already.
+            micro: number of the micro-batch in the step.
+            again: whether this forward pass ran before, and is therefore already recorded.
         """
         recorder = None if again else self._recorder
         if recorder is not None and micro == 0 and recorder.is_full:
@@ -92,7 +92,7 @@ class RoutingObserver:
             yield
 
     def flush(self) -> None:
-        """Write what was recorded; all ranks call it together.
+        """Write what was recorded. All ranks call it together.
 
         Raises:
             InputError: on every rank, if the first one cannot write.
@@ -101,7 +101,7 @@ class RoutingObserver:
             self._recorder.flush()
 
     def _trip(self) -> SampleTrip | None:
-        """Return the forward pass that runs or ran last, where samples move in it."""
+        """Return the current or last forward pass with moving samples; None if samples do not move."""
         return self._model.trip if isinstance(self._model, MovingGPT) else None
 
     @contextmanager
@@ -122,7 +122,7 @@ class RoutingObserver:
 
 
 class _Recorder:
-    """Keeps the choices of steps until they are written."""
+    """Keeps the recorded routing of recent steps until it is written as a segment."""
 
     def __init__(self, config: TrainConfig, ranks: Ranks, layers: list[MoE], folder: Path) -> None:
         assert config.record_routing != "none"
@@ -135,18 +135,23 @@ class _Recorder:
         self._steps: list[int] = []
         self._tables: list[np.ndarray] = []
         self._places: list[np.ndarray] = []
-        """Per micro-batch (layers, sequences): where each sequence was; none where they stay."""
+        """Per micro-batch, where each sequence was, (layers, sequences). The list is empty if samples do not move."""
         self._was_sliced = False
 
     @property
     def is_full(self) -> bool:
-        """Whether it is time to write, another segment begins with another kind of plan; the same on all ranks."""
+        """Whether the segment is to be written: it is full, or the plan's kind of slicing changed. All ranks get the
+        same answer."""
         at_most = max(1, min(SEGMENT_STEPS, SEGMENT_BYTES // self._shape.bytes_per_step(self._holds)))
         return len(self._steps) >= at_most or (bool(self._steps) and self._was_sliced != self._is_sliced)
 
     @contextmanager
     def recording(self, step: int, micro: int, trip: Callable[[], SampleTrip | None]) -> Iterator[None]:
-        """Record the layers' next calls, one each; `trip` then returns the forward pass, if samples moved in it."""
+        """Record one call of each layer while the block runs.
+
+        Args:
+            trip: returns the forward pass afterwards, if samples moved in it.
+        """
         routing_cache = _RecordingCache()
         before = [layer.routing_cache for layer in self._layers]
         try:
@@ -183,10 +188,10 @@ class _Recorder:
                 flush(self._folder)
 
     def check_continues(self) -> None:
-        """Make sure that the segments that are there already are of this run's shape.
+        """Check that existing segments have this run's shape.
 
         Raises:
-            InputError: if they are not.
+            InputError: if they do not.
         """
         for path in sorted(self._folder.glob(PATTERN))[:1]:
             header = read_header(path)
@@ -200,11 +205,12 @@ class _Recorder:
 
     @property
     def _is_sliced(self) -> bool:
-        """Whether the ranks of a tensor group route a slice of its tokens each; else each routes all of them."""
+        """Whether each rank of a tensor-parallel group routes a slice of the group's tokens. Otherwise each routes all
+        of them."""
         return any(_slices(layer) for layer in self._layers)
 
     def _table(self, layer: MoE, record: RoutingRecord) -> Tensor:
-        """Return a call's part of the table: tokens' experts, or counts per sequence of the data-parallel group."""
+        """Return a call's part of the table: the tokens' experts, or counts per sequence of the data-parallel group."""
         choice, shape = record.choice, self._shape
         if self._holds == "tokens":
             return encoded(choice, shape.top_k)
@@ -215,7 +221,7 @@ class _Recorder:
         return count(cell, choice.sent, own * shape.num_experts).view(own, shape.num_experts)
 
     def _collect(self, mine: np.ndarray) -> list[np.ndarray] | None:
-        """Return every rank's part on the first rank, by rank; None on the others."""
+        """Return every rank's part, by rank, on the first rank; None on the others."""
         if self._ranks.mesh is None:
             return [mine]
         parts: list[np.ndarray] | None = [mine] * self._ranks.world if self._ranks.is_first else None
@@ -224,7 +230,7 @@ class _Recorder:
 
 
 class _RecordingCache(RoutingCache):
-    """Keeps the record of each layer's one call; nothing is replayed from it."""
+    """A routing cache that only records one call of each layer; reading from it returns nothing."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -236,18 +242,18 @@ class _RecordingCache(RoutingCache):
         self.records[layer] = record
 
     def read(self, layer: RoutingCached) -> RoutingRecord | None:
-        """Return nothing: the layer routes."""
+        """Return None, so that the layer routes as usual."""
         return None
 
 
 def joined(parts: list[np.ndarray], tp: int, is_sliced: bool, by_token: bool) -> np.ndarray:
-    """Return one table of the ranks' tables.
+    """Return the ranks' tables as one table.
 
     Args:
-        parts: by rank, (steps, accumulation, layers, tokens or sequences, columns).
-        tp: consecutive ranks of a tensor group.
-        is_sliced: whether these have routed a slice of their tokens each; else all of them the same.
-        by_token: whether rows are tokens; else the sequences of the group, counted by each rank over its slice.
+        parts: the table of each rank, (steps, accumulation, layers, tokens or sequences, columns).
+        tp: number of consecutive ranks in a tensor-parallel group.
+        is_sliced: whether each of these ranks routed a slice of the group's tokens; else all routed the same tokens.
+        by_token: whether rows are tokens; else they are the group's sequences, counted by each rank over its slice.
     """
     groups = [parts[first : first + tp] for first in range(0, len(parts), tp)]
     if not is_sliced:
@@ -258,11 +264,11 @@ def joined(parts: list[np.ndarray], tp: int, is_sliced: bool, by_token: bool) ->
 
 
 def taken_home(table: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Return a table of sequences where they were as one of sequences in their order.
+    """Reorder a table with sequences in the order in which the ranks held them into the order of the batch.
 
     Args:
-        table: (steps, accumulation, layers, tokens or sequences, columns), rank after rank as they were called.
-        places: (steps, accumulation, layers, sequences) int64: the place of each sequence among them.
+        table: (steps, accumulation, layers, tokens or sequences, columns), concatenated in rank order.
+        places: (steps, accumulation, layers, sequences) int64: the position of each sequence in that order.
     """
     split = table.reshape(*places.shape, -1, table.shape[-1])
     return np.take_along_axis(split, places[..., None, None], axis=3).reshape(table.shape)
@@ -277,23 +283,23 @@ def _part(layer: MoE, tokens: int, ranks: Ranks) -> slice:
 
 
 def _slices(layer: MoE) -> bool:
-    """Whether each rank of a tensor group routes a slice of its tokens (S1)."""
+    """Return whether each rank of a tensor-parallel group routes a slice of the group's tokens (S1)."""
     return layer.on_mesh is not None and layer.on_mesh.compiled.routes_slices
 
 
 def _tensor_slice(tokens: int, ranks: Ranks) -> slice:
-    """Return this rank's slice of its tensor group's tokens."""
+    """Return this rank's slice of its tensor-parallel group's tokens."""
     assert ranks.mesh is not None
     grid = ranks.mesh.grid
     return share_of(tokens, grid.coordinate(ranks.rank, "tp"), grid.tp)
 
 
 def check_routing(config: TrainConfig, step: int = 0) -> Trace | None:
-    """Make sure that a run can record and replay what it is asked to; returns the trace to replay.
+    """Check that a run can record and replay as configured. Return the trace to replay, if any.
 
     Raises:
-        InputError: for a model without MoE layers, a router by which tokens do not choose, a trace of another model, of
-            counts only, or without some of the steps.
+        InputError: for a model without MoE layers, a router where experts choose tokens, a trace of another model, a
+            trace of counts only, or one that lacks some of the steps.
     """
     if config.record_routing == "none" and config.replay_routing is None:
         return None
@@ -342,10 +348,11 @@ def shape_of(config: TrainConfig) -> TraceShape:
 
 
 def prune(folder: Path, step: int) -> None:
-    """Remove from a trace what a run that starts at a step will take anew, or, from step 0, what an earlier run left.
+    """Remove the steps of a trace from `step` on, which a run that starts there records again. Step 0 removes all
+    segments unread.
 
     Raises:
-        InputError: if a segment across the step is damaged, or the folder cannot be changed.
+        InputError: if a segment that contains the step is damaged, or the folder cannot be changed.
     """
     for path in sorted(folder.glob(PATTERN)):
         header = read_header(path) if step else None

@@ -1,8 +1,9 @@
-"""The run folder: whether a run wrote it, who writes into it now, and how an earlier run's files leave it.
+"""The run folder: which folders are a run's, which process writes into one now, and how an earlier run's files are
+deleted.
 
-Only what a run writes is ever deleted. A folder that holds anything belongs to a run if its `config.json` is a run's: that file
-is the first that a run writes, at once and whole, and the last that goes. Each checkpoint has a copy of it under its checksums,
-and the length and checksum of every file that stays or grows: metrics, events, traces.
+Only files that a run wrote are ever deleted. A non-empty folder counts as a run's if its `config.json` is a run's. That
+file is the first one that a run writes, atomically, and the last one deleted. Each checkpoint holds a checksummed copy
+of it, and the length and checksum of every file that a run writes once or appends to: metrics, events and traces.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from moesaic.train.metrics import METRICS, WANDB_ID
 
 try:
     import fcntl
-except ImportError:  # Windows, where runs are not kept apart
+except ImportError:  # Windows, where run folders are not locked
     fcntl = None  # type: ignore[assignment]
 
 CHECKPOINTS, HANG, LOCK = "checkpoints", "hang.json", ".lock"
-"""What a run folder holds besides its configuration, tokenizer, metrics, events and traces."""
+"""Further entries of a run folder, besides its configuration, tokenizer, metrics, events and traces."""
 FLIGHT = "flight-recorder-{library}-rank{rank}.json"
-"""What PyTorch recorded of the last collectives of a rank that was given up, over Gloo and over NCCL."""
+"""PyTorch's flight recording of the last collectives of a rank that hung, one file each for Gloo and NCCL."""
 HANG_SUMS = "hang.sha256"
-"""Checksums of `HANG` and of the flight recorders' files, as the command sha256sum writes and checks them."""
+"""Checksums of `HANG` and of the flight recordings, in the format of the command sha256sum."""
 LASTING = (METRICS, WANDB_ID, "tensorboard/events.out.tfevents.*", f"{FOLDER}/{PATTERN}")
-"""Files that a run writes once, or to which it only adds."""
+"""Files that a run writes once or only appends to."""
 MARKS = ("out", "existing", "steps", "batch_size", "seed", "model", "data", "optimizer")
-"""Fields that every version has written into `config.json`; no other program's file of that name has them."""
+"""Fields that every version has written into `config.json`; no other program's file of that name has all of them."""
 
 
 class RunFolder:
-    """A run folder that this process has to itself, from `claim` to `release`."""
+    """A run folder that belongs to this process alone from `claim` to `release`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,13 +52,13 @@ class RunFolder:
         self._digests: dict[str, tuple[int, Any]] = {}
 
     def is_a_run(self, *, resuming: bool = False) -> bool:
-        """Whether a run wrote the folder; False where it is missing or empty.
+        """Return whether a run wrote the folder; False if it is missing or empty.
 
         Args:
-            resuming: its configuration may be lost, if a checkpoint has a copy.
+            resuming: accept a lost `config.json` if a checkpoint has a copy.
 
         Raises:
-            InputError: if it holds anything else.
+            InputError: if the folder holds anything else.
         """
         try:
             names = sorted(each.name for each in self.path.iterdir() if each.name not in _NOTHING)
@@ -88,10 +89,10 @@ class RunFolder:
         )
 
     def claim(self) -> None:
-        """Keep other processes out of the folder, which exists.
+        """Lock an existing folder against other processes.
 
         Raises:
-            InputError: if another process is in it, or it cannot be written.
+            InputError: if another process has locked it, or it is not writable.
         """
         try:
             self._lock = _locked(self.path / LOCK)
@@ -99,10 +100,10 @@ class RunFolder:
             raise unwritable(self.path, error) from error
 
     def make(self) -> None:
-        """Make the folder and claim it, unless it is claimed already.
+        """Create and claim the folder, unless it is claimed already.
 
         Raises:
-            InputError: if it cannot be made, or somebody wrote into it meanwhile.
+            InputError: if it cannot be created, or another run began in it meanwhile.
         """
         if self._lock is not None:
             return
@@ -115,7 +116,7 @@ class RunFolder:
             raise InputError(f"out={self.path}: another run has begun there meanwhile: choose another --out")
 
     def clear(self) -> None:
-        """Delete what an earlier run wrote, but for its `config.json`; the folders of it only where nothing else is left."""
+        """Delete an earlier run's files except `config.json`, and those of its folders that are then empty."""
         checkpoints, events, traces = (self.path / name for name in (CHECKPOINTS, "tensorboard", FOLDER))
         for path in (*list_checkpoints(checkpoints), *checkpoints.glob(".writing-*")):
             remove_checkpoint(path)
@@ -129,7 +130,7 @@ class RunFolder:
                 path.rmdir()
 
     def write(self, name: str, data: str | bytes) -> None:
-        """Write a file of the folder, which at every instant holds all of the old data or all of the new."""
+        """Write a file of the folder atomically: at every instant it holds all of the old data or all of the new."""
         aside = (self.path / name).with_suffix(_WRITING)
         with aside.open("wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
@@ -138,16 +139,16 @@ class RunFolder:
         os.replace(aside, self.path / name)
 
     def write_hang(self, data: bytes) -> None:
-        """Write `HANG`, and before it the checksums of it and of what the flight recorders left."""
+        """Write `HANG`, after the checksums of `HANG` and of the flight recordings."""
         sums = {path.name: checksum(path) for path in self._flights()}
         sums[HANG] = hashlib.sha256(data).hexdigest()
         self.write(HANG_SUMS, "".join(f"{value}  {name}\n" for name, value in sorted(sums.items())))
         self.write(HANG, data)
 
     def seal(self) -> dict[str, dict[str, Any]]:
-        """Return how many bytes each file of `LASTING` has, and their SHA-256, for the checkpoint that is written next.
+        """Return the size in bytes and the SHA-256 of each `LASTING` file, for the next checkpoint.
 
-        What was read once is not read again.
+        Bytes that were read in an earlier call are not read again.
 
         Raises:
             InputError: if a file cannot be read.
@@ -169,7 +170,7 @@ class RunFolder:
         return found
 
     def altered(self, sealed: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Return in words which files are not as they were when they were sealed."""
+        """Return one message for each file that changed or vanished since it was sealed."""
         there = {path.relative_to(self.path).as_posix(): path for path in self._lasting()}
         found = []
         for name, seal in sealed.items():
@@ -187,10 +188,10 @@ class RunFolder:
         return [path for pattern in LASTING for path in sorted(self.path.glob(pattern)) if path.is_file()]
 
     def require(self) -> None:
-        """Make sure that the folder is still the one that was claimed.
+        """Check that the folder is still the one that was claimed.
 
         Raises:
-            TrainingError: if it was removed, or another took its place.
+            TrainingError: if the folder was removed or replaced.
         """
         if self._lock is None:
             return
@@ -201,7 +202,7 @@ class RunFolder:
             )
 
     def release(self) -> None:
-        """Let others in; does nothing where nobody was kept out."""
+        """Release the lock, if any."""
         if self._lock is None:
             return
         with suppress(OSError):
@@ -212,17 +213,17 @@ class RunFolder:
 
 
 def unwritable(path: Path, error: OSError) -> InputError:
-    """Return the refusal of a run folder that the system does not let us write."""
+    """Return the InputError for a run folder that cannot be written."""
     return InputError(f"out={path}: cannot be written ({error.strerror}): choose another --out")
 
 
 _WRITING = ".writing"
 _NOTHING = (LOCK, f"config{_WRITING}")
-"""Names that a run leaves which was killed before it wrote anything."""
+"""Names that a run leaves behind if it is killed before it writes anything else."""
 
 
 def read_config(path: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Read a configuration; of a run's that is lost or does not parse, the copy in its newest checkpoint that has one.
+    """Read a configuration. If a run's is lost or does not parse, read the newest copy in its checkpoints.
 
     Raises:
         InputError: if there is neither.
@@ -238,7 +239,7 @@ def read_config(path: Path, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def is_marked(path: Path) -> bool:
-    """Whether a file is a configuration as a run writes it, of whatever version."""
+    """Return whether a file is a configuration that a run of any version wrote."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -247,10 +248,11 @@ def is_marked(path: Path) -> bool:
 
 
 def _locked(path: Path) -> IO[str]:
-    """Return a file that is locked and still has its name, with its owner in it.
+    """Return the lock file, open, locked, and with its owner written into it.
 
-    The system lets go of it when the process ends, however it ends. Where the file system knows no locks, the owner decides: a
-    process of this host that is gone has left the lock behind, and so may one of another host have, which people must say.
+    The system releases the lock when the process ends in any way. On a file system without locks, the owner in the file
+    decides. If the owner was a process of this host that is gone, the lock is stale. If it was a process of another
+    host, a person must decide.
     """
     while True:
         file = path.open("a+", encoding="utf-8")
@@ -265,7 +267,7 @@ def _locked(path: Path) -> IO[str]:
                 raise InputError(
                     f"out={path.parent}: {who} trains into it: wait for it or end it, or choose another --out{hint}"
                 )
-        if _has_name(file, path):  # whoever had it may have deleted it, and a third one made it anew, while we waited
+        if _has_name(file, path):  # the previous owner may have deleted it, and another process recreated it
             break
         file.close()
     file.truncate(0)
@@ -277,7 +279,7 @@ def _locked(path: Path) -> IO[str]:
 
 
 def _has_name(file: IO[str], path: Path) -> bool:
-    """Whether an open file is the one that a path names."""
+    """Return whether an open file is still the one at `path`."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
     except OSError:
@@ -285,7 +287,8 @@ def _has_name(file: IO[str], path: Path) -> bool:
 
 
 def _read_owner(text: str) -> dict[str, Any] | None:
-    """Return who wrote a lock; None where that cannot be read, as where its owner was killed before it said so."""
+    """Return who wrote a lock file; None if its text is incomplete, for example because its owner was killed while
+    writing."""
     with suppress(ValueError, RecursionError):
         owner = json.loads(text)
         if isinstance(owner, dict) and owner.keys() == {"process", "host", "started", "ticks"}:
@@ -294,7 +297,7 @@ def _read_owner(text: str) -> dict[str, Any] | None:
 
 
 def _is_stale(owner: dict[str, Any]) -> bool:
-    """Whether the owner of a lock was a process of this host that has ended, or whose number another one has now."""
+    """Return whether a lock's owner was a process of this host that has ended, even if its process id is in use again."""
     if owner["host"] != socket.gethostname():
         return False
     try:
@@ -307,7 +310,7 @@ def _is_stale(owner: dict[str, Any]) -> bool:
 
 
 def _ticks(process: int) -> int | None:
-    """Return when a process of this host began, in ticks since the host did; None where the system does not tell."""
+    """Return when a process of this host started, in clock ticks since boot; None if the system does not say."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
         return int(text.rpartition(")")[2].split()[19])
@@ -316,7 +319,7 @@ def _ticks(process: int) -> int | None:
 
 
 def _lock(file: IO[str]) -> bool | None:
-    """Lock a file for this process; return whether nobody else has it, None where the file system knows no locks."""
+    """Lock a file for this process. Return whether that succeeded; None if the file system has no locks."""
     if fcntl is None:
         return None
     try:

@@ -1,8 +1,9 @@
-"""The list of what a sharded checkpoint holds, read without running anything that its file names.
+"""Safe reading of a sharded checkpoint's metadata, without running code that the file names.
 
-`torch.distributed.checkpoint` writes that list, `.metadata`, as a pickle, and a plain unpickler calls whatever a pickle names.
-The unpickler here knows no class and no function: each name that such a list may hold becomes an inert record, every other
-name is refused. The real objects are then built from the records' fields, whose types are compared.
+`torch.distributed.checkpoint` writes the metadata file, `.metadata`, as a pickle, and a plain unpickler calls any
+function that a pickle names. The unpickler here resolves no class and no function. Each name that the metadata may
+contain becomes an inert record, and every other name is refused. The real objects are then built from the records'
+fields, after checking the fields' types.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ T = TypeVar("T")
 
 
 class ShardReader(FileSystemReader):
-    """Reads a sharded checkpoint; its list of tensors by `read_list`, its tensors as torch does, as weights only."""
+    """Reads a sharded checkpoint: its metadata by `read_list`, its tensors as torch does, with weights_only."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._folder = folder
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return what the checkpoint holds.
+        """Return the metadata of the checkpoint.
 
         Raises:
             InputError: as `read_list` does.
-            OSError: if there is no list.
+            OSError: if there is no metadata file.
         """
         path = self._folder / ".metadata"
         metadata = read_list(path.read_bytes(), str(path))
@@ -50,19 +51,20 @@ class ShardReader(FileSystemReader):
 
 
 def read_list(data: bytes, source: str, *, others: list[str] | None = None) -> Metadata:
-    """Return the list of a sharded checkpoint.
+    """Return the metadata of a sharded checkpoint.
 
     Args:
         data: the bytes of `.metadata`.
-        source: where they come from, for messages.
-        others: takes the names of what is no tensor, as other programs write it besides; it is in no list. None refuses it.
+        source: name of the file, for messages.
+        others: list that receives the names of entries that are not tensors, as other programs write them. They are
+            left out of the result. None refuses such entries.
 
     Raises:
-        InputError: if they name anything but the parts of a list of tensors in files of the same folder.
+        InputError: if the pickle names anything but the parts of metadata of tensors in files of the same folder.
     """
     try:
         return _metadata(_ListUnpickler(io.BytesIO(data)).load(), others)
-    except Exception as error:  # a damaged pickle raises whatever it likes
+    except Exception as error:  # a damaged pickle may raise any exception
         reason = " ".join(str(error).split())
         raise InputError(
             f"{source}: is no list of tensors as Moesaic writes it ({reason:.200}), nothing in it was run: take another "
@@ -71,7 +73,7 @@ def read_list(data: bytes, source: str, *, others: list[str] | None = None) -> M
 
 
 class _Record:
-    """What stands for an object of the pickle: what it was called with, and the state that it was given."""
+    """Stands for an object of the pickle: holds the arguments of its constructor and its state."""
 
     arguments: tuple[Any, ...] = ()
     state: Any = None
@@ -111,14 +113,14 @@ _RECORDS = {
         ("pathlib._local", "WindowsPath"),
     )
 }
-"""Every name that a list of tensors holds besides dtypes, and the class of the records that stand for it. Those of the planner
-are in lists that Megatron-Core writes, which keeps the plan of its saving there; nothing reads them. The entry of a
-BytesStorageMetadata never leaves here: for it, torch would unpickle a part of a tensor file without any restriction."""
+"""All names besides dtypes that metadata may contain, with the class of the records that stand for them. Those of the
+planner occur in metadata that Megatron-Core writes, which stores its save plan there; nothing reads them. A
+BytesStorageMetadata entry is never passed on: torch would unpickle its part of a tensor file without restriction."""
 
 
 class _ListUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a name of the pickle; nothing of it does more than keep what it is given."""
+        """Return the record class for a name in the pickle. Records only store their arguments."""
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         if (module, name) not in _RECORDS:
@@ -171,7 +173,7 @@ def _place(record: Any) -> _StorageInfo:
 
 
 def _fields(record: Any, kind: str) -> dict[str, Any]:
-    """Return the fields of an object of the pickle that must be of a class."""
+    """Return the fields of a pickled object, which must be of class `kind`."""
     if type(record).__name__ != kind:
         raise TypeError(f"it holds {type(record).__name__} in place of {kind}")
     found: dict[str, Any] = _is(record.state, dict)
@@ -186,7 +188,7 @@ def _size(record: Any) -> torch.Size:
 
 
 def _is(value: Any, kind: type[T]) -> T:
-    """Return a value that must be of a type."""
+    """Return `value`, which must be of type `kind`."""
     if not isinstance(value, kind):
         raise TypeError(f"it holds {type(value).__name__} in place of {kind.__name__}")
     return value

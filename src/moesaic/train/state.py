@@ -1,4 +1,4 @@
-"""Everything a run is made of, built once from its configuration or taken up again from its folder; and what it left behind."""
+"""Building the parts of a run from its configuration, resuming them from a checkpoint, and loading a trained model."""
 
 from __future__ import annotations
 
@@ -45,50 +45,50 @@ from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer, saved_token
 
 @dataclass
 class RunState:
-    """A run at some step."""
+    """All parts of a run, and the step that it has reached."""
 
     config: TrainConfig
-    """Resolved: `precision` is no longer "auto"."""
+    """The resolved configuration: `precision` is no longer "auto"."""
     folder: Path
     corpus: Corpus
     batches: Batches
-    """Of the training data."""
+    """Batches of the training data."""
     eval_windows: list[int]
-    """Of the validation data."""
+    """Windows of the validation data."""
     device: torch.device
     dtype: torch.dtype
-    """Of the forward pass's autocast; float32 for none. With float64 the parameters have it too."""
+    """Autocast dtype of the forward pass; float32 turns autocast off. With float64, the parameters have this dtype too."""
     model: GPT | PipelinedGPT
     optimizer: torch.optim.Optimizer
     step: int
-    """Optimizer steps taken, those left out among them."""
+    """Optimizer steps so far, including skipped ones."""
     skipped: int
-    """Steps left out because their numbers were not finite."""
+    """Steps skipped because their numbers were not finite."""
     left_out: int
-    """Steps' worth of samples that the run passed over when it went back from a spike."""
+    """Samples that rollbacks from spikes passed over, in steps."""
     fingerprint: str
-    """Of the training tokens."""
+    """Fingerprint of the training tokens."""
     seconds: float
-    """Spent in training steps by earlier processes."""
+    """Seconds that earlier processes spent in training steps."""
     ranks: Ranks
-    """That share the model."""
+    """The ranks that share the model."""
     claim: RunFolder
-    """The folder, which the first rank has to itself."""
+    """The run folder, claimed by the first rank."""
     files: dict[str, str]
-    """The texts of the folder's own files by name, on the first rank; each checkpoint has copies of them."""
+    """Texts of the run folder's own files by name, on the first rank. Each checkpoint gets copies of them."""
     saved: Checkpoint | None
-    """The description of the checkpoint from which the run goes on."""
+    """Description of the checkpoint that the run resumed from, if any."""
 
 
 def open_run(config: TrainConfig, say: Callable[[str], None]) -> RunState:
-    """Build a run, or take it up again where `config.existing` says so.
+    """Build a run, or resume it if `config.existing` is "resume".
 
-    Nothing in an existing folder is touched before the configuration, the data and the checkpoint have proven good, on
-    every rank.
+    Files in an existing folder stay untouched until configuration, data and checkpoint have been validated on every
+    rank.
 
     Raises:
-        InputError: for a folder that holds a run already, bad data, a mesh that does not fit; and on resuming for another
-            architecture, precision or training data. What one rank refuses, all refuse.
+        InputError: for a folder that already holds a run, bad data, or a mesh that does not fit; when resuming, also
+            for another architecture, precision or training data. If one rank refuses, all do.
     """
     claim = RunFolder(Path(config.out))
     try:
@@ -143,7 +143,8 @@ def _open(config: TrainConfig, claim: RunFolder, say: Callable[[str], None]) -> 
 def _look_up(
     config: TrainConfig, device: torch.device, ranks: Ranks, claim: RunFolder, say: Callable[[str], None]
 ) -> tuple[Checkpoint | None, torch.dtype] | None:
-    """On the first rank, which decides for all: return the checkpoint to go on from, if any, and the forward pass's dtype."""
+    """Return the checkpoint to resume from, if any, and the forward pass's dtype. Only the first rank decides; others
+    return None."""
     found = None
     with ranks.together():
         if ranks.is_first:
@@ -158,7 +159,7 @@ def _look_up(
                 claim.claim()
             saved = None
             if occupied and resumes and list_checkpoints(folder / CHECKPOINTS):
-                # Several ranks read their own parts later.
+                # With several ranks, each reads its own part later.
                 saved = load_checkpoint(folder / CHECKPOINTS, say, with_tensors=ranks.mesh is None)
                 _require_resumable(saved)
                 _require_same_precision(config, saved)
@@ -170,7 +171,8 @@ def _look_up(
 def _build(
     config: TrainConfig, vocab_size: int, device: torch.device, dtype: torch.dtype, ranks: Ranks
 ) -> tuple[GPT | PipelinedGPT, torch.optim.AdamW]:
-    """Return the model, drawn whole from the seed and then sharded, so that the mesh does not matter, and its optimizer."""
+    """Return the model and its optimizer. The model is drawn in full from the seed and then sharded, so its weights do
+    not depend on the mesh."""
     seed_everything(config.seed)
     try:
         model: GPT | PipelinedGPT = make_model(config, vocab_size).to(device)
@@ -213,17 +215,17 @@ class Trained:
     """A model that a run trained."""
 
     folder: Path
-    """Of the run."""
+    """The run folder."""
     config: TrainConfig
-    """Of the run."""
+    """The run's configuration."""
     model: GPT
-    """In evaluation mode."""
+    """The model, in evaluation mode."""
     text: AbstractTokenizer | None
-    """Makes ids of text and back; None where the run read `.bin` tokens whose tokenizer it was not told."""
+    """The tokenizer; None if the run read `.bin` tokens and no tokenizer was named."""
 
     @property
     def tokenizer(self) -> AbstractTokenizer:
-        """What makes ids of text and back.
+        """The tokenizer, which must be known.
 
         Raises:
             InputError: if the run's data were `.bin` tokens, which have no text.
@@ -234,11 +236,11 @@ class Trained:
 
 
 def load_trained(folder: Path, device: str = "auto") -> Trained:
-    """Return what a run trained.
+    """Load the model that a run trained.
 
     Args:
-        folder: of the run.
-        device: where the model goes: auto, cpu or cuda.
+        folder: the run folder.
+        device: the model's device: auto, cpu or cuda.
 
     Raises:
         InputError: if there is no run, or it has no checkpoint.
@@ -263,8 +265,8 @@ def load_trained(folder: Path, device: str = "auto") -> Trained:
 def make_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
     """Return AdamW with weight decay on matrices only; routers, norms and biases have none.
 
-    Its kernels take the parameters of a group together, so those on different meshes get groups of their own. A group's
-    `rate` is its learning rate over that of the step.
+    AdamW's fused kernels process a parameter group together, so parameters on different meshes get separate groups. A
+    group's `rate` is the multiple of the step's learning rate that it uses.
     """
     routers = {id(p) for m in model.modules() if isinstance(m, AbstractRouter) for p in m.parameters()}
     rates = dict.fromkeys(routers, config.rate_of("routers"))
@@ -291,7 +293,8 @@ def seed_everything(seed: int) -> None:
 
 
 def rng_state(device: torch.device) -> dict[str, str]:
-    """Return torch's generator states, as hexadecimal text; the data order needs none, it is a function of the step."""
+    """Return the states of torch's generators as hexadecimal text. The data order needs no state; it is a function of
+    the step."""
     states = {"cpu": bytes(torch.get_rng_state().tolist()).hex()}
     if device.type == "cuda":
         states["cuda"] = bytes(torch.cuda.get_rng_state(device).tolist()).hex()
@@ -299,7 +302,7 @@ def rng_state(device: torch.device) -> dict[str, str]:
 
 
 def restore_rng(checkpoint: Checkpoint, device: torch.device) -> None:
-    """Put back what `rng_state` returned."""
+    """Restore the generator states that `rng_state` returned."""
     for kind, text in checkpoint.extra["rng"].items():
         state = _generator_state(text)
         if kind == "cpu":
@@ -309,7 +312,7 @@ def restore_rng(checkpoint: Checkpoint, device: torch.device) -> None:
 
 
 def _require_resumable(saved: Checkpoint) -> None:
-    """Raise InputError for a checkpoint whose description does not hold what a run left in it."""
+    """Raise InputError if a checkpoint's description lacks fields that a run needs to resume."""
     found = saved.extra
     try:
         sound = found["precision"] in ("float32", "bfloat16", "float64") and 0 <= found["seconds"] < math.inf
@@ -349,7 +352,7 @@ def _require_same_data(fingerprint_now: str, saved: Checkpoint) -> None:
 
 
 def _warn_of_changes(config: TrainConfig, saved: Checkpoint, folder: Path, say: Callable[[str], None]) -> None:
-    """Say in one line which settings that decide the course of training differ from those of the checkpoint."""
+    """Print one line with the settings that decide the course of training and differ from the checkpoint's."""
     path = saved.folder / CONFIG
     if not is_marked(folder / CONFIG):
         say(f"{folder / CONFIG}: was lost or damaged, and is written anew")
@@ -367,7 +370,8 @@ _DECIDE_THE_COURSE = (
     "seed", "batch_size", "accumulation", "optimizer.", "model.seq_len", "model.moe.losses", "model.moe.router",
     "model.moe.capacity",
 )  # fmt: skip
-"""Starts of the fields whose change on resuming is worth a warning; more steps are asked for on purpose."""
+"""Prefixes of the fields that are worth a warning if they change on resuming. `steps` is missing, since it is raised on
+purpose."""
 
 
 def _write_folder(
@@ -377,14 +381,14 @@ def _write_folder(
     saved: Checkpoint | None,
     say: Callable[[str], None],
 ) -> dict[str, str]:
-    """Make the run folder; a new run's is emptied of an earlier run first. Return the texts of its own files."""
+    """Create the run folder, and for a new run delete an earlier run's files. Return the texts of the run's own files."""
     claim.make()
     try:
         if saved is None:
             claim.clear()
-        for name in (HANG, HANG_SUMS):  # of a process before
+        for name in (HANG, HANG_SUMS):  # left by an earlier process
             (claim.path / name).unlink(missing_ok=True)
-        # The file is for taking the run up again; a kept "replace" would erase the run that it describes.
+        # The file is used to resume the run; "replace" in it would erase the run that it describes.
         files = {CONFIG: as_json(replace(config, existing="resume"))}
         claim.write(CONFIG, files[CONFIG])
         if isinstance(tokenizer, BPETokenizer):
@@ -397,7 +401,8 @@ def _write_folder(
 def _write_tokenizer(
     claim: RunFolder, tokenizer: BPETokenizer, saved: Checkpoint | None, say: Callable[[str], None]
 ) -> str:
-    """Have the run's tokenizer in its folder, as a checkpoint keeps it; return its text."""
+    """Write the run's tokenizer into its folder unless it is there already. A resumed run takes it from the checkpoint.
+    Return its text."""
     own = claim.path / TOKENIZER
     text = tokenizer.text if saved is None else (saved.folder / TOKENIZER).read_text(encoding="utf-8")
     if not own.exists() or own.read_bytes() != text.encode():

@@ -1,4 +1,4 @@
-"""Text to a packed `.bin` file of tokens, from one source or a mixture of several by weights."""
+"""Packing text into a `.bin` file of tokens, from one source or from a weighted mixture of several."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer, saved_token
 
 @dataclass(frozen=True)
 class Packed:
-    """What was written."""
+    """Description of a written `.bin` file."""
 
     path: Path
     dtype: str
     vocab_size: int
     tokens: tuple[int, ...]
-    """Per source, separators included."""
+    """Number of tokens per source, separators included."""
     documents: tuple[int, ...]
-    """Per source."""
+    """Number of documents per source."""
     tokenizer: Path | None
-    """A copy of the tokenizer beside the tokens; None for bytes."""
+    """A copy of the tokenizer next to the tokens; None for bytes."""
 
 
 class Texts:
-    """The documents of some files, again and again, in the order of the files."""
+    """The documents of some files in file order, repeated without end."""
 
     def __init__(self, pattern: str, field: str) -> None:
         self.files, self.field = find_files((pattern,), "path"), field
         self.passes = 0
-        """Times that all of it was read."""
+        """How often all documents have been read."""
 
     def once(self) -> Iterator[bytes]:
         """Yield each document once."""
@@ -58,19 +58,21 @@ class Texts:
 def pack(
     out: Path, paths: Sequence[str], data: DataConfig, weights: Sequence[float] = (), num_tokens: int | None = None
 ) -> Packed:
-    """Write documents one behind the other, the separator behind each, and a table beside them that says what they are.
+    """Tokenize documents into one file, with the separator after each, and write a table next to it that describes the
+    file.
 
-    A mixture takes the next document from the source that is furthest behind its weight, and reads a source again when it is
-    through, so that every part of the file has the mixture's shares.
+    A mixture takes the next document from the source that is furthest behind its weight, and starts a source over when
+    it ends. Every part of the file therefore has the mixture's shares.
 
     Args:
-        out: the `.bin` file; `.json` and `.tokenizer.json` beside it take its name.
-        data: `tokenizer`, `vocab_size` and `text_field` count.
-        weights: one per source; empty: each source once, in turn.
-        num_tokens: stop at so many of a mixture; None: when every source was read once, or would have been.
+        out: path of the `.bin` file; the `.json` and `.tokenizer.json` files next to it share its name.
+        paths: files, folders or globs, one per source.
+        data: only `tokenizer`, `vocab_size` and `text_field` are used.
+        weights: one per source; if empty, each source is read once, in order.
+        num_tokens: number of tokens at which a mixture ends; None: when every source was read once, or would have been.
 
     Raises:
-        InputError: for sources without text, and weights that do not fit them.
+        InputError: for sources without text, and for weights that do not match the sources.
     """
     if weights and (len(weights) != len(paths) or min(weights) <= 0):
         raise InputError(f"weights={tuple(weights)}: give one above 0 for each of the {len(paths)} paths")
@@ -91,7 +93,8 @@ def pack(
 def _mixed(
     sources: list[Texts], weights: Sequence[float], counts: np.ndarray, num_tokens: int | None
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield the number of a source and a document of it; `counts`, (sources, 2), is what is written of each so far."""
+    """Yield the number of a source and one of its documents. `counts`, (sources, 2), holds the tokens and documents
+    written so far."""
     if not weights:
         for index, source in enumerate(sources):
             for document in source.once():

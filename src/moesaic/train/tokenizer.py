@@ -1,4 +1,4 @@
-"""Text to tokens and back: bytes, or a byte-level BPE trained on the corpus by the `tokenizers` library."""
+"""Tokenizers: single bytes, or a byte-level BPE trained on the corpus with the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from moesaic.errors import InputError
 from moesaic.train.config import DataConfig
 
 BYTES, LEAST_BPE = 256, 300
-"""Tokens of text as bytes, and the fewest of a byte-level BPE."""
+"""Vocabulary size of text as bytes, and the smallest one of a byte-level BPE."""
 
 
 class AbstractTokenizer(ABC):
-    """Maps text to token ids; id `separator` stands between documents."""
+    """Maps text to token ids; the id `separator` separates documents."""
 
     vocab_size: int
     separator: int
@@ -29,7 +29,7 @@ class AbstractTokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids; bytes that are no UTF-8 become the replacement character."""
+        """Return the text of ids. Bytes that are not UTF-8 become the replacement character."""
 
 
 class ByteTokenizer(AbstractTokenizer):
@@ -46,25 +46,25 @@ class ByteTokenizer(AbstractTokenizer):
 
 
 class BPETokenizer(AbstractTokenizer):
-    """A byte-level BPE; token 0 separates documents, and no text becomes token 0, "<|end|>" neither.
+    """A byte-level BPE. Token 0 separates documents; no text is encoded as token 0, not even "<|end|>".
 
-    Bytes that are no UTF-8 become the tokens of the single bytes, so that the ids stand for exactly the data.
+    Bytes that are not UTF-8 become the tokens of the single bytes, so the ids represent the data exactly.
 
     Args:
-        tokenizer: a `tokenizers.Tokenizer` whose id 0 is `<|end|>`.
+        tokenizer: a `tokenizers.Tokenizer` with `<|end|>` as id 0.
     """
 
     separator = 0
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._tokenizer.encode_special_tokens = True  # as text; the saved file does not keep this
+        self._tokenizer.encode_special_tokens = True  # encode them as text; saved files lack this setting
         self.vocab_size = int(tokenizer.get_vocab_size())
         self._byte_ids = [tokenizer.token_to_id(letter) for letter in _byte_letters()]
 
     @classmethod
     def train(cls, documents: Iterable[bytes], vocab_size: int) -> BPETokenizer:
-        """Train on documents; deterministic for the same documents in the same order."""
+        """Train on documents. The result is deterministic for the same documents in the same order."""
         library = _library()
         tokenizer = library.Tokenizer(library.models.BPE())
         tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -105,7 +105,7 @@ class BPETokenizer(AbstractTokenizer):
         path.write_text(self.text, encoding="utf-8", newline="\n")
 
     def encode(self, data: bytes) -> np.ndarray:
-        # Python keeps a byte that is no UTF-8 as a lone surrogate; the library takes none.
+        # Python decodes a byte that is not UTF-8 to a lone surrogate, which the library does not accept.
         parts = _STRAY_BYTES.split(data.decode("utf-8", errors="surrogateescape"))
         ids: list[int] = []
         for place, part in enumerate(parts):
@@ -120,12 +120,14 @@ class BPETokenizer(AbstractTokenizer):
 
 
 class GivenTokenizer(BPETokenizer):
-    """A tokenizer.json of somebody else, as models of the hub have it; special tokens in text stay text.
+    """A tokenizer.json from elsewhere, as models on the Hugging Face hub have it. Special tokens in text are encoded as
+    text.
 
-    Bytes that are no UTF-8 become the replacement character where it has no tokens of single bytes.
+    Bytes that are not UTF-8 become the replacement character, unless the vocabulary has tokens for single bytes.
 
     Args:
-        tokenizer: a `tokenizers.Tokenizer`; the first of `ENDS` that it has, else token 0, separates documents.
+        tokenizer: a `tokenizers.Tokenizer`. The first of `ENDS` in its vocabulary, or else token 0, separates
+            documents.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -142,14 +144,14 @@ class GivenTokenizer(BPETokenizer):
 
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
-"""Tokens that end a text, in the vocabularies of the hub."""
+"""Tokens that end a text in vocabularies of the hub."""
 
 
 def saved_tokenizer(config: DataConfig, file: Path | None) -> AbstractTokenizer | None:
-    """Return the tokenizer of a run that needs no training data; None for a BPE that is still to be trained.
+    """Return the tokenizer of a run if it needs no training; None for a BPE that must still be trained.
 
     Args:
-        file: the tokenizer in the run's folder; None before there is one.
+        file: the tokenizer in the run's folder; None if it does not exist yet.
     """
     if config.tokenizer:
         return GivenTokenizer.load(file if file is not None and file.exists() else Path(config.tokenizer))
@@ -159,11 +161,11 @@ def saved_tokenizer(config: DataConfig, file: Path | None) -> AbstractTokenizer 
 
 
 _STRAY_BYTES = re.compile("([\udc80-\udcff]+)")
-"""Runs of what `surrogateescape` makes of bytes that are no UTF-8."""
+"""Runs of lone surrogates, which `surrogateescape` makes of bytes that are not UTF-8."""
 
 
 def _byte_letters() -> list[str]:
-    """Return the letter that stands for each byte in a byte-level vocabulary: GPT-2's table."""
+    """Return the letter that represents each byte in a byte-level vocabulary: GPT-2's table."""
     plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return [chr(byte if byte in plain else next(others)) for byte in range(256)]

@@ -1,14 +1,15 @@
-"""The watch over a run on several ranks: one line says who is missing when a run stands still, or when a rank has died.
+"""The watch over a run on several ranks. It reports in one line which rank is missing if a run hangs or a rank dies.
 
-Every rank has a thread that does three things every few seconds: it counts up in the store that all ranks reach, so that
-others see that its process lives; it looks at where the main thread stands; and it asks whether some rank has given up. A run
-stands still where a rank has ended no step, called no layer and not left its place for longer than the patience, and no rank
-gets on with saving or evaluating, for which the others may wait as long as it takes. Seconds in which the process was stopped
-do not count. All ranks that still answer then write down where they stand and for whose bytes they wait, the lowest of them
-puts that into one line and into `hang.json` of the run folder, and all end with code 1.
+A thread on every rank does three things every few seconds. It writes a heartbeat into the store that all ranks share.
+It reads where the main thread is. And it asks whether some rank has given the run up.
 
-The steps of training know nothing of this. Where a rank stands is read from the frames of its threads: the frame that runs a
-program knows the task, the message, and the ranks from which it comes.
+A run hangs if a rank has ended no step, called no layer and not moved for longer than the patience, while no rank makes
+progress in saving or evaluating. The ranks may wait for those two as long as it takes. Seconds in which the process was
+stopped do not count. All ranks that still answer then write down where they are and for whose bytes they wait. The
+lowest of them puts that into one line and into the run folder's `hang.json`, and all end with code 1.
+
+The training code does not call the watch. The position of a rank is read from the frames of its threads: the frame that
+runs a program holds the task, the message, and the ranks that it comes from.
 """
 
 from __future__ import annotations
@@ -49,29 +50,29 @@ _OWN = str(Path(__file__).parents[1]) + os.sep
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank stands."""
+    """Where a rank is, and what it waits for."""
 
     rank: int
     process: str
-    """Its number and host."""
+    """Process id and host."""
     at: str
-    """What it is doing, in words that are the same for ranks that do the same."""
+    """What the rank is doing, in words that are equal for ranks that do the same."""
     waits_for: Mapping[str, int] = field(default_factory=dict)
-    """Ranks from which messages are missing, as text, to bytes."""
+    """Bytes that the rank still waits for, by sending rank (as text)."""
     stack: tuple[str, ...] = ()
     """The main thread's calls, outermost first: file, line and function."""
 
 
 class Watch:
-    """Watches one rank of a run, from `with watch:` to its end. A run of one process is not watched.
+    """Watches one rank of a run while its `with` block runs. A run of one process is not watched.
 
     Args:
-        folder: the run folder; None while there is none, so that nothing is written down.
-        patience: seconds that a rank may stand at one place.
-        step: tells what the run is at, such as "step 12".
-        advice: tells how to go on after the run has ended.
-        long: functions in which one rank may work while the others wait for longer than that, as long as it gets on: it
-            leaves its place, or reads and writes.
+        folder: the run folder; None if it does not exist yet, so that nothing is written into it.
+        patience: seconds that a rank may stay at one place.
+        step: returns what the run is doing, such as "step 12".
+        advice: returns how to continue after the run has ended.
+        long: functions in which a rank may make the others wait for longer than the patience, as long as it makes
+            progress: it moves on in the code, or reads and writes bytes.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Watch:
         self._folder, self._patience, self._step, self._advice = folder, patience, step, advice
         self._pause = min(5.0, patience / 10)
         self._answer = min(ANSWER_SECONDS, patience / 2)
-        self._reading = 2 * self._pause + 1  # seconds in which every rank that answers has looked once
+        self._reading = 2 * self._pause + 1  # seconds in which every live rank has read the store once
         self._main = threading.get_ident()
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
@@ -100,8 +101,8 @@ class Watch:
     def __enter__(self) -> Watch:
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._rank, self._world = dist.get_rank(), dist.get_world_size()
-            # A connection of its own, since one that waits for somebody's word is locked until it comes; below the prefix of
-            # torch's group, where ranks have signed since before they met.
+            # Use a separate connection, since a connection is locked while it waits for a key. Use the store below the
+            # prefix of torch's group, where the ranks signed before they met.
             store: Any = dist.distributed_c10d._get_default_store()
             self._store: Store = getattr(store, "underlying_store", store).clone()
             self._store.set_timeout(timedelta(seconds=max(4 * self._pause, 10)))
@@ -120,18 +121,18 @@ class Watch:
             return
         if isinstance(error, RuntimeError):
             if self._is_given_up():
-                self._thread.join()  # which ends the process: others have left because the run was given up
+                self._thread.join()  # never returns: the watch thread ends the process of a run that was given up
             try:
                 with telling(self._roll, self._when()):
                     raise error
-            finally:  # not before, since asking others may take for ever
+            finally:  # keep watching until then, since asking the store may block for ever
                 self._ends.set()
         elif self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
         self._ends.set()
 
     def _when(self) -> str:
-        """Return what the run is at, and how to go on."""
+        """Return what the run is doing and how to continue, for an error message."""
         return f"in {self._step()}; {self._advice()}"
 
     def _run(self) -> None:
@@ -139,10 +140,10 @@ class Watch:
         stood, looked = 0.0, time.monotonic()
         while not self._ends.wait(self._pause):
             beats, before, moved = beats + 1, (mark, moved), _moved_bytes()
-            # Stopped, as its machine may be, a process does not stand still: a look counts for no more than it may take.
+            # A stopped process (or machine) does not hang, so each round counts no more seconds than it may take.
             now = time.monotonic()
             stood, looked = stood + min(now - looked, 2 * self._pause + self._answer), now
-            # The place alone says little: a thread that waits for a GPU in every step is found there whenever one looks.
+            # The place alone is not enough: a thread that waits for a GPU in every step is always seen at that wait.
             main = sys._current_frames()[self._main]
             mark = (self._step(), [each.next_tag for each in self._transports], _marked(main))
             if mark != before[0]:
@@ -163,26 +164,28 @@ class Watch:
                     self._end(f"{alone}, and nothing answers where the ranks' store was; {self._advice()}", [])
 
     def _talk(self, beats: int, is_over: bool, works_on: bool) -> tuple[bool, int]:
-        """Give a sign of life, and give the run up where it is over.
+        """Write a heartbeat, and give the run up if `is_over`.
 
         Returns:
-            whether anybody has given it up, and how often any rank was seen to get on with what may take long.
+            whether any rank has given the run up, and how often any rank was seen to make progress in a long function.
         """
         self._roll.count(beats)
         return bool(self._store.add("watch/given_up", int(is_over))), self._store.add("watch/works", int(works_on))
 
     def _is_given_up(self) -> bool:
-        """Return whether the run was given up; False if the store does not say in time, since an error waits to be told."""
+        """Return whether the run was given up; False if the store does not answer in time, since an error waits to be
+        reported."""
         try:
             return bool(answered(partial(self._store.add, "watch/given_up", 0), self._answer))
         except ConnectionError:
             return False
 
     def _give_up(self) -> None:
-        """Collect where all ranks stand, say it if this one is the lowest that answers, and end the process."""
+        """Write down this rank's position. The lowest rank that answers collects all positions and reports them. End
+        the process."""
         self._store.set(f"watch/position/{self._rank}", json.dumps(asdict(self._position())))
         for library, name in (("gloo", "_dump_fr_trace_json"), ("nccl", "_dump_nccl_trace_json")):
-            # PyTorch's flight recorders; NCCL has one of its own
+            # PyTorch's flight recorders; NCCL has a separate one.
             dump = getattr(torch._C._distributed_c10d, name, None)
             if dump is not None and self._folder is not None:
                 with suppress(OSError):
@@ -200,7 +203,7 @@ class Watch:
         os._exit(1)
 
     def _end(self, line: str, found: Sequence[Position]) -> None:
-        """Say a line, write it down, and end the process whatever its main thread waits for."""
+        """Print a line, write it into the run folder, and end the process even if its main thread is blocked."""
         table = {"line": line, "ranks": [asdict(position) for position in found]}
         if self._folder is not None:
             with suppress(OSError):
@@ -208,7 +211,7 @@ class Watch:
         print(f"moesaic train: {line}", file=sys.stderr, flush=True)
         try:
             raise TrainingError(line)
-        except TrainingError as error:  # what is written down is the error that is being handled
+        except TrainingError as error:  # the handler records the exception that is being handled
             get_error_handler().record_exception(error)
         os._exit(1)
 
@@ -225,7 +228,7 @@ class Watch:
         return Position(self._rank, own_name(), at, waits_for, tuple(stack))
 
     def _at(self) -> str:
-        """Return what this rank is doing."""
+        """Return what this rank is doing, in words."""
         frames = self._frames()
         run = next(_locals(frames.values(), LayerRun), None)
         if run is not None:
@@ -242,23 +245,24 @@ class Watch:
         return " ".join([*filter(None, words), f"at {file}:{place.f_lineno} in {place.f_code.co_name}"])
 
     def _module(self, frame: FrameType) -> str:
-        """Return the name of the part of the model that a function works on; empty where it works on none."""
+        """Return the name of the module that a frame works on; empty if none."""
         held = [value for value in list(frame.f_locals.values()) if isinstance(value, nn.Module)]
         return next((self._names[id(value)] for value in held if id(value) in self._names), "")
 
     def _frames(self) -> dict[int, FrameType]:
-        """Return what every other thread runs; the backward pass of a GPU has a thread of its own."""
+        """Return the innermost frames of all other threads by thread id. On GPUs, the backward pass has a thread of its
+        own."""
         own = threading.get_ident()
         return {number: frame for number, frame in sys._current_frames().items() if number != own}
 
 
 def describe_hang(step: str, patience: float, found: Sequence[Position], silent: Mapping[int, str]) -> str:
-    """Return one line that says who has not arrived, and where the others wait."""
+    """Return one line that says which ranks have not arrived, and where the others wait."""
     parts = [f"rank {rank} {fate}" for rank, fate in silent.items()]
     waiting: dict[str, list[Position]] = {}
     for position in found:
         waiting.setdefault(position.at, []).append(position)
-    for at, positions in sorted(waiting.items(), key=lambda item: len(item[1])):  # who differs comes first
+    for at, positions in sorted(waiting.items(), key=lambda item: len(item[1])):  # the smallest group comes first
         bytes_of: dict[str, int] = {}
         for position in positions:
             for peer, size in position.waits_for.items():
@@ -275,10 +279,10 @@ def describe_hang(step: str, patience: float, found: Sequence[Position], silent:
 
 
 def read_hang(folder: Path) -> tuple[str, list[Position]]:
-    """Return what a run wrote down when it was given up: the line, and where every rank stood.
+    """Return the line and the ranks' positions that a hanging run wrote down.
 
     Raises:
-        InputError: if the run was not given up, or the file is damaged.
+        InputError: if the run did not hang, or the file is damaged.
     """
     path = folder / HANG
     try:
@@ -297,7 +301,7 @@ def read_hang(folder: Path) -> tuple[str, list[Position]]:
 
 
 def _task(frame: FrameType) -> str:
-    """Return which task of a program waits; `frame` is that of `executor.drive`."""
+    """Return which task of a program waits, in words; `frame` is that of `executor.drive`."""
     run = frame.f_locals["steps"]
     inner, request = getattr(run, "gi_frame", None), frame.f_locals.get("request")
     if inner is None or inner.f_code is not interpret.__code__ or not isinstance(request, Handle):
@@ -313,21 +317,22 @@ def _task(frame: FrameType) -> str:
 
 
 def _outward(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame and those that called it."""
+    """Yield a frame and its callers, innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def _marked(innermost: FrameType) -> list[tuple[int, int]]:
-    """Return something that changes when a thread leaves its place; inside a wait it may go round while nothing comes."""
+    """Return a value that changes when a thread moves on. Frames inside a wait are left out, since a wait may loop
+    while no message arrives."""
     frames = list(_outward(innermost))
     waits = [number for number, each in enumerate(frames) if each.f_code.co_name == "wait" and _is_own(each)]
     return [(id(each.f_code), each.f_lasti) for each in frames[waits[-1] + 1 if waits else 0 :]]
 
 
 def _moved_bytes() -> int:
-    """Return how many bytes the other threads of this process have read and written; 0 where the system does not tell."""
+    """Return how many bytes the other threads of this process have read and written; 0 if the system does not say."""
     own, found = str(threading.get_native_id()), 0
     for path in Path("/proc/self/task").glob("*/io"):
         with suppress(OSError):
@@ -346,6 +351,6 @@ def _all(innermost: Sequence[FrameType] | Any) -> Iterator[FrameType]:
 
 
 def _locals(innermost: Any, kind: type[Any]) -> Iterator[Any]:
-    """Yield values of a type that the functions of some threads hold, innermost first."""
+    """Yield local variables of type `kind` from the frames of some threads, innermost first."""
     for frame in _all(innermost):
         yield from (value for value in list(frame.f_locals.values()) if isinstance(value, kind))
