@@ -1,4 +1,4 @@
-"""Gantt charts: bars stand where the timeline says, charts of one page share their axis, the page is self-contained."""
+"""Gantt charts: bars match the timeline, charts of one page share their axis, and the page is self-contained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A conversion's receipt, its moments, what it refuses, and the check of its output."""
+"""Conversion: the receipt, optimizer states, refused inputs, and verification of the output."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Path:
-    """A Mixtral in three safetensors files."""
+    """Save a Mixtral in three safetensors files."""
     build("Mixtral").save_pretrained(tmp_path / "hub", max_shard_size="40KB")
     assert len(list((tmp_path / "hub").glob("*.safetensors"))) == 3
     return tmp_path / "hub"
@@ -136,7 +136,7 @@ def test_shards_that_are_missing_cut_off_or_mixed_up(hub: Path, tmp_path: Path) 
 
 
 def changed(folder: Path, **changes: Tensor | None) -> Path:
-    """Save a Mixtral in one file, with tensors taken away, added or replaced."""
+    """Save a Mixtral in one file, with tensors removed, added or replaced."""
     build("Mixtral").save_pretrained(folder)
     tensors: dict[str, Any] = load_file(folder / "model.safetensors") | changes
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
@@ -197,7 +197,7 @@ def test_the_command_line(hub: Path, tmp_path: Path, capsys: Any) -> None:
 
 
 def trained(folder: Path) -> tuple[Any, torch.optim.Optimizer]:
-    """Train a tiny model for two steps; returns it and its optimizer."""
+    """Train a tiny model for two steps and return it with its optimizer."""
     model = build("Qwen3Moe").float()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(2):
@@ -288,7 +288,7 @@ def test_what_transformers_ignores_is_left_behind(tmp_path: Path) -> None:
 
 
 class Payload:
-    """Runs a command where a plain unpickler reads it."""
+    """Runs a command if a plain unpickler reads it."""
 
     def __reduce__(self) -> Any:
         return os.system, ("touch planted",)

@@ -1,4 +1,4 @@
-"""The page about a plan: what was said, where a step's time goes, one layer as a Gantt chart, memory, and the roofline."""
+"""Writes the page about a plan: the answer in words, a step's time by part, one layer as Gantt chart, memory, and roofline."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def write_plan_page(
     title: str, told: Sequence[str], job: Job, result: Result, cluster: ClusterSpec, timelines: Mapping[str, Timeline],
     path: Path,
 ) -> Path:  # fmt: skip
-    """Write the page; returns its path. The file holds everything that it shows and loads nothing.
+    """Write the page about a plan and return its path. The page is self-contained and loads nothing.
 
     Args:
-        title: of the page.
-        told: the answer in sentences.
-        job: what is trained.
-        result: the ranking.
-        cluster: on what.
-        timelines: of the best plan's programs, "forward" and "backward".
-        path: of the file.
+        title: title of the page.
+        told: the planner's answer, in sentences.
+        job: the training job.
+        result: the ranking of plans.
+        cluster: the cluster on which the job runs.
+        timelines: the timelines of the best plan's programs, "forward" and "backward".
+        path: the file to write.
 
     Raises:
-        InputError: if the file cannot be written.
+        InputError: the file cannot be written.
     """
     best, until = result.best, max(timeline.makespan for timeline in timelines.values())
     layer = job.step_model(cluster, best.grid.dp).layer
@@ -74,7 +74,13 @@ def write_plan_page(
 
 
 def stacked(bars: Mapping[str, Mapping[str, float]], unit: str, *, limit: float | None = None) -> go.Figure:
-    """Draw bars of parts that add up."""
+    """Draw stacked bars.
+
+    Args:
+        bars: name of a bar -> name of a part -> value.
+        unit: unit of the values.
+        limit: where to draw a vertical line; None for no line.
+    """
     made = figure(unit, "", height=140 + 34 * len(bars), legend=True)
     for number, part in enumerate(dict.fromkeys(part for parts in bars.values() for part in parts)):
         values = [rounded(parts.get(part, 0.0)) for parts in bars.values()]
@@ -87,7 +93,7 @@ def stacked(bars: Mapping[str, Mapping[str, float]], unit: str, *, limit: float 
 
 
 def roofline(best: Found, cluster: ClusterSpec, layer: Workload) -> go.Figure:
-    """Draw the rate of an expert's products by its rows: bounds, what the device reaches, and where the plan's experts are."""
+    """Draw the rate of an expert's matrix products over its rows: the upper bound, the rate reached, and the plan's experts."""
     rates = rates_of(cluster, layer.products or layer.dtype)
     work = float(layer.matrices * layer.dim * layer.hidden / best.grid.etp)
     here = best.grid.dp * layer.copies / layer.num_experts / best.grid.edp
