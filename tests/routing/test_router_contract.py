@@ -1,4 +1,4 @@
-"""What every router owes the layer. A new line in `ROUTERS` is covered here without a new test."""
+"""Tests of what the layer requires of every router. A new line in `ROUTERS` is covered without a new test."""
 
 from __future__ import annotations
 
