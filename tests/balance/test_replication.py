@@ -109,7 +109,7 @@ def test_two_equally_hot_experts_block_the_published_rule_and_not_ours():
 
 
 def algorithm_1(copies: np.ndarray, dim: int, alpha: float, flops: float, bytes_per_second: float) -> set[int]:
-    """Run FasterMoE's Algorithm 1 with equations 7 and 8 as printed, but in bytes: one expert per worker, 2 bytes an element."""
+    """Run FasterMoE's Algorithm 1 with equations 7 and 8 as printed, but in bytes: 1 expert per worker, 2 bytes an element."""
     experts, width = len(copies), 2 / bytes_per_second
     computed, shadowed = copies.sum(0).astype(float), set()
     best = max(12 * b * alpha * dim**2 / flops + 4 * b * dim * width for b in computed)

@@ -285,11 +285,11 @@ def test_it_learns_adapts_and_starts_as_its_inner_router():
             lambda: TopologyRouter(
                 SoftmaxTopK(DIM, 16), grid=GRID, levels=[LinkLevel(name="node", group=(0, 0, 1), share=0.5)]
             ),
-            "topology level node: says the group of 3 ranks: give one for each of 8",
+            "topology level node: gives the group of 3 ranks: give one for each of 8",
         ),
         (
             lambda: levels_of(read_cluster("fastermoe-johnny"), Grid(world=8, ep=8, ranks_per_node=4)),
-            "on nodes of 4 ranks does not say the rate of a rank's own link",
+            "on nodes of 4 ranks does not give the rate of a rank's own link",
         ),
     ],
 )
