@@ -79,7 +79,7 @@ def from_text(text: str) -> Program:
             elif words[0] == "task":
                 tasks.append(_read_task(line))
             else:
-                raise ValueError(f"{words[0]!r} is no kind of line")
+                raise ValueError(f"{words[0]!r} is not a kind of line")
         except InputError:
             raise
         except (ValueError, IndexError) as error:
@@ -157,7 +157,7 @@ def _one_of(names: Iterable[T], word: str, what: str) -> T:
     for name in names:
         if word == name:
             return name
-    raise ValueError(f"{word!r} is no {what}")
+    raise ValueError(f"{word!r} is not a known {what}")
 
 
 def _axes(words: str) -> tuple[Axis, ...]:

@@ -54,8 +54,8 @@ def multicast(program: Program, grid: Grid) -> Program:
         )
     if not grid.nodes_per_replica or not grid.has_shards_inside_nodes:
         raise InputError(
-            f"multicast needs every copy of the experts on whole nodes, and all shards of an expert on one: mesh.ep={grid.ep}, "
-            f"mesh.etp={grid.etp} do not lie so on nodes of {grid.ranks_per_node} ranks: choose another plan.all_to_all"
+            "multicast needs each replica of the experts on whole nodes, and all shards of an expert on one node, unlike "
+            f"mesh.ep={grid.ep}, mesh.etp={grid.etp} on nodes of {grid.ranks_per_node} ranks: choose another plan.all_to_all"
         )
     slices = program.routes_slices
     build = Builder(f"{program.name}, multicast", bias)

@@ -57,8 +57,8 @@ def _check(program: Program, rows: str) -> None:
         raise InputError("relocate: the program relocates already: apply the pass once")
     if any(layout.flow in ONCE for layout in layouts.values()):
         raise InputError(
-            "sample placement clashes with plan.all_to_all=multicast, whose results come back by the nodes that tokens "
-            "visited: choose another plan.all_to_all"
+            "sample placement clashes with plan.all_to_all=multicast, whose results return through the nodes to which "
+            "tokens were sent: choose another plan.all_to_all"
         )
     if any(layout.chunk in ("replicated", "here") for layout in layouts.values()):
         raise InputError(
@@ -75,7 +75,7 @@ def _check(program: Program, rows: str) -> None:
     if layouts[rows] != Layout() or groups != {("ep", "etp")}:
         raise InputError(
             "sample placement needs plan.schedule=s1, whose results go from the experts to one rank in one movement, got "
-            f"{program.name}: choose s1, with mesh.tp=1 it moves what the others do"
+            f"{program.name}: choose s1; with mesh.tp=1 it sends the same rows as the others"
         )
 
 

@@ -38,8 +38,8 @@ def replicate(program: Program, num_chunks: int, grid: Grid | None = None) -> Pr
     """
     if any(slot.layout.flow in ONCE for slot in program.slots):
         raise InputError(
-            "replication clashes with plan.all_to_all=multicast: a token visits a node for all its experts there, also "
-            "where another rank computes some: choose another plan.all_to_all"
+            "replication clashes with plan.all_to_all=multicast: a token is sent to a node once for all its experts "
+            "there, even if a helper computes some of its copies: choose another plan.all_to_all"
         )
     if any(task.op is Op.MOVE and program.slot(task.reads[0]).layout.flow == "weights" for task in program.tasks):
         raise InputError(

@@ -171,8 +171,8 @@ def split_peers(program: Program, groups: int, grid: Grid) -> Program:
         return program
     if any(slot.layout.flow in ONCE for slot in program.slots):
         raise InputError(
-            "split_peers clashes with multicast: a token visits a node once for all its experts there, whatever their "
-            "group: choose plan.peer_groups=1 or another plan.all_to_all"
+            "split_peers clashes with multicast: a token is sent to a node once for all its experts there, whatever "
+            "their group: choose plan.peer_groups=1 or another plan.all_to_all"
         )
     parts = [StretchPart(f"~{step}", steps(step, groups)) for step in range(groups)]
     numbered = sorted({slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)})
