@@ -92,18 +92,20 @@ def balance_section(run: RunSummary, colour: str) -> Section | None:
     drawn = [
         Picture(
             "Load of the busiest rank",
-            "Over the mean, mean over the layers; 1 is balance.",
+            "Relative to the mean load, averaged over the layers; 1 is balanced.",
             busiest_rank(found),
         ),
-        Picture("Bytes that moved", "Per call, forward and backward, mean over the layers.", bytes_moved(found)),
+        Picture("Bytes that moved", "Per call, forward and backward, averaged over the layers.", bytes_moved(found)),
     ]
     layer = most_skewed(found)
     for name, when in (("rows_alone", "if left alone"), ("rows", "as decided")):
         if layer is not None:
             title = f"Load per rank of layer {layer}, {when}"
-            caption = "The layer with the most skew; copies that each rank of ep computes, over the mean."
+            caption = "The layer with the most skew: copies that each ep rank computes, relative to the mean."
             drawn.append(Picture(title, caption, load_per_rank(found, layer, name)))
-    chosen = Picture("Decisions", "What each layer ran most since the line before.", decisions(found))
+    chosen = Picture(
+        "Decisions", "The option that each layer ran most often since the previous line of metrics.", decisions(found)
+    )
     return Section(
         title="Balance of",
         run=run.name,

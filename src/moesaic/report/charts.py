@@ -83,12 +83,12 @@ def speed(runs: Sequence[RunSummary]) -> list[Picture]:
     for name in names:
         words = name.replace("_", " ")
         made = _per_run(runs, partial(_auxiliary, name), words)
-        found.append(Picture(f"Auxiliary loss: {words}", "Before its coefficient, mean over the MoE layers.", made))
+        found.append(Picture(f"Auxiliary loss: {words}", "Before its coefficient, averaged over the MoE layers.", made))
     return found
 
 
 OVER_STEPS: tuple[tuple[str, str, str, Callable[[RunSummary], Series], dict[str, str]], ...] = (
-    ("Throughput", "Training tokens per second since the line before.", "tokens/s",
+    ("Throughput", "Training tokens per second since the previous line of metrics.", "tokens/s",
      lambda run: run.tokens_per_second, {"tickformat": "~s"}),
     ("MFU", "The model's FLOPs over the matmul peak measured at the start.", "MFU (% of matmul peak)",
      lambda run: run.mfu, {"tickformat": "~%"}),
@@ -97,7 +97,7 @@ OVER_STEPS: tuple[tuple[str, str, str, Callable[[RunSummary], Series], dict[str,
 )  # fmt: skip
 """(title, caption, axis title, series, axis options) of the charts about speed and optimisation; the learning rate is last."""
 BALANCE: tuple[tuple[str, str, str, Callable[[LayerSeries], Series], dict[str, str]], ...] = (
-    ("MaxVio", "Largest load over mean load, minus 1; 0 is balance.", "MaxVio", lambda layer: layer.max_violation, {}),
+    ("MaxVio", "Largest load over mean load, minus 1; 0 is balanced.", "MaxVio", lambda layer: layer.max_violation, {}),
     ("Churn", "Tokens of a fixed probe batch whose experts changed in one optimizer step.", "churn (% of tokens)",
      lambda layer: layer.churn, {"tickformat": "~%"}),
 )  # fmt: skip
@@ -126,11 +126,11 @@ def experts_of_layers(run: RunSummary) -> list[Picture]:
     dropped = max(max(layer.dropped_share.values, default=0) for layer in run.layers)
     whole = {"dtick": 1} if dead < 6 else {}
     rows: list[tuple[str, str, str, Callable[[LayerSeries], Series], dict[str, Any]]] = [
-        ("Dead experts", "Chosen by no token since the line before.", "dead experts",
+        ("Dead experts", "Chosen by no token since the previous line.", "dead experts",
          lambda layer: layer.dead_experts, {"range": _from_zero_to(dead or 1), "tickformat": "d", **whole}),
         ("Dropped copies", "For lack of capacity.", "dropped (% of copies)",
          lambda layer: layer.dropped_share, {"range": _from_zero_to(dropped or 0.01), "tickformat": "~%"}),
-        ("Load entropy", "1 is balance, 0 one expert for all.", "entropy of the load",
+        ("Load entropy", "1: balanced; 0: one expert gets all tokens.", "entropy of the load",
          lambda layer: layer.entropy, {"rangemode": "normal"}),
         ("Needed capacity factor", "The smallest that drops nothing.", "capacity factor",
          lambda layer: layer.needed_capacity_factor, {"rangemode": "normal"}),

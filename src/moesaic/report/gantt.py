@@ -84,7 +84,7 @@ def in_words(timeline: Timeline) -> str:
     if busy:
         line += f"; busy: {busy}"
     if timeline.communication:
-        line += f"; {timeline.overlap:.0%} of the communication behind computation"
+        line += f"; {timeline.overlap:.0%} of the communication is hidden behind computation"
     return line
 
 
@@ -203,7 +203,7 @@ def _micro_batch(job: Job, best: Found, timelines: Mapping[str, Timeline]) -> It
         else:
             yield from one("dense", f"dense layer {what}", 2 * of_dense)
         yield from one("attention", f"attention {what}", 2 * of_block)
-        yield from one("parameters", f"behind block {block}", waits, WAITING)
+        yield from one("parameters", f"after block {block}", waits, WAITING)
 
 
 def _busy(timeline: Timeline) -> Iterator[tuple[str, float, float]]:

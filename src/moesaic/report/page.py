@@ -104,7 +104,7 @@ class Page:
             ),
             Picture(
                 "Validation loss over training time",
-                "What a step costs counts here. Evaluation time is left out.",
+                "Takes the time of a step into account. Evaluation time is not counted.",
                 charts.validation_over_time(self.runs),
             ),
         ]
@@ -113,7 +113,7 @@ class Page:
         maps = [
             Picture(
                 f"Load of layer {number}",
-                "Each expert's load over the mean.",
+                "Each expert's load relative to the mean.",
                 charts.expert_loads(layer.load_steps, layer.loads),
             )
             for number, layer in enumerate(run.layers)
@@ -177,7 +177,7 @@ def write_trace_page(trace: Trace, loads: Sequence[LayerLoad], path: Path) -> Pa
     """
     shown = drawn_layers(len(loads))
     pictures = [
-        Picture("MaxVio", "Largest load over mean load, minus 1; 0 is balance.", violations(trace.steps, loads)),
+        Picture("MaxVio", "Largest load over mean load, minus 1; 0 is balanced.", violations(trace.steps, loads)),
         *(
             Picture(
                 f"Load of the experts, layer {load.layer}",
@@ -187,7 +187,7 @@ def write_trace_page(trace: Trace, loads: Sequence[LayerLoad], path: Path) -> Pa
             for load in (loads[number] for number in shown)
         ),
     ]
-    left_out = "" if len(shown) == len(loads) else f" Drawn are {len(shown)} of {len(loads)} layers."
+    left_out = "" if len(shown) == len(loads) else f" The charts show {len(shown)} of {len(loads)} layers."
     lead = f"{trace_in_words(trace)}.{left_out}"
     title = Path(trace.name).name
     return write_text(page_text("charts.html", Drawn(), what="trace", title=title, lead=lead, charts=pictures), path)

@@ -44,10 +44,10 @@ def write_plan_page(
     pictures = [
         Picture(
             "One step of the best plan",
-            f"Block by block, the first micro-batch of {job.accumulation}; drag to look closer, double click for all of it.",
+            f"The first micro-batch of {job.accumulation}, block by block. Drag to zoom in, double-click for the whole step.",
             step_gantt(bars_of(job, best, timelines)),
         ),
-        Picture("One step", "Seconds by part, of the best plans.", stacked(
+        Picture("One step", "Seconds by part of the step, for the best plans.", stacked(
             {_name(found): found.estimate.parts for found in result.ranking},
             "seconds",
         )),
@@ -56,7 +56,7 @@ def write_plan_page(
             for name, timeline in timelines.items()
         ),
         Picture(
-            "Memory of a rank", f"GiB by what holds it; the line is what a device has, {cluster.device.memory_gib:g}.",
+            "Memory of a rank", f"GiB by use; the line marks the device's memory, {cluster.device.memory_gib:g} GiB.",
             stacked(
                 {_name(each): {what: size / GIB for what, size in vars(each.memory).items()} for each in result.ranking},
                 "GiB", limit=cluster.device.memory_gib,
@@ -64,8 +64,8 @@ def write_plan_page(
         ),
         Picture(
             "Roofline of products",
-            "What a device reaches by the rows of a product: at most its memory's rate times the operations that a byte of "
-            "weights serves, and the rate that products were seen to reach. The dot is an expert of the best plan.",
+            "The device's rate over the rows of a product: bounded by memory bandwidth times operations per byte of weights, "
+            "and by the best measured rate. The dot is an expert of the best plan.",
             roofline(best, cluster, layer),
         ),
     ]  # fmt: skip

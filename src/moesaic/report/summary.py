@@ -52,8 +52,8 @@ def _of(seconds: float, compute: np.ndarray, waited: np.ndarray) -> list[str]:
         if compute[rank] > SLOWER * usual and compute[rank] - usual > WAITS / 2 * seconds:
             slow.add(rank)
             said.append(
-                f"rank {rank} is slow: its programs work {compute[rank] / usual:.1f} times as long as those of other ranks, by "
-                "more tokens of its experts or by a slower processor"
+                f"rank {rank} is slow: its programs work {compute[rank] / usual:.1f} times as long as those of other ranks, "
+                "because its experts get more tokens or its processor is slower"
             )
     for late in range(world):
         of_others = [waited[rank, late] for rank in range(world) if rank != late]
