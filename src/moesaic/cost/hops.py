@@ -57,7 +57,7 @@ def hop_paths(task: Task, digits: Digits, group: frozenset[int], pairs: Pairs, c
     upper = sorted(classed)
 
     def leg_of(source: int, target: int) -> Leg | None:
-        path = link.path(places.of(source), source, target) if source != target else ()
+        path = link.path(places.switch_to_group_of(source), source, target) if source != target else ()
         return next((leg for leg in path if leg.hop == task.hop), None)
 
     message_numbers: dict[tuple[int, int], int] = {}

@@ -131,9 +131,9 @@ def mean_of(estimates: Sequence[Estimate]) -> Estimate:
         return {name: sum(table.get(name, 0.0) for table in tables) / len(tables) for name in names}
 
     return Estimate(
-        seconds=sum(each.seconds for each in estimates) / len(estimates),
-        parts=mean([each.parts for each in estimates]),
-        limits=mean([each.limits for each in estimates]),
+        seconds=sum(estimate.seconds for estimate in estimates) / len(estimates),
+        parts=mean([estimate.parts for estimate in estimates]),
+        limits=mean([estimate.limits for estimate in estimates]),
     )
 
 
@@ -210,7 +210,7 @@ class StepCostModel:
         Args:
             forward: the forward program of an MoE layer.
             backward: its backward program.
-            overlapped: the two programs overlapped, of two micro-batches, with attention (`beside`). Read only if the model
+            overlapped: the two programs overlapped, of two micro-batches, with attention (`simulate_overlapped`). Read only if the model
                 is `overlapped`.
         """
         count, layers = self.model.micro_batches, self.model.moe_layers
@@ -260,7 +260,7 @@ class StepCostModel:
             limits=limits,
         )
 
-    def beside(self, forward: Program, backward: Program, grid: Grid) -> Simulated:
+    def simulate_overlapped(self, forward: Program, backward: Program, grid: Grid) -> Simulated:
         """Simulate the MoE programs of two micro-batches at once, with attention before the forward and after the
         backward program.
 

@@ -227,7 +227,7 @@ class GroupPlaces(NodeMap):
         self.nodes = [[]] * digits.product(group - digits.local)
         self._base = 0
 
-    def of(self, member: int) -> GroupPlaces:
+    def switch_to_group_of(self, member: int) -> GroupPlaces:
         """Switch to the group that contains a rank, and return self."""
         self._base = member - self._value(member, self._upper, True) - self._value(member, self._lower, True)
         return self
