@@ -1,5 +1,4 @@
-"""The messages of one hop of an all-to-all, derived from classes of packets: which packets share a message, and their
-number.
+"""The messages of one hop of an all-to-all, and their number, derived from classes of packets.
 
 The paths come from the algorithms themselves (`program/all_to_all/`), which are asked for one packet of each class.
 Whether other packets of the class take the same leg is checked, not assumed.

@@ -261,11 +261,11 @@ class StepCostModel:
         )
 
     def simulate_overlapped(self, forward: Program, backward: Program, grid: Grid) -> Simulated:
-        """Simulate the MoE programs of two micro-batches at once, with attention before the forward and after the
-        backward program.
+        """Simulate the MoE programs of two micro-batches at once.
 
-        Their tasks form one program in the best order that the exact search finds, so one can send while the other
-        computes, as in DualPipe (DeepSeek-V3, section 3.2.1) and Megatron.
+        Attention precedes the forward program and follows the backward program. All tasks form one program in the best
+        order that the exact search finds, so one micro-batch can send while the other computes, as in DualPipe
+        (DeepSeek-V3, section 3.2.1) and Megatron.
 
         Args:
             forward: the lowered program of an MoE layer.

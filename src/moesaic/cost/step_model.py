@@ -49,8 +49,7 @@ class Steps:
     """Number of kernels per expert of a rank, forward and backward, if the system loops over experts."""
 
     def seconds(self, values: float, memory: float, launch: float, experts: float = 0.0) -> tuple[float, float]:
-        """Return the seconds of a forward and a backward pass: memory traffic or kernel launches, whichever takes
-        longer.
+        """Return the seconds of a forward and a backward pass: traffic or kernel launches, whichever takes longer.
 
         Args:
             values: values of a rank.

@@ -115,8 +115,9 @@ class Digits:
         return int(np.prod(self.sizes[sorted(digits)], dtype=np.int64)) if digits else 1
 
     def pairs(self, group: frozenset[int], listed: frozenset[int] = frozenset()) -> Pairs:
-        """Return the classes of pairs within groups. Digits inside a block are listed value by value, others as equal
-        or different.
+        """Return the classes of pairs within groups.
+
+        Digits inside a block are listed value by value, others as equal or different.
 
         Args:
             group: digits in which members of a group differ.
