@@ -210,8 +210,8 @@ class StepCostModel:
         Args:
             forward: the forward program of an MoE layer.
             backward: its backward program.
-            overlapped: the two programs overlapped, of two micro-batches, with attention (`simulate_overlapped`). Read only if the model
-                is `overlapped`.
+            overlapped: both programs overlapped, of two micro-batches, from `simulate_overlapped`. Read only if the
+                model is `overlapped`.
         """
         count, layers = self.model.micro_batches, self.model.moe_layers
         overlap_factor = 1.0
