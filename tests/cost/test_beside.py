@@ -1,4 +1,4 @@
-"""Two programs as one: nothing of either is lost, neither waits for the other, and both together take no longer than apart."""
+"""Two programs joined into one keep all tasks and dependencies, and together take no longer than one after the other."""
 
 from __future__ import annotations
 

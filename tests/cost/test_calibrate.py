@@ -1,4 +1,4 @@
-"""Profiles brought to wall times: costs that processor time got wrong are found, and nothing is changed without evidence."""
+"""Calibration to wall times corrects costs that processor time got wrong, and changes nothing without evidence."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def seconds(profile: ClusterProfile, layer: TimedLayer) -> float:
 
 
 def layers(profile: ClusterProfile, tokens: tuple[int, ...]) -> list[TimedLayer]:
-    """Layers that take what a profile says."""
+    """Return layers with the times that a profile predicts."""
     found = []
     for count in tokens:
         for chunks in (1, 2, 4):
@@ -52,7 +52,7 @@ def test_layers_that_were_held_out_are_predicted_by_what_the_others_took() -> No
     after = [abs(seconds(found, each) / each.seconds - 1) for each in timed[3::4]]
     assert max(after) < 0.5 * max(before)
     assert error == pytest.approx(sorted(after)[1])
-    # Only what wall times tell of is touched.
+    # Only costs that wall times determine are changed.
     assert replace(found, host=WRONG.host) == WRONG
     assert found.host.sharing == WRONG.host.sharing
 

@@ -1,4 +1,4 @@
-"""The simulator against the papers' formulas, on clusters that have what each formula assumes."""
+"""Compares the simulator with the papers' formulas, on clusters that match each formula's assumptions."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from moesaic.program.grid import Grid
 from moesaic.program.task import Kind, Lane, Op
 
 W, S, DIM, EXPERTS, TOP_K = 8, 1024, 32, 16, 2
-"""Ranks of one node, tokens of a tensor group, width, experts, experts per token."""
+"""Ranks of one node, tokens of a tensor-parallel group, width, experts, experts per token."""
 WORKLOAD = Workload(tokens=S, num_experts=EXPERTS, top_k=TOP_K, dim=DIM, hidden=64, dtype="bf16")
 PER_BYTE = 1e-10
-"""Seconds, of one device's link: 80 Gb/s."""
+"""Seconds per byte of one device's link: 80 Gb/s."""
 ECD = S * TOP_K * DIM * 2 * PER_BYTE
-"""Seconds of sending all copies of a group's tokens: the papers' E * C * D elements."""
+"""Seconds to send all copies of a group's tokens: E * C * D elements in the papers."""
 SD = S * DIM * 2 * PER_BYTE
-"""Of all its tokens."""
+"""Seconds to send all tokens of a group."""
 
 
 def node(per_node: int = W) -> ClusterSpec:
-    """One node whose devices send and receive 10 GB/s each, whoever the peer."""
+    """Return one node whose devices send and receive 10 GB/s each, whoever the peer."""
     return flat(1, per_node, intra=80.0)
 
 
 def movements(schedule: str, tp: int, etp: int, **plan: object) -> dict[str, float]:
-    """Return the seconds of the movements of rows and tokens, by slot name; lanes and indices left out."""
+    """Return the seconds of the movements of rows and tokens, by slot name, without routing weights and indices."""
     grid = Grid(world=W, tp=tp, ep=W // etp, etp=etp)
     compiled = compile_plan(Plan(schedule=schedule, **plan), grid)  # type: ignore[arg-type]
     program, simulator = compiled.forward, Simulator(node())
@@ -96,14 +96,15 @@ def test_tutels_r(r: int) -> None:
         return
     q = s // r
     assert found.get("w_full", 0.0) == pytest.approx((q - 1) * parameters / W)
-    # Of the copies of a token, those for the own expert's shard stay: one rank in W // q of those visited is oneself.
+    # A token's copies for the rank's own shard stay: one in W // q of the ranks visited is the rank itself.
     visited = W // q
     assert found["h"] == pytest.approx(r * ECD * (visited - 1) / visited)
 
 
 @pytest.mark.parametrize(("intra", "inter"), [(80.0, 8.0), (8.0, 8.0), (4.0, 40.0)])
 def test_pipelined_all_to_all_by_schemoes_equations(intra: float, inter: float) -> None:
-    """2.5, eq. 16 to 18, with messages in turn; the formula counts the copy to oneself as a message inside."""
+    """2.5, eq. 16 to 18, with messages in turn. The formula counts the copy to the rank itself as a message inside the
+    node."""
     nodes, g = 4, 4
     world = nodes * g
     spec = flat(nodes, g, intra=intra, inter=inter, host=Host(messages="in_turn"))
@@ -132,7 +133,7 @@ def test_pipelined_all_to_all_by_schemoes_equations(intra: float, inter: float) 
 
 
 def test_2dh_pays_where_messages_cost_and_not_where_bytes_do() -> None:
-    """3.3: between nodes m times larger and fewer messages, for the bytes once more inside."""
+    """3.3: messages between nodes are m times larger and fewer, and bytes cross links inside nodes once more."""
     nodes, g = 8, 4
     spec = flat(nodes, g, intra=16, inter=8, message_us=(0.1, 50.0))
     grid = Grid(world=nodes * g, ep=nodes * g, ranks_per_node=g)
@@ -147,7 +148,8 @@ def test_2dh_pays_where_messages_cost_and_not_where_bytes_do() -> None:
 
 
 def test_optsche_order_starts_each_task_as_eq_12_says() -> None:
-    """2.2: dispatches first in, first out; the second all-to-all of a chunk waits for its expert and the one before it."""
+    """2.2: dispatches run first in, first out; a chunk's second all-to-all waits for its expert and the previous
+    all-to-all."""
     spec = flat(1, W, intra=80.0)
     grid = Grid(world=W, ep=W)
     compiled = compile_plan(Plan(chunks=3, codec="int8"), grid)
@@ -164,7 +166,7 @@ def test_optsche_order_starts_each_task_as_eq_12_says() -> None:
 
 
 def test_the_busiest_link_of_skewed_counts_sets_the_time() -> None:
-    """FasterMoE, eq. 2 and errata F2: remote copies only, over the busiest rank's link, in or out."""
+    """FasterMoE, eq. 2 and errata F2: remote copies only, over the busiest rank's link, out or in."""
     grid = Grid(world=W, ep=W)
     counts = zipf_counts(W, WORKLOAD, exponent=1.0, seed=0)
     compiled = compile_plan(Plan(), grid)
@@ -188,7 +190,7 @@ def simulated(world: int, **mesh: int) -> Simulated:
 
 
 def test_a_hundred_thousand_ranks_are_simulated_by_one() -> None:
-    """A rank of 98,304 does what one of 512 does; so does the simulation, up to the switches above."""
+    """One of 98,304 ranks does the same as one of 512, and simulating them costs the same, up to the switches above."""
     large, small = simulated(98304, tp=8, ep=64, etp=8), simulated(512, tp=8, ep=64, etp=8)
     assert large.seconds == pytest.approx(small.seconds)
     assert large.link_seconds == pytest.approx(small.link_seconds)
@@ -197,7 +199,8 @@ def test_a_hundred_thousand_ranks_are_simulated_by_one() -> None:
 
 
 def test_experts_over_thousands_of_ranks() -> None:
-    """2DH among 256 nodes: rows out and back, and 255 messages each for rows, gates and results of two chunks."""
+    """2DH among 256 nodes: rows go out and back, with 255 messages each for rows, routing weights and results of two
+    chunks."""
     thousands = simulated(2048, tp=1, ep=2048, etp=1)
     copies = 4096 * 2 * 4096 * 2
     crossing = copies * (1 - 8 / 2048) * 2 / (368e9 / 8)

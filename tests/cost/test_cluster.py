@@ -1,4 +1,4 @@
-"""Clusters: presets read, refusals name the field, links and routes are those of the tree."""
+"""Clusters: presets load, errors name the field, and links and routes match the tree."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_a_charge_per_packet_costs_rate_and_messages() -> None:
 
 
 def of_nodes(nodes: int, **link: float) -> Topology:
-    """Return nodes of two devices, each with a port of 80 Gb/s and what is said of it."""
+    """Return nodes of two devices, each with a port of 80 Gb/s and the given fields."""
     ports = (
         Link(name="nvlink", devices=1, carries="inside", gbps=(800,)),
         Link(name="port", devices=1, carries="outside", gbps=(80,), **link),
@@ -211,7 +211,7 @@ def of_nodes(nodes: int, **link: float) -> Topology:
 
 
 def sent_to(topology: Topology, targets: list[int], num_bytes: float = 1e7) -> float:
-    """Return the seconds in which rank 0 sends as much to each of some ranks."""
+    """Return the seconds in which rank 0 sends equally much to each of some ranks."""
     ones = np.ones(len(targets))
     return topology.loads(0 * ones.astype(int), np.array(targets), num_bytes * ones, ones).alone
 

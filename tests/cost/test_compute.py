@@ -1,4 +1,4 @@
-"""Seconds of experts by their rows, of copies by their bytes; and what a rank must hold in memory."""
+"""Seconds of experts by their rows and of copies by their bytes, and the memory of a rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPEC = tree(1, 4)
 
 
 def test_the_rate_of_a_product_is_interpolated_over_the_logarithm_of_rows() -> None:
-    """The curve: 1 % at 1 row, half at 100, all at 1000, of 100 TFLOP/s."""
+    """The curve reaches 1 % of 100 TFLOP/s at 1 row, half at 100, all at 1000."""
     rates = rates_of(SPEC, "bf16")
     rows = np.array([0.0, 0.5, 1.0, 10.0, 100.0, 1000.0, 4000.0])
     seconds = rates.product_seconds(rows, flops_per_row=1e9, weight_bytes=0.0)
@@ -84,7 +84,7 @@ def test_memory_of_a_layer_is_what_backward_reads_and_what_is_alive() -> None:
 
 
 def test_slots_live_until_they_are_read_for_the_last_time() -> None:
-    """rows 10 in, 10 out at every task: two alive at a time; three where the first one stays."""
+    """Every task reads 10 and writes 10: two slots are alive at a time, three if the first one stays."""
     tasks = compile_plan(Plan(), GRID).forward
     names = [slot.name for slot in tasks.slots]
     size = dict.fromkeys(names, 0.0) | {"rows": 10.0, "h": 10.0, "out": 10.0, "z": 10.0}

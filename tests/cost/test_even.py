@@ -1,4 +1,4 @@
-"""One rank for all gives the time of every rank apart, for every schedule and all-to-all; and their very loads."""
+"""One rank for all gives the times and loads of a simulation of every rank, for every schedule and all-to-all."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ def compiled(grid: Grid, **plan: object) -> Compiled | None:
 
 
 def tolerance(all_to_all: str) -> float:
-    """Visits are rounded to whole rows with ranks apart; under naive, nodes do the same hops in another order; under hier1d,
-    leaders share links with their node only, and shares are settled link by link."""
+    """Return the tolerance. With separate ranks, visits are rounded to whole rows. Under naive, nodes run the same hops
+    in another order. Under hier1d, leaders share links with their node only, and shares are fixed link by link."""
     if all_to_all in ALL_TO_ALLS and ALL_TO_ALLS[all_to_all].hops_by_node:
         return 0.15
     return {"multicast": 2e-2, "hier1d": 2e-3, **dict.fromkeys(EXACT, 1e-9)}.get(all_to_all, 1e-2)
 
 
 def regular(all_to_all: str) -> bool:
-    """Whether a few nodes stand for all of them under an all-to-all."""
+    """Return whether a few nodes stand for all of them under an all-to-all."""
     try:
         check_regular(ALL_TO_ALLS[all_to_all], all_to_all, 4, 4)
     except UnlikeError:
@@ -129,9 +129,9 @@ def test_codecs_and_message_costs_count_alike(all_to_all: str) -> None:
 @pytest.mark.parametrize("runs_compute", [False, True])
 @pytest.mark.parametrize("all_to_all", ["linear", "hier2d", "pipelined"])
 def test_costs_of_the_issuing_thread_count_alike(all_to_all: str, runs_compute: bool) -> None:
-    """20 us a post is far more than the links take, so the threads decide; 30 sends and receives of a rank of 16.
+    """20 us per post is far more than the links take, so the threads decide: 30 sends and receives of a rank of 16.
 
-    Routing weights travel with their rows, and cost no post of their own.
+    Routing weights travel with their rows and add no post.
     """
     host = Host(task_us=3.0, message_us=20.0, runs_compute=runs_compute)
     simulator, found = Simulator(tree(4, 4, host=host)), compiled(GRIDS[4], all_to_all=all_to_all)
@@ -149,7 +149,7 @@ def test_costs_of_the_issuing_thread_count_alike(all_to_all: str, runs_compute: 
     "all_to_all", [name for name in ALL_TO_ALLS if regular(name) and not ALL_TO_ALLS[name].hops_by_node]
 )
 def test_rows_and_messages_are_what_the_interpreter_sends(all_to_all: str) -> None:
-    """Total rows and messages of every task, against `messages_of`: node 0's, times the nodes."""
+    """Compares the total rows and messages of every task with `messages_of`: node 0's, times the nodes."""
     grid = GRIDS[4]
     found = compiled(grid, schedule="s1", all_to_all=all_to_all)
     assert found is not None
@@ -235,7 +235,8 @@ def test_axes_that_do_not_nest_are_simulated_rank_by_rank_or_refused() -> None:
 def test_the_all_to_all_of_the_docs_takes_as_long_as_rank_by_rank(
     monkeypatch: pytest.MonkeyPatch, nodes: int, tp: int
 ) -> None:
-    """It passes packets on from node to node: on eight nodes it takes four times as long as if all did the same."""
+    """The ring passes packets on from node to node: on eight nodes it takes four times as long as if all nodes did the
+    same."""
     monkeypatch.setitem(ALL_TO_ALLS, "ring", block("An all-to-all")["NodeRing"]())
     cluster = read_cluster("25gbe", nodes=nodes)
     world = cluster.world
@@ -251,7 +252,7 @@ def test_the_all_to_all_of_the_docs_takes_as_long_as_rank_by_rank(
 
 
 class Numbered(AbstractAllToAll):
-    """2DH that looks at a node's number in some way."""
+    """2DH that depends on a node's number."""
 
     def __init__(self, look: Callable[[NodeMap, int, int], object]) -> None:
         self.look = look
@@ -294,7 +295,8 @@ def test_whatever_looks_at_a_node_s_number_is_simulated_rank_by_rank(
 
 
 class Tabled(AbstractAllToAll):
-    """Over mates that tables give by the places of source and target: regular, and unlike anything published."""
+    """An all-to-all over mates that tables give by the places of source and target: regular, and unlike anything
+    published."""
 
     needs_even_nodes = True
 
@@ -355,7 +357,7 @@ AXES: tuple[tuple[Axis, ...], ...] = (("tp",), ("ep",), ("etp",), ("ep", "etp"),
     "grid", thinned([GRIDS[0], GRIDS[6], Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=2, innermost="ep")], every=3)
 )
 def test_any_movement_that_a_schedule_may_have_sends_what_the_interpreter_sends(grid: Grid) -> None:
-    """Between any two layouts, over any axes, summed or not: whatever a schedule moves, nodes are alike or it is refused."""
+    """Between any two layouts, over any axes, summed or not: either all nodes behave identically, or an error is raised."""
     found = compiled(grid, schedule="s2")
     assert found is not None
     program, per_node = found.forward, grid.ranks_per_node or grid.world

@@ -1,4 +1,4 @@
-"""The fit recovers start-up and rate, at small sizes too, and refuses noise."""
+"""The fit recovers start-up cost and rate, at small sizes too, and refuses noise."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_recovers_both_constants_within_the_noise() -> None:
 
 
 def test_small_sizes_count_as_much_as_large_ones() -> None:
-    """An unweighted fit puts the start-up wherever the noise of the largest size does."""
+    """In an unweighted fit, the noise of the largest size determines the start-up cost."""
     measured = times(2e-4, 4e-8, 0.02, seed=4)
     medians = [float(np.median(repeats)) for repeats in measured]
     slope, start = np.polyfit(SIZES, medians, 1)

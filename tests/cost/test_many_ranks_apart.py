@@ -1,4 +1,4 @@
-"""Uneven loads on many ranks: what all hold and send is counted at once (`tests/program/test_sizes_of_all_ranks.py`)."""
+"""Uneven loads on many ranks are counted for all ranks at once (`tests/program/test_sizes_of_all_ranks.py`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def grid(world: int) -> Grid:
 
 
 def run(plan: Plan, world: int) -> tuple[list[np.ndarray], list[dict[str, float]]]:
-    """Return when each rank ends, forward and backward, and how long links are taken."""
+    """Return the end of each rank, forward and backward, and the busy seconds of links."""
     compiled = compile_plan(plan, grid(world))
     counts = dirichlet_counts(world // 2, LAYER, concentration=0.3, seed=1)
     simulator, ends, links = Simulator(tree(world // 4, 4)), [], []

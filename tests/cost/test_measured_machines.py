@@ -1,4 +1,4 @@
-"""What presets of measured machines add to links and devices: shares by size and by users, traffic, contention."""
+"""Features of links and devices in presets of measured machines: shares by size and by users, traffic, contention."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_link_reaches_a_share_of_its_rate_by_the_bytes_of_a_movement_on_it() -
     assert seconds(cluster, 1e6, [(0, 1)]) == pytest.approx(2e-3)
     assert seconds(cluster, 1e8, [(0, 1)]) == pytest.approx(0.1)
     assert seconds(cluster, 1e7, [(0, 1)]) == pytest.approx(1e-2 / 0.75)
-    # Two messages of a movement count together.
+    # Two messages of a movement are added up.
     assert seconds(cluster, 5e7, [(0, 1), (0, 2)]) == pytest.approx(0.1)
     assert seconds(cluster, 1e3, [(0, 1)]) == pytest.approx(2e-6)
 
@@ -119,7 +119,7 @@ def test_a_cluster_of_some_devices_is_whole_nodes_or_a_part_of_one() -> None:
 
 @pytest.mark.parametrize("name", [name for name in presets() if read_cluster(name).devices_per_node > 2])
 def test_a_part_of_a_node_is_any_number_of_devices_that_its_links_hold(name: str) -> None:
-    """Fewer devices are behind a link of the whole node, and bridges to the others lead nowhere."""
+    """Fewer devices are behind a node-wide link, and bridges to missing devices are dropped."""
     spec = read_cluster(name)
     for count in (1, 2, 3):
         part = spec.of_devices(count)

@@ -1,4 +1,4 @@
-"""The planner's estimate under a memory budget: a layer takes what the budget says, and no more than it needs."""
+"""Under a memory budget, the planner's estimate of a layer is the budget, or less if the layer needs less."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles: their file, their cluster, their fits, and what the simulator makes of them. No torch, no clock."""
+"""Profiles: file, cluster, fits, and simulation. No torch, no clock."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_few_disturbed_samples_hardly_move_the_host_costs() -> None:
 
 
 def test_what_no_sample_asks_for_costs_nothing() -> None:
-    """One rank sends no messages."""
+    """A single rank sends no messages."""
     found, true = samples()
     place = FEATURES.index("message")
     silent = []
@@ -240,12 +240,12 @@ def test_a_file_with_a_number_that_cannot_be_measured_is_refused(
 
 
 FREE = replace(PROFILE, host=HostCosts())
-"""Costs the host nothing."""
+"""Host without costs."""
 
 
 @pytest.mark.parametrize("plan", [Plan(), Plan(chunks=2, all_to_all="hier2d"), Plan(all_to_all="naive")])
 def test_without_costs_of_the_host_nothing_is_later_than_where_ranks_wait_for_each_other(plan: Plan) -> None:
-    """And the links are as busy: the same bytes cross them."""
+    """Links are equally busy, since the same bytes cross them."""
     made, spec = compiled(plan), FREE.to_cluster()
     quick = replace(spec, device=replace(spec.device, memory_gigabytes_per_second=1e9))
     plain = Simulator(quick).run(made.forward, LAYER, made.grid)
@@ -273,7 +273,7 @@ def test_virtual_accelerators_take_exactly_their_time() -> None:
 
 
 def test_a_layer_is_its_two_programs_and_what_is_around_them() -> None:
-    """At most: a rank begins the backward pass when it has ended the forward one."""
+    """At most, since a rank starts the backward pass as soon as it has ended its forward pass."""
     made = compiled()
     simulator = profiled_simulator(PROFILE)
     parts = [simulator.run(each, LAYER, made.grid).seconds for each in (made.forward, made.backward)]
@@ -296,7 +296,7 @@ def test_one_rank_stands_for_all_where_there_are_many() -> None:
 
 
 def test_messages_and_bytes_are_those_that_ranks_send() -> None:
-    """A linear dispatch on four ranks, by rank: three peers, each of rows and of gates."""
+    """A linear dispatch on four ranks, by rank: rows and routing weights for each of three peers."""
     made = compiled()
     volumes = profiled_simulator(PROFILE).volumes(made.forward, LAYER, made.grid)
     movements = movements_of(made.forward, volumes)

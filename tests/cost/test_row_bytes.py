@@ -1,4 +1,4 @@
-"""The torch-free byte counts of codecs are the codecs' own."""
+"""Byte counts without torch equal the codecs' own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole steps: parts add up, gathering hides where links idle, points lie under the roofline."""
+"""Whole steps: parts add up, gathering hides behind idle links, and estimates lie under the roofline."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ def test_dense_parameters_are_gathered_over_dp_and_experts_over_their_copies() -
 
 
 def test_reductions_take_what_a_hierarchical_ring_takes() -> None:
-    """Inside a node 2 (n - 1) / n of the bytes, between nodes 2 (N - 1) / N of a rank's share, at the same time."""
+    """2 (n - 1) / n of the bytes cross inside nodes and, at the same time, 2 (N - 1) / N of a rank's share between
+    nodes."""
     size = 1e8
     inside, between = 2 * 3 / 4 * size / 50e9, 2 * 1 / 2 * size / 4 / 5e9
     assert reduce_seconds(SPEC, GRID, size, 1, 8) == pytest.approx(max(inside, between) + 5e-6, rel=1e-3)
@@ -102,8 +103,8 @@ def test_reductions_take_what_a_hierarchical_ring_takes() -> None:
 
 
 def test_a_switch_that_adds_up_sends_every_value_once_and_every_sum_once() -> None:
-    """Four ranks of a node at 50 GB/s: 1.25 of the bytes and two latencies, in place of a ring's 1.5; a pair has nothing to
-    save, and groups that leave the node have no switch in common."""
+    """Four ranks of a node at 50 GB/s take 1.25 of the bytes and two latencies rather than a ring's 1.5. A pair saves
+    nothing, and groups that leave the node have no switch in common."""
     size, adding = 1e8, replace(SPEC, links=tuple(replace(link, adds=True) for link in SPEC.links))
     assert all_reduce_seconds(adding, GRID, size, 4) == pytest.approx(1.25 * size / 50e9 + 2 * 2e-6, rel=1e-6)
     for ranks in (1, 2, 8):

@@ -1,4 +1,4 @@
-"""What eager PyTorch reads and writes, counted operation by operation, against the numbers of `cost/step_model.py`."""
+"""Compares the bytes that eager PyTorch reads and writes, operation by operation, with `cost/step_model.py`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS, WIDTH, EXPERTS = 64, 256, 4
 
 
 class Counted(TorchDispatchMode):
-    """Adds up the bytes that operations read and write; views move nothing."""
+    """Adds up the bytes that operations read and write. Views move nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,14 +116,15 @@ CASES: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...], fl
     "first_bias": (first_bias, (bf16(ROWS, WIDTH), bf16(EXPERTS, WIDTH)), 0, 0),
     "last_bias": (last_bias, (bf16(ROWS, WIDTH), bf16(EXPERTS, WIDTH), factor(ROWS, 1).requires_grad_()), 0, 0),
 }  # fmt: skip
-"""The function, its inputs, and the bytes per value that a step's model counts of a fused one, forward and backward."""
+"""By name: the function, its inputs, and the bytes per value that the step model counts for a fused kernel, forward and
+backward."""
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_are_those_that_the_operations_read_and_write(name: str) -> None:
     function, values, *fused = CASES[name]
     each = [found / (ROWS * WIDTH) - less for found, less in zip(counted(function, *values), fused)]
-    # Sums over rows and factors of a row are left out.
+    # Sums over rows, and factors of a row, are not counted.
     assert [COSTS[name].forward, COSTS[name].backward] == pytest.approx(each, rel=0.03, abs=0.5)
 
 

@@ -1,4 +1,4 @@
-"""Collectives that a profile times: groups, what SAA delivers, and that Algorithm 1 takes the measured lines."""
+"""Collectives that a profile times: their groups, the result of SAA, and Algorithm 1 with measured lines."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def profile(**lines: Fit) -> ClusterProfile:
 
 @pytest.mark.parametrize(("saa", "schedule"), [(1e-9, "s2"), (1e-6, "s1")])
 def test_algorithm_1_takes_the_measured_lines(saa: float, schedule: str) -> None:
-    """The simulated links are the same in both cases: only the measured line of SAA differs."""
+    """The simulated links are equal in both cases; only the measured line of SAA differs."""
     measured = profile(
         all_to_all_everywhere=Fit(alpha=1e-4, beta=1e-8),
         all_gather_inside=Fit(alpha=1e-4, beta=1e-9),

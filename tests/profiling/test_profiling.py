@@ -1,4 +1,4 @@
-"""Measuring a machine: what is calibrated on, and that a profile says what was measured. Times are made up, but for one run."""
+"""Measurements: the calibration layers, and profiles of made-up times. One test really measures."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_calibrations_have_every_kind_of_task_and_differ() -> None:
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_every_chunk_of_a_calibration_has_rows_for_every_expert(world: int) -> None:
-    """A message without rows is counted as one, and never sent: four chunks would seem to cost nothing."""
+    """The simulator counts a message without rows, which is never sent: four chunks would seem to cost nothing."""
     for each in calibrations(world, 2):
         origins = each.mesh.tp if each.compiled.routes_slices else 1
         rows = each.tokens * each.workload.top_k // (each.workload.num_experts * origins)
