@@ -32,20 +32,20 @@ def even_sizes(
         num_experts: experts of the layer.
         top_k: copies per token.
         num_chunks: number of chunks of the program.
-        visits: the `node_tokens` of `CallSizes`.
+        node_tokens: see `CallSizes`.
         units: see `CallSizes`.
         replicates: whether the program can replicate copies; none are.
     """
-    place = np.array([grid.coordinate(rank, "tp") for rank in range(grid.world)])
+    tp_rank = np.array([grid.coordinate(rank, "tp") for rank in range(grid.world)])
     if redundant:
-        share, own = np.full(grid.world, tokens * top_k // num_experts), np.full(grid.world, tokens)
+        copies_per_expert, own_tokens = np.full(grid.world, tokens * top_k // num_experts), np.full(grid.world, tokens)
     else:
-        run = tokens * top_k // num_experts
-        share = run * (place + 1) // grid.tp - run * place // grid.tp
-        own = tokens * (place + 1) // grid.tp - tokens * place // grid.tp
-    copies = np.repeat(share[:, None], num_experts, axis=1)
+        copies_of_group = tokens * top_k // num_experts
+        copies_per_expert = copies_of_group * (tp_rank + 1) // grid.tp - copies_of_group * tp_rank // grid.tp
+        own_tokens = tokens * (tp_rank + 1) // grid.tp - tokens * tp_rank // grid.tp
+    copies = np.repeat(copies_per_expert[:, None], num_experts, axis=1)
     shapes = LayoutIndex(grid, num_experts, num_chunks, replicates=replicates)
-    return CallSizes(grid, copies, own, num_chunks, node_tokens=node_tokens, units=units, shapes=shapes)
+    return CallSizes(grid, copies, own_tokens, num_chunks, node_tokens=node_tokens, units=units, shapes=shapes)
 
 
 def even_node_tokens(grid: Grid, *, tokens: int, num_experts: int, top_k: int, num_chunks: int = 1) -> np.ndarray:
