@@ -19,7 +19,7 @@ from moesaic.errors import InputError
 from moesaic.weights.checkpoint import FORMATS
 
 QUICK = ("Mixtral", "DeepseekV3", "GptOss")
-"""Families of which the quicker tests convert every pair of formats: equal layers, differing layers, biases and interleaving."""
+"""Families whose every pair of formats is converted: equal layers, differing layers, biases and interleaving."""
 QUICK_FIRST = [
     pytest.param(name, marks=() if name == QUICK[1] else pytest.mark.random if name in QUICK else pytest.mark.slow)
     for name in FAMILIES
