@@ -54,21 +54,21 @@ def movements(schedule: str, tp: int, etp: int, **plan: object) -> dict[str, flo
 @pytest.mark.parametrize(("m", "s"), [(1, 1), (2, 2), (2, 4), (4, 2), (4, 4)])
 def test_parms_baseline(m: int, s: int) -> None:
     """Papers.md 1.2: AG_ESP(s S D), AR_ESP(s E C D), two A2A_EP(s E C D)."""
-    p, found = W // s, movements("baseline", m, s)
-    assert found["x_wide"] == pytest.approx((s - 1) / s * s * SD)
-    reduce = [seconds for name, seconds in found.items() if name.startswith("summed")]
+    p, seconds_by_slot = W // s, movements("baseline", m, s)
+    assert seconds_by_slot["x_wide"] == pytest.approx((s - 1) / s * s * SD)
+    reduce = [seconds for name, seconds in seconds_by_slot.items() if name.startswith("summed")]
     assert sum(reduce) == pytest.approx(2 * (s - 1) / s * s * ECD)
-    assert found["h"] == pytest.approx((p - 1) / p * s * ECD)
-    assert found["back"] == pytest.approx((p - 1) / p * s * ECD)
+    assert seconds_by_slot["h"] == pytest.approx((p - 1) / p * s * ECD)
+    assert seconds_by_slot["back"] == pytest.approx((p - 1) / p * s * ECD)
 
 
 @pytest.mark.parametrize(("m", "s"), [(1, 1), (2, 2), (2, 4), (4, 2), (4, 4)])
 def test_parms_s1_and_s2(m: int, s: int) -> None:
     """1.3 and 1.4: two A2A over all ranks of s E C D / m, AG_MP of S D or E C D; 1.5: the latter is k f times as long."""
     one, two = movements("s1", m, s), movements("s2", m, s)
-    for found in (one, two):
+    for seconds_by_slot in (one, two):
         for name in ("h", "z"):
-            assert found[name] == pytest.approx((W - 1) / W * s * ECD / m)
+            assert seconds_by_slot[name] == pytest.approx((W - 1) / W * s * ECD / m)
     assert one["y"] == pytest.approx((m - 1) / m * SD)
     assert two["z_full"] == pytest.approx((m - 1) / m * ECD)
     if m > 1:
@@ -78,27 +78,27 @@ def test_parms_s1_and_s2(m: int, s: int) -> None:
 @pytest.mark.parametrize("s", [2, 4])
 def test_s3_sends_shards_apart_on_the_links_between_them(s: int) -> None:
     """1.7: 2 (1 / m) E C D (p - 1) / p over ep; a gather and a reduce-scatter of s E C D / m over etp."""
-    p, m, found = W // s, 2, movements("s3", 2, s)
-    assert found["arrived"] == pytest.approx((p - 1) / p * ECD / m)
-    assert found["z"] == pytest.approx((p - 1) / p * ECD / m)
-    assert found["h"] == found["reduced"] == pytest.approx((s - 1) / s * s * ECD / m)
+    p, m, seconds_by_slot = W // s, 2, movements("s3", 2, s)
+    assert seconds_by_slot["arrived"] == pytest.approx((p - 1) / p * ECD / m)
+    assert seconds_by_slot["z"] == pytest.approx((p - 1) / p * ECD / m)
+    assert seconds_by_slot["h"] == seconds_by_slot["reduced"] == pytest.approx((s - 1) / s * s * ECD / m)
 
 
 @pytest.mark.parametrize("r", [0, 1, 2, 4])
 def test_tutels_r(r: int) -> None:
     """3.2: tokens 2 r E C D (W - 1) / W, weights (q - 1) P / W; r = 0: P (W - 1) / W and no token."""
     s = 4
-    found = movements("s1", 1, s, gather_weights=r)
+    seconds_by_slot = movements("s1", 1, s, gather_weights=r)
     parameters = EXPERTS * 3 * DIM * WORKLOAD.hidden * 2 * PER_BYTE
     if r == 0:
-        assert found["w_full"] == pytest.approx(parameters * (W - 1) / W * (W // s) / (W // s))
-        assert "h" not in found
+        assert seconds_by_slot["w_full"] == pytest.approx(parameters * (W - 1) / W * (W // s) / (W // s))
+        assert "h" not in seconds_by_slot
         return
     q = s // r
-    assert found.get("w_full", 0.0) == pytest.approx((q - 1) * parameters / W)
+    assert seconds_by_slot.get("w_full", 0.0) == pytest.approx((q - 1) * parameters / W)
     # A token's copies for the rank's own shard stay: one in W // q of the ranks visited is the rank itself.
     visited = W // q
-    assert found["h"] == pytest.approx(r * ECD * (visited - 1) / visited)
+    assert seconds_by_slot["h"] == pytest.approx(r * ECD * (visited - 1) / visited)
 
 
 @pytest.mark.parametrize(("intra", "inter"), [(80.0, 8.0), (8.0, 8.0), (4.0, 40.0)])
@@ -109,9 +109,9 @@ def test_pipelined_all_to_all_by_schemoes_equations(intra: float, inter: float) 
     world = nodes * g
     spec = flat(nodes, g, intra=intra, inter=inter, host=Host(messages="in_turn"))
     grid = Grid(world=world, ep=world, ranks_per_node=g)
-    each = S * TOP_K / world * DIM * 2 * 8
-    t1, t2 = each / (intra * 1e9), each / (inter * 1e9)
-    found = {}
+    message_bytes = S * TOP_K / world * DIM * 2 * 8
+    t1, t2 = message_bytes / (intra * 1e9), message_bytes / (inter * 1e9)
+    seconds_by_name = {}
     for name in ("linear", "pipelined"):
         compiled = compile_plan(Plan(all_to_all=name), grid)  # type: ignore[arg-type]
         volumes = (simulator := Simulator(spec)).volumes(compiled.forward, WORKLOAD, grid)
@@ -121,13 +121,15 @@ def test_pipelined_all_to_all_by_schemoes_equations(intra: float, inter: float) 
             for task in compiled.forward.tasks
             if task.op in (Op.MOVE, Op.HOP) and (task.of or (task.reads[0], task.writes[0]))[1] == "h"
         ]
-        found[name] = parts
+        seconds_by_name[name] = parts
         assert simulator.cluster is spec
-    assert found["linear"] == pytest.approx([in_turn_all_to_all(world, g, t1, t2) - t1])
-    assert max(found["pipelined"]) == pytest.approx(max((g - 1) * t1, (world - g) * t2))
-    assert sum(found["pipelined"]) == pytest.approx(sum(found["linear"]))
+    assert seconds_by_name["linear"] == pytest.approx([in_turn_all_to_all(world, g, t1, t2) - t1])
+    assert max(seconds_by_name["pipelined"]) == pytest.approx(max((g - 1) * t1, (world - g) * t2))
+    assert sum(seconds_by_name["pipelined"]) == pytest.approx(sum(seconds_by_name["linear"]))
     assert (
-        pipelined_all_to_all(world, g, t1, t2) - t1 <= max(found["pipelined"]) <= pipelined_all_to_all(world, g, t1, t2)
+        pipelined_all_to_all(world, g, t1, t2) - t1
+        <= max(seconds_by_name["pipelined"])
+        <= pipelined_all_to_all(world, g, t1, t2)
     )
     assert 1 < in_turn_all_to_all(world, g, t1, t2) / pipelined_all_to_all(world, g, t1, t2) <= 2, "eq. 18"
 

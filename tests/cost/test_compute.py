@@ -56,11 +56,11 @@ def test_experts_take_their_operations_and_backward_twice() -> None:
 
 def test_uneven_experts_take_longer_than_even_ones_where_rows_are_few() -> None:
     counts = zipf_counts(4, WORKLOAD, exponent=1.5, seed=0)
-    each = seconds_of(Op.EXPERT, counts)
-    assert len(each) == 4
-    assert each.max() > 1.5 * seconds_of(Op.EXPERT)[0]
+    seconds = seconds_of(Op.EXPERT, counts)
+    assert len(seconds) == 4
+    assert seconds.max() > 1.5 * seconds_of(Op.EXPERT)[0]
     loads = counts.sum(axis=0).reshape(4, 2).sum(axis=1)
-    assert int(each.argmax()) == int(loads.argmax())
+    assert int(seconds.argmax()) == int(loads.argmax())
 
 
 def test_copies_and_codecs_move_bytes() -> None:

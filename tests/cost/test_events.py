@@ -77,7 +77,7 @@ def test_without_contention_it_is_lay_out(host: bool) -> None:
 
 @pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_programs_on_lanes_of_their_own_links_are_laid_out_alike(schedule: str, host: bool) -> None:
+def test_lanes_without_shared_links_give_the_timeline_of_lay_out(schedule: str, host: bool) -> None:
     """NVLink inside nodes and ports between them: with pipelined all-to-alls, lanes share no link."""
     compiled = compile_plan(Plan(schedule=schedule, chunks=2, all_to_all="pipelined"), GRID)  # type: ignore[arg-type]
     spec = flat(2, 4, intra_us=2, inter_us=5, message_us=(0.5, 1.0), device=DEVICE, host=Host(runs_compute=host))
@@ -93,9 +93,9 @@ def test_programs_on_lanes_of_their_own_links_are_laid_out_alike(schedule: str, 
             if task.op in (Op.MOVE, Op.HOP):
                 seconds[task.name] += sum(m.load.alone for m in volumes.movements(task, slots, ""))
         expected = lay_out(program, seconds, host_runs_compute=host)
-        found = simulator.run(program, WORKLOAD, compiled.grid).timeline
-        assert [s.end for s in found.spans] == pytest.approx([s.end for s in expected.spans])
-        assert found.makespan == pytest.approx(expected.makespan)
+        timeline = simulator.run(program, WORKLOAD, compiled.grid).timeline
+        assert [s.end for s in timeline.spans] == pytest.approx([s.end for s in expected.spans])
+        assert timeline.makespan == pytest.approx(expected.makespan)
 
 
 def test_two_movements_on_one_link_take_turns_bit_by_bit() -> None:
@@ -161,7 +161,7 @@ def test_shares_are_max_min_by_message() -> None:
     assert chained == pytest.approx([1 / 3, 1 / 3, 1 / 3, 2 / 3])
 
 
-def test_no_link_is_overbooked_and_none_idles_that_somebody_wants() -> None:
+def test_no_link_is_oversubscribed_and_no_wanted_link_idles() -> None:
     draw = random.Random(3)
     for _ in range(300):
         uses = []
@@ -169,12 +169,14 @@ def test_no_link_is_overbooked_and_none_idles_that_somebody_wants() -> None:
             links = draw.sample(range(5), draw.randint(1, 4))
             parts = [draw.uniform(0.05, 1.0) for _ in links]
             uses.append({link: Use(part / max(parts), draw.randint(1, 4)) for link, part in zip(links, parts)})
-        found = speeds(uses)
-        taken = {link: sum(s * use[link].part for s, use in zip(found, uses) if link in use) for link in range(5)}
-        assert max(taken.values()) <= 1 + 1e-9
-        for speed, use in zip(found, uses):
+        new_speeds = speeds(uses)
+        link_use = {
+            link: sum(s * use[link].part for s, use in zip(new_speeds, uses) if link in use) for link in range(5)
+        }
+        assert max(link_use.values()) <= 1 + 1e-9
+        for speed, use in zip(new_speeds, uses):
             assert 0 < speed <= 1 + 1e-12
-            assert speed > 1 - 1e-9 or any(taken[link] > 1 - 1e-9 for link in use)
+            assert speed > 1 - 1e-9 or any(link_use[link] > 1 - 1e-9 for link in use)
 
 
 def simulated(spec: ClusterSpec, **plan: object) -> list[Simulated]:
@@ -260,8 +262,8 @@ def queued(program: Program, issue: list[list[float]], movements: list[list[Move
     """Run a program of messages; link n has burst bursts[n], 0 if not given."""
     table = np.array(issue)
     graph = graph_of(program, host_runs_compute=True, has_lanes=False)
-    given = {"bursts": np.zeros(4), **options}
-    events = Events(graph, table, np.zeros_like(table), movements, **given)  # type: ignore[arg-type]
+    arguments = {"bursts": np.zeros(4), **options}
+    events = Events(graph, table, np.zeros_like(table), movements, **arguments)  # type: ignore[arg-type]
     events.run()
     return events
 
@@ -291,7 +293,7 @@ def test_a_message_passes_on_while_it_still_comes_in() -> None:
     assert events.ends[0, 2] == 6.0
 
 
-def test_a_link_is_not_kept_for_a_message_that_still_waits_for_the_one_before() -> None:
+def test_a_link_serves_others_while_a_message_waits_on_an_earlier_link() -> None:
     """Actor 0's message to 2 starts at 3, after its message to 1; the link into 2 serves actor 3's message before."""
     movements = [[message(0, 1, [0], 3.0), message(0, 2, [0, 1], 3.0), message(3, 2, [2, 1], 3.0)], []]
     events = queued(chain(MOVE_AND_READ), [[0.0, 0.0, 0.0, 1.0], [0.0] * 4], movements)

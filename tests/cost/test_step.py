@@ -44,9 +44,9 @@ def step(model: StepModel = MODEL, **plan: object) -> Estimate:
 
 
 def test_parts_add_up() -> None:
-    found = step()
-    assert sum(found.parts.values()) == pytest.approx(found.seconds)
-    assert set(found.parts) == {
+    estimate = step()
+    assert sum(estimate.parts.values()) == pytest.approx(estimate.seconds)
+    assert set(estimate.parts) == {
         "attention", "dense", "moe forward", "moe backward", "unembed", "parameters", "optimizer"
     }  # fmt: skip
 
@@ -86,9 +86,12 @@ def test_dense_parameters_are_gathered_over_dp_and_experts_over_their_copies() -
     dense = reduce_seconds(SPEC, GRID, per_block * 4, 1, 8)
     experts = reduce_seconds(SPEC, GRID, 8 / 4 * 3 * 256 * 512 * 4, 4, 2)
     ends = reduce_seconds(SPEC, GRID, 2 * 1000 * 256 * 4, 1, 8)
-    found = around().sharding
-    assert (found["dense"], found["experts"]) == (pytest.approx(3 / 2 * 4 * dense), pytest.approx(3 / 2 * 2 * experts))
-    assert found["ends"] == pytest.approx(3 / 2 * ends)
+    seconds = around().sharding
+    assert (seconds["dense"], seconds["experts"]) == (
+        pytest.approx(3 / 2 * 4 * dense),
+        pytest.approx(3 / 2 * 2 * experts),
+    )
+    assert seconds["ends"] == pytest.approx(3 / 2 * ends)
 
 
 def test_reductions_take_what_a_hierarchical_ring_takes() -> None:
@@ -119,12 +122,12 @@ def memory(model: StepModel = MODEL) -> Memory:
 
 
 def test_memory_counts_the_part_of_the_parameters_that_a_rank_holds() -> None:
-    found = memory()
+    needed = memory()
     dense = 4 * 4 * 256**2 + 2 * 3 * 256 * 1024 + 2 * 256 * 8 + 2 * 1000 * 256
-    held = dense / 8 + 2 * 8 * 3 * 256 * 512 / 8
-    assert found.weights == found.gradients == pytest.approx(held * 4)
-    assert found.optimizer == pytest.approx(held * 8)
-    assert found.total == sum(vars(found).values())
+    parameters = dense / 8 + 2 * 8 * 3 * 256 * 512 / 8
+    assert needed.weights == needed.gradients == pytest.approx(parameters * 4)
+    assert needed.optimizer == pytest.approx(parameters * 8)
+    assert needed.total == sum(vars(needed).values())
 
 
 def test_simulated_layers_lie_under_the_roofline() -> None:

@@ -50,7 +50,7 @@ def test_a_slow_device_makes_all_wait_as_much_longer_as_it_computes() -> None:
     assert one_for_all.seconds == pytest.approx(slow.seconds, rel=1e-6)
 
 
-def test_equal_ranks_take_to_the_bit_what_they_take_without() -> None:
+def test_equal_ranks_give_bit_identical_times() -> None:
     plain = run(PRODUCTS)
     for same in (run(PRODUCTS, late=(0.0,) * 4), run(PRODUCTS, speeds=(1.0,) * 4)):
         assert same.timeline == plain.timeline
@@ -75,6 +75,6 @@ def test_speeds_and_skew_are_read_checked_and_cut_with_the_cluster(tmp_path) -> 
         RankSkew(speed=-1)
 
 
-def test_a_cluster_says_nothing_of_unlike_ranks_unless_it_is_told() -> None:
+def test_clusters_have_no_rank_skew_by_default() -> None:
     spec: ClusterSpec = flat(1, 4)
     assert (spec.speeds, spec.rank_skew) == ((), RankSkew())
