@@ -60,7 +60,7 @@ def slower_links() -> None:
     few_plans()
     auto_plan.PROBE_STEPS = 2
     looks = iter([1.0, 1.1, 1.4, 1.0])
-    link_rates.LinkRates._seconds = lambda self, kind: np.full(2, next(looks, 4.0))
+    link_rates.LinkRates._measured_seconds = lambda self, kind: np.full(2, next(looks, 4.0))
 
 
 def runs_of(folder: Path) -> dict[str, TrainConfig]:

@@ -199,7 +199,7 @@ LEFT = {
     "killed, and its number has another process": (lambda: owned(socket.gethostname(), os.getpid(), 1), ""),
     "killed before it said who it is": (lambda: '{"process": 1', ""),
     "alive": (
-        lambda: owned(socket.gethostname(), os.getppid(), run_folder._ticks(os.getppid())),
+        lambda: owned(socket.gethostname(), os.getppid(), run_folder._start_ticks(os.getppid())),
         "started 2026-01-01 00:00:00 UTC, trains into it",
     ),
     "of another host": (lambda: owned("elsewhere", 7, 1), "process 7 on elsewhere"),

@@ -143,7 +143,7 @@ def _json_lines(data: bytes, path: Path, field: str) -> list[bytes]:
     """Return the texts of JSON lines. A file of a single object without the field is ordinary JSON, and is returned as
     text."""
     lines = [(number, line) for number, line in enumerate(data.splitlines(), start=1) if line.strip()]
-    found = []
+    texts = []
     for number, line in lines:
         try:
             row = json.loads(line)
@@ -153,7 +153,7 @@ def _json_lines(data: bytes, path: Path, field: str) -> list[bytes]:
                 'to "" to train on the file as it stands'
             ) from error
         if isinstance(row, dict) and isinstance(row.get(field), str):
-            found.append(row[field].encode("utf-8", errors="surrogatepass"))
+            texts.append(row[field].encode("utf-8", errors="surrogatepass"))
         elif len(lines) == 1:
             return [data]
         else:
@@ -162,7 +162,7 @@ def _json_lines(data: bytes, path: Path, field: str) -> list[bytes]:
                 f"data: {path} holds JSON lines, and line {number} has no text under {field!r} (it has {keys}): name the "
                 'field that holds the text with data.text_field, or set it to "" to train on the file as it stands'
             )
-    return found
+    return texts
 
 
 def _json_array(data: bytes, field: str) -> list[bytes]:

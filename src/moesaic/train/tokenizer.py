@@ -133,7 +133,7 @@ class GivenTokenizer(BPETokenizer):
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer)
         ids = [tokenizer.token_to_id(name) for name in ENDS]
-        self.separator = next((each for each in ids if each is not None), 0)
+        self.separator = next((token_id for token_id in ids if token_id is not None), 0)
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
 
     def encode(self, data: bytes) -> np.ndarray:
