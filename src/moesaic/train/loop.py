@@ -344,7 +344,7 @@ class Trainer:
     def _not_finite(self, wrong: str, origin: str) -> TrainingError:
         since = f": {origin}" if origin else ""
         return TrainingError(
-            f"{wrong}{since}; {self._newest_checkpoint()}: lower --optimizer.lr, or raise --optimizer.warmup-steps"
+            f"{wrong}{since}; {self._newest_checkpoint()}: lower --optimizer.lr, or raise the warm-up of --optimizer.schedule"
         )
 
     def _look_for_spike(self, loss: float) -> None:
