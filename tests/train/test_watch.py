@@ -175,7 +175,9 @@ def test_a_rank_that_died_is_named_with_its_signal_and_what_to_type(tmp_path):
 def test_connections_that_break_between_ranks_that_live_are_one_line(tmp_path):
     err, run = say(tmp_path, "break_connections()")
     (said,) = ours(err)
-    assert re.match(r"moesaic train: rank [01] lost a connection to other ranks, whose processes live \(.*gloo", said)
+    assert re.match(
+        r"moesaic train: rank [01] lost a connection to other ranks, whose processes are alive \(.*gloo", said
+    )
     kept = list_checkpoints(run / "checkpoints")[-1]
     assert f", in step 3; the checkpoint {kept} is intact: go on with torchrun --nproc-per-node 2" in said
     assert said.endswith("look at the links between their nodes")

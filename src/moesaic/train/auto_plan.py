@@ -269,7 +269,7 @@ class AutoPlanner:
             self._times[kind] = tuple(before * change for before, change in zip(earlier, times))
         changes = " and ".join(link_changes(kind, times) for kind, times in drift.items())
         if self._update_arbiters():
-            self._say(f"balance: {changes}: the arbiter goes by that")
+            self._say(f"balance: {changes}: the arbiter uses the new speeds")
         if self.table is None or self.table.running is None:
             return
         running = self.table.plans[self.table.running]
@@ -340,9 +340,7 @@ class AutoPlanner:
         except InputError as error:
             table, reason = self._predicted_table(candidates), str(error)
         if reason:
-            self._lost_table = (
-                f"planner: what the checkpoint knew of plans is of no use ({reason}), they are timed anew"
-            )
+            self._lost_table = f"planner: the checkpoint's plan table is unusable ({reason}), so plans are timed anew"
         return table
 
     def _predicted_table(self, candidates: Candidates) -> PlanTable:

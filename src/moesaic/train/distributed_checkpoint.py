@@ -186,7 +186,7 @@ def restore(
     expected = targets.keys() if names is None else {f"model.{name}" for name in names}
     if saved != expected:
         mismatched = sorted(saved ^ expected)
-        raise ValueError(f"{len(mismatched)} tensors are only in one of them, {mismatched[0]} for one")
+        raise ValueError(f"{len(mismatched)} tensors are in only one of the two, such as {mismatched[0]}")
     targets |= _empty_state(model, optimizer, {name: size for name, size in sizes.items() if name not in saved})
     if sharded:
         state_dict_loader.load(targets, storage_reader=ShardReader(folder / SHARDS))

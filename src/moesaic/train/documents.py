@@ -123,7 +123,7 @@ def _documents(data: bytes, path: Path, field: str) -> list[bytes]:
             return _rows(data, path, name, field)
     wrong = what_is_wrong(data[:HEAD_BYTES])
     if wrong is not None:
-        raise InputError(f"data: {path} is no text but {wrong[0]}: {wrong[1]}")
+        raise InputError(f"data: {path} is not text but {wrong[0]}: {wrong[1]}")
     start = data.removeprefix(b"\xef\xbb\xbf").lstrip()
     if field and start[:1] == b"{" and _is_object(start.partition(b"\n")[0]):
         return _json_lines(data, path, field)
@@ -149,8 +149,8 @@ def _json_lines(data: bytes, path: Path, field: str) -> list[bytes]:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise InputError(
-                f"data: {path} begins as JSON lines, but line {number} is none ({error}): correct it, or set data.text_field "
-                'to "" to train on the file as it stands'
+                f"data: {path} begins as JSON lines, but line {number} is not JSON ({error}): correct it, or set "
+                'data.text_field to "" to train on the file as it stands'
             ) from error
         if isinstance(row, dict) and isinstance(row.get(field), str):
             texts.append(row[field].encode("utf-8", errors="surrogatepass"))

@@ -308,7 +308,7 @@ def naming_dead_ranks(roll: Roll | None, when: str) -> Iterator[None]:
             if roll is None or not any(word in str(error) for word in CONNECTION_WORDS):
                 raise
             raise TrainingError(
-                f"rank {roll.rank} lost a connection to other ranks, whose processes live "
+                f"rank {roll.rank} lost a connection to other ranks, whose processes are alive "
                 f"({' '.join(str(error).split()):.200}), {when}: look at the links between their nodes"
             ) from error
         raise TrainingError(f"{_fates_in_words(dead)}, {when}") from error

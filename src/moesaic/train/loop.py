@@ -338,7 +338,7 @@ class Trainer:
         state.skipped += 1
         self._metrics.write("skipped", state.step, {"why": wrong, "origin": origin})
         self._say(
-            f"{wrong}: {origin}; the step is left out on all ranks ({self._skipped_in_row} in a row, {most} end the run)"
+            f"{wrong}: {origin}; the step is skipped on all ranks ({self._skipped_in_row} in a row, {most} end the run)"
         )
 
     def _not_finite(self, wrong: str, origin: str) -> TrainingError:
@@ -526,7 +526,7 @@ class Trainer:
             f"{model.num_active_parameters() / 1e6:.2f} M active; {corpus.description}, {len(corpus.train):,} training tokens; "
             f"{self.config.precision} on {self.state.device}{self._ranks_in_words()}, "
             f"matmul peak {self.peak / 1e9:,.0f} GFLOP/s"
-            + (f"; taken up after step {self.state.step}" if self.state.step else "")
+            + (f"; resumed after step {self.state.step}" if self.state.step else "")
         )
 
     def _ranks_in_words(self) -> str:

@@ -252,9 +252,9 @@ def require_same_weights(model: nn.Module, ranks: Ranks, step: int, advice: str,
                 local_part(shared[key[0]].detach()).copy_(copies[min(copies)])
             continue
         drifted = [rank for rank in copies if differences[rank] > 0] if len(copies) > 2 else sorted(copies)
-        what = "holds other numbers than the others" if len(drifted) == 1 else "hold different numbers"
+        what = "disagrees with the other ranks" if len(drifted) == 1 else "disagree"
         raise TrainingError(
-            f"after step {step} {in_words(drifted)} {what} of {key[0]}, up to {max(differences.values()):.3g} apart: suspect "
+            f"after step {step} {in_words(drifted)} {what} on {key[0]}, by up to {max(differences.values()):.3g}: suspect "
             f"the memory or the processor of {in_words(drifted)}; {advice}"
         )
 

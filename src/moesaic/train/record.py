@@ -330,7 +330,7 @@ def check_routing(config: TrainConfig, step: int = 0) -> Trace | None:
         )
     if set(range(step, config.steps)) - set(trace.steps):
         raise InputError(
-            f"routing=replay:{path}: holds steps {steps_in_words(trace.steps)}, the run wants {step} to {config.steps - 1}: "
+            f"routing=replay:{path}: holds steps {steps_in_words(trace.steps)}, the run needs {step} to {config.steps - 1}: "
             "set fewer steps, or record more"
         )
     return trace

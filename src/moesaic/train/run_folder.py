@@ -76,7 +76,7 @@ class RunFolder:
         state = "is damaged" if CONFIG in names else "is missing"
         if not steps:
             raise InputError(
-                f"out={self.path}: holds {listing}, which no run wrote as far as can be told (its {CONFIG} {state}): choose "
+                f"out={self.path}: holds {listing}, which does not look like a run (its {CONFIG} {state}): choose "
                 "another --out, or an empty folder; nothing was changed"
             )
         remedy = (

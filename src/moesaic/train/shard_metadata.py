@@ -67,8 +67,8 @@ def read_list(data: bytes, source: str, *, others: list[str] | None = None) -> M
     except Exception as error:  # a damaged pickle may raise any exception
         reason = " ".join(str(error).split())
         raise InputError(
-            f"{source}: is no list of tensors as Moesaic writes it ({reason:.200}), nothing in it was run: take another "
-            "checkpoint, or delete this one"
+            f"{source}: is not the metadata of a sharded checkpoint ({reason:.200}), and nothing in it was executed: take "
+            "another checkpoint, or delete this one"
         ) from error
 
 
@@ -144,7 +144,7 @@ def _tensor_metadata(record: Any) -> TensorStorageMetadata:
     fields = _fields(record, "TensorStorageMetadata")
     properties = fields["properties"]
     if type(properties).__name__ != "TensorProperties":
-        raise TypeError(f"it holds {type(properties).__name__} in place of TensorProperties")
+        raise TypeError(f"it holds {type(properties).__name__} instead of TensorProperties")
     dtype = _typed(_typed(properties.state, tuple)[0], torch.dtype)
     chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in _typed(fields["chunks"], list)]
     return TensorStorageMetadata(
@@ -168,7 +168,7 @@ def _storage_info(record: Any) -> _StorageInfo:
     fields = _fields(record, "_StorageInfo")
     name = _typed(fields["relative_path"], str)
     if PurePosixPath(name).name != name or "\\" in name:
-        raise ValueError(f"it names {name}, which is no file of its folder")
+        raise ValueError(f"it names {name}, which is not a file in its folder")
     if fields.get("transform_descriptors"):
         raise ValueError(f"{name} is transformed")
     return _StorageInfo(name, _typed(fields["offset"], int), _typed(fields["length"], int))
@@ -177,14 +177,14 @@ def _storage_info(record: Any) -> _StorageInfo:
 def _fields(record: Any, kind: str) -> dict[str, Any]:
     """Return the fields of a pickled object, which must be of class `kind`."""
     if type(record).__name__ != kind:
-        raise TypeError(f"it holds {type(record).__name__} in place of {kind}")
+        raise TypeError(f"it holds {type(record).__name__} instead of {kind}")
     fields: dict[str, Any] = _typed(record.state, dict)
     return fields
 
 
 def _torch_size(record: Any) -> torch.Size:
     if type(record).__name__ != "Size":
-        raise TypeError(f"it holds {type(record).__name__} in place of a size")
+        raise TypeError(f"it holds {type(record).__name__} instead of a size")
     (sizes,) = record.arguments
     return torch.Size(_typed(size, int) for size in sizes)
 
@@ -192,5 +192,5 @@ def _torch_size(record: Any) -> torch.Size:
 def _typed(value: Any, kind: type[T]) -> T:
     """Return `value`, which must be of type `kind`."""
     if not isinstance(value, kind):
-        raise TypeError(f"it holds {type(value).__name__} in place of {kind.__name__}")
+        raise TypeError(f"it holds {type(value).__name__} instead of {kind.__name__}")
     return value

@@ -210,7 +210,7 @@ class Watch:
         if positions[0].rank == self._rank:
             present = {position.rank for position in positions}
             silent = {rank: self._roll.fate(rank) for rank in range(self._world) if rank not in present}
-            more = f"; moesaic why-hung {self._folder.path} tells every rank's calls" if self._folder else ""
+            more = f"; moesaic why-hung {self._folder.path} shows every rank's calls" if self._folder else ""
             line = describe_hang(self._step(), self._patience, positions, silent)
             self._end(f"{line}; {self._advice()}{more}", positions)
         time.sleep(self._round_seconds)  # the lowest rank speaks first
