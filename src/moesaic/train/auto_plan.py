@@ -160,7 +160,7 @@ def _search_candidates(config: TrainConfig, ranks: Ranks, first: Plan, times: Ma
                 cluster=config.planner.cluster, plans=PLANS, times=times,
             )  # fmt: skip
             tables = [asdict(plan) for plan in predictor.plans]
-    plan_tables = ranks.first_says(tables)
+    plan_tables = ranks.from_first(tables)
     return Candidates(tuple(override(Plan(), table, source="planner") for table in plan_tables), predictor)
 
 
@@ -248,7 +248,7 @@ class AutoPlanner:
 
     def after_step(self, seconds: float) -> None:
         """Record the time that the step took on the slowest rank, and probe the links if they are due."""
-        self.decisions.took(seconds)
+        self.decisions.add_seconds(seconds)
         if self.table is not None:
             slowest = self._ranks.largest(torch.tensor([seconds, self._load], dtype=torch.float64))
             self._load = float(slowest[1])
@@ -333,7 +333,7 @@ class AutoPlanner:
                 saved = read_plan_table(self._run.saved.folder / PLAN_TABLE)
             except InputError as error:
                 reason = str(error)
-        saved, reason = ranks.first_says((saved, reason))
+        saved, reason = ranks.from_first((saved, reason))
         try:
             if saved is not None and saved.pop("mesh", None) == self._mesh():  # a table of another mesh is useless
                 table.restore(saved)
@@ -348,7 +348,7 @@ class AutoPlanner:
         plan, predictor = self._run.config.plan, candidates.predictor
 
         def predict(load: float) -> list[float]:
-            seconds: list[float] = self._ranks.first_says(None if predictor is None else predictor(load))
+            seconds: list[float] = self._ranks.from_first(None if predictor is None else predictor(load))
             return seconds
 
         return PlanTable(candidates.plans, predict, TABLE, tested={(plan.codec, plan.backward_codec)})

@@ -210,7 +210,7 @@ class DecisionMeter:
                     self._moves[number] += [] if move.load is None else [_sample_metrics(move)]
             relocator.trips = []
 
-    def took(self, seconds: float) -> None:
+    def add_seconds(self, seconds: float) -> None:
         """Add the seconds that a step took."""
         self._seconds += seconds
 

@@ -106,9 +106,9 @@ class Saving:
         background: bool,
     ) -> None:
         self.target, self._texts, self._keep_last, self._ranks = target, texts, keep_last, ranks
-        self._aside = target.with_name(f".writing-{_step_of(target):08d}")
+        self._unfinished = target.with_name(f".writing-{_step_of(target):08d}")
         self._sums: Future[dict[str, str]] = Future()
-        work = partial(_run_into, self._sums, partial(write, self._aside))
+        work = partial(_run_into, self._sums, partial(write, self._unfinished))
         if background:
             threading.Thread(target=work, name="moesaic-checkpoint", daemon=True).start()
         else:
@@ -127,15 +127,14 @@ class Saving:
                 back correctly. Earlier checkpoints are kept.
         """
         sums: dict[str, str] = {}
-        with _reporting_write_errors(self.target, self._aside, self._ranks):
+        with _reporting_write_errors(self.target, self._unfinished, self._ranks):
             sums = self._sums.result()
         sums_of_ranks = self._ranks.gathered(sums)
-        with _reporting_write_errors(self.target, self._aside, self._ranks):
+        with _reporting_write_errors(self.target, self._unfinished, self._ranks):
             if self._ranks.is_first:
-                _write_texts(
-                    self._aside, self._texts, {name: value for part in sums_of_ranks for name, value in part.items()}
-                )
-                _publish(self._aside, self.target, self._keep_last)
+                all_sums = {name: value for part in sums_of_ranks for name, value in part.items()}
+                _write_texts(self._unfinished, self._texts, all_sums)
+                _publish(self._unfinished, self.target, self._keep_last)
         return self.target
 
 
@@ -179,18 +178,18 @@ def save_checkpoint(
         InputError: if the folder cannot be written; earlier checkpoints are kept.
     """
     ranks = ranks or Ranks()
-    target, aside = folder / f"step-{step:08d}", folder / f".writing-{step:08d}"
+    target, unfinished = folder / f"step-{step:08d}", folder / f".writing-{step:08d}"
     state = {
         "format": FORMAT, "step": step, "model_config": asdict(model_config), "vocab_size": vocab_size, "extra": extra
     }  # fmt: skip
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(model, optimizer).items()}
-    with _reporting_write_errors(target, aside, ranks):
+    with _reporting_write_errors(target, unfinished, ranks):
         if ranks.is_first:
             folder.mkdir(parents=True, exist_ok=True)
             for leftover in folder.glob(".writing-*"):
                 remove_checkpoint(leftover)
-            aside.mkdir(exist_ok=True)
+            unfinished.mkdir(exist_ok=True)
     if background:
         tensors = stage(tensors)
     group = background if isinstance(background, str) else None
@@ -203,26 +202,26 @@ def save_checkpoint(
     return Saving(target, texts, keep_last, ranks, write, background=bool(background))
 
 
-def _write_texts(aside: Path, texts: Mapping[str, str], sums: dict[str, str]) -> None:
+def _write_texts(unfinished: Path, texts: Mapping[str, str], sums: dict[str, str]) -> None:
     """Write the texts and checksums of a checkpoint, after its tensors are written, and flush all files to disk."""
     for name, text in texts.items():
-        (aside / name).write_text(text, encoding="utf-8", newline="\n")
-        sums[name] = checksum(aside / name)
+        (unfinished / name).write_text(text, encoding="utf-8", newline="\n")
+        sums[name] = checksum(unfinished / name)
     lines = [f"{value}  {name}\n" for name, value in sorted(sums.items())]
-    (aside / SUMS).write_text("".join(lines), encoding="utf-8", newline="\n")
+    (unfinished / SUMS).write_text("".join(lines), encoding="utf-8", newline="\n")
     for name in (*texts, SUMS, ""):  # all files must be on disk before the folder gets its final name
-        flush(aside / name)
-    if (aside / SHARDS).exists():
-        flush(aside / SHARDS)
+        flush(unfinished / name)
+    if (unfinished / SHARDS).exists():
+        flush(unfinished / SHARDS)
 
 
-def _publish(aside: Path, target: Path, keep_last: int) -> None:
+def _publish(unfinished: Path, target: Path, keep_last: int) -> None:
     """Give a complete checkpoint its final name, then delete old ones."""
     folder, step = target.parent, _step_of(target)
     if target.exists():
         names = (folder / f".replaced-{step:08d}-{number}" for number in count())
         os.replace(target, next(name for name in names if not name.exists()))
-    os.replace(aside, target)
+    os.replace(unfinished, target)
     flush(folder)
     checkpoints = list_checkpoints(folder)
     kept = [path for path in checkpoints if _step_of(path) <= step and path.name.startswith("step-")][-keep_last:]
@@ -242,13 +241,13 @@ def remove_checkpoint(path: Path) -> None:
 
 
 @contextmanager
-def _reporting_write_errors(target: Path, aside: Path, ranks: Ranks) -> Iterator[None]:
+def _reporting_write_errors(target: Path, unfinished: Path, ranks: Ranks) -> Iterator[None]:
     """Turn a write error into an InputError on every rank, and delete the half-written checkpoint."""
     with ranks.together():
         try:
             yield
         except (OSError, SafetensorError, CheckpointException) as error:
-            remove_checkpoint(aside)
+            remove_checkpoint(unfinished)
             who = ""
             cause: BaseException = error
             if isinstance(error, CheckpointException) and error.failures:

@@ -82,7 +82,7 @@ def is_left_out(path: Path) -> bool:
         return False
     known = (*(magic for magic, _, _ in COMPRESSED), *(magic for magic, _ in TABLES))
     is_read = head.startswith(known)
-    return not is_read and what_is_wrong(head) is not None
+    return not is_read and why_not_text(head) is not None
 
 
 def holds_table(path: Path) -> bool:
@@ -95,7 +95,7 @@ def holds_table(path: Path) -> bool:
     return any(head.startswith(magic) for magic, _ in TABLES)
 
 
-def what_is_wrong(head: bytes) -> tuple[str, str] | None:
+def why_not_text(head: bytes) -> tuple[str, str] | None:
     """Return why the start of a file is not text, and how to remedy it; None for text."""
     for magic, name, remedy in REFUSED:
         if head.startswith(magic):
@@ -121,9 +121,9 @@ def _documents(data: bytes, path: Path, field: str) -> list[bytes]:
     for magic, name in TABLES:
         if data.startswith(magic):
             return _rows(data, path, name, field)
-    wrong = what_is_wrong(data[:HEAD_BYTES])
-    if wrong is not None:
-        raise InputError(f"data: {path} is not text but {wrong[0]}: {wrong[1]}")
+    reason = why_not_text(data[:HEAD_BYTES])
+    if reason is not None:
+        raise InputError(f"data: {path} is not text but {reason[0]}: {reason[1]}")
     start = data.removeprefix(b"\xef\xbb\xbf").lstrip()
     if field and start[:1] == b"{" and _is_object(start.partition(b"\n")[0]):
         return _json_lines(data, path, field)

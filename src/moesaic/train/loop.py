@@ -111,7 +111,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
         trainer.rolls_back = config.rolls_back and returns[run.step] < MOST_RETURNS
         try:
             long = (Trainer._save, Trainer._finish_saving, Trainer._evaluate)
-            with Watch(run.model, run.claim, config.patience[1], trainer.at, trainer.how_to_go_on, long):
+            with Watch(run.model, run.claim, config.patience[1], trainer.step_in_words, trainer.advice, long):
                 return trainer.run()
         except LossSpikeError:
             next_sample_step = run.step + 1 + run.left_out
@@ -380,7 +380,7 @@ class Trainer:
     def _gather_layers(self, values: list[T]) -> list[T]:
         """Return one value per MoE layer of the whole model, from the values of the layers on this rank. All ranks call
         it together."""
-        return list(self.ranks.of_stages(dict(zip(self._layers, values))).values())
+        return list(self.ranks.merge_stages(dict(zip(self._layers, values))).values())
 
     def _mean_losses(self, auxiliary: list[list[dict[str, Tensor]]]) -> dict[str, float]:
         """Return each auxiliary loss, averaged over the layers and micro-batches of a step."""
@@ -409,7 +409,7 @@ class Trainer:
             wrong = f"the validation loss of step {state.step} is not finite ({evaluation.per_token})"
             raise self._not_finite(wrong, weights_not_finite(self.model, self.ranks))
         with self.experts.at_home():
-            require_same_weights(self.model, self.ranks, state.step, self.how_to_go_on(), align=False)
+            require_same_weights(self.model, self.ranks, state.step, self.advice(), align=False)
         if not self._metrics.has("eval", state.step):
             values = {
                 "val_loss": evaluation.per_token,
@@ -460,7 +460,7 @@ class Trainer:
         if not math.isfinite(largest):
             wrong = f"the largest parameter of step {state.step} is not finite ({largest})"
             raise self._not_finite(wrong, weights_not_finite(self.model, self.ranks))
-        require_same_weights(self.model, self.ranks, state.step, self.how_to_go_on(), align=True)
+        require_same_weights(self.model, self.ranks, state.step, self.advice(), align=True)
         if self._saving_group is True and self.ranks.mesh is not None:
             # Keep the name only: a reference would keep the group alive after torch destroyed it.
             self._saving_group = dist.new_group(backend="gloo").group_name
@@ -495,11 +495,11 @@ class Trainer:
             saving, self._saving = self._saving, None
             saving.finish()
 
-    def at(self) -> str:
+    def step_in_words(self) -> str:
         """Return the step that the run is in, in words."""
         return f"step {self.state.step + 1}"
 
-    def how_to_go_on(self) -> str:
+    def advice(self) -> str:
         """Return which checkpoint is intact, and the command that resumes the run."""
         return (
             f"{self._newest_checkpoint()}: go on with {self._resume()}"

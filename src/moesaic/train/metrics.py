@@ -44,15 +44,15 @@ class Metrics:
         lines = _lines_up_to(self.path, start_step, say) if start_step else []
         self._written = {(line["kind"], line["step"]) for line in lines}
         text = "".join(json.dumps(line) + "\n" for line in lines)
-        aside = self.path.with_suffix(".writing")
+        temporary = self.path.with_suffix(".writing")
         try:
-            aside.write_text(text, encoding="utf-8")
-            os.replace(aside, self.path)
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, self.path)
             # Unbuffered, since closing must not retry a write that a full disk refused.
             self._file = self.path.open("ab", buffering=0)
             self._opened = os.stat(self.path)
         except OSError as error:
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise _unwritable(self.path, error) from error
         self._trackers = [
             weights_and_biases(run_folder, start_step, project) if project else tensorboard(run_folder, start_step)
@@ -75,7 +75,7 @@ class Metrics:
             raise _unwritable(self.path, error) from error
         self._written.add((kind, step))
         for tracker in self._trackers:
-            tracker.tell({f"{kind}/{name}": value for name, value in _scalars(values)}, step)
+            tracker.log({f"{kind}/{name}": value for name, value in _scalars(values)}, step)
 
     def flush(self) -> None:
         """Flush all lines so far to disk.
@@ -103,7 +103,7 @@ class Metrics:
 class Tracker:
     """A destination for a run's numbers in addition to the metrics file."""
 
-    tell: Callable[[dict[str, float], int], object]
+    log: Callable[[dict[str, float], int], object]
     """Called with (numbers by name, step)."""
     close: Callable[[], object]
     """Writes pending numbers."""
@@ -123,11 +123,11 @@ def tensorboard(folder: Path, start_step: int) -> Tracker:
         ) from error
     writer = SummaryWriter(str(folder / TENSORBOARD), purge_step=start_step + 1 if start_step else None)
 
-    def tell(numbers: dict[str, float], step: int) -> None:
+    def log(numbers: dict[str, float], step: int) -> None:
         for name, value in numbers.items():
             writer.add_scalar(name, value, step)
 
-    return Tracker(tell, writer.close)
+    return Tracker(log, writer.close)
 
 
 def weights_and_biases(folder: Path, start_step: int, project: str) -> Tracker:

@@ -91,12 +91,12 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
-    def of_stages(self, values: Mapping[int, T]) -> dict[int, T]:
+    def merge_stages(self, values: Mapping[int, T]) -> dict[int, T]:
         """Merge the dicts of all stages, sorted by key; for small data that is identical on all ranks of a stage."""
         tables = [values] if self.pp == 1 else self.gathered(dict(values))
         return dict(sorted((number, value) for table in tables for number, value in table.items()))
 
-    def first_says(self, value: Any) -> Any:
+    def from_first(self, value: Any) -> Any:
         """Return the first rank's value."""
         return self.gathered(value if self.is_first else None)[0]
 

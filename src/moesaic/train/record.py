@@ -182,7 +182,7 @@ class _Recorder:
         with self._ranks.together():
             if parts is not None:
                 table = joined(parts, self._ranks.world // self._ranks.dp, self._was_sliced, self._holds == "tokens")
-                table = table if places is None else taken_home(table, places)
+                table = table if places is None else in_batch_order(table, places)
                 segment = TraceSegment(shape, self._holds, np.array(steps), table, self._ranks.dp, self._source)
                 write_segment(segment, self._folder / segment_name(steps[0]))
                 flush(self._folder)
@@ -263,7 +263,7 @@ def joined(parts: list[np.ndarray], tp: int, is_sliced: bool, by_token: bool) ->
     return np.concatenate([np.sum(group, axis=0, dtype=group[0].dtype) for group in groups], axis=3)
 
 
-def taken_home(table: np.ndarray, places: np.ndarray) -> np.ndarray:
+def in_batch_order(table: np.ndarray, places: np.ndarray) -> np.ndarray:
     """Reorder a table with sequences in the order in which the ranks held them into the order of the batch.
 
     Args:

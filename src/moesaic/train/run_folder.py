@@ -131,12 +131,12 @@ class RunFolder:
 
     def write(self, name: str, data: str | bytes) -> None:
         """Write a file of the folder atomically: at every instant it holds all of the old data or all of the new."""
-        aside = (self.path / name).with_suffix(_WRITING)
-        with aside.open("wb") as file:
+        temporary = (self.path / name).with_suffix(_WRITING)
+        with temporary.open("wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, self.path / name)
+        os.replace(temporary, self.path / name)
 
     def write_hang(self, data: bytes) -> None:
         """Write `HANG`, after the checksums of `HANG` and of the flight recordings."""

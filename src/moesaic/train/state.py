@@ -104,7 +104,7 @@ def _open(config: TrainConfig, claim: RunFolder, say: Callable[[str], None]) -> 
     device = pick_device(config.device if config.threads is None else config.device.partition(":")[0])
     ranks = Ranks.of(config, "cuda" if device.type == "cuda" else "cpu")
     folder = claim.path
-    saved, dtype = ranks.first_says(_find_resume_point(config, device, ranks, claim, say))
+    saved, dtype = ranks.from_first(_find_resume_point(config, device, ranks, claim, say))
     config = override(config, {"precision": str(dtype).removeprefix("torch.")}, source="precision")
     with ranks.together():
         corpus = load_for(config.model, config.data, saved.folder / TOKENIZER if saved else None)

@@ -170,9 +170,7 @@ class Watch:
                     progress, still = new_progress, 0.0
             except ConnectionError:
                 if is_over:
-                    alone = (
-                        f"{self._step()} has stood still for {self._patience:g} s: rank {self._rank} is {self._at()}"
-                    )
+                    alone = f"{self._step()} has stood still for {self._patience:g} s: rank {self._rank} is {self._activity()}"
                     self._end(f"{alone}, and nothing answers where the ranks' store was; {self._advice()}", [])
 
     def _exchange(self, beats: int, is_over: bool, makes_progress: bool) -> tuple[bool, int]:
@@ -230,7 +228,7 @@ class Watch:
         os._exit(1)
 
     def _position(self) -> Position:
-        at, waits_for = self._at(), {}
+        at, waits_for = self._activity(), {}
         handle = next(_locals(self._frames().values(), Handle), None)
         if handle is not None:
             receives = handle.transfer.receives
@@ -241,24 +239,26 @@ class Watch:
         ]
         return Position(self._rank, process_name(), at, waits_for, tuple(stack))
 
-    def _at(self) -> str:
+    def _activity(self) -> str:
         """Return what this rank is doing, in words."""
         frames = self._frames()
         run = next(_locals(frames.values(), LayerRun), None)
         if run is not None:
             name = self._layers.get(id(run.call.experts), "of no name")
             backward = any(frame.f_code is run_backward.__code__ for frame in _all_frames(frames.values()))
-            task = next((_task(frame) for frame in _all_frames(frames.values()) if frame.f_code is drive.__code__), "")
+            task = next(
+                (_task_in_words(frame) for frame in _all_frames(frames.values()) if frame.f_code is drive.__code__), ""
+            )
             return f"in {'backward' if backward else 'forward'} of layer {name}{task}"
         main = list(_outward(frames[self._main]))
         place = next((frame for frame in main if _is_own(frame)), main[0])
         waits = next((frame.f_code.co_name for frame in main if "distributed_c10d" in frame.f_code.co_filename), "")
-        module = next((name_of for frame in main if (name_of := self._module(frame))), "")
+        module = next((name_of for frame in main if (name_of := self._module_name(frame))), "")
         words = [f"in {waits}" if waits else "", f"of module {module}" if module else ""]
         file = place.f_code.co_filename.removeprefix(_OWN)
         return " ".join([*filter(None, words), f"at {file}:{place.f_lineno} in {place.f_code.co_name}"])
 
-    def _module(self, frame: FrameType) -> str:
+    def _module_name(self, frame: FrameType) -> str:
         """Return the name of the module that a frame works on; empty if none."""
         modules = [value for value in list(frame.f_locals.values()) if isinstance(value, nn.Module)]
         return next((self._names[id(value)] for value in modules if id(value) in self._names), "")
@@ -314,7 +314,7 @@ def read_hang(folder: Path) -> tuple[str, list[Position]]:
         raise InputError(f"{path}: cannot be read ({type(error).__name__}): it is damaged, delete it") from error
 
 
-def _task(frame: FrameType) -> str:
+def _task_in_words(frame: FrameType) -> str:
     """Return which task of a program waits, in words; `frame` is that of `executor.drive`."""
     run = frame.f_locals["steps"]
     inner, request = getattr(run, "gi_frame", None), frame.f_locals.get("request")
