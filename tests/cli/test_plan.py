@@ -156,7 +156,7 @@ def test_layouts_of_others_are_compared_under_even_routing_whatever_the_counts(
         (line,) = (line for line in lines if line.startswith(start))
         return float(line.removeprefix(start).split()[place].replace(",", ""))
 
-    even, counted = number("under even routing, as what follows:", 0), number("speed:", 0)
+    even, counted = number("under even routing, which the lines below assume:", 0), number("speed:", 0)
     assert even > counted
     megatron = next(line for line in lines if line.startswith("as Megatron shards")).split(": ")[-1].split()
     assert float(megatron[-5]) == pytest.approx(float(megatron[0].replace(",", "")) / even, abs=0.006)
@@ -313,7 +313,7 @@ def test_a_price_that_is_missing_is_told_with_one_that_could_stand_in(
     said = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("price: "))
     assert main([*hub, "--ep", "8", "--price-per-hour", "2.5"]) == 0
     told = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("price: "))
-    assert "--price-per-hour 2.5 say makes " in said
+    assert "unknown without --price-per-hour; at 2.5 per device and hour" in said
     assert told.split()[1] in said
 
 
@@ -355,7 +355,7 @@ def test_a_model_that_fits_only_when_blocks_are_recomputed_says_so(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--gpus", "12"], "12 devices are no whole nodes of dgx-h100, which have 8: try 8"),
+        (["--gpus", "12"], "12 devices are not whole nodes of dgx-h100, which have 8: try 8"),
         (["--nodes", "2"], "--nodes and --gpus both say how large the cluster is"),
         (["--price-per-hour", "-1"], "--price-per-hour -1.0: must be a finite number above 0"),
         (["--explain", "--nothing"], "no flag of Megatron or torchtitan that splits a model is there"),

@@ -76,12 +76,12 @@ def test_help_holds_every_fields_text(capsys):
     assert main(["sample", "--help"]) == 0
     out = re.sub(r"[\s─-╿]", "", capsys.readouterr().out)
     for text in (
-        "The run folder.",
-        "What to continue; several are sampled in one batch.",
-        "How many tokens to add.",
-        "Divides the logits; 0 always takes the likeliest token.",
-        "Sample among the so many likeliest tokens; None among all.",
-        "Of the draws.",
+        "Run folder of the model.",
+        "Text to continue; several prompts are sampled in one batch.",
+        "Number of tokens to generate.",
+        "Sampling temperature: the logits are divided by it; 0 always takes the likeliest token.",
+        "Sample among this many likeliest tokens; None for all tokens.",
+        "Seed of the sampling.",
         "auto, cpu or cuda.",
     ):
         assert text.replace(" ", "") in out

@@ -227,7 +227,7 @@ def test_a_plan_that_was_written_is_shown_again(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--plan.all-to-all deepep", "which are no program to show: choose multicast"),
+        ("--plan.all-to-all deepep", "so there is no program to show: choose multicast"),
         ("--plan.schedule ted --mesh.tp 1", "plan.schedule=ted needs mesh.tp and mesh.etp over the same ranks"),
         ("--plan.schedule s9", "s9"),
         ("--mesh.world 6 --mesh.ep 3 --mesh.ranks-per-node 4", "mesh.ranks_per_node=4 does not divide the 6 ranks"),

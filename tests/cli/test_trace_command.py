@@ -96,7 +96,7 @@ def test_a_truncated_trace_is_one_line(tmp_path, capsys):
 
 def test_help_needs_no_torch(capsys):
     assert main(["trace", "--help"]) == 0
-    assert "show    how uneven a trace is" in capsys.readouterr().out
+    assert "show    print the imbalance of a trace" in capsys.readouterr().out
     code = "import sys, moesaic.cli.trace; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

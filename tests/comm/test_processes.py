@@ -104,7 +104,7 @@ def other_transports(rank: int) -> dict[str, object]:
     """What ranks say that cannot be connected by sockets, or ask for different transports."""
     with (
         patch.object(sockets, "_hosts", lambda: ["not an address"]),
-        patch.object(sockets, "PATIENCE", 0.1),
+        patch.object(sockets, "CONNECT_SECONDS", 0.1),
     ):
         unreachable = refusal(lambda: open_transport(name="sockets"))
     return {

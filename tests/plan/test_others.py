@@ -480,7 +480,7 @@ def test_copies_of_what_lies_in_parts_need_more_memory_and_reduce_once_more() ->
     optimizers = [predict(QWEN, H100, OthersLayout(ep=8, global_batch=320, replicas=each)) for each in (1, 4)]
     assert optimizers[1].memory.optimizer == pytest.approx(4 * optimizers[0].memory.optimizer)
     assert optimizers[1].memory.weights == optimizers[0].memory.weights
-    with pytest.raises(InputError, match="3 copies of what lies in parts do not divide 32 data-parallel groups"):
+    with pytest.raises(InputError, match="3 replicas of the shards do not divide 32 data-parallel groups"):
         predict(QWEN, H100, replace(plain, replicas=3))
 
 

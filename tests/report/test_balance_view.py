@@ -1,4 +1,4 @@
-"""The balance view: shares, legends and pictures say what the metrics say; nothing for a run that decided nothing."""
+"""The balance section: shares, legends and charts match the metrics; a run without decisions gets no section."""
 
 from __future__ import annotations
 

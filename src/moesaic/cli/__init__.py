@@ -1,1 +1,1 @@
-"""The `moesaic` command: one small file per subcommand."""
+"""The `moesaic` command, one file per subcommand."""

@@ -1,4 +1,4 @@
-"""Command lines to dataclasses by tyro, with one-line errors."""
+"""Parses command lines into dataclasses with tyro, and reports errors in one line."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ def parse(kind: type[T], arguments: Sequence[str], *, prog: str, description: st
     """Parse flags into a dataclass.
 
     Args:
-        arguments: the words after the subcommand.
-        default: values of flags that are not given; None takes the dataclass's own.
+        kind: the dataclass to return.
+        arguments: the command line after the subcommand.
+        prog: the command as the usage line shows it.
+        description: the text above the list of flags in the help.
+        default: an instance that gives the values of missing flags; None for the defaults of the dataclass.
 
     Raises:
-        InputError: for an unknown flag or a value that does not parse, in one line.
-        SystemExit: with code 0 after printing the help.
+        InputError: if a flag is unknown or a value does not parse. The message is one line.
+        SystemExit: with code 0, after the help was printed.
     """
     errors = io.StringIO()
     options: dict[str, Any] = {} if default is None else {"default": default}
@@ -61,7 +64,7 @@ def _flags(kind: Any, prefix: str = "--") -> list[str]:
 
 
 def _refusal_of(stop: SystemExit) -> InputError | None:
-    """Return the dataclass's own refusal that made tyro stop: tyro's frame would break its lines."""
+    """Return the InputError of the dataclass that made tyro stop, if any: tyro's frame would break its lines."""
     error = stop.__context__
     while error is not None and not isinstance(error, InputError):
         error = error.__context__
@@ -69,7 +72,7 @@ def _refusal_of(stop: SystemExit) -> InputError | None:
 
 
 def _one_line(box: str) -> str:
-    """Return the text of tyro's framed message without the frame (lines, or hyphens in ASCII), headings and help."""
+    """Return the text of a framed tyro message without the frame (lines, or hyphens in ASCII), headings and help."""
     text = re.sub(r"\x1b\[[0-9;]*m|[─-╿]+|-{3,}", " ", box)
     words = re.sub(r"\s+", " ", text).strip()
     words = re.split(r" (?:Argument helptext:|For full helptext)", words)[0]

@@ -1,4 +1,4 @@
-"""`moesaic check`: the conformance suite, on this machine: every plan computes what the plain layer computes."""
+"""`moesaic check`: runs the conformance suite, which tests that every plan computes what the plain layer computes."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
     from moesaic.testing.processes import Evidence
 
 DESCRIPTION = (
-    "Run random meshes, plans and workloads against a dense float64 reference, in one process and over real ones. Exit "
-    "code 1 if a case fails."
+    "Compare random meshes, plans and workloads with a dense float64 reference, with the ranks in one process and as real "
+    "processes. The exit code is 1 if a case fails."
 )
 EXPLAINED = 3
-"""Failures whose numbers are explained: each takes as long as some ten cases."""
+"""Failures for which the report says which numbers are wrong; each explanation takes as long as about ten cases."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions:
-    """How much to check."""
+    """Options of `moesaic check`."""
 
     cases: int = 2000
-    """Random cases on up to 8 ranks in one process (loopback)."""
+    """Number of random cases, each on up to 8 ranks in one process (loopback)."""
     seed: int = 0
-    """Of the first case; the others follow."""
+    """Seed of the first case; each further case adds 1."""
     only: int | None = None
-    """Run this one case and print every error: the seed that a failure names."""
+    """Run only the case with this seed, as printed with a failure, and print all of its errors."""
     world: int | None = None
-    """With --only: the ranks, where a failure names them."""
+    """With --only: number of ranks of the case, if the failure printed one."""
     gloo: bool = True
-    """Also run cases over 2, 4 and 8 real processes."""
+    """Also run cases on 2, 4 and 8 real processes."""
     workers: int = 0
-    """Processes for the cases; 0 for one per core, at most 8."""
+    """Processes that run cases in parallel; 0 for one per core, at most 8."""
     json: bool = False
-    """Print everything that was found as JSON and nothing else."""
+    """Print only the results, as JSON."""
 
     def __post_init__(self) -> None:
         for name, least in (("cases", 1), ("seed", 0), ("workers", 0)):
@@ -56,12 +56,12 @@ class CheckOptions:
 
     @property
     def at_once(self) -> int:
-        """Processes for the cases."""
+        """Number of processes that run cases in parallel."""
         return self.workers or min(os.cpu_count() or 1, 8)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Check; returns the exit code."""
+    """Run the command; returns the exit code."""
     options = parse(CheckOptions, arguments, prog="moesaic check", description=DESCRIPTION)
     import torch
 
@@ -77,7 +77,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run_one(seed: int, world: int | None) -> int:
-    """Run one case and print it, its errors, and what is wrong."""
+    """Run one case and print the case, its errors and the reason of a failure; returns the exit code."""
     from moesaic.testing.cases import draw_case
     from moesaic.testing.suite import check_case, looks_like
 
@@ -96,7 +96,7 @@ def _run_one(seed: int, world: int | None) -> int:
 
 
 def gather(options: CheckOptions) -> Evidence:
-    """Run the suite, with bars on the standard error that tell how far it is."""
+    """Run the suite, with progress bars on standard error."""
     from moesaic.testing.processes import WORLDS, gather_evidence
 
     totals = {"cases": options.cases} | ({"worlds": len(WORLDS)} if options.gloo else {})
@@ -112,7 +112,7 @@ def gather(options: CheckOptions) -> Evidence:
 
 
 def as_dict(evidence: Evidence) -> dict[str, Any]:
-    """Return what was found as plain data, with the machine and the versions that it was found on."""
+    """Return the results as plain data, with the machine and the versions of the software."""
     from moesaic.testing.cases import missing_codecs
     from moesaic.testing.suite import BALANCE
 
@@ -136,7 +136,7 @@ def _print(evidence: Evidence) -> None:
 
     summary = evidence.summary
     console = Console()
-    table = Table("what", "found", title="moesaic check")
+    table = Table("check", "result", title="moesaic check")
     table.add_row("cases on loopback", f"{summary.cases:,}, {len(summary.failures)} failed")
     table.add_row("plans refused while drawing", f"{summary.refused:,}")
     if missing := missing_codecs():

@@ -1,4 +1,4 @@
-"""`moesaic convert SOURCE OUT --to FORMAT`: a checkpoint, or a run, into another format, and `moesaic convert verify OUT`."""
+"""`moesaic convert SOURCE OUT --to FORMAT` converts a checkpoint or a run; `moesaic convert verify OUT` checks the result."""
 
 from __future__ import annotations
 
@@ -16,54 +16,54 @@ from moesaic.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """What to convert."""
+    """Options of `moesaic convert`."""
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
-    """The checkpoint's folder, or that of a run of moesaic train, which becomes a model of the hub (--to hf)."""
+    """Folder of a checkpoint, or of a run of moesaic train, which is exported as a Hugging Face model (--to hf)."""
     out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """The folder to write; must not exist or be empty."""
+    """Folder to write; must be empty or not exist."""
     to: str
-    """hf (safetensors with hub names), moesaic, torchtitan or megatron."""
+    """Target format: hf (safetensors with Hugging Face names), moesaic, torchtitan or megatron."""
     source_format: str | None = None
-    """The source's format; None finds out."""
+    """Format of the source; None detects it."""
     config: str | None = None
-    """The model's config.json of transformers, where the source has none beside it."""
+    """The config.json of the model (transformers); needed if the source folder has none."""
     experts: int | None = None
-    """Make so many experts of each feed-forward layer of a dense model; None converts the model as it is."""
+    """Turn each feed-forward layer of a dense model into this many experts; None converts the model unchanged."""
     top_k: int = 2
-    """With --experts: experts that a token reaches."""
+    """With --experts: experts per token."""
     granularity: int = 1
-    """With --experts: shards that a layer is cut into, each an expert; 1 copies the layer whole."""
+    """With --experts: shards that a dense layer is cut into, each of which becomes an expert; 1 copies the whole layer."""
     router_std: float = 0.02
-    """With --experts: standard deviation of the routers' entries."""
+    """With --experts: standard deviation of the random router weights."""
     seed: int = 0
-    """With --experts: of the routers."""
+    """With --experts: seed of the router weights."""
     logits: Literal["auto", "yes", "no"] = "auto"
-    """Whether to run the model before and after; auto does for models of at most 2 GiB."""
+    """Run the model before and after the conversion and compare logits; auto does so for models of at most 2 GiB."""
     json: bool = False
     """Print the receipt as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """What to verify."""
+    """Options of `moesaic convert verify`."""
 
     out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """The folder that a conversion wrote."""
+    """Folder that moesaic convert wrote."""
     json: bool = False
-    """Print what was compared as JSON."""
+    """Print what was compared, as JSON."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Convert or verify; returns the exit code."""
+    """Run the command; returns the exit code."""
     if arguments and arguments[0] == "verify":
         return _verify(arguments[1:])
     options = parse(
         ConvertOptions,
         arguments,
         prog="moesaic convert",
-        description="Convert a checkpoint into another format, read both back, and write a receipt. "
-        "moesaic convert verify OUT compares an output with its receipt.",
+        description="Convert a checkpoint into another format, compare the result with the source, and write a receipt. "
+        "moesaic convert verify OUT compares a converted folder with its receipt.",
     )
     from moesaic.weights.convert import RECEIPT, convert
     from moesaic.weights.run import export_run, is_run
@@ -77,12 +77,14 @@ def run(arguments: Sequence[str]) -> int:
         getattr(options, name) != getattr(ConvertOptions, name)
         for name in ("top_k", "granularity", "router_std", "seed")
     ):
-        raise InputError("top-k, granularity, router-std and seed are of --experts: give how many")
+        raise InputError("top-k, granularity, router-std and seed are of --experts: give the number of experts too")
     if is_run(Path(options.source)):
         if options.to != "hf" or upcycle is not None:
-            raise InputError(f"{options.source}: a run becomes a model of the hub first: --to hf, without --experts")
+            raise InputError(
+                f"{options.source}: a run can only be exported as a Hugging Face model: --to hf, no --experts"
+            )
         made = export_run(Path(options.source), Path(options.out))
-        beside = "tokenizer.json beside them" if made["tokenizer"] else "ids are bytes: there is no tokenizer.json"
+        beside = "with tokenizer.json" if made["tokenizer"] else "without tokenizer.json, since token ids are bytes"
         told = f"{made['model']}: {made['parameters']:,} parameters in {options.out}; {beside}"
         print(json.dumps(made) if options.json else told)
         return 0
@@ -100,7 +102,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _told(receipt: dict[str, Any], path: str) -> list[str]:
-    """Return a receipt in a few lines."""
+    """Return the lines that summarize a receipt."""
     experts = sum(len(each) for each in receipt["sha256"]["weights"].values() if isinstance(each, list))
     lines = [
         f"{receipt['model']}: {receipt['source']['format']} to {receipt['target']['format']}, {receipt['tensors']} tensors, "
@@ -110,10 +112,10 @@ def _told(receipt: dict[str, Any], path: str) -> list[str]:
         f"{state}: {each['placed']} of {each['in the source']} placed" for state, each in receipt["moments"].items()
     ]
     if receipt["left_behind"]:
-        lines.append(f"left behind: {len(receipt['left_behind'])}, {receipt['left_behind'][0]} for one")
+        lines.append(f"entries not converted: {len(receipt['left_behind'])}, for example {receipt['left_behind'][0]}")
     if receipt["logits"] is not None:
         lines.append(f"largest difference of logits: {receipt['logits']['largest_difference']:.3g}")
-    return [*lines, f"read back and compared; receipt: {path}"]
+    return [*lines, f"compared with the source; receipt: {path}"]
 
 
 def _verify(arguments: Sequence[str]) -> int:
@@ -121,7 +123,7 @@ def _verify(arguments: Sequence[str]) -> int:
         VerifyOptions,
         arguments,
         prog="moesaic convert verify",
-        description="Read the output of a conversion and compare it with its receipt.",
+        description="Compare a folder that moesaic convert wrote with its receipt.",
     )
     from moesaic.weights.convert import verify
 

@@ -1,4 +1,4 @@
-"""`moesaic demo`: the whole product in a few minutes: train sparse and dense, compare, sample, report."""
+"""`moesaic demo`: trains a sparse and a dense model in a few minutes, compares them, samples, and writes a report."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ if TYPE_CHECKING:
 
 
 PRESETS = {"gpt": "demo", "bert": "bert-tiny", "seq2seq": "seq2seq-tiny"}
-"""The preset of each kind of language model."""
+"""The training preset of each value of --model, except vision."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """How the demo runs."""
+    """Options of `moesaic demo`."""
 
     model: Literal["gpt", "bert", "seq2seq", "vision"] = "gpt"
-    """gpt continues Python source, bert finds hidden bytes of it, seq2seq translates messages of Django (into
-    French: "fr: Yes"), vision recognises digits (which needs the laboratory)."""
+    """gpt continues Python source; bert predicts masked bytes of Python source; seq2seq translates messages of Django
+    ("fr: Yes" into French); vision classifies digits and needs the package moesaic-lab."""
     out: str = "runs/demo"
-    """Folder of the two runs and the report; an earlier demo there is replaced."""
+    """Folder for the two runs and the report; replaces an earlier demo in the same folder."""
     steps: int | None = None
-    """Optimizer steps of each model; None takes the presets'."""
+    """Optimizer steps of each model; None for the number in the preset."""
     prompt: str = ""
-    """What the sparse model continues or translates in the end; empty takes an example."""
+    """Text that the trained sparse model continues or translates; empty for an example."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the demo; returns the exit code."""
+    """Run the command; returns the exit code."""
     description = (
-        "Train a sparse model and a dense one of the same active size, compare them, use the sparse one, report."
+        "Train a sparse and a dense model with equally many active parameters, compare them, sample from the sparse one, "
+        "and write a report."
     )
     options = parse(DemoOptions, arguments, prog="moesaic demo", description=description)
     if options.model == "vision":
@@ -75,11 +76,11 @@ def run(arguments: Sequence[str]) -> int:
 
 
 EXAMPLES = {"gpt": "def read_file(path):\n", "seq2seq": "fr: Enter a valid date."}
-"""What a model continues or translates."""
+"""The prompt of each value of --model if --prompt is empty."""
 
 
 def _vision(options: DemoOptions) -> int:
-    """Train both halves by the laboratory's command; returns the exit code."""
+    """Train the sparse and the dense image classifier with `moesaic vision`; returns the exit code."""
     from moesaic.cli.main import main
 
     steps = ("--steps", str(options.steps)) if options.steps else ()

@@ -1,7 +1,7 @@
-"""The entry point: picks a subcommand, turns errors into one line and an exit code.
+"""The entry point of the command line: runs a subcommand and turns errors into one line and an exit code.
 
-Exit codes: 0 done (or stopped by a signal, with everything saved), 1 training failed, 2 bad input,
-130 interrupted before there was anything to save, 141 the reader of the output went away.
+Exit codes: 0 done (or stopped by a signal after everything was saved), 1 training failed, 2 bad input,
+130 interrupted before there was anything to save, 141 the reader of the output closed the pipe.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ COMMANDS = {
     "train": "train a language model and write a run folder",
     "tokenize": "turn text into a packed file of tokens, from one source or a mixture",
     "sample": "continue a prompt with a trained model",
-    "why-hung": "tell where every rank of a run stood when it was given up",
+    "why-hung": "print where every rank stood when a run was ended because a rank was stuck",
     "report": "write one HTML page about one or more runs",
-    "show": "print a schedule as a program and the bytes that it moves",
+    "show": "print the programs of a plan, the bytes that they move and when each task runs",
     "profile": "measure this machine for the simulator and the planner",
     "plan": "search the layout and the plan with the shortest simulated step on a cluster",
     "convert": "convert a checkpoint into another format, or a dense model into a sparse one",
-    "check": "prove on this machine that every plan computes what the plain layer computes",
-    "trace": "look at recorded routing, or make some up",
-    "demo": "train a sparse and a dense model, compare them, sample, report",
+    "check": "test on this machine that every plan computes what the plain layer computes",
+    "trace": "show, generate, check and convert routing traces",
+    "demo": "train a sparse and a dense model, compare them, sample, and write a report",
 }
-"""Subcommands; each lives in `moesaic.cli.<name>`, with underscores, and has `run(arguments) -> exit code`."""
+"""Summary of each subcommand; `moesaic.cli.<name>` (hyphens as underscores) has its `run(arguments) -> exit code`."""
 LABORATORY = {
-    "bench": "measure ways to run a layer against each other and against the limit of the links",
-    "chaos": "kill, stop, cut off and damage runs by a schedule; hold what comes of it against what is promised",
-    "fuzz": "hand every reader and every command line odd inputs",
-    "soak": "train for half an hour while plans and checkpoints change; hold memory against what it was",
-    "reproduce": "published figures of five papers beside what the simulator says",
+    "bench": "compare ways to run a layer with each other and with the limit of the links",
+    "chaos": "kill, pause, disconnect and damage runs, and check that they recover as documented",
+    "fuzz": "feed malformed input to every reader and command line",
+    "soak": "train for half an hour with changing plans and checkpoints, and check that memory does not grow",
+    "reproduce": "compare published figures of five papers with the simulator",
     "vision": "train an image classifier with MoE layers",
     "testbed": "run a command on an emulated cluster on this machine",
 }
-"""Subcommands of the package moesaic-lab."""
+"""Summary of each subcommand of the package moesaic-lab."""
 GROUP = "moesaic.commands"
-"""Entry points under which other packages offer subcommands: name to a function from arguments to an exit code."""
+"""Entry-point group in which other packages offer subcommands: functions from arguments to an exit code."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run a command line (None for that of the process); returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help"):
         print(_usage())
@@ -62,17 +62,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (InputError, TrainingError) as error:
         print(f"moesaic {command}: {_in_one_line(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
-    except SystemExit as stop:  # tyro's way out after printing a subcommand's help
+    except SystemExit as stop:  # tyro exits this way after printing the help of a subcommand
         if stop.code:
             raise
         return 0
-    except KeyboardInterrupt:  # while something is read or built; the training loop itself saves first
+    except KeyboardInterrupt:  # before training: the training loop catches it and saves first
         print(f"moesaic {command}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read our output stopped; the interpreter's own flush at exit must not complain
+    except BrokenPipeError:  # the flush of the interpreter at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as error:  # wherever a path is looked up first
+    except OSError as error:  # a path too long or without permission can fail wherever it is first looked up
         if error.errno not in (errno.ENAMETOOLONG, errno.EACCES):
             raise
         where = _in_one_line(str(error.filename))
@@ -89,10 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
-    """Return what runs a subcommand: ours, or one that an installed package offers.
+    """Return the function that runs a subcommand, of this package or of another installed one.
 
     Raises:
-        InputError: where there is none of that name.
+        InputError: if no subcommand has that name.
     """
     run: Callable[[Sequence[str]], int]
     if name in COMMANDS:
@@ -107,7 +107,7 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
 
 
 def _in_one_line(text: str) -> str:
-    """Return a text in which names with line breaks or control characters show them as escapes."""
+    """Return `text` with line breaks and control characters (from file names, say) as escapes."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
@@ -123,7 +123,7 @@ _EXTRAS = {
 def _usage() -> str:
     lines = [f"  {name:<9} {summary}" for name, summary in {**COMMANDS, **LABORATORY}.items()]
     return "\n".join(
-        ["usage: moesaic COMMAND ...", "", *lines, "", "moesaic COMMAND --help tells what a command takes."]
+        ["usage: moesaic COMMAND ...", "", *lines, "", "moesaic COMMAND --help lists the options of a command."]
     )
 
 

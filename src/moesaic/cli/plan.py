@@ -1,4 +1,4 @@
-"""`moesaic plan`: the layout and the plan with the shortest simulated step on a cluster, and why. No torch needed."""
+"""`moesaic plan`: searches the layout and plan with the shortest simulated step on a cluster. Runs without torch."""
 
 from __future__ import annotations
 
@@ -50,76 +50,76 @@ if TYPE_CHECKING:
     EmitName: TypeAlias = str
 else:
     EmitName = Literal[tuple(EMITTERS)]
-"""A name of the registry; a command line lists them as choices."""
+"""A key of `EMITTERS`; the command line lists them as choices."""
 GIVE_UP, REFINED = 1.5, 4
-"""`give_up` and `refine` of `Settings`: 64 devices in ten seconds, with the best plan that trying more finds."""
+"""`give_up` and `refine` of `Settings`: 64 devices take ten seconds, and searching longer found no better plan."""
 TABLES = 4
-"""Calls of a trace that plans are ranked under."""
-DESCRIPTION = """Search layouts and plans for a model on a cluster by simulated time, under the memory of its devices.
-Figures are predictions, from a cluster's description or from what moesaic profile measured on it."""
+"""Number of calls of a trace under which plans are ranked."""
+DESCRIPTION = """Search the layout and plan with the shortest simulated step for a model on a cluster, within its device memory.
+All figures are predictions, from the description of a cluster or from what moesaic profile measured on it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What to plan."""
+    """Options of `moesaic plan`."""
 
     model: str = ""
-    """A preset (demo, gpt-small, mixtral-8x7b, qwen3-30b-a3b, deepseek-v3), a training configuration (TOML, or a run's
-    config.json), or the config.json of a model of the Hugging Face hub."""
+    """A preset (demo, gpt-small, mixtral-8x7b, qwen3-30b-a3b, deepseek-v3), a training configuration (TOML, or the
+    config.json of a run), or the config.json of a Hugging Face model."""
     cluster: str = ""
-    """A preset, or a file that ends in .toml; docs/planning.md describes both."""
+    """A cluster preset, or a .toml file that describes a cluster; docs/planning.md lists both."""
     nodes: int | None = None
-    """Use so many nodes; None takes the cluster's number."""
+    """Number of nodes; None for that of the cluster."""
     gpus: int | None = None
-    """Use so many devices: whole nodes, or a part of one."""
+    """Number of devices, instead of --nodes: whole nodes, or a part of one node."""
     profile: str | None = None
-    """What moesaic profile measured, in place of a cluster."""
+    """A profile that moesaic profile measured, instead of --cluster."""
     trace: str | None = None
-    """Rank the best plans anew under recorded counts: a routing trace (docs/traces.md), or one table of copies per
-    data-parallel group and expert (.npy, .csv). Bounds stay those of even routing."""
+    """Rank the best plans again under recorded routing: a trace (docs/traces.md), or one table of copies with a row per
+    data-parallel group and a column per expert (.npy, .csv). Bounds still assume even routing."""
     batch_size: int | None = None
-    """Sequences per micro-batch over all ranks, in place of the model's; of a model of the hub one per rank."""
+    """Sequences per micro-batch over all ranks; None for that of the model (one per rank for a Hugging Face model)."""
     accumulation: int | None = None
-    """Micro-batches per optimizer step, in place of the model's; of a model of the hub as many as make 4 million tokens."""
+    """Micro-batches per optimizer step; None for that of the model (about 4 million tokens for a Hugging Face model)."""
     seq_len: int | None = None
-    """Tokens of a sequence, in place of the model's; of a model of the hub 4096."""
+    """Tokens per sequence; None for that of the model (4096 for a Hugging Face model)."""
     price_per_hour: float | None = None
-    """Of one device: tells what a trillion tokens cost."""
+    """Price of one device per hour, to print what training on a trillion tokens costs."""
     emit: EmitName | None = None
-    """Print the best layout, or that of `explain`, as flags of this training system, and nothing else."""
+    """Print only the flags with which this training system runs the best layout (or that of --explain)."""
     explain: str | None = None
-    """Megatron's or torchtitan's flags of a layout of yours: tells what it should reach, and what would be better."""
+    """Megatron or torchtitan flags of a layout of your own, to predict its speed and compare it with the best layout."""
     tp: int | None = None
-    """Keep tensor parallelism at this."""
+    """Search only layouts with this tensor parallelism."""
     ep: int | None = None
-    """Keep expert parallelism at this."""
+    """Search only layouts with this expert parallelism."""
     etp: int | None = None
-    """Keep expert tensor parallelism at this."""
+    """Search only layouts with this expert tensor parallelism."""
     innermost: Literal["etp", "ep"] | None = None
-    """Keep the order of etp and ep."""
+    """Search only layouts in which this axis has consecutive ranks."""
     pp: int | None = None
-    """Stages of a pipeline of the layout, as Megatron shards, that is compared with the best one of the ranking, which holds no
-    pipelines; above 1, emit prints that layout. 1 leaves pipelines out, None takes the best number."""
+    """Pipeline stages of the Megatron-style layout that is compared with the ranking, which itself has no pipelines. None
+    tries all numbers, 1 leaves pipelines out; above 1, --emit prints that layout."""
     schedules: tuple[Schedule, ...] = LOSSLESS.schedules
     """Schedules to try."""
     all_to_alls: tuple[AllToAll, ...] = LOSSLESS.all_to_alls
-    """All-to-alls to try."""
+    """All-to-all algorithms to try."""
     chunks: tuple[int, ...] = LOSSLESS.chunks
     """Numbers of chunks to try."""
     orders: tuple[Order, ...] = LOSSLESS.orders
-    """Orders of tasks to try."""
+    """Task orders to try."""
     allow_lossy: bool = False
     """Also try codecs that lose precision (docs/codecs.md)."""
     exhaustive: bool = False
-    """On the most promising layouts try every combination: minutes in place of seconds."""
+    """Try every combination of choices on the most promising layouts, which takes minutes instead of seconds."""
     reserve_gib: float = 1.0
-    """Memory of a device that the framework takes, fragments of the allocator not counted."""
+    """Device memory in GiB set aside for the framework, in addition to allocator fragmentation."""
     top: int = 10
-    """Lines of the ranking."""
+    """Number of plans in the ranking."""
     write: str | None = None
-    """Write the best mesh and plan to this file (.toml or .json), for moesaic train."""
+    """Write the best mesh and plan to this file (.toml or .json), for moesaic train --plan."""
     page: str | None = None
-    """Write a page to share to this HTML file: the answer, where a step's time goes, a Gantt chart, memory, roofline."""
+    """Write a page to share to this HTML file: results, time per part of a step, Gantt chart, memory and roofline."""
     json: bool = False
     """Print one JSON document."""
 
@@ -142,12 +142,12 @@ class PlanOptions:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Plan; returns the exit code."""
+    """Run the command; returns the exit code."""
     options = parse(PlanOptions, _joined(arguments, "--explain"), prog="moesaic plan", description=DESCRIPTION)
     if not options.model:
         raise InputError(
-            f"--model is missing: choose one of {', '.join({**PRESETS, **CONFIGS})}, or give a training configuration, or a "
-            "config.json of the hub"
+            f"--model is missing: choose one of {', '.join({**PRESETS, **CONFIGS})}, or give a training configuration, or the "
+            "config.json of a Hugging Face model"
         )
     if options.write is not None and Path(options.write).suffix not in (".toml", ".json"):
         raise InputError(f"--write {options.write}: choose a name that ends in .toml or .json")
@@ -156,7 +156,7 @@ def run(arguments: Sequence[str]) -> int:
     job = _job(options, cluster)
     counts = [] if options.trace is None else _counts(Path(options.trace))
     yours = None if options.explain is None else from_flags(options.explain)
-    if yours is not None:  # what cannot be is said before the search
+    if yours is not None:  # refuse an impossible layout before the search
         unread_flags(str(options.explain), job)
         predict(job, cluster, yours)
         if options.emit is not None:
@@ -193,7 +193,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _emitted_in_stages(job: Job, cluster: ClusterSpec, options: PlanOptions, tp: int, crossing: Crossing) -> list[str]:
-    """Return the best layout with so many stages in the words of a system."""
+    """Return the best layout with `options.pp` stages as flags of the system `options.emit`."""
     found = _in_stages(job, cluster, options, tp, crossing)
     if found is None:
         raise InputError(
@@ -205,11 +205,12 @@ def _emitted_in_stages(job: Job, cluster: ClusterSpec, options: PlanOptions, tp:
 def _told_without_ours(
     error: TooLargeError, job: Job, cluster: ClusterSpec, options: PlanOptions, console: Console
 ) -> int:
-    """Tell what can be told where no layout of ours fits: what to change, what does fit as Megatron shards, and how somebody's
-    own layout fares. Without a layout to explain or to print that is a refusal, in one line.
+    """Print what is known if no layout of the search fits the memory; returns the exit code.
+
+    Prints single changes that make a layout fit, the best Megatron-style layout, and the layout of `--explain`.
 
     Raises:
-        InputError: the refusal.
+        InputError: if there is no layout to explain or to emit. The message is one line.
     """
     if options.emit is not None and (options.pp or 1) > 1:
         print("\n".join(_emitted_in_stages(job, cluster, options, error.grid.tp, Crossing.LINK)))
@@ -245,18 +246,19 @@ def _write_page(options: PlanOptions, told: list[str], job: Job, result: Result,
 
 
 def _by_rules(job: Job, simulator: Simulator, best: Found) -> list[str]:
-    """Return what Parm's Algorithm 1 takes on the best layout, where it has a choice."""
+    """Return a line about the schedule that Parm's Algorithm 1 chooses on the best layout; [] if tp and etp are 1."""
     if best.grid.tp == best.grid.etp == 1:
         return []
     layer = job.step_model(simulator.cluster, best.grid.dp).layer
     taken = {rule: choose(rule, simulator, layer, best.grid).schedule for rule in RULES}
     return [
-        f"Parm's Algorithm 1 takes {taken['parm']} there, as printed {taken['parm_printed']} (--plan parm, parm_printed)"
+        f"Parm's Algorithm 1 chooses {taken['parm']} on the best layout, and {taken['parm_printed']} as printed "
+        "(--plan parm, parm_printed)"
     ]
 
 
 def _joined(arguments: Sequence[str], flag: str) -> list[str]:
-    """Return words with a flag and what follows it as one, as a value that begins with hyphens must be."""
+    """Return the words with `flag` and its value joined by "=": argparse takes no separate value that begins with hyphens."""
     words = list(arguments)
     if flag in words[:-1]:
         at = words.index(flag)
@@ -265,7 +267,7 @@ def _joined(arguments: Sequence[str], flag: str) -> list[str]:
 
 
 def _job(options: PlanOptions, cluster: ClusterSpec) -> Job:
-    """Return what is trained, with the batch and the sequences that the options say."""
+    """Return the training job, with the batch size, accumulation and sequence length of the options."""
     read = read_job(options.model, seq_len=options.seq_len or 4096, world=cluster.world)
     job = read if options.batch_size is None else replace(read, batch_size=options.batch_size)
     if options.seq_len is not None and job.model.seq_len != options.seq_len:
@@ -280,7 +282,7 @@ def _searched(
     simulator: Simulator,
     progress: Callable[[str, int, int], None],
 ) -> tuple[Job, Result]:
-    """Return what a search finds; a model of the hub that fits no layout is tried again with recomputed blocks."""
+    """Run the search; returns the job and the result. A Hugging Face model that does not fit is retried with recomputation."""
     try:
         return job, search(job, simulator.cluster, settings, counts=counts, simulator=simulator, progress=progress)
     except InputError:
@@ -294,7 +296,7 @@ def _simulator(options: PlanOptions) -> Simulator:
     if options.profile is not None:
         if options.cluster:
             raise InputError("--profile and --cluster both say what the cluster is: give one of them")
-        # Planning for another machine than this one is what a profile is for.
+        # A profile is usually that of another machine than the one that plans.
         return profiled_simulator(read_profile(Path(options.profile), any_machine=True), nodes=options.nodes)
     if not options.cluster:
         raise InputError(f"--cluster is missing: choose one of {', '.join(presets())}, give a file, or a --profile")
@@ -308,7 +310,7 @@ def _simulator(options: PlanOptions) -> Simulator:
 
 
 def _counts(path: Path) -> list[np.ndarray]:
-    """Return tables of copies, (groups, num_experts): a file's own, or of a trace four that stand for its imbalance."""
+    """Return tables of copies, each (groups, num_experts): the table of a file, or typical ones of a trace."""
     if path.suffix in (".npy", ".csv"):
         return [read_counts(path)]
     return typical_counts(Trace.open(path), TABLES)
@@ -339,14 +341,14 @@ def _settings(options: PlanOptions) -> Settings:
 
 @contextmanager
 def _shown(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """Yield what a search tells how far it is."""
+    """Yield the `progress` callback of a search, shown as a progress bar."""
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
 
 def as_data(result: Result, cluster: ClusterSpec) -> dict[str, Any]:
-    """Return a result as plain data."""
+    """Return the result of a search as plain data."""
     return {
         "cluster": cluster.name,
         "ranks": cluster.world,
@@ -404,7 +406,7 @@ def _limit(found: Found) -> str:
 
 
 def reasons(result: Result, cluster: ClusterSpec) -> list[str]:
-    """Return in sentences what limits the best plan, how far it is from the bounds, what ep = 1 would cost."""
+    """Return lines that say what limits the best plan, how far it is from the bounds, and what ep = 1 would cost."""
     best, memory = result.best, result.best.memory
     name = best.estimate.bottleneck
     parts = ", ".join(f"{part} {seconds * 1e3:,.1f} ms" for part, seconds in best.estimate.parts.items())
@@ -420,7 +422,7 @@ def reasons(result: Result, cluster: ClusterSpec) -> list[str]:
 
 
 def what_was_measured(cluster: ClusterSpec) -> str:
-    """Return in a sentence which numbers of a cluster rest on measurements, and what the others rest on."""
+    """Return a line that says which numbers of a cluster were measured, and where the others come from."""
     rest = cluster.source or "its description does not say where its numbers come from (source = ...)"
     if not cluster.measured:
         return f"measured of {cluster.name}: nothing by us; {rest}"
@@ -428,9 +430,9 @@ def what_was_measured(cluster: ClusterSpec) -> str:
 
 
 def _about_whole_experts(best: Found, by_ep: dict[int, OfEp]) -> list[str]:
-    """Return a sentence on ep = 1, where the search tried it."""
+    """Return a line about ep = 1, under which every rank has all experts."""
     if 1 not in by_ep or by_ep[1].is_too_large:
-        return ["ep = 1, every rank with all experts, needs more memory than a device has, or does not fit the search"]
+        return ["ep = 1, every rank with all experts, needs more memory than a device has, or was not searched"]
     whole = by_ep[1].best
     if best.grid.ep == 1:
         other = min(
@@ -447,8 +449,11 @@ def _about_whole_experts(best: Found, by_ep: dict[int, OfEp]) -> list[str]:
 
 
 def answers(job: Job, cluster: ClusterSpec, result: Result, options: PlanOptions) -> list[str]:
-    """Return in sentences what people ask: how fast and how sure, what to change first, what skew, tokens and their own layout
-    cost."""
+    """Return lines that answer common questions.
+
+    They tell the speed and its uncertainty, what to change first, what skew and a trillion tokens cost, and how other
+    layouts compare.
+    """
     best, sequences = result.best, job.batch_size * job.accumulation
     longer = longer_by_rank_skew(job, cluster, best)
     speed = speed_of(job, best, cluster, devices=cluster.world, sequences=sequences, longer=longer or (1.0, 1.0))
@@ -469,21 +474,22 @@ def answers(job: Job, cluster: ClusterSpec, result: Result, options: PlanOptions
             f"a MaxVio of 1 (one rank's experts get twice their share in every layer) makes a step {skew:.2f} times as long"
         )
     elif best.grid.ep > 1:
-        lines.append(f"a MaxVio of 1: not told, since more than {APART} ranks share a copy of the experts")
+        lines.append(f"a MaxVio of 1: not predicted, since more than {APART} ranks share a copy of the experts")
     if longer is not None:
-        lines.append("unlike ranks make the middle half of steps {:.2f} to {:.2f} times as long".format(*longer))
+        lines.append(
+            f"ranks of different speed make steps {longer[0]:.2f} to {longer[1]:.2f} times as long (middle half of the steps)"
+        )
     hourly = options.price_per_hour
     lines.append(
-        f"price: not told, since a device's price is not given: --price-per-hour 2.5 say makes {speed.price(2.5):,.0f} of a "
-        "trillion tokens"
+        f"price: unknown without --price-per-hour; at 2.5 per device and hour a trillion tokens cost {speed.price(2.5):,.0f}"
         if hourly is None
         else f"price: {speed.price(hourly):,.0f} for a trillion tokens at {hourly:g} an hour"
     )
-    if options.trace is not None:  # layouts of others are predicted under even routing
+    if options.trace is not None:  # Megatron-style layouts and those of --explain are predicted under even routing
         even = replace(best, estimate=replace(best.estimate, seconds=again(job, cluster, best)[0]))
         speed = speed_of(job, even, cluster, devices=cluster.world, sequences=sequences)
         lines.append(
-            f"under even routing, as what follows: {speed.tokens_per_second:,.0f} tokens/s and device in place of those above"
+            f"under even routing, which the lines below assume: {speed.tokens_per_second:,.0f} tokens/s and device"
         )
     lines += _with_stages(job, cluster, options, best.grid.tp, best.plan.crossing, speed)
     if options.explain is not None:
@@ -500,7 +506,11 @@ def _in_stages(
 def _with_stages(
     job: Job, cluster: ClusterSpec, options: PlanOptions, tp: int, crossing: Crossing, ours: Speed | None
 ) -> list[str]:
-    """Return what the best layout should reach that keeps parameters whole, with a pipeline or without."""
+    """Return a line with the predicted speed of the best Megatron-style layout, with or without a pipeline.
+
+    Such a layout keeps whole parameters on every rank and shards only the optimizer. Returns [] for one device, for a model
+    that is not a Hugging Face model, and for a profile.
+    """
     if cluster.world == 1 or not isinstance(job.model, HubShape) or options.profile is not None:
         return []
     found = _in_stages(job, cluster, options, tp, crossing)
@@ -523,7 +533,14 @@ def _with_stages(
 
 
 def _explained(job: Job, cluster: ClusterSpec, ours: Speed | None, flags: str) -> list[str]:
-    """Return what a layout of somebody else should reach beside the best that was found, if any was."""
+    """Return lines with the predicted speed of the layout that `flags` describe.
+
+    Args:
+        job: the training job.
+        cluster: the cluster.
+        ours: speed of the best layout of the search, to compare with; None if none fits.
+        flags: the flags of --explain.
+    """
     layout = from_flags(flags)
     found = predict(job, cluster, layout)
     sequences = layout.sequences(cluster.world)
@@ -538,10 +555,10 @@ def _explained(job: Job, cluster: ClusterSpec, ours: Speed | None, flags: str) -
         f"memory: {', '.join(f'{part} {num_bytes / GIB:.1f}' for part, num_bytes in asdict(found.memory).items())}",
     ]
     unread = unread_flags(flags, job)
-    lines += [f"of your flags these may matter and are not read: {', '.join(unread)}"] * bool(unread)
+    lines += [f"flags of yours that may matter but are not read: {', '.join(unread)}"] * bool(unread)
     if not layout.global_batch:
         lines.append(
-            f"your flags give no global batch, so a step of yours has the fewest sequences, {sequences}: add one to compare"
+            f"your flags give no global batch, so a step of yours is taken to have the fewest sequences, {sequences}: add one"
         )
     if ours is None:
         return lines

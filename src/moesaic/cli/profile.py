@@ -1,4 +1,4 @@
-"""`moesaic profile`: measures the machine that its ranks run on, for the simulator and the planner."""
+"""`moesaic profile`: measures the machine that it runs on, for the simulator and the planner."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ if TYPE_CHECKING:
     from moesaic.cost.profile import ClusterProfile
 
 DESCRIPTION = (
-    "Measure links, host and products of this machine, on CPUs. Start it as training is started: torchrun "
+    "Measure the links, host costs and matrix products of this machine (CPUs only). Start it like a training run: torchrun "
     "--nproc-per-node 4 -m moesaic profile --out profile.json, or moesaic testbed run --nodes 2 --ranks-per-node 2 -- "
-    "python -m moesaic profile --out profile.json. Nothing else should run meanwhile."
+    "python -m moesaic profile --out profile.json. Nothing else should run on the machine at the same time."
 )
 DTYPES = ("fp32", "bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """What to measure."""
+    """Options of `moesaic profile`."""
 
     out: str = "profile.json"
-    """File for the profile; an existing one is replaced."""
+    """File to write; an existing one is replaced."""
     repeats: int = 5
-    """Of everything. More make a noisy machine's profile possible."""
+    """How often each measurement is repeated; a noisy machine may need more."""
     dtypes: str = "fp32"
-    """Of expert products; "fp32,bf16" for both."""
+    """Dtypes in which matrix products of experts are measured: fp32, bf16 or "fp32,bf16"."""
     transport: Literal["auto", "gloo", "sockets"] = "auto"
-    """What carries the messages, as mesh.transport of the training says."""
+    """Transport between the ranks; use the same as --mesh.transport of the training."""
     still: bool = False
-    """Bind each rank to one core, under the batch policy, as moesaic bench model does; not as training runs."""
+    """Bind each rank to one core and use the batch scheduling policy, as moesaic bench model does and training does not."""
 
     accept: bool = False
     """Write the profile even if its own check fails."""
 
     def __post_init__(self) -> None:
         if self.repeats < 3:
-            raise InputError(f"--repeats {self.repeats}: give at least 3, so that their spread can be told")
+            raise InputError(f"--repeats {self.repeats}: give at least 3, to measure their spread")
         for name in self.dtypes.split(","):
             if name not in DTYPES:
-                raise InputError(f"--dtypes {self.dtypes}: choose of {', '.join(DTYPES)}, separated by a comma")
+                raise InputError(f"--dtypes {self.dtypes}: choose from {', '.join(DTYPES)}, separated by a comma")
         if not self.out.endswith(".json"):
             raise InputError(f"--out {self.out}: name a file that ends in .json")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Measure; returns the exit code."""
+    """Run the command; returns the exit code."""
     options = parse(ProfileOptions, arguments, prog="moesaic profile", description=DESCRIPTION)
     import torch
     import torch.distributed as dist
@@ -85,10 +85,10 @@ def run(arguments: Sequence[str]) -> int:
         found = failings(profile, layer_errors(profile, measured))
         if found and not options.accept:
             raise InputError(
-                f"the profile fails its own check ({'; '.join(found)}), so {options.out} is not written: measure where nothing "
-                "else runs, with more --repeats, or take it as it is with --accept"
+                f"the profile fails its own check ({'; '.join(found)}), so {options.out} is not written: measure while nothing "
+                "else runs, give more --repeats, or write it anyway with --accept"
             )
-    except InputError:  # on every rank the same; one of them says it
+    except InputError:  # raised on every rank; only the first rank prints it
         if started.is_first:
             raise
         return 2
@@ -101,7 +101,12 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def failings(profile: ClusterProfile, layers: Sequence[float]) -> list[str]:
-    """Return in which of its own checks a profile fails, in words: medians of `LIMITS` and more."""
+    """Return the checks that a profile fails, in words: medians above `LIMITS`, and collectives that fit no line.
+
+    Args:
+        profile: the profile.
+        layers: errors of the predicted times of whole layers, as shares.
+    """
     ordered = sorted(layers)
     medians = {
         "processor time of plans": profile.errors.host_median,
@@ -116,14 +121,15 @@ def failings(profile: ClusterProfile, layers: Sequence[float]) -> list[str]:
 
 
 LIMITS = {"processor time of plans": 0.25, "whole layers": 0.5}
-"""Median errors on what was held out, from which on a profile predicts nothing."""
+"""Largest median errors on held-out measurements; a profile with larger ones predicts nothing."""
 
 
 def table(profile: ClusterProfile, layers: Sequence[float]) -> Table:
     """Return a profile as a table.
 
     Args:
-        layers: errors of whole layers' times, as shares.
+        profile: the profile.
+        layers: errors of the predicted times of whole layers, as shares.
     """
     made = Table(
         "what", "value", title=f"{profile.nodes} x {profile.ranks_per_node} ranks, {profile.machine.processor}"

@@ -1,4 +1,4 @@
-"""`moesaic report RUN ...`: one HTML page about one or more runs."""
+"""`moesaic report RUN ...`: writes one HTML page about one or more runs."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from moesaic.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """What to report."""
+    """Options of `moesaic report`."""
 
     runs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """The run folders; several are compared."""
+    """Run folders; the page compares them if there are several."""
     out: str | None = None
-    """The file to write; None for report.html in the first run's folder."""
+    """File to write; None for report.html in the folder of the first run."""
     json: bool = False
-    """Print the summary numbers as JSON instead of the page's path."""
+    """Print the summary of each run as JSON instead of the path of the page."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Write the page; returns the exit code."""
+    """Run the command; returns the exit code."""
     options = parse(
         ReportOptions,
         arguments,
         prog="moesaic report",
-        description="Write one HTML page about one or more runs. It loads nothing and works offline.",
+        description="Write one self-contained HTML page about one or more runs; it works offline.",
     )
     if not options.runs:
         raise InputError("name at least one run folder: moesaic report runs/demo/moe")

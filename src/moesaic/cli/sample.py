@@ -1,4 +1,4 @@
-"""`moesaic sample RUN`: continue a prompt."""
+"""`moesaic sample RUN`: continues a prompt with a trained model."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from moesaic.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions:
-    """What to sample."""
+    """Options of `moesaic sample`."""
 
     run: Annotated[str, tyro.conf.Positional]
-    """The run folder."""
+    """Run folder of the model."""
     prompt: tuple[str, ...] = ("def ",)
-    """What to continue; several are sampled in one batch."""
+    """Text to continue; several prompts are sampled in one batch."""
     tokens: int = 300
-    """How many tokens to add."""
+    """Number of tokens to generate."""
     temperature: float = 0.8
-    """Divides the logits; 0 always takes the likeliest token."""
+    """Sampling temperature: the logits are divided by it; 0 always takes the likeliest token."""
     top_k: int | None = 40
-    """Sample among the so many likeliest tokens; None among all."""
+    """Sample among this many likeliest tokens; None for all tokens."""
     top_p: float = 1.0
     """Sample among the likeliest tokens that together have this probability."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the sampling."""
     device: str = "auto"
     """auto, cpu or cuda."""
 
@@ -45,7 +45,7 @@ class SampleOptions:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Sample; returns the exit code."""
+    """Run the command; returns the exit code."""
     options = parse(
         SampleOptions, arguments, prog="moesaic sample", description="Continue a prompt with a trained model."
     )
@@ -54,10 +54,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def continuations(options: SampleOptions) -> list[str]:
-    """Return the text that continues each prompt; of an encoder-decoder, its likeliest translation.
+    """Return the continuation of each prompt, or its likeliest translation if the model is an encoder-decoder.
 
     Raises:
-        InputError: if the run has no checkpoint or its data were `.bin` tokens, which have no text.
+        InputError: if the run has no checkpoint, has an encoder, or was trained on `.bin` tokens, which have no text.
     """
     from moesaic.models.gpt import EncoderDecoder, generate, translate
     from moesaic.train.state import load_trained

@@ -1,4 +1,4 @@
-"""`moesaic show`: a plan as programs, what they move on a mesh, and how they lie in time. No torch needed."""
+"""`moesaic show`: prints the programs of a plan, the bytes that they move, and their timelines. Runs without torch."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ from moesaic.program.timeline import Timeline, to_trace
 
 @dataclass(frozen=True, kw_only=True)
 class MeshOptions:
-    """The ranks."""
+    """The mesh of `moesaic show`."""
 
     world: int = 8
-    """Ranks."""
+    """Number of ranks."""
     tp: int = 2
     """Tensor parallelism of the dense part."""
     ep: int = 4
     """Expert parallelism."""
     etp: int = 2
-    """Expert-tensor parallelism."""
+    """Expert tensor parallelism."""
     innermost: Literal["etp", "ep"] = "etp"
     """Which of etp and ep has consecutive ranks."""
     ranks_per_node: int = 4
-    """Consecutive ranks that share a node."""
+    """Number of consecutive ranks that share a node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions:
-    """The layer; routing is taken as even."""
+    """The MoE layer of `moesaic show`, under even routing."""
 
     tokens: int = 4096
     """Tokens per data-parallel group."""
@@ -68,7 +68,7 @@ class LayerOptions:
     top_k: int = 2
     """Experts per token."""
     dtype: Dtype = "bf16"
-    """Of activations, weights and products."""
+    """Dtype of activations, weights and matrix products."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "dim", "hidden", "num_experts", "top_k"):
@@ -79,7 +79,7 @@ class LayerOptions:
 
     @property
     def workload(self) -> Workload:
-        """The layer as the simulator takes it."""
+        """The layer in the form that the simulator reads."""
         return Workload(
             tokens=self.tokens,
             num_experts=self.num_experts,
@@ -92,40 +92,40 @@ class LayerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions:
-    """What to show."""
+    """Options of `moesaic show`."""
 
     plan: Plan = field(default_factory=lambda: Plan(schedule="s2"))
-    """The plan."""
+    """The plan to show."""
     mesh: MeshOptions = MeshOptions()
-    """The mesh that it runs on."""
+    """The mesh on which the plan runs."""
     layer: LayerOptions = LayerOptions()
-    """The layer that it runs."""
+    """The MoE layer that the plan runs; its routing is even."""
     samples: int = 0
-    """Samples of each rank that may live elsewhere after the layer (NetMoE), as many tokens each; shown with all staying. 0:
-    results go back to where tokens came from."""
+    """Samples per rank, with equally many tokens, that sample placement (NetMoE) may move to other ranks; the programs are
+    shown with every sample staying. 0: no sample placement."""
     cluster: str = "25gbe"
-    """What the times are simulated on: a preset, or a file that ends in .toml; docs/planning.md describes both."""
+    """Cluster for the simulated times: a preset, or a .toml file; docs/planning.md describes both."""
     plan_file: str | None = None
-    """Read the plan from a file that --write made, instead of the --plan flags."""
+    """Read the plan from this file, which --write made, instead of from the --plan flags."""
     write: str | None = None
-    """Write the plan to this file."""
+    """Write the plan to this file (.toml or .json)."""
     gantt: str | None = None
-    """Write a Gantt chart of both programs to this HTML file."""
+    """Write a Gantt chart of the programs to this HTML file."""
     trace: str | None = None
-    """Write both programs' timelines to this file, for chrome://tracing and ui.perfetto.dev."""
+    """Write the timelines of the programs to this file, for chrome://tracing or ui.perfetto.dev."""
     json: bool = False
     """Print the tables as JSON, without the programs."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Show; returns the exit code."""
-    description = "Print a plan as programs, the bytes that they move on a mesh, and when each task runs."
+    """Run the command; returns the exit code."""
+    description = "Print the programs of a plan, the bytes that they move on a mesh, and when each task runs."
     options = parse(ShowOptions, arguments, prog="moesaic show", description=description)
     plan = options.plan if options.plan_file is None else read_plan(Path(options.plan_file))
     if plan.crossing is Crossing.DEEPEP:
         raise InputError(
-            "plan.all_to_all=deepep runs DeepEP's kernels, which are no program to show: choose multicast, which sends a token "
-            "once per node"
+            "plan.all_to_all=deepep runs the kernels of DeepEP, so there is no program to show: choose multicast, which sends "
+            "a token once per node"
         )
     grid = Grid(**vars(options.mesh))
     cluster = _cluster(options)
@@ -162,8 +162,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _held(compiled: Compiled, layer: Workload) -> list[dict[str, Any]]:
-    """Return what a call holds on the rank that holds most, and what its budget makes of it: under even routing, and where all
-    tokens want the same experts."""
+    """Return the memory of a call on the rank that holds most, and how the call is run within the memory budget.
+
+    There is one entry for even routing, and one for all tokens on the same experts.
+    """
     grid, even = compiled.grid, uniform_counts(compiled.grid.dp, layer)
     one = np.zeros_like(even)
     one[:, : layer.top_k] = layer.tokens
@@ -188,7 +190,7 @@ def _held(compiled: Compiled, layer: Workload) -> list[dict[str, Any]]:
 
 
 def _held_line(held: dict[str, Any], budget: int | None) -> str:
-    """Return a line about what a call holds."""
+    """Return an entry of `_held` as a line."""
     line = f"memory, {held['routing']}: a call holds {held['bytes'] / 1e6:,.2f} MB on a rank, forward and backward"
     if budget is None or held["bytes"] <= budget:
         return line
@@ -199,14 +201,14 @@ def _held_line(held: dict[str, Any], budget: int | None) -> str:
 
 
 def _cluster(options: ShowOptions) -> ClusterSpec:
-    """Return the cluster, with more nodes of the same where the mesh has more than it."""
+    """Return the cluster, with more nodes of the same kind if the mesh has more nodes."""
     cluster = read_cluster(options.cluster)
     nodes = options.mesh.world // options.mesh.ranks_per_node
     return cluster if nodes <= cluster.nodes else read_cluster(options.cluster, nodes=nodes)
 
 
 def _by_sample(sizes: CallSizes, plan: Plan, layer: LayerOptions, slots: int) -> CallSizes:
-    """Return the same sizes with every run of copies told apart by sample, all samples staying where they are."""
+    """Return the sizes of a call whose copies are kept apart by sample, with every sample staying on its rank."""
     grid = sizes.grid
     share, rest = divmod(layer.tokens * layer.top_k // layer.num_experts, slots)
     if rest or layer.tokens % slots or grid.tp > 1:

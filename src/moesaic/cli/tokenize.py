@@ -1,4 +1,4 @@
-"""`moesaic tokenize`: text to a packed .bin file of tokens."""
+"""`moesaic tokenize`: turns text into a packed .bin file of tokens."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from moesaic.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeOptions:
-    """What to write."""
+    """Options of `moesaic tokenize`."""
 
     path: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """Files, globs or folders of text, JSON lines, Arrow or Parquet tables; each is a source."""
+    """Files, globs or folders of text, JSON lines, Arrow or Parquet tables; each argument is one source."""
     out: str = "tokens.bin"
-    """The file of tokens."""
+    """The .bin file to write."""
     tokenizer: str = ""
-    """A tokenizer.json of the tokenizers library. Empty: as vocab_size says."""
+    """A tokenizer.json of the tokenizers library. Empty: --vocab-size decides."""
     vocab_size: int = 256
-    """256: one token per byte. 300 and more: a byte-level BPE, trained on all sources."""
+    """256: one token per byte. 300 or more: train a byte-level BPE of this size on all sources."""
     text_field: str = "text"
     """The field of JSON lines and tables that holds the text."""
     weights: tuple[float, ...] = ()
-    """Share of each source in the tokens of a mixture. Empty: each source once, in turn."""
+    """Share of each source in a mixture. Empty: no mixture, every source is written once, in order."""
     tokens: int | None = None
-    """Tokens of a mixture; None: until every source was read once."""
+    """Number of tokens of a mixture; None: stop when every source has been read once."""
 
     def __post_init__(self) -> None:
         if not self.out.endswith(".bin"):
@@ -40,7 +40,7 @@ class TokenizeOptions:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Tokenize; returns the exit code."""
+    """Run the command; returns the exit code."""
     options = parse(
         TokenizeOptions, arguments, prog="moesaic tokenize", description="Turn text into a packed file of tokens."
     )

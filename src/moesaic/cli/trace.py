@@ -1,4 +1,4 @@
-"""`moesaic trace`: look at recorded routing, make some up, take counts out of it, check and convert it. No torch needed."""
+"""`moesaic trace`: shows, generates, checks and converts routing traces, and extracts counts. Runs without torch."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ USAGE = """usage: moesaic trace show FILE [--picture FILE.html] [--json]
        moesaic trace check FILE [--from FORMAT] [options]
        moesaic trace convert FILE --out FILE (--from FORMAT | --to FORMAT) [options]
 
-  show    how uneven a trace is, how it drifts, how local it is to sequences
-  make    make up a trace with a given skew or MaxVio, drift and locality
-  counts  write one call's copies per rank and expert, a row per rank, for the simulator
-  check   say what is wrong with a trace: sums, top-k, layers, gaps; the exit code is 1 if anything is
-  convert read what Megatron-Core, vLLM, SGLang, llama.cpp, SmartMoE or LAER-MoE recorded, or write it
+  show    print the imbalance of a trace, its drift over steps and its locality in sequences
+  make    generate a trace with a given skew or MaxVio, drift and locality
+  counts  write the copies per rank and expert of one call, a row per rank, for the simulator
+  check   print the faults of a trace (sums, top-k, layers, gaps); the exit code is 1 if there are any
+  convert convert a trace from or to the format of Megatron-Core, vLLM, SGLang, llama.cpp, SmartMoE or LAER-MoE
 
-FILE is a trace, or the folder of a run of moesaic train --routing record:counts (or tokens).
-moesaic trace show --help tells what it takes."""
+FILE is a trace, or the folder of a run of moesaic train --routing record:counts (or record:tokens).
+moesaic trace show --help lists the options of show, and so on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceShowOptions:
-    """What to look at."""
+    """Options of `moesaic trace show`."""
 
     file: Annotated[str, tyro.conf.Positional]
     """A trace, or the folder of a run that recorded one."""
     picture: str | None = None
-    """Write load and MaxVio over the steps to this HTML file."""
+    """Plot load and MaxVio over the steps into this HTML file."""
     json: bool = False
     """Print the figures of every step as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MakeOptions(SyntheticRouting):
-    """What to make up."""
+    """Options of `moesaic trace make`."""
 
     file: Annotated[str, tyro.conf.Positional]
     """The .npz file to write."""
@@ -60,44 +60,44 @@ class MakeOptions(SyntheticRouting):
 
 @dataclass(frozen=True, kw_only=True)
 class CountsOptions:
-    """What to take out."""
+    """Options of `moesaic trace counts`."""
 
     file: Annotated[str, tyro.conf.Positional]
     """A trace, or the folder of a run that recorded one."""
     out: str
     """The .csv or .npy file to write."""
     layer: int = 0
-    """MoE layer, from 0."""
+    """Number of the MoE layer, from 0."""
     step: int | None = None
-    """Optimizer steps taken before; None for the trace's last one."""
+    """Number of the step, from 0; None for the last step of the trace."""
     micro: int = 0
-    """Micro-batch of the step."""
+    """Number of the micro-batch in the step, from 0."""
     groups: int | None = None
-    """Ranks (data-parallel groups) to deal the sequences to; None for as many as the run had."""
+    """Number of ranks (data-parallel groups) over which the sequences are split; None for that of the recorded run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceCheckOptions(ReadOptions):
-    """What to check."""
+    """Options of `moesaic trace check`."""
 
     file: Annotated[str, tyro.conf.Positional]
-    """A trace, the folder of a run that recorded one, or with --from what other software recorded."""
+    """A trace, the folder of a run that recorded one, or, with --from, a recording of other software."""
     from_format: Annotated[str | None, tyro.conf.arg(name="from")] = None
-    """laer, megatron, vllm, sglang, llama.cpp or smartmoe; a trace of Moesaic's own if not given."""
+    """Format of the file: laer, megatron, vllm, sglang, llama.cpp or smartmoe; None for a trace of Moesaic."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceConvertOptions(TraceCheckOptions):
-    """What to convert."""
+    """Options of `moesaic trace convert`."""
 
     out: str
-    """What to write: an .npz file, or with --to a file or folder of that format."""
+    """Path to write: an .npz file, or, with --to, a file or folder of that format."""
     to: str | None = None
-    """laer, megatron, vllm, sglang, llama.cpp or smartmoe; a trace of Moesaic's own if not given."""
+    """Format to write: laer, megatron, vllm, sglang, llama.cpp or smartmoe; None for a trace of Moesaic."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Show, make, take counts, check or convert; returns the exit code."""
+    """Run the command; returns the exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0
@@ -108,7 +108,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _show(arguments: Sequence[str]) -> int:
-    options = parse(TraceShowOptions, arguments, prog="moesaic trace show", description="Look at a routing trace.")
+    description = "Print the imbalance, drift and locality of a routing trace, per layer."
+    options = parse(TraceShowOptions, arguments, prog="moesaic trace show", description=description)
     trace = Trace.open(Path(options.file))
     loads = layer_loads(trace)
     if options.picture is not None:
@@ -125,7 +126,9 @@ def _show(arguments: Sequence[str]) -> int:
 
 
 def _make(arguments: Sequence[str]) -> int:
-    options = parse(MakeOptions, arguments, prog="moesaic trace make", description="Make up a routing trace.")
+    options = parse(
+        MakeOptions, arguments, prog="moesaic trace make", description="Generate a synthetic routing trace."
+    )
     path = Path(options.file)
     if path.suffix != ".npz":
         raise InputError(f"trace {path}: choose a name that ends in .npz")
@@ -138,7 +141,7 @@ def _make(arguments: Sequence[str]) -> int:
 
 
 def _counts(arguments: Sequence[str]) -> int:
-    description = "Write one call's copies per rank and expert, a row per rank."
+    description = "Write the copies per rank and expert of one call, a row per rank and a column per expert."
     options = parse(CountsOptions, arguments, prog="moesaic trace counts", description=description)
     path = Path(options.out)
     if path.suffix not in (".csv", ".npy"):
@@ -162,7 +165,7 @@ def _counts(arguments: Sequence[str]) -> int:
 
 def _check(arguments: Sequence[str]) -> int:
     options = parse(
-        TraceCheckOptions, arguments, prog="moesaic trace check", description="Say what is wrong with a trace."
+        TraceCheckOptions, arguments, prog="moesaic trace check", description="Print the faults of a routing trace."
     )
     trace = _opened(options)
     found, shape = faults(trace), trace.shape
@@ -177,7 +180,7 @@ def _check(arguments: Sequence[str]) -> int:
 
 
 def _convert(arguments: Sequence[str]) -> int:
-    description = "Convert a trace from, or to, what other software records."
+    description = "Convert a routing trace from or to the format of other software."
     options = parse(TraceConvertOptions, arguments, prog="moesaic trace convert", description=description)
     out = Path(options.out)
     if options.to is not None:
@@ -197,7 +200,7 @@ def _convert(arguments: Sequence[str]) -> int:
 
 
 def _opened(options: TraceCheckOptions) -> Trace:
-    """Open a trace, Moesaic's own or another's."""
+    """Open a trace of Moesaic, or a recording of other software."""
     return Trace.open(Path(options.file)) if options.from_format is None else Trace.of(_read(options), options.file)
 
 
@@ -213,7 +216,7 @@ def _format(name: str) -> TraceFormat:
 
 
 def as_data(trace: Trace, loads: Sequence[LayerLoad]) -> dict[str, Any]:
-    """Return a trace's figures as plain data."""
+    """Return the figures of a trace as plain data."""
     return {
         "trace": trace.name,
         "holds": trace.holds,

@@ -1,4 +1,4 @@
-"""`moesaic train`: a preset, then a file, then flags; the later wins."""
+"""`moesaic train`: reads a configuration from a preset, a file and flags (the later ones override) and trains."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ DESCRIPTION = """Train a language model with MoE layers, in one process or on ra
 torchrun --nproc-per-node 4 -m moesaic train --mesh.ep 2 --mesh.etp 2 ...
 
 Start from --preset NAME (PRESETS),
-from --config FILE (.toml or .json; a run's config.json takes that run up again), or from both: the file overrides the preset,
-flags override both.
---plan FILE takes the plan that moesaic show --write or moesaic plan --write wrote; --plan auto changes plans while training,
+from --config FILE (.toml or .json; with the config.json of a run and --existing resume, that run continues), or from both.
+The file overrides the preset, and flags override both.
+--plan FILE uses the plan that moesaic show --write or moesaic plan --write wrote; --plan auto changes plans while training,
 see --planner.
-The defaults shown below are those of the preset and file that were given."""
+The defaults shown below are those of the given preset and file."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Train; returns the exit code. Of several ranks one speaks for all: the first, or the first that fails."""
+    """Train; returns the exit code. Only one of several ranks prints: the first rank, or the first one that fails."""
     if {"-h", "--help", "-H"} & set(arguments):
         _configured(arguments)  # prints, without torch, and exits
     from moesaic.train.launch import launch
@@ -46,7 +46,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _should_say(place: Launch, error: Exception) -> bool:
-    """Whether this process is the one that says why a run ends; where that is not known, it says at least that."""
+    """Return whether this process reports why the run ends.
+
+    If the store of the ranks is lost, every process reports its own InputError or TrainingError, or else the lost store.
+    """
     try:
         return place.fails_first(error)
     except ConnectionError as lost:
@@ -57,7 +60,10 @@ def _should_say(place: Launch, error: Exception) -> bool:
 
 
 def _start_patience(arguments: Sequence[str]) -> float:
-    """Return what a flag says of it; the configuration is read when the ranks have met, so that one refuses it for all."""
+    """Return the start patience that a flag gives.
+
+    The configuration itself is read only after the ranks have met, so that one rank can refuse it for all.
+    """
     from moesaic.train.config import START_PATIENCE, TrainConfig
 
     words = [part for word in arguments for part in word.split("=", 1)]
@@ -71,7 +77,7 @@ def _start_patience(arguments: Sequence[str]) -> float:
 
 
 def _configured(arguments: Sequence[str]) -> TrainConfig:
-    """Return the configuration that a command line describes."""
+    """Return the configuration that a command line gives."""
     from moesaic.configfile import override, suggestion
     from moesaic.train.config import PRESETS, TrainConfig
 
@@ -92,7 +98,7 @@ def _configured(arguments: Sequence[str]) -> TrainConfig:
 
 
 def _table(path: Path) -> dict[str, Any]:
-    """Read a configuration, without torch; only the copy of a run's that is damaged takes torch."""
+    """Read a configuration file. Only if the one of a run is damaged, its copy in a checkpoint is read, which needs torch."""
     from moesaic.configfile import read_table
 
     try:
@@ -104,7 +110,7 @@ def _table(path: Path) -> dict[str, Any]:
 
 
 def _take(words: list[str], flags: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
-    """Split `--flag value` and `--flag=value` off a command line."""
+    """Split `--flag value` and `--flag=value` off a command line; returns the other words, and the values by flag."""
     rest, taken = [], {}
     while words:
         word = words.pop(0)

@@ -1,4 +1,4 @@
-"""`moesaic why-hung RUN`: where every rank of a run stood when the run was given up."""
+"""`moesaic why-hung RUN`: prints where every rank stood when a run was ended because a rank had stopped moving."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from moesaic.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class WhyHungOptions:
-    """Which run."""
+    """Options of `moesaic why-hung`."""
 
     run: Annotated[str, tyro.conf.Positional] = ""
-    """The run folder."""
+    """Run folder."""
     json: bool = False
-    """Print what was written down as JSON."""
+    """Print the record as JSON."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the line, then every rank's calls; returns the exit code."""
+    """Print the recorded reason, then the call stack of every rank; returns the exit code."""
     options = parse(
         WhyHungOptions,
         arguments,
         prog="moesaic why-hung",
-        description="Tell where every rank of a run stood when it was given up, since one had not moved for --patience.",
+        description="Print where every rank stood when a run was ended because a rank had not moved for --patience seconds.",
     )
     if not options.run:
         raise InputError("name the run folder: moesaic why-hung runs/gpt")

@@ -1,6 +1,6 @@
-"""Ranks and what carries messages between them: meshes, transports, collectives. Nothing in this file needs torch."""
+"""Ranks and the communication between them: meshes, transports, collectives. This file imports without torch."""
 
 from typing import Literal
 
 TransportName = Literal["auto", "gloo", "nccl", "sockets"]
-"""What carries messages: gloo or sockets between CPUs, nccl between GPUs; auto is gloo on CPUs and nccl on GPUs."""
+"""Which library sends messages: gloo or sockets between CPUs, nccl between GPUs. auto is gloo on CPUs and nccl on GPUs."""

@@ -1,11 +1,11 @@
-"""n ranks in one process: a mailbox, and a driver that runs ordinary blocking code of all ranks in lock step.
+"""All ranks in one process: a mailbox, and a driver that runs ordinary blocking code of all ranks in lockstep.
 
-Tests need no spawning, and a case is the same on every run: one rank runs at any moment, and who runs next is drawn from
-a seed. The mailbox is strict where real transports may be: receive buffers hold NaN until they are waited for, a send is
-complete only when its receiver has posted the buffer, and a send buffer must not change before that.
+Tests need no processes, and every run is the same: one rank runs at a time, and a seed decides which rank runs next.
+The mailbox is stricter than real transports: receive buffers hold NaN until they are waited for, a send is complete
+only once its receiver has posted the buffer, and a send buffer must not change before that.
 
-With `run_ranks(..., in_order=True)` messages have no tags, as on NCCL: batches of a lane run one after another and messages
-match in that order. So tests without a GPU find the programs that would hang or swap data on NCCL.
+With `run_ranks(..., in_order=True)` messages have no tags, as on NCCL: batches of a lane run one after another, and
+messages match in that order. So tests without a GPU find programs that would hang or swap data on NCCL.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ T = TypeVar("T")
 
 
 class Loopback:
-    """Keeps each message of all ranks until its receiver waits for it; counts what crossed.
+    """A mailbox that keeps the messages of all ranks until their receivers wait for them, and counts the bytes sent.
 
-    Receive buffers hold NaN until then, so a task that reads too early shows.
+    Receive buffers hold NaN until then, which reveals a task that reads too early.
 
     Args:
-        in_order: run the transfers of a lane in the order of issue, as NCCL does; else tags alone match messages.
+        in_order: run the transfers of a lane in the order of issue, as NCCL does. Otherwise messages are matched by tag
+            alone.
     """
 
     def __init__(self, *, in_order: bool = False) -> None:
@@ -40,10 +41,10 @@ class Loopback:
         self._mail: dict[tuple[int, int, int], Tensor] = {}
         self._posted: set[tuple[int, int, int]] = set()
         self.bytes_sent: dict[tuple[int, int], int] = {}
-        """(source, target) to bytes, over the transport's life."""
+        """Bytes by (source, target), since the mailbox was created."""
 
     def issue(self, transfer: Transfer) -> Handle:
-        """Post the sends; fill the receive buffers with NaN (the largest value for integers)."""
+        """Post the sends, and fill the receive buffers with NaN (integers: the largest value)."""
         handle = Handle(transfer)
         for peer, tensor in transfer.sends.items():
             key = (transfer.tag, transfer.rank, peer)
@@ -63,15 +64,16 @@ class Loopback:
         return handle
 
     def missing(self, handle: Handle) -> list[int]:
-        """Return the peers that have not posted their side of a transfer, ascending: none if it can be waited for."""
+        """Return the peers that have not posted their side of a transfer, ascending. If there are none, it can be
+        waited for."""
         transfer = handle.transfer
-        silent = {peer for peer in transfer.receives if (transfer.tag, peer, transfer.rank) not in self._mail}
-        deaf = {peer for peer in transfer.sends if (transfer.tag, transfer.rank, peer) not in self._posted}
+        not_sent = {peer for peer in transfer.receives if (transfer.tag, peer, transfer.rank) not in self._mail}
+        not_posted = {peer for peer in transfer.sends if (transfer.tag, transfer.rank, peer) not in self._posted}
         queued = set() if self._queues is None else set(self._queues.blocked_by(handle))
-        return sorted(silent | deaf | queued)
+        return sorted(not_sent | not_posted | queued)
 
     def wait(self, handle: Handle) -> None:
-        """Deliver the messages, of which none may be `missing`."""
+        """Deliver the messages of a transfer. No peer may be `missing`."""
         transfer = handle.transfer
         for peer, tensor, sent in handle.works:
             self._posted.discard((transfer.tag, transfer.rank, peer))
@@ -89,16 +91,16 @@ class Loopback:
 
     @property
     def is_empty(self) -> bool:
-        """True when every message was received."""
+        """Whether every message was received."""
         return not self._mail
 
     def left(self) -> str:
-        """Say which messages nobody received."""
+        """Return a text that lists the messages that were not received."""
         return ", ".join(f"tag {tag} from rank {source} to rank {target}" for tag, source, target in sorted(self._mail))
 
 
 class LoopbackTransport(AbstractTransport):
-    """One rank's end of a mailbox, for code that blocks. `run_ranks` makes them."""
+    """One rank's transport over a mailbox, for code that blocks. `run_ranks` creates them."""
 
     def __init__(self, rank: int, world: int, steps: _LockStep) -> None:
         super().__init__(rank, world)
@@ -107,36 +109,38 @@ class LoopbackTransport(AbstractTransport):
 
     @property
     def mailbox(self) -> Loopback:
-        """The mailbox of all ranks: its counters."""
+        """The mailbox of all ranks, with its counters."""
         return self._steps.mail
 
     def issue(self, transfer: Transfer) -> Handle:
-        """Post a transfer; no other rank runs meanwhile."""
-        assert transfer.rank == self.rank, f"a transfer of rank {transfer.rank} on the wire of rank {self.rank}"
+        """Post a transfer. No other rank runs meanwhile."""
+        assert transfer.rank == self.rank, (
+            f"a transfer of rank {transfer.rank} was issued on the transport of rank {self.rank}"
+        )
         handle = self._steps.mail.issue(transfer)
         self._open[id(handle)] = handle
         return handle
 
     def wait(self, handle: Handle) -> None:
-        """Let other ranks run until the messages are there.
+        """Let other ranks run until the messages have arrived.
 
         Raises:
-            RuntimeError: if no rank can go on.
+            RuntimeError: if all ranks wait.
         """
         if self._open.pop(id(handle), None) is not None:
             self._steps.wait(self.rank, handle)
 
     def left(self) -> str:
-        """Say which transfers were never waited for."""
+        """Return a text that lists the transfers that were not waited for."""
         return ", ".join(f"tag {handle.transfer.tag} on rank {self.rank}" for handle in self._open.values())
 
 
 class _Stopped(BaseException):
-    """Unwinds a rank because another one failed. Not an `Exception`, so that code which catches those lets it pass."""
+    """Unwinds a rank after another one failed. It is not an `Exception`, so that code which catches those does not stop it."""
 
 
 class _LockStep:
-    """The baton: which rank runs, and who is next."""
+    """Schedules the ranks' threads: exactly one holds the baton and runs."""
 
     def __init__(self, world: int, seed: int, in_order: bool) -> None:
         self.mail = Loopback(in_order=in_order)
@@ -153,13 +157,14 @@ class _LockStep:
             gate.acquire()
 
     def await_turn(self, rank: int) -> None:
-        """Block a rank until it has the baton."""
+        """Block a rank until it gets the baton."""
         self._gates[rank].acquire()
 
     def wait(self, rank: int, handle: Handle) -> None:
-        """Let others run until a handle of this rank is ready, then deliver it.
+        """Let other ranks run until a handle of this rank is ready, then deliver its messages.
 
-        PyTorch's default generator belongs to the process; here each rank has its own stream, as processes do.
+        PyTorch's default generator belongs to the process. It is saved and restored here, so each rank has its own
+        random stream, as processes do.
         """
         if not self.stopped:
             self._waiting[rank] = handle
@@ -175,46 +180,46 @@ class _LockStep:
         self.mail.wait(handle)
 
     def end(self, rank: int) -> None:
-        """Take a rank out."""
+        """Remove a rank that has finished."""
         self._live.discard(rank)
         self.pass_on(rank)
 
     def pass_on(self, rank: int) -> bool:
-        """Give the baton to a random rank that can go on; return whether that is another one."""
-        able = self._able()
-        if not able and self._live:
-            self._break_up()
-            able = self._able()
-        if not able:
+        """Give the baton to a random rank that can run. Return whether that is another rank."""
+        runnable = self._runnable()
+        if not runnable and self._live:
+            self._resolve_deadlock()
+            runnable = self._runnable()
+        if not runnable:
             self.done.set()
             return False
-        self.running = self._random.choice(able)
+        self.running = self._random.choice(runnable)
         if self.running == rank:
             return False
         self._gates[self.running].release()
         return True
 
-    def _able(self) -> list[int]:
+    def _runnable(self) -> list[int]:
         waiting, errors = self._waiting, self._errors
-        free = self.stopped
+        all_run = self.stopped
         return [
-            r
-            for r in sorted(self._live)
-            if free or r not in waiting or r in errors or not self.mail.missing(waiting[r])
+            rank
+            for rank in sorted(self._live)
+            if all_run or rank not in waiting or rank in errors or not self.mail.missing(waiting[rank])
         ]
 
-    def _break_up(self) -> None:
-        """Nobody can go on: after a failure the others stop, else each of them gets an error."""
+    def _resolve_deadlock(self) -> None:
+        """Resolve a deadlock: if a rank has failed, stop the others, else give each waiting rank an error."""
         if self.failures:
             self.stopped = True
             return
         ranks = sorted(self._waiting)
-        who = "; ".join(
+        waits = "; ".join(
             f"rank {rank} for tag {self._waiting[rank].transfer.tag} with {self.mail.missing(self._waiting[rank])}"
             for rank in ranks
         )
         for rank in ranks:
-            self._errors[rank] = RuntimeError(f"ranks {ranks} wait for messages that nobody sends: {who}")
+            self._errors[rank] = RuntimeError(f"ranks {ranks} wait for messages that nobody sends: {waits}")
 
 
 def run_ranks(
@@ -225,43 +230,43 @@ def run_ranks(
     in_order: bool = False,
     timeout_seconds: float = 120.0,
 ) -> list[T]:
-    """Run ordinary blocking code of n ranks in one process, in lock step.
+    """Run ordinary blocking code of n ranks in one process, in lockstep.
 
-    A thread per rank, of which exactly one runs at any moment; another one goes on where it waits for a handle, and at
-    its end. Autograd works: on a CPU the backward pass of a thread runs in that thread. What belongs to a thread in
-    PyTorch (grad mode, inference mode, autocast) starts as the caller has it and is then each rank's own. The default
-    generator belongs to the process; it is exchanged with the baton, so that each rank has its own, starting at the
-    caller's state, and the caller's is as before at the end. Python's and NumPy's generators, the default dtype and the
-    number of threads are not exchanged.
+    There is one thread per rank, of which exactly one runs at any moment. The baton changes hands when a rank waits for
+    a handle, and when it ends. Autograd works: on a CPU the backward pass of a thread runs in that thread. PyTorch's
+    per-thread modes (grad mode, inference mode, autocast) start as in the caller and are then separate for each rank.
+    The default generator belongs to the process, so it is exchanged together with the baton: each rank has its own
+    generator, which starts in the caller's state. The caller's state is restored at the end. Python's and NumPy's
+    generators, the default dtype and the number of threads are not exchanged.
 
     Args:
         world: number of ranks.
-        function: what a rank runs; gets its transport.
-        seed: the seed of the order in which ranks run; the same seed gives the same order.
-        in_order: match messages in the order of issue per lane, not by tag, as NCCL does; what would swap data there is an
-            AssertionError, what would hang a RuntimeError.
-        timeout_seconds: how many seconds all of it may take.
+        function: the code of a rank; called with its transport.
+        seed: seed of the order in which ranks run; the same seed gives the same order.
+        in_order: match messages in the order of issue per lane, as NCCL does, and not by tag. Code that would swap data
+            on NCCL raises an AssertionError, code that would hang a RuntimeError.
+        timeout_seconds: time limit for the whole run.
 
     Returns:
         each rank's result.
 
     Raises:
-        RuntimeError: in every rank that waits, if no rank can go on; at the end, if messages were left over.
-        TimeoutError: if a rank runs too long; it cannot be stopped then.
-        BaseException: what a rank raised. The others go on until they wait for it and are stopped; if several raised,
-            that of the lowest rank.
+        RuntimeError: in every waiting rank, if all ranks wait; at the end, if messages are left over.
+        TimeoutError: if the time limit is exceeded; the running rank cannot be stopped then.
+        BaseException: the exception that a rank raised; the lowest rank's, if several raised. Other ranks run until
+            they wait for a failed one, and are then stopped.
     """
     steps = _LockStep(world, seed, in_order)
     transports = [LoopbackTransport(rank, world, steps) for rank in range(world)]
     results: dict[int, T] = {}
-    threads = [_thread(transport, function, steps, results) for transport in transports]
+    threads = [_rank_thread(transport, function, steps, results) for transport in transports]
     generator = torch.get_rng_state()
     for thread in threads:
         thread.start()
     try:
         steps.pass_on(-1)
         if not steps.done.wait(timeout_seconds):
-            raise TimeoutError(f"rank {steps.running} of {world} ran when {timeout_seconds} seconds had passed")
+            raise TimeoutError(f"rank {steps.running} of {world} was still running after {timeout_seconds} seconds")
     finally:
         steps.stopped = True
         torch.set_rng_state(generator)
@@ -269,16 +274,16 @@ def run_ranks(
         thread.join()
     if steps.failures:
         raise steps.failures[min(steps.failures)]
-    forgotten = ", ".join(filter(None, (transport.left() for transport in transports)))
-    if forgotten or not steps.mail.is_empty:
-        raise RuntimeError(f"transfers never waited for: {forgotten or 'none'}; never received: {steps.mail.left()}")
+    not_waited = ", ".join(filter(None, (transport.left() for transport in transports)))
+    if not_waited or not steps.mail.is_empty:
+        raise RuntimeError(f"transfers never waited for: {not_waited or 'none'}; never received: {steps.mail.left()}")
     return [results[rank] for rank in range(world)]
 
 
-def _thread(
+def _rank_thread(
     transport: AbstractTransport, function: Callable[[AbstractTransport], T], steps: _LockStep, results: dict[int, T]
 ) -> threading.Thread:
-    """Return a rank's thread, in the caller's modes, which PyTorch keeps per thread; its result goes to `results`."""
+    """Return a rank's thread, which starts with the caller's PyTorch modes and puts its result into `results`."""
     rank, generator, context = transport.rank, torch.get_rng_state(), contextvars.copy_context()
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     autocast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
@@ -320,17 +325,18 @@ class _Batch:
 
 
 class InOrder:
-    """A queue of batches per rank and lane. Only the first of a queue runs; it ends when all its messages have met."""
+    """A queue of batches per rank and lane. Only the first batch of a queue runs; it ends once all its messages have
+    matched."""
 
     def __init__(self) -> None:
         self._queues: dict[tuple[int, Lane], deque[_Batch]] = {}
         self._batches: dict[int, _Batch] = {}
 
     def add(self, handle: Handle) -> None:
-        """Enqueue a transfer and run what can run; messages without bytes are not sent.
+        """Enqueue a transfer and run the batches that can run. Messages without bytes are not sent.
 
         Raises:
-            AssertionError: if a message would be delivered to a buffer of another tag.
+            AssertionError: if a message would be delivered to a buffer with another tag.
         """
         transfer = handle.transfer
         sends = {peer for peer, tensor in transfer.sends.items() if tensor.numel()}
@@ -357,22 +363,22 @@ class InOrder:
                 continue
             batch = queue[0]
             for peer in sorted(batch.sends | batch.receives):
-                others = self._queues.get((peer, lane))
-                if others:
-                    _meet(rank, batch, peer, others[0])
-                    if not others[0].sends | others[0].receives:
-                        others.popleft()
+                peer_queue = self._queues.get((peer, lane))
+                if peer_queue:
+                    _match(rank, batch, peer, peer_queue[0])
+                    if not peer_queue[0].sends | peer_queue[0].receives:
+                        peer_queue.popleft()
                         changed.append(peer)
             if not batch.sends | batch.receives:
                 queue.popleft()
                 changed.append(rank)
 
 
-def _meet(rank: int, batch: _Batch, peer: int, other: _Batch) -> None:
-    """Run the messages that two ranks' running batches have for each other."""
-    both = (peer in batch.sends and rank in other.receives) or (peer in batch.receives and rank in other.sends)
-    assert not both or batch.tag == other.tag, (
-        f"without tags, what rank {rank} does under tag {batch.tag} meets what rank {peer} does under tag {other.tag}"
+def _match(rank: int, batch: _Batch, peer: int, other: _Batch) -> None:
+    """Match the messages that the running batches of two ranks have for each other."""
+    would_match = (peer in batch.sends and rank in other.receives) or (peer in batch.receives and rank in other.sends)
+    assert not would_match or batch.tag == other.tag, (
+        f"without tags, a message of rank {rank} with tag {batch.tag} meets one of rank {peer} with tag {other.tag}"
     )
     if peer in batch.sends and rank in other.receives:
         batch.sends.discard(peer)

@@ -1,8 +1,8 @@
-"""The ranks of a layer, seen twice: dense (dp, tp) and sparse (edp, ep, etp), with a transport between them.
+"""The ranks of a layer in two views, dense (dp, tp) and sparse (edp, ep, etp), with a transport between them.
 
-They are all processes, those of a process group, or those of a `DeviceMesh` or of a sub-mesh of one: a pipeline stage, say.
-PyTorch's `DeviceMesh` carries DTensors, FSDP2 and checkpoints; the layers' own movements go over the transport, point to
-point, and need no process groups of their own: their groups are tuples of ranks, from the grid.
+A mesh covers all processes, those of a process group, or those of a `DeviceMesh` or sub-mesh (of a pipeline stage,
+say). PyTorch's `DeviceMesh` is for DTensors, FSDP2 and checkpoints. The layers' own movements use the transport, point
+to point. They need no process groups of their own: their groups are tuples of ranks, computed by the grid.
 """
 
 from __future__ import annotations
@@ -28,42 +28,44 @@ from moesaic.program.grid import Axis, Grid
 DeviceType = Literal["cpu", "cuda"]
 
 LAUNCHER_VARIABLE = "LOCAL_WORLD_SIZE"
-"""Where torchrun says how many ranks it started on this node. What a launcher says is no switch: config overrides it."""
+"""The variable in which torchrun gives the number of ranks on this node. Settings override it."""
 
 
-ADVICE = {
+ADVICE_ON_SIZES = {
     "pp": "a pipeline stage has a mesh of its own: Mesh.create(..., group=the process group of its ranks)",
     "cp": "ranks that hold other tokens of one sequence are data parallel for a MoE layer: leave it at 1",
 }
-"""What to write instead of sizes that a mesh does not have."""
-SPLIT = ("ep", "etp", "tp")
-"""Names of a `DeviceMesh`'s dimensions that split experts."""
-KEPT = "_moesaic_meshes"
-"""The attribute of a root `DeviceMesh` that holds what was laid over its ranks: layers share a transport that way."""
+"""What to do instead of setting sizes that a mesh does not have."""
+SPLIT_DIMENSIONS = ("ep", "etp", "tp")
+"""Dimension names of a `DeviceMesh` that split experts."""
+CACHE_ATTRIBUTE = "_moesaic_meshes"
+"""Attribute of a root `DeviceMesh` that caches the meshes made over its ranks, so that layers share a transport."""
 
 
-class _Kept(dict[Any, "Mesh"]):
-    """Meshes by what was asked for. A copy or a file of whom it belongs to begins without any: connections are not copied."""
+class _MeshCache(dict[Any, "Mesh"]):
+    """Meshes by the arguments they were made with. A copied or unpickled cache is empty, since connections cannot be
+    copied."""
 
-    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
-        return _Kept, ()
+    def __reduce__(self) -> tuple[type[_MeshCache], tuple[()]]:
+        return _MeshCache, ()
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks, as one of them sees them. Make it with `Mesh.create` or `Mesh.from_device_mesh`; it counts them from 0.
+    """The ranks of a layer, as seen by one of them. Ranks are numbered from 0 within the mesh.
 
-    A mesh of one process without `torch.distributed` has no device meshes: nothing is sharded on it.
+    Create one with `Mesh.create` or `Mesh.from_device_mesh`. A mesh of one process without `torch.distributed` has no
+    device meshes, so nothing is sharded.
     """
 
     grid: Grid
-    """Sizes of the axes and everyone's coordinates."""
+    """Sizes of the axes, and the coordinates of every rank."""
     transport: AbstractTransport
-    """To the other ranks."""
+    """Connects this rank to the others."""
     process_group: dist.ProcessGroup | None = None
-    """The process group of these ranks; None where there are no process groups."""
+    """The process group of the mesh's ranks; None without `torch.distributed`."""
     shared: dict[type, Any] = field(default_factory=dict, compare=False, repr=False)
-    """What the layers on this mesh have in common, by its class."""
+    """Objects shared by the layers on this mesh, by class."""
 
     @classmethod
     def create(
@@ -80,67 +82,78 @@ class Mesh:
         transport: TransportName = "auto",
         group: dist.ProcessGroup | None = None,
     ) -> Mesh:
-        """Lay a mesh over all processes, or over those of a group. All of them call this together; dp and edp follow.
+        """Create a mesh over all processes, or over those of a group, all of which must call this together. dp and edp follow.
 
         Args:
             tp: tensor parallelism of the dense part.
-            ep: ranks over which experts are split.
-            etp: ranks over which each expert's hidden width is split.
-            pp: 1: a pipeline stage has a mesh of its own, over the group of its ranks.
-            cp: 1: for a MoE layer, ranks that hold other tokens of one sequence are data parallel.
+            ep: number of ranks over which experts are split.
+            etp: number of ranks over which each expert's hidden width is split.
+            pp: must be 1; give each pipeline stage its own mesh over the group of its ranks.
+            cp: must be 1; for a MoE layer, ranks with other tokens of the same sequence are data parallel.
             innermost: which of etp and ep has consecutive ranks.
-            ranks_per_node: consecutive ranks that share a node; None takes what torchrun says, else one node.
-            device_type: "cpu" or "cuda", which is every process's current device.
-            transport: what carries the messages of MoE layers: "auto" takes "gloo" for "cpu" and "nccl" for "cuda"; "sockets"
-                is another one for "cpu", on which small messages arrive sooner (docs/distributed.md).
-            group: the ranks, in ascending order; a part of the world or all of it. None is the default group.
+            ranks_per_node: number of consecutive ranks that share a node. None: the number that torchrun gives, else
+                all ranks.
+            device_type: "cpu", or "cuda" for the current device of every process.
+            transport: what sends the messages of MoE layers. "auto" is "gloo" for "cpu" and "nccl" for "cuda".
+                "sockets" is an alternative for "cpu" with lower latency for small messages (docs/distributed.md).
+            group: the ranks, in ascending order: some or all of the world. None: the default group.
 
         Raises:
-            InputError: on every rank: sizes that do not fit the ranks, a transport that does not serve the devices or cannot
-                connect the ranks, or ranks that ask for different meshes.
+            InputError: on every rank, if the sizes do not fit the ranks, the transport does not support the devices or
+                cannot connect the ranks, or ranks ask for different meshes.
         """
         opened = open_transport(device_type, group, transport)
-        part = group is not None and opened.world < _world()
-        per_node = ranks_per_node if ranks_per_node is not None or part else _ranks_of_launcher()
-        asked = {"tp": tp, "ep": ep, "etp": etp, "pp": pp, "cp": cp, "innermost": innermost, "ranks_per_node": per_node}
-        check_same(opened, {f"mesh.{name}": value for name, value in asked.items()})
+        is_part = group is not None and opened.world < _world()
+        per_node = ranks_per_node if ranks_per_node is not None or is_part else _launcher_text()
+        settings = {
+            "tp": tp,
+            "ep": ep,
+            "etp": etp,
+            "pp": pp,
+            "cp": cp,
+            "innermost": innermost,
+            "ranks_per_node": per_node,
+        }
+        check_same(opened, {f"mesh.{name}": value for name, value in settings.items()})
         for name, size in (("pp", pp), ("cp", cp)):
             if size != 1:
-                raise InputError(f"mesh.{name}={size}: {ADVICE[name]}")
+                raise InputError(f"mesh.{name}={size}: {ADVICE_ON_SIZES[name]}")
         if ranks_per_node is None:
-            ranks_per_node = _ranks_per_node(_ranks_of(group)) if part else _launched_per_node(opened.world)
+            ranks_per_node = _ranks_per_node(_world_ranks(group)) if is_part else _launched_per_node(opened.world)
         grid = Grid(world=opened.world, tp=tp, ep=ep, etp=etp, innermost=innermost, ranks_per_node=ranks_per_node)
         return cls(grid, opened, None if isinstance(opened, NoTransport) else group or dist.group.WORLD)
 
     @classmethod
     def from_device_mesh(cls, device_mesh: DeviceMesh, *, tp: int = 1, transport: TransportName = "auto") -> Mesh:
-        """Lay a mesh over the ranks of a torch `DeviceMesh` or of a sub-mesh of one; all its ranks call this together.
+        """Create a mesh over the ranks of a torch `DeviceMesh` or sub-mesh, all of which must call this together.
 
-        The names of its dimensions say what they are. The last of them split the experts:
+        The last dimensions split the experts, according to their names:
 
             "ep"    ranks over which experts are split
             "etp"   ranks over which each expert's hidden width is split
-            "tp"    the same, where these ranks also hold the same tokens, as a tensor parallel group does
+            "tp"    like "etp", for ranks that also hold the same tokens, as a tensor-parallel group does
 
-        Any other name before them, such as "dp", "fsdp" or "cp", stands for ranks with tokens of their own and with copies of
-        the same experts. One dimension without a name is "ep". Pass the dimensions of all ranks that train the layer:
-        `world["dp", "ep"]` of a world of ("pp", "dp", "ep"). The same ranks, named alike, give the same mesh again.
+        Any other name before these, such as "dp", "fsdp" or "cp", stands for ranks with their own tokens and with
+        replicas of the same experts. A single dimension without a name is "ep". Pass the dimensions of all ranks that
+        train the layer: `world["dp", "ep"]` of a world of ("pp", "dp", "ep"). Calls with the same ranks and names
+        return the same mesh.
 
         Args:
-            device_mesh: on "cpu" or "cuda".
-            tp: so many neighbours hold the same tokens and yet split whole experts; only where no dimension is "tp".
-            transport: as for `create`.
+            device_mesh: a device mesh on "cpu" or "cuda".
+            tp: number of neighbours that hold the same tokens but split whole experts; only if no dimension is called
+                "tp".
+            transport: see `create`.
 
         Raises:
-            InputError: on every rank: names that say nothing of experts or stand in another order, sizes that do not fit, or
-                a device or backend that no transport serves.
+            InputError: on every rank, if no name refers to experts, the names are in another order, the sizes do not
+                fit, or no transport supports the device or backend.
         """
-        names, ranks = _checked(device_mesh), tuple(device_mesh.mesh.flatten().tolist())
+        names, ranks = _checked_names(device_mesh), tuple(device_mesh.mesh.flatten().tolist())
         root = device_mesh._get_root_mesh()
-        if not hasattr(root, KEPT):
-            setattr(root, KEPT, _Kept())
-        kept, key = getattr(root, KEPT), (ranks, names, tuple(device_mesh.shape), tp, transport)
-        if key not in kept:
+        if not hasattr(root, CACHE_ATTRIBUTE):
+            setattr(root, CACHE_ATTRIBUTE, _MeshCache())
+        cache, key = getattr(root, CACHE_ATTRIBUTE), (ranks, names, tuple(device_mesh.shape), tp, transport)
+        if key not in cache:
             sizes = dict(zip(names, device_mesh.shape))
             grid = Grid(
                 world=len(ranks),
@@ -150,58 +163,59 @@ class Mesh:
                 innermost="ep" if names[-1] == "ep" else "etp",
                 ranks_per_node=_ranks_per_node(ranks),
             )
-            group = device_mesh.get_group() if device_mesh.ndim == 1 else _group_of(ranks)
-            kept[key] = cls(grid, open_transport(device_mesh.device_type, group, transport), group)
-        found: Mesh = kept[key]
-        return found
+            group = device_mesh.get_group() if device_mesh.ndim == 1 else _new_group(ranks)
+            cache[key] = cls(grid, open_transport(device_mesh.device_type, group, transport), group)
+        mesh: Mesh = cache[key]
+        return mesh
 
     @classmethod
     def of(cls, ranks: Mesh | DeviceMesh | dist.ProcessGroup) -> Mesh:
-        """Return a mesh over ranks that are given in any form; all of them call this together.
+        """Return a mesh over ranks that are given in any form; all of them must call this together.
 
         Args:
-            ranks: a mesh; a `DeviceMesh`, see `from_device_mesh`; or a process group, all of whose ranks split the experts,
-                which gets connections of its own: make one mesh by `create(ep=..., group=...)` where layers shall share them.
+            ranks: a mesh; a `DeviceMesh`, see `from_device_mesh`; or a process group, all of whose ranks split the
+                experts. A process group gets new connections on every call: to share them between layers, create one
+                mesh with `create(ep=..., group=...)`.
 
         Raises:
-            InputError: for anything else, and as `create` and `from_device_mesh` do.
+            InputError: for any other type, and see `create` and `from_device_mesh`.
         """
         if isinstance(ranks, Mesh):
             return ranks
         if isinstance(ranks, DeviceMesh):
             return cls.from_device_mesh(ranks)
         if isinstance(ranks, dist.ProcessGroup):
-            own = _group_of(_ranks_of(ranks), backend=dist.get_backend(ranks))
-            return cls.create(ep=ranks.size(), group=own, device_type="cuda" if ranks.name() == "nccl" else "cpu")
+            new_group = _new_group(_world_ranks(ranks), backend=dist.get_backend(ranks))
+            return cls.create(ep=ranks.size(), group=new_group, device_type="cuda" if ranks.name() == "nccl" else "cpu")
         raise InputError(
             f"a mesh is a moesaic.Mesh, a DeviceMesh or a process group, not {type(ranks).__name__}: write Mesh.create(ep=...)"
         )
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """This process's rank in the mesh."""
         return self.transport.rank
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are process groups, and so device meshes."""
+        """Whether there are process groups, and hence device meshes."""
         return self.process_group is not None
 
     @cached_property
     def dense(self) -> DeviceMesh:
-        """The ranks as ("dp", "tp"); all of them ask for it together.
+        """The ranks as a device mesh ("dp", "tp"). All ranks must access it together.
 
         Raises:
-            RuntimeError: where `torch.distributed` is not initialised.
+            RuntimeError: if `torch.distributed` is not initialised.
         """
         return self._device_mesh(("dp", "tp"), torch.arange(self.grid.world).view(self.grid.dp, self.grid.tp))
 
     @cached_property
     def sparse(self) -> DeviceMesh:
-        """The ranks as ("edp", "ep", "etp"); all of them ask for it together.
+        """The ranks as a device mesh ("edp", "ep", "etp"). All ranks must access it together.
 
         Raises:
-            RuntimeError: where `torch.distributed` is not initialised.
+            RuntimeError: if `torch.distributed` is not initialised.
         """
         grid, ranks = self.grid, torch.arange(self.grid.world)
         if grid.innermost == "etp":
@@ -212,19 +226,19 @@ class Mesh:
 
     @property
     def expert_mesh(self) -> DeviceMesh | None:
-        """The dims ("ep", "etp") of this rank's copy of the experts; None where there are no process groups."""
+        """The dimensions ("ep", "etp") of this rank's replica of the experts; None without process groups."""
         return self.sparse["ep", "etp"] if self.is_distributed else None
 
     def _device_mesh(self, names: tuple[Axis, ...], ranks: Tensor) -> DeviceMesh:
-        """Return the ranks of this mesh as a device mesh. Of a part of the world nobody else has to take part."""
+        """Return the ranks of this mesh as a device mesh. Processes outside the mesh need not take part."""
         if self.process_group is None:
             raise RuntimeError("a mesh of one process has no device meshes: initialise torch.distributed first")
-        device_type, of_world = self.transport.device.type, torch.tensor(_ranks_of(self.process_group))
-        if len(of_world) == _world():
+        device_type, world_ranks = self.transport.device.type, torch.tensor(_world_ranks(self.process_group))
+        if len(world_ranks) == _world():
             return DeviceMesh(device_type, ranks, mesh_dim_names=names)
-        members = (self.grid.group(self.rank, (name,)) for name in names)
-        groups = [_group_of(tuple(of_world[list(each)].tolist())) for each in members]
-        return DeviceMesh.from_group(groups, device_type, of_world[ranks].contiguous(), mesh_dim_names=names)
+        groups_of_ranks = (self.grid.group(self.rank, (name,)) for name in names)
+        groups = [_new_group(tuple(world_ranks[list(members)].tolist())) for members in groups_of_ranks]
+        return DeviceMesh.from_group(groups, device_type, world_ranks[ranks].contiguous(), mesh_dim_names=names)
 
     @property
     def intra_node(self) -> tuple[int, ...]:
@@ -234,32 +248,32 @@ class Mesh:
 
     @property
     def inter_node(self) -> tuple[int, ...]:
-        """The rail: the ranks with this rank's place on every node, ascending."""
-        place = self.grid.local_of(self.rank)
-        return tuple(rank for rank in range(self.grid.world) if self.grid.local_of(rank) == place)
+        """The rail: the ranks with this rank's local rank on every node, ascending."""
+        local = self.grid.local_of(self.rank)
+        return tuple(rank for rank in range(self.grid.world) if self.grid.local_of(rank) == local)
 
     def group(self, *axes: Axis) -> tuple[int, ...]:
-        """Return the ranks that differ from this one on `axes` only, ascending, this one among them."""
+        """Return the ranks that differ from this one on `axes` only, ascending, including this one."""
         return self.grid.group(self.rank, axes)
 
 
 def open_transport(
     device_type: str = "cpu", group: dist.ProcessGroup | None = None, name: TransportName = "auto"
 ) -> AbstractTransport:
-    """Open a transport between all processes, or between those of a group; all of them call this together.
+    """Open a transport between all processes, or between those of a group; all of them must call this together.
 
     Args:
         device_type: "cpu", or "cuda" for the current devices.
-        group: the ranks, a part of the world or all of it; None is the default group. NCCL makes its own groups; sockets tell
-            each other the ranks' addresses through this one.
-        name: which transport; "auto" takes "gloo" for "cpu" and "nccl" for "cuda".
+        group: the ranks: some or all of the world. None: the default group. NCCL creates its own groups; sockets
+            exchange the ranks' addresses through this one.
+        name: which transport; "auto" is "gloo" for "cpu" and "nccl" for "cuda".
 
     Returns:
-        the transport; without `torch.distributed`, that of a world of one rank.
+        the transport; `NoTransport` if `torch.distributed` is not initialised.
 
     Raises:
-        InputError: for a device type that is missing here or that the process group or the transport cannot serve, for ranks
-            that name different transports, and where sockets cannot connect two ranks.
+        InputError: if the device type is missing here or not supported by the process group or the transport, if ranks
+            name different transports, or if sockets cannot connect two ranks.
     """
     if device_type not in ("cpu", "cuda"):
         raise InputError(f"device_type={device_type!r}: write 'cpu' or 'cuda'")
@@ -272,46 +286,49 @@ def open_transport(
     device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
     if not dist.is_initialized():
         return NoTransport(device)
-    of_ranks = group or dist.group.WORLD
-    if not isinstance(of_ranks, dist.ProcessGroup):  # what torch gives to ranks that are not in a group
+    process_group = group or dist.group.WORLD
+    if not isinstance(process_group, dist.ProcessGroup):  # torch returns another object to ranks outside a group
         raise InputError("this process is not in the process group of the mesh: call on its ranks alone")
     if device_type == "cuda":
-        return Nccl.create(device, None if of_ranks.size() == _world() else _ranks_of(of_ranks))
-    backends = str(dist.get_backend_config(of_ranks))
+        return Nccl.create(device, None if process_group.size() == _world() else _world_ranks(process_group))
+    backends = str(dist.get_backend_config(process_group))
     if "cpu:gloo" not in backends:
         raise InputError(
             f"the process group has backend {backends}: for device_type='cpu' initialise it with 'gloo' or "
             "'cpu:gloo,cuda:nccl'"
         )
-    gloo = Gloo(of_ranks)
+    gloo = Gloo(process_group)
     check_same(gloo, {"transport": name})
     if name == "sockets":
         from moesaic.comm.sockets import Sockets
 
-        return Sockets.create(of_ranks)
+        return Sockets.create(process_group)
     return gloo
 
 
-def _checked(device_mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the names of a device mesh's dimensions, if they say where experts are.
+def _checked_names(device_mesh: DeviceMesh) -> tuple[str, ...]:
+    """Return the names of a device mesh's dimensions, after checking them.
 
     Raises:
-        InputError: if not.
+        InputError: if the names do not tell which dimensions split the experts.
     """
     names = device_mesh.mesh_dim_names or (("ep",) if device_mesh.ndim == 1 else ())
-    split, where = [name for name in names if name in SPLIT], f"the DeviceMesh has the dimensions {names}"
-    if not split:
+    split_names, dimensions = (
+        [name for name in names if name in SPLIT_DIMENSIONS],
+        f"the DeviceMesh has the dimensions {names}",
+    )
+    if not split_names:
         raise InputError(
-            f'{where}, and none of them spreads experts: call one "ep" (experts are split over it), "etp" or "tp" (their '
+            f'{dimensions}, and none of them spreads experts: call one "ep" (experts are split over it), "etp" or "tp" (their '
             "hidden width is)"
         )
-    if names[-len(split) :] != tuple(split) or ("tp" in split and split[-1] != "tp"):
-        raise InputError(f"{where}: put ep and etp last, and tp last of all")
-    if "etp" in split and "tp" in split:
-        raise InputError(f"{where}: experts' width is split over tp where it is there: leave etp out")
+    if names[-len(split_names) :] != tuple(split_names) or ("tp" in split_names and split_names[-1] != "tp"):
+        raise InputError(f"{dimensions}: put ep and etp last, and tp last of all")
+    if "etp" in split_names and "tp" in split_names:
+        raise InputError(f"{dimensions}: the tp dimension already splits the experts' hidden width: leave etp out")
     ranks = device_mesh.mesh.flatten().tolist()
     if ranks != sorted(ranks):
-        raise InputError(f"{where} and the ranks {ranks}: take a DeviceMesh whose ranks ascend")
+        raise InputError(f"{dimensions} and the ranks {ranks}: take a DeviceMesh whose ranks ascend")
     if device_mesh.get_coordinate() is None:
         raise InputError("this process is not in the DeviceMesh: call on its ranks alone")
     return names
@@ -321,44 +338,47 @@ def _world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """Return the ranks of a process group, counted in the world; of the default group for None."""
+def _world_ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """Return the world ranks of a process group; of the default group for None."""
     return tuple(range(_world())) if group is None else tuple(dist.get_process_group_ranks(group))
 
 
-def _group_of(ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
-    """Return a new process group of some ranks, ascending; they alone take part in making it."""
+def _new_group(ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
+    """Create a process group of some ranks, ascending, which alone take part in creating it."""
     group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
 def _ranks_per_node(ranks: tuple[int, ...]) -> int | None:
-    """Return how many consecutive of these ranks share a node by what the launcher says; None for one node, or no rule."""
-    said = _ranks_of_launcher()
-    if said is None or not said.isdecimal() or int(said) < 1:
+    """Return how many consecutive ranks of these share a node, as the launcher tells.
+
+    None if they are on one node, unevenly spread, or if the launcher tells nothing.
+    """
+    text = _launcher_text()
+    if text is None or not text.isdecimal() or int(text) < 1:
         return None
-    nodes = [rank // int(said) for rank in ranks]
-    runs = [len(list(run)) for _, run in groupby(nodes)]
-    return runs[0] if len(runs) > 1 and len(set(runs)) == 1 else None
+    nodes = [rank // int(text) for rank in ranks]
+    run_lengths = [len(list(run)) for _, run in groupby(nodes)]
+    return run_lengths[0] if len(run_lengths) > 1 and len(set(run_lengths)) == 1 else None
 
 
 def ranks_of_a_node(asked: int | None = None) -> int:
-    """Return how many consecutive ranks share a node: as asked, else as the launcher says, else all of them.
+    """Return how many consecutive ranks share a node: `asked`, else what the launcher tells, else all of them.
 
     Raises:
-        InputError: if what the launcher says does not divide the ranks.
+        InputError: if the launcher's number does not divide the ranks.
     """
     return (_launched_per_node(_world()) if asked is None else asked) or _world()
 
 
-def _ranks_of_launcher() -> str | None:
+def _launcher_text() -> str | None:
     return os.environ.get(LAUNCHER_VARIABLE) if dist.is_initialized() else None
 
 
 def _launched_per_node(world: int) -> int | None:
-    """Return how many ranks share a node as the launcher says, which must divide them; None where it says nothing."""
-    text = _ranks_of_launcher()
+    """Return how many ranks share a node, as the launcher tells; None if it does not. The number must divide the ranks."""
+    text = _launcher_text()
     if text is None:
         return None
     if not text.isdecimal() or int(text) < 1 or world % int(text):

@@ -1,4 +1,4 @@
-"""The interface of a transport: issue a movement's sends and receives, wait for them where the data is read."""
+"""The interface of a transport: issue a movement's sends and receives, and wait for them where the data is read."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from torch import Tensor
 from moesaic.errors import InputError
 
 Lane = Literal["intra", "inter"]
-"""Which links a transfer uses: inside a node or between nodes. NCCL has a communicator and a stream per lane."""
+"""The links that a transfer uses: inside a node or between nodes. NCCL has one communicator and one stream per lane."""
 
 TAG_LIMIT = 2**31
-"""Tags are below this number: what every backend takes."""
+"""Tags are below this number, which every backend accepts."""
 
 
 class MessageSizeError(RuntimeError):
-    """A peer sent a message of another size than this rank expects: the two do not run the same."""
+    """A peer sent a message of another size than this rank expects, so the two do not run the same program."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One rank's part of one movement; transfers to oneself never reach a transport."""
+    """One rank's part of one movement. A rank's rows for itself are not part of a transfer."""
 
     rank: int
-    """Whose part it is."""
+    """The rank whose part this is."""
     tag: int
-    """The same number on all ranks for one movement, different for two movements in flight."""
+    """Equal on all ranks for one movement; different for two movements in flight."""
     sends: Mapping[int, Tensor]
-    """Peer to contiguous tensor."""
+    """The contiguous tensor for each peer."""
     receives: Mapping[int, Tensor]
-    """Peer to the contiguous buffer that will be filled."""
+    """The contiguous buffer to fill from each peer."""
     lane: Lane = "inter"
-    """The links that it uses; the same on all ranks of one movement."""
+    """The links to use, equal on all ranks of one movement."""
 
 
 @dataclass
 class Handle:
-    """A transfer under way."""
+    """A transfer in flight."""
 
     transfer: Transfer
     works: list[Any] = field(default_factory=list)
-    """What a transport waits on."""
+    """The objects that the transport waits for."""
 
 
 class AbstractTransport(ABC):
-    """Moves tensors between ranks, asynchronously. One rank's end of it.
+    """Moves tensors between ranks asynchronously. Each rank has its own instance.
 
     Args:
-        rank: the rank whose end it is.
+        rank: this rank.
         world: number of ranks.
-        device: where tensors that it moves must be.
+        device: the device of the tensors to move.
     """
 
     def __init__(self, rank: int, world: int, device: torch.device | None = None) -> None:
@@ -64,16 +64,16 @@ class AbstractTransport(ABC):
         self.device = device or torch.device("cpu")
         self._next_tag = 0
         self.compute = 0.0
-        """Seconds that programs worked between their messages, where the host does the work."""
+        """Seconds that programs computed between their messages, if the host does the computing."""
         self.waited = [0.0] * world
-        """Seconds that they waited for each rank's messages, where the host waits."""
+        """Seconds that programs waited for each rank's messages, if the host waits."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> AbstractTransport:
-        """Return this transport: connections are shared by what copies whoever uses them."""
+        """Return this transport itself, so that copies of a layer share its connections."""
         return self
 
     def __reduce__(self) -> NoReturn:
-        """Refuse: connections end with their process.
+        """Refuse to be pickled: connections end with their process.
 
         Raises:
             InputError: always.
@@ -89,31 +89,31 @@ class AbstractTransport(ABC):
 
     @abstractmethod
     def wait(self, handle: Handle) -> None:
-        """Return when the receive buffers are filled and the send buffers may be reused."""
+        """Block until the receive buffers are filled and the send buffers may be reused."""
 
     def note_wait(self, transfer: Transfer, seconds: float) -> None:
-        """Count how long a transfer was waited for, for each of those whose messages came in it.
+        """Add the time waited for a transfer to `waited`, in equal shares for the peers whose messages it received.
 
         Args:
-            transfer: that has ended.
-            seconds: of the wait.
+            transfer: a transfer that has ended.
+            seconds: the time waited for it.
         """
         for peer in transfer.receives:
             self.waited[peer] += seconds / len(transfer.receives)
 
     @property
     def next_tag(self) -> int:
-        """What the next range of tags starts with: it moves on with every call of a layer."""
+        """The first tag of the next range, which advances with every call of a layer."""
         return self._next_tag
 
     def take_tags(self, num_tags: int) -> int:
-        """Return the first of consecutive tags that no transfer in flight has.
+        """Return the first of consecutive tags that no transfer in flight uses.
 
-        The counter is this transport's own: ranks agree because each of them takes the same numbers of tags in the same
-        order, also where it has nothing to send. After `TAG_LIMIT` the numbers start again; a range is never split.
+        Each transport counts on its own. Ranks agree because they all take the same numbers of tags in the same order,
+        even if they send nothing. After `TAG_LIMIT` the count starts again from 0; a range is never split.
 
         Args:
-            num_tags: how many, at least 0.
+            num_tags: number of tags, at least 0.
         """
         assert 0 <= num_tags <= TAG_LIMIT, f"{num_tags} tags"
         if self._next_tag + num_tags > TAG_LIMIT:
@@ -124,7 +124,7 @@ class AbstractTransport(ABC):
 
 
 class NoTransport(AbstractTransport):
-    """The transport of a world of one rank: nothing ever crosses it."""
+    """The transport of a world of one rank, which sends nothing."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__(0, 1, device)
@@ -139,7 +139,7 @@ class NoTransport(AbstractTransport):
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """View a contiguous tensor as bytes (num_bytes,): backends refuse some dtypes.
+    """View a contiguous tensor as bytes, (num_bytes,): backends refuse some dtypes.
 
     `view` refuses a tensor of one element with stride 0 (an expanded gradient, say), which counts as contiguous.
     """

@@ -1,8 +1,8 @@
-"""`Even`: rows and messages of a workload in which every rank does the same. One actor stands for all of them, or one for
-the ranks that have the same place in every block.
+"""`Even`: rows and messages of a workload in which every rank does the same.
 
-The rows that go from one rank to another are counted by digits (`symmetry.py`); the algorithms' own paths say which ranks
-their packets pass. Nothing here is as long as the number of ranks.
+One actor stands for all ranks, or for the ranks with the same place in every block. The rows that go from one rank to
+another are counted by digits (`symmetry.py`). The all-to-all algorithms' own paths say which ranks their packets pass.
+The cost does not grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from moesaic.program.sizes import Move
 from moesaic.program.task import FLOWS, Flow, Layout, Op, Program, Slot, Task
 
 MAX_RANKS_APART = 4096
-"""Ranks that are told apart at most where one cannot stand for the others."""
+"""Largest number of ranks that are simulated separately if one cannot stand for the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PieceRows:
-    """Rows of one piece of every flow: what one rank contributes for one expert, before it is cut into chunks."""
+    """Rows of one piece of every flow: the rows that one rank contributes for one expert, before they are cut into
+    chunks."""
 
     copies: float
     tokens: float
@@ -43,9 +44,10 @@ class PieceRows:
     chunks: int
 
     def of(self, layout: Layout) -> float:
-        """Return the rows of one piece of a layout, all chunks of a run together unless it holds one chunk only."""
+        """Return the rows of one piece of a layout: all chunks of a run together, unless the layout holds one chunk
+        only."""
         if isinstance(layout.chunk, str):
-            return 0.0  # nothing is replicated where all experts have equally much to do
+            return 0.0  # nothing is replicated if all experts have equal loads
         rows: dict[Flow, float] = {
             "copies": self.copies, "tokens": self.tokens, "node_tokens": self.node_tokens,
             "rank_tokens": self.rank_tokens, "weights": self.units, "bias": 1.0,
@@ -54,18 +56,19 @@ class PieceRows:
 
 
 class Even(AbstractVolumes):
-    """Rows and messages where all ranks do the same.
+    """Rows and messages if all ranks do the same.
 
     Args:
-        grid: the mesh, etp factored as the plan wants it.
+        grid: the mesh, with etp factored as the plan requires.
         topology: of the cluster, folded.
-        layer: that all ranks have.
+        layer: the layer of all ranks.
         piece: rows of a piece.
-        paths: of hops, as far as they are known; what is found is added, for other meshes and layers to share.
-        apart: tell the ranks of a block apart: in a step of peers some of them send to other nodes, and some do not.
+        paths: cache of the messages of hops, shared with other meshes and layers; new ones are added.
+        apart: distinguish the ranks of a block, since in a step of a peer schedule only some of them send to other
+            nodes.
 
     Raises:
-        UnlikeError: if the axes, nodes and switches do not nest; `movements` raises it for an all-to-all whose nodes do
+        UnlikeError: if the axes, nodes and switches do not nest. `movements` raises it for an all-to-all whose nodes do
             not all do the same.
     """
 
@@ -82,7 +85,7 @@ class Even(AbstractVolumes):
         self._apart, self._paths = apart, paths
         self.grid, self.topology, self.layer, self.piece = grid, topology, layer, piece
         if any(link.units for link in topology.spec.links):
-            raise UnlikeError("nodes hang on switches in unequal runs")
+            raise UnlikeError("nodes are attached to switches in unequal runs")
         per_node = topology.spec.devices_per_node
         above = (link.devices // per_node * topology.ranks_per_node for link in topology.spec.links)
         self._cuts = frozenset(run for run in above if topology.ranks_per_node < run < grid.world)
@@ -120,7 +123,7 @@ class Even(AbstractVolumes):
         return digits.product(box_of(digits, weights).free_origin) / self.grid.etp
 
     def movements(self, task: Task, slots: Mapping[str, Slot], codec: str) -> list[Movement]:
-        """Return the one movement of a move or hop; none if nothing moves."""
+        """Return the movement of a move or hop, as a list; an empty list if nothing moves."""
         source, move = ends_of(task, slots)
         key = (source.kind, _any_chunk(move), codec, task.link if task.op is Op.HOP else "", task.hop)
         if key not in self._found:
@@ -132,12 +135,13 @@ class Even(AbstractVolumes):
         return self._found[key]
 
     def sent(self, move: Move) -> list[tuple[int, int, float, float]]:
-        """Return (source, target, rows, how many targets it stands for) of what a movement sends before it is lowered."""
+        """Return (source, target, rows, number of targets that the target stands for) of a movement before it is
+        lowered."""
         pairs, rows = self._sent(self._radix(move.source), move)
         return list(zip(pairs.source.tolist(), pairs.target.tolist(), rows.tolist(), pairs.count.tolist()))
 
     def _sent(self, digits: Digits, move: Move) -> tuple[Pairs, np.ndarray]:
-        """Return the classes of pairs that exchange rows, and the rows of one pair of each."""
+        """Return the classes of pairs that exchange rows, and the rows of one pair of each class."""
         pairs = digits.pairs(digits.axes(move.group), steps_of(digits, move.source))
         rows = self._moved(digits, move, pairs)
         sent = rows > 0
@@ -162,7 +166,7 @@ class Even(AbstractVolumes):
     def _paths_of(
         self, task: Task, digits: Digits, group: frozenset[int], pairs: Pairs, classed: frozenset[int]
     ) -> HopPaths:
-        """Return the messages of a hop, worked out once for all meshes whose ranks have the same digits."""
+        """Return the messages of a hop, computed once for all meshes whose ranks have the same digits."""
         ranks = (digits.strides, digits.sizes, pairs.source, pairs.target)
         key = (task.link, task.hop, digits.per_node, group, classed, *(each.tobytes() for each in ranks))
         if key not in self._paths:
@@ -170,7 +174,7 @@ class Even(AbstractVolumes):
         return self._paths[key]
 
     def _of_link(self, name: str, move: Move, digits: Digits) -> Digits:
-        """Return the digits that tell apart what an all-to-all does with a movement's packets."""
+        """Return the digits that distinguish the packets of a movement that an all-to-all treats differently."""
         link, group, in_steps = ALL_TO_ALLS[name], digits.axes(move.group), move.source.step is not None
         upper = group - digits.local
         nodes, per_node = digits.product(upper), digits.product(group & digits.local)
@@ -183,7 +187,7 @@ class Even(AbstractVolumes):
     def _parts(
         self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, messages: np.ndarray
     ) -> list[Movement]:
-        """Return the movements that messages fall into: one, or where ranks of a node differ, one per connected set."""
+        """Group messages into movements: one, or, if ranks of a node are distinguished, one per connected set."""
         block = self.topology.block
         here, there = source % block, target % block
         posts = np.bincount(here, messages, block) + np.bincount(there, messages, block)
@@ -222,7 +226,7 @@ class Even(AbstractVolumes):
         loose = digits.axes(move.group) - before.fixed
         pieces *= (s[:, sorted(loose)] == 0).all(axis=1)
         if loose - digits.within(1, digits.block) and pieces.any():
-            raise UnlikeError("of several nodes that hold the same rows only the first sends them")
+            raise UnlikeError("only the first of several nodes that hold the same rows sends them")
         return pieces
 
     def _experts_each(self, layout: Layout) -> int:
@@ -240,7 +244,7 @@ class Even(AbstractVolumes):
 
 
 def _any_chunk(move: Move) -> Move:
-    """Return a movement with its chunk called 0: even chunks are alike."""
+    """Return a movement with its chunk number set to 0, since even chunks are equal."""
     source, target = (
         replace(layout, chunk=0) if isinstance(layout.chunk, int) else layout for layout in (move.source, move.target)
     )
@@ -248,7 +252,7 @@ def _any_chunk(move: Move) -> Move:
 
 
 class AbstractEvenLayers(ABC):
-    """Where a simulator takes the rows and messages of even layers from."""
+    """Source of the rows and messages of even layers for a simulator."""
 
     @abstractmethod
     def volumes(self, program: Program, workload: Workload, grid: Grid) -> AbstractVolumes:
@@ -256,8 +260,8 @@ class AbstractEvenLayers(ABC):
 
         Args:
             program: forward or backward.
-            workload: of the layer.
-            grid: the mesh, etp factored as the plan wants it.
+            workload: the layer and its tokens.
+            grid: the mesh, with etp factored as the plan requires.
 
         Raises:
             UnlikeError: if one rank cannot stand for the others.
@@ -266,10 +270,10 @@ class AbstractEvenLayers(ABC):
 
 
 class EvenLayers(AbstractEvenLayers):
-    """Every layer for itself; what does not depend on the plan is worked out once.
+    """Computes every layer by itself, and caches what does not depend on the plan.
 
     Args:
-        cluster: on what.
+        cluster: the cluster.
     """
 
     def __init__(self, cluster: ClusterSpec) -> None:
@@ -289,7 +293,8 @@ class EvenLayers(AbstractEvenLayers):
         return self._found[key]
 
     def _block(self, grid: Grid, apart: bool) -> int:
-        """Return how many ranks stand for all: a node's; with ranks told apart, those behind the largest switch."""
+        """Return the size of the block of ranks that stands for all: a node, or, if ranks are distinguished, the ranks
+        behind the largest switch."""
         per_node = check_fit(self._cluster, grid.world, grid.ranks_per_node)
         above = [link.devices // self._cluster.devices_per_node * per_node for link in self._cluster.links]
         fitting = [run for run in above if per_node < run <= min(grid.world, MAX_RANKS_APART)]

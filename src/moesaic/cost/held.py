@@ -1,10 +1,11 @@
-"""What one call of a layer holds at most on each rank, forward and backward: bytes, derived from the programs that run.
+"""Peak memory of one layer call on each rank, forward and backward: bytes, derived from the programs that run.
 
-The executor's walk through a program is followed step by step: a slot lives from its writing to its last reading, messages from
-the departure to the landing, and experts keep and need what their kernels do. So each step holds so many bytes per row of
-some slots: a table made once. The rows of a call, which every rank knows of all ranks, then say what the call holds.
+This module follows the executor's walk through a program step by step. A slot lives from the task that writes it to the
+last task that reads it, messages from departure to landing, and experts keep and need what their kernels do. So each
+step holds a number of bytes per row of some slots, in a table that is computed once. The rows of a call, which every
+rank knows for all ranks, then give the bytes of the call.
 
-Not counted: what is there before the call (input, parameters, the gradient of the result), and the router.
+Not counted: memory allocated before the call (input, parameters, gradient of the result), and the router.
 """
 
 from __future__ import annotations
@@ -27,41 +28,42 @@ from moesaic.program.sizes import AbstractLayoutIndex, CallSizes, Move
 from moesaic.program.task import Kind, Lane, Layout, Op, Program, Slot, Task
 
 INDEX = 16
-"""Bytes of a copy's token and expert, int64 both."""
+"""Bytes of a copy's token and expert index, both int64."""
 WIDE = 4
-"""Bytes of a number in which sums are taken, at least."""
+"""Smallest number of bytes of the elements in which sums are accumulated."""
 CODED_ROWS = 4096
-"""Rows over which the bytes of a coded row are averaged."""
+"""Number of rows over which the bytes of an encoded row are averaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSizes:
-    """What experts hold, in numbers of the layer's dtype."""
+    """Memory of experts, in numbers of the layer's dtype."""
 
     dim: int
     """Width of a token."""
     units: int
-    """Rows into which one shard of an expert is packed when weights travel: its hidden units."""
+    """Rows into which one shard of an expert is packed when weights are sent: its hidden units."""
     unit_numbers: int
-    """Numbers in such a row."""
+    """Numbers per packed row."""
     kept: int
-    """Numbers that a row's experts keep from forward to backward besides the row."""
+    """Numbers per row that experts keep from forward to backward besides the row."""
     forward: int
-    """Numbers per row at work in the forward pass besides input, result and what is kept."""
+    """Temporary numbers per row in the forward pass, besides input, result and what is kept."""
     backward: int
-    """The same in the backward pass, besides input, its gradient, that of the result and what was kept."""
+    """Temporary numbers per row in the backward pass, besides the input, its gradient, the result's gradient and what
+    was kept."""
     element_bytes: int
 
     @classmethod
     def stacked(cls, dim: int, units: int, matrices: int, element_bytes: int, *, bias: bool = False) -> ExpertSizes:
-        """Return those of built-in experts: kept is what the matrices give that read the token.
+        """Return the sizes of built-in experts, which keep the results of all matrices that read the token.
 
         Args:
             dim: width of a token.
             units: hidden units of one shard of an expert.
-            matrices: of an expert: 3 for SwiGLU, 2 for a plain one.
-            element_bytes: of a number.
-            bias: experts have biases.
+            matrices: matrices per expert: 3 for SwiGLU, 2 for plain experts.
+            element_bytes: bytes of a number.
+            bias: whether experts have biases.
         """
         return cls(
             dim=dim, units=units, unit_numbers=matrices * dim + (matrices - 1) * bias, kept=(matrices - 1) * units,
@@ -70,7 +72,7 @@ class ExpertSizes:
 
 
 class _Hop(NamedTuple):
-    """Rows that a rank sends, or receives, in one hop of a movement."""
+    """Rows that a rank sends or receives in one hop of a movement."""
 
     move: Move
     link: str
@@ -81,16 +83,16 @@ class _Hop(NamedTuple):
 
 _Term = Layout | _Hop
 Bytes = Counter[_Term]
-"""Bytes per row of slots and hops."""
+"""Bytes per row, by slot layout or hop."""
 
 
 class HeldBytes:
-    """What calls under one plan hold.
+    """Computes the memory of calls under one plan.
 
     Args:
         programs: forward and backward, lowered.
-        shapes: their pieces.
-        experts: of the layer.
+        shapes: pieces of their layouts.
+        experts: memory of the layer's experts.
     """
 
     def __init__(self, programs: tuple[Program, Program], shapes: AbstractLayoutIndex, experts: ExpertSizes) -> None:
@@ -110,13 +112,13 @@ class HeldBytes:
         self._kept, self._sums = self._table([kept, sums])
 
     def peak(self, sizes: CallSizes) -> np.ndarray:
-        """Return the most bytes that a call holds on each rank if it runs as a whole, (world,)."""
+        """Return the peak bytes of a call on each rank if it runs unsliced, (world,)."""
         most: np.ndarray = (self._rows(sizes) @ self._steps.T).max(1)
         return most
 
     def of_slice(self, sizes: CallSizes) -> tuple[np.ndarray, np.ndarray]:
-        """Return the most bytes that a slice of a call holds on each rank with the sums over all slices, and those of them that
-        it keeps for the backward pass, (world,) both."""
+        """Return the peak bytes of a slice of a call, including the sums over all slices, and the part of these bytes
+        that the slice keeps for backward; both (world,)."""
         rows = self._rows(sizes)
         return (rows @ self._steps.T).max(1) + rows @ self._sums, rows @ self._kept
 
@@ -135,18 +137,18 @@ class HeldBytes:
         return np.bincount(ends[term.arrives], weights=rows, minlength=sizes.grid.world).astype(np.int64)
 
     def _paths(self, term: _Hop) -> np.ndarray:
-        """Return source and target of each packet of a hop, and of its leg, (4, packets) int64."""
+        """Return source and target of each packet of a hop, and of the leg that it takes, (4, packets) int64."""
         legs = self._legs(ALL_TO_ALLS[term.link], self.shapes.grid, term.group)
         return legs.get(term.hop, np.zeros((4, 0), dtype=np.int64))
 
 
 class _Walk:
-    """One program, walked through as the executor does.
+    """One program, with the memory of its slots and tasks.
 
     Args:
         program: lowered.
-        shapes: its pieces.
-        experts: of the layer.
+        shapes: pieces of its layouts.
+        experts: memory of the layer's experts.
     """
 
     def __init__(self, program: Program, shapes: AbstractLayoutIndex, experts: ExpertSizes) -> None:
@@ -157,16 +159,17 @@ class _Walk:
         self._slowest = Lane.INTER if between else Lane.INTRA
 
     def slot_bytes(self, name: str) -> Bytes:
-        """Return the bytes of a slot."""
+        """Return the bytes per row of a slot."""
         slot = self.slots[name]
         return _of(slot.layout, self._row_bytes(slot))
 
     def kept_inside(self, task: Task) -> Bytes:
-        """Return the bytes that an expert task keeps besides its input."""
+        """Return the bytes that an expert task keeps for backward besides its input."""
         return self._inside(task, self.experts.kept)
 
     def _inside(self, task: Task, numbers: int) -> Bytes:
-        """Return bytes of so many numbers per row of an expert task and shard of the hidden width that it computes."""
+        """Return the bytes of `numbers` numbers per row of an expert task and per shard of the hidden width that the
+        task computes."""
         rows = next(self.slots[name] for name in task.reads if self.slots[name].kind is Kind.ROWS)
         weights = next(self.slots[name] for name in task.reads if self.slots[name].layout.flow == "weights")
         held = [len(self.shapes.pieces(weights.layout, rank).number) for rank in range(self.shapes.grid.world)]
@@ -184,10 +187,11 @@ class _Walk:
         return experts.dim * experts.element_bytes
 
     def steps(self, stay: set[str]) -> list[Bytes]:
-        """Return what is alive at each step.
+        """Return the bytes that are alive at each step.
 
         Args:
-            stay: slots that live to the end, besides the outputs; what experts keep does so too, in a forward program.
+            stay: slots that live to the end besides the outputs. What experts keep lives to the end of a forward
+                program anyway.
         """
         run = _Alive(self, stay)
         for number, bundle in enumerate(run.bundles):
@@ -204,11 +208,12 @@ class _Walk:
         return run.found
 
     def messages(self, task: Task, *, joined: bool) -> tuple[Bytes, Bytes, bool]:
-        """Return the bytes of a movement's messages on both sides, and whether the slot that it writes is the buffer.
+        """Return the bytes of a movement's send buffers and receive buffers, and whether the receive buffer is the slot
+        itself.
 
         Args:
             task: a move or a hop.
-            joined: it travels with others as one message, so that rows are copied in and out.
+            joined: whether it travels with other movements as one message, so that rows are copied in and out.
         """
         (source, move), target = ends_of(task, self.slots), self.slots[task.writes[0]]
         if task.op is Op.HOP:
@@ -227,12 +232,12 @@ class _Walk:
         return leaves, arrives, not joined and _is_whole(received, made)
 
     def stays(self, task: Task) -> bool:
-        """Whether a move leaves all rows where they are, on every rank."""
+        """Return whether a move leaves all rows where they are, on every rank."""
         _, move = ends_of(task, self.slots)
         return all(self.shapes.stays(move, rank) for rank in range(self.shapes.grid.world))
 
     def coded(self, slot: Slot, codec: str | None) -> int:
-        """Return the bytes of a row of a slot in a message."""
+        """Return the bytes of a slot's row in a message."""
         size = self._row_bytes(slot)
         if not codec or not is_coded(codec) or slot.kind not in (Kind.ROWS, Kind.TOKENS):
             return size
@@ -240,7 +245,7 @@ class _Walk:
         return int(np.ceil(codec_spec(codec).num_bytes(CODED_ROWS, self.experts.dim, dtype) / CODED_ROWS))
 
     def scratch(self, task: Task) -> Bytes:
-        """Return what a task needs while it runs, besides what it reads and writes."""
+        """Return the temporary bytes of a task while it runs, besides the slots that it reads and writes."""
         size = self.experts.element_bytes
         if task.op is Op.EXPERT:
             return self._inside(task, self.experts.forward)
@@ -257,18 +262,18 @@ class _Walk:
 
 
 class _Alive:
-    """What is alive while a program runs."""
+    """The memory that is alive while a program runs."""
 
     def __init__(self, walk: _Walk, stay: set[str]) -> None:
         self._walk, program = walk, walk.program
         self.bundles = bundles(program)
         self.found: list[Bytes] = []
         self.arriving: dict[str, int] = {}
-        """Slots that are under way, and the bundle in which they travel."""
+        """Slots in flight, with the bundle in which each travels."""
         self._flights: dict[int, list[Bytes]] = {}
         self._lands_in_place: set[str] = set()
         self._idle: Bytes = Counter()
-        """Scratch memory of products that wait until rows are on their way."""
+        """Temporary memory of deferred weight-gradient products, which run while rows are in flight."""
         self._root: dict[str, str] = {}
         self._last: dict[str, int] = {}
         there = {"x", "w", "b", *(name for name in program.inputs if name.endswith("'"))}
@@ -286,7 +291,7 @@ class _Alive:
         self._last |= {f"{task.name}*": len(self.bundles) for task in program.tasks if task.op is Op.EXPERT}
 
     def settle(self, name: str) -> None:
-        """Let messages land, if a slot is in them."""
+        """Let the messages that carry a slot arrive, if it is in flight."""
         number = self.arriving.get(name)
         if number is None:
             return
@@ -305,7 +310,7 @@ class _Alive:
                 self._alive[each] = flight[1] if each in packets else self._walk.slot_bytes(each)
 
     def depart(self, number: int, tasks: Sequence[Task]) -> None:
-        """Send what a bundle of movements, or a hop, carries."""
+        """Send the messages of a bundle of movements, or of a hop."""
         moving = [task for task in tasks if task.op is Op.HOP or not self._walk.stays(task)]
         if not moving:
             return
@@ -321,7 +326,7 @@ class _Alive:
         self._note()
 
     def compute(self, task: Task) -> None:
-        """Run a task that needs no other rank."""
+        """Run a task that involves no other rank."""
         walk = self._walk
         for name in task.writes:
             if walk.slots[name].kind is Kind.PACKETS:
@@ -340,7 +345,7 @@ class _Alive:
             self._idle = scratch
 
     def free(self, number: int) -> None:
-        """Free what nothing reads any more; what is being sent as it stands lives until it has landed."""
+        """Free slots that no later task reads. A slot that is sent without a copy lives until its messages have arrived."""
         for name in [name for name in self._alive if self._last.get(self._of(name), -1) <= number]:
             gone = self._alive.pop(name)
             if number in self._flights and not self._flights[number][0]:
@@ -368,10 +373,10 @@ def _joined(parts: Iterable[Mapping[_Term, int]]) -> Bytes:
 
 
 def _is_whole(matches: Sequence, held: Sequence) -> bool:
-    """Whether messages are, on every rank, all rows of a slot in its order."""
+    """Return whether the messages of every rank are all rows of a slot, in its order."""
     return all(match.in_order and len(match.places) == len(slot.number) for match, slot in zip(matches, held))
 
 
 def _times(matches: Sequence, held: Sequence) -> int:
-    """Return how often a slot's rows are in its messages, at most."""
+    """Return the largest number of times that a slot's rows occur in its messages."""
     return max(-(-len(match.places) // max(1, len(slot.number))) for match, slot in zip(matches, held))

@@ -1,8 +1,8 @@
-"""How much memory a plan needs on a rank: weights, gradients, optimizer, activations kept for backward, buffers.
+"""Memory that a plan needs on a rank: weights, gradients, optimizer state, activations kept for backward, buffers.
 
-What a layer keeps is what its backward program reads of the forward one; what it needs besides is the most that is alive at
-once, slot by slot, in the program's order. So a plan that gathers weights, sends a token to more shards or cuts into chunks
-shows it.
+A layer keeps what its backward program reads of the forward program's slots. Its buffers are the largest sum of slots
+alive at once, in the program's order. So the estimate reflects plans that gather weights, send a token to more shards,
+or cut into chunks.
 """
 
 from __future__ import annotations
@@ -16,48 +16,49 @@ from moesaic.program.task import Kind, Op, Program
 
 GIB = 2**30
 FRAGMENTED = 1.05
-"""Bytes that PyTorch's allocator takes of a device over those of tensors: the median of seven layouts that SimuMax 1.2 ran with
-Megatron on eight B200, 1.03 to 1.07."""
+"""Bytes that PyTorch's allocator reserves on a device, over the bytes of tensors. Median of seven layouts that SimuMax
+1.2 ran with Megatron on eight B200; the range is 1.03 to 1.07."""
 
 
 def usable_bytes(cluster: ClusterSpec, reserve_gib: float) -> float:
-    """Return how many bytes of tensors a device holds.
+    """Return the bytes of tensors that fit on a device.
 
     Args:
-        cluster: whose devices.
-        reserve_gib: what the framework takes.
+        cluster: describes the devices.
+        reserve_gib: memory that the framework uses.
     """
     return (cluster.device.memory_gib - reserve_gib) * GIB / FRAGMENTED
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of one rank."""
+    """Memory of one rank, in bytes."""
 
     weights: float
     gradients: float
     optimizer: float
     activations: float
-    """Kept from forward to backward."""
+    """Kept from the forward to the backward pass."""
     buffers: float
-    """Alive for a while inside a layer."""
+    """Temporary memory inside a layer."""
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all parts."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
 
 
 def layer_memory(
     forward: Program, backward: Program, volumes: AbstractVolumes, memory_budget: int | None = None
 ) -> tuple[float, float]:
-    """Return the bytes that an MoE layer keeps for backward, and the most that it needs besides while it runs.
+    """Return the bytes that an MoE layer keeps for backward, and the most further bytes that it needs while it runs.
 
     Args:
         forward: the lowered program.
         backward: the lowered program of its gradients.
-        volumes: the rows; of several actors the one with the most counts.
-        memory_budget: bytes that the layer holds at most; None for no limit. What it keeps is the same share of them.
+        volumes: the rows; among several actors, the one with the most rows counts.
+        memory_budget: most bytes that the layer may hold; None for no limit. Both results shrink by the same factor to
+            fit it.
     """
     there, back = (_slot_bytes(program, volumes) for program in (forward, backward))
     kept = {name for name in backward.inputs if name in there}
@@ -71,7 +72,8 @@ def layer_memory(
 
 
 def _hidden(program: Program, volumes: AbstractVolumes) -> float:
-    """Return the bytes of the experts' inner activations: the gate's and the rows' for SwiGLU, one for a plain expert."""
+    """Return the bytes of the experts' inner activations: gate and up rows for SwiGLU, one matrix's rows for plain
+    experts."""
     slots = {slot.name: slot for slot in program.slots}
     total = 0.0
     for task in program.tasks:
@@ -84,7 +86,8 @@ def _hidden(program: Program, volumes: AbstractVolumes) -> float:
 
 
 def _slot_bytes(program: Program, volumes: AbstractVolumes) -> dict[str, float]:
-    """Return the bytes of every slot on the rank where it is largest; stored weights count elsewhere."""
+    """Return the bytes of every slot on the rank where it is largest. Stored weights are 0, since they are counted
+    elsewhere."""
     slots = {slot.name: slot for slot in program.slots}
     carries = {name: (slots[task.of[0]], task.codec) for task in program.tasks if task.of for name in task.writes}
     stored = {slot.name for slot in program.slots if slot.kind is Kind.WEIGHT} & {*program.inputs, *program.outputs}
@@ -97,7 +100,8 @@ def _slot_bytes(program: Program, volumes: AbstractVolumes) -> dict[str, float]:
 
 
 def peak_bytes(program: Program, size: Mapping[str, float], stay: Iterable[str]) -> float:
-    """Return the most bytes alive at once; slots live from their writing to their last reading.
+    """Return the most bytes that are alive at once. A slot lives from the task that writes it to the last task that
+    reads it.
 
     Args:
         program: in the order in which it runs.

@@ -1,12 +1,13 @@
-"""`ProfileTiming`: when a program's tasks run on a machine that was profiled, with the costs that they have for its host.
+"""`ProfileTiming`: predicts when a program's tasks run on a profiled machine, from its measured host costs.
 
-Rows, paths and the order of events are the simulator's own (`simulate.py`); what is put in place of its assumptions is the
-processor time of every task, its messages and its bytes, and that ranks send eagerly: a message leaves when its sender issues
-it, whatever the others do. So ranks of a node drift apart, one computes while another sends, and links that would idle in
-lockstep do not. Few ranks are therefore simulated each by itself, on the cores that they share, with links as queues; of many,
-one stands for all.
+Rows, paths and the order of events are the simulator's own (`simulate.py`). Measured values replace its assumptions
+about the processor time of every task, of its messages and of its bytes. Ranks send eagerly: a message leaves when its
+sender issues it, whatever the others do. So ranks of a node drift apart, one rank computes while another sends, and
+links that would idle in lockstep do not. Up to `RANKS_APART` ranks are therefore simulated separately, on the cores
+that they share, with links as queues. Beyond that, one rank stands for all.
 
-What a program asks of the host is counted task by task (tasks of each kind, messages, bytes), alike for fits and simulations.
+The demands of a program on the host are counted task by task (tasks of each kind, messages, bytes), identically for
+fits and simulations.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from moesaic.program.bundles import bundles
 from moesaic.program.task import Kind, Op, Program, Slot, Task
 
 FEATURES = tuple(each.name for each in fields(HostCosts) if each.name != "sharing")
-"""What costs are counted in."""
+"""Units in which the host's work is counted: one cost each."""
 TRANSPORT = FEATURES.index("transport_byte")
 DEARER = {
     **dict.fromkeys((Op.PACK, Op.UNPACK, Op.TAKE, Op.JOIN), "copy"), Op.COMBINE: "combine", Op.EXPERT_GRAD: "gradient",
 }  # fmt: skip
-"""Tasks that cost the host more than others do, whatever their bytes, and the cost by which."""
+"""Tasks that cost the host more than others do, whatever their bytes, and the name of the extra cost."""
 _BYTES = Rates(flops=1.0, rows=(1.0,), share=(1.0,), memory=1.0, codec=None)
-"""Rates under which "seconds" are bytes."""
+"""Rates under which compute "seconds" are bytes."""
 
 
 def host_features(program: Program, volumes: AbstractVolumes, movements: list[list[Movement]]) -> np.ndarray:
-    """Return what each task asks of each actor's host, (tasks, actors, features); features as in `FEATURES`.
+    """Return the demand of each task on each actor's host, (tasks, actors, features), in the order of `FEATURES`.
 
     Args:
         program: forward or backward.
@@ -73,7 +74,7 @@ def host_features(program: Program, volumes: AbstractVolumes, movements: list[li
 
 
 def is_lossy(task: Task, slots: Mapping[str, Slot]) -> bool:
-    """Whether a task codes rows with a codec; what that takes is measured codec by codec, not per byte."""
+    """Return whether a task encodes or decodes rows with a codec. These costs are measured per codec, not per byte."""
     if task.op not in (Op.PACK, Op.UNPACK) or not task.codec:
         return False
     assert task.of is not None
@@ -81,14 +82,14 @@ def is_lossy(task: Task, slots: Mapping[str, Slot]) -> bool:
 
 
 def layer_features() -> np.ndarray:
-    """Return what a layer asks of the host besides its programs, (features,)."""
+    """Return the demand of a layer on the host besides its programs, (features,)."""
     found = np.zeros(len(FEATURES))
     found[FEATURES.index("layer")] = 1
     return found
 
 
 def costs_vector(costs: HostCosts) -> np.ndarray:
-    """Return the costs of one of each feature, (features,) seconds of processor time.
+    """Return the cost of one unit of each feature, (features,) seconds of processor time.
 
     Args:
         costs: as measured.
@@ -97,7 +98,7 @@ def costs_vector(costs: HostCosts) -> np.ndarray:
 
 
 def _transport_bytes(moved: Movement, volumes: AbstractVolumes) -> float:
-    """Return the bytes that a rank sends and receives in a movement, the mean over its ranks."""
+    """Return the bytes that a rank sends and receives in a movement, mean over its ranks."""
     topology, total = volumes.topology, 0.0
     for link, seconds in zip(moved.load.links.tolist(), moved.load.seconds.tolist()):
         ends = 2 if topology.names[link].startswith("inside") else 1  # between nodes a message leaves and arrives
@@ -106,7 +107,7 @@ def _transport_bytes(moved: Movement, volumes: AbstractVolumes) -> float:
 
 
 def _gradient_bytes(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes) -> np.ndarray:
-    """Return the bytes of weight gradients that an expert task writes."""
+    """Return the bytes of weight gradients that an expert task writes, (actors,)."""
     total = np.zeros(volumes.num_actors)
     layer = volumes.layer
     for name in task.writes:
@@ -117,7 +118,8 @@ def _gradient_bytes(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolu
 
 
 def _waits(program: Program, movements: list[list[Movement]]) -> list[bool]:
-    """Return which tasks first need a movement that is further down the chain of movements than any before them."""
+    """Return, for each task, whether it is the first to need a movement deeper in the chain of movements than all
+    before."""
     depth: dict[str, int] = {}
     deepest, found = 0, []
     for task, moved in zip(program.tasks, movements):
@@ -129,31 +131,32 @@ def _waits(program: Program, movements: list[list[Movement]]) -> list[bool]:
 
 
 RANKS_APART = 16
-"""Ranks up to which each is simulated by itself, message by message; of more, one stands for all."""
+"""Number of ranks up to which every rank and message is simulated separately; beyond it, one rank stands for all."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What a program asks of a machine, whatever its host's costs are."""
+    """The demand of a program on a machine, which does not depend on the host's costs."""
 
     program: Program
     volumes: AbstractVolumes
     movements: list[list[Movement]]
-    """Of each task."""
+    """Movements of each task."""
     features: np.ndarray
-    """As of `host_features`."""
+    """As returned by `host_features`."""
     compute: np.ndarray
     """(tasks, actors) seconds of products and codecs."""
     graph: Graph
 
 
 class ProfileTiming(AbstractTiming):
-    """Times of a machine that was profiled.
+    """Timing from the profile of a machine.
 
     Args:
-        profile: what was measured.
+        profile: the measurements.
         cluster: links and devices of the profile, as `ClusterProfile.to_cluster` returns them.
-        virtual_flops: operations per second of virtual accelerators, which take no processor time; None: experts multiply.
+        virtual_flops: operations per second of virtual accelerators, which use no processor time; None: experts
+            multiply on the host.
     """
 
     def __init__(self, profile: ClusterProfile, cluster: ClusterSpec, virtual_flops: float | None = None) -> None:
@@ -162,13 +165,13 @@ class ProfileTiming(AbstractTiming):
 
     @property
     def around_seconds(self) -> float:
-        """What a layer takes before its forward program: routing, the exchange of counts. As much, by autograd, is before the
-        backward one."""
+        """Seconds of a layer before its forward program: routing, the exchange of counts. Autograd takes as long before
+        the backward program."""
         return float(layer_features() / 2 @ self._costs) * self.profile.host.sharing
 
     @property
     def collectives(self) -> Mapping[str, Fit]:
-        """Lines that the profile has, where the cluster has as many nodes as were measured."""
+        """Lines of the profile, if the cluster has as many nodes as were measured; else none."""
         return self.profile.collectives if self._cluster.nodes == self.profile.nodes else {}
 
     @property
@@ -182,10 +185,10 @@ class ProfileTiming(AbstractTiming):
     def run(
         self, program: Program, volumes: AbstractVolumes, dtype: str, known: Mapping[str, float] | None = None
     ) -> Simulated:
-        """Return the program laid out in time.
+        """Simulate a program.
 
-        A link is taken for no longer than the program runs: its first kilobytes may be free. What the one thread of a rank
-        does counts as computing.
+        A link is busy for no longer than the program runs, since its first kilobytes may be free. All work of a rank's
+        single thread counts as computation.
         """
         asked = self.asked(program, volumes, dtype, known)
         return self._account(asked, self.lay_out(asked))
@@ -195,8 +198,8 @@ class ProfileTiming(AbstractTiming):
         return [self._account(*each) for each in zip(asks, self.laid_out(asks))]
 
     def laid_out(self, asks: Sequence[Demand]) -> list[Events]:
-        """Return the events of a layer's passes, each from the end of the one before, though a rank that has ended one begins
-        the next whatever the others do: before 0."""
+        """Return the events of a layer's passes, with times relative to the end of the previous pass. A rank that ends
+        a pass early starts the next one at once, so some times are below 0."""
         found: list[Events] = []
         late: np.ndarray | None = None
         for asked in asks:
@@ -222,7 +225,7 @@ class ProfileTiming(AbstractTiming):
     def asked(
         self, program: Program, volumes: AbstractVolumes, dtype: str, known: Mapping[str, float] | None = None
     ) -> Demand:
-        """Return what a program asks of the machine; arguments as of `run`."""
+        """Return the demand of a program on the machine. Arguments as in `run`."""
         movements = movements_of(program, volumes)
         features = host_features(program, volumes, movements)
         slots = {slot.name: slot for slot in program.slots}
@@ -233,11 +236,11 @@ class ProfileTiming(AbstractTiming):
         return Demand(program, volumes, movements, features, compute, graph)
 
     def lay_out(self, asked: Demand, late: np.ndarray | None = None) -> Events:
-        """Return the events of a program that were run.
+        """Run the events of a program and return them.
 
         Args:
-            asked: by the program.
-            late: as of `Events.run`.
+            asked: demand of the program.
+            late: as in `Events.run`.
         """
         actors, profile = asked.volumes.num_actors, self.profile
         moving = asked.features[..., TRANSPORT] * self._costs[TRANSPORT]
@@ -245,7 +248,7 @@ class ProfileTiming(AbstractTiming):
         cores = [0]
         if actors > 1:
             cores = self._cores_of(actors)
-            if self._virtual_flops is None:  # products take the core that the rates share among the ranks
+            if self._virtual_flops is None:  # products run on the core; the rates already contain `sharing`
                 work, compute = work + compute / profile.host.sharing, np.zeros_like(compute)
         else:
             work, moving = work * profile.host.sharing, moving * profile.host.sharing
@@ -258,12 +261,12 @@ class ProfileTiming(AbstractTiming):
         return events
 
     def _cores_of(self, ranks: int) -> list[int]:
-        """Return on which core each rank is, as `hold_still` spreads them: as many share one as was measured."""
+        """Return the core of each rank, as `hold_still` assigns them, with as many ranks per core as measured."""
         cores = max(1, round(ranks / self.profile.host.sharing))
         return [rank % cores for rank in range(ranks)]
 
     def _computing(self, task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, dtype: str) -> np.ndarray:
-        """Return the seconds of products, and of codecs that lose precision, (actors,); the rest is the host's."""
+        """Return the seconds of products and of lossy codecs, (actors,). All other work counts as host work."""
         if task.op in (Op.EXPERT, Op.EXPERT_GRAD):
             return compute_seconds(task, slots, volumes, self._rates(dtype))
         if not is_lossy(task, slots):
@@ -285,12 +288,12 @@ def profiled_simulator(
     """Return a simulator of a profiled machine.
 
     Args:
-        profile: what was measured.
-        nodes: of the same kind; None for as many as were measured.
-        virtual_flops: as for `ProfileTiming`.
+        profile: the measurements.
+        nodes: number of nodes of this kind; None for the measured number.
+        virtual_flops: as in `ProfileTiming`.
 
     Raises:
-        InputError: if there are several nodes and the profile is of one.
+        InputError: if `nodes` is above 1 and only one node was measured.
     """
     cluster = profile.to_cluster(nodes)
     return Simulator(cluster, timing=ProfileTiming(profile, cluster, virtual_flops))

@@ -1,12 +1,12 @@
-"""A whole training step: attention and dense layers, MoE layers forward and backward, parameters, optimizer; and its memory.
+"""Time and memory of a training step: attention and dense layers, MoE layers, parameters, optimizer.
 
-What an MoE layer takes is simulated; everything else of a step is added up here, on one layout. Parameters, gradients and
-moments lie in parts on all data-parallel ranks, as `moesaic train` keeps them (FSDP2): dense ones over dp, experts over edp.
-They are gathered before a block runs, forward and backward, and gradients are scattered after it, in every micro-batch. So
-many copies of the experts cost no memory but traffic, which decides whether ep = 1 wins.
+MoE layers are simulated; the rest of a step is added up here, for one layout. Parameters, gradients and moments are
+sharded over all data-parallel ranks, as `moesaic train` does with FSDP2: dense ones over dp, experts over edp. In every
+micro-batch they are gathered before each block, forward and backward, and gradients are scattered after it. So many
+copies of the experts cost no memory but traffic, which decides whether ep = 1 wins.
 
-Where one micro-batch's forward pass runs beside another's backward pass, the two programs of a layer are one (`together`):
-neither waits for the other, so what one of them sends can travel while the other computes.
+If the forward pass of one micro-batch overlaps the backward pass of another, `together` joins the two programs of a
+layer into one. Neither waits for the other, so one can send while the other computes.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from moesaic.program.order.exact import search
 from moesaic.program.task import Kind, Op, Program, Slot, Stage, Task
 
 BEFORE, BEHIND = "before", "behind"
-"""Names of the tasks that stand for the rest of a block; whoever runs them knows how long they take."""
+"""Names of the tasks that stand for the rest of a block. The caller knows their durations."""
 
 
 def together(forward: Program, backward: Program) -> Program:
-    """Return both programs as one, their slots and tasks apart by name.
+    """Return one program that contains both, with slots and tasks kept apart by name prefixes.
 
     Args:
-        forward: of one micro-batch; its tokens come from the task `BEFORE`.
-        backward: of another; the task `BEHIND` waits for its tokens.
+        forward: forward program of one micro-batch; the task `BEFORE` writes its input tokens.
+        backward: backward program of another micro-batch; the task `BEHIND` reads its output tokens.
     """
     first, second = _named(forward, "forward"), _named(backward, "backward")
     entering, leaving = _tokens(first, first.inputs), _tokens(second, second.outputs)
@@ -76,51 +76,51 @@ def _tokens(program: Program, names: tuple[str, ...]) -> list[Slot]:
 
 
 ONCE = ("parameters", "optimizer")
-"""Parts of a step that a pipeline has no part in."""
+"""Parts of a step that do not depend on the pipeline schedule."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Once:
-    """Seconds of a forward pass of one micro-batch."""
+    """Seconds of the forward pass of one micro-batch."""
 
     attention: float
-    """Of a block: all of it."""
+    """Attention part of a block, in total."""
     projections: float
-    """Of that: products with parameters."""
+    """Of `attention`: products with parameters."""
     scores: float
-    """Queries and keys, and their result and values."""
+    """Of `attention`: products of queries and keys, and of scores and values."""
     up: float
-    """What low-rank attention expands."""
+    """The up-projections of low-rank attention."""
     copies: float
-    """Norms and residuals."""
+    """Of `attention`: norms and residuals."""
     dense: float
-    """A dense feed-forward layer."""
+    """A dense feed-forward layer, in total."""
     dense_product: float
-    """Of that: products."""
+    """Of `dense`: products."""
     unembed: float
-    """The output, and a third of the loss, forward and backward."""
+    """The output projection, and a third of the loss's forward and backward seconds."""
     shared: float
-    """Shared experts of a layer, which every rank of a tensor group computes whole."""
+    """Shared experts of a layer, which every rank of a tensor-parallel group computes in full."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A step under a plan."""
+    """Predicted time of a step under a plan."""
 
     seconds: float
     parts: dict[str, float]
-    """Seconds by part; they add up."""
+    """Seconds by part; the parts sum to `seconds`."""
     limits: dict[str, float]
-    """Seconds that the step cannot go below for one reason each: computing, a link, gathering parameters."""
+    """Lower bounds on the seconds of a step, one per resource: computation, a link, gathering parameters."""
 
     @property
     def bottleneck(self) -> str:
-        """The reason that limits it most."""
+        """Name of the largest limit."""
         return max(self.limits, key=lambda name: self.limits[name])
 
 
 def mean_of(estimates: Sequence[Estimate]) -> Estimate:
-    """Return the mean of steps under one plan: of their times, parts and limits."""
+    """Return the mean of several steps under one plan: of their times, parts and limits."""
 
     def mean(tables: list[dict[str, float]]) -> dict[str, float]:
         names = dict.fromkeys(name for table in tables for name in table)
@@ -134,15 +134,15 @@ def mean_of(estimates: Sequence[Estimate]) -> Estimate:
 
 
 class StepCostModel:
-    """What a step has around its MoE programs, on one layout.
+    """Predicts the time and memory of steps on one layout.
 
     Args:
-        model: what is trained.
+        model: the model and how it is trained.
         grid: the layout.
-        simulator: of the cluster; one of a profile predicts the MoE layers by what was measured.
+        simulator: of the cluster. The simulator of a profile predicts MoE layers from measurements.
 
     Raises:
-        InputError: if the layout does not fit the cluster, or the dtype's rate is not known.
+        InputError: if the layout does not fit the cluster, or the dtype's rate is unknown.
     """
 
     def __init__(self, model: StepModel, grid: Grid, simulator: Simulator) -> None:
@@ -150,8 +150,8 @@ class StepCostModel:
         check_fit(self.cluster, grid.world, grid.ranks_per_node)
         if grid.dp % model.replicas or grid.edp % model.replicas:
             raise InputError(
-                f"{model.replicas} copies of what lies in parts do not divide {grid.dp} data-parallel groups and {grid.edp} "
-                "copies of the experts: choose a divisor of both"
+                f"{model.replicas} replicas of the shards do not divide {grid.dp} data-parallel groups and {grid.edp} replicas "
+                "of the experts: choose a divisor of both"
             )
         self._rates = rates_of(self.cluster, model.layer.dtype)
         self.once = self._block_seconds()
@@ -162,18 +162,18 @@ class StepCostModel:
         self.unembed = 3 * model.outputs * self.once.unembed
         self.shared = model.moe_layers * (3 + self._runs_again("moe", "shared_experts")) * self.once.shared
         self.small = layers * self._block_apart + model.moe_layers * self._layer_apart
-        """Seconds of a micro-batch in small kernels."""
+        """Seconds per micro-batch in small kernels."""
         self.routing = simulator.timing.around_seconds
-        """Seconds of an MoE layer outside its programs, forward and backward, where they were measured; a recomputed forward
-        pass replays its routing and counts nothing."""
+        """Seconds of an MoE layer outside its programs, forward and backward, if measured. A recomputed forward pass
+        replays its routing, which counts nothing."""
 
     def _runs_again(self, *parts: Part) -> bool:
-        """Whether backward computes one of some parts again."""
+        """Return whether backward recomputes any of some parts."""
         return any(part in self.model.recomputed for part in ("block", *parts))
 
     @property
     def _attention_again(self) -> float:
-        """Seconds per block of what backward computes again of attention and norms."""
+        """Seconds per block for which backward recomputes attention and norms."""
         if self._runs_again():
             return self.once.attention
         found = {"core_attn": self.once.scores, "mla_up_proj": self.once.up, "layernorm": 0.4 * self.once.copies}
@@ -181,28 +181,29 @@ class StepCostModel:
 
     @property
     def _block_apart(self) -> float:
-        """Seconds per block of small kernels, those that backward runs again among them."""
+        """Seconds per block in small kernels, including those that backward recomputes."""
         there, back = self._block_steps
         return (1 + self._runs_again()) * there + back
 
     @property
     def _layer_apart(self) -> float:
-        """The same per MoE layer."""
+        """Seconds per MoE layer in small kernels, including those that backward recomputes."""
         there, back = self._layer_steps
         return self.again * there + back
 
     @property
     def again(self) -> int:
-        """Forward passes of an MoE layer per micro-batch: 2 where backward recomputes."""
+        """Forward passes of an MoE layer per micro-batch: 2 if backward recomputes."""
         return 1 + self._runs_again("moe")
 
     def estimate(self, there: Simulated, back: Simulated, both: Simulated | None = None) -> Estimate:
-        """Return a step's time.
+        """Return a step's predicted time.
 
         Args:
             there: the forward program of an MoE layer.
             back: its backward program.
-            both: the two at once, of two micro-batches, attention among them (`beside`); only where `overlapped` says so.
+            both: the two programs overlapped, of two micro-batches, with attention (`beside`). Read only if the model
+                is `overlapped`.
         """
         count, layers = self.model.micro_batches, self.model.moe_layers
         at_once = 1.0
@@ -226,7 +227,7 @@ class StepCostModel:
             busy = sum(parts.values()) - parts["parameters"] - parts["optimizer"]
             apart = busy + count * layers * (1 - at_once) * (there.seconds + back.seconds)
             laid = self.model.pipeline.laid_out(count, self._passes_of(there, back, apart / count, busy / count))
-            # Ranks with fewer blocks than `num_layers` are busy for less: where next to nothing waits, none is for as long.
+            # Ranks with fewer blocks than `num_layers` are busy for less. If almost nothing waits, no rank is busy that long.
             fewer = min(laid.seconds / busy, 1.0)
             parts = {name: seconds * (1.0 if name in ONCE else fewer) for name, seconds in parts.items()}
             parts["pipeline"] = max(laid.seconds - busy, 0.0)
@@ -243,15 +244,16 @@ class StepCostModel:
         )
 
     def beside(self, forward: Program, backward: Program, grid: Grid) -> Simulated:
-        """Return an MoE layer's programs of two micro-batches at once, attention before the one and behind the other.
+        """Simulate the MoE programs of two micro-batches at once, with attention before the forward and after the
+        backward program.
 
-        Their tasks are one program in the best order that the search for exact orders finds, so that what one of them sends
-        travels while the other computes, as DualPipe (DeepSeek-V3, section 3.2.1) and Megatron order them.
+        Their tasks form one program in the best order that the exact search finds, so one can send while the other
+        computes, as in DualPipe (DeepSeek-V3, section 3.2.1) and Megatron.
 
         Args:
             forward: the lowered program of an MoE layer.
             backward: the lowered program of its gradients.
-            grid: the layout, etp factored as the plan wants it.
+            grid: the layout, with etp factored as the plan requires.
         """
         both, layer = together(forward, backward), self.model.layer
         known = {BEFORE: self.once.attention, BEHIND: 2 * self.once.attention}
@@ -266,7 +268,7 @@ class StepCostModel:
         sparse += (3 + self._runs_again("moe", "shared_experts")) * once.shared
         sparse += self._layer_apart
         around = run.blocks * (3 * once.attention + self._attention_again + self._block_apart) + dense
-        # Of the output every rank of `model` has a part.
+        # `model` gives every rank of the pipeline an equal part of the output.
         return around + run.sparse * sparse + 3 * run.outputs * once.unembed * model.pipeline.ranks
 
     def _passes_of(self, there: Simulated, back: Simulated, apart: float, together: float) -> PassSeconds:
@@ -275,8 +277,8 @@ class StepCostModel:
         Args:
             there: the forward program of an MoE layer.
             back: its backward program.
-            apart: seconds of a micro-batch, forward and backward.
-            together: the same beside another micro-batch.
+            apart: seconds of a micro-batch by itself, forward and backward.
+            together: the same while overlapped with another micro-batch.
         """
         model, once = self.model, self.once
         dense = model.num_layers - model.moe_layers
@@ -286,7 +288,7 @@ class StepCostModel:
         forward += model.num_layers * self._block_steps[0] + model.moe_layers * self._layer_steps[0]
         weights = model.num_layers * once.projections + dense * once.dense_product + ends
         weights += model.moe_layers * (once.shared + self._expert_seconds)
-        # Where a schedule has no pairs, what overlapping saves is spread over all passes.
+        # If a schedule does not pair passes, the time saved by overlapping is spread over all passes.
         part = (1.0 if model.pipeline.pairs else together / apart) / model.pipeline.parts
         each = apart / model.pipeline.parts
         values = model.layer.tokens * model.layer.dim * model.layer.element_bytes
@@ -300,7 +302,7 @@ class StepCostModel:
         )
 
     def _hop(self, num_bytes: float) -> float:
-        """Return the seconds in which all ranks of a stage send something to those of the next one."""
+        """Return the seconds in which all ranks of a stage send `num_bytes` each to the ranks of the next stage."""
         inside = self.grid.world < self.cluster.devices_per_node
         links = [link for link in self.cluster.links if link.carries in ("all", "inside" if inside else "outside")]
         each = (
@@ -310,18 +312,19 @@ class StepCostModel:
         return max(each, default=0.0)
 
     def memory(self, forward: Program, backward: Program, grid: Grid, *, memory_budget: int | None = None) -> Memory:
-        """Return what a rank needs.
+        """Return the memory of a rank.
 
-        What a block keeps besides its feed-forward layer: what attention keeps, and the inputs of two norms (Korthikanti et al.
-        2022, section 4.1, with fused scores). Of what is computed again only what it is computed from is kept. Narrow products
-        read weights by rows and by columns, two copies beside the wide ones, and keep what they read by columns only, in place
-        of wide values that nobody else needs (Transformer Engine, "FP8 weight caching" and "Handling transposes").
+        Besides its feed-forward layer, a block keeps what attention keeps and the inputs of two norms (Korthikanti et
+        al. 2022, section 4.1, with fused scores). A recomputed part keeps only its input. Narrow products read weights
+        by rows and by columns, which takes two copies besides the wide ones. They keep their inputs by columns only, in
+        place of wide values that nothing else needs (Transformer Engine, "FP8 weight caching" and "Handling
+        transposes").
 
         Args:
             forward: the lowered program of an MoE layer.
             backward: the lowered program of its gradients.
-            grid: the layout, etp factored as the plan wants it.
-            memory_budget: bytes that a layer holds at most.
+            grid: the layout, with etp factored as the plan requires.
+            memory_budget: most bytes that a layer may hold.
         """
         model, layer = self.model, self.model.layer
         kept, buffers = layer_memory(forward, backward, self.simulator.volumes(forward, layer, grid), memory_budget)
@@ -333,7 +336,7 @@ class StepCostModel:
             whole = self._whole_parameters
             return Memory(
                 weights=whole * layer.element_bytes + narrow * self._multiplied_parameters,
-                # Of gradients in parts a block's are whole while they are reduced.
+                # Sharded gradients of one block are whole while they are reduced.
                 gradients=(held + sum(self._block_parameters) if model.sharded == "gradients" else whole) * size,
                 optimizer=self._stepped_parameters * 3 * size,
                 activations=activations,
@@ -348,7 +351,7 @@ class StepCostModel:
             gradients=held * size,
             optimizer=held * 2 * size,
             activations=activations + kept_casts * cast,
-            # two blocks' parameters, one block's gradients, and of one what its products read
+            # two blocks' parameters, one block's gradients, and one block's narrow weights
             buffers=buffers + logits + 3 * gathered * size + narrow * (dense + experts),
         )
 
@@ -356,11 +359,11 @@ class StepCostModel:
         """Return the bytes that a rank keeps from forward to backward passes.
 
         Args:
-            kept: by one MoE layer's program.
+            kept: bytes that one MoE layer's program keeps.
         """
         model, layer, again = self.model, self.model.layer, self.model.recomputed
         row, dim = layer.tokens * layer.element_bytes / self.grid.tp, layer.dim
-        # What a product reads and keeps takes so much of a wide value: normed inputs, experts' rows, what activations give.
+        # Bytes of a product's kept input over those of a wide value: normed inputs, experts' rows, activations' results.
         read = self._narrow_bytes / layer.element_bytes or 1.0
         attention = (model.attention_kept or 5.5 * dim) - model.attention_up_kept * ("mla_up_proj" in again)
         around = (attention + 2 * dim - dim * ("layernorm" in again) - dim * (1 - read)) * row
@@ -382,7 +385,7 @@ class StepCostModel:
 
     @property
     def _narrow_bytes(self) -> float:
-        """Bytes of a value that narrow products read, its share of a scale among them; 0 where products are not narrow."""
+        """Bytes of a value that narrow products read, including its share of a scale; 0 if products are not narrow."""
         products = self.model.layer.products
         if products is None or ELEMENT_BYTES[products] >= self.model.layer.element_bytes:
             return 0.0
@@ -400,19 +403,19 @@ class StepCostModel:
 
     @property
     def _activated_values(self) -> float:
-        """Values of a rank's experts between their activation and their last matrix, in one MoE layer."""
+        """Values of a rank's experts between activation and last matrix, in one MoE layer."""
         layer, grid = self.model.layer, self.grid
         return grid.dp * layer.copies / (grid.ep * grid.edp) * layer.hidden / grid.etp
 
     @property
     def _activated_again(self) -> float:
-        """Seconds of computing an MoE layer's activation again by itself: two values are read and one written."""
+        """Seconds of recomputing only the activation of an MoE layer: for SwiGLU two values are read and one is written."""
         values = self._activated_values * ("moe_act" in self.model.recomputed and self.again == 1)
         return self.model.layer.matrices * values * self.model.layer.element_bytes / self._rates.memory
 
     @property
     def least_bytes(self) -> float:
-        """What a rank needs whatever the plan: parameters, gradients, moments, and the residual stream."""
+        """Bytes that a rank needs under any plan: parameters, gradients, moments, and the residual stream."""
         stream = self.model.layer.tokens * self.model.layer.dim * self.model.layer.element_bytes / self.grid.tp
         size = self.model.parameter_bytes
         if not self._in_parts:
@@ -423,14 +426,14 @@ class StepCostModel:
 
     @cached_property
     def compute_bound(self) -> float:
-        """Seconds of computing of a step, experts in one product each."""
+        """Seconds of computation of a step, with each expert in one product."""
         passes = (self.again + 2) * self.model.moe_layers
         return self._outside + self.model.micro_batches * passes * self._expert_seconds
 
     @cached_property
     def link_bound(self) -> float:
-        """Seconds of the fullest link of a step if every token crossed it once for all experts behind it, or the weights
-        did where they are fewer bytes; parameters and gradients included."""
+        """Seconds of the busiest link of a step, parameters and gradients included, if every token crossed the link
+        once for all experts behind it, or the weights did if they are fewer bytes."""
         count, passes = self.model.micro_batches, 2 * (self.again + 1) * self.model.moe_layers
         if not self._in_parts:
             times = self._gatherings
@@ -440,13 +443,16 @@ class StepCostModel:
         return max([0.0, *(count * (passes * self._crossing(link) + self._sharding(link)) for link in self._links)])
 
     def floor(self, *, compression: float = 1.0) -> float:
-        """Return seconds that no plan on this layout goes below: what is computed outside the MoE layers, and of each of
-        their passes computing, crossing, or gathering behind it, whichever is more.
+        """Return a lower bound on the seconds of any plan on this layout.
 
-        On a profiled machine crossing does not count: there a part of the bytes may be through before the last rank has come.
+        It sums the computation outside MoE layers, and for each pass of an MoE layer the largest of computing, crossing
+        a link, and gathering parameters behind the pass.
+
+        Crossing does not count on a profiled machine, where some bytes may pass a link before the last rank has reached
+        the movement.
 
         Args:
-            compression: bytes of a row over those that a codec sends.
+            compression: bytes of a row over the bytes that a codec sends for it.
         """
         compute, crossing = self._expert_seconds, 0.0
         if not self.simulator.timing.starts_early and not self.model.overlapped:
@@ -462,7 +468,8 @@ class StepCostModel:
 
     @cached_property
     def sharding(self) -> dict[str, float]:
-        """Seconds per micro-batch of gathering parameters twice and scattering gradients, for each kind of unit, alone."""
+        """Seconds per micro-batch of gathering parameters twice and scattering gradients, by kind of unit, without
+        overlap."""
         (dense, experts), (dense_copies, expert_copies) = self._unit_seconds, self._copy_seconds
         model, moves = self.model, 2 * self._gathered + 1
         ends = reduce_seconds(self.cluster, self.grid, self._root_bytes, self.grid.tp, self._shards[0]) / 2
@@ -474,12 +481,12 @@ class StepCostModel:
 
     @cached_property
     def optimizer_seconds(self) -> float:
-        """Seconds of what the step of an optimizer reads and writes.
+        """Seconds in which an optimizer step reads and writes memory.
 
-        Of what a rank steps, gradients are read for their norm, read and written to clip them, and read with parameters and
-        two moments, which are written. Where parameters as products read them lie beside their masters, they are written from
-        these, and whole gradients lie in a buffer, which is averaged, looked through for what is no number, and zeroed
-        (Megatron-LM, `core/optimizer` and `core/distributed/param_and_grad_buffer.py`).
+        For the parameters that a rank steps, gradients are read for their norm, read and written to clip them, and read
+        together with parameters and two moments, which are written. If products read separate copies of the parameters,
+        these are written from the masters. Whole gradients then lie in a buffer, which is averaged, checked for
+        non-finite numbers, and zeroed (Megatron-LM, `core/optimizer` and `core/distributed/param_and_grad_buffer.py`).
         """
         size, stepped = self.model.parameter_bytes, self._stepped_parameters
         moved = stepped * 10 * size
@@ -493,15 +500,15 @@ class StepCostModel:
 
     @property
     def _around(self) -> float:
-        """Seconds of computing of a micro-batch outside MoE layers' programs."""
+        """Seconds of computation of a micro-batch outside the programs of MoE layers."""
         return self.attention + self.dense + self.unembed + self.shared + self.small
 
     def _block_seconds(self) -> Once:
-        """Return the seconds of what a block does once."""
+        """Return the seconds of one forward pass of each part of a block."""
         model, grid, layer = self.model, self.grid, self.model.layer
         tokens, dim, size = layer.tokens, layer.dim, layer.element_bytes
         rates, rows = rates_of(self.cluster, layer.products or layer.dtype), np.array([float(layer.tokens)])
-        # The all-reduce that ends a layer which is split over tp (Megatron-LM, Shoeybi et al. 2019).
+        # The all-reduce at the end of a layer that is split over tp (Megatron-LM, Shoeybi et al. 2019).
         values = tokens * dim * size
         over_tp = (
             reduce_seconds(self.cluster, grid, values, 1, grid.tp)
@@ -510,7 +517,8 @@ class StepCostModel:
         )
 
         def product(weights: float, split: int, read: float) -> float:
-            """Of some parameters; `read` values of a row are cast where products are narrower."""
+            """Return the seconds of products with some parameters; `read` values of each row are cast if products are
+            narrower."""
             each = rates.product_seconds(rows, 2 * weights / split, weights * size / split)
             return float(each[0]) + tokens * read * rates.cast_bytes / split / rates.memory
 
@@ -519,8 +527,8 @@ class StepCostModel:
         between = tokens * model.attention_copied * size / grid.tp / self._rates.memory
         scores = float(self._rates.product_seconds(rows, model.scores / grid.tp, 0.0)[0])
         scores /= self.cluster.device.scores.of(model.score_kernel, model.head_dim)
-        # Keys and values of every other part of a sequence come by, forward once, backward once more and with their
-        # gradients, behind the scores (ring attention, Liu et al. 2023).
+        # Keys and values of every other part of a sequence pass by behind the scores, once forward, and once backward with
+        # their gradients (ring attention, Liu et al. 2023).
         others = tokens * (model.key_values or 2 * dim) * size * model.shares_sequence / grid.tp
         scores = max(scores, reduce_seconds(self.cluster, grid, others, grid.tp, model.shares_sequence) / 2)
         loss = tokens * logits * model.loss_bytes / self._rates.memory / 3
@@ -539,8 +547,8 @@ class StepCostModel:
         )
 
     def _stepwise_seconds(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Return the seconds of a micro-batch in small kernels that run step by step, beyond fused ones (`cost/step_model.py`):
-        of a block, forward and backward, and of an MoE layer."""
+        """Return the seconds per micro-batch that unfused small kernels take beyond fused ones (`cost/step_model.py`),
+        forward and backward: of a block, and of an MoE layer."""
         model, grid, layer = self.model, self.grid, self.model.layer
         tokens, copies = layer.tokens / grid.tp, grid.dp * layer.copies / (grid.ep * grid.edp)
         launch, experts = self.cluster.host.task_us * 1e-6, layer.num_experts / grid.ep
@@ -566,10 +574,10 @@ class StepCostModel:
         return both(of_block), both(of_layer)
 
     def _exposed(self, there: Simulated, back: Simulated) -> float:
-        """Return the seconds per micro-batch in which parameters and gradients move and nothing else goes on.
+        """Return the seconds per micro-batch in which parameters and gradients move and nothing else runs.
 
-        A block's parameters are gathered while the block before it runs, where its movements leave the links idle; on CPU,
-        where one thread issues everything, nothing hides.
+        A block's parameters are gathered while the previous block runs, whenever its movements leave the links idle. On
+        a CPU, where one thread issues everything, nothing is hidden.
         """
         (dense, experts), (dense_copies, expert_copies) = self._unit_seconds, self._copy_seconds
         total = self.sharding["ends"]
@@ -586,10 +594,11 @@ class StepCostModel:
         return total
 
     def _exposed_once(self, there: Simulated, back: Simulated) -> float:
-        """Return the seconds of a step in which gradients or parameters move for the optimizer and nothing else goes on.
+        """Return the seconds of a step in which gradients or parameters move for the optimizer and nothing else runs.
 
-        Gradients are reduced behind the last micro-batch's backward pass, or in parts behind each, parameters gathered behind
-        the first forward pass, if the system does so; without parts gradients are gathered where they were reduced.
+        If the system hides them, gradients are reduced behind the last micro-batch's backward pass (sharded gradients
+        behind each), and parameters are gathered behind the first forward pass. With nothing sharded, an all-gather of
+        the gradients replaces the one of the parameters.
         """
         (dense, experts), (dense_copies, expert_copies) = self._unit_seconds, self._copy_seconds
         held = self.model.pipeline.copies
@@ -598,7 +607,7 @@ class StepCostModel:
         copied = held * (self.model.num_layers * dense_copies + self.model.moe_layers * expert_copies)
         total, attention = 0.0, self.model.num_layers * self.once.attention
         whole, each_time = self.model.sharded == "none", self.model.sharded == "gradients"
-        # Gradients have parameter_bytes each, parameters element_bytes.
+        # Each gradient takes parameter_bytes, each parameter element_bytes.
         model, narrow = self.model, self.model.layer.element_bytes / self.model.parameter_bytes
         for hides, run, passes, share, times in (
             (model.hides_parameters, there, 1, 0.0 if whole else narrow, 1),
@@ -616,24 +625,25 @@ class StepCostModel:
 
     @property
     def _gathered(self) -> float:
-        """Bytes of a parameter that is gathered over those of its gradient."""
+        """Bytes of a gathered parameter over the bytes of its gradient."""
         return (self.model.gathered_bytes or self.model.parameter_bytes) / self.model.parameter_bytes
 
     @property
     def _gatherings(self) -> float:
-        """How often per step all parameters are gathered twice and gradients scattered once, or as many bytes are moved."""
+        """How many times per step all parameters are gathered twice and gradients scattered once, or an equal number of
+        bytes moves."""
         count, gathered = self.model.micro_batches, self._gathered
         moves = {"gradients": count + gathered, "optimizer": 1 + gathered, "none": 2.0}
         return moves[self.model.sharded] / (2 * gathered + 1) if self.model.sharded in moves else count
 
     @property
     def _stepped_parameters(self) -> float:
-        """Parameters that a rank's optimizer steps."""
+        """Parameters that a rank's optimizer updates."""
         return self._whole_parameters if self.model.sharded == "none" else self._held_parameters
 
     @property
     def _whole_parameters(self) -> float:
-        """Parameters of a rank before they are cut over data-parallel ranks."""
+        """Parameters of a rank before sharding over data-parallel ranks."""
         experts = self.model.expert_parameters / (self.grid.ep * self.grid.etp)
         return self.model.pipeline.copies * (
             self.model.dense_parameters / self.grid.tp + self._shared_parameters + experts
@@ -650,17 +660,17 @@ class StepCostModel:
 
     @property
     def _strides(self) -> tuple[int, int]:
-        """How far apart ranks stand over which dense parameters and experts lie in parts."""
+        """Distance between the ranks that share the shards of dense parameters, and of experts."""
         return self.grid.tp, self.grid.ep * self.grid.etp
 
     @property
     def _shards(self) -> tuple[int, int]:
-        """Ranks over which dense parameters and experts lie in parts."""
+        """Number of ranks over which dense parameters, and experts, are sharded."""
         return self.grid.dp // self.model.replicas, self.grid.edp // self.model.replicas
 
     @cached_property
     def _copy_seconds(self) -> tuple[float, float]:
-        """Seconds in which copies of what lies in parts all-reduce a block's dense gradients, and its experts'."""
+        """Seconds in which the replicas of shards all-reduce a block's dense gradients, and its experts'."""
         size, copies = self.model.parameter_bytes, self.model.replicas
         dense, experts = (
             reduce_seconds(self.cluster, self.grid, count * size / shards, stride * shards, copies)
@@ -670,7 +680,7 @@ class StepCostModel:
 
     @property
     def _block_parameters(self) -> tuple[float, float]:
-        """Parameters of a block on a rank before they are cut over data-parallel ranks: dense ones, experts'."""
+        """Parameters of a block on a rank before sharding over data-parallel ranks: dense ones, and experts'."""
         model, layer = self.model, self.model.layer
         dense = (model.dense_parameters - model.embeddings * model.vocab * layer.dim) / model.num_layers / self.grid.tp
         dense += self._shared_parameters / model.num_layers
@@ -679,14 +689,14 @@ class StepCostModel:
 
     @property
     def _root_bytes(self) -> float:
-        """Bytes of the embedding and the output."""
+        """Bytes of a rank's parameters of embedding and output."""
         return (
             self.model.embeddings * self.model.vocab * self.model.layer.dim / self.grid.tp * self.model.parameter_bytes
         )
 
     @property
     def _shared_parameters(self) -> int:
-        """Parameters of all shared experts, which every rank of a tensor group has whole."""
+        """Parameters of all shared experts, which every rank of a tensor-parallel group holds in full."""
         layer = self.model.layer
         return self.model.shared_hidden * layer.matrices * layer.dim * self.model.moe_layers
 
@@ -708,7 +718,7 @@ class StepCostModel:
 
     @property
     def _links(self) -> list[Link]:
-        """Levels that every message out of a run of devices uses."""
+        """Levels that every message out of a run of devices crosses."""
         crosses = self.grid.world > self.cluster.devices_per_node
         return [
             link for link in self.cluster.links
@@ -718,7 +728,8 @@ class StepCostModel:
         ]  # fmt: skip
 
     def _crossing(self, link: Link) -> float:
-        """Return the seconds that a link takes one way, each token crossing it once, or the experts' weights."""
+        """Return the seconds for which a link is busy in one direction if each token crosses it once, or the experts'
+        weights do."""
         layer, grid = self.model.layer, self.grid
         where = self._run_of(link)
         runs = grid.ep * grid.etp // where
@@ -731,7 +742,7 @@ class StepCostModel:
         return num_bytes / link.slowest(self.cluster.nodes)
 
     def _sharding(self, link: Link) -> float:
-        """Return the seconds per micro-batch that gathering parameters and scattering gradients takes of a link."""
+        """Return the seconds per micro-batch for which gathering parameters and scattering gradients keep a link busy."""
         dense, experts = (count * self.model.parameter_bytes for count in self._block_parameters)
         over_dp, over_edp = zip(self._strides, (self.grid.dp, self.grid.edp))
         units = (
@@ -746,21 +757,23 @@ class StepCostModel:
         return (2 * self._gathered + 1) * total * link.devices / where / link.slowest(self.cluster.nodes)
 
     def _run_of(self, link: Link) -> int:
-        """Return how many devices leave by a link: of one that only carries what leaves a node, all of the node, evenly."""
+        """Return the number of devices that share a link. A link that only carries messages out of a node counts for
+        the whole node, evenly."""
         return self.cluster.devices_per_node if link.carries == "outside" else link.devices
 
 
 def reduce_seconds(cluster: ClusterSpec, grid: Grid, num_bytes: float, stride: int, ranks: int) -> float:
-    """Return the seconds of an all-reduce in every group of ranks that stand `stride` apart, all groups at once.
+    """Return the seconds of an all-reduce in every group of ranks that are `stride` apart, all groups at once.
 
-    Reduce-scatter inside nodes, all-reduce between ranks of equal place, all-gather inside, the three overlapping.
+    It consists of a reduce-scatter inside nodes, an all-reduce between ranks of equal place, and an all-gather inside
+    nodes, all three overlapping.
 
     Args:
-        cluster: the links.
+        cluster: gives the links.
         grid: the mesh.
-        num_bytes: of one rank's gradients.
-        stride: from one rank of a group to the next.
-        ranks: of a group.
+        num_bytes: bytes of one rank's gradients.
+        stride: distance from one rank of a group to the next.
+        ranks: ranks of a group.
     """
     if ranks == 1 or num_bytes == 0:
         return 0.0
@@ -782,16 +795,16 @@ def reduce_seconds(cluster: ClusterSpec, grid: Grid, num_bytes: float, stride: i
 
 
 def all_reduce_seconds(cluster: ClusterSpec, grid: Grid, num_bytes: float, ranks: int) -> float:
-    """Return the seconds of an all-reduce in every group of consecutive ranks, by rings or in a switch that adds up.
+    """Return the seconds of an all-reduce in every group of consecutive ranks, by rings or in a switch that sums.
 
-    In a switch each rank sends its values once and its share of the sums once more to all, and receives as much. A sum comes
-    down before it goes up again, so the latency counts twice.
+    With a switch, each rank sends its values once and its share of the sums once to all ranks, and receives as much. A
+    sum comes down before it goes up again, so the latency counts twice.
 
     Args:
-        cluster: the links.
+        cluster: gives the links.
         grid: the mesh.
-        num_bytes: of one rank's values.
-        ranks: of a group.
+        num_bytes: bytes of one rank's values.
+        ranks: ranks of a group.
     """
     by_rings, per_node = reduce_seconds(cluster, grid, num_bytes, 1, ranks), grid.ranks_per_node or grid.world
     if not 2 < ranks <= per_node or num_bytes == 0 or not any(link.adds for link in cluster.links):

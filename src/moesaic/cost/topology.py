@@ -1,12 +1,12 @@
-"""`Topology`: a cluster's links as a graph, and what messages put on them.
+"""`Topology`: a cluster's links as a graph, and the load that messages put on them.
 
-Every directed link has a number. `loads` routes messages and adds up, per link, the seconds that the link is taken: bytes
-over its rate, and its start-up cost per message. A movement alone takes its slowest link's seconds (FasterMoE, PPoPP 2022,
-eq. 2: the largest traffic over bandwidth), plus the latency of its longest way.
+Every directed link has a number. `loads` routes messages and adds up, per link, the seconds for which the link is busy:
+bytes over its rate, plus its start-up cost per message. A movement alone takes the seconds of its slowest link
+(FasterMoE, PPoPP 2022, eq. 2: the largest traffic over bandwidth), plus the latency of its longest path.
 
-Folded, a topology has the links of one block of ranks only, a node or all nodes behind a switch, for workloads in which all
-blocks do the same: a message counts at its ends' places within their blocks, and a link above the block carries what all
-blocks below it send.
+A folded topology has only the links of one block of ranks: a node, or all nodes behind a switch. It serves workloads in
+which all blocks do the same. A message then counts at the places of its two ranks within their blocks, and a link above
+the block carries the messages of all blocks below it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from moesaic.errors import InputError
 
 @dataclass(frozen=True)
 class Load:
-    """What some messages put on the links."""
+    """The load of a set of messages on the links."""
 
     links: np.ndarray
-    """(n,) numbers of the links that are used, ascending."""
+    """(n,) numbers of the links in use, ascending."""
     seconds: np.ndarray
-    """(n,) how long each is taken at its full rate."""
+    """(n,) seconds for which each link is busy at its full rate."""
     messages: np.ndarray
-    """(n,) messages on each."""
+    """(n,) messages on each link."""
     latency: float
-    """Seconds of the longest way, paid once."""
+    """Seconds of latency on the longest path, paid once."""
 
     @property
     def alone(self) -> float:
@@ -39,13 +39,13 @@ class Load:
 
 
 class Topology:
-    """The links of a cluster, and which rank sits where.
+    """The links of a cluster, and the device of each rank.
 
     Args:
         spec: the cluster.
-        world: ranks in use.
-        ranks_per_node: ranks on each node, on its first devices; None: all ranks are on one node.
-        block: keep the links of one block of so many consecutive ranks, whole nodes; None keeps them all.
+        world: number of ranks in use.
+        ranks_per_node: ranks on each node, which use its first devices; None: all ranks are on one node.
+        block: keep only the links of one block of this many consecutive ranks (whole nodes); None keeps all links.
 
     Raises:
         InputError: if the ranks do not fit the cluster.
@@ -60,7 +60,7 @@ class Topology:
         self._nodes = self.block // self.ranks_per_node
         self._devices = self._nodes * spec.devices_per_node
         self.names: list[str] = []
-        """Of the links, by number."""
+        """Name of each link, by number."""
         seconds_per_byte: list[float] = []
         into: set[int] = set()
         self._levels: list[tuple[Link, int]] = []
@@ -85,27 +85,27 @@ class Topology:
                     seconds_per_byte += [0.0, 0.0]
         self.seconds_per_byte = np.array(seconds_per_byte)
         self.arrives = np.isin(np.arange(len(self.names)), list(into))
-        """(links,) bool: whether a message comes in over a link, after it has gone out over others."""
+        """(links,) bool: whether messages arrive over the link, after leaving over others."""
 
     @property
     def num_links(self) -> int:
-        """Directed links, and where messages go in turn, the ranks' ports."""
+        """Number of directed links, including the ports of ranks if a rank sends its messages one after the other."""
         return len(self.names)
 
     def loads(self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, messages: np.ndarray) -> Load:
-        """Return what messages put on the links.
+        """Return the load of messages on the links.
 
         Args:
             source: (n,) ranks.
-            target: (n,) ranks, each another than its source.
-            num_bytes: (n,) of all messages of an entry together.
-            messages: (n,) how many messages an entry stands for, fractions allowed.
+            target: (n,) ranks, each different from its source.
+            num_bytes: (n,) bytes of all messages of an entry together.
+            messages: (n,) number of messages that an entry stands for; may be fractional.
         """
         if not len(source):
             return Load(np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0), 0.0)
         (seconds, on_link), latency, slowest = self._route(source, target, num_bytes, messages)
         if self._ports < len(self.names):
-            # Movements of which no message leaves a node have ports of their own, beside those of the others.
+            # Movements that stay inside nodes use separate ports.
             here, there = (self.devices_of(ranks) // self.spec.devices_per_node for ranks in (source, target))
             first = self._ports + (0 if (here != there).any() else 2)
             for side, ranks in ((0, source), (1, target)):
@@ -118,7 +118,7 @@ class Topology:
     def _route(
         self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, messages: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (2, links) seconds and messages, the latency of each entry's way, and the seconds of its slowest link."""
+        """Return (2, links) seconds and messages, the latency of each entry's path, and the seconds of its slowest link."""
         total = np.zeros((2, len(self.names)))
         latency, slowest = np.zeros(len(source)), np.zeros(len(source))
         a, b = self.devices_of(source), self.devices_of(target)
@@ -160,7 +160,7 @@ class Topology:
         return total, latency, slowest
 
     def devices_of(self, ranks: np.ndarray) -> np.ndarray:
-        """Return on which devices of the cluster ranks are."""
+        """Return the device of the cluster that each rank uses."""
         return ranks // self.ranks_per_node * self.spec.devices_per_node + ranks % self.ranks_per_node
 
     def _uses(self, link: Link, a: np.ndarray, b: np.ndarray, inside: np.ndarray) -> np.ndarray:
@@ -175,7 +175,7 @@ class Topology:
         return used & ~inside if link.carries == "outside" else used
 
     def _unit(self, link: Link, devices: np.ndarray) -> np.ndarray:
-        """Return which of a level's links each device is behind."""
+        """Return the number of the level's link that each device is behind."""
         per_node = self.spec.devices_per_node
         if link.units:
             return np.array(link.units)[devices // per_node]
@@ -188,7 +188,7 @@ class Topology:
         return -(-(self._devices if self._folded else self.spec.world) // link.devices)
 
     def _times(self, link: Link) -> int:
-        """Return how many blocks' messages one of the links carries."""
+        """Return the number of blocks whose messages one of these links carries."""
         if not self._folded:
             return 1
         return max(1, min(link.devices // self._devices, self.world // self.block))
@@ -203,13 +203,13 @@ class Topology:
 def _by_connections(
     link: Link, at: np.ndarray, each: np.ndarray, messages: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the seconds of a byte and of a message, (n,), as the connections that are open on a link make them.
+    """Return the seconds per byte and per message, (n,) both, given the connections that are open on each link.
 
     Args:
-        link: which kind.
-        at: (n,) numbers of the links that are used.
-        each: (n,) seconds of a byte at the link's rate.
-        messages: (n,) on each, a connection each.
+        link: the level.
+        at: (n,) numbers of the links in use.
+        each: (n,) seconds per byte at the link's rate.
+        messages: (n,) messages on each link, each on a connection of its own.
     """
     usual = np.full(len(at), link.message_us * 1e-6)
     if not link.connection_us and not link.connection_gbps:
@@ -222,10 +222,10 @@ def _by_connections(
 
 
 def check_fit(spec: ClusterSpec, world: int, ranks_per_node: int | None) -> int:
-    """Return the ranks per node.
+    """Return the number of ranks per node, after checking that a mesh fits a cluster.
 
     Raises:
-        InputError: if a mesh does not fit a cluster.
+        InputError: if it does not fit.
     """
     per_node = world if ranks_per_node is None else ranks_per_node
     if per_node > spec.devices_per_node:

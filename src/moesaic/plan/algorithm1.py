@@ -1,7 +1,7 @@
 """Parm's Algorithm 1, which picks S1 or S2 for a layer: as published, and with its errors corrected.
 
-Yin et al. (INFOCOM 2024), section V. Both need the start-up and rate of three operations. A profile has them measured, for
-groups that are whole nodes or all ranks; elsewhere they come from the simulated cluster, so that only the algorithm differs.
+Source: Yin et al. (INFOCOM 2024), section V. Both variants need the start-up time and rate of three operations. A profile has
+measured ones, for groups that are whole nodes or all ranks. Otherwise they come from the simulated cluster.
 """
 
 from __future__ import annotations
@@ -19,28 +19,34 @@ from moesaic.program.grid import Axis, Grid
 from moesaic.program.task import Kind, Lane, Op, Stage
 
 CHOICES = {"s1": Plan(schedule="s1"), "s2": Plan(schedule="s2", overlap_gather=True)}
-"""What it chooses between: S2 has its last all-to-all and all-gather overlapped (SAA)."""
+"""The two plans that Algorithm 1 chooses between; S2 overlaps its last all-to-all with the all-gather (SAA)."""
 SMALL, LARGE = 1024, 4096
-"""Tokens of the two layers through whose times the lines go."""
+"""Numbers of tokens of the two layers from which each line is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operations:
-    """What Algorithm 1 knows of a cluster: lines over elements, whose `beta` is in seconds per element."""
+    """The input of Algorithm 1 about a cluster: times of operations as lines; `beta` is in seconds per element."""
 
     all_to_all: Fit
-    """Over the elements that a rank puts in."""
+    """The all-to-all, as a function of the input elements of a rank."""
     gather: Fit
-    """MP-AllGather, over the elements of its output."""
+    """MP-AllGather, as a function of the output elements."""
     overlapped: Fit
-    """SAA: the second all-to-all with the gather behind it, over the elements that a rank puts in."""
+    """SAA, the second all-to-all overlapped with the all-gather, as a function of the input elements of a rank."""
 
 
 def published(operations: Operations, layer: Workload, m: int, s: int) -> str:
     """Return "s1" or "s2" by Algorithm 1 as printed.
 
-    Line 2's T already holds the width M, and line 3, y = E T M N_ESP, multiplies by it again; line 5 takes the overlapped
-    operation of y, not of y / m (errata P1 and P3).
+    T in line 2 already contains the width M, and line 3, y = E T M N_ESP, multiplies by M again. Line 5 evaluates the
+    overlapped operation at y, not at y / m (errata P1 and P3).
+
+    Args:
+        operations: times of the operations.
+        layer: the workload.
+        m: size of tp.
+        s: size of etp.
     """
     per_expert = layer.copies / layer.num_experts * layer.dim
     y = layer.num_experts * per_expert * layer.dim * s
@@ -48,29 +54,36 @@ def published(operations: Operations, layer: Workload, m: int, s: int) -> str:
 
 
 def corrected(operations: Operations, layer: Workload, m: int, s: int) -> str:
-    """Return "s1" or "s2" by the closed forms: y = s E C M, everything of y / m."""
+    """Return "s1" or "s2" by the closed forms: y = s E C M, with every operation at y / m; arguments as of `published`."""
     y = s * layer.copies * layer.dim
     return _faster(operations, layer, y / m, y / m)
 
 
 def _faster(operations: Operations, layer: Workload, entered: float, overlapped: float) -> str:
-    """Return the schedule of less time, for so many elements of an all-to-all, and of the overlapped one."""
+    """Return the faster schedule.
+
+    Args:
+        operations: times of the operations.
+        layer: the workload.
+        entered: input elements of a plain all-to-all.
+        overlapped: input elements of the overlapped all-to-all.
+    """
     first = 2 * operations.all_to_all.seconds(entered) + operations.gather.seconds(layer.tokens * layer.dim)
     second = operations.all_to_all.seconds(entered) + operations.overlapped.seconds(overlapped)
     return "s1" if first <= second else "s2"
 
 
 RULES: dict[str, Callable[[Operations, Workload, int, int], str]] = {"parm_printed": published, "parm": corrected}
-"""Both, by the names that a run's `planner.plan` has for them."""
+"""The two variants, by their names in `planner.plan`."""
 
 
 def choose(rule: str, simulator: Simulator, layer: Workload, grid: Grid) -> Plan:
-    """Return the plan that a rule takes for a layer.
+    """Return the plan that a rule chooses for a layer.
 
     Args:
         rule: a key of `RULES`.
-        simulator: of the cluster.
-        layer: of the run, on one rank.
+        simulator: simulator of the cluster.
+        layer: the workload of a rank.
         grid: the mesh.
     """
     found = measured_operations(simulator.timing.collectives, grid, layer.dtype) or operations(
@@ -80,12 +93,13 @@ def choose(rule: str, simulator: Simulator, layer: Workload, grid: Grid) -> Plan
 
 
 def measured_operations(collectives: Mapping[str, Fit], grid: Grid, dtype: str) -> Operations | None:
-    """Return the three lines as a profile has them; None where it has none for groups of these ranks.
+    """Return the operations that a profile measured; None if it has none for the groups of this mesh.
 
     Args:
-        collectives: lines by what was measured, as `ClusterProfile.collectives`.
-        grid: the mesh; the profile's are those of whole nodes, of one rank per node, and of all ranks.
-        dtype: of rows.
+        collectives: measured lines by name, as `ClusterProfile.collectives`; there are lines for groups of whole nodes, of
+            one rank per node, and of all ranks.
+        grid: the mesh.
+        dtype: dtype of rows.
     """
     entered, held = (_span(grid, axes) for axes in (("ep", "etp"), ("tp",)))
     names = (f"all_to_all {entered}", f"all_gather {held}", f"saa {entered}")
@@ -96,7 +110,7 @@ def measured_operations(collectives: Mapping[str, Fit], grid: Grid, dtype: str) 
 
 
 def _span(grid: Grid, axes: tuple[Axis, ...]) -> str:
-    """Return what the group of rank 0 spans, in the words of a profile; "" for none of these."""
+    """Return the span of the group of rank 0 in the words of a profile; "" if a profile has no word for it."""
     group, per_node = grid.group(0, axes), grid.ranks_per_node or grid.world
     known = {
         tuple(range(per_node)): "inside",
@@ -109,13 +123,13 @@ def _span(grid: Grid, axes: tuple[Axis, ...]) -> str:
 def operations(
     simulator: Simulator, grid: Grid, top_k: int, dtype: str = "fp32", capacity_factor: float = 1.2
 ) -> Operations:
-    """Return the three lines on a cluster, each through two sizes, forward.
+    """Return the operations of a simulated cluster: lines through the forward times at two sizes.
 
     Args:
-        simulator: of the cluster.
+        simulator: simulator of the cluster.
         grid: the mesh.
         top_k: experts per token.
-        dtype: of rows.
+        dtype: dtype of rows.
         capacity_factor: rows per expert over the mean.
     """
     layer = Workload(
@@ -140,7 +154,7 @@ def operations(
 
 
 def _spans(simulator: Simulator, grid: Grid, layer: Workload) -> dict[str, float]:
-    """Return the seconds of the three operations in one layer."""
+    """Return the seconds of the three operations in the forward pass of one layer."""
     one, two = (compile_plan(plan, grid) for plan in CHOICES.values())
     volumes = simulator.volumes(one.forward, layer, one.grid)
     slots = {slot.name: slot for slot in one.forward.slots}

@@ -1,4 +1,4 @@
-"""From a plan to the two programs that run: build, passes, transpose, lowering, order."""
+"""Compiles a plan into a forward and a backward program: build, passes, transpose, lowering, order."""
 
 from __future__ import annotations
 
@@ -41,70 +41,71 @@ from moesaic.program.transpose import saved, transpose, up_to_experts
 from moesaic.program.validate import validate
 
 Durations = Callable[[Program, Grid], Mapping[str, float]]
-"""From a lowered program and its grid to the seconds of every task; the same on all ranks."""
+"""Function of a lowered program and its grid that returns the seconds of every task, identically on all ranks."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A plan on a mesh."""
+    """A plan compiled for a mesh."""
 
     plan: Plan
     grid: Grid
-    """The mesh, etp factored as the plan wants it."""
+    """The mesh, with etp factored into the visited and the gathered part if the plan gathers weights."""
     logical: Program
-    """The forward program before lowering, from which the backward one is derived."""
+    """The forward program before lowering, from which the backward program is derived."""
     forward: Program
     backward: Program
     unreplicated: Compiled | None = None
-    """Of a plan that replicates copies: the same one without replication, for calls in which nothing is replicated."""
+    """The same plan without replication, for calls that replicate nothing; None if the plan does not replicate."""
     options: tuple[Compiled, ...] = ()
-    """What the plan's policy chooses from at each call, the plan without replication first; empty for most."""
+    """The compiled plans among which the replication policy chooses in each call, the one without replication first; () for
+    policies without a choice."""
     again: Program | None = None
-    """Of a plan with a memory budget: what a slice that was not kept runs once more before its backward program."""
+    """The part of the forward program that recomputes a slice before its backward program; None without a memory budget."""
     is_assumed: bool = False
-    """Whether its order was searched by the durations of a middling layer."""
+    """Whether the order was searched with the task durations of an assumed typical layer."""
 
     @cached_property
     def is_multicast(self) -> bool:
-        """Whether the program reads visits."""
+        """Whether the plan sends tokens by multicast, so that the program needs the visits of tokens to nodes."""
         return self.plan.crossing is Crossing.MULTICAST
 
     @cached_property
     def routes_slices(self) -> bool:
-        """Whether each rank of a tensor group of several routes a slice of the group's tokens."""
+        """Whether each of several ranks of a tensor-parallel group routes a slice of the tokens of the group."""
         return self.logical.routes_slices and self.grid.tp > 1
 
     @cached_property
     def is_redundant(self) -> bool:
-        """Whether every rank of a tensor group sends all tokens of the group."""
+        """Whether every rank of a tensor-parallel group sends all tokens of the group."""
         return self.logical.is_redundant
 
     @property
     def replicates(self) -> bool:
-        """Whether copies may be computed by other ranks than their experts' homes."""
+        """Whether copies may be computed on other ranks than the homes of their experts."""
         return self.plan.replicates
 
     @property
     def capacity_multiple(self) -> int:
-        """What a padded capacity is rounded up to, so that its rows split evenly over tp, shards and chunks."""
+        """The multiple to which a padded capacity is rounded up, so that its rows split evenly over tp, shards and chunks."""
         blocks = max(codec_spec(codec).rows_per_block for codec in (self.plan.codec, self.plan.backward_codec))
         chunks = self.plan.chunks
         return math.lcm(self.grid.tp, self.grid.etp * chunks, blocks * chunks)
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that two ranks share if and only if they run the same programs on the same mesh."""
+        """Hash of 16 bytes that is equal on two ranks if and only if they run the same programs on the same mesh."""
         text = f"{self.grid}\n{to_text(self.forward)}\n{to_text(self.backward)}"
-        text += f"{self.plan.replication} {self.plan.memory_budget}"  # from these each call derives which rows it runs where
+        text += f"{self.plan.replication} {self.plan.memory_budget}"  # each call decides by these which rows run where
         text += "".join(option.digest.hex() for option in self.options)
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def shapes(self, num_experts: int) -> LayoutIndex:
-        """Return the pieces of every slot for a number of experts, made once."""
+        """Return the pieces of every slot for a number of experts; the result is cached."""
         return self._index(num_experts)
 
     def held(self, num_experts: int, experts: ExpertSizes) -> HeldBytes:
-        """Return what calls of a layer hold, made once for experts of these sizes."""
+        """Return the model of the bytes that calls of a layer hold; the result is cached."""
         return self._held(self.shapes(num_experts), experts)
 
     @cached_property
@@ -127,15 +128,15 @@ def compile_plan(
     """Compile a plan for a mesh.
 
     Args:
-        plan: the choices.
+        plan: the plan.
         grid: the mesh.
-        bias: the experts also have parameters that their shards hold in common.
-        durations: for the exact order, as of `durations_on`; None takes those of a middling layer by the default rates of
-            `cost.Machine`.
-        host_runs_compute: True on CPU, where the thread that issues movements also computes; the exact order minds it.
+        bias: whether the experts also have parameters that all of their shards share.
+        durations: task durations for the exact order, such as `durations_on` returns; None for those of an assumed typical
+            layer with the default rates of `cost.Machine`.
+        host_runs_compute: True on CPU, where the thread that issues movements also computes; the exact order considers it.
 
     Raises:
-        InputError: if the plan does not fit the mesh, or two of its choices clash; the line names both.
+        InputError: if the plan does not fit the mesh, or if two of its choices clash; the message names both.
     """
     how: dict[str, Any] = {"bias": bias, "durations": durations, "host_runs_compute": host_runs_compute}
     unreplicated = None
@@ -170,13 +171,13 @@ def compile_plan(
 
 
 def moving(compiled: Compiled) -> Compiled:
-    """Return the same programs with every result delivered to the rank where its sample lives next (`passes/relocate`).
+    """Return the same programs with every result delivered to the next home of its sample (`passes/relocate`).
 
     Args:
-        compiled: of a plan under which samples stay.
+        compiled: a compiled plan without sample placement.
 
     Raises:
-        InputError: for a plan under which samples cannot move.
+        InputError: if samples cannot move under the plan.
     """
     plan = compiled.plan
     if plan.crossing is Crossing.DEEPEP:
@@ -195,10 +196,16 @@ def moving(compiled: Compiled) -> Compiled:
 
 
 def _with_options(plan: Plan, grid: Grid, choices: Sequence[Plan], how: Mapping[str, Any]) -> Compiled:
-    """Return the program that replicates, with all programs that its policy may run; options that clash are left out.
+    """Compile a plan with all plans that its replication policy may choose; options that do not fit are left out.
+
+    Args:
+        plan: the plan.
+        grid: the mesh.
+        choices: plans of the policy; the first has no replication, the second replicates.
+        how: the other arguments of `compile_plan`.
 
     Raises:
-        InputError: if the plan without replication, or with it, does not fit.
+        InputError: if one of the first two choices does not fit.
     """
     options: list[Compiled] = []
     for number, option in enumerate(choices):
@@ -212,13 +219,13 @@ def _with_options(plan: Plan, grid: Grid, choices: Sequence[Plan], how: Mapping[
 
 
 def for_call(compiled: Compiled, replicated: np.ndarray | None) -> Compiled:
-    """Return what a call runs: where nothing is replicated, the plan without replication, so that an empty table costs nothing.
+    """Return the compiled plan that a call runs: the one without replication if the call replicates nothing.
 
-    All ranks choose alike, since all have the table.
+    An empty replication table thus costs nothing. All ranks choose identically, since all have the table.
 
     Args:
-        compiled: the layer's plan.
-        replicated: (world, num_experts, ep) int64, what a replication policy decided; None under plans that do not replicate.
+        compiled: the compiled plan of the layer.
+        replicated: (world, num_experts, ep) int64, rows that the policy replicates; None if the plan does not replicate.
     """
     if compiled.unreplicated is None or replicated is None or replicated.any():
         return compiled
@@ -226,9 +233,9 @@ def for_call(compiled: Compiled, replicated: np.ndarray | None) -> Compiled:
 
 
 def durations_on(simulator: Simulator, layer: Workload) -> Durations:
-    """Return the durations of a layer on a cluster that is described or was measured, even routing.
+    """Return a function that gives the task durations of a layer on the cluster of a simulator, under even routing.
 
-    They are rounded to nanoseconds: all ranks must search by equal ones, and the last bits differ on unlike processors.
+    Durations are rounded to nanoseconds: all ranks must search with equal ones, and the last bits differ between processors.
     """
 
     def found(program: Program, grid: Grid) -> Mapping[str, float]:
@@ -239,14 +246,14 @@ def durations_on(simulator: Simulator, layer: Workload) -> Durations:
 
 
 def _nominal(program: Program, grid: Grid) -> Mapping[str, float]:
-    """Return durations of a layer of 1024 by 2816, SwiGLU, 4096 tokens per group, two experts per token."""
+    """Return the task durations of an assumed layer: 1024 by 2816, SwiGLU, 4096 tokens per group, two experts per token."""
     num_experts = 2 * grid.ep * max(grid.nodes_per_replica, 1)
     layer = Workload(tokens=4096, num_experts=num_experts, top_k=2, dim=1024, hidden=2816)
     return durations_on(Simulator(Machine().to_cluster(grid)), layer)(program, grid)
 
 
 def _check_deepep(plan: Plan, grid: Grid) -> None:
-    """Raise InputError for what DeepEP does not do."""
+    """Raise InputError if a plan with DeepEP has another choice or a mesh that DeepEP does not support."""
     if plan.crossing is not Crossing.DEEPEP:
         return
     for name, usual in vars(Plan(all_to_all=plan.all_to_all, order=plan.order)).items():
@@ -262,7 +269,7 @@ def _check_deepep(plan: Plan, grid: Grid) -> None:
 
 
 def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Grid]:
-    """Return the forward program after the passes that change what is sent, and its grid."""
+    """Return the forward program after the passes that come before the transpose, and its grid."""
     program = SCHEDULES[plan.schedule](bias)
     if program.slot("x").on("etp") is State.IDENTICAL and not grid.shares_tp_and_etp:
         raise InputError(
@@ -284,7 +291,7 @@ def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Grid]:
 
 
 def _rounds_apart(program: Program) -> bool:
-    """Whether ranks that must agree on a row each take it from messages of their own, of which a codec rounds some."""
+    """Return whether ranks that must agree on a row receive it in separate messages, only some of which a codec rounds."""
     ends = [(task, program.slot(task.writes[0])) for task in program.moves() if "ep" in task.group]
     agreeing = [
         any(slot.on(axis) is State.IDENTICAL for axis in task.group) for task, slot in ends if slot.kind is Kind.ROWS

@@ -1,4 +1,4 @@
-"""`Plan`: every choice that changes how a layer runs on a mesh; none but lossy codecs changes what it computes."""
+"""`Plan`: every choice that changes how an MoE layer runs on a mesh. Only lossy codecs change what the layer computes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moesaic.program.task import Program
 
 
 class Crossing(Enum):
-    """What a name of `Plan.all_to_all` is."""
+    """The kinds of implementation that a value of `Plan.all_to_all` can name."""
 
     LINK = "an algorithm in `ALL_TO_ALLS`, which movements over ep are lowered to"
     MULTICAST = "a pass that changes what is sent: a token once per node, and once per rank there"
@@ -29,10 +29,10 @@ class Crossing(Enum):
 _OTHERS = {"multicast": Crossing.MULTICAST, "deepep": Crossing.DEEPEP}
 
 MOST_CHUNKS = 256
-"""Of a layer; no fewer rows are worth a message, and the order of tasks is found in time that grows with its square."""
+"""Largest `chunks`: smaller chunks are not worth a message, and ordering the tasks takes quadratic time in their number."""
 
 Codec: TypeAlias = str
-"""A codec by its name, with its option behind a colon; see `moesaic.codecs.codec_spec`."""
+"""Name of a codec, optionally with a colon and its option; see `moesaic.codecs.codec_spec`."""
 if TYPE_CHECKING:
     AllToAll: TypeAlias = str
     Replication: TypeAlias = str
@@ -43,39 +43,40 @@ else:
     Replication = Literal[(NO_REPLICATION, *REPLICATION_POLICIES)]
     Order = Literal[tuple(ORDERS)]
     Schedule = Literal[tuple(SCHEDULES)]
-"""Names of registries; a command line lists them as choices."""
+"""Keys of registries; the command line lists them as choices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StaticPlan:
-    """How an MoE layer runs on a mesh, as far as the routing of a call does not matter."""
+    """The choices of a plan that do not depend on the routing of a call."""
 
     schedule: Schedule = "s1"
-    """Where tensor parallelism pauses around the layer: baseline (Parm's eq. 1), ted (DeepSpeed's), s1 before the gate, s2
-    after it, s3 as s2 with the expert shards gathering on the links between them."""
+    """Where tensor parallelism pauses around the layer: baseline (Parm's eq. 1), ted (DeepSpeed), s1 (before the router), s2
+    (after the router), or s3 (like s2, but the expert shards all-gather the rows over the links between them)."""
     fuse: bool = False
-    """One movement over ep and etp in place of two or three (baseline, s3)."""
+    """Fuse the two or three movements over ep and etp of baseline and s3 into one."""
     gather_weights: int | None = None
-    """Tutel's r: how many shards of an expert a token visits; the rest of etp gathers weights instead. 0: all weights come
-    to the tokens. None: etp, no weight moves."""
+    """Tutel's r: number of shards of an expert that a token visits; the other ranks of etp gather weights instead. 0: all
+    weights are gathered where the tokens are. None: r = etp, so no weights move."""
     chunks: int = 1
-    """Parts that each run of copies is cut into, so that one travels while another is computed."""
+    """Number of chunks of the copies of each expert; one chunk is sent while another is computed."""
     peer_groups: int = 1
-    """Groups of neighbours in ep that exchange one after the other (FasterMoE's smart schedule)."""
+    """Number of groups of ep ranks that exchange one after the other (FasterMoE's smart schedule)."""
     overlap_gather: bool = False
-    """Gather over tp phase by phase behind the all-to-all (Parm's SAA; s2 and s3)."""
+    """Overlap the all-gather over tp with the all-to-all, phase by phase (Parm's SAA; for s2 and s3)."""
     all_to_all: AllToAll = "linear"
-    """How rows cross ep. linear; hier1d through one rank per node; hier2d inside nodes, then between; pipelined both at
-    once; hier3d over groups of nodes; naive, 2DH without aligning; multicast, a token once per node and once per rank there;
-    deepep, DeepEP's kernels where that package is installed (GPUs, s1, no tp and etp, none of the options below)."""
+    """All-to-all over ep. linear: direct; hier1d: through one rank per node; hier2d: inside nodes, then between nodes (2DH);
+    pipelined: inside and between nodes at the same time; hier3d: over groups of nodes; naive: 2DH without aligning;
+    multicast: a token is sent once to each node, and there once to each rank; deepep: DeepEP kernels, if installed (GPUs,
+    s1, tp and etp 1, no other option of the plan)."""
     codec: Codec = NO_CODEC
-    """Of rows that cross ep in the forward pass: none, bf16, fp16, int8, fp8, or zfp, which takes its bits per value behind a
-    colon (zfp:12); docs/codecs.md says what each loses."""
+    """Codec of rows that cross ep in the forward pass: none, bf16, fp16, int8, fp8, or zfp with its bits per value (zfp:12);
+    docs/codecs.md gives the error of each."""
     backward_codec: Codec = NO_CODEC
-    """Of gradients that cross ep."""
+    """Codec of gradients that cross ep in the backward pass."""
     order: Order = "optsche"
-    """optsche: ScheMoE's, all dispatches first, then expert by expert; early: every movement as soon as it can; fifo: chunk
-    after chunk; exact: searched, never worse than these by the durations it is given."""
+    """Order of tasks. optsche: ScheMoE's, all dispatches first, then expert by expert; early: each movement as early as
+    possible; fifo: chunk after chunk; exact: searched, never slower than the others by the known task durations."""
 
     def __post_init__(self) -> None:
         _check_kinds(self)
@@ -104,18 +105,17 @@ class StaticPlan:
 
     @property
     def program(self) -> Program:
-        """What its schedule builds, before any pass."""
+        """The forward program that the schedule builds, before any pass."""
         return SCHEDULES[self.schedule](False)
 
     @property
     def crossing(self) -> Crossing:
-        """What `all_to_all` names."""
+        """The kind of implementation that `all_to_all` names."""
         return _OTHERS.get(self.all_to_all, Crossing.LINK)
 
     @property
     def link(self) -> str:
-        """The algorithm in `ALL_TO_ALLS` that movements over ep are lowered to; linear, which leaves them as they are,
-        for others."""
+        """The algorithm in `ALL_TO_ALLS` for movements over ep; linear (no change) if `all_to_all` names none of them."""
         return self.all_to_all if self.crossing is Crossing.LINK else "linear"
 
     @property
@@ -126,19 +126,19 @@ class StaticPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(StaticPlan):
-    """How an MoE layer runs on a mesh, and what it does where routing is skewed."""
+    """Every choice that changes how an MoE layer runs on a mesh, including its reaction to skewed routing."""
 
     replication: Replication = NO_REPLICATION
-    """Which copies are computed by other ranks than their experts' homes, decided at each call from its counts
-    (docs/balance.md). none; shadow: hot experts' weights go to the ranks whose copies they get; published: so, by
-    FasterMoE's own rule; spill: what overloads a rank goes to idle ones; least_loaded: spill with no regard to time; eplb,
-    lplb, laer: those systems' rules, to compare with; arbiter: none, shadow, spill, both, another gather_weights or the smart
-    schedule, whichever is fastest by the cost model, which measured times correct."""
+    """Policy that decides in each call which copies are computed on other ranks than the homes of their experts
+    (docs/balance.md). none; shadow: weights of hot experts are sent to the ranks whose copies they get; published: shadow
+    with FasterMoE's own rule; spill: copies that overload a rank are computed by idle ranks; least_loaded: spill regardless
+    of time; eplb, lplb, laer: the rules of those systems, for comparison; arbiter: the fastest of none, shadow, spill, both,
+    another gather_weights and the smart schedule, by a cost model that measured times correct."""
     memory_budget: int | None = None
-    """Most bytes that one call of a layer holds on a rank, forward and backward, however routing is skewed: rows, messages,
-    what experts keep and need, gradients of the experts; not parameters, input or router. What is beyond it goes to helpers
-    under plans that replicate, else the call runs in slices, of which as many as fit are kept for backward and the others are
-    recomputed. None: no limit."""
+    """Largest number of bytes that one call of a layer holds on a rank, forward and backward, under any routing. It counts
+    rows, messages, memory of the experts and their gradients; not parameters, input or router. Copies beyond the budget go
+    to helper ranks if the plan replicates. Otherwise the call runs in slices: as many as fit are kept for backward, the others
+    are recomputed. None: no limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,12 +146,12 @@ class Plan(StaticPlan):
 
     @property
     def replicates(self) -> bool:
-        """Whether copies may be computed by other ranks than their experts' homes."""
+        """Whether copies may be computed on other ranks than the homes of their experts."""
         return self.replication != NO_REPLICATION
 
 
 def plan_in_words(plan: Plan) -> str:
-    """Return what of a plan is not the plain one."""
+    """Return a plan in words: schedule, all-to-all, and every other choice that is not the default."""
     words: list[str] = [plan.schedule, plan.all_to_all]
     words += [f"{plan.chunks} chunks"] * (plan.chunks > 1) + ["fused"] * plan.fuse
     words += [] if plan.gather_weights is None else [f"r = {plan.gather_weights}"]
@@ -164,15 +164,12 @@ def plan_in_words(plan: Plan) -> str:
 
 
 def check_replication(where: str, replication: str, memory_budget: int | None) -> None:
-    """Refuse an unknown policy and a budget below one copy.
+    """Raise InputError if a replication policy is unknown or a memory budget is below 1.
 
     Args:
-        where: the section that holds the two fields, for the message.
+        where: the configuration section of the two fields, for the message.
         replication: name of a policy.
         memory_budget: bytes per rank, or None.
-
-    Raises:
-        InputError: for either.
     """
     known = (NO_REPLICATION, *REPLICATION_POLICIES)
     if replication not in known:
@@ -184,7 +181,7 @@ def check_replication(where: str, replication: str, memory_budget: int | None) -
 
 
 def _check_kinds(plan: StaticPlan) -> None:
-    """Refuse a field whose value is of another kind than its annotation says; whole numbers of NumPy become Python's."""
+    """Raise InputError if a field has a value of a wrong type; NumPy integers are converted to int."""
     for field in fields(plan):
         value = getattr(plan, field.name)
         if field.type == "bool":

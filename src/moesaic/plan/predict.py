@@ -1,7 +1,7 @@
-"""What a plan table starts with: candidate plans for a mesh that is given, and their simulated steps at a load.
+"""Candidate plans for a plan table on a given mesh, and their simulated step times by load.
 
-Of a cluster that is described, or was measured, candidates are the plans that are simulated best. Where nothing is known they
-are those that would be best on slow links, on usual ones and on fast ones, so that the best is likely to be among them.
+If the cluster is described or was measured, the candidates are the plans with the shortest simulated steps. If nothing is
+known, they are the plans that would be best on slow, usual and fast links, so that the best plan is likely to be among them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from moesaic.plan.search import LOSSLESS, Found, Settings, search
 from moesaic.program.grid import Grid
 
 APART = 64
-"""Ranks up to which uneven loads are simulated; above, every load is predicted as an even one."""
+"""Largest number of ranks for which uneven loads are simulated; on more ranks every load is predicted as an even one."""
 GBPS = {True: (0.2, 2.0, 20.0), False: (25.0, 100.0, 400.0)}
-"""Rates of a node's link that are assumed where none is known, for nodes that compute on CPUs and for others."""
+"""Assumed rates of the link of a node if none is known, for nodes that compute on CPUs (True) and on GPUs (False)."""
 INSIDE = 4.0
-"""How much faster links inside nodes are taken to be."""
+"""Assumed ratio of the rate of links inside nodes to that of links between nodes."""
 CPU = Device(
     tflops=Tflops(fp32=0.05, fp64=0.025, bf16=0.01),
     memory_gib=8.0,
@@ -39,22 +39,23 @@ CPU = Device(
     gemm_rows=(1, 8, 32, 128),
     gemm_share=(0.1, 0.5, 0.85, 1.0),
 )
-"""One process with one thread of a server core; assumed."""
+"""Assumed device: one process with one thread on a server core."""
 GPU = Device(tflops=Tflops(fp64=10.0, fp32=40.0, bf16=200.0), memory_gib=80.0, memory_gigabytes_per_second=1500.0)
-"""Assumed."""
+"""Assumed GPU."""
 ENDLESS_GIB = 1e6
-"""Memory of an assumed device: what runs already fits."""
+"""Memory of an assumed device: unlimited, since the model runs already."""
 
 
 class Predictor:
-    """Simulated seconds of a step under each of some plans, by load.
+    """Predicts the seconds of a step under each candidate plan by simulation, as a function of the load.
 
     Args:
-        job: what is trained.
-        cluster: on what.
+        job: the training job.
+        cluster: the cluster.
         grid: the mesh.
         plans: the candidates.
-        simulator: of this cluster; that of a profile predicts by what was measured. None: by the cluster's description.
+        simulator: a simulator of this cluster, such as one of a profile, which predicts by measured times; None for one by
+            the description of the cluster.
 
     Raises:
         InputError: if a plan does not fit the mesh.
@@ -89,15 +90,15 @@ class Predictor:
         """Search the candidates for a run.
 
         Args:
-            config: of the run, as a table.
-            grid: its mesh.
-            first: the plan that it is configured with, the first of the candidates.
-            cluster: as for `simulator_of`.
-            plans: how many others.
-            times: links of the cluster inside or between nodes that are so many times as fast as it says.
+            config: configuration of the run, as a table.
+            grid: mesh of the run.
+            first: the configured plan, which becomes the first candidate.
+            cluster: name or file of the cluster, as for `simulator_of`.
+            plans: number of other candidates.
+            times: factors by which links inside or between nodes are faster than the cluster says.
 
         Raises:
-            InputError: if the cluster is not one of such nodes, or the search finds nothing.
+            InputError: if the cluster has nodes of another size than the mesh, or if the search finds no plan.
         """
         simulator = simulator_of(cluster, grid.world, grid.ranks_per_node or grid.world)
         for carries, faster in (times or {}).items():
@@ -112,19 +113,20 @@ class Predictor:
 
     @classmethod
     def assumed(cls, job: Job, grid: Grid, first: Plan, *, plans: int, on_cpu: bool) -> Predictor:
-        """Search the candidates for a mesh whose links nobody has measured or described: the best for each of several rates.
+        """Search the candidates for a mesh with unknown links: the best plans for each of several assumed rates.
 
-        They are lossless and move no more weights than a rank's own shards, whatever memory there is.
+        The candidates are lossless and have r of at least 1, so that no rank gathers weights of experts that it does not
+        store a shard of. Memory is taken to be unlimited.
 
         Args:
-            job: what is trained.
+            job: the training job.
             grid: its mesh.
-            first: the first of the candidates.
-            plans: how many others.
-            on_cpu: the ranks compute on CPUs.
+            first: the first candidate.
+            plans: number of other candidates.
+            on_cpu: whether the ranks compute on CPUs.
 
         Raises:
-            InputError: if the search finds nothing.
+            InputError: if the search finds no plan.
         """
         shards = tuple(r for r in range(1, grid.etp) if grid.etp % r == 0)
         space = replace(LOSSLESS, gather_weights=shards, orders=("optsche",))
@@ -138,7 +140,8 @@ class Predictor:
         """Return the seconds of a step under each plan.
 
         Args:
-            load: copies that the busiest expert gets from all data-parallel groups; the others share the rest evenly.
+            load: number of copies that the busiest expert gets from all data-parallel groups; the other experts share the
+                remaining copies evenly.
         """
         around, found = self._around, []
         layer = around.model.layer
@@ -153,17 +156,17 @@ class Predictor:
 
 
 def find_layout(config: dict[str, Any], world: int, per_node: int, *, cluster: str, on_cpu: bool) -> Found:
-    """Search the mesh and the plan of a run for the ranks that there are; the same on every machine.
+    """Search the mesh and the plan of a run for a number of ranks; the result is the same on every machine.
 
     Args:
-        config: of the run, as a table; its mesh and plan do not count.
-        world: ranks.
-        per_node: of a node.
-        cluster: as for `simulator_of`; empty: usual links are assumed, and memory enough.
-        on_cpu: the ranks compute on CPUs.
+        config: configuration of the run, as a table; its mesh and plan are ignored.
+        world: number of ranks.
+        per_node: number of ranks per node.
+        cluster: name or file of the cluster, as for `simulator_of`; empty to assume usual links and unlimited memory.
+        on_cpu: whether the ranks compute on CPUs.
 
     Raises:
-        InputError: if no mesh of so many ranks holds the model and its batch, or the cluster is not one of such nodes.
+        InputError: if no mesh of `world` ranks splits the model and its batch, or if the cluster has nodes of another size.
     """
     if cluster:
         simulator = simulator_of(cluster, world, per_node)
@@ -178,12 +181,12 @@ def _pins(grid: Grid) -> Pins:
 
 
 def assumed_cluster(grid: Grid, gbps: float, *, on_cpu: bool) -> ClusterSpec:
-    """Return a cluster for a mesh of which only the nodes are known; on one node the links are those inside it.
+    """Return an assumed cluster for a mesh of which only the nodes are known.
 
     Args:
         grid: the mesh.
-        gbps: gigabits per second of a node's link.
-        on_cpu: the ranks compute on CPUs.
+        gbps: rate of the link of a node in gigabits per second; of the links inside the node if there is only one node.
+        on_cpu: whether the ranks compute on CPUs.
     """
     per_node = grid.ranks_per_node or grid.world
     nodes = grid.world // per_node
@@ -203,13 +206,13 @@ def assumed_cluster(grid: Grid, gbps: float, *, on_cpu: bool) -> ClusterSpec:
 def layer_job(
     grid: Grid, *, tokens: int, top_k: int, dim: int, hidden: int, num_experts: int, element_bytes: int
 ) -> Job:
-    """Return the job of one MoE layer by itself; what stands around it takes the same time under every plan.
+    """Return the job of one MoE layer alone; the other parts of the job's step take the same time under every plan.
 
     Args:
-        grid: its mesh.
-        tokens: per data-parallel group.
-        top_k, dim, hidden, num_experts: of the layer.
-        element_bytes: of an activation.
+        grid: mesh of the layer.
+        tokens: tokens per data-parallel group.
+        top_k, dim, hidden, num_experts: sizes of the layer.
+        element_bytes: bytes per element of an activation.
     """
     unit = 2 * grid.tp
     shape = MoEShape(num_experts=num_experts, top_k=top_k, hidden=hidden)
@@ -219,12 +222,12 @@ def layer_job(
 
 
 def hot_counts(load: float, groups: int, layer: Workload) -> np.ndarray:
-    """Return counts in which one expert gets `load` copies in all, (groups, num_experts) int64, and the others share the rest.
+    """Return counts in which one expert gets `load` copies and the others share the rest, (groups, num_experts) int64.
 
     Args:
-        load: at most every token's one copy, at least an even share; else the nearest of these is taken.
-        groups: data-parallel groups, all alike.
-        layer: says how many copies a group sends.
+        load: copies of the busiest expert over all groups, clipped to the range from an even share to one copy per token.
+        groups: number of data-parallel groups; all have the same counts.
+        layer: the workload, which has the number of copies that a group sends.
     """
     copies, experts = round(layer.copies), layer.num_experts
     hot = min(max(round(load / groups), -(-copies // experts)), max(layer.tokens, -(-copies // experts)), copies)

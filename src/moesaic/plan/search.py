@@ -1,9 +1,9 @@
-"""The search for a layout and a plan: the least simulated time of a step within the memory of a device.
+"""The search for the layout and the plan with the shortest simulated step that fits the memory of a device.
 
-A layout's floor, what no plan on it goes below, is cheap; a layout whose floor lies above the best step found is left out.
-On the others a few plans of every schedule are simulated. On the most promising ones single choices are changed as long as
-that makes the step shorter, from the best plan of each schedule. On the best of these two choices are changed at once, since
-many choices go only with certain others. Trying every combination (`exhaustive`) takes minutes where this takes seconds.
+The floor of a layout is a cheap lower bound on the step time of all plans on it. Layouts with a floor above the best step so
+far are left out. On the others a few plans of every schedule are simulated. On the most promising layouts, single choices of
+the best plan of each schedule are changed as long as the step gets shorter. On the best of these, two choices are changed at
+once, since many choices help only together. Trying every combination (`exhaustive`) takes minutes instead of seconds.
 """
 
 from __future__ import annotations
@@ -33,66 +33,66 @@ from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.grid import Grid
 
 LOSSLESS = SearchSpace(fuse=(False, True), chunks=(1, 2, 4, 8), orders=("optsche", "early", "fifo"))
-"""What is searched unless told otherwise."""
+"""The default search space."""
 LOSSY: tuple[Codec, ...] = tuple(CODECS)
-"""Codecs that are searched, both ways, where losses are allowed."""
+"""Codecs that are searched, forward and backward, if losses are allowed."""
 _MANY = 1 << 20
 COMPRESSION = float(
     max(math.ceil(_MANY**2 * size / coded_bytes(codec, _MANY, _MANY, size)) for codec in CODECS for size in DTYPES)
 )
-"""At least as much as any codec divides the bytes of any rows by; only floors read it."""
+"""Upper bound on the compression ratio of all codecs; only floors use it."""
 PAIRED = 2
-"""Layouts on which two choices are changed at once."""
+"""Number of layouts on which two choices are changed at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A plan on a layout."""
+    """A plan on a layout, with its predicted step time and memory."""
 
     plan: Plan
     grid: Grid
-    """The mesh, etp not factored."""
+    """The mesh, with etp not factored."""
     estimate: Estimate
     memory: Memory
     bound_seconds: float
-    """What a perfect plan on this layout takes: its computing or its fullest link, whichever is longer."""
+    """Step time of a perfect plan on this layout: the time of its computing or of its busiest link, whichever is longer."""
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """The predicted step time."""
         return self.estimate.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class OfEp:
-    """How layouts with one size of ep fare."""
+    """Results of a search for the layouts with one size of ep."""
 
     floor_seconds: float
-    """No plan on any of them takes less."""
+    """Lower bound on the step time of all plans on these layouts."""
     best: Found | None
-    """The best plan that was simulated and fits the memory; None if there is none."""
+    """The best simulated plan that fits the memory; None if there is none."""
     is_too_large: bool
-    """Plans were simulated, and none of them fits the memory."""
+    """Whether plans were simulated and none of them fits the memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a search found."""
+    """The result of a search."""
 
     ranking: tuple[Found, ...]
     """The best plans that fit the memory, best first."""
     by_ep: dict[int, OfEp]
-    """How each size of ep fares, by ep."""
+    """Results by size of ep."""
     bound_seconds: float
-    """The least bound of all layouts that fit."""
+    """The smallest bound of all layouts that fit the memory."""
     num_layouts: int
-    """Layouts that the job fits on."""
+    """Number of layouts that split the model, the batch and the ranks evenly."""
     num_left_out: int
-    """Of them, those whose floor or memory told enough."""
+    """Number of these layouts on which no plan was simulated, because of their floor or memory."""
     num_simulated: int
-    """Plans that were simulated."""
+    """Number of simulated plans."""
     too_large: Found | None = None
-    """The best plan that was simulated, faster than all of the ranking, but for the memory; None if there is none."""
+    """The fastest simulated plan if it does not fit the memory, else None."""
 
     @property
     def best(self) -> Found:
@@ -101,11 +101,11 @@ class Result:
 
 
 class TooLargeError(InputError):
-    """No layout fits the memory of a device.
+    """Raised if no layout fits the memory of a device.
 
     Args:
-        message: the line; says by how much the smallest layout does not fit.
-        grid: that layout.
+        message: the message; says by how much the smallest layout exceeds the memory.
+        grid: the smallest layout.
     """
 
     def __init__(self, message: str, grid: Grid) -> None:
@@ -115,27 +115,28 @@ class TooLargeError(InputError):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to search."""
+    """Settings of a search."""
 
     space: SearchSpace = LOSSLESS
-    """The choices."""
+    """The choices that are combined."""
     pins: Pins = field(default_factory=Pins)
-    """Sizes of axes to keep."""
+    """Fixed sizes of mesh axes."""
     keep: int = 10
-    """Plans in the ranking."""
+    """Number of plans in the ranking."""
     refine: int = 6
-    """Layouts on which choices are changed."""
+    """Number of layouts on which choices are changed."""
     exhaustive: bool = False
-    """Try every combination on those layouts."""
+    """Try every combination on these layouts instead."""
     give_up: float = math.inf
-    """Times the best step so far from which on no further plan is tried on a layout after its first one, and times a layout's
-    best start from which on another schedule is no start. A smaller number is faster, and may miss a plan."""
+    """Ratio of step times above which a plan is hopeless. A layout gets no further start after one that is this many times
+    slower than the best step so far. Choices are changed only from schedules within this ratio of the best one on the layout.
+    Smaller values search faster and may miss a plan."""
     reserve_gib: float = 1.0
-    """Memory that the framework takes, fragments of the allocator (`cost/memory.py`) not counted."""
+    """Memory set aside for the framework, in addition to allocator fragmentation (`cost/memory.py`)."""
 
     @property
     def compression(self) -> float:
-        """What a floor must allow codecs to save."""
+        """Compression ratio of codecs that a floor must allow for."""
         return 1.0 if not any(map(is_coded, (*self.space.codecs, *self.space.backward_codecs))) else COMPRESSION
 
 
@@ -151,23 +152,24 @@ def search(
     """Search layouts and plans.
 
     Args:
-        job: what is trained.
-        cluster: on all devices of what.
-        settings: how.
-        counts: tables of the copies that each of some data-parallel groups sends to each expert, (groups, num_experts);
-            the best plans are ranked anew by their mean time under them. None at all: even routing.
-        simulator: of this cluster; that of a profile ranks plans by what was measured. None: by the cluster's description.
-        progress: is told now and then what is done, how much of it, and out of how much.
+        job: the training job.
+        cluster: the cluster; the job uses all of its devices.
+        settings: settings of the search; None for the defaults.
+        counts: tables of copies, (groups, num_experts) each: a row per data-parallel group, a column per expert. The best
+            plans are ranked again by their mean time under the tables. Empty for even routing.
+        simulator: a simulator of this cluster, such as one of a profile, which ranks plans by measured times; None for one
+            by the description of the cluster.
+        progress: called from time to time with (current activity, number of items done, number of items).
 
     Raises:
-        InputError: if no layout holds the job, or if the space is empty.
-        TooLargeError: if none fits the memory; says by how much.
+        InputError: if no layout splits the job, or if no plan of the space fits a layout.
+        TooLargeError: if no layout fits the memory; the message says by how much.
     """
     return _Search(job, simulator or Simulator(cluster), settings or Settings(), progress).run(counts)
 
 
 class _Search:
-    """A search while it goes on."""
+    """The state of a running search."""
 
     def __init__(
         self, job: Job, simulator: Simulator, settings: Settings, progress: Callable[[str, int, int], None]
@@ -179,7 +181,7 @@ class _Search:
         self.refusal = ""
 
     def run(self, counts: Sequence[np.ndarray]) -> Result:
-        """Search; returns what was found."""
+        """Run the search; returns its result. `counts` is that of `search`."""
         grids = layouts(self.job, self.cluster, self.settings.pins)
         around = []
         for number, grid in enumerate(grids):
@@ -217,7 +219,7 @@ class _Search:
         return found
 
     def _too_large_and_faster(self) -> Found | None:
-        """Return the best plan that was simulated if it does not fit the memory."""
+        """Return the fastest simulated plan if it does not fit the memory, else None."""
         best = min(filter(None, self.tried.values()), key=lambda found: found.seconds)
         return best if self._cost(best)[0] else None
 
@@ -226,13 +228,13 @@ class _Search:
         return usable_bytes(self.cluster, self.settings.reserve_gib)
 
     def _start(self, around: list[StepCostModel]) -> list[StepCostModel]:
-        """Simulate a few plans on every layout whose floor is below the best step so far; the best layouts come first."""
+        """Simulate a few plans on every layout with a floor below the best step so far; returns these layouts, best first."""
         compression = self.settings.compression
         best = math.inf
         judged: list[tuple[tuple[bool, float], int, StepCostModel]] = []
         for number, each in enumerate(sorted(around, key=lambda each: each.floor(compression=compression))):
             self.progress("judging layouts", number, len(around))
-            # Whole experts on every rank are always judged: people ask when they pay.
+            # Layouts with whole experts on every rank are always simulated, since users ask when those pay off.
             if each.floor(compression=compression) > best and each.grid.ep * each.grid.etp > 1:
                 continue
             found = list(self._judge(each, best))
@@ -242,7 +244,7 @@ class _Search:
         return [each for _, _, each in sorted(judged, key=lambda item: item[:2])]
 
     def _judge(self, around: StepCostModel, best: float) -> Iterator[Found]:
-        """Simulate the starts on a layout; where the first one is hopeless beside the best step so far, no other one."""
+        """Simulate the starting plans of a layout; stops after a plan that is hopeless compared with the best step so far."""
         for plan in self._starts(around.grid):
             found = self._try(around, plan)
             if found is not None:
@@ -259,7 +261,7 @@ class _Search:
                 yield Plan(**first | {"schedule": schedule, "all_to_all": link})
 
     def _refine(self, layouts: list[StepCostModel]) -> None:
-        """Simulate further plans on the most promising layouts."""
+        """Simulate more plans on the most promising layouts, by changed choices or exhaustively."""
         best: list[tuple[Found, StepCostModel]] = []
         for number, each in enumerate(layouts):
             if self.settings.exhaustive:
@@ -281,7 +283,7 @@ class _Search:
             self._climb(each, found, choices=2)
 
     def _climb(self, around: StepCostModel, best: Found, *, choices: int = 1) -> Found:
-        """Return what is reached from a plan by steps of at most so many changed choices, each to the best plan near by."""
+        """Return the plan that steepest descent reaches from `best`; each step changes at most `choices` choices."""
         changed = 1
         while changed <= choices:
             near = neighbours(best.plan, self.settings.space, around.grid, changed)
@@ -291,14 +293,14 @@ class _Search:
         return best
 
     def _on(self, grid: Grid) -> list[Found]:
-        """Return the plans that were simulated on a layout."""
+        """Return the simulated plans of a layout."""
         return [found for (tried, _), found in self.tried.items() if tried == grid and found is not None]
 
     def _cost(self, found: Found) -> tuple[bool, float]:
         return found.memory.total > self._memory, found.seconds
 
     def _try(self, around: StepCostModel, plan: Plan) -> Found | None:
-        """Simulate a plan on a layout; None where it does not fit."""
+        """Simulate a plan on a layout, or return the earlier result; None if the plan does not fit the layout."""
         key = (around.grid, plan)
         if key not in self.tried:
             try:
@@ -320,7 +322,7 @@ class _Search:
         return self.tried[key]
 
     def _run(self, around: StepCostModel, compiled: Compiled) -> tuple[Simulated, Simulated]:
-        """Simulate a plan's programs; plans that differ in name only are simulated once."""
+        """Simulate the programs of a plan; plans with equal programs are simulated once."""
         key = (around.grid, compiled.digest)
         if key not in self.times:
             programs = compiled.forward, compiled.backward
@@ -328,7 +330,7 @@ class _Search:
         return self.times[key]
 
     def _ranking(self, counts: Sequence[np.ndarray]) -> list[Found]:
-        """Return all plans that fit the memory, best first; under counts those that were best without them."""
+        """Return all plans that fit the memory, best first; with counts, only the best under even routing, ranked again."""
         fitting = [found for found in self.tried.values() if found is not None and self._cost(found)[0] is False]
         fitting.sort(key=lambda found: found.seconds)
         if not counts:
@@ -365,10 +367,10 @@ def neighbours(plan: Plan, space: SearchSpace, grid: Grid, changed: int = 1) -> 
     """Yield the plans of a space that differ from a plan in some choices.
 
     Args:
-        plan: to change.
-        space: of the values.
-        grid: as of `SearchSpace.values`.
-        changed: in how many choices they differ.
+        plan: the plan.
+        space: the search space.
+        grid: the mesh.
+        changed: number of choices in which the plans differ from `plan`.
     """
     values = space.values(grid) | {"schedule": _schedules(space, grid)}
     others = {name: [each for each in choices if each != getattr(plan, name)] for name, choices in values.items()}
@@ -378,7 +380,7 @@ def neighbours(plan: Plan, space: SearchSpace, grid: Grid, changed: int = 1) -> 
 
 
 def _schedules(space: SearchSpace, grid: Grid) -> tuple[Schedule, ...]:
-    """Return the schedules of a space; one where tp and etp are 1 and all are alike."""
+    """Return the schedules of a space; only one if tp and etp are 1, under which all schedules are equal."""
     if grid.tp == grid.etp == 1:
         usual = Plan().schedule
         return (usual,) if usual in space.schedules else space.schedules[:1]
@@ -386,12 +388,12 @@ def _schedules(space: SearchSpace, grid: Grid) -> tuple[Schedule, ...]:
 
 
 def _judges_layouts(all_to_all: AllToAll) -> bool:
-    """Whether plans with an all-to-all are tried on every layout: those of few links' algorithms, and multicast."""
+    """Return whether an all-to-all is tried on every layout: those that are best on some links, and multicast."""
     return all_to_all not in ALL_TO_ALLS or ALL_TO_ALLS[all_to_all].judges_layouts
 
 
 def _different(ranking: list[Found]) -> list[Found]:
-    """Return a ranking in which of plans that take as long on one layout only the plainest is left."""
+    """Return the ranking with one plan per layout and step time: the plan with the fewest choices that are not the default."""
     kept: dict[tuple[Grid, str], Found] = {}
     for found in ranking:
         key = (found.grid, f"{found.seconds:.6g}")
@@ -401,5 +403,5 @@ def _different(ranking: list[Found]) -> list[Found]:
 
 
 def _choices(plan: Plan) -> int:
-    """Return in how many fields a plan is not the default one."""
+    """Return the number of choices of a plan that are not the default."""
     return sum(value != getattr(Plan(), name) for name, value in vars(plan).items())

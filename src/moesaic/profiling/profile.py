@@ -1,6 +1,7 @@
-"""`moesaic profile`: measures the machine that its ranks run on and checks the fits on what they have not seen.
+"""`moesaic profile`: measures the machine that its ranks run on, fits a profile, and checks it on held-out
+measurements.
 
-What was timed can be written to a file, so that another fit can be made of the same times.
+The measured times can be written to a file, so that another fit can use the same times.
 """
 
 from __future__ import annotations
@@ -30,25 +31,25 @@ from moesaic.profiling.links import TimedMovements, collectives, movements, part
 from moesaic.profiling.together import hold_still, latest, start_together
 
 NO_TIME = 1e30
-"""Operations per second of products that take no time, as the calibration layers' do."""
+"""Operations per second of products that take no time, such as those of the calibration layers."""
 REPEATS_OF_LAYERS = 3
-"""So many times as often as everything else a layer is timed: ranks that share cores make its time vary by a tenth."""
+"""Factor on the number of repeats for layers, since their time varies by a tenth when ranks share cores."""
 Progress = Callable[[str, float], None]
-"""Told what is measured now, and the share of all that is done."""
+"""Called with the current measurement's name and the share of all measurements that is done."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredMachine:
-    """Everything that was timed, the same on all ranks; the profile is fitted to it."""
+    """All measured times, equal on all ranks. The profile is fitted to them."""
 
     ranks_per_node: int
     world: int
     steps: list[tuple[Calibration, CalibrationStep]]
     sharing: tuple[float, ...]
     links: dict[str, TimedMovements]
-    """inside and outside with all senders, "inside, one" and "outside, one" with one pair."""
+    """Keys: "inside" and "outside" with all senders, "inside, one" and "outside, one" with one pair."""
     rest: ClusterProfile
-    """Products, codecs, copies, memory and collectives; no links yet."""
+    """Profile with products, codecs, copies, memory and collectives, but no links yet."""
 
 
 def measure(
@@ -58,14 +59,14 @@ def measure(
     progress: Progress,
     transport_name: TransportName = "auto",
 ) -> MeasuredMachine:
-    """Measure; all ranks call it together.
+    """Measure this machine. All ranks call it together.
 
     Args:
         ranks_per_node: ranks on each machine.
-        repeats: of everything.
-        dtypes: of the products: fp32, bf16.
-        progress: told on every rank.
-        transport_name: what carries the messages.
+        repeats: repeats of every measurement.
+        dtypes: dtypes of the products: fp32, bf16.
+        progress: called on every rank.
+        transport_name: transport of the messages.
     """
     transport = open_transport(name=transport_name)
     barrier = start_together(latest) if dist.is_initialized() else lambda: None
@@ -88,7 +89,7 @@ def measure(
             continue
         progress(f"messages {name} nodes", 0.12 if inside else 0.2)
         links[name] = movements(transport, peers, peers, repeats, barrier)
-        end = 1 if inside else ranks_per_node  # rank 0 sends to it and hears nothing: a shared medium shows
+        end = 1 if inside else ranks_per_node  # rank 0 only sends, so a shared medium shows
         to, source = (end,) * (transport.rank == 0), (0,) * (transport.rank == end)
         links[f"{name}, one"] = movements(transport, to, source, repeats, barrier)
     progress("collectives", 0.28)
@@ -110,16 +111,16 @@ def measure(
 def measure_still(
     ranks_per_node: int, repeats: int, dtypes: tuple[str, ...], transport_name: TransportName = "auto"
 ) -> MeasuredMachine:
-    """Measure on ranks that are each held on one core, as the benchmarks of the model are; see `hold_still`."""
+    """Measure on ranks that are each bound to one core, as in the cost model's benchmarks; see `hold_still`."""
     hold_still(dist.get_rank())
     return measure(ranks_per_node, repeats, dtypes, lambda what, share: None, transport_name)
 
 
 def profile_of(measured: MeasuredMachine) -> ClusterProfile:
-    """Fit a profile to what was measured, and check it on what was held out.
+    """Fit a profile to the measured times, and check it on the held-out ones.
 
     Raises:
-        InputError: where the times are noise.
+        InputError: if the times are too noisy.
     """
     shared = statistics.median(measured.sharing)
     rough = _with_links(measured, HostCosts(sharing=shared))[0]
@@ -150,7 +151,8 @@ def profile_of(measured: MeasuredMachine) -> ClusterProfile:
 
 
 def layer_errors(profile: ClusterProfile, measured: MeasuredMachine) -> tuple[float, ...]:
-    """Return how far predicted times of the calibration layers are off, as shares; three quarters of them were fitted to."""
+    """Return the errors of predicted times of the calibration layers, as shares. Three quarters of the layers were
+    fitted to."""
     simulator = profiled_simulator(profile, virtual_flops=NO_TIME)
     found = []
     for each, step in measured.steps:
@@ -170,7 +172,7 @@ def _features(simulator: Simulator, each: Calibration) -> np.ndarray:
 
 
 def _with_links(measured: MeasuredMachine, host: HostCosts) -> tuple[ClusterProfile, float]:
-    """Return a profile with these host costs and the links' fits, and the worst error on held-out sizes."""
+    """Return a profile with these host costs and with fitted links, and the largest error on held-out sizes."""
     found: dict[str, LinkCosts] = {}
     worst = 0.0
     for name in ("inside", "outside"):
@@ -203,7 +205,7 @@ def _timed(moved: TimedMovements) -> tuple[Sequence[float], Sequence[Sequence[fl
 
 
 def write_measured(measured: MeasuredMachine, path: Path) -> None:
-    """Write all times; of the calibration layers their names, by which this version knows what they are."""
+    """Write all measured times. Calibration layers are written by name, from which the same version rebuilds them."""
     table = {
         "world": measured.world,
         "ranks_per_node": measured.ranks_per_node,
@@ -216,14 +218,14 @@ def write_measured(measured: MeasuredMachine, path: Path) -> None:
 
 
 def read_measured(path: Path) -> MeasuredMachine:
-    """Read what `write_measured` wrote.
+    """Read a file that `write_measured` wrote.
 
     Raises:
-        InputError: if the file is none, or has other calibration layers than this version.
+        InputError: if the file is not such a file, or has other calibration layers than this version.
     """
     table = read_table(path)
     if "steps" not in table or "world" not in table:
-        raise InputError(f"{path}: holds no times of a machine: take them anew")
+        raise InputError(f"{path}: contains no measured times: measure again")
     found = list(calibrations(table["world"], table["ranks_per_node"]))
     if [each.name for each in found] != list(table["steps"]):
         raise InputError(f"{path}: has other calibration layers than this version: measure again")

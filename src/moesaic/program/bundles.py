@@ -1,8 +1,8 @@
-"""Bundles: movements that stand side by side in a program and travel as one message per peer.
+"""Bundles: adjacent movements of a program that are sent as one message per peer.
 
-Routing weights and indices are a few bytes per row, and a message costs its sender and its receiver about the same time
-whatever it holds. So the small movements wait for the rows that they belong to, and leave with them. Executor and simulator
-find the same bundles, on every rank, from the program alone.
+Routing weights and indices take a few bytes per row, while the fixed cost of a message does not depend on its size. So
+the small movements wait for the rows they belong to and are sent with them. Executor and simulator derive the same
+bundles on every rank from the program alone.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ _LARGE = (Kind.ROWS, Kind.TOKENS)
 
 
 def side_by_side(program: Program) -> Program:
-    """Return the program with each movement of weights or indices next to the next one of rows on its way, if it can wait.
+    """Return the program with each movement of weights or indices placed directly before the next movement of rows it
+    can join.
 
-    It can if nothing reads its slot before; else it stays where it is. The sequence of everything else stays, so an order's
-    choices stand.
+    A small movement keeps its place if a task between the two reads its result. All other tasks keep their order, so
+    the order chosen for the program still holds.
 
     Args:
-        program: in the order in which it is to run.
+        program: the program, in the order in which it is to run.
     """
     slots = {slot.name: slot for slot in program.slots}
     leader = {number: _leader(program, number, slots) for number in range(len(program.tasks))}
@@ -38,7 +39,10 @@ def side_by_side(program: Program) -> Program:
 
 
 def _leader(program: Program, number: int, slots: dict[str, Slot]) -> int | None:
-    """Return the place of the rows that a movement can wait for; None if it is no small one, or something reads it before."""
+    """Return the position of the movement of rows with which a small movement can be sent.
+
+    None if the task is not a small movement, or if its result is read before any such movement.
+    """
     small = program.tasks[number]
     if not _is_move(small) or slots[small.writes[0]].kind not in _SMALL:
         return None
@@ -51,9 +55,10 @@ def _leader(program: Program, number: int, slots: dict[str, Slot]) -> int | None
 
 
 def bundles(program: Program) -> tuple[tuple[int, ...], ...]:
-    """Return the places of tasks that start together: of a task alone, or of movements that travel as one.
+    """Return groups of task positions that start together: single tasks, or movements sent as one message per peer.
 
-    A bundle ends with rows, or where the lane or the group changes; none of its tasks reads what another writes.
+    A bundle ends with a movement of rows, or where the lane or the group changes. No task of a bundle reads what
+    another one writes.
     """
     slots = {slot.name: slot for slot in program.slots}
     found: list[tuple[int, ...]] = []
@@ -70,21 +75,21 @@ def bundles(program: Program) -> tuple[tuple[int, ...], ...]:
 
 
 def _joins(task: Task, bundle: list[Task], slots: dict[str, Slot]) -> bool:
-    """Whether a task may travel with small movements."""
+    """Return whether a task may be sent together with the small movements of a bundle."""
     kind = slots[task.writes[0]].kind
     waits = any(_needs(task, other) for other in bundle)
     return not waits and _same_way(bundle[0], task, slots) and _is_move(task) and kind in (*_SMALL, *_LARGE)
 
 
 def _same_way(small: Task, task: Task, slots: dict[str, Slot]) -> bool:
-    """Whether two movements go over the same links, towards the same side, with rows of the same chunk."""
+    """Return whether two movements use the same links in the same direction, with rows of the same chunk."""
     ways = [(t.op, t.lane, t.group, t.stage, slots[t.writes[0]].layout.step) for t in (small, task)]
     chunks = [slots[t.writes[0]].layout.chunk for t in (small, task)]
     return ways[0] == ways[1] and (chunks[0] == chunks[1] or None in chunks)
 
 
 def _leads(task: Task, slots: dict[str, Slot]) -> bool:
-    """Whether small movements may travel with a task."""
+    """Return whether small movements may be sent together with a task."""
     return _is_move(task) and slots[task.writes[0]].kind in _LARGE
 
 

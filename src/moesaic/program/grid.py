@@ -1,8 +1,9 @@
-"""Ranks and their coordinates: one world seen several ways. No torch, no processes.
+"""Ranks and their coordinates, in several views of one world. Needs neither torch nor processes.
 
-Dense `(dp, tp)`, tp innermost; sparse `(edp, ep, etp)`, edp outermost and `innermost` saying whether etp or ep changes
-fastest. Two more views split the sparse one: `etp = etp_outer * etp_inner`, for plans that gather part of the weights; and
-one copy of the experts into `(node, local)`, for plans that treat the links inside a node apart.
+The dense view is `(dp, tp)` with tp innermost. The sparse view is `(edp, ep, etp)` with edp outermost; `innermost` says
+whether etp or ep changes fastest. Two more views split the sparse one. `etp = etp_outer * etp_inner` is for plans that
+gather a part of the weights. `(node, local)` splits one replica of the experts by node, for plans that use the links
+inside a node separately.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ AXES: tuple[Axis, ...] = tuple(dict.fromkeys(axis for view in VIEWS for axis in 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """The sizes of the parallel axes; dp and edp follow from the world."""
+    """The sizes of the parallel axes. dp and edp follow from the number of ranks."""
 
     world: int
-    """Ranks."""
+    """Number of ranks."""
     tp: int = 1
-    """Tensor parallelism of the dense part: so many ranks hold the same tokens."""
+    """Tensor parallelism of the dense part: the number of ranks that hold the same tokens."""
     ep: int = 1
-    """Expert parallelism: experts are split over so many ranks."""
+    """Expert parallelism: the number of ranks over which the experts are split."""
     etp: int = 1
-    """Expert-tensor parallelism: each expert's hidden width is split over so many ranks."""
+    """Expert-tensor parallelism: the number of ranks over which each expert's hidden width is split."""
     innermost: Literal["etp", "ep"] = "etp"
-    """The sparse axis whose neighbours have consecutive ranks."""
+    """The sparse axis along which neighbours have consecutive ranks."""
     ranks_per_node: int | None = None
-    """Consecutive ranks that share a node; None: all ranks share one."""
+    """The number of consecutive ranks that share a node. None: all ranks are on one node."""
     etp_inner: int = 1
-    """The part of etp over which a plan gathers weights (Tutel's etp / r); etp_outer is the rest."""
+    """The part of etp over which a plan gathers weights (Tutel's etp / r). etp_outer is the remaining factor."""
 
     def __post_init__(self) -> None:
         for name in ("world", "tp", "ep", "etp", "etp_inner"):
@@ -65,27 +66,27 @@ class Grid:
 
     @property
     def dp(self) -> int:
-        """Groups of ranks with tokens of their own."""
+        """Number of data-parallel groups, each with its own tokens."""
         return self.world // self.tp
 
     @property
     def edp(self) -> int:
-        """Copies of the experts."""
+        """Number of replicas of the experts."""
         return self.world // (self.ep * self.etp)
 
     @property
     def etp_outer(self) -> int:
-        """Shards of an expert that the tokens visit; see `etp_inner`."""
+        """Number of shards of an expert to which each token is sent; see `etp_inner`."""
         return self.etp // self.etp_inner
 
     @property
     def shares_tp_and_etp(self) -> bool:
-        """Whether the tensor groups are the expert-shard groups, as TED needs."""
+        """Whether tensor-parallel groups and expert-shard groups consist of the same ranks, as TED needs."""
         return self.tp == self.etp and (self.etp == 1 or self.spans["etp"][0] == 1)
 
     @property
     def nodes_per_replica(self) -> int:
-        """Nodes over which one copy of the experts is spread; 0 if it is spread unevenly."""
+        """Number of nodes over which one replica of the experts is spread. 0 if the spread is uneven."""
         replica, per_node = self.ep * self.etp, self.ranks_per_node or self.world
         if replica % per_node == 0:
             return replica // per_node
@@ -93,19 +94,20 @@ class Grid:
 
     @property
     def cast_levels(self) -> tuple[int, ...]:
-        """How many places multicast may send a token to, once each: nodes, then places of ep.
+        """The number of destinations at each level at which multicast sends a token once: nodes, then ep ranks.
 
-        Only places of ep where a copy of the experts is on one node, or has one place of ep on each: these are the same then.
+        Only ep ranks if each replica of the experts is on one node or has one ep rank per node, since the two levels
+        coincide then.
         """
         return (self.nodes_per_replica, self.ep) if 1 < self.nodes_per_replica < self.ep else (self.ep,)
 
     @property
     def has_shards_inside_nodes(self) -> bool:
-        """Whether all shards of an expert share a node."""
+        """Whether all shards of each expert are on one node."""
         return self.etp == 1 or (self.ranks_per_node or self.world) % self.spans["etp"][1] == 0
 
     def size(self, axis: Axis) -> int:
-        """Return how many ranks an axis has."""
+        """Return the number of positions along an axis."""
         if axis == "node":
             return self.nodes_per_replica
         if axis == "local":
@@ -113,15 +115,15 @@ class Grid:
         return int(getattr(self, axis))
 
     def node_of(self, rank: int) -> int:
-        """Return the node of a rank."""
+        """Return the number of a rank's node."""
         return rank // (self.ranks_per_node or self.world)
 
     def local_of(self, rank: int) -> int:
-        """Return a rank's place on its node."""
+        """Return a rank's position on its node."""
         return rank % (self.ranks_per_node or self.world)
 
     def coordinate(self, rank: int, axis: Axis) -> int:
-        """Return a rank's place on an axis."""
+        """Return a rank's coordinate on an axis."""
         if axis in self.spans:
             start, end = self.spans[axis]
             return rank % end // start
@@ -131,11 +133,12 @@ class Grid:
         return rank - max(first, rank - self.local_of(rank))
 
     def group(self, rank: int, axes: tuple[Axis, ...]) -> tuple[int, ...]:
-        """Return the ranks that share `rank`'s place on all other axes of the view, ascending; it is one of them.
+        """Return the ranks, ascending, that have the same coordinates as `rank` on all other axes of the view,
+        including `rank`.
 
         Args:
-            rank: a member.
-            axes: axes of one view; () gives the rank alone.
+            rank: a member of the group.
+            axes: axes of one view. () gives the rank alone.
         """
         if (rank, axes) not in self._groups:
             found = self._find_group(rank, axes)
@@ -143,9 +146,10 @@ class Grid:
         return self._groups[(rank, axes)]
 
     def kinds_of_groups(self, axes: tuple[Axis, ...]) -> list[tuple[int, ...]]:
-        """Return the groups over some axes of one view; of those that are equal but for a shift by whole nodes, the first.
+        """Return the groups over some axes of one view from which all others follow by a shift of whole nodes.
 
-        Tensor groups and copies of the experts are runs of neighbours, so how they lie on the nodes repeats.
+        Tensor-parallel groups and replicas of the experts are runs of consecutive ranks, so their position on the nodes
+        repeats after `period` ranks. Groups over dp or edp reach further, so all of them are returned.
         """
         reaches_far = not {"dp", "edp"}.isdisjoint(axes)
         found, seen = [], set[int]()
@@ -157,12 +161,14 @@ class Grid:
 
     @property
     def period(self) -> int:
-        """Ranks after which tensor groups, copies of the experts and nodes begin together again."""
+        """Number of ranks after which tensor-parallel groups, replicas of the experts and nodes start at the same rank
+        again."""
         return lcm(self.tp, self.ep * self.etp, self.ranks_per_node or self.world)
 
     @cached_property
     def spans(self) -> dict[Axis, tuple[int, int]]:
-        """Of each axis that does not go by nodes: ranks from one place to the next, and from its first place to its end."""
+        """For each axis that does not refer to nodes: the rank difference between neighbours, and that difference times
+        the axis's size."""
         inner = self.etp if self.innermost == "etp" else self.ep
         etp_at, ep_at = (1, inner) if self.innermost == "etp" else (inner, 1)
         shards = etp_at * self.etp_inner

@@ -1,8 +1,8 @@
-"""Copies whose samples change home: the layout, its pieces, and the sizes of a call in which they do.
+"""Layouts, pieces and sizes for sample placement, in which a layer's results go to a new home of each sample.
 
-Every piece is one sample's copies for one expert: the chunk of a piece is the slot that the sample has at its origin. Then
-results can go to a sample's new home as whole pieces, and the new homes need be known only when results start to travel,
-not when copies do: whoever decides them works while tokens travel and experts run.
+Here a piece is one sample's copies for one expert, and its chunk is the sample's slot at its origin. Results can
+therefore go to the new home as whole pieces. The new homes need to be known only when results are sent, so they can be
+computed while tokens are dispatched and experts run.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ from moesaic.program.sizes import (
 from moesaic.program.task import Layout
 
 Targets = Callable[[], tuple[np.ndarray, np.ndarray]]
-"""Returns the rank and the slot to which the sample in each slot goes, (ranks, slots) int64 each; may wait for them."""
+"""Returns the rank and the slot to which the sample in each slot goes, (ranks, slots) int64 each. May block until they
+are known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placed(Layout):
-    """Of the pieces that the layout describes, those whose sample has the rank as its new home."""
+    """The subset of the layout's pieces whose sample has the rank as its new home."""
 
 
 class PlacedIndex(AbstractLayoutIndex):
-    """Pieces of one call, in which samples change home.
+    """The pieces of one call in which samples change home.
 
     Args:
-        index: what does not depend on where samples go, shared between calls; a part of a run is a sample's.
-        targets: where they go; asked for when it is needed.
-        length: tokens of a sample.
+        index: the pieces that do not depend on the new homes, shared between calls; each part of a run is one sample.
+        targets: returns the new homes; called only when they are needed.
+        length: tokens per sample.
     """
 
     def __init__(self, index: LayoutIndex, targets: Targets, length: int) -> None:
@@ -51,7 +52,7 @@ class PlacedIndex(AbstractLayoutIndex):
         self._matched: dict[tuple[Move, int], tuple[Matched, Matched]] = {}
 
     def pieces(self, layout: Layout, rank: int) -> Pieces:
-        """Return what a slot of a layout holds on a rank."""
+        """Return the pieces that a slot of a layout holds on a rank."""
         if not isinstance(layout, Placed):
             return self._of_all_calls.pieces(layout, rank)
         key = (layout, rank)
@@ -64,20 +65,23 @@ class PlacedIndex(AbstractLayoutIndex):
         return self._pieces[key]
 
     def sent(self, move: Move, rank: int) -> Matched:
-        """Return what a rank sends in a movement."""
+        """Return the pieces that a rank sends in a movement."""
         return self._match(move, rank)[0] if _is_placed(move) else self._of_all_calls.sent(move, rank)
 
     def received(self, move: Move, rank: int) -> Matched:
-        """Return what a rank receives in a movement."""
+        """Return the pieces that a rank receives in a movement."""
         return self._match(move, rank)[1] if _is_placed(move) else self._of_all_calls.received(move, rank)
 
     def held(self, layout: Layout) -> Held:
-        """Return which pieces slots of a layout hold; of those that are placed, the new home of their sample holds them."""
+        """Return which pieces slots of a layout hold on each rank. A placed piece is on the new home of its sample only."""
         found = self._of_all_calls.held(layout)
         return replace(found, homes=self._targets()[0]) if isinstance(layout, Placed) else found
 
     def tokens_later(self, copies: Layout, rank: int) -> np.ndarray | None:
-        """Return how much later the new home has a sample's tokens than its origin had them; see the base class."""
+        """Return by how many rows each sample's tokens moved from its slot at the origin to its slot at the new home.
+
+        See the base class.
+        """
         if not isinstance(copies, Placed):
             return None
         pieces = self.pieces(copies, rank)
@@ -87,8 +91,8 @@ class PlacedIndex(AbstractLayoutIndex):
     def _match(self, move: Move, rank: int) -> tuple[Matched, Matched]:
         """Return the pieces that one rank sends, and those that it receives.
 
-        A piece that is placed, or at its origin, is on one rank; one at its expert is on all shards. So whoever wants a piece
-        gets it from all that hold it, which is one of them unless the movement sums.
+        A piece that is placed or at its origin is on one rank. A piece at its expert is on all shards. So the receiver
+        of a piece gets it from all ranks that hold it, which is a single rank unless the movement sums.
         """
         if (move, rank) in self._matched:
             return self._matched[(move, rank)]
@@ -104,13 +108,13 @@ class PlacedIndex(AbstractLayoutIndex):
 
 
 def placed_sizes(grid: Grid, copies: np.ndarray, shapes: PlacedIndex, units: int = 0) -> CallSizes:
-    """Return the rows of every slot and movement, for one call in which samples change home.
+    """Return the rows of all slots and movements in one call in which samples change home.
 
     Args:
         grid: the mesh, with tp = 1.
-        copies: (world, slots, num_experts) int64: copies that each sample has for each expert, by origin.
+        copies: (world, slots, num_experts) int64: copies of each sample for each expert, by the sample's origin.
         shapes: the pieces of the call.
-        units: rows into which one shard of an expert is packed when weights travel.
+        units: rows into which one shard of an expert is packed when weights are moved.
     """
     tokens = np.full(grid.world, copies.shape[1] * shapes.length)
     return CallSizes(

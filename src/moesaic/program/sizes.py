@@ -1,12 +1,12 @@
-"""Which rows a slot holds on a rank, and which rows a movement takes where. The one place for sizes.
+"""Computes which rows a slot holds on a rank, and which rows a movement sends where. All sizes come from this module.
 
-A piece is (origin, expert, chunk): the rows that one rank contributes for one expert, or a chunk of them. Every layout is a
-list of whole pieces, so a movement is a matching of pieces between two layouts. `LayoutIndex` knows the pieces of every slot
-and movement before any count is known.
+A piece is (origin, expert, chunk): the rows that one rank contributes for one expert, or a chunk of them. Every layout
+is a list of whole pieces, so a movement is a matching of pieces between two layouts. `LayoutIndex` knows the pieces of
+every slot and movement before any count is known.
 
-`CallSizes` adds how many rows each piece has. Counts say how many copies each origin sends to each expert. Every rank has all
-counts, so every rank derives every other rank's sizes and nobody waits for anybody's decision. Executor, loopback and
-simulator share this.
+`CallSizes` adds the number of rows of each piece, from the number of copies that each origin sends to each expert.
+Every rank has all counts, so it derives the sizes of all other ranks without further communication. Executor, loopback
+and simulator share this code.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from moesaic.program.task import FLOWS, ONCE, Flow, Layout
 
 @dataclass(frozen=True)
 class Move:
-    """A movement."""
+    """A movement between two layouts."""
 
     source: Layout
-    """Of the slot that is read."""
+    """Layout of the slot that is read."""
     target: Layout
-    """Of the slot that is written."""
+    """Layout of the slot that is written."""
     group: tuple[Axis, ...]
     """Axes over which ranks exchange."""
     reduce: bool
-    """Every rank that holds a piece sends it and the target sums; else the target's own piece serves, or that of the
-    lowest rank which holds it."""
+    """Whether the target sums the pieces of all ranks that hold them. If False, the target uses its own piece, or the
+    piece of the lowest rank that holds one."""
 
     @cached_property
     def _hash(self) -> int:
         return hash((self.source, self.target, self.group, self.reduce))
 
     def __hash__(self) -> int:
-        """Worked out once: a movement is looked up several times in every call of a layer."""
+        """Return the cached hash: a movement is looked up several times in every call of a layer."""
         return self._hash
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """What a slot holds, in the order of its rows: experts ascending, within one by origin, then by chunk."""
+    """The pieces that a slot holds, in the order of its rows: by expert, then origin, then chunk."""
 
     number: np.ndarray
-    """(n,) int64, one per piece, the same on all ranks."""
+    """(n,) int64: identifies each piece, identically on all ranks."""
     origin: np.ndarray
     expert: np.ndarray
     chunk: np.ndarray
     sorter: np.ndarray
-    """Order of `number`."""
+    """(n,) the argsort of `number`."""
 
 
 @dataclass(frozen=True)
@@ -66,21 +66,22 @@ class Matched:
     """The pieces that a rank sends to, or receives from, its peers in a movement, peer after peer."""
 
     peers: tuple[int, ...]
-    """Ascending; those with at least one piece, the rank itself among them."""
+    """The peers with at least one piece, ascending; they may include the rank itself."""
     starts: np.ndarray
     """(peers + 1,) where each peer's pieces start in `places`."""
     places: np.ndarray
-    """Places of the pieces in this rank's slot."""
+    """Positions of the pieces in this rank's slot."""
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether these are the slot's first pieces in its order."""
+        """Whether these are the first pieces of the slot, in the slot's order."""
         return np.array_equal(self.places, np.arange(len(self.places)))
 
 
 @dataclass(frozen=True)
 class Held:
-    """Which pieces slots of a layout hold on each rank: all of its origins, experts and chunks, as far as they are inside."""
+    """The pieces that slots of a layout hold on each rank: each combination of its origins, experts and chunks, if in
+    `inside`."""
 
     origins: np.ndarray
     """(ranks, origins) bool."""
@@ -89,15 +90,16 @@ class Held:
     chunks: np.ndarray
     """(ranks, chunks) bool."""
     inside: np.ndarray | None = None
-    """(origins, experts) bool: of a step; None for all."""
+    """(origins, experts) bool: the runs that belong to the layout's step. None: all runs."""
     homes: np.ndarray | None = None
-    """(origins, chunks) int64: the only rank that holds these; None where that makes no difference."""
+    """(origins, chunks) int64: the only rank that holds these pieces. None: no such restriction."""
 
     def by(self, origin: np.ndarray, expert: np.ndarray, chunk: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return who holds what, (found,) int64 each: ranks, and places among some pieces.
+        """Return which ranks hold which of the given pieces, as pairs (rank, position among these pieces), (pairs,)
+        int64 each.
 
         Args:
-            origin, expert, chunk: (n,) of the pieces.
+            origin, expert, chunk: (n,) each, of the given pieces.
         """
         piece = np.arange(len(origin)) if self.inside is None else np.flatnonzero(self.inside[origin, expert])
         axes = [(self.origins, origin), (self.experts, expert), (self.chunks, chunk)]
@@ -107,7 +109,7 @@ class Held:
                 piece = piece[somebody[number[piece]]]
         if self.homes is not None:
             rank = self.homes[origin[piece], chunk[piece]]
-        elif self._kinds is not None:  # by origin and kind of experts at once
+        elif self._kinds is not None:  # look up by origin and set of experts together
             kind_of_rank, kind_of_expert = self._kinds
             num_kinds = int(kind_of_rank.max()) + 1
             ranks = np.argsort(kind_of_rank, kind="stable")
@@ -117,7 +119,7 @@ class Held:
             pair = origin[piece] * num_kinds + kind_of_expert[expert[piece]]
             found = runs((np.cumsum(holders) - holders)[pair], holders[pair])
             rank, piece, axes = ranks[found], np.repeat(piece, holders[pair]), axes[2:]
-        else:  # by the axis on which fewest ranks are in question
+        else:  # look up on the axis that leaves the fewest candidate ranks
             each = [table.sum(0) for table, _ in axes]
             counts = [count[number[piece]] for count, (_, number) in zip(each, axes)]
             fewest = min(range(3), key=lambda axis: int(counts[axis].sum()))
@@ -135,32 +137,36 @@ class Held:
 
     @cached_property
     def _kinds(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Which of the different sets of experts each rank holds, (ranks,), and in which of these each expert is, (experts,).
+        """The set of experts that each rank holds, (ranks,), and the one that contains each expert, (experts,), as numbers.
 
-        None where an expert is in several.
+        None if an expert belongs to several sets.
         """
         kinds, of_rank = np.unique(self.experts, axis=0, return_inverse=True)
         return None if (kinds.sum(0) > 1).any() else (of_rank.ravel(), kinds.argmax(0))
 
     @cached_property
     def _alike(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the different sets of experts and of chunks that ranks hold, (experts, sets) and (chunks, sets) float64, and
-        which of them each rank has, (ranks,)."""
+        """The different sets of experts that ranks hold, (experts, sets) float64, with the number of each rank's set,
+        (ranks,).
+
+        The second entry is the same for chunks.
+        """
         found = (np.unique(table, axis=0, return_inverse=True) for table in (self.experts, self.chunks))
         return [(sets.T.astype(np.float64), of_rank.ravel()) for sets, of_rank in found]
 
     def sums(self, rows: np.ndarray) -> np.ndarray:
-        """Return the rows of all pieces that each rank holds, (ranks,) float64, whole numbers; not where pieces have homes.
+        """Return the number of rows that each rank holds, (ranks,) float64 with whole numbers. Not defined if pieces
+        have `homes`.
 
-        Ranks with the same experts and chunks are summed over together, each then over its origins.
+        Ranks with equal experts and chunks share one sum per origin, which is then added up over each rank's origins.
 
         Args:
-            rows: (origins, experts, chunks) int64 of every piece.
+            rows: (origins, experts, chunks) int64: rows of every piece.
         """
         assert self.homes is None, "pieces that have homes are held one by one"
         table = rows.astype(np.float64) if self.inside is None else (rows * self.inside[:, :, None]).astype(np.float64)
         (of_experts, experts), (of_chunks, chunks) = self._alike
-        # (origins, chunks, kinds of experts), then (origins, kinds of experts, kinds of chunks)
+        # (origins, chunks, sets of experts), then (origins, sets of experts, sets of chunks)
         per_origin = (table.swapaxes(1, 2) @ of_experts).swapaxes(1, 2) @ of_chunks
         rank, origin = np.nonzero(self.origins)
         held = per_origin[origin, experts[rank], chunks[rank]]
@@ -171,11 +177,11 @@ class AbstractLayoutIndex(ABC):
     """The pieces of every slot and movement on a mesh.
 
     Args:
-        num_chunks: parts that each run of copies is cut into.
-        replicates: after these parts, each run has one more for every rank of ep, which that rank computes.
+        num_chunks: number of parts into which each run of copies is cut.
+        replicates: whether each run has one more chunk per ep rank, after these parts, which that rank computes.
 
     Raises:
-        InputError: if the experts do not split over ep.
+        InputError: if the experts cannot be split over ep.
     """
 
     def __init__(self, grid: Grid, num_experts: int, num_chunks: int, *, replicates: bool) -> None:
@@ -190,42 +196,43 @@ class AbstractLayoutIndex(ABC):
 
     @abstractmethod
     def pieces(self, layout: Layout, rank: int) -> Pieces:
-        """Return what a slot of a layout holds on a rank."""
+        """Return the pieces that a slot of a layout holds on a rank."""
 
     @abstractmethod
     def sent(self, move: Move, rank: int) -> Matched:
-        """Return what a rank sends in a movement."""
+        """Return the pieces that a rank sends in a movement."""
 
     @abstractmethod
     def received(self, move: Move, rank: int) -> Matched:
-        """Return what a rank receives in a movement."""
+        """Return the pieces that a rank receives in a movement."""
 
     @abstractmethod
     def held(self, layout: Layout) -> Held:
-        """Return which pieces slots of a layout hold, rank by rank, without a list of them."""
+        """Return which pieces slots of a layout hold on each rank, without listing them."""
 
     @abstractmethod
     def tokens_later(self, copies: Layout, rank: int) -> np.ndarray | None:
-        """Return by how many rows the tokens of each piece stand later in their slot than its origin counts, (pieces,) int64.
+        """Return by how many rows the tokens of each piece stand later in their slot than at their origin, (pieces,) int64.
 
-        None where they stand where tokens of that origin start.
+        None if they stand where the tokens of their origin start.
         """
 
     def local_experts(self, rank: int) -> range:
-        """Return the experts that live on a rank."""
+        """Return the experts stored on a rank."""
         each = self.num_experts // self.grid.ep
         first = self.grid.coordinate(rank, "ep") * each
         return range(first, first + each)
 
     def node_experts(self, rank: int) -> range:
-        """Return the experts of which a shard lives on a rank's node, within its copy of the experts."""
+        """Return the experts of which a shard is stored on a rank's node, within the rank's replica of the experts."""
         grid = self.grid
         mates = [peer for peer in grid.group(rank, ("ep", "etp")) if grid.node_of(peer) == grid.node_of(rank)]
         held = [self.local_experts(peer) for peer in mates]
         return range(min(experts.start for experts in held), max(experts.stop for experts in held))
 
     def experts(self, layout: Layout, rank: int) -> np.ndarray:
-        """Return the experts of a layout; for visits, the nodes; for stops, the places of ep; for tokens, one."""
+        """Return the second index of a layout's pieces: experts, nodes (node_tokens), ep ranks (rank_tokens), or 0
+        (tokens)."""
         if layout.flow == "node_tokens" and layout.experts == "node":
             return np.array([self.grid.coordinate(rank, "node")])
         if layout.flow == "rank_tokens" and layout.experts != "all":
@@ -247,11 +254,11 @@ class AbstractLayoutIndex(ABC):
         return (origin * self._base + expert) * self._all_chunks + chunk
 
     def helper_chunk(self, rank: int) -> int:
-        """Return the chunk that a rank computes for others."""
+        """Return the chunk of replicated copies that a rank computes."""
         return self.num_chunks + self.grid.coordinate(rank, "ep")
 
     def stays(self, move: Move, rank: int) -> bool:
-        """Return whether a movement leaves all rows of a rank where they are, whatever the counts."""
+        """Return whether a movement leaves all rows of a rank where they are, for any counts."""
         key = (move, rank)
         if key not in self._stays:
             out, back = self.sent(move, rank), self.received(move, rank)
@@ -266,12 +273,12 @@ class LayoutIndex(AbstractLayoutIndex):
     """The pieces of slots and movements that depend on layouts alone, shared between calls.
 
     Args:
-        num_chunks: parts that each run of copies is cut into.
-        replicates: after these parts, each run has one more for every rank of ep, which that rank computes.
-        parts: chunks of a program, each of which takes its share of these parts; None: one each.
+        num_chunks: number of parts into which each run of copies is cut.
+        replicates: whether each run has one more chunk per ep rank, after these parts, which that rank computes.
+        parts: number of chunks of the program, which share the `num_chunks` parts evenly. None: one part per chunk.
 
     Raises:
-        InputError: if the experts do not split over ep.
+        InputError: if the experts cannot be split over ep.
     """
 
     def __init__(
@@ -285,7 +292,7 @@ class LayoutIndex(AbstractLayoutIndex):
         self._held: dict[Layout, Held] = {}
 
     def pieces(self, layout: Layout, rank: int) -> Pieces:
-        """Return what a slot of a layout holds on a rank."""
+        """Return the pieces that a slot of a layout holds on a rank."""
         key = (layout, rank)
         if key not in self._pieces:
             chunks = self._chunks(layout, rank)
@@ -299,19 +306,19 @@ class LayoutIndex(AbstractLayoutIndex):
         return self._pieces[key]
 
     def sent(self, move: Move, rank: int) -> Matched:
-        """Return what a rank sends in a movement."""
+        """Return the pieces that a rank sends in a movement."""
         if (move, rank) not in self._sent:
             self._match(move, rank)
         return self._sent[(move, rank)]
 
     def received(self, move: Move, rank: int) -> Matched:
-        """Return what a rank receives in a movement."""
+        """Return the pieces that a rank receives in a movement."""
         if (move, rank) not in self._received:
             self._match(move, rank)
         return self._received[(move, rank)]
 
     def held(self, layout: Layout) -> Held:
-        """Return which pieces slots of a layout hold."""
+        """Return which pieces slots of a layout hold on each rank."""
         if layout not in self._held:
             ranks = range(self.grid.world)
             flow, size = FLOWS[layout.flow], self.grid.size
@@ -332,11 +339,11 @@ class LayoutIndex(AbstractLayoutIndex):
         return self._held[layout]
 
     def tokens_later(self, copies: Layout, rank: int) -> np.ndarray | None:
-        """Return None: tokens stand where those of their origin start."""
+        """Return None: tokens stand where the tokens of their origin start."""
         return None
 
     def _match(self, move: Move, rank: int) -> None:
-        """Match the pieces of all ranks that exchange with `rank`."""
+        """Compute the sent and received pieces of all ranks that exchange with `rank`."""
         members = self.grid.group(rank, move.group)
         ends = self._exchanged(move, members)
         for table, mine, peer, places in (
@@ -353,13 +360,13 @@ class LayoutIndex(AbstractLayoutIndex):
                 table[(move, member)] = Matched(peers, starts, places[of])
 
     def _exchanged(self, move: Move, members: tuple[int, ...]) -> _Exchanged:
-        """Match the pieces of ranks that exchange: all that they hold is sorted, and looked up at once."""
+        """Match the pieces of a group of ranks, with one sort of all pieces that they hold."""
         held = [self.pieces(move.source, member).number for member in members]
         wants = [self.pieces(move.target, member).number for member in members]
         holder, target = (np.repeat(np.arange(len(members)), list(map(len, lists))) for lists in (held, wants))
         place, here = (np.concatenate([np.arange(len(each)) for each in lists]) for lists in (held, wants))
         number, wanted = np.concatenate(held), np.concatenate(wants)
-        # Of a piece the lowest rank that holds it comes first.
+        # Sorted by piece, then rank: the lowest rank that holds a piece comes first.
         keys = number * len(members) + holder
         order = np.argsort(keys, kind="stable")
         keys, number, holder, place = keys[order], number[order], holder[order], place[order]
@@ -370,7 +377,7 @@ class LayoutIndex(AbstractLayoutIndex):
             count = end - first
             at = runs(first, count)
             target, here = np.repeat(target, count), np.repeat(here, count)
-        elif len(keys):  # its own piece, else that of the lowest rank
+        elif len(keys):  # the target's own piece, else the lowest rank's
             own = np.minimum(np.searchsorted(keys, wanted * len(members) + target), len(keys) - 1)
             at = np.where(keys[own] == wanted * len(members) + target, own, first)
         else:
@@ -400,7 +407,7 @@ class LayoutIndex(AbstractLayoutIndex):
         return np.array(sorted({*peers}))
 
     def _ahead(self, origin: np.ndarray, expert: np.ndarray, groups: int) -> np.ndarray:
-        """Return how many groups of ep an expert's home stands after the origin, cyclically."""
+        """Return by how many of the `groups` groups of ep ranks each expert's home follows the origin, cyclically."""
         each = self.grid.ep // groups
         at = np.array([self.grid.coordinate(rank, "ep") for rank in range(self.grid.world)])
         home = expert // (self.num_experts // self.grid.ep)
@@ -408,25 +415,25 @@ class LayoutIndex(AbstractLayoutIndex):
 
 
 class _Exchanged(NamedTuple):
-    """Pieces that ranks of a group exchange, (n,) each; ranks by their places in the group."""
+    """The pieces that the ranks of a group exchange, (n,) each. Ranks are positions in the group."""
 
     source: np.ndarray
     target: np.ndarray
     there: np.ndarray
-    """Place in the source's slot."""
+    """Position in the source's slot."""
     here: np.ndarray
-    """Place in the target's slot."""
+    """Position in the target's slot."""
 
 
 def runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the numbers of runs of neighbours, one run after the other, (sum of counts,) int64."""
+    """Return the numbers start, ..., start + count - 1 of all runs, one run after the other, (sum of counts,) int64."""
     if len(counts) and (counts == counts[0]).all():
         return (starts[:, None] + np.arange(counts[0])).ravel()
     return np.arange(counts.sum()) + np.repeat(starts - (counts.cumsum() - counts), counts)
 
 
 def find(held: Pieces, wanted: np.ndarray) -> np.ndarray:
-    """Return the place of each wanted piece among the held ones, -1 where it is not held."""
+    """Return the position of each wanted piece among the held ones, -1 for pieces that are not held."""
     if not len(held.number):
         return np.full(len(wanted), -1)
     place = np.searchsorted(held.number, wanted, sorter=held.sorter)
@@ -435,7 +442,7 @@ def find(held: Pieces, wanted: np.ndarray) -> np.ndarray:
 
 
 def matched(splits: list[tuple[int, np.ndarray]]) -> Matched:
-    """Return what goes to, or comes from, each peer as one; peers without a piece are left out."""
+    """Return the pieces per peer as one `Matched`, without the peers that have none."""
     given = [(peer, places) for peer, places in splits if len(places)]
     starts = np.cumsum([0, *(len(places) for _, places in given)])
     places = np.concatenate([np.zeros(0, dtype=np.int64), *(places for _, places in given)])
@@ -444,50 +451,51 @@ def matched(splits: list[tuple[int, np.ndarray]]) -> Matched:
 
 @dataclass(frozen=True)
 class Runs:
-    """Rows of a slot as runs of neighbours: some hundred numbers where there are many thousand rows."""
+    """Rows of a slot as runs of consecutive rows: some hundred numbers for many thousand rows."""
 
     starts: np.ndarray
-    """(runs,) int64: the first row of each; where `is_constant`, its only one."""
+    """(runs,) int64: the first row of each run, or its only row if `is_constant`."""
     sizes: np.ndarray
-    """(runs,) int64: how many rows each has."""
+    """(runs,) int64: the number of rows in each run."""
     is_constant: bool = False
-    """Each run is one number over and over."""
+    """Whether each run repeats one row."""
 
     @cached_property
     def total(self) -> int:
-        """How many rows there are."""
+        """Number of rows in all runs."""
         return int(self.sizes.sum())
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """(total,) int64: row after row."""
+        """(total,) int64: the row numbers, run after run."""
         if self.is_constant:
             return np.repeat(self.starts, self.sizes)
         return np.arange(self.total) + np.repeat(self.offsets, self.sizes)
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """(runs,) int64: what is added to a row's place among all to have the row."""
+        """(runs,) int64: what to add to a position in the concatenated runs to get its row. With `is_constant`, the row
+        itself."""
         return self.starts if self.is_constant else self.starts - (self.sizes.cumsum() - self.sizes)
 
     def are_all_of(self, num_rows: int) -> bool:
-        """Whether these are the rows 0, 1, ... num_rows - 1."""
+        """Return whether these are the rows 0, 1, ... num_rows - 1."""
         return self.total == num_rows and not self.offsets[self.sizes > 0].any()
 
 
 @dataclass(frozen=True)
 class MovedRows:
-    """How many rows each rank sends to each other in a movement; none to itself."""
+    """The number of rows that each rank sends to each other rank in a movement. Rows that stay on a rank are not counted."""
 
     world: int
     source: np.ndarray
-    """(n,) int64, ascending; within one, targets ascend."""
+    """(n,) int64, ascending; the targets of one source ascend too."""
     target: np.ndarray
     rows: np.ndarray
     """(n,) int64, above 0."""
 
     def between(self, source: np.ndarray, target: np.ndarray) -> np.ndarray:
-        """Return the rows from each of some ranks to another, (pairs,) int64."""
+        """Return the number of rows sent from `source[i]` to `target[i]` for each pair of ranks, (pairs,) int64."""
         if not len(self.rows):
             return np.zeros(len(source), dtype=np.int64)
         pairs, wanted = self.source * self.world + self.target, source * self.world + target
@@ -495,16 +503,17 @@ class MovedRows:
         return np.where(pairs[place] == wanted, self.rows[place], 0)
 
     def on_legs(self, legs: np.ndarray) -> MovedRows:
-        """Return the rows of a hop.
+        """Return the rows that each rank sends in one hop.
 
         Args:
-            legs: (4, packets) source and target of each packet, and of its leg, as of `legs_by_hop`.
+            legs: (4, packets): source and target of each packet, then source and target of its leg, as `legs_by_hop`
+                returns them.
         """
         return moved_rows(self.world, legs[2] * self.world + legs[3], self.between(legs[0], legs[1]))
 
 
 def _at(ascending: np.ndarray, place: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Return whether numbers stand where they would, (n,) bool."""
+    """Return whether `ascending` has each wanted number at the given position, (n,) bool."""
     if not len(ascending):
         return np.zeros(len(wanted), dtype=bool)
     found: np.ndarray = ascending[np.minimum(place, len(ascending) - 1)] == wanted
@@ -512,12 +521,12 @@ def _at(ascending: np.ndarray, place: np.ndarray, wanted: np.ndarray) -> np.ndar
 
 
 def _among(ascending: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Return which numbers are among others, (n,) bool."""
+    """Return whether each wanted number occurs in `ascending`, (n,) bool."""
     return _at(ascending, np.searchsorted(ascending, wanted), wanted)
 
 
 def moved_rows(world: int, pairs: np.ndarray, rows: np.ndarray) -> MovedRows:
-    """Return rows summed by pair of ranks, (source times ranks plus target)."""
+    """Return rows summed by pair of ranks. A pair is source * world + target."""
     some = (rows > 0) & (pairs % (world + 1) != 0)
     pairs, rows = pairs[some], rows[some]
     if world * world <= 8 * len(pairs):  # a table of all pairs is smaller than sorting these
@@ -535,32 +544,32 @@ class Splits:
     """The rows that a rank sends to, or receives from, its peers, peer after peer."""
 
     peers: tuple[int, ...]
-    """Ascending, the rank itself among them; a peer may have no row."""
+    """Ascending; they may include the rank itself, and peers without rows."""
     counts: tuple[int, ...]
-    """Rows per peer."""
+    """Number of rows per peer."""
     runs: Runs
-    """Rows of the rank's slot, in the order in which they travel."""
+    """Rows of the rank's slot, in the order in which they are sent or received."""
     is_whole: bool
-    """These are all rows of the slot, in its order."""
+    """Whether these are all rows of the slot, in the slot's order."""
 
 
 class CallSizes:
-    """The rows of every slot and movement, for one call.
+    """The rows of every slot and movement in one call of a layer.
 
     Args:
         copies: (world, num_experts) int64: copies that each origin sends to each expert.
-        tokens: (world,) int64: tokens of which each origin is responsible.
-        num_chunks: parts that each run of copies is cut into.
-        node_tokens: (world, sum of `Grid.cast_levels`, num_chunks) int64: distinct tokens among the copies that each origin
-            sends to each node (visits), then to each place of ep (stops); for programs that send a token there once.
-        units: rows into which one shard of an expert is packed when weights travel.
-        replicated: (world, num_experts, ep) int64: of each run, the copies that each rank of ep computes for the expert's home;
-            for programs that replicate. The first ones of a run stay with its home. None: all.
-        shapes: the pieces for the same grid, experts and chunks, shared between calls; None to make them.
-        parts: (world, num_experts, num_chunks) int64: copies in each part of each run; None: equal parts.
+        tokens: (world,) int64: tokens that belong to each origin.
+        num_chunks: number of parts into which each run of copies is cut.
+        node_tokens: (world, sum of `Grid.cast_levels`, num_chunks) int64: distinct tokens that each origin sends to
+            each node, then to each ep rank; only for multicast programs.
+        units: rows into which one shard of an expert is packed when weights are moved.
+        replicated: (world, num_experts, ep) int64: of each run, the copies that each ep rank computes for the expert's
+            home; only for programs that replicate. The first copies of a run stay with the home. None: all of them do.
+        shapes: the pieces for the same grid, experts and chunks, shared between calls. None: computed here.
+        parts: (world, num_experts, num_chunks) int64: copies in each part of each run. None: equal parts.
 
     Raises:
-        InputError: if the experts do not split over ep, or the counts do not fit the mesh.
+        InputError: if the experts cannot be split over ep, or the counts do not fit the mesh.
     """
 
     def __init__(
@@ -618,7 +627,7 @@ class CallSizes:
         self._holders: dict[tuple[Layout, bool], tuple[np.ndarray, np.ndarray]] = {}
 
     def helped(self, rank: int) -> np.ndarray:
-        """Return which experts a rank computes copies of for their homes, (num_experts,) bool."""
+        """Return the experts of which a rank computes replicated copies, (num_experts,) bool."""
         if rank not in self._helped:
             mates = self.grid.group(rank, ("ep", "etp"))
             origins = sorted({origin for mate in mates for origin in self.grid.group(mate, ("tp",))})
@@ -628,14 +637,15 @@ class CallSizes:
         return self._helped[rank]
 
     def held(self, layout: Layout, rank: int) -> np.ndarray:
-        """Return the experts whose rows or weights a slot of this layout has on a rank, ascending."""
+        """Return the experts of which a slot of this layout has rows or weights on a rank, ascending."""
         if layout.chunk == "here":
             return np.flatnonzero(self.helped(rank))
         experts = self.shapes.experts(layout, rank)
         return experts[self._wanted(layout, rank)[experts]] if layout.chunk == "near" else experts
 
     def _wanted(self, layout: Layout, rank: int) -> np.ndarray:
-        """Return of which experts replicated weights are needed, (num_experts,) bool: by a rank, or by any on its node."""
+        """Return the experts whose weights replicated copies need on the rank ("here") or its node ("near"),
+        (num_experts,) bool."""
         if layout.chunk == "here":
             return self.helped(rank)
         if rank not in self._near:
@@ -645,15 +655,15 @@ class CallSizes:
         return self._near[rank]
 
     def num_held(self, layout: Layout, rank: int) -> int:
-        """Return of how many experts a slot of this layout has rows on a rank."""
+        """Return the number of experts of which a slot of this layout has rows or weights on a rank."""
         return len(self.held(layout, rank))
 
     def num_rows(self, layout: Layout, rank: int) -> int:
-        """Return how many rows a slot of this layout has on a rank."""
+        """Return the number of rows that a slot of this layout has on a rank."""
         return int(self.offsets(layout, rank)[-1])
 
     def rows_of_ranks(self, layout: Layout) -> np.ndarray:
-        """Return how many rows a slot of this layout has on each rank, (world,) int64."""
+        """Return the number of rows that a slot of this layout has on each rank, (world,) int64."""
         held = self.shapes.held(layout)
         if held.homes is None and layout.chunk not in ("near", "here"):
             return held.sums(self._rows[layout.flow]).astype(np.int64)
@@ -682,9 +692,9 @@ class CallSizes:
         return per_expert[self.held(layout, rank)]
 
     def rows_per_expert_of_ranks(self, layout: Layout) -> np.ndarray:
-        """Return the rows of each expert in slots of copies, (world, experts) int64, from the first expert that a rank has on.
+        """Return the rows of each expert in slots of copies, (world, experts) int64, starting with each rank's first expert.
 
-        Ranks that have fewer than others have zeros at the end.
+        Ranks that have fewer experts than others have zeros at the end.
         """
         experts = self.shapes.held(layout).experts
         first, num_experts = experts.argmax(1), experts.shape[1]
@@ -702,10 +712,10 @@ class CallSizes:
         return self._ends[key]
 
     def token_bases(self, tokens: Layout, copies: Layout, rank: int) -> Runs:
-        """Return where the tokens of each copy's origin start in a slot of tokens, visits or stops.
+        """Return where the tokens of each copy's origin start in a slot of tokens, node_tokens or rank_tokens.
 
-        A tensor group that routes as one numbers its tokens together, so its copies start at 0; the visits of a node, and
-        the stops at a place of ep, are numbered per origin and chunk.
+        A tensor-parallel group that routes all its tokens together numbers them together, so its copies start at 0. The
+        tokens sent to a node or to an ep rank are numbered per origin and chunk.
         """
         key = (tokens, copies, rank)
         if key not in self._bases:
@@ -714,7 +724,7 @@ class CallSizes:
         return self._bases[key]
 
     def part_rows(self, part: Layout, whole: Layout, rank: int) -> Runs:
-        """Return which rows of a whole slot a part of it holds, in the part's order."""
+        """Return the rows of a whole slot that a part of it holds, in the part's order."""
         key = (part, whole, rank)
         if key not in self._parts:
             where = find(self.shapes.pieces(whole, rank), self.shapes.pieces(part, rank).number)
@@ -723,42 +733,42 @@ class CallSizes:
         return self._parts[key]
 
     def outgoing(self, move: Move, rank: int) -> Splits:
-        """Return the rows that a rank sends in a movement, those that stay among them."""
+        """Return the rows that a rank sends in a movement, including those that stay on it."""
         key = (move, rank)
         if key not in self._outgoing:
             self._outgoing[key] = self._splits(move.source, move.target, self.shapes.sent(move, rank), rank)
         return self._outgoing[key]
 
     def incoming(self, move: Move, rank: int) -> Splits:
-        """Return the rows that a rank receives in a movement, those that stay among them."""
+        """Return the rows that a rank receives in a movement, including those that stay on it."""
         key = (move, rank)
         if key not in self._incoming:
             self._incoming[key] = self._splits(move.target, move.source, self.shapes.received(move, rank), rank)
         return self._incoming[key]
 
     def moved(self, move: Move) -> MovedRows:
-        """Return how many rows each rank sends to each other in a movement."""
+        """Return the number of rows that each rank sends to each other rank in a movement."""
         if move not in self._moved:
             self._moved[move] = moved_rows(self.grid.world, *self._exchanged(move))
         return self._moved[move]
 
     def _exchanged(self, move: Move) -> tuple[np.ndarray, np.ndarray]:
-        """Return what all ranks send each other: source times ranks plus target, and rows, (n,) int64 each."""
+        """Return one entry per piece that is sent: source * world + target, and its rows, (n,) int64 each."""
         world, rows = self.grid.world, self._pieces(move.source)[3]
         group = np.array([self.grid.group(rank, move.group)[0] for rank in range(world)])
         (holder, held), (target, wanted) = (self._held_by(layout) for layout in (move.source, move.target))
         want = group[target] * len(rows) + wanted
-        # By piece, of each by holder.
+        # Sorted by piece, then by holder.
         pairs = np.sort((group[holder] * len(rows) + held) * world + holder)
         have, holder = np.divmod(pairs, world)
-        if not move.reduce:  # its own piece, else that of the lowest rank
+        if not move.reduce:  # the target's own piece, else the lowest rank's
             others = ~_among(pairs, want * world + target)
             target, wanted, want = target[others], wanted[others], want[others]
             lowest = np.flatnonzero(np.diff(have, prepend=-1))
             have, holder = have[lowest], holder[lowest]
         first = np.searchsorted(have, want)
         end = np.searchsorted(have, want, side="right") if move.reduce else first + _at(have, first, want)
-        # Nobody may want some weights.
+        # Replicated weights that no rank needs are not sent.
         asked_for = {move.source.chunk, move.target.chunk}.intersection(("near", "here"))
         assert asked_for or (first < end).all(), "ranks want pieces that no rank of their group holds"
         count = end - first
@@ -769,8 +779,8 @@ class CallSizes:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return origin, expert, chunk and rows of all pieces of a flow that have rows, (n,) each.
 
-        Experts of one home are always held together, so the first of them stands for all, but for weights of which only those
-        that are replicated are held, and where `by_expert` tells them apart.
+        The experts of one home are held together, so they are merged under their first expert. They are kept apart with
+        `by_expert`, and for weights and bias, of which ranks may hold those of single experts.
         """
         flow = layout.flow
         by_expert = by_expert or flow in ("weights", "bias")
@@ -783,7 +793,7 @@ class CallSizes:
         return self._some[flow, by_expert]
 
     def _held_by(self, layout: Layout, *, by_expert: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Return who holds which of `_pieces`, (found,) int64 each: ranks, and places among these."""
+        """Return which ranks hold which of `_pieces`, as pairs (rank, position in `_pieces`), (pairs,) int64 each."""
         if (layout, by_expert) not in self._holders:
             origin, expert, chunk, _ = self._pieces(layout, by_expert=by_expert)
             rank, piece = self.shapes.held(layout).by(origin, expert, chunk)
@@ -795,12 +805,12 @@ class CallSizes:
         return self._holders[layout, by_expert]
 
     def num_moved(self, move: Move, source: int, target: int) -> int:
-        """Return how many rows one rank sends to another in a movement."""
+        """Return the number of rows that one rank sends to another in a movement."""
         incoming = self.incoming(move, target)
         return incoming.counts[incoming.peers.index(source)] if source in incoming.peers else 0
 
     def _splits(self, mine: Layout, theirs: Layout, matched: Matched, rank: int) -> Splits:
-        """Return the rows of matched pieces: a helper has weights of the experts that it helps, and of no others."""
+        """Return the rows of matched pieces. A helper gets weights only of the experts of which it computes copies."""
         offsets = self.offsets(mine, rank)
         sizes = np.diff(offsets)[matched.places]
         if theirs.chunk in ("near", "here") and theirs.flow in ("weights", "bias"):
@@ -813,7 +823,7 @@ class CallSizes:
         return Splits(matched.peers, counts, Runs(offsets[matched.places], sizes), is_whole)
 
     def _find_bases(self, tokens: Layout, copies: Layout, rank: int) -> np.ndarray:
-        """Return the base of each piece of the copies."""
+        """Return the base of each piece of the copies; see `token_bases`."""
         of_copies, later = self.shapes.pieces(copies, rank), self.shapes.tokens_later(copies, rank)
         if later is not None:
             return later

@@ -1,7 +1,8 @@
-"""`Slot`, `Task`, `Program`: what a layer does, as data. No tensors, no process groups, no callables.
+"""`Slot`, `Task` and `Program` describe what a layer does, as data: no tensors, no process groups, no callables.
 
-A program is rank-free: every rank runs the same one. A group is a tuple of axes; sizes come from flows, which `sizes.py`
-binds to a rank. Each slot carries a state per axis, from which the transpose follows (`transpose.py`).
+A program does not depend on the rank: all ranks run the same one. A group is a tuple of axes. Row counts follow from a
+slot's layout, which `sizes.py` evaluates per rank. Each slot has a state per axis, from which the backward program is
+derived (`transpose.py`).
 """
 
 from __future__ import annotations
@@ -14,31 +15,31 @@ from moesaic.program.grid import Axis
 
 Flow = Literal["copies", "tokens", "node_tokens", "rank_tokens", "weights", "bias"]
 ONCE: tuple[Flow, ...] = ("node_tokens", "rank_tokens")
-"""Flows in which a token goes to a place once, whatever the number of its copies there."""
+"""Flows in which a token is sent to a destination once, however many of its copies are computed there."""
 Which = Literal["all", "rank", "node"]
 WHICH: tuple[Which, ...] = ("all", "rank", "node")
 NamedChunk = Literal["replicated", "here", "near"]
 Chunk = int | NamedChunk
 
 INDEX_BYTES = 4
-"""Of an index on its way: an int32."""
+"""Bytes per index in a message: indices travel as int32."""
 
 
 class State(str, Enum):
-    """How a slot's values relate across the ranks of an axis."""
+    """How the values of a slot on the ranks of one axis relate to each other."""
 
     SHARDED = "S"
-    """Each rank has values of its own."""
+    """Each rank has its own values."""
     REPLICATED = "R"
-    """All ranks have the same values and use them differently: their cotangents are partial."""
+    """All ranks have the same values and use them differently, so their cotangents are partial."""
     PARTIAL = "P"
     """The value is the sum over the ranks."""
     IDENTICAL = "I"
-    """All ranks have the same values and use them the same way: their cotangents are identical too."""
+    """All ranks have the same values and use them in the same way, so their cotangents are identical too."""
 
     @property
     def dual(self) -> State:
-        """The state of the cotangent."""
+        """The state of the cotangent on the same axis."""
         return {State.REPLICATED: State.PARTIAL, State.PARTIAL: State.REPLICATED}.get(self, self)
 
 
@@ -46,51 +47,51 @@ class Kind(str, Enum):
     """What a slot holds."""
 
     TOKENS = "tokens"
-    """(tokens, dim) in the order of the layer's input."""
+    """(tokens, dim), in the order of the layer's input."""
     ROWS = "rows"
-    """(rows, dim): token copies."""
+    """(rows, dim), one row per token copy."""
     LANE = "lane"
-    """(rows, 1): a scalar that travels with each row in float32 or more, the routing weight."""
+    """(rows, 1): one scalar per row, the routing weight, sent in float32 or a wider type."""
     INDEX = "index"
-    """(rows, 1) integers: the place of each copy's token among its origin's tokens. It has no cotangent, and travels in
-    `INDEX_BYTES` a row."""
+    """(rows, 1) integers: for each copy, the position of its token among its origin's tokens. An index has no cotangent
+    and takes `INDEX_BYTES` per row in messages."""
     WEIGHT = "weight"
-    """The experts' parameters, as their module stores them; a movement packs them into rows."""
+    """Parameters of the experts in the layout of their module. Movements pack them into rows."""
     PACKETS = "packets"
-    """Messages on their way, each with its origin and destination. They exist in lowered programs only."""
+    """Messages in transit, each with its origin and destination. Only lowered programs have such slots."""
 
 
 class Op(str, Enum):
-    """What a task does. Movements differ in states and layouts only; the executor has one implementation for all."""
+    """What a task does. All movements are one operation, since they differ only in states and layouts."""
 
     PERMUTE = "permute"
-    """tokens, visits or stops, index -> rows: copy each token to its rows."""
+    """tokens, index -> rows: copy each token to its rows."""
     COMBINE = "combine"
-    """rows, index -> tokens: sum each token's rows. The transpose of permute."""
+    """rows, index -> tokens: sum the rows of each token. The transpose of permute."""
     MOVE = "move"
-    """Rows to another layout, over a group; sums where the source is partial and the target is not."""
+    """Move rows to another layout over a group of ranks; sum them if the source is partial and the target is not."""
     SCALE = "scale"
-    """Multiply by the size of the group to the power `power`; the transpose uses `dual_power`."""
+    """Multiply by the size of the group raised to `power`. The transpose uses `dual_power` instead."""
     ADD = "add"
-    """Sum of slots of one layout."""
+    """Sum slots of equal layout."""
     TAKE = "take"
-    """One slot into its chunks."""
+    """Split one slot into its chunks."""
     JOIN = "join"
-    """Chunks into one slot. The transpose of take."""
+    """Concatenate chunks into one slot. The transpose of take."""
     EXPERT = "expert"
-    """rows, gates, weights -> rows: the rank's experts, each result times its gate."""
+    """rows, gates, weights -> rows: run the rank's experts and multiply each result by its routing weight."""
     EXPERT_GRAD = "expert_grad"
-    """cotangent, rows, gates, weights -> cotangents of rows, gates and weights."""
+    """cotangent, rows, gates, weights -> the cotangents of rows, gates and weights."""
     PACK = "pack"
-    """rows -> packets: what a movement sends, message by message, encoded. Lowered programs only."""
+    """rows -> packets: sort the rows of a movement into messages and encode them. Only in lowered programs."""
     HOP = "hop"
-    """packets -> packets: one stretch of their way. Lowered programs only."""
+    """packets -> packets: one round of messages of an all-to-all. Only in lowered programs."""
     UNPACK = "unpack"
-    """packets -> rows: decoded and, where the movement sums, summed. Lowered programs only."""
+    """packets -> rows: decode the messages and sum them if the movement sums. Only in lowered programs."""
 
 
 class Lane(str, Enum):
-    """Where a task runs; tasks of one lane run one after the other."""
+    """The resource on which a task runs. Tasks of one lane run one after the other."""
 
     COMPUTE = "compute"
     INTRA = "intra"
@@ -99,7 +100,7 @@ class Lane(str, Enum):
 
 
 class Stage(str, Enum):
-    """Which part of the layer a task belongs to."""
+    """The part of the layer to which a task belongs."""
 
     ROUTE = "route"
     DISPATCH = "dispatch"
@@ -108,16 +109,16 @@ class Stage(str, Enum):
 
 
 class FlowSpec(NamedTuple):
-    """How the pieces of a flow are told apart."""
+    """How the pieces of a flow are indexed."""
 
     origins: tuple[Axis, ...] | None
-    """Axes on which the origin of a run has a place; None: it is a rank."""
+    """Axes whose coordinate is the origin of a run. None: the origin is a rank. (): there is one origin."""
     homes: tuple[Axis, ...]
-    """Axes on which what a run is bound for has a place within a copy of the experts."""
+    """Axes whose coordinates, within one replica of the experts, give the destination of a run."""
     is_per_expert: bool
-    """There is a run for every expert at such a place; else one for the place."""
+    """Whether each expert at a destination has its own run. If False, there is one run per destination."""
     is_cut: bool
-    """Runs are cut into chunks."""
+    """Whether runs are cut into chunks."""
 
 
 FLOWS: dict[Flow, FlowSpec] = {
@@ -128,54 +129,62 @@ FLOWS: dict[Flow, FlowSpec] = {
     "weights": FlowSpec(("etp",), ("ep",), is_per_expert=True, is_cut=False),
     "bias": FlowSpec((), ("ep",), is_per_expert=True, is_cut=False),
 }
-"""Pieces rank by rank (`program/sizes.py`) and those counted by symmetry (`cost/symmetry.py`) both follow this table."""
+"""The one definition of each flow, used for pieces per rank (`program/sizes.py`) and for pieces counted by symmetry
+(`cost/symmetry.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Which rows a slot holds on a rank, and in which order: experts ascending, within one by origin, then by chunk.
+    """Which rows a slot holds on a rank, and in which order.
 
-    The rows that one rank (the origin) contributes for one expert are a run; a run may be cut into chunks. Every layout
-    is a list of whole pieces (origin, expert, chunk), so a movement is a matching of pieces.
+    The rows that one rank (the origin) contributes for one expert are a run. A run may be cut into chunks. A piece is
+    (origin, expert, chunk). A layout is a list of whole pieces, sorted by expert, then origin, then chunk. A movement
+    matches the pieces of two layouts.
     """
 
     flow: Flow = "copies"
-    """copies: token copies bound for experts. tokens: the tokens themselves (then there is one "expert"). visits: a
-    token once per node on which it has a copy (the "expert" is the node). stops: a token once per place of ep at which it
-    has a copy (the "expert" is the place). weights: hidden units of experts (the origin
-    is the shard). bias: what the shards of an expert hold in common, a row an expert."""
+    """What the rows are:
+
+    - copies: token copies, one per chosen expert.
+    - tokens: the tokens themselves, one run per origin.
+    - node_tokens: each token once per node on which it has a copy; the node stands for the expert.
+    - rank_tokens: each token once per ep rank on which it has a copy; the ep rank stands for the expert.
+    - weights: hidden units of experts; the etp rank is the origin.
+    - bias: the parameters that all shards of an expert share, one row per expert."""
     spread: tuple[Axis, ...] = ()
-    """Origins: all ranks of the group over these sparse axes; () for the rank itself."""
+    """Sparse axes: all ranks of the group over these axes are origins. (): only the rank itself is."""
     whole_tp: bool = False
-    """Each origin stands for its whole tensor group."""
+    """Whether each origin stands for all ranks of its tensor-parallel group."""
     experts: Which = "all"
-    """Only the experts that live on the rank, or on its node; else all."""
+    """Which experts: those stored on the rank ("rank"), those on its node ("node"), or all."""
     chunk: Chunk | None = None
-    """Only this chunk of each run; "replicated": the chunks after these, one for each rank of ep that helps; "here": the one of
-    these that the rank itself computes. "near", of weights: what replicated copies need on its node, of the experts
-    whose home has its place on some node. Else all."""
+    """None: all chunks. A number: only this chunk of each run. "replicated": the chunks after the numbered ones, one
+    for each ep rank that computes replicated copies. "here": of those, the one that this rank computes. "near", for
+    weights only: those that replicated copies on the rank's node need, of experts whose home is this rank's counterpart
+    on some node."""
     step: tuple[int, int] | None = None
-    """(j, n): the ranks of ep form n groups; only runs whose expert lives j groups after their origin. Else all."""
+    """(j, n): the ep ranks form n groups, and only runs are included whose expert lives j groups after their origin.
+    None: all runs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """A named value."""
+    """A named value of a program."""
 
     name: str
     kind: Kind
     layout: Layout
     state: tuple[tuple[Axis, State], ...] = ()
-    """Per axis; an axis that is not listed is sharded."""
+    """The state per axis. Axes that are not listed are sharded."""
 
     def on(self, axis: Axis) -> State:
-        """Return the state on an axis."""
+        """Return the slot's state on an axis."""
         return dict(self.state).get(axis, State.SHARDED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """One step."""
+    """One operation of a program."""
 
     name: str
     op: Op
@@ -184,25 +193,25 @@ class Task:
     stage: Stage
     lane: Lane = Lane.COMPUTE
     group: tuple[Axis, ...] = ()
-    """Axes over which a movement goes, or whose size a scale takes."""
+    """For a move: the axes over which ranks exchange. For a scale: the axes that give the group size."""
     link: str = ""
-    """Of a lowered movement: the name of its all-to-all in `ALL_TO_ALLS`."""
+    """For a lowered movement: the name of its algorithm in `ALL_TO_ALLS`."""
     codec: str = ""
-    """Of a pack or unpack: the name of its codec, "" for none; of a move whose kernel codes rows on the way, the same."""
+    """For a pack, unpack, or a move by a kernel that encodes rows in transit: the name of the codec, "" for none."""
     hop: int = 0
-    """Of a hop: which one of the all-to-all's."""
+    """For a hop: its number within the all-to-all."""
     of: tuple[str, str] | None = None
-    """Of a pack, hop or unpack: source and target slot of the movement that it is a part of; of a move by a kernel that needs
-    no copies before and after it, its own."""
+    """For a pack, hop or unpack: the source and target slots of the whole movement. Also set for a move by a kernel
+    that needs no copies before and after it: the source and target slots of this move."""
     power: int = 0
-    """Of a scale."""
+    """For a scale: the exponent of the group size."""
     dual_power: int = 0
-    """Of its transpose."""
+    """For a scale: the exponent in the transpose."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """A list of tasks in a legal order, the slots they read and write, and what goes in and comes out."""
+    """Tasks in an order in which they may be issued, the slots they read and write, and the inputs and outputs."""
 
     name: str
     slots: tuple[Slot, ...]
@@ -211,33 +220,33 @@ class Program:
     outputs: tuple[str, ...]
 
     def __hash__(self) -> int:
-        """A cheap one: programs are looked up in every call of a layer, and few of one name are alive."""
+        """Hash the name and the number of tasks only: layers look programs up in every call, and few share a name."""
         return hash((self.name, len(self.tasks)))
 
     @property
     def routes_slices(self) -> bool:
-        """Of a forward program: whether each rank of a tensor group routes a slice of the group's tokens, as under S1."""
+        """Whether each rank of a tensor-parallel group routes a slice of its tokens, as under S1 (forward programs only)."""
         return self.slot("x").on("tp") is State.IDENTICAL and self.slot("gates").on("tp") is State.SHARDED
 
     @property
     def is_redundant(self) -> bool:
-        """Whether every rank of a tensor group sends all tokens of the group, as under the baseline."""
+        """Whether each rank of a tensor-parallel group sends all tokens of the group, as under the baseline."""
         indices = [slot for slot in map(self.slot, self.inputs) if slot.kind is Kind.INDEX]
         return any(slot.on("tp") is State.IDENTICAL and not slot.layout.whole_tp for slot in indices)
 
     @property
     def delivers_at_once(self) -> bool:
-        """Whether rows go to all shards of their experts in one movement over ep and etp, and sums come back in one."""
+        """Whether one movement over ep and etp sends rows to all shards of their experts, and one returns the sums."""
         rows = [task for task in self.moves() if self.slot(task.reads[0]).kind is Kind.ROWS and "ep" in task.group]
         return [task.group for task in rows] == [("ep", "etp")] * 2
 
     def slot(self, name: str) -> Slot:
-        """Return a slot by name."""
+        """Return the slot called `name`."""
         for slot in self.slots:
             if slot.name == name:
                 return slot
         raise KeyError(name)
 
     def moves(self) -> tuple[Task, ...]:
-        """Return the tasks that move bytes between ranks, or would on a larger mesh."""
+        """Return the tasks that move data between ranks, including those whose group has one rank on this mesh."""
         return tuple(task for task in self.tasks if task.op is Op.MOVE)

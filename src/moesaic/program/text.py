@@ -1,4 +1,4 @@
-"""A program as text: a table that people read, and that parses back to the same program."""
+"""Writes a program as a readable table of text, and parses such a table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moesaic.program.task import (
 
 T = TypeVar("T")
 VERSION = 1
-"""Of the text form; a reader refuses newer ones."""
+"""Version of the text format. A reader refuses newer ones."""
 
 
 def to_text(program: Program) -> str:
@@ -53,10 +53,10 @@ def to_text(program: Program) -> str:
 
 
 def from_text(text: str) -> Program:
-    """Parse what `to_text` wrote.
+    """Parse the output of `to_text`.
 
     Raises:
-        InputError: naming the line that is wrong, or a version newer than this one.
+        InputError: if a line is wrong, which the message names, or if the version is newer than `VERSION`.
     """
     name = ""
     inputs: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ def from_text(text: str) -> Program:
             elif words[0] == "task":
                 tasks.append(_read_task(line))
             else:
-                raise ValueError(f"{words[0]!r} is no kind of line")
+                raise ValueError(f"{words[0]!r} is not a kind of line")
         except InputError:
             raise
         except (ValueError, IndexError) as error:
@@ -157,7 +157,7 @@ def _one_of(names: Iterable[T], word: str, what: str) -> T:
     for name in names:
         if word == name:
             return name
-    raise ValueError(f"{word!r} is no {what}")
+    raise ValueError(f"{word!r} is not a known {what}")
 
 
 def _axes(words: str) -> tuple[Axis, ...]:

@@ -1,7 +1,7 @@
-"""When each task of a program runs, given how long each takes: the program's order laid out on its lanes.
+"""Computes when each task of a program runs, given the duration of each task: the program laid out on its lanes.
 
-One rule decides it (`place`); the exact search orders tasks by the same rule. Nothing is guessed here: contention between
-lanes, launch costs and the sizes behind the durations are the cost model's business.
+A single rule decides (`place`), which the exact search for an order uses too. Contention between lanes, launch costs
+and the sizes behind the durations belong to the cost model.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from moesaic.errors import InputError
 from moesaic.program.task import Lane, Program, Slot, Stage, Task
 
 LANES: tuple[Lane, ...] = (Lane.COMPUTE, Lane.INTRA, Lane.INTER, Lane.HOST)
-"""In the order in which pictures show them."""
+"""All lanes, in the order in which plots show them."""
 MOVING = (Lane.INTRA, Lane.INTER)
 """Lanes of communication."""
 
 Free = tuple[float, float, float, float]
-"""When each resource is free again: the issuing thread, the compute stream, the links inside a node, between nodes."""
+"""Times at which each resource is free again: the issuing thread, the compute stream, the links inside a node, the
+links between nodes."""
 IDLE: Free = (0.0, 0.0, 0.0, 0.0)
 THREAD = 0
-"""The place of the issuing thread in `Free`."""
+"""Index of the issuing thread in `Free`."""
 _RESOURCE = {Lane.HOST: THREAD, Lane.COMPUTE: 1, Lane.INTRA: 2, Lane.INTER: 3}
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One task's time, in seconds from the start of the program."""
+    """When one task runs, in seconds from the start of the program."""
 
     task: str
     lane: Lane
     chunk: int | None
-    """The one chunk that the task works on, if it is one."""
+    """The chunk that the task works on. None if it works on none or on several."""
     stage: Stage
     start: float
     end: float
@@ -42,37 +43,37 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A program laid out in time."""
+    """The start and end of every task of a program."""
 
     program: str
-    """Its name."""
+    """Name of the program."""
     spans: tuple[Span, ...]
-    """In the order of issue."""
+    """One span per task, in the order of issue."""
 
     @property
     def makespan(self) -> float:
-        """Seconds until the last task has ended."""
+        """Seconds until the last task ends."""
         return max((span.end for span in self.spans), default=0.0)
 
     def on(self, lane: Lane) -> tuple[Span, ...]:
-        """Return the spans of a lane, in order."""
+        """Return the spans of a lane, in the order of issue."""
         return tuple(span for span in self.spans if span.lane is lane)
 
     @property
     def busy(self) -> dict[Lane, float]:
-        """The share of the makespan during which each lane works; lanes without a task are left out."""
+        """Fraction of the makespan during which each lane is busy. Lanes without tasks are left out."""
         total = self.makespan or 1.0
         found = {lane: self.on(lane) for lane in LANES}
         return {lane: _length(spans) / total for lane, spans in found.items() if spans}
 
     @property
     def communication(self) -> float:
-        """Seconds of communication, the lanes added up."""
+        """Seconds of communication, summed over the lanes."""
         return sum(_length(self.on(lane)) for lane in MOVING)
 
     @property
     def overlap(self) -> float:
-        """The share of communication time during which the compute lane works; 1 if nothing takes time to move."""
+        """Fraction of the communication time during which the compute lane is busy; 1 if communication takes no time."""
         total = self.communication
         if total == 0:
             return 1.0
@@ -83,20 +84,20 @@ class Timeline:
 
 
 def lay_out(program: Program, seconds: Mapping[str, float], *, host_runs_compute: bool = False) -> Timeline:
-    """Lay out a program as its executor runs it: tasks are issued in list order by one thread.
+    """Return the timeline of a program as its executor runs it: one thread issues the tasks in list order.
 
-    A lane runs its tasks one after the other, in list order. A task starts when its lane is free and all tasks that write
-    what it reads have ended.
+    Each lane runs its tasks one after the other, in list order. A task starts when its lane is free and all tasks whose
+    output it reads have ended.
 
     Args:
-        program: in the order to be laid out.
-        seconds: duration of each task by name; further names are ignored.
-        host_runs_compute: True as on a CPU: the issuing thread computes, and waits for what a task reads, movements
-            included, before it goes on in the list. False as on CUDA: streams wait, and the thread runs ahead of them
-            all, held up by tasks of the host lane only.
+        program: the program, in the order of issue.
+        seconds: duration of each task by name; other names are ignored.
+        host_runs_compute: True for CPUs: the issuing thread runs compute tasks, and before each task waits for
+            everything it reads, including movements. False for CUDA: streams wait instead, and only tasks of the host
+            lane hold up the thread.
 
     Raises:
-        InputError: if a task has no duration, or one that is no length of time.
+        InputError: if the duration of a task is missing, negative or not finite.
     """
     slots = {slot.name: slot for slot in program.slots}
     ends: dict[str, float] = dict.fromkeys(program.inputs, 0.0)
@@ -111,13 +112,13 @@ def lay_out(program: Program, seconds: Mapping[str, float], *, host_runs_compute
 
 
 def place(free: Free, lane: Lane, seconds: float, ready: float, host_runs_compute: bool) -> tuple[Free, float]:
-    """Issue one task; returns when the resources are free after it, and when it starts.
+    """Return when the resources are free after one more task is issued, and when that task starts.
 
     Args:
-        free: as the tasks before it in the list left it.
-        lane: of the task.
-        seconds: its duration.
-        ready: when all that it reads is there.
+        free: when the resources are free after the tasks before it.
+        lane: lane of the task.
+        seconds: duration of the task.
+        ready: when everything that the task reads is available.
         host_runs_compute: see `lay_out`.
     """
     at = resource(lane, host_runs_compute)
@@ -129,7 +130,7 @@ def place(free: Free, lane: Lane, seconds: float, ready: float, host_runs_comput
 
 
 def resource(lane: Lane, host_runs_compute: bool) -> int:
-    """Return the place in `Free` of what a lane's tasks occupy."""
+    """Return the index in `Free` of the resource that tasks of a lane occupy."""
     return THREAD if host_runs_compute and lane is Lane.COMPUTE else _RESOURCE[lane]
 
 
@@ -137,7 +138,7 @@ def durations(program: Program, seconds: Mapping[str, float]) -> list[float]:
     """Return the duration of each task, in the order of the program.
 
     Raises:
-        InputError: if one is missing, negative or not finite.
+        InputError: if a duration is missing, negative or not finite.
     """
     found = []
     for task in program.tasks:
@@ -155,16 +156,16 @@ def durations(program: Program, seconds: Mapping[str, float]) -> list[float]:
 
 
 def chunk_of(task: Task, slots: Mapping[str, Slot]) -> int | None:
-    """Return the one chunk that a task reads or writes; None if it works on none, or on several."""
+    """Return the one chunk that a task reads or writes; None if it works on none or on several."""
     chunks = {slots[name].layout.chunk for name in (*task.reads, *task.writes)} - {None}
     chunk = chunks.pop() if len(chunks) == 1 else None
     return chunk if isinstance(chunk, int) else None
 
 
 def to_trace(timeline: Timeline) -> dict[str, Any]:
-    """Return the timeline as a Chrome trace, to be written as JSON: one row per lane, times in microseconds.
+    """Return the timeline as a Chrome trace to be saved as JSON, with one row per lane and times in microseconds.
 
-    chrome://tracing and ui.perfetto.dev open it.
+    chrome://tracing and ui.perfetto.dev open such files.
     """
     events: list[dict[str, Any]] = [_name("process_name", 0, timeline.program)]
     for row, lane in enumerate(LANES):

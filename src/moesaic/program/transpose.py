@@ -1,10 +1,10 @@
-"""The backward program, derived: every slot becomes its cotangent, in the dual state.
+"""Derives the backward program: each slot becomes its cotangent, in the dual state.
 
-A value that is replicated and used differently has a partial cotangent, and the other way round; sharded and identical
-ones keep their state. So an all-gather whose incoming gradient is partial becomes a reduce-scatter, and one whose
-gradient is identical on all ranks becomes a slice without bytes. Nothing else decides it.
+The cotangent of a value that is replicated and used differently is partial, and vice versa. Sharded and identical
+values keep their state. An all-gather whose incoming gradient is partial thus becomes a reduce-scatter. If its gradient
+is identical on all ranks, it becomes a slice that moves no bytes. The states alone decide this.
 
-`up_to_experts` gives the part of a forward program that has to run again when only what the experts keep is wanted.
+`up_to_experts` returns the part of a forward program to recompute when only the inputs of the experts are needed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import replace
 from moesaic.program.task import Kind, Op, Program, Slot, Stage, Task
 
 SUFFIX = "'"
-"""Marks the cotangent of a slot."""
+"""Added to a slot's name to form the name of its cotangent."""
 
 _SWAPPED = {
     Op.PERMUTE: Op.COMBINE,
@@ -30,10 +30,11 @@ _STAGE = {Stage.DISPATCH: Stage.COMBINE, Stage.COMBINE: Stage.DISPATCH, Stage.EX
 
 
 def transpose(program: Program) -> Program:
-    """Return the backward program: it reads the cotangents of the outputs and writes those of the inputs.
+    """Return the backward program, which reads the cotangents of the outputs and writes those of the inputs.
 
-    It also reads forward values: indices, and the inputs of the experts (`saved`). Weights that travelled are not kept but
-    travel again. A slot with several readers gets a cotangent per reader, and their sum.
+    It also reads the forward values in `saved`: indices and the inputs of the experts. Weights that were gathered are
+    not kept; the backward program gathers them again. A slot with several readers gets one cotangent per reader and a
+    task that adds them.
     """
     work = _Transposition(program)
     for task in _fetches(program):
@@ -54,7 +55,7 @@ def transpose(program: Program) -> Program:
 
 
 class _Transposition:
-    """The backward program while it grows: shares of a cotangent wait until all readers have given theirs."""
+    """A backward program under construction. Shares of a cotangent are collected until every reader has contributed."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -64,7 +65,7 @@ class _Transposition:
         self._shares: dict[str, list[str]] = {}
 
     def add(self, task: Task) -> None:
-        """Append the transpose of a task, and the sums that it completes."""
+        """Append the transpose of a task, and the sums of cotangents that are complete with it."""
         differentiable = [name for name in task.reads if _flows(self.program, name)]
         others = task.reads if task.op is Op.EXPERT else tuple(n for n in task.reads if n not in differentiable)
         self.tasks.append(
@@ -84,7 +85,8 @@ class _Transposition:
                 self._sum(name, _STAGE[task.stage])
 
     def _share(self, name: str) -> str:
-        """Return the slot for one reader's share of a cotangent; the cotangent itself if there is one reader."""
+        """Add and return the slot for one reader's share of a cotangent. With a single reader, this is the cotangent
+        itself."""
         slot = dual(self.program.slot(name))
         if self._readers[name] > 1:
             shares = self._shares.setdefault(name, [])
@@ -101,7 +103,7 @@ class _Transposition:
 
 
 def saved(program: Program) -> tuple[str, ...]:
-    """Return the forward slots that the backward program reads."""
+    """Return the names of the forward slots that the backward program reads."""
     fetched = {name for task in _fetches(program) for name in task.writes}
     names = [name for task in _fetches(program) for name in task.reads] + [
         name
@@ -113,7 +115,10 @@ def saved(program: Program) -> tuple[str, ...]:
 
 
 def _fetches(program: Program) -> list[Task]:
-    """Return the tasks that bring weights from where they are stored, in order; those for replicated copies do so once."""
+    """Return the tasks that fetch weights from the ranks that store them, in order, except those for replicated copies.
+
+    The weights of replicated copies are fetched once and kept for the backward pass.
+    """
     written = [(task, program.slot(task.writes[0])) for task in program.tasks]
     return [task for task, slot in written if slot.kind is Kind.WEIGHT and slot.layout.chunk not in ("near", "here")]
 
@@ -124,7 +129,7 @@ def cotangent(name: str) -> str:
 
 
 def dual(slot: Slot) -> Slot:
-    """Return the cotangent of a slot: the same rows, the dual state on every axis."""
+    """Return the cotangent of a slot: the same rows, with the dual state on every axis."""
     return replace(slot, name=cotangent(slot.name), state=tuple((axis, state.dual) for axis, state in slot.state))
 
 
@@ -134,13 +139,13 @@ def _flows(program: Program, name: str) -> bool:
 
 
 def up_to_experts(program: Program, wanted: Collection[str]) -> Program:
-    """Return the tasks without which the experts cannot run or a slot is not written: dispatch, and no combine.
+    """Return the program reduced to the experts and the slots in `wanted`: the dispatch without the combine.
 
-    All ranks drop the same tasks, so what is left still matches.
+    All ranks drop the same tasks, so the remaining messages still match.
 
     Args:
         program: a forward program, in the order in which it runs.
-        wanted: slots, those that the backward program reads.
+        wanted: names of the slots that the backward program reads.
     """
     slots, tasks = set(wanted), []
     for task in reversed(program.tasks):

@@ -1,4 +1,5 @@
-"""What must hold of every program, whatever pass made it. A violation is a bug of a pass, named by task and slot."""
+"""Checks that every program must pass, whatever pass produced it. A violation is a bug in a pass and names the task and
+slot."""
 
 from __future__ import annotations
 
@@ -14,21 +15,21 @@ _CHANGES: dict[tuple[State, State], str] = {
     (State.PARTIAL, State.IDENTICAL): "all_reduce",
     (State.PARTIAL, State.REPLICATED): "all_reduce",
 }
-"""How a movement may change the state on an axis of its group, and what it is then called. The transposes of all of
-them are in the table again, which is what makes the backward program derivable."""
+"""Allowed changes of state on an axis of a movement's group, with the name of the collective that performs each. The
+table contains the transpose of each entry, which is why the backward program can be derived."""
 
 
 class ProgramError(Exception):
-    """A program that no executor may run."""
+    """Raised for a program that cannot be executed."""
 
 
 def validate(program: Program) -> None:
     """Check a program.
 
     Raises:
-        ProgramError: for tasks that wait for each other, a slot that is unknown, written twice or read before it is written,
-            an output that nobody writes, a movement whose change of state no collective performs, or experts whose output
-            is not partial.
+        ProgramError: if tasks depend on each other in a cycle, a slot is unknown, written twice or read before it is
+            written, an output is never written, no collective performs a movement's change of state, or the experts'
+            output is not partial.
     """
     known = {slot.name for slot in program.slots}
     written = set(program.inputs)
@@ -60,7 +61,7 @@ def validate(program: Program) -> None:
 
 
 def _cycle(program: Program, start: Task) -> tuple[str, ...]:
-    """Return the tasks of a ring of dependencies through `start`, () if there is none."""
+    """Return the names of tasks in a dependency cycle through `start`, () if there is none."""
     writers = {name: task for task in program.tasks for name in task.writes}
     paths: list[tuple[Task, ...]] = [(start,)]
     seen = {start.name}
@@ -77,7 +78,7 @@ def _cycle(program: Program, start: Task) -> tuple[str, ...]:
 
 
 def _check_expert(program: Program, task: Task) -> None:
-    """Rows that every shard sees give partial sums, and only those do."""
+    """Raise ProgramError unless the experts' output is partial on exactly the axes on which their rows are replicated."""
     rows, out = program.slot(task.reads[0]), program.slot(task.writes[0])
     seen = {axis for axis, state in rows.state if state is State.REPLICATED}
     partial = {axis for axis, state in out.state if state is State.PARTIAL}
@@ -89,16 +90,18 @@ def _check_expert(program: Program, task: Task) -> None:
 
 
 def reduces(source: Slot, target: Slot) -> bool:
-    """Whether a movement sums: the source is partial on an axis on which the target is not."""
+    """Return whether a movement sums: the source is partial on an axis on which the target is not."""
     return any(state is State.PARTIAL and target.on(axis) is not State.PARTIAL for axis, state in source.state)
 
 
 def collective(program: Program, task_name: str) -> str:
-    """Return what a movement does, in the field's word: exchange, gather, slice, share, reduce_scatter, all_reduce,
-    deliver (an exchange and a gather in one) or collect (an exchange and a reduce-scatter in one).
+    """Return the name of the collective that a movement performs.
+
+    The name is exchange, gather, slice, share, reduce_scatter, all_reduce, deliver (an exchange and a gather in one),
+    collect (an exchange and a reduce-scatter in one), several of them joined by "+", or keep.
 
     Raises:
-        ProgramError: if its states change in a way that none of them performs.
+        ProgramError: if no collective performs its change of states.
     """
     task = next(task for task in program.tasks if task.name == task_name)
     source, target = program.slot(task.reads[0]), program.slot(task.writes[0])

@@ -1,9 +1,9 @@
-"""The balance view of a run: load per rank before and after, what was decided in each layer, and the bytes that moved for it.
+"""Sections of a report about balancing: load per rank without and with it, each layer's decisions, and the bytes moved.
 
-For runs whose layers have an arbiter, or whose samples move. Numbers are those of the first rank's metrics, which all
-ranks share: counts are told to everybody, and decisions come from counts.
+They exist for runs with an arbiter or with moving samples. The numbers come from the first rank's metrics; they hold for all
+ranks, since ranks exchange their counts and decide from these.
 
-The section about plans that changed while a run trained says what ran, what was tried, what was decided and why.
+A further section lists the changes of plan during training: the plans tried, the decisions and their reasons.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from moesaic.train.metrics import read_metrics
 
 BEFORE, AFTER = "#9aa1ac", "#3a6ea5"
 ALONE_COLOUR = "#e5e7eb"
-"""Of calls that were left alone, in the picture of decisions."""
+"""Colour of calls that were left alone, in the chart of decisions."""
 MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceLines:
-    """What the lines of a run's metrics say of balance."""
+    """The entries about balancing in a run's metrics; each field has one element per line of metrics."""
 
     steps: tuple[int, ...]
     decision_shares: tuple[float, ...]
-    """Time that deciding took, over that of the training steps."""
+    """Time spent on decisions, divided by the time of the training steps."""
     layers: tuple[tuple[dict[str, Any], ...], ...]
-    """Per line, what each MoE layer did, as `train/balance.py` writes it; empty for a layer that decided nothing."""
+    """Each MoE layer's table as written by `train/balance.py`; empty for a layer that decided nothing."""
 
     @property
     def counts(self) -> Counter[str]:
@@ -59,16 +59,16 @@ class BalanceLines:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Everything that was chosen, what is left alone first, then the commonest."""
+        """All options that were chosen, most frequent first, with "alone" in front."""
         counts = self.counts
         return tuple(sorted(counts, key=lambda name: (name != "alone", -counts[name], name)))
 
     def mean(self, name: str) -> list[float]:
-        """Return a number's mean over the layers that have it, per line; 0 where none has."""
+        """Return, per line, a number's mean over the layers that have it; 0 if no layer has it."""
         return [_mean([float(layer[name]) for layer in layers if name in layer], 0.0) for layers in self.layers]
 
     def busiest(self, name: str) -> list[float]:
-        """Return the busiest place's rows over the mean, mean over the layers, per line; 1 is balance."""
+        """Return, per line, the busiest rank's rows relative to the mean, averaged over the layers; 1 is balanced."""
         return [
             _mean([max(shares) for layer in layers if (shares := _shares(layer.get(name)))], 1.0)
             for layers in self.layers
@@ -80,30 +80,32 @@ def _mean(values: Sequence[float], empty: float) -> float:
 
 
 def _shares(rows: Sequence[float] | None) -> list[float]:
-    """Return each place's rows over the mean; empty where there are none."""
+    """Return each rank's rows relative to the mean; empty if there are no rows."""
     return [each * len(rows) / sum(rows) for each in rows] if rows and sum(rows) > 0 else []
 
 
 def balance_section(run: RunSummary, colour: str) -> Section | None:
-    """Return the section about what moved because routing is skewed; None for a run where nothing was decided."""
+    """Return the section about balancing of skewed routing; None for a run without such decisions."""
     found = balance_of(read_metrics(run.folder))
     if found is None:
         return None
     drawn = [
         Picture(
             "Load of the busiest rank",
-            "Over the mean, mean over the layers; 1 is balance.",
+            "Relative to the mean load, averaged over the layers; 1 is balanced.",
             busiest_rank(found),
         ),
-        Picture("Bytes that moved", "Per call, forward and backward, mean over the layers.", bytes_moved(found)),
+        Picture("Bytes that moved", "Per call, forward and backward, averaged over the layers.", bytes_moved(found)),
     ]
     layer = most_skewed(found)
     for name, when in (("rows_alone", "if left alone"), ("rows", "as decided")):
         if layer is not None:
             title = f"Load per rank of layer {layer}, {when}"
-            caption = "The layer with the most skew; copies that each rank of ep computes, over the mean."
+            caption = "The layer with the most skew: copies that each ep rank computes, relative to the mean."
             drawn.append(Picture(title, caption, load_per_rank(found, layer, name)))
-    chosen = Picture("Decisions", "What each layer ran most since the line before.", decisions(found))
+    chosen = Picture(
+        "Decisions", "The option that each layer ran most often since the previous line of metrics.", decisions(found)
+    )
     return Section(
         title="Balance of",
         run=run.name,
@@ -114,7 +116,7 @@ def balance_section(run: RunSummary, colour: str) -> Section | None:
 
 
 def balance_of(lines: Sequence[dict[str, Any]]) -> BalanceLines | None:
-    """Return what a run's metrics say of balance; None where nothing was decided."""
+    """Return the entries about balancing in a run's metrics; None if there are none."""
     found = [line for line in lines if line.get("kind") == "train" and isinstance(line.get("balance"), dict)]
     if not found:
         return None
@@ -126,7 +128,7 @@ def balance_of(lines: Sequence[dict[str, Any]]) -> BalanceLines | None:
 
 
 def busiest_rank(found: BalanceLines) -> go.Figure:
-    """Draw the busiest place's load over the mean, if calls were left alone and as it was decided."""
+    """Draw the busiest rank's load relative to the mean, for calls left alone and as decided."""
     made = figure(STEP, "busiest rank / mean", height=300, legend=True, rangemode="normal")
     if any("rows" in layer for layers in found.layers for layer in layers):
         made.add_trace(line("left alone", found.steps, found.busiest("rows_alone"), BEFORE, width=2.2, showlegend=True))
@@ -135,12 +137,12 @@ def busiest_rank(found: BalanceLines) -> go.Figure:
 
 
 def load_per_rank(found: BalanceLines, layer: int, name: str) -> go.Figure:
-    """Draw each place's load over the mean of a layer, places by steps.
+    """Draw a heatmap of each rank's load relative to the mean in one layer, over steps.
 
     Args:
-        found: the lines.
-        layer: its number.
-        name: "rows_alone" or "rows".
+        found: the entries about balancing.
+        layer: number of the layer.
+        name: "rows_alone" for the load without balancing, "rows" for the load as decided.
     """
     steps, columns = [], []
     for step, layers in thinned(found):
@@ -152,7 +154,7 @@ def load_per_rank(found: BalanceLines, layer: int, name: str) -> go.Figure:
 
 
 def decisions(found: BalanceLines) -> go.Figure:
-    """Draw which option each layer ran most since the line before, layers by steps; the page has the legend."""
+    """Draw a heatmap of the option that each layer ran most often since the previous line. The page shows its legend."""
     names = found.options
     made = figure(STEP, "MoE layer", height=max(160, 90 + 26 * len(found.layers[0])))
     if not names:
@@ -183,7 +185,7 @@ def decisions(found: BalanceLines) -> go.Figure:
 
 
 def bytes_moved(found: BalanceLines) -> go.Figure:
-    """Draw the mebibytes that a call moves: tokens, weights, and what placement of samples adds or saves."""
+    """Draw the MiB that a call moves: tokens with and without balancing, experts' weights, and samples."""
     made = figure(STEP, "MiB per call, all ranks", height=300, legend=True)
     for name, title, colour in (
         ("token_bytes_alone", "tokens, left alone", BEFORE),
@@ -199,20 +201,20 @@ def bytes_moved(found: BalanceLines) -> go.Figure:
 
 
 def option_colours(names: Sequence[str]) -> dict[str, str]:
-    """Return a colour per option; leaving alone is pale."""
+    """Return a colour per option; pale for "alone"."""
     others = [name for name in names if name != "alone"]
     return {"alone": ALONE_COLOUR} | {name: RUN_COLOURS[at % len(RUN_COLOURS)] for at, name in enumerate(others)}
 
 
 def thinned(found: BalanceLines) -> list[tuple[int, tuple[dict[str, Any], ...]]]:
-    """Return (step, layers) of at most `MOST_COLUMNS` lines, evenly spread, the last one among them."""
+    """Return (step, layers) of at most `MOST_COLUMNS` lines, evenly spread and including the last."""
     every = -(-len(found.steps) // MOST_COLUMNS) or 1
     last = len(found.steps) - 1
     return [(found.steps[at], found.layers[at]) for at in range(last % every, last + 1, every)]
 
 
 def most_skewed(found: BalanceLines) -> int | None:
-    """Return the layer whose busiest place would have had most over the mean; None where no layer says so."""
+    """Return the layer with the largest load of the busiest rank without balancing; None if no layer has this number."""
     most: dict[int, float] = {}
     for layers in found.layers:
         for number, layer in enumerate(layers):
@@ -222,7 +224,7 @@ def most_skewed(found: BalanceLines) -> int | None:
 
 
 def told(found: BalanceLines) -> str:
-    """Return in one sentence what was decided, and what deciding took."""
+    """Return a text about the decisions and the share of time that they took."""
     counts, calls = found.counts, found.counts.total()
     if not calls:
         return "Samples moved between the MoE layers; nothing else was decided."
@@ -232,12 +234,12 @@ def told(found: BalanceLines) -> str:
 
 
 def legend(names: Sequence[str]) -> Legend:
-    """Return the options' colours."""
+    """Return the legend of the chart of decisions."""
     return Legend([Key(name, colour, is_thick=True) for name, colour in option_colours(names).items() if name in names])
 
 
 def table(found: BalanceLines) -> Table:
-    """Return each layer's last line."""
+    """Return a table with each layer's numbers from the last line."""
     heads = (
         "At the end", "Options", "Busiest alone", "Busiest", "Copies replicated", "Samples moved", "Deciding, ms",
     )  # fmt: skip
@@ -261,11 +263,11 @@ def _commonest(layer: dict[str, Any]) -> str:
 
 
 SHOWN = 40
-"""Decisions in the table, the last ones."""
+"""Largest number of decisions in the table; the last ones are shown."""
 
 
 def plans_section(run: RunSummary) -> Section | None:
-    """Return the section about plans that changed while a run trained; None where no plan changed by itself."""
+    """Return the section about automatic changes of plan during a run; None if the run did not choose plans automatically."""
     found = [line["plan"] for line in read_metrics(run.folder) if isinstance(line.get("plan"), dict)]
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""The page about a plan: what was said, where a step's time goes, one layer as a Gantt chart, memory, and the roofline."""
+"""Writes the page about a plan: the answer in words, a step's time by part, one layer as Gantt chart, memory, and roofline."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ def write_plan_page(
     title: str, told: Sequence[str], job: Job, result: Result, cluster: ClusterSpec, timelines: Mapping[str, Timeline],
     path: Path,
 ) -> Path:  # fmt: skip
-    """Write the page; returns its path. The file holds everything that it shows and loads nothing.
+    """Write the page about a plan and return its path. The page is self-contained and loads nothing.
 
     Args:
-        title: of the page.
-        told: the answer in sentences.
-        job: what is trained.
-        result: the ranking.
-        cluster: on what.
-        timelines: of the best plan's programs, "forward" and "backward".
-        path: of the file.
+        title: title of the page.
+        told: the planner's answer, in sentences.
+        job: the training job.
+        result: the ranking of plans.
+        cluster: the cluster on which the job runs.
+        timelines: the timelines of the best plan's programs, "forward" and "backward".
+        path: the file to write.
 
     Raises:
-        InputError: if the file cannot be written.
+        InputError: the file cannot be written.
     """
     best, until = result.best, max(timeline.makespan for timeline in timelines.values())
     layer = job.step_model(cluster, best.grid.dp).layer
     pictures = [
         Picture(
             "One step of the best plan",
-            f"Block by block, the first micro-batch of {job.accumulation}; drag to look closer, double click for all of it.",
+            f"The first micro-batch of {job.accumulation}, block by block. Drag to zoom in, double-click for the whole step.",
             step_gantt(bars_of(job, best, timelines)),
         ),
-        Picture("One step", "Seconds by part, of the best plans.", stacked(
+        Picture("One step", "Seconds by part of the step, for the best plans.", stacked(
             {_name(found): found.estimate.parts for found in result.ranking},
             "seconds",
         )),
@@ -56,7 +56,7 @@ def write_plan_page(
             for name, timeline in timelines.items()
         ),
         Picture(
-            "Memory of a rank", f"GiB by what holds it; the line is what a device has, {cluster.device.memory_gib:g}.",
+            "Memory of a rank", f"GiB by use; the line marks the device's memory, {cluster.device.memory_gib:g} GiB.",
             stacked(
                 {_name(each): {what: size / GIB for what, size in vars(each.memory).items()} for each in result.ranking},
                 "GiB", limit=cluster.device.memory_gib,
@@ -64,8 +64,8 @@ def write_plan_page(
         ),
         Picture(
             "Roofline of products",
-            "What a device reaches by the rows of a product: at most its memory's rate times the operations that a byte of "
-            "weights serves, and the rate that products were seen to reach. The dot is an expert of the best plan.",
+            "The device's rate over the rows of a product: bounded by memory bandwidth times operations per byte of weights, "
+            "and by the best measured rate. The dot is an expert of the best plan.",
             roofline(best, cluster, layer),
         ),
     ]  # fmt: skip
@@ -74,7 +74,13 @@ def write_plan_page(
 
 
 def stacked(bars: Mapping[str, Mapping[str, float]], unit: str, *, limit: float | None = None) -> go.Figure:
-    """Draw bars of parts that add up."""
+    """Draw stacked bars.
+
+    Args:
+        bars: name of a bar -> name of a part -> value.
+        unit: unit of the values.
+        limit: where to draw a vertical line; None for no line.
+    """
     made = figure(unit, "", height=140 + 34 * len(bars), legend=True)
     for number, part in enumerate(dict.fromkeys(part for parts in bars.values() for part in parts)):
         values = [rounded(parts.get(part, 0.0)) for parts in bars.values()]
@@ -87,7 +93,7 @@ def stacked(bars: Mapping[str, Mapping[str, float]], unit: str, *, limit: float 
 
 
 def roofline(best: Found, cluster: ClusterSpec, layer: Workload) -> go.Figure:
-    """Draw the rate of an expert's products by its rows: bounds, what the device reaches, and where the plan's experts are."""
+    """Draw the rate of an expert's matrix products over its rows: the upper bound, the rate reached, and the plan's experts."""
     rates = rates_of(cluster, layer.products or layer.dtype)
     work = float(layer.matrices * layer.dim * layer.hidden / best.grid.etp)
     here = best.grid.dp * layer.copies / layer.num_experts / best.grid.edp

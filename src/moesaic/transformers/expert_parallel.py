@@ -56,10 +56,10 @@ class MoesaicEP(EPImplementation):
         super().__init__(experts, ep_mesh, tp_mesh)
         reason = refusal(experts)
         if reason is None and gate_of(experts) is None:
-            reason = "has a gate or a norm of its own, which programs do not take to other ranks"
+            reason = "has its own gate or norm, which Moesaic's programs cannot run on other ranks"
         self.instead: AllToAllEP | None = None
         if reason is not None:
-            say(f"{type(experts).__name__} {reason}: its tokens go by transformers' all_to_all")
+            say(f"{type(experts).__name__} {reason}: its tokens are sent by transformers' own all-to-all")
             self.instead = AllToAllEP(experts, ep_mesh, tp_mesh)
             return
         tp = tp_mesh.size() if ep_mesh.size() % tp_mesh.size() == 0 else 1
@@ -129,7 +129,7 @@ def use_plan(model: nn.Module, plan: Plan | Compiled) -> None:
     found = [each for each in noted if isinstance(each, MoesaicEP)]
     if not found:
         raise InputError(
-            'use_plan: no experts of this model run by Moesaic: load it with ep_implementation="moesaic" and ep_size > 1'
+            'use_plan: no experts of this model run on Moesaic: load it with ep_implementation="moesaic" and ep_size > 1'
         )
     for implementation in found:
         implementation.on_mesh.use(plan, implementation.experts)

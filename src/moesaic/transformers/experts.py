@@ -85,7 +85,7 @@ def refusal(module: Any) -> str | None:
         if not isinstance(weight, Tensor):
             return f"has no tensor {name}"
         if weight.dtype not in FLOATS:
-            return f"has a {name} of {weight.dtype}, which Moesaic's kernels do not multiply"
+            return f"has a {name} of {weight.dtype}, which Moesaic's kernels do not support"
     return None
 
 
@@ -187,7 +187,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     """
     reason = refusal(self)
     if reason is not None:
-        say(f"{type(self).__name__} {reason}: it runs transformers' own loop over experts")
+        say(f"{type(self).__name__} {reason}: transformers' own loop over experts runs instead")
         own: Tensor = type(self).forward.__wrapped__(self, hidden_states, top_k_index, top_k_weights)
         return own
     num_tokens, top_k = top_k_index.shape

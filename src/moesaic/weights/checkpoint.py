@@ -104,7 +104,7 @@ def format_of(folder: Path) -> str:
         InputError: the folder does not exist, or holds no checkpoint of a known format.
     """
     if not folder.is_dir():
-        raise InputError(f"{folder}: no folder there: name the one that holds the checkpoint")
+        raise InputError(f"{folder}: no folder there: name the folder that holds the checkpoint")
     found = [name for name, each in FORMATS.items() if each.finds(folder)]
     if not found:
         raise InputError(f"{folder}: no checkpoint of {', '.join(FORMATS)} there: name the folder that holds its files")
@@ -153,7 +153,7 @@ def _check_shape(checkpoint: Checkpoint, name: str, place: str) -> None:
         return
     if name not in PADDED or shape[1:] != expected[1:] or shape[0] < expected[0]:
         raise InputError(
-            f"{place} is {list(shape)}, and the configuration makes it {list(expected)}: take the model's own"
+            f"{place} is {list(shape)}, and the configuration makes it {list(expected)}: use the model's own configuration"
         )
     checkpoint.left_behind.append(f"{name}: rows {expected[0]} to {shape[0] - 1}, which pad the vocabulary")
 

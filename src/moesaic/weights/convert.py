@@ -60,7 +60,7 @@ def convert(
     folder, target = Path(source), Path(out)
     for name in (to, source_format or to):
         if name not in FORMATS:
-            raise InputError(f"{name} is no format: choose of {', '.join(FORMATS)}")
+            raise InputError(f"{name} is not a format: choose one of {', '.join(FORMATS)}")
     require_room(target)
     came_from = source_format or format_of(folder)
     model = Architecture(read_config(folder, None if config is None else Path(config)))
@@ -181,7 +181,7 @@ def verify(out: str | Path) -> dict[str, Any]:
     """
     folder = Path(out)
     if not (folder / RECEIPT).exists():
-        raise InputError(f"{folder / RECEIPT} is missing: no conversion ended here, convert again")
+        raise InputError(f"{folder / RECEIPT} is missing: no conversion finished here, convert again")
     format, digests = _read_receipt(folder / RECEIPT)
     checkpoint = open_checkpoint(folder, format, Architecture(read_config(folder, None)))
     found = checkpoint.digests()
@@ -211,4 +211,4 @@ def _read_receipt(path: Path) -> tuple[str, dict[str, dict[str, Any]]]:
             return format, digests
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass
-    raise InputError(f"{path}: is no receipt of a conversion, or it is damaged: convert again")
+    raise InputError(f"{path}: is not a receipt of a conversion, or is damaged: convert again")

@@ -77,7 +77,7 @@ class Part:
             raise InputError(f"{self.path}: byte {self.start}: is damaged ({reason:.200}): fetch it again") from error
         if not isinstance(found, torch.Tensor) or tuple(found.shape) != self.sizes:
             raise InputError(
-                f"{self.path}: byte {self.start} begins no tensor of {list(self.sizes)}: two checkpoints are mixed"
+                f"{self.path}: byte {self.start} holds no tensor of shape {list(self.sizes)}: two checkpoints are mixed"
             )
         storage: Any = found.untyped_storage()
         begin = self.start + storage._checkpoint_offset + int(found.storage_offset()) * found.dtype.itemsize
@@ -113,9 +113,9 @@ def require_room(target: Path) -> None:
     """Raise InputError unless `target` is an empty folder, or does not exist and can be created."""
     for each in (target, *target.parents):
         if each.exists() and not each.is_dir():
-            raise InputError(f"{each}: is there and no folder: choose another one")
+            raise InputError(f"{each}: exists and is not a folder: choose another one")
     if target.exists() and any(target.iterdir()):
-        raise InputError(f"{target}: is there and not empty: choose another folder, or delete it")
+        raise InputError(f"{target}: is not empty: choose another folder, or delete it")
 
 
 def _before(dim: range, place: int) -> int:
@@ -156,7 +156,7 @@ def read_safetensors(folder: Path) -> dict[str, Stored]:
         for name, stored in _header(path).items():
             if listed is not None and listed.get(name) != path.name:
                 where = f"in {listed[name]}" if name in listed else "nowhere"
-                raise InputError(f"{path} holds {name}, which the index has {where}: two checkpoints are mixed")
+                raise InputError(f"{path} holds {name}, which the index lists {where}: two checkpoints are mixed")
             found[name] = stored
     gone = [] if listed is None else sorted(listed.keys() - found.keys())
     if gone:
@@ -175,16 +175,18 @@ def _header(path: Path) -> dict[str, Stored]:
         except InputError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise InputError(f"{path}: is no safetensors file, or its beginning is damaged: fetch it again") from None
+            raise InputError(f"{path}: is not a safetensors file, or its header is damaged: fetch it again") from None
 
 
 def _stored(path: Path, name: str, entry: dict[str, Any], begin: int, size: int) -> Stored:
     """Return the tensor that an entry of a header describes; the tensors begin at byte `begin` of a file of `size` bytes."""
     if entry["dtype"] not in CODES:
-        raise InputError(f"{path}: {name} is {entry['dtype']}, quantized: convert weights that are not")
+        raise InputError(
+            f"{path}: {name} has the quantized dtype {entry['dtype']}: convert a checkpoint without quantization"
+        )
     shape, (start, end), dtype = tuple(entry["shape"]), entry["data_offsets"], CODES[entry["dtype"]]
     if not all(type(each) is int and each >= 0 for each in (*shape, start, end)):
-        raise ValueError("a size or a place is no whole number")
+        raise ValueError("a size or an offset is not a whole number")
     if begin + end > size:
         raise InputError(f"{path}: has {size:,} bytes and needs {begin + end:,} for {name}: fetch it again")
     if math.prod(shape) * dtype.itemsize != end - start:
@@ -203,7 +205,7 @@ def _index(path: Path) -> dict[str, str]:
             return found
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass
-    raise InputError(f"{path}: is no index of safetensors files, or it is damaged: fetch it again")
+    raise InputError(f"{path}: is not an index of safetensors files, or is damaged: fetch it again")
 
 
 def write_safetensors(folder: Path, tensors: Mapping[str, Readable]) -> None:
@@ -255,7 +257,9 @@ def read_dcp(folder: Path) -> tuple[dict[str, Stored], list[str]]:
     try:
         data = (folder / ".metadata").read_bytes()
     except OSError as error:
-        raise InputError(f"{folder / '.metadata'}: cannot be read ({error.strerror}): name the folder of it") from error
+        raise InputError(
+            f"{folder / '.metadata'}: cannot be read ({error.strerror}): name the folder that holds it"
+        ) from error
     metadata = read_list(data, str(folder / ".metadata"), others=others)
     parts: dict[str, list[Part]] = {name: [] for name in metadata.state_dict_metadata}
     sizes: dict[str, int] = {}

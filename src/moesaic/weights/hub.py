@@ -51,9 +51,7 @@ class Hub(AbstractFormat):
             elif kinds <= {"MergeModulelist", "Concatenate"} and len(made) % shape[0] == 0:
                 yield from _unstacked(tensor, shape, list(made))
             else:
-                raise InputError(
-                    f"the hub's names for {tensor} come about by {', '.join(sorted(kinds))}: not supported"
-                )
+                raise InputError(f"the hub's names for {tensor} result from {', '.join(sorted(kinds))}: not supported")
 
 
 def _unstacked(tensor: str, shape: tuple[int, ...], names: list[str]) -> Iterator[StoredBlock]:

@@ -180,7 +180,7 @@ class Megatron(AbstractFormat):
             moved = values + 1 if back else values - 1
             if not back and not torch.equal(moved + 1, values):
                 raise InputError(
-                    f"{stored} is kept minus one, which {tensor.dtype} cannot undo: keep it in another format"
+                    f"{stored} is stored minus one, which {tensor.dtype} cannot undo: convert to another format"
                 )
             return moved
 

@@ -72,7 +72,7 @@ class Architecture:
             with torch.device("meta"):
                 self.model = transformers.AutoModelForCausalLM.from_config(config)
         except ValueError as error:
-            raise InputError(f"{config.model_type} is no language model of transformers: {error}") from error
+            raise InputError(f"{config.model_type} is not a causal language model of transformers: {error}") from error
         tied = set(self.model._tied_weights_keys or ()) if config.tie_word_embeddings else set()
         self.tied = tied
         """Names of tied weights, which share another name's tensor and are stored under that name only."""
@@ -126,7 +126,7 @@ def read_config(folder: Path, named: Path | None) -> Any:
     place = named or folder
     path = place / "config.json" if place.is_dir() else place
     if not path.exists():
-        raise InputError(f"{path}: no configuration there: name the model's config.json of transformers with --config")
+        raise InputError(f"{path}: no configuration there: name the model's transformers config.json with --config")
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         quantized = table.pop("quantization_config", None)  # weights are dequantized as they are read
@@ -134,13 +134,13 @@ def read_config(folder: Path, named: Path | None) -> Any:
     except Exception as error:  # transformers' checks may raise anything
         said = " ".join(str(error).split())
         raise InputError(
-            f"{path}: is no configuration that transformers {transformers.__version__} knows ({said:.80}): update "
+            f"{path}: is not a configuration that transformers {transformers.__version__} knows ({said:.80}): update "
             "transformers, or name the model's config.json with --config"
         ) from error
     method = (quantized or {}).get("quant_method")
     if quantized and method not in METHODS:
         raise InputError(
-            f"{path}: the weights are quantized ({method}): load them with dequantize=True, save them, convert those"
+            f"{path}: the weights are quantized ({method}): load them with dequantize=True, save them and convert the result"
         )
     return config
 

@@ -53,8 +53,8 @@ def dequantized(stored: Mapping[str, Stored], folder: Path) -> dict[str, Readabl
             fits = scales is not None and scales.shape == tuple(-(-n // size) for n, size in zip(tensor.shape, sizes))
             if scales is None or not fits or scales.dtype != torch.float32:
                 raise InputError(
-                    f"{folder}: {name} is fp8 without scales of {list(sizes)} blocks in float32: load the model by "
-                    "transformers with dequantize=True, save it, convert that"
+                    f"{folder}: {name} is fp8 without scales of {list(sizes)} blocks in float32: load the model with "
+                    "transformers and dequantize=True, save it and convert the result"
                 )
             found[name] = Made(torch.bfloat16, tensor.shape, partial(_from_fp8, tensor, scales, sizes))
         elif not _is_scale(name, stored):

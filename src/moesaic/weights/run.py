@@ -73,8 +73,8 @@ def to_hub(trained: Trained) -> Any:
     left = [name for name in missing if not (name == "lm_head.weight" and config.tie_word_embeddings)]
     if left or unknown:
         raise InputError(
-            f"{trained.folder}: transformers {transformers.__version__} names its tensors otherwise, "
-            f"{(left + unknown)[0]} for one: install transformers of moesaic[transformers]"
+            f"{trained.folder}: transformers {transformers.__version__} has other names for the tensors, "
+            f"such as {(left + unknown)[0]}: install the version of moesaic[transformers]"
         )
     return model
 
@@ -106,7 +106,7 @@ def hub_config(shape: ModelConfig, vocab_size: int, where: str) -> Any:
     )
     for holds, what in reasons:
         if holds:
-            raise InputError(f"{where}: Mixtral and Qwen3-MoE have no place for {what}")
+            raise InputError(f"{where}: Mixtral and Qwen3-MoE do not support {what}")
     base, factor = block.rope or ROPE
     rope: dict[str, Any] = {"rope_type": "default" if factor == 1 else "linear", "rope_theta": base}
     common: dict[str, Any] = {

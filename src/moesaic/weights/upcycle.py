@@ -99,7 +99,7 @@ def upcycled(dense: Checkpoint, how: Upcycling) -> Checkpoint:
             norm = weights[f"model.layers.{found[1]}.input_layernorm.weight"]
             tensors[name] = _router(shape, norm.dtype, how, int(found[1]))
         blocks.append(StoredBlock(name, every(shape), name, every(shape)))
-    left = [f"{state}, an optimizer's, which experts have none of" for state in dense.tensors if state is not None]
+    left = [f"optimizer state {state}: upcycled weights have none" for state in dense.tensors if state is not None]
     layout = Layout(blocks, model.shapes, "the dense model", copies=True)
     return Checkpoint(model, layout, {None: tensors}, left_behind=dense.left_behind + left)
 
@@ -118,11 +118,9 @@ def _sparse_config(config: Any, how: Upcycling) -> Any:
     """Return the configuration of the sparse model."""
     kind, table = INTO.get(config.model_type), config.to_dict()
     if kind is None:
-        raise InputError(
-            f"{config.model_type} is not upcycled: take a dense model of {', '.join(INTO)}, whose sparse siblings normalise"
-        )
+        raise InputError(f"{config.model_type} cannot be upcycled: take a dense model of type {', '.join(INTO)}")
     if table.get("attention_bias") or table.get("mlp_bias"):
-        raise InputError(f"{config.model_type} with biases in attention or mlp is not upcycled: {kind} has none")
+        raise InputError(f"{config.model_type} with biases in attention or mlp cannot be upcycled: {kind} has none")
     if config.intermediate_size % how.granularity:
         raise InputError(f"granularity={how.granularity}: must divide intermediate_size={config.intermediate_size}")
     width = config.intermediate_size // how.granularity

@@ -1,7 +1,7 @@
-"""All-to-all algorithms. A movement over ep is lowered to one of them by `passes/route_all_to_all.py`.
+"""All-to-all algorithms. `passes/route_all_to_all.py` lowers movements over ep to one of them.
 
-`multicast` is not among them: it changes what is sent, not only how, and is a pass (`passes/multicast.py`). What each name of
-`Plan.all_to_all` is, says `Crossing` (`plan/plan.py`).
+`multicast` is a pass instead (`passes/multicast.py`), because it changes what is sent and not only how. `Crossing`
+(`plan/plan.py`) explains each name of `Plan.all_to_all`.
 """
 
 from __future__ import annotations

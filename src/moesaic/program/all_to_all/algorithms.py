@@ -1,5 +1,7 @@
-"""The all-to-all algorithms: those whose messages go straight from their source to their target, and those whose messages go by
-way of other ranks, so that those between nodes are fewer and larger.
+"""The all-to-all algorithms.
+
+Some send each message straight from source to target. The others relay messages through further ranks, so that fewer
+and larger messages cross between nodes.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from moesaic.program.task import Lane
 
 
 class Linear(AbstractAllToAll):
-    """The plain all-to-all: every rank sends to every other at once, one message each."""
+    """The plain all-to-all: every rank sends one message to every other rank, all at once."""
 
     judges_layouts = True
 
@@ -25,9 +27,10 @@ class Linear(AbstractAllToAll):
 
 
 class Pipelined(AbstractAllToAll):
-    """Messages inside a node and between nodes on two lanes at the same time.
+    """The plain all-to-all with the messages inside nodes and between nodes on two lanes at the same time.
 
-    Pipe-A2A of ScheMoE (Shi et al., EuroSys 2024), section 5. At best twice as fast as one lane, where both take equally long.
+    Pipe-A2A of ScheMoE (Shi et al., EuroSys 2024), section 5. At best twice as fast as one lane, if both take equally
+    long.
     """
 
     def hops(self, places: NodeMap) -> tuple[Hop, ...]:
@@ -38,9 +41,9 @@ class Pipelined(AbstractAllToAll):
 
 
 class Hier1D(AbstractAllToAll):
-    """One rank per node speaks for all: gather to the leader, leaders exchange, scatter; what stays on the node goes straight.
+    """Gather to a leader rank per node, exchange between leaders, scatter. Messages inside a node go straight to their target.
 
-    Hetu (Nie et al., 2022), the "hierarchical all-to-all": few large messages between nodes, through one rank's link.
+    The "hierarchical all-to-all" of Hetu (Nie et al., 2022): few large messages between nodes, through one rank's link.
     """
 
     def hops(self, places: NodeMap) -> tuple[Hop, ...]:
@@ -54,10 +57,11 @@ class Hier1D(AbstractAllToAll):
 
 
 class Hier2D(AbstractAllToAll):
-    """2DH: inside the node to the rank with the target's place, then between nodes among ranks of equal place.
+    """2DH: inside the node to the rank with the target's local rank, then between nodes among equal local ranks.
 
-    Tutel (Hwang et al., MLSys 2023), section 4.3; its algorithm 2 prints a wrong index where nodes and ranks per node differ.
-    With m ranks per node, messages between nodes are m times larger and m times fewer than in the plain all-to-all.
+    Tutel (Hwang et al., MLSys 2023), section 4.3; its algorithm 2 prints a wrong index for unequal numbers of nodes and
+    ranks per node. With m ranks per node, messages between nodes are m times larger and m times fewer than in the plain
+    all-to-all.
     """
 
     needs_even_nodes = True
@@ -82,10 +86,10 @@ class Hier2D(AbstractAllToAll):
 
 
 class NaiveAggregation(AbstractAllToAll):
-    """As 2DH, but without aligning packets first: an exchange inside the nodes per node of destination, then one between nodes.
+    """Like 2DH, but packets are not aligned first: one exchange inside the nodes per destination node, then one between nodes.
 
-    The baseline of Tutel (Hwang et al., MLSys 2023), section 4.3: as many small messages inside the node as there are nodes,
-    per pair of ranks.
+    The baseline of Tutel (Hwang et al., MLSys 2023), section 4.3. Each pair of ranks inside a node exchanges as many
+    small messages as there are nodes.
     """
 
     needs_even_nodes = True
@@ -102,10 +106,10 @@ class NaiveAggregation(AbstractAllToAll):
 
 
 class Hier3D(AbstractAllToAll):
-    """2DH once more, over groups of nodes: inside the node, inside the group of nodes, between groups.
+    """2DH with a third level: inside the node, inside a group of nodes, then between groups.
 
-    For networks with a third level (racks, islands of fast links): messages between groups are the largest and fewest. Groups
-    have the largest number of nodes that divides all and is at most their square root.
+    For networks with a third level (racks, islands of fast links): messages between groups are the largest and fewest.
+    The nodes per group are the largest divisor of the number of nodes that is at most its square root.
     """
 
     needs_even_nodes = True

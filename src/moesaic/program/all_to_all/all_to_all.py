@@ -1,4 +1,4 @@
-"""The interface of an all-to-all algorithm: over which ranks, in which hops, a packet goes from its source to its target."""
+"""The interface of an all-to-all algorithm: the hops, and the ranks through which a packet travels from source to target."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from moesaic.program.grid import Axis, Grid
 from moesaic.program.task import Lane
 
 PACKED = -1
-"""The number of the step before the first hop."""
+"""Stands for the packed input, in place of the number of an earlier hop."""
 
 
 @dataclass(frozen=True)
 class Hop:
-    """A step in which packets move: one message per pair of ranks, whatever the number of packets in it."""
+    """One round of messages: one message per pair of ranks, however many packets it contains."""
 
     lane: Lane
-    """intra or inter."""
+    """INTRA or INTER."""
     reads: tuple[int, ...] = (PACKED,)
-    """Earlier hops that packets come from; hops that do not read each other run at the same time."""
+    """The earlier hops whose packets this hop forwards. Hops that do not read each other run at the same time."""
 
 
 @dataclass(frozen=True)
 class Leg:
-    """A packet's move in one hop."""
+    """The movement of a packet in one hop."""
 
     hop: int
     source: int
@@ -36,18 +36,19 @@ class Leg:
 
 
 class AbstractAllToAll(ABC):
-    """An all-to-all within a group of ranks. A leaf is stateless: everything follows from the group and its nodes."""
+    """An all-to-all within a group of ranks. Subclasses have no state: everything follows from the group and its nodes."""
 
     needs_even_nodes = False
-    """True if every node must hold equally many ranks of the group."""
+    """Whether every node must hold the same number of ranks of the group."""
     judges_layouts = False
-    """True if the search tries it on every layout; others are tried on the layouts that are best under these."""
+    """Whether the plan search tries this algorithm on every layout. Others are tried only on the layouts that are best
+    under these."""
     hops_by_node = False
-    """True if the first hops are one per node of destination, numbered as the nodes are. Nodes then do the same hops in orders
-    of their own; the simulator takes them in one order, which is up to 15 % off (tests/cost/test_even.py)."""
+    """Whether the first hops are one per destination node, in the order of the nodes. Each node then runs these hops in
+    its own order; the simulator uses one order for all, with an error of up to 15 % (tests/cost/test_even.py)."""
 
     def nodes_per_group(self, nodes: int) -> int:
-        """Return how many neighbouring nodes form a group, where paths depend on groups of nodes (`NodeMap.like`)."""
+        """Return the number of neighbouring nodes per group, if paths depend on groups of nodes (`NodeMap.like`)."""
         return 1
 
     @abstractmethod
@@ -56,12 +57,12 @@ class AbstractAllToAll(ABC):
 
     @abstractmethod
     def path(self, places: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
-        """Return the legs of a packet between two different ranks, in order; legs that stay where they are left out."""
+        """Return the legs of a packet between two different ranks, in order, without legs from a rank to itself."""
 
     def paths(self, places: NodeMap) -> dict[int, np.ndarray]:
-        """Return by hop the legs of all packets of the group: source and target of packet, then of leg, (4, packets) int64.
+        """Return for each hop the legs of all packets: source and target of the packet, then of the leg, (4, packets) int64.
 
-        An all-to-all whose paths are a formula may give them at once, for thousands of ranks.
+        Override it for an algorithm whose paths are a formula: computing them at once is faster for thousands of ranks.
         """
         found: dict[int, list[tuple[int, int, int, int]]] = {}
         for source, target in permutations(places.ranks, 2):
@@ -71,44 +72,44 @@ class AbstractAllToAll(ABC):
 
 
 class NodeMap:
-    """Where the ranks of a group stand: on which node, and which one of the group's ranks there.
+    """The nodes of a group's ranks, and each rank's position among the group's ranks on its node.
 
     Args:
-        ranks: of the group, ascending.
+        ranks: the ranks of the group, ascending.
     """
 
     def __init__(self, grid: Grid, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
         self.nodes = [list(node) for _, node in groupby(ranks, grid.node_of)]
-        """Ranks of the group by node."""
+        """The group's ranks on each node."""
         self._at = {rank: (n, i) for n, node in enumerate(self.nodes) for i, rank in enumerate(node)}
 
     @property
     def is_even(self) -> bool:
-        """Whether every node holds equally many ranks of the group."""
+        """Whether every node holds the same number of ranks of the group."""
         return len({len(node) for node in self.nodes}) == 1
 
     def node(self, rank: int) -> int:
-        """Return a rank's node, counted within the group."""
+        """Return the index of a rank's node within the group."""
         return self._at[rank][0]
 
     def local(self, rank: int) -> int:
-        """Return a rank's place among the group's ranks on its node."""
+        """Return a rank's position among the group's ranks on its node."""
         return self._at[rank][1]
 
     def rank(self, node: int, local: int) -> int:
-        """Return the rank at a place."""
+        """Return the rank at a position."""
         return self.nodes[node][local]
 
     def like(self, node: int, other: int, size: int) -> int:
-        """Return the node that has, in the group of `node`, the place that `other` has in its own group of `size` nodes."""
+        """Return the node in the group of `node` that has the position which `other` has in its own group of `size` nodes."""
         return node // size * size + other % size
 
 
 def legs_by_hop(link: AbstractAllToAll, grid: Grid, group: tuple[Axis, ...]) -> dict[int, np.ndarray]:
-    """Return by hop the legs of all packets within the groups over some axes: source and target of packet, then of leg.
+    """Return for each hop the legs of all packets within all groups over some axes, as `AbstractAllToAll.paths` does.
 
-    (4, packets) int64 each. A hop that no packet takes is left out.
+    (4, packets) int64 each. A hop without packets is left out.
     """
     found: dict[int, list[np.ndarray]] = {}
     kinds = grid.kinds_of_groups(group)
@@ -120,7 +121,7 @@ def legs_by_hop(link: AbstractAllToAll, grid: Grid, group: tuple[Axis, ...]) -> 
 
 
 def check_link(link: AbstractAllToAll, name: str, grid: Grid, group: tuple[Axis, ...]) -> None:
-    """Raise InputError if an algorithm cannot run within the groups over some axes, all in the same hops."""
+    """Raise InputError if an algorithm cannot run within all groups over some axes with the same hops."""
     places = [NodeMap(grid, ranks) for ranks in grid.kinds_of_groups(group)]
     if link.needs_even_nodes and not all(each.is_even for each in places):
         raise InputError(
@@ -135,5 +136,5 @@ def check_link(link: AbstractAllToAll, name: str, grid: Grid, group: tuple[Axis,
 
 
 def legs_of(*legs: tuple[int, int, int]) -> tuple[Leg, ...]:
-    """Return legs from (hop, source, target) triples, those that stay in place left out."""
+    """Return legs from (hop, source, target) triples, without those from a rank to itself."""
     return tuple(Leg(*leg) for leg in legs if leg[1] != leg[2])

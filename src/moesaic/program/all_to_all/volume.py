@@ -1,4 +1,4 @@
-"""What a program moves: rows and messages per link, from the same sizes that the interpreter sends by."""
+"""Counts what a program moves: rows and messages per link, from the same sizes that the executor uses."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from moesaic.program.validate import collective, reduces
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What one movement, or one hop of it, sends in total, over all ranks; a rank's message to itself counts nowhere."""
+    """What one movement, or one hop of it, sends in total over all ranks. Messages from a rank to itself are not counted."""
 
     task: str
     collective: str
     kind: Kind
     flow: Flow
-    """Tells hidden units from biases, where weights travel."""
+    """Distinguishes hidden units from biases when weights are moved."""
     codec: str
-    """Of rows that travel encoded; "" for none."""
+    """The codec of encoded rows; "" for none."""
     inside_rows: int
     """Rows that stay inside a node."""
     across_rows: int
@@ -35,13 +35,14 @@ class Traffic:
     """Messages that cross nodes."""
 
     def num_bytes(self, dim: int, element_bytes: int, lane_bytes: int = 4, unit_columns: int = 0) -> tuple[int, int]:
-        """Return bytes (inside nodes, across nodes) of what is not encoded.
+        """Return the bytes (inside nodes, across nodes), without encoding.
 
         Args:
             dim: columns of tokens and rows.
-            element_bytes: of tokens, rows and weights.
-            lane_bytes: of a routing weight; an index takes `INDEX_BYTES`.
-            unit_columns: columns of a hidden unit's weights, where weights travel; 3 * dim for SwiGLU. A bias has dim.
+            element_bytes: bytes per element of tokens, rows and weights.
+            lane_bytes: bytes per routing weight; an index takes `INDEX_BYTES`.
+            unit_columns: columns of a hidden unit's weights, for movements of weights; 3 * dim for SwiGLU. A bias has
+                dim columns.
         """
         row = {Kind.LANE: lane_bytes, Kind.INDEX: INDEX_BYTES}.get(self.kind, dim * element_bytes)
         if self.flow == "weights":
@@ -50,11 +51,11 @@ class Traffic:
 
 
 def traffic(program: Program, sizes: CallSizes, node_of: Callable[[int], int]) -> list[Traffic]:
-    """Return the traffic of every movement, hop by hop where it is lowered.
+    """Return the traffic of every movement, hop by hop for lowered ones.
 
     Args:
-        program: forward or backward.
-        node_of: rank to node.
+        program: a forward or backward program.
+        node_of: returns the node of a rank.
     """
     slots = {slot.name: slot for slot in program.slots}
     codecs = {task.writes[0]: task.codec for task in program.tasks if task.op is Op.PACK}
@@ -85,17 +86,17 @@ def traffic(program: Program, sizes: CallSizes, node_of: Callable[[int], int]) -
 
 
 def _ends(task: Task, slots: dict[str, Slot]) -> tuple[Slot, Slot]:
-    """Return the slots between which a movement, or the movement that a hop is a part of, goes."""
+    """Return the source and target slots of a movement, or of the movement to which a hop belongs."""
     source, target = task.of or (task.reads[0], task.writes[0])
     return slots[source], slots[target]
 
 
 def messages_of(task: Task, slots: dict[str, Slot], sizes: CallSizes) -> Iterator[tuple[int, int, int]]:
-    """Yield (source, target, rows) of every message of a movement or hop that has a row.
+    """Yield (source, target, rows) of every message of a movement or hop that has rows.
 
     Args:
         task: a move or hop.
-        slots: of its program, by name.
+        slots: the slots of its program, by name.
     """
     before, after = _ends(task, slots)
     move = Move(before.layout, after.layout, task.group, reduces(before, after))

@@ -1,7 +1,8 @@
-"""The schedules: where tensor parallelism pauses around the layer. Each is a function that returns a program.
+"""The schedules: functions that return a program, each with tensor parallelism paused at other points around the layer.
 
-Every schedule reads `x`, the tokens, `gates`, the routing weights, and `w`, the experts' weights (with `bias` also `b`,
-what the shards of an expert hold in common), and writes `y`. Parm's papers call tp MP and etp ESP.
+Every schedule reads `x`, the tokens, `gates`, the routing weights, `index`, the copies' tokens, and `w`, the experts'
+weights. With `bias` it also reads `b`, the parameters that the shards of an expert share. It writes `y`. Parm's papers
+call tp MP and etp ESP.
 """
 
 from __future__ import annotations

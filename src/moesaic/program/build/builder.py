@@ -1,4 +1,4 @@
-"""Builds programs line by line: keeps the slots, so that a schedule reads like its description in the paper."""
+"""Builds a program task by task, so that the code of a schedule reads like its description in the paper."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ States = dict[Axis, State]
 
 
 class Builder:
-    """Collects slots and tasks.
+    """Collects the slots and tasks of a program.
 
     Args:
-        name: of the program.
-        bias: the experts also have parameters that their shards hold in common.
+        name: name of the program.
+        bias: whether the experts also have parameters that their shards share.
     """
 
     def __init__(self, name: str, bias: bool = False) -> None:
@@ -24,23 +24,23 @@ class Builder:
         self._inputs: list[str] = []
 
     def input(self, name: str, kind: Kind, layout: Layout, states: States) -> str:
-        """Declare a slot that comes in."""
+        """Declare an input slot."""
         self._inputs.append(name)
         return self._slot(name, kind, layout, states)
 
     def permute(self, tokens: str, index: str, name: str, layout: Layout, states: States | None = None) -> str:
-        """Copy tokens to rows; `states` where ranks that hold the same tokens take rows of their own."""
+        """Copy tokens to rows. Pass `states` if ranks with the same tokens take different rows."""
         given = self._states(tokens) if states is None else states
         return self._task(Op.PERMUTE, (tokens, index), name, Kind.ROWS, layout, given, Stage.DISPATCH)
 
     def combine(self, rows: str, index: str, name: str, layout: Layout, states: States | None = None) -> str:
-        """Sum rows to tokens; `states` where ranks sum rows of their own into the same tokens."""
+        """Sum rows to tokens. Pass `states` if ranks sum different rows into the same tokens."""
         kind, given = Kind.TOKENS if layout.flow == "tokens" else Kind.ROWS, self._states(rows)
         given = given if states is None else states
         return self._task(Op.COMBINE, (rows, index), name, kind, layout, given, Stage.COMBINE)
 
     def expert(self, rows: str, gates: str, name: str) -> str:
-        """Run the experts: rows and gates, replicated over etp, to partial sums over etp."""
+        """Run the experts. Rows and gates are replicated over etp, the results are partial sums over etp."""
         weights = [self.input("w", Kind.WEIGHT, Layout(flow="weights", experts="rank"), {})]
         if self._bias:
             held = self.input("b", Kind.WEIGHT, Layout(flow="bias", experts="rank"), {"etp": State.IDENTICAL})
@@ -53,24 +53,24 @@ class Builder:
     def move(
         self, source: str, name: str, layout: Layout, group: tuple[Axis, ...], states: States, stage: Stage
     ) -> str:
-        """Move rows to another layout over `group`; `states` are those that change."""
+        """Move rows to another layout over `group`. `states` are the states that change."""
         kind, merged = self._slots[source].kind, self._states(source) | states
         return self._task(Op.MOVE, (source,), name, kind, layout, merged, stage, group)
 
     def vary(self, source: str, name: str, axis: Axis) -> str:
-        """Treat identical copies as different ones: nothing in forward, times the axis's size in backward."""
+        """Treat identical copies as different values: the identity forward, a multiplication by the axis's size backward."""
         return self._scale(source, name, axis, State.SHARDED, Stage.DISPATCH, 1)
 
     def agree(self, source: str, name: str, axis: Axis) -> str:
-        """Treat redundantly computed copies as one value: nothing in forward, over the axis's size in backward."""
+        """Treat redundantly computed copies as one value: the identity forward, a division by the axis's size backward."""
         return self._scale(source, name, axis, State.IDENTICAL, Stage.COMBINE, -1)
 
     def flow(self, name: str) -> Flow:
-        """Return what the rows of a slot are."""
+        """Return the flow of a slot."""
         return self._slots[name].layout.flow
 
     def build(self, *outputs: str) -> Program:
-        """Return the program."""
+        """Return the program with the given output slots."""
         return Program(
             name=self.name,
             slots=tuple(self._slots.values()),
@@ -124,7 +124,7 @@ class Builder:
 def declare(
     build: Builder, tokens: Layout, copies: Layout, states: States, gate_states: States | None = None
 ) -> tuple[str, str, str]:
-    """Declare what every schedule reads: the tokens `x`, the routing weights `gates`, the copies' tokens `index`."""
+    """Declare the inputs of every schedule: tokens `x`, routing weights `gates`, and `index`, the token of each copy."""
     of_gates = states if gate_states is None else gate_states
     return (
         build.input("x", Kind.TOKENS, tokens, states),
@@ -134,7 +134,7 @@ def declare(
 
 
 def deliver(build: Builder, rows: str, gates: str) -> str:
-    """Send rows and gates to all shards of their experts, and run them: S -> R over etp, then P."""
+    """Send rows and gates to all shards of their experts (S -> R over etp) and run the experts (-> P)."""
     layout = Layout(spread=("ep", "etp"), experts="rank")
     h = build.move(rows, "h", layout, ("ep", "etp"), {"etp": State.REPLICATED}, Stage.DISPATCH)
     g = build.move(gates, "g", layout, ("ep", "etp"), {"etp": State.REPLICATED}, Stage.DISPATCH)
@@ -142,5 +142,5 @@ def deliver(build: Builder, rows: str, gates: str) -> str:
 
 
 def collect(build: Builder, out: str, layout: Layout) -> str:
-    """Bring the shards' partial results home and sum them there: P -> S over etp."""
+    """Return the shards' partial results to the origins and sum them there (P -> S over etp)."""
     return build.move(out, "z", layout, ("ep", "etp"), {"etp": State.SHARDED}, Stage.COMBINE)

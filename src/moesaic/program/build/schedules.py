@@ -1,5 +1,7 @@
-"""The published schedules of tensor parallelism around a layer: the baseline that Parm compares with, TED, and Parm's dedicated
-S1, S2 and S3, which is S2 with the expert shards gathering among themselves.
+"""The published schedules of tensor parallelism around a MoE layer.
+
+They are the baseline that Parm compares with, TED, and Parm's dedicated schedules S1, S2 and S3. S3 is S2 with an
+all-gather and reduce-scatter among the expert shards.
 
 Yin et al., "Parm: Efficient Training of Large Sparsely-Activated Models with Dedicated Schedules" (INFOCOM 2024).
 """
@@ -11,10 +13,12 @@ from moesaic.program.task import Layout, Program, Stage, State
 
 
 def baseline(bias: bool = False) -> Program:
-    """Return eq. 1: gather the tokens of the expert shards, all-to-all over ep, all-reduce, all-to-all, keep one's own.
+    """Return Parm's baseline (eq. 1): all-gather over etp, all-to-all over ep, all-reduce, all-to-all, keep the rank's
+    own part.
 
-    Parm (INFOCOM 2024), section III. Ranks of one tensor group hold the same tokens and do the same work m times over; `vary`
-    and `agree` account for it. Every rank is the origin of all its tokens, those of its tensor group included.
+    Parm (INFOCOM 2024), section III. The m ranks of a tensor-parallel group hold the same tokens and each do the same
+    work, m times in total; `vary` and `agree` account for that. Each rank is the origin of all tokens of its
+    tensor-parallel group.
     """
     build = Builder("baseline", bias)
     tokens, copies = Layout(flow="tokens"), Layout()
@@ -40,11 +44,11 @@ def baseline(bias: bool = False) -> Program:
 
 
 def ted(bias: bool = False) -> Program:
-    """Return TED: what DeepSpeed does when the tensor group is the expert-shard group: the honest strong baseline.
+    """Return TED, DeepSpeed's schedule when tensor-parallel and expert-shard groups coincide: the strong baseline.
 
-    Singh et al., "A Hybrid Tensor-Expert-Data Parallelism Approach" (ICS 2023); DeepSpeed 0.8.1. Each shard receives each
-    token once, so nothing is gathered and nothing computed twice. It needs tp = etp over the same ranks, so that identical
-    tokens are identical over etp.
+    Singh et al., "A Hybrid Tensor-Expert-Data Parallelism Approach" (ICS 2023); DeepSpeed 0.8.1. Each shard receives
+    each token once, so nothing is gathered and nothing is computed twice. It needs tp = etp over the same ranks, so
+    that identical tokens are identical over etp.
     """
     build = Builder("ted", bias)
     tokens, copies = Layout(flow="tokens", whole_tp=True), Layout(whole_tp=True)
@@ -64,9 +68,10 @@ def ted(bias: bool = False) -> Program:
 
 
 def s1(bias: bool = False) -> Program:
-    """Return S1: tensor parallelism pauses before the gate: each rank routes and sends its slice of the tokens (section IV-A).
+    """Return S1: tensor parallelism pauses before the gate, so each rank routes and sends its slice of the tokens.
 
-    Gates and index belong to the rank's slice, x and y to all tokens of the tensor group.
+    Parm, section IV-A. `gates` and `index` belong to the rank's slice, `x` and `y` to all tokens of the tensor-parallel
+    group.
     """
     build = Builder("s1", bias)
     own, whole, copies = Layout(flow="tokens"), Layout(flow="tokens", whole_tp=True), Layout()
@@ -81,9 +86,9 @@ def s1(bias: bool = False) -> Program:
 
 
 def s2(bias: bool = False) -> Program:
-    """Return S2: tensor parallelism pauses after the gate: each rank sends its share of every run of copies (section IV-B).
+    """Return S2: tensor parallelism pauses after the gate, so each rank sends its share of every run of copies.
 
-    Gates and index belong to all copies of the tensor group.
+    Parm, section IV-B. `gates` and `index` belong to all copies of the tensor-parallel group.
     """
     build = Builder("s2", bias)
     whole_tokens, whole, share = Layout(flow="tokens", whole_tp=True), Layout(whole_tp=True), Layout()
@@ -99,10 +104,11 @@ def s2(bias: bool = False) -> Program:
 
 
 def s3(bias: bool = False) -> Program:
-    """Return S3: as S2, but the all-to-all goes over ep only, and the shards gather and reduce on the links between them.
+    """Return S3: like S2, but the all-to-all covers ep only, and the shards of an expert gather and reduce among themselves.
 
-    The order that DeepSpeed took up in 2024 for tp = etp, here for any: etp times fewer bytes cross the ep links than in S1
-    and S2, for a gather and a reduce-scatter over etp. Gates and index belong to all copies of the tensor group.
+    DeepSpeed adopted this order in 2024 for tp = etp; here it works for any sizes. The ep links carry etp times fewer
+    bytes than under S1 and S2, at the price of an all-gather and a reduce-scatter over etp. `gates` and `index` belong
+    to all copies of the tensor-parallel group.
     """
     build = Builder("s3", bias)
     whole_tokens, whole, share = Layout(flow="tokens", whole_tp=True), Layout(whole_tp=True), Layout()

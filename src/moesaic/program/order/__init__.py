@@ -1,7 +1,7 @@
-"""Orders: in which sequence the tasks of a program are issued; the dependencies stay.
+"""Orders: functions that choose the sequence in which the tasks of a program are issued.
 
-An order permutes tasks and changes nothing else. Every rank must choose the same one: an order reads the program and
-durations that all ranks agreed on, and no clock.
+An order permutes tasks, respects their dependencies, and changes nothing else. All ranks must choose the same order, so
+it may use only the program and durations that all ranks agreed on, and no clock.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moesaic.program.task import Program
 
 
 class TaskOrder(Protocol):
-    """A function that puts the tasks of a program in another sequence."""
+    """A function that reorders the tasks of a program."""
 
     def __call__(
         self,
@@ -28,10 +28,10 @@ class TaskOrder(Protocol):
         """Return the program in this order.
 
         Args:
-            program: forward or backward.
-            seconds: returns the duration of each task by name, the same on all ranks; only an order that reads durations
-                asks for them.
-            host_runs_compute: as of `lay_out`.
+            program: a forward or backward program.
+            seconds: returns the duration of each task by name, identical on all ranks. Called only by orders that use
+                durations.
+            host_runs_compute: see `lay_out`.
         """
 
 
@@ -41,4 +41,4 @@ ORDERS: dict[str, TaskOrder] = {
     "optsche": optsche,
     "exact": exact,
 }
-"""By the name in a plan."""
+"""All orders, by the name that a plan uses."""

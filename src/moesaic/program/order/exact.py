@@ -1,14 +1,15 @@
-"""The order of the smallest makespan, by branch and bound over the orders of tasks on all lanes.
+"""Searches for the order with the smallest makespan, by branch and bound over the orders of tasks on all lanes.
 
-ScheMoE's order is optimal for equal chunks and equal passes only; elsewhere a better one is often a few per cent away.
+ScheMoE's order is optimal for equal chunks and equal passes only. Otherwise a better order is often a few per cent
+faster.
 
-A program is a scheduling problem: jobs with durations on resources (`Jobs`). Branch and bound looks at the orders in which jobs
-may be issued. A node is a partial list, its children are the lists with one job more. Where streams wait for each other, only
-active schedules are looked at (Giffler and Thompson, Operations Research 1960): one of them is optimal, and they are few. Where
-the issuing thread itself waits, every job that may come next is tried.
+A program is a scheduling problem: jobs with durations on resources (`Jobs`). A node of the search is a partial list of
+jobs; its children are the lists with one more job. If streams wait for each other, only active schedules are searched
+(Giffler and Thompson, Operations Research 1960): one of them is optimal, and they are few. If the issuing thread itself
+waits, every job that may come next is tried.
 
-Three rules prune: the bound of `Jobs`; of equal chunks the first goes first; and of two nodes with the same jobs placed, one
-whose times are nowhere earlier is dropped.
+Three rules prune nodes: the bound of `Jobs`; the first of several equal chunks goes first; and of two nodes with the
+same jobs placed, one that is no earlier in any time is dropped.
 """
 
 from __future__ import annotations
@@ -28,33 +29,33 @@ from moesaic.program.timeline import IDLE, THREAD, Free, durations, lay_out, pla
 
 @dataclass(frozen=True)
 class Jobs:
-    """The tasks of a program by number, as the search reads them."""
+    """The tasks of a program as numbered jobs with durations and resources."""
 
     lanes: tuple[Lane, ...]
     resources: tuple[int, ...]
-    """Place in `Free` of what each job occupies."""
+    """Index in `Free` of the resource that each job occupies."""
     seconds: tuple[float, ...]
     before: tuple[tuple[int, ...], ...]
-    """Jobs that each one waits for."""
+    """The jobs that must end before each job starts."""
     after: tuple[tuple[int, ...], ...]
-    """Jobs that wait for each one."""
+    """The jobs that wait for each job."""
     tails: tuple[float, ...]
-    """Seconds that must still follow each job's end: the longest way to the end of the program."""
+    """Seconds of the longest path from each job's end to the end of the program."""
     twins: tuple[tuple[frozenset[int], frozenset[int]], ...]
-    """Pairs (a, b) of equal chunks: exchanging them changes nothing, so that a may go first."""
+    """Pairs (a, b) of equal chunks. Exchanging them changes nothing, so a may go first."""
 
     def bound(self, done: int, free: Free, ends: tuple[float, ...], enough: float = math.inf) -> float:
-        """Return a lower bound of the makespan of every completion of a partial schedule.
+        """Return a lower bound on the makespan of every completion of a partial schedule.
 
-        For each resource its remaining jobs are run with preemption, each from the earliest time its predecessors allow,
-        the rest of the longest way following it: Jackson's bound (Carlier, EJOR 1982). It covers the load of the lane and
-        the critical path.
+        The remaining jobs of each resource run with preemption, each from the earliest time its predecessors allow, and
+        each followed by its tail: Jackson's bound (Carlier, EJOR 1982). It covers the load of the lane and the critical
+        path.
 
         Args:
-            done: the jobs that are placed, a bit each.
+            done: bit set of the placed jobs.
             free: when the resources are free.
             ends: when each placed job ends.
-            enough: a bound that is not smaller is not worth sharpening.
+            enough: stop and return the bound once it is at least this large.
         """
         reached, seconds, tails, thread = list(ends), self.seconds, self.tails, free[0]
         waiting: list[list[tuple[float, float, float]]] = [[] for _ in free]
@@ -80,7 +81,7 @@ def jobs_of(program: Program, seconds: Mapping[str, float], host_runs_compute: b
     """Return the scheduling problem of a program.
 
     Raises:
-        InputError: as `durations` does.
+        InputError: see `durations`.
     """
     before = predecessors(program)
     after = successors(before)
@@ -100,12 +101,12 @@ def jobs_of(program: Program, seconds: Mapping[str, float], host_runs_compute: b
 
 
 def preemptive(jobs: list[tuple[float, float, float]]) -> float:
-    """Return when the last tail ends if one machine runs jobs with preemption, always the one of the longest tail.
+    """Return when the last tail ends if one machine runs the jobs with preemption, always the one with the longest tail.
 
     No order without preemption ends earlier.
 
     Args:
-        jobs: (earliest start, seconds, tail) of each.
+        jobs: (earliest start, seconds, tail) of each job.
     """
     coming = [*sorted(jobs), (math.inf, 0.0, 0.0)]
     running: list[tuple[float, float]] = []
@@ -134,9 +135,9 @@ def preemptive(jobs: list[tuple[float, float, float]]) -> float:
 def _twins(
     program: Program, lengths: list[float], before: list[tuple[int, ...]]
 ) -> tuple[tuple[frozenset[int], frozenset[int]], ...]:
-    """Return the pairs of parts whose exchange maps the problem to itself.
+    """Return the pairs of parts that can be exchanged without changing the problem.
 
-    The k-th job of one part stands for the k-th job of the other; that this is a symmetry is then checked, not assumed.
+    The k-th job of one part is mapped to the k-th job of the other. Whether that is a symmetry is checked, not assumed.
     """
     parts = _parts(program)
     pairs = []
@@ -155,7 +156,7 @@ def _twins(
 
 
 def _parts(program: Program) -> dict[int, list[int]]:
-    """Return the jobs that work on one chunk, or in a program without chunks on one step of peers, by its number."""
+    """Return the jobs of each chunk by its number, or of each step of peers in a program without chunks."""
     slots = {slot.name: slot for slot in program.slots}
     has_chunks = any(slot.layout.chunk is not None for slot in program.slots)
 
@@ -173,40 +174,40 @@ def _parts(program: Program) -> dict[int, list[int]]:
 
 
 _BETTER = 1.0 - 1e-9
-"""A makespan counts as smaller below this share of the best one; sums in another order differ by less."""
+"""A makespan counts as smaller only below this fraction of the best one: sums in another order differ by less."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """How a search ended."""
+    """The outcome of `branch_and_bound`."""
 
     order: tuple[int, ...] | None
-    """The best list of jobs; None if none is better than what the search started from."""
+    """The best list of jobs; None if the search found nothing better than the list it started from."""
     is_optimal: bool
     nodes: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A partial list."""
+    """A partial list of jobs."""
 
     done: int
-    """Placed jobs, a bit each."""
+    """Bit set of the placed jobs."""
     free: Free
     ends: tuple[float, ...]
-    """When each placed job ends; 0 for others."""
+    """When each placed job ends; 0 for other jobs."""
     bound: float
     order: tuple[int, ...]
 
 
 def branch_and_bound(jobs: Jobs, best: float, *, host_runs_compute: bool, max_nodes: int) -> SearchResult:
-    """Search for a list of jobs with a makespan below `best`, depth first, the most promising child first.
+    """Search for a list of jobs with a makespan below `best`, depth first, starting with the child of smallest bound.
 
     Args:
         jobs: the problem.
         best: makespan of a known list, in seconds.
-        host_runs_compute: as of `lay_out`.
-        max_nodes: nodes whose children are made, at most.
+        host_runs_compute: see `lay_out`.
+        max_nodes: the largest number of nodes to expand.
     """
     search = _Search(jobs, host_runs_compute)
     nothing = (0.0,) * len(jobs.seconds)
@@ -233,11 +234,11 @@ def branch_and_bound(jobs: Jobs, best: float, *, host_runs_compute: bool, max_no
 
 
 class _Search:
-    """How nodes branch, and which ones have been seen.
+    """Branches nodes, and remembers the nodes seen.
 
     Args:
         jobs: the problem.
-        host_runs_compute: as of `lay_out`.
+        host_runs_compute: see `lay_out`.
     """
 
     def __init__(self, jobs: Jobs, host_runs_compute: bool) -> None:
@@ -249,7 +250,7 @@ class _Search:
         self._seen: dict[int, list[list[float]]] = {}
 
     def candidates(self, node: _Node) -> list[int]:
-        """Return the jobs to come next among which an optimal list goes on."""
+        """Return jobs to place next such that one of them continues to an optimal list."""
         jobs, done = self._jobs, node.done
         ready = [
             job
@@ -265,16 +266,17 @@ class _Search:
         return [job for job in ready if job == first or (jobs.resources[job] == at and starts[job] < end)]
 
     def append(self, node: _Node, job: int, enough: float) -> _Node:
-        """Return the list with one job more; see `Jobs.bound`."""
+        """Return the node with one more job; see `Jobs.bound` for `enough`."""
         free, start = place(node.free, *self._request(node, job))
         ends = (*node.ends[:job], start + self._jobs.seconds[job], *node.ends[job + 1 :])
         done = node.done | 1 << job
         return _Node(done, free, ends, self._jobs.bound(done, free, ends, enough), (*node.order, job))
 
     def is_dominated(self, node: _Node) -> bool:
-        """Whether a node with the same jobs placed and no time later has been seen; remembers this one if not.
+        """Return whether a node with the same jobs placed and no later times was seen before; remember this node if not.
 
-        An end counts from where jobs that wait for it can first start: all ends before that are alike.
+        The end of a job matters only from the time at which jobs that wait for it could start, so earlier ends count as
+        equal.
         """
         thread = node.free[THREAD]
         times = [max(time, thread) for time in node.free]
@@ -296,11 +298,11 @@ class _Search:
         return self._jobs.lanes[job], self._jobs.seconds[job], ready, self._host_runs_compute
 
     def _has_arrived(self, node: _Node, job: int) -> bool:
-        """Whether the thread need not wait to issue a job."""
+        """Return whether the issuing thread can issue a job without waiting."""
         return all(node.ends[other] <= node.free[THREAD] for other in self._jobs.before[job])
 
     def _has_first_twin(self, done: int, job: int) -> bool:
-        """Whether a chunk equal to the job's goes first by rule: neither of the two has begun."""
+        """Return whether an equal chunk must go before the job's chunk. Neither of the two has begun then."""
         return any(two >> job & 1 and not done & (one | two) for one, two in self._twins)
 
 
@@ -309,21 +311,21 @@ def _bits(jobs: Iterable[int]) -> int:
 
 
 MAX_WORK = 150_000
-"""Partial orders times tasks that a search looks into unless it is told otherwise: about a second."""
+"""Default limit of a search, in partial orders times tasks: about a second."""
 
 
 @dataclass(frozen=True)
 class FoundOrder:
-    """What a search found."""
+    """The result of `search`."""
 
     program: Program
-    """In the best order."""
+    """The program in the best order found."""
     makespan: float
-    """Seconds of its timeline."""
+    """Seconds that the program takes in this order."""
     is_optimal: bool
-    """Whether no order is better, to one part in 10^9; False if the search ended at its limit."""
+    """Whether no order is better, to one part in 10^9. False if the search reached its limit."""
     nodes: int
-    """Partial orders that were looked into."""
+    """Number of partial orders examined."""
 
 
 def exact(
@@ -336,14 +338,13 @@ def exact(
     """Return the program in the best order that `search` finds.
 
     Args:
-        program: forward or backward.
-        seconds: returns the duration of each task by name, the same on all ranks. None: there is nothing to search by, and
-            the order is OptSche's.
-        host_runs_compute: as of `lay_out`.
-        max_nodes: as of `search`.
+        program: a forward or backward program.
+        seconds: returns the duration of each task by name, identical on all ranks. None: return OptSche's order.
+        host_runs_compute: see `lay_out`.
+        max_nodes: see `search`.
 
     Raises:
-        InputError: as `lay_out` does.
+        InputError: see `lay_out`.
     """
     if seconds is None:
         return optsche(program)
@@ -353,23 +354,23 @@ def exact(
 def search(
     program: Program, seconds: Mapping[str, float], *, host_runs_compute: bool = False, max_nodes: int | None = None
 ) -> FoundOrder:
-    """Search for the order of the smallest makespan, starting from the best of optsche, early and fifo.
+    """Search for the order with the smallest makespan, starting from the best of optsche, early and fifo.
 
-    All ranks must choose the same order, or they would wait for each other forever. So the search is bounded by nodes and
-    reads no clock: a slower rank takes longer and finds the same.
+    All ranks must choose the same order, or they would deadlock. So the limit is a number of nodes and not a time: a
+    slower rank takes longer and finds the same order.
 
     Args:
-        program: forward or backward.
-        seconds: duration of each task by name, bit for bit the same on all ranks.
-        host_runs_compute: as of `lay_out`.
-        max_nodes: partial orders to look into at most; 0 returns the best of the three. None: `MAX_WORK` over the number of
-            tasks, a node of a larger program taking longer.
+        program: a forward or backward program.
+        seconds: duration of each task by name, bit-identical on all ranks.
+        host_runs_compute: see `lay_out`.
+        max_nodes: the largest number of partial orders to examine; 0 returns the best of the three. None: `MAX_WORK`
+            divided by the number of tasks, since a node of a larger program takes longer.
 
     Returns:
-        an order that is never worse than those three.
+        an order that is at least as good as those three.
 
     Raises:
-        InputError: as `lay_out` does.
+        InputError: see `lay_out`.
     """
 
     def length(ordered: Program) -> float:
@@ -388,6 +389,6 @@ def search(
 
 
 def _by_start(program: Program, seconds: Mapping[str, float]) -> Program:
-    """Issue in the order of starting times: every lane keeps its order, and no task stands behind one that starts later."""
+    """Return the program sorted by start times: lanes keep their order, and no task follows one that starts later."""
     starts = {span.task: span.start for span in lay_out(program, seconds).spans}
     return replace(program, tasks=tuple(sorted(program.tasks, key=lambda task: starts[task.name])))

@@ -1,5 +1,6 @@
-"""The graph of a program's tasks, and the orders that follow from it alone: who waits for whom, a legal order by priority, the
-order as built, and every movement as early as can be. Orders by durations have files of their own.
+"""The dependency graph of a program's tasks, and the orders that need nothing else: by priority, as built, and eager.
+
+Orders that use durations have modules of their own.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from moesaic.program.task import Kind, Lane, Layout, Op, Program, Stage, Task
 
 
 def predecessors(program: Program) -> list[tuple[int, ...]]:
-    """Return for each task the places of the tasks that write what it reads, ascending."""
+    """Return for each task the positions of the tasks that write what it reads, ascending."""
     writer = {name: number for number, task in enumerate(program.tasks) for name in task.writes}
     return [tuple(sorted({writer[name] for name in task.reads if name in writer})) for task in program.tasks]
 
 
 def successors(before: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return for each task the places of the tasks that wait for it, ascending.
+    """Return for each task the positions of the tasks that wait for it, ascending.
 
     Args:
-        before: as `predecessors` returns it.
+        before: the result of `predecessors`.
     """
     after: list[list[int]] = [[] for _ in before]
     for number, waits in enumerate(before):
@@ -32,7 +33,8 @@ def successors(before: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def in_order(program: Program, rank: Callable[[Task], Any]) -> tuple[Task, ...]:
-    """Return the tasks so that of those that may come next the one of lowest rank does; ties as in the program."""
+    """Return the tasks sorted topologically. Among ready tasks the one of lowest rank comes first, ties in the
+    program's order."""
     before = predecessors(program)
     after = successors(before)
     missing = [len(waits) for waits in before]
@@ -51,10 +53,11 @@ def in_order(program: Program, rank: Callable[[Task], Any]) -> tuple[Task, ...]:
 
 
 def brings_replicated_weights(program: Program) -> Callable[[Task], bool]:
-    """Return what tells the movements of weights to the helpers of replicated copies.
+    """Return a predicate that is true for movements of weights to the helpers of replicated copies.
 
-    Nothing waits for them until the experts of the copies that stay are through, so they travel behind all dispatches; and
-    where they are passed on inside nodes, that waits for the first movement, so it is issued just before its reader.
+    These weights are needed only after the experts of the copies that stay at home, so their movements follow all
+    dispatches. A movement that forwards them inside a node waits for the first movement, so it is issued just before
+    the task that reads it.
     """
     replicated = {
         slot.name for slot in program.slots if slot.kind is Kind.WEIGHT and slot.layout.chunk in ("near", "here")
@@ -63,11 +66,11 @@ def brings_replicated_weights(program: Program) -> Callable[[Task], bool]:
 
 
 def chunk_numbers(program: Program) -> Callable[[Layout], int | None]:
-    """Return what numbers the chunk of a layout, None where it is not one.
+    """Return a function that returns the number of a layout's chunk, or None.
 
-    Replicated copies come last in a forward program, where their experts wait for weights to arrive. They come first in
-    a backward one, so that the weights' gradients travel home behind everything else (FasterMoE, He et al., PPoPP 2022,
-    section 4.2).
+    Replicated copies come last in a forward program, since their experts wait for weights to arrive. They come first in
+    a backward program, so that the weights' gradients are sent home while everything else runs (FasterMoE, He et al.,
+    PPoPP 2022, section 4.2).
     """
     backward = any(task.op is Op.EXPERT_GRAD for task in program.tasks)
     last = 1 + max((slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)), default=0)
@@ -83,17 +86,17 @@ def chunk_numbers(program: Program) -> Callable[[Layout], int | None]:
 def fifo(
     program: Program, seconds: Callable[[], Mapping[str, float]] | None = None, *, host_runs_compute: bool = False
 ) -> Program:
-    """Return the program as it was built, chunk after chunk: what a layer does that was cut into chunks and nothing else."""
+    """Return the program unchanged, chunk after chunk: the order of a layer that was only cut into chunks."""
     return program
 
 
 def early(
     program: Program, seconds: Callable[[], Mapping[str, float]] | None = None, *, host_runs_compute: bool = False
 ) -> Program:
-    """Return the program with every movement issued as soon as what it reads is there, and computing chunk after chunk.
+    """Return the program with every movement issued as soon as its input is ready, and with computation chunk after chunk.
 
-    Where movements are not encoded this comes close to ScheMoE's order (see `optsche.py`): all dispatches first, then expert by
-    expert, each result sent off at once. With encoding it waits for each chunk before it encodes the next.
+    If movements are not encoded, this is close to ScheMoE's order (see `optsche.py`): first all dispatches, then expert
+    after expert, each result sent at once. With encoding, each chunk must be complete before the next one is encoded.
     """
     slots = {slot.name: slot for slot in program.slots}
     number, is_replicated = chunk_numbers(program), brings_replicated_weights(program)

@@ -1,18 +1,20 @@
-"""ScheMoE's OptSche: encode and dispatch all chunks, then run expert by expert, each result sent off at once, decode last.
+"""ScheMoE's OptSche: encode and dispatch all chunks, then run expert by expert and send each result at once, decode last.
 
 Shi et al., EuroSys 2024, section 4 (eq. 12). With C encode, A all-to-all, D decode, E expert, the compute lane runs
-C1(1)..C1(r), then D1(i) E(i) C2(i) for each chunk i, then D2(1)..D2(r); the communication lane A1(1)..A1(r), A2(1)..A2(r).
-It is optimal where chunks are equal and A1 = A2, C1 = C2, D1 = D2; otherwise `exact.py` may find a better one.
+C1(1)..C1(r), then D1(i) E(i) C2(i) for each chunk i, then D2(1)..D2(r). The communication lane runs A1(1)..A1(r),
+A2(1)..A2(r). It is optimal for equal chunks with A1 = A2, C1 = C2, D1 = D2; otherwise `exact.py` may find a better
+order.
 
-Our programs have more than seven tasks a chunk, and two communication lanes. So phases are read off stages and dependencies:
+Our programs have more than seven tasks per chunk, and two communication lanes. So phases are derived from stages and
+dependencies:
 
-- before: the dispatch until it has crossed nodes (A1);
-- middle, chunk by chunk: from there (D1) to the result's crossing (A2);
-- last: what waits for that crossing (D2, gathers inside a node).
+- before: the dispatch up to and including the crossing between nodes (A1);
+- middle, chunk by chunk: from D1 to the crossing of the result (A2);
+- last: the tasks that wait for that crossing (D2, gathers inside a node).
 
-Before and last go level by level, a level being the number of movements behind a task, so that hops of several chunks on one
-lane do not wait for each other's next hops. In the middle, what a chunk still has to move inside a node before its expert
-goes behind the expert of the chunk before it, which it then overlaps.
+The phases before and last go level by level. A level is the number of movements on the longest path to a task, so hops
+of several chunks on one lane do not wait for each other's next hops. In the middle, the movements that a chunk still
+needs inside a node before its expert come after the expert of the previous chunk, which they overlap.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class _Phase(IntEnum):
 def optsche(
     program: Program, seconds: Callable[[], Mapping[str, float]] | None = None, *, host_runs_compute: bool = False
 ) -> Program:
-    """Return the program in that order; `seconds` is not read: it is the order for equal chunks and passes."""
+    """Return the program in that order, which is made for equal chunks and passes; `seconds` is not used."""
     phases, levels, parts = _phases(program), _levels(program), _parts(program)
     is_replicated, last = brings_replicated_weights(program), max(levels.values(), default=0)
 
@@ -53,10 +55,10 @@ def optsche(
 
 
 def _phases(program: Program) -> dict[str, _Phase]:
-    """Return the phase of each task; along dependencies it never falls."""
+    """Return the phase of each task. Phases never decrease along dependencies."""
     phases: dict[str, _Phase] = {}
     crossed: list[set[Stage]] = []
-    """Of each task: the stages of the crossings of nodes behind it, its own included."""
+    """For each task: the stages of the movements between nodes that lead to it, including itself."""
     for task, before in zip(program.tasks, predecessors(program)):
         behind = set().union(*(crossed[number] for number in before))
         phase = max((phases[program.tasks[number].name] for number in before), default=_Phase.BEFORE)
@@ -70,7 +72,7 @@ def _phases(program: Program) -> dict[str, _Phase]:
 
 
 def _levels(program: Program) -> dict[str, int]:
-    """Return for each task the number of movements on the longest way to it."""
+    """Return for each task the number of movements on the longest path to it."""
     levels: list[int] = []
     for before in predecessors(program):
         behind = (levels[number] + (program.tasks[number].lane in MOVING) for number in before)
@@ -79,7 +81,8 @@ def _levels(program: Program) -> dict[str, int]:
 
 
 def _parts(program: Program) -> dict[str, int]:
-    """Return the place of the chunk, or step of peers, that each task works on; before or behind all if of several."""
+    """Return the position of the chunk, or step of peers, of each task. A task of several comes before or after all of
+    them."""
     slots = {slot.name: slot for slot in program.slots}
 
     number = chunk_numbers(program)

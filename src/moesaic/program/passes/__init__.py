@@ -1,1 +1,1 @@
-"""Passes: each a published technique as a rewriting of a program; a function from programs to programs, one a file."""
+"""Passes: published techniques as functions from a program to a program, one per module."""

@@ -1,8 +1,8 @@
-"""One movement over ep and etp together where there were two or three, one after the other.
+"""Fuses consecutive movements over ep and etp into one movement over both.
 
 Parm (INFOCOM 2024), section III: an all-gather over the expert shards and an all-to-all over ep become one all-to-all
-over both, and so does an all-reduce, all-to-all and split. Fewer steps; more bytes over the ep links where the first
-movement had made rows fewer.
+over both. So do an all-reduce, an all-to-all and a split. This takes fewer steps, but sends more bytes over the ep
+links if the first movement had reduced the number of rows.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _SHARDS: frozenset[Axis] = frozenset({"ep", "etp"})
 
 
 def fuse_ep_etp(program: Program) -> Program:
-    """Return the program with every chain of movements over ep and etp replaced by one.
+    """Return the program with every chain of movements over ep and etp replaced by one movement.
 
-    A permutation between a gather of tokens and an exchange of their copies moves before the gather first. Programs without
-    such chains (s1, s2, ted's dispatch) come back as they are.
+    A permutation between an all-gather of tokens and an exchange of their copies is first moved before the all-gather.
+    Programs without such chains (s1, s2, ted's dispatch) are returned unchanged.
     """
     program = _permute_first(program)
     while (pair := _next_pair(program)) is not None:
@@ -28,7 +28,7 @@ def fuse_ep_etp(program: Program) -> Program:
 
 
 def _permute_first(program: Program) -> Program:
-    """Copy tokens to rows before they are gathered over etp, where tokens, and what indexes them, are gathered alike."""
+    """Copy tokens to rows before an all-gather over etp, if tokens and index are gathered in the same way."""
     writers = {task.writes[0]: task for task in program.tasks}
     for task in program.tasks:
         if task.op is not Op.PERMUTE:
@@ -75,7 +75,7 @@ def _next_pair(program: Program) -> tuple[Task, Task] | None:
 
 
 def _joins(program: Program, task: Task) -> bool:
-    """Whether a task moves copies over ep or etp only; identical rows have no bytes to save."""
+    """Return whether a task moves copies over ep or etp only, and their bytes: identical rows need no movement."""
     source = program.slot(task.reads[0])
     if task.op is not Op.MOVE or source.kind is Kind.WEIGHT or source.layout.flow != "copies":
         return False

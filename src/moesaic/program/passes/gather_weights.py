@@ -1,8 +1,12 @@
-"""Adaptive r: move expert weights instead of tokens, all of them or in part, from one storage layout.
+"""Adaptive r: gathers expert weights, all or in part, instead of sending tokens, without changing how weights are stored.
 
-Tutel (Hwang et al., MLSys 2023), section 4.1. Each expert is stored in etp shards. r = etp: every token visits all of them,
-no weight moves. 1 <= r < etp: neighbours gather their etp / r shards and split the tokens, a token visits r ranks. r = 0: every
-rank gathers all experts of its copy, and tokens stay at home. Storage never changes; gradients travel back to it.
+Tutel (Hwang et al., MLSys 2023), section 4.1. Each expert is stored in etp shards.
+
+- r = etp: every token visits all shards, and no weights move.
+- 1 <= r < etp: groups of etp / r neighbours gather their shards and split the tokens, so a token visits r ranks.
+- r = 0: every rank gathers all experts of its replica, and tokens stay on their rank.
+
+Gradients are reduced back to the stored shards.
 """
 
 from __future__ import annotations
@@ -15,14 +19,14 @@ from moesaic.program.task import ONCE, Kind, Lane, Layout, Op, Program, Slot, St
 
 
 def gather_weights(program: Program, r: int, grid: Grid) -> tuple[Program, Grid]:
-    """Return the program for a value of r, and the grid to run it on (etp factored).
+    """Return the program for a value of r, and the grid to run it on (with etp factored).
 
     Args:
-        program: a forward program that knows no r yet.
-        r: 0 or a divisor of etp; etp returns the program as it is.
+        program: a forward program to which no r was applied yet.
+        r: 0 or a divisor of etp; etp returns the program unchanged.
 
     Raises:
-        InputError: for another r, or a program in which r cannot change.
+        InputError: for another r, or for a program in which r cannot change.
     """
     if r < 0 or (r > 0 and grid.etp % r):
         divisors = [d for d in range(1, grid.etp + 1) if grid.etp % d == 0]
@@ -31,13 +35,14 @@ def gather_weights(program: Program, r: int, grid: Grid) -> tuple[Program, Grid]
         return program, grid
     if any(slot.on("etp") is State.IDENTICAL for slot in program.slots if slot.kind is Kind.TOKENS):
         raise InputError(
-            f"gather_weights clashes with {program.name}: there every shard sees the same tokens: choose "
+            f"gather_weights clashes with {program.name}, under which all shards of an expert get the same tokens: choose "
             f"plan.gather_weights={grid.etp}, or the schedule s1, s2 or s3"
         )
     if r == 0:
         if any(slot.layout.flow in ONCE for slot in program.slots):
             raise InputError(
-                "gather_weights=0 clashes with multicast: no token travels, so none needs a link: choose plan.all_to_all=linear"
+                "gather_weights=0 clashes with multicast: no token is sent, so there is nothing to multicast: choose "
+                "plan.all_to_all=linear"
             )
         return _fetch(_stay_home(program), ("ep", "etp"), ("etp",), "r=0"), grid
     factored = replace(grid, etp_inner=grid.etp // r)
@@ -45,7 +50,7 @@ def gather_weights(program: Program, r: int, grid: Grid) -> tuple[Program, Grid]
 
 
 def _visit_outer(program: Program) -> Program:
-    """Let rows visit etp_outer only."""
+    """Restrict the movements of rows to etp_outer."""
 
     def renamed(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
         return tuple("etp_outer" if axis == "etp" else axis for axis in axes)
@@ -64,7 +69,7 @@ def _visit_outer(program: Program) -> Program:
 
 
 def _stay_home(program: Program) -> Program:
-    """Take every movement of rows to experts and back out."""
+    """Remove all movements of rows to experts and back."""
 
     def changed(slot: Slot) -> Slot:
         if slot.kind is Kind.WEIGHT:
@@ -88,7 +93,7 @@ def _stay_home(program: Program) -> Program:
 
 
 def _fetch(program: Program, group: tuple[Axis, ...], spread: tuple[Axis, ...], suffix: str) -> Program:
-    """Let the experts read weights that were gathered over `group`."""
+    """Make the experts read weights that were gathered over `group`."""
     everywhere: Which = "all" if "ep" in group else "rank"
     gathered = tuple((axis, State.REPLICATED) for axis in sorted(group))
     layout = Layout(flow="weights", spread=spread, experts=everywhere)
@@ -110,6 +115,6 @@ def _fetch(program: Program, group: tuple[Axis, ...], spread: tuple[Axis, ...], 
 
 
 def _shared_bias(slot: Slot) -> Slot:
-    """The bias of all experts, where only that of one's own was needed."""
+    """Return the slot of all experts' bias, in place of the bias of the rank's own experts."""
     state: tuple[tuple[Axis, State], ...] = (("ep", State.REPLICATED), ("etp", State.REPLICATED))
     return replace(slot, layout=replace(slot.layout, experts="all"), state=state)

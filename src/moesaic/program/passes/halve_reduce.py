@@ -1,6 +1,8 @@
-"""All-reduce as reduce-scatter and all-gather: 2 (n - 1) / n of the rows per rank, where sending all to all takes n - 1.
+"""Splits an all-reduce into reduce-scatter and all-gather.
 
-It comes after the transpose: the transpose of an all-reduce whose result is used alike is free, that of its halves is not.
+Each rank then sends 2 (n - 1) / n times the rows; sending all rows to all ranks takes n - 1 times. The pass runs after
+the transpose, because the transpose of an all-reduce whose result is used identically costs nothing, unlike that of its
+halves.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from moesaic.program.validate import reduces
 def halve_reduce(program: Program) -> Program:
     """Return the program with every all-reduce of rows or tokens done in two movements.
 
-    Each rank sums the runs of one origin per group, its own, and passes the sums on.
+    Each rank sums the runs of which it is the origin, then sends the sums to the other ranks of the group.
     """
     slots = list(program.slots)
     tasks: list[Task] = []
@@ -33,7 +35,7 @@ def halve_reduce(program: Program) -> Program:
 
 
 def _share(layout: Layout, task: Task) -> Layout | None:
-    """Return the layout with the origins of the group's ranks told apart, None where they are not in it."""
+    """Return the layout with each rank of the group as the origin of its own rows; None if the layout does not allow it."""
     if len(task.group) != 1:
         return None
     axis = task.group[0]

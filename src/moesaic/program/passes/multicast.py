@@ -1,17 +1,21 @@
-"""Multicast: a token crosses to a node once, and there goes once to each rank that holds any of its experts.
+"""Multicast: a token crosses to a node once, then goes once to each rank on the node that holds any of its experts.
 
-Ours; DeepEP's kernels (github.com/deepseek-ai/DeepEP) send tokens so too. The ranks with the same place on every node form a
-rail. A rank sends each of its tokens once per node to its rail-mate there: a visit. The mate sends it once to each place of
-ep on the node that holds experts of it: a stop. The copies are made where they are computed. On the way back a token's
-results are summed, in float32, where they were computed, and once more by the mate, before they cross once. For top-k
-routing and shards this divides the bytes between nodes by up to top_k * etp, those inside by up to the experts of a rank, in
-both directions; the backward program, derived, does the same.
+Developed here; DeepEP's kernels (github.com/deepseek-ai/DeepEP) send tokens in the same way. Ranks with the same local
+rank on all nodes form a rail. A rank sends each of its tokens once per destination node, to its rail mate there
+(`node_tokens`). The mate sends the token once to each ep rank on the node that holds any of its experts
+(`rank_tokens`). Only that rank makes the copies.
 
-On one node, and with one rank of ep per node, visits and stops are the same: the program has one of the two steps then.
+On the way back, a token's results are summed in float32 on the rank that computed them, and again by the mate, so that
+they cross between nodes once. With top-k routing and expert shards this divides the bytes between nodes by up to top_k
+* etp, and those inside nodes by up to the number of experts per rank, in both directions. The derived backward program
+does the same.
 
-As two movements the second waits for all of the first. DeepEP's kernels forward each piece as it comes
-(`csrc/kernels/internode.cu`), so both take the time of the slower one, and copy nothing before and after: `in_pieces` is such
-a program, for simulation.
+On a single node, or with one ep rank per node, node_tokens and rank_tokens coincide, and the program has one step
+instead of two.
+
+With two movements, the second waits for all of the first. DeepEP's kernels forward each piece as it arrives
+(`csrc/kernels/internode.cu`), so both together take as long as the slower one and need no copies before and after.
+`in_pieces` returns such a program for simulation.
 """
 
 from __future__ import annotations
@@ -26,19 +30,21 @@ from moesaic.program.task import Flow, Kind, Layout, Op, Program, Slot, Stage, S
 
 
 def multicast(program: Program, grid: Grid) -> Program:
-    """Return s1 or s2 with multicast in place of deliver and collect.
+    """Return s1 or s2 with multicast in place of the movements to the experts and back.
 
-    In place of `index` the program reads `rank_token_index`, each stop's token, and `copy_index`, each copy's stop among those
-    of its origin at its place of ep (and of its chunk). Where a node has several places of ep (two `Grid.cast_levels`),
-    `rank_token_index` is each stop's visit, counted the same way on its node, and `node_token_index` each visit's
-    token. `CallSizes` needs the visits.
+    Instead of `index`, the program reads `rank_token_index`, the token of each of the rank_tokens. It also reads
+    `copy_index`: for each copy, the position of its token among the rank_tokens of the same origin, ep rank and chunk.
+    If a node has several ep ranks (two `Grid.cast_levels`), `rank_token_index` instead gives positions among the
+    node_tokens, counted in the same way, and `node_token_index` gives the token of each of these. `CallSizes` needs
+    `node_tokens`.
 
     Args:
-        program: what one of the two builds.
+        program: the program that `s1` or `s2` returns.
         grid: the mesh, with nodes.
 
     Raises:
-        InputError: for another program, or experts that do not lie evenly on the nodes with all their shards inside one.
+        InputError: for another program, or if replicas of the experts are uneven over nodes, or an expert's shards are
+            not inside one.
     """
     bias = "b" in program.inputs
     if program not in (s1(bias), s2(bias)):
@@ -48,8 +54,8 @@ def multicast(program: Program, grid: Grid) -> Program:
         )
     if not grid.nodes_per_replica or not grid.has_shards_inside_nodes:
         raise InputError(
-            f"multicast needs every copy of the experts on whole nodes, and all shards of an expert on one: mesh.ep={grid.ep}, "
-            f"mesh.etp={grid.etp} do not lie so on nodes of {grid.ranks_per_node} ranks: choose another plan.all_to_all"
+            "multicast needs each replica of the experts on whole nodes, and all shards of an expert on one node, unlike "
+            f"mesh.ep={grid.ep}, mesh.etp={grid.etp} on nodes of {grid.ranks_per_node} ranks: choose another plan.all_to_all"
         )
     slices = program.routes_slices
     build = Builder(f"{program.name}, multicast", bias)
@@ -64,10 +70,12 @@ def multicast(program: Program, grid: Grid) -> Program:
 
 
 def _to_ranks(build: Builder, grid: Grid, tokens: str, slices: bool) -> tuple[str, str, list[str]]:
-    """Bring tokens, the copies' stops and their routing weights to the ranks of the experts.
+    """Send tokens, routing weights and copy indices to the ranks of the experts.
 
     Returns:
-        the index by which tokens left home; that by which a mate made stops of visits, "" if none did; what arrived.
+        - the index by which tokens were sent;
+        - the index by which mates made rank_tokens of node_tokens, "" if they did not;
+        - the slots that arrived: tokens, copy indices, routing weights.
     """
     flow: Flow = "node_tokens" if len(grid.cast_levels) > 1 else "rank_tokens"
     rank_token_index = build.input("rank_token_index", Kind.INDEX, Layout(flow="rank_tokens"), {})
@@ -102,7 +110,7 @@ def _to_ranks(build: Builder, grid: Grid, tokens: str, slices: bool) -> tuple[st
 
 
 def _home(build: Builder, grid: Grid, sums: str, places: str) -> str:
-    """Bring the sums of stops home; a mate sums those of a visit, by the index `places`, if it made stops of visits."""
+    """Return the sums of rank_tokens to their origins. With an index `places`, mates first sum them to node_tokens."""
     added: States = {"etp": State.SHARDED}
     if not _has_mates(grid):
         return build.move(sums, "z", Layout(flow="rank_tokens"), ("ep", "etp"), added, Stage.COMBINE)
@@ -113,7 +121,7 @@ def _home(build: Builder, grid: Grid, sums: str, places: str) -> str:
 
 
 def _has_mates(grid: Grid) -> bool:
-    """Whether rows go by a mate: on several nodes, with several ranks of a copy of the experts on each."""
+    """Return whether rows are relayed by rail mates: on several nodes with several ranks of a replica on each."""
     return 1 < grid.nodes_per_replica < grid.ep * grid.etp
 
 
@@ -135,7 +143,7 @@ def _gates(build: Builder, slices: bool) -> str:
 
 
 def _tokens(build: Builder, slices: bool) -> tuple[str, Layout, States]:
-    """Declare x and return the tokens that visits are taken from, their layout, and the states of their sums."""
+    """Declare x and return the slot to take tokens from, the layout of their sums, and the states of these sums."""
     whole = Layout(flow="tokens", whole_tp=True)
     x = build.input("x", Kind.TOKENS, whole, {"tp": State.IDENTICAL})
     if slices:
@@ -146,14 +154,14 @@ def _tokens(build: Builder, slices: bool) -> tuple[str, Layout, States]:
 
 
 def in_pieces(program: Program, dispatched: str = "") -> Program:
-    """Return a program of multicast in which rows move between nodes and inside them at once.
+    """Return a program of multicast in which rows move between nodes and inside nodes at the same time.
 
-    The second movement begins with the first, what lies between is the kernel's own, and whoever reads the result waits for
-    both. It says when tasks run, not what they compute: no executor takes it.
+    The second movement starts with the first, the task between them is left to the kernel, and the readers of the
+    result wait for both. Such a program tells when tasks run, not what they compute, so no executor accepts it.
 
     Args:
-        program: forward or backward, not lowered to hops.
-        dispatched: codec of rows on their way to experts, forward and backward; "" for none. Sums are never coded.
+        program: a forward or backward program, not lowered to hops.
+        dispatched: codec of rows sent to experts, forward and backward; "" for none. Sums are never encoded.
     """
     kinds = {slot.name: slot.kind for slot in program.slots}
     writer = {name: task for task in program.tasks for name in task.writes}
@@ -172,7 +180,7 @@ def in_pieces(program: Program, dispatched: str = "") -> Program:
         slots.append(arriving)
         behind[first.name] = [replace(second, reads=first.reads, writes=(arriving.name,), of=(source, target))]
         put[between.name] = []
-        # A scale by nothing takes no time.
+        # A scale with power 0 takes no time.
         both = (*first.writes, arriving.name)
         put[second.name] = [replace(between, op=Op.SCALE, power=0, reads=both, writes=(target,))]
     tasks = [
@@ -184,12 +192,12 @@ def in_pieces(program: Program, dispatched: str = "") -> Program:
 
 
 def _by_kernel(task: Task, dispatched: str) -> Task:
-    """Return a movement that takes rows from where they lie and puts them where they belong."""
+    """Return a movement as a kernel does it that reads and writes rows in place."""
     codec = dispatched if task.stage is Stage.DISPATCH else ""
     return replace(task, codec=codec, of=task.of or (task.reads[0], task.writes[0]))
 
 
 def _moves_rows(task: Task, kinds: dict[str, Kind]) -> bool:
-    """Whether a task moves rows between nodes or inside one."""
+    """Return whether a task moves rows between nodes or inside one."""
     moved = task.of[0] if task.of is not None else task.reads[0]
     return task.op is Op.MOVE and kinds[moved] is Kind.ROWS and bool({"ep", "node", "local"}.intersection(task.group))

@@ -1,7 +1,7 @@
-"""SAA: the gather over the tensor group runs phase by phase behind the all-to-all that precedes it.
+"""SAA: the all-gather over the tensor-parallel group runs in phases, each overlapped with the next phase of the all-to-all.
 
-Parm (INFOCOM 2024), section IV-C. The phases go over ep, the shards of an expert are summed inside each: what arrives from
-one rank of ep is passed on in the tensor group while the next arrives.
+Parm (INFOCOM 2024), section IV-C. There is one phase per ep rank: the rows that arrive from one ep rank are gathered in
+the tensor-parallel group while the next ones arrive. The shards of an expert are summed inside each phase.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from moesaic.program.task import ONCE, Kind, Op, Program, State, Task
 
 
 def overlap_gather(program: Program, grid: Grid, *, required: bool = True) -> Program:
-    """Return the program with every all-to-all that a gather over tp follows done in ep phases, gather included.
+    """Return the program with every all-to-all that is followed by an all-gather over tp done in ep phases, both included.
 
     Args:
-        program: forward or backward.
-        required: raise where there is no such pair; else return the program as it is.
+        program: a forward or backward program.
+        required: whether to raise if there is no such pair; otherwise the program is returned unchanged.
 
     Raises:
-        InputError: if the program has no such pair, or goes by groups of peers already.
+        InputError: if the program has no such pair, or is split by groups of peers already.
     """
     if any(slot.layout.step is not None for slot in program.slots):
         raise InputError(
@@ -41,7 +41,7 @@ def overlap_gather(program: Program, grid: Grid, *, required: bool = True) -> Pr
 
 
 def _pairs(program: Program) -> list[tuple[Task, Task]]:
-    """Return every movement of rows over ep with the gather over tp that alone reads it."""
+    """Return every movement of rows over ep together with the all-gather over tp that is its only reader."""
     found = []
     for first in program.tasks:
         if first.op is not Op.MOVE or "ep" not in first.group or program.slot(first.writes[0]).kind is not Kind.ROWS:
@@ -55,7 +55,7 @@ def _pairs(program: Program) -> list[tuple[Task, Task]]:
 
 
 def _clash(program: Program) -> str:
-    """Say why no gather over tp follows an all-to-all, and what to choose."""
+    """Return why no all-gather over tp follows an all-to-all, and what to choose."""
     instead = "choose plan.overlap_gather=false"
     if any(slot.layout.flow in ONCE for slot in program.slots):
         return f"multicast, which leaves sums over tp rather than gathers: {instead} or another plan.all_to_all"

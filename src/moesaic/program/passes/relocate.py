@@ -1,12 +1,12 @@
-"""Relocation: results go to the ranks where their samples live next, instead of back to where they came from.
+"""Relocation: results are sent to the ranks that hold their samples next, instead of back to their origins.
 
-NetMoE (Liu et al., ICLR 2025), section 4 and Algorithm 1: the gather of one layer takes its samples to where the scatter of
-the next one is cheap. The pass changes layouts and nothing else: where rows were back at their origins, they are at their
-samples' new homes. The tokens' places travel there too, straight from origin to new home, 4 bytes a copy, since the new home
-has not routed these tokens. Sums, routing weights and experts stay as they are, and the transpose takes gradients back along
-the same ways.
+NetMoE (Liu et al., ICLR 2025), section 4 and Algorithm 1: the combine of one layer moves its samples to the ranks from
+which the next layer's dispatch is cheap. The pass changes layouts only: rows return to the new homes of their samples
+instead of their origins. The index of the tokens is sent from origin to new home too, 4 bytes per copy, since the new
+home has not routed these tokens. Sums, routing weights and experts are unchanged. The transpose returns gradients by
+the same paths.
 
-Since only layouts change, it comes before or after lowering, order and transpose, forward or backward.
+Since only layouts change, the pass may run before or after lowering, order and transpose, forward or backward.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from moesaic.program.task import ONCE, Kind, Lane, Layout, Op, Program, Slot, St
 from moesaic.program.transpose import cotangent
 
 INDEX = "index_home"
-"""The slot with the tokens' places at the samples' new homes."""
+"""The slot with the tokens' index at the samples' new homes."""
 
 
 def relocate(program: Program) -> Program:
-    """Return the program with its results delivered to the samples' new homes.
+    """Return the program with its results sent to the samples' new homes.
 
     Args:
-        program: made by `s1`; chunked, split by peers, routed, encoded, ordered, or not; forward, or its transpose.
-            the `LayoutIndex` of its samples must be made for as many parts as it has chunks.
+        program: made by `s1`, forward or its transpose; it may be chunked, split by peers, routed, encoded and ordered.
+            The `LayoutIndex` of its samples must have as many parts as the program has chunks.
 
     Raises:
         InputError: for a program in which results do not go from the experts to one rank in one movement.
@@ -51,14 +51,14 @@ def relocate(program: Program) -> Program:
 
 
 def _check(program: Program, rows: str) -> None:
-    """Raise InputError for a program that delivers results in another way than from experts to origins at once."""
+    """Raise InputError unless the program sends results from the experts to their origins in one movement."""
     layouts = {slot.name: slot.layout for slot in program.slots}
     if any(isinstance(layout, Placed) for layout in layouts.values()):
         raise InputError("relocate: the program relocates already: apply the pass once")
     if any(layout.flow in ONCE for layout in layouts.values()):
         raise InputError(
-            "sample placement clashes with plan.all_to_all=multicast, whose results come back by the nodes that tokens "
-            "visited: choose another plan.all_to_all"
+            "sample placement clashes with plan.all_to_all=multicast, whose results return through the nodes to which "
+            "tokens were sent: choose another plan.all_to_all"
         )
     if any(layout.chunk in ("replicated", "here") for layout in layouts.values()):
         raise InputError(
@@ -75,7 +75,7 @@ def _check(program: Program, rows: str) -> None:
     if layouts[rows] != Layout() or groups != {("ep", "etp")}:
         raise InputError(
             "sample placement needs plan.schedule=s1, whose results go from the experts to one rank in one movement, got "
-            f"{program.name}: choose s1, with mesh.tp=1 it moves what the others do"
+            f"{program.name}: choose s1; with mesh.tp=1 it sends the same rows as the others"
         )
 
 
@@ -84,7 +84,7 @@ def _moves(task: Task) -> bool:
 
 
 def _parts(program: Program, rows: str) -> set[str]:
-    """Return a slot, those that it is joined from or taken apart into, and their parts."""
+    """Return a slot, the slots from which it is joined or into which it is split, and so on."""
     found = {rows}
     while True:
         joined = {
@@ -99,7 +99,7 @@ def _parts(program: Program, rows: str) -> set[str]:
 
 
 def _placed(layout: Layout) -> Placed:
-    """Return the layout of the pieces whose samples have a rank as their new home, from any origin."""
+    """Return the layout of the pieces, from any origin, whose samples have the rank as their new home."""
     given = {field.name: getattr(layout, field.name) for field in fields(layout)}
     return Placed(**{**given, "spread": ("ep", "etp")})
 

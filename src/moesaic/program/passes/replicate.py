@@ -1,13 +1,14 @@
-"""Replication: some copies of a run are computed by another rank than their expert's home, which gets the expert's weights.
+"""Replication: a helper computes some copies of a run instead of their expert's home, with weights sent by the home.
 
-One pass for three policies. Shadowing (FasterMoE, He et al., PPoPP 2022, section 4.1): every origin computes its own copies
-of a hot expert. Partial replication: some origins do. Spilling (least-loaded expert parallelism): what overloads a home
-goes to idle ranks, from whatever origin. Which copies go where is data: `CallSizes` takes it, call by call.
+One pass serves three policies. Shadowing (FasterMoE, He et al., PPoPP 2022, section 4.1): every origin computes its own
+copies of a hot expert. Partial replication: some origins do. Spilling (least-loaded expert parallelism): the copies
+that overload a home go to idle ranks, whatever their origin. Which copies go where is an argument of `CallSizes`, call
+by call.
 
-A run gets one more chunk per rank of ep. The copies of these chunks travel to their helpers as others do to their homes,
-the weights travel over ep to the helpers that need them (once to each node, then on inside it), and what comes back is
-joined. The backward program, derived, sends the gradients of the weights back the same way, summed on each node, to the home,
-which adds them to its own once.
+A run gets one more chunk per ep rank. The copies of these chunks are sent to their helpers in the way that others are
+sent to their homes. The weights go over ep to the helpers that need them, once to each node and then on inside it. The
+results are joined. The derived backward program sends the gradients of the weights back the same way, summed on each
+node. The home adds them to its own gradient once.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from moesaic.program.passes.split import StretchPart, chunk_part, split_stretch,
 from moesaic.program.task import ONCE, Kind, Lane, Layout, Op, Program, Slot, Stage, State, Task
 
 SUFFIX = ".replicated"
-"""Of slots and tasks that work on replicated copies."""
+"""Added to the names of slots and tasks for replicated copies."""
 
 
 def replicate(program: Program, num_chunks: int, grid: Grid | None = None) -> Program:
-    """Return the program with the copies that stay at their experts' homes in chunks, and the replicated ones beside them.
+    """Return the program with the copies that stay at their experts' homes in chunks, and with replicated copies in addition.
 
     Args:
-        program: a forward program, not chunked, in which weights stay where they are stored.
-        num_chunks: of the copies that stay. `CallSizes` must be made for the same number.
-        grid: the mesh; where a copy of the experts is spread over nodes, weights go by `relays`. None: straight to each helper.
+        program: a forward program, not chunked, that does not move weights.
+        num_chunks: chunks of the copies that stay; `CallSizes` must be made with the same number.
+        grid: the mesh; if `relays(grid)`, weights are relayed inside nodes. None: weights go straight to each helper.
 
     Raises:
-        InputError: for a program in which copies do not travel to one home each.
+        InputError: for a program in which copies are not sent to one home each.
     """
     if any(slot.layout.flow in ONCE for slot in program.slots):
         raise InputError(
-            "replication clashes with plan.all_to_all=multicast: a token visits a node for all its experts there, also "
-            "where another rank computes some: choose another plan.all_to_all"
+            "replication clashes with plan.all_to_all=multicast: a token is sent to a node once for all its experts "
+            "there, even if a helper computes some of its copies: choose another plan.all_to_all"
         )
     if any(task.op is Op.MOVE and program.slot(task.reads[0]).layout.flow == "weights" for task in program.tasks):
         raise InputError(
@@ -53,17 +54,16 @@ def replicate(program: Program, num_chunks: int, grid: Grid | None = None) -> Pr
 
 
 def _replicated(layout: Layout) -> Layout:
-    """Where copies were at their experts' homes, they are at their helpers."""
+    """Return a layout for replicated copies: with the helpers in place of the experts' homes."""
     if layout.experts == "rank":
         return replace(layout, experts="all", chunk="here")
     return replace(layout, chunk="replicated")
 
 
 def relays(grid: Grid) -> bool:
-    """Whether replicated weights go to each node once, to the rank with the place of their home there, and are passed
-    on inside.
+    """Return whether replicated weights go to each node once, to the home's counterpart there, which sends them on.
 
-    The gradients come back so, summed on each node first. It needs more than one rank of ep on a node.
+    The gradients return the same way, summed on each node first. This needs more than one ep rank per node.
     """
     if grid.nodes_per_replica < 2 or _is_alone(grid):
         return False
@@ -71,7 +71,7 @@ def relays(grid: Grid) -> bool:
 
 
 def _is_alone(grid: Grid) -> bool:
-    """Whether no rank shares its node with another place of ep."""
+    """Return whether no rank shares its node with another ep rank."""
     return all(
         grid.coordinate(m, "ep") == grid.coordinate(r, "ep")
         for r in range(grid.period)
@@ -80,7 +80,7 @@ def _is_alone(grid: Grid) -> bool:
 
 
 def _reached(grid: Grid, rank: int) -> set[int]:
-    """Return the places of ep whose weights, of a rank's shard, come to its node by ranks of one place on every node."""
+    """Return the ep ranks whose weights, of this rank's shard, reach its node through counterparts of its node's ranks."""
 
     def mates(of: int, axis: Axis) -> list[int]:
         return [m for m in grid.group(of, (axis,)) if grid.coordinate(m, "etp") == grid.coordinate(rank, "etp")]
@@ -89,7 +89,7 @@ def _reached(grid: Grid, rank: int) -> set[int]:
 
 
 def _with_weights(program: Program, source: str, name: str, on_etp: State, *, relayed: bool = False) -> Program:
-    """Let the experts that compute replicated copies read weights that were sent to them."""
+    """Make the experts of replicated copies read weights that were sent to their ranks."""
     held = program.slot(source)
 
     def sent(suffix: str, chunk: Literal["near", "here"], over: tuple[Axis, ...]) -> Slot:
@@ -122,6 +122,6 @@ def _with_weights(program: Program, source: str, name: str, on_etp: State, *, re
         tasks.append(task)
     experts = [number for number, task in enumerate(tasks) if task.op is Op.EXPERT]
     at = next(number for number in experts if here.name in tasks[number].reads)
-    # Behind the first tokens; what is passed on inside nodes goes just before it is read.
+    # The first movement comes after the first dispatch, the second just before the experts that read its weights.
     tasks = [*tasks[: experts[0]], first, *tasks[experts[0] : at], *second, *tasks[at:]]
     return replace(program, slots=(*program.slots, *near, here), tasks=tuple(tasks))

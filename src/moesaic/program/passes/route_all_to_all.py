@@ -1,6 +1,6 @@
-"""Lowering: a movement over ep becomes packing, the hops of an all-to-all algorithm, unpacking.
+"""Lowering: a movement over ep becomes a pack, the hops of an all-to-all algorithm, and an unpack.
 
-It comes after the transpose, for each direction by itself, as does the codec. What is sent does not change, only how.
+Lowering and codecs run after the transpose, separately for each direction. They change how rows are sent, not which.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from moesaic.program.task import Kind, Lane, Op, Program, Slot, Task
 
 
 def route_all_to_all(program: Program, algorithm: str, grid: Grid) -> Program:
-    """Return the program with every movement of rows over ep or between nodes lowered to an algorithm.
+    """Return the program with every movement of rows over ep or between nodes lowered to an all-to-all algorithm.
 
     Args:
-        program: forward or backward, not lowered yet.
-        algorithm: a name in `ALL_TO_ALLS`. Under "linear" movements without a codec stay as they are: they are that.
+        program: a forward or backward program, not lowered yet.
+        algorithm: a name in `ALL_TO_ALLS`. "linear" returns the program unchanged: a movement without a codec is
+            linear.
 
     Raises:
-        InputError: for an unknown algorithm, or groups that lie unevenly on the nodes where it needs them even.
+        InputError: for an unknown algorithm, or if the algorithm needs even groups and they are uneven over the nodes.
     """
     if algorithm not in ALL_TO_ALLS:
         raise InputError(f"plan.all_to_all={algorithm!r} is unknown: choose one of {', '.join(ALL_TO_ALLS)}")
@@ -43,14 +44,14 @@ def route_all_to_all(program: Program, algorithm: str, grid: Grid) -> Program:
 
 
 def compress(program: Program, codec: str, grid: Grid) -> Program:
-    """Return the program with the rows of every movement over ep or between nodes encoded for the way.
+    """Return the program with the rows of every movement over ep or between nodes encoded in transit.
 
-    ScheMoE (Shi et al., EuroSys 2024), section 3. Routing weights and indices travel as they are; results that are summed
-    are decoded first, and summed in float32.
+    ScheMoE (Shi et al., EuroSys 2024), section 3. Routing weights and indices are not encoded. Results that are summed
+    are decoded first and summed in float32.
 
     Args:
-        program: forward or backward; routed already, or not.
-        codec: a name of a codec; "none" returns the program as it is.
+        program: a forward or backward program; routed already, or not.
+        codec: name of a codec; "none" returns the program unchanged.
     """
     if not is_coded(codec):
         return program
@@ -70,13 +71,13 @@ def compress(program: Program, codec: str, grid: Grid) -> Program:
 
 
 def is_long(program: Program, task: Task) -> bool:
-    """Whether a task moves rows over ep or between nodes."""
+    """Return whether a task moves rows over ep or between nodes."""
     source = program.slot(task.reads[0])
     return task.op is Op.MOVE and source.kind is not Kind.WEIGHT and bool({"ep", "node"}.intersection(task.group))
 
 
 def lower(program: Program, task: Task, link: str, codec: str, grid: Grid) -> tuple[list[Task], list[Slot]]:
-    """Return the tasks that do a movement, and the slots in between."""
+    """Return the tasks that perform a movement, and the slots between them."""
     source, target = task.reads[0], task.writes[0]
     hops: tuple[Hop, ...] = ALL_TO_ALLS[link].hops(NodeMap(grid, grid.group(0, task.group)))
     packed = f"{target}@pack"

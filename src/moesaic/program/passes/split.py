@@ -1,14 +1,15 @@
-"""Doing a stretch of a program part by part: by chunks of every run of copies, or by groups of peers.
+"""Splits a stretch of a program into parts: by chunks of every run of copies, or by groups of peers.
 
-`split_capacity` pipelines: it cuts every run of copies into n parts, so that one part's experts run while another part travels
-(Tutel: Hwang et al., MLSys 2023, section 4.2; ScheMoE: Shi et al., EuroSys 2024, section 3). Nothing is padded: every (origin,
-expert) run is cut into contiguous parts.
+`split_capacity` pipelines. It cuts every run of copies into n parts, so that the experts of one part run while another
+part is sent (Tutel: Hwang et al., MLSys 2023, section 4.2; ScheMoE: Shi et al., EuroSys 2024, section 3). Nothing is
+padded: each (origin, expert) run is cut into contiguous parts.
 
-`split_peers` is the smart schedule of FasterMoE (He et al., PPoPP 2022, section 4.2): ranks exchange with one group of peers
-after the other, and run their tokens meanwhile. In step j, group G sends to group G + j, runs what group G - j sent, and sends
-the results back. Step 0 stays inside the group and is the cheapest; the last step is an exchange between neighbours, whose
-results are the last to travel. Shards of an expert stay together: groups are of ep. Where groups lie inside nodes, step 0
-takes the lane of the links there, beside the first step that crosses nodes.
+`split_peers` is the smart schedule of FasterMoE (He et al., PPoPP 2022, section 4.2). Ranks exchange with one group of
+peers after the other and compute in the meantime. In step j, group G sends to group G + j, runs the experts on the
+tokens of group G - j, and returns the results. Step 0 stays inside the group and is the cheapest. The last step is an
+exchange between neighbours, and its results are sent last. Groups are groups of ep ranks, so the shards of an expert
+stay together. If groups lie inside nodes, step 0 uses the lane inside nodes at the same time as the first step between
+nodes.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ class StretchPart:
     suffix: str
     """Added to the names of slots and tasks."""
     cut: Callable[[Layout], Layout]
-    """From the layout of a slot to that of its part."""
+    """Returns the layout of the part of a slot, given the slot's layout."""
 
 
 def split_stretch(program: Program, names: Sequence[str], parts: Sequence[StretchPart]) -> Program:
-    """Return the program with a stretch of its tasks done part by part.
+    """Return the program with a stretch of its tasks performed part by part.
 
-    Slots that enter are taken apart before it, slots that leave are joined after it. Weights are whole in every part;
-    tasks that only prepare weights move before the stretch.
+    Slots that the stretch reads are split before it, and slots that later tasks read are joined after it. Weights are
+    whole in every part. Tasks that only prepare weights are moved before the stretch.
 
     Args:
-        program: forward or backward.
-        names: of the tasks of the stretch, in order.
+        program: a forward or backward program.
+        names: names of the stretch's tasks, in order.
         parts: a partition of every run.
     """
     chosen = set(names)
@@ -63,7 +64,7 @@ def split_stretch(program: Program, names: Sequence[str], parts: Sequence[Stretc
 
 
 def _around(program: Program, inside: set[str]) -> tuple[list[Task], list[Task]]:
-    """Split the other tasks into those that may stand before the stretch and those that read from it."""
+    """Split the other tasks into those that may come before the stretch and those that depend on it."""
     behind = {name for task in program.tasks if task.name in inside for name in task.writes}
     before: list[Task] = []
     after: list[Task] = []
@@ -100,15 +101,15 @@ def _gathered(op: Op, name: str, reads: tuple[str, ...], writes: tuple[str, ...]
 
 
 _BETWEEN = {"tp", "ep", "node"}
-"""Axes of the movements of copies, visits and stops that a stretch may begin and end with."""
+"""Axes of the movements with which a stretch may begin and end."""
 
 
 def split_capacity(program: Program, num_chunks: int) -> Program:
-    """Return the program with everything between its first and last movement over ep done chunk by chunk.
+    """Return the program with everything from its first to its last movement between ranks performed chunk by chunk.
 
     Args:
         program: a forward program, not yet chunked.
-        num_chunks: n; 1 returns the program as it is. `CallSizes` must be made for the same n.
+        num_chunks: number of chunks; 1 returns the program unchanged. `CallSizes` must be made with the same number.
 
     Raises:
         InputError: for fewer than one chunk, or a program that is chunked already.
@@ -125,10 +126,10 @@ def split_capacity(program: Program, num_chunks: int) -> Program:
 
 
 def to_experts_and_back(program: Program) -> list[str]:
-    """Return the names of the tasks from the first movement of copies, visits or stops between ranks to the last one.
+    """Return the names of the tasks from the first to the last movement of copies, node_tokens or rank_tokens between ranks.
 
-    A gather of tokens over etp and the copying that follows it stay outside. Where no token travels to an expert (the
-    weights come to the tokens), it is the experts alone.
+    An all-gather of tokens over etp and the permutation after it stay outside. If no token is sent to an expert,
+    because weights are gathered instead, only the experts are included.
     """
     moved = [
         number
@@ -143,7 +144,7 @@ def to_experts_and_back(program: Program) -> list[str]:
 
 
 def chunk_part(chunk: int) -> StretchPart:
-    """Return the part that is one chunk of every run."""
+    """Return the part that consists of one chunk of every run."""
 
     def cut(layout: Layout) -> Layout:
         return replace(layout, chunk=chunk)
@@ -152,14 +153,15 @@ def chunk_part(chunk: int) -> StretchPart:
 
 
 def split_peers(program: Program, groups: int, grid: Grid) -> Program:
-    """Return the program with everything between its first and last movement over ep done step by step.
+    """Return the program with everything from its first to its last movement between ranks performed step by step.
 
     Args:
-        program: a forward program; it may be chunked, each chunk then goes step by step.
-        groups: n; the ranks of ep form so many groups of neighbours, and as many steps. 1 returns the program as it is.
+        program: a forward program. If it is chunked, each chunk is split into steps.
+        groups: number of groups of neighbours that the ep ranks form, which is also the number of steps; 1 returns the
+            program unchanged.
 
     Raises:
-        InputError: if the groups do not divide ep, or the program sends tokens to nodes rather than to experts.
+        InputError: if the groups do not divide ep, or the program is a multicast.
     """
     if groups < 1 or grid.ep % groups:
         raise InputError(
@@ -169,8 +171,8 @@ def split_peers(program: Program, groups: int, grid: Grid) -> Program:
         return program
     if any(slot.layout.flow in ONCE for slot in program.slots):
         raise InputError(
-            "split_peers clashes with multicast: a token visits a node once for all its experts there, whatever their "
-            "group: choose plan.peer_groups=1 or another plan.all_to_all"
+            "split_peers clashes with multicast: a token is sent to a node once for all its experts there, whatever "
+            "their group: choose plan.peer_groups=1 or another plan.all_to_all"
         )
     parts = [StretchPart(f"~{step}", steps(step, groups)) for step in range(groups)]
     numbered = sorted({slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)})
@@ -185,14 +187,14 @@ def split_peers(program: Program, groups: int, grid: Grid) -> Program:
 
 
 def groups_inside_nodes(grid: Grid) -> int:
-    """Return the fewest groups of peers that each lie inside one node: one per node, where nodes hold equal parts of ep."""
+    """Return the fewest groups of peers such that each is inside a node: one per node, if ep is spread evenly over nodes."""
     return next(
         n for n in range(1, grid.ep + 1) if grid.ep % n == 0 and (n == grid.ep or _stay_inside(grid, n, ("ep",)))
     )
 
 
 def _stay_inside(grid: Grid, groups: int, axes: tuple[Axis, ...]) -> bool:
-    """Whether the ranks of a group of ep, among those that a movement over these axes connects, share a node."""
+    """Return whether, in every movement over these axes, the ranks of one group of ep ranks share a node."""
     each = grid.ep // groups
     for members in grid.kinds_of_groups(axes):
         nodes: dict[int, int] = {}
@@ -203,7 +205,7 @@ def _stay_inside(grid: Grid, groups: int, axes: tuple[Axis, ...]) -> bool:
 
 
 def _on_its_lane(task: Task, program: Program, groups: int, grid: Grid) -> Task:
-    """Return a task of step 0 on the lane inside nodes, if it stays there and other steps do not."""
+    """Return a task of step 0 on the lane inside nodes, if that step stays there and other steps do not."""
     is_local = (
         task.op is Op.MOVE and task.lane is Lane.INTER and program.slot(task.writes[0]).layout.step == (0, groups)
     )
@@ -213,7 +215,7 @@ def _on_its_lane(task: Task, program: Program, groups: int, grid: Grid) -> Task:
 
 
 def steps(step: int, groups: int) -> Callable[[Layout], Layout]:
-    """Return the cut of one step out of `groups`."""
+    """Return the function that restricts a layout to one of `groups` steps."""
 
     def cut(layout: Layout) -> Layout:
         return replace(layout, step=(step, groups))
