@@ -39,7 +39,7 @@ class Told(LinkRates):
         super().__init__(OneRank(grid), cluster)  # type: ignore[arg-type]
         self.rates: Sequence[float] = (1.0,) * (grid.world // (grid.ranks_per_node or grid.world))
 
-    def _seconds(self, kind: LinkKind) -> np.ndarray:
+    def _measured_seconds(self, kind: LinkKind) -> np.ndarray:
         if kind == "inside":
             return np.ones(len(self.rates))
         mine = np.array(self.rates)

@@ -99,7 +99,7 @@ class LinkRates:
         """Return how long this rank's message takes in one phase: the one it receives, or else the one it sends.
 
         Args:
-            hears: nodes that receive a message. Between nodes, their predecessors send it; inside nodes, the same nodes
+            receivers: nodes that receive a message. Between nodes, their predecessors send it; inside nodes, the same nodes
                 do.
         """
         mesh, per_node = self._ranks.mesh, self._per_node
