@@ -276,7 +276,7 @@ class BalancedCalls(AbstractCallPolicy):
         """
         time.sleep(self._pause)
         assert self._arbitration is not None
-        load, known = pick.found[0].load, self._clock.hear(told)
+        load, known = pick.replicas[0].load, self._clock.hear(told)
         self._pause = min([PAUSE * each for each in known.values()], default=self._pause)
         self._work.least = int(load.copies.sum()) // (2 * self.compiled.grid.world * max(1, self.compiled.plan.chunks))
         self.speeds = speeds_of(np.array([of_rank[-1] for of_rank in told])) or self.speeds
@@ -417,7 +417,7 @@ def saved_seconds(move: SampleMove, costs: ReplicationCosts, dim: int) -> float:
 def _told(record: RoutingRecord) -> list[list[float]]:
     """Return the `NUMBERS` numbers that each rank sent with a call's counts."""
     assert record.gathered is not None
-    told: list[list[float]] = record.gathered.more_on_host[:, -NUMBERS:].tolist()
+    told: list[list[float]] = record.gathered.extras_on_host[:, -NUMBERS:].tolist()
     return told
 
 

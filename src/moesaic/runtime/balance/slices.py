@@ -58,7 +58,7 @@ def slices_of(cut: Cut, call: UncutCall) -> list[Slice]:
     if node_tokens:
         counts = torch.stack([each.counts for each in node_tokens])
         told = torch.stack(all_gather(transport, tuple(range(transport.world)), counts)).cpu().numpy()
-        node_tokens = [each.told(told[:, number], transport.rank) for number, each in enumerate(node_tokens)]
+        node_tokens = [each.with_counts(told[:, number], transport.rank) for number, each in enumerate(node_tokens)]
 
     slices = []
     for number in range(cut.num_slices):
