@@ -112,7 +112,7 @@ def test_a_list_that_places_a_part_where_none_begins_is_refused(hub: Path, tmp_p
 
 
 def test_verify_wants_a_receipt(hub: Path) -> None:
-    with pytest.raises(InputError, match=r"receipt\.json is missing: no conversion ended here"):
+    with pytest.raises(InputError, match=r"receipt\.json is missing: no conversion finished here"):
         verify(hub)
 
 
@@ -124,7 +124,7 @@ def test_shards_that_are_missing_cut_off_or_mixed_up(hub: Path, tmp_path: Path) 
         hub, tmp_path / "o", to="moesaic"
     )
     second.write_bytes(b"x" * 100)
-    assert "is no safetensors file" in refusal(hub, tmp_path / "o", to="moesaic")
+    assert "is not a safetensors file" in refusal(hub, tmp_path / "o", to="moesaic")
     second.write_bytes((hub / "model-00003-of-00003.safetensors").read_bytes())
     assert "two checkpoints are mixed" in refusal(hub, tmp_path / "o", to="moesaic")
     second.unlink()
@@ -160,21 +160,23 @@ def test_keys_that_are_missing_or_unknown_are_named(tmp_path: Path) -> None:
 
 
 def test_what_is_asked_for_must_make_sense(hub: Path, tmp_path: Path) -> None:
-    assert "choose of hf, moesaic, torchtitan, megatron" in refusal(hub, tmp_path / "o", to="gguf")
-    assert "is there and not empty" in refusal(hub, hub, to="moesaic")
-    assert "is there and no folder" in refusal(hub, hub / "config.json", to="moesaic")
-    assert "config.json: is there and no folder" in refusal(hub, hub / "config.json" / "below", to="moesaic")
+    assert "choose one of hf, moesaic, torchtitan, megatron" in refusal(hub, tmp_path / "o", to="gguf")
+    assert "is not empty" in refusal(hub, hub, to="moesaic")
+    assert "exists and is not a folder" in refusal(hub, hub / "config.json", to="moesaic")
+    assert "config.json: exists and is not a folder" in refusal(hub, hub / "config.json" / "below", to="moesaic")
     assert "no folder there" in refusal(tmp_path / "none", tmp_path / "o", to="moesaic")
     (tmp_path / "empty").mkdir()
     assert "no checkpoint of hf, moesaic" in refusal(tmp_path / "empty", tmp_path / "o", to="moesaic")
     config = (hub / "config.json").read_text()
     (hub / "config.json").unlink()
-    assert "no configuration there: name the model's config.json" in refusal(hub, tmp_path / "o", to="moesaic")
+    assert "no configuration there: name the model's transformers config.json" in refusal(
+        hub, tmp_path / "o", to="moesaic"
+    )
     (tmp_path / "config.json").write_text(config)
     moesaic.convert(hub, tmp_path / "o", to="moesaic", config=tmp_path / "config.json", logits=False)
     (hub / "config.json").write_text(json.dumps(json.loads(config) | {"model_type": "of_tomorrow"}))
     assert re.search(
-        r"no configuration that transformers .* knows \(.*of_tomorrow.*\): update transformers, or name .* --config$",
+        r"not a configuration that transformers .* knows \(.*of_tomorrow.*\): update transformers, or name .* --config$",
         refusal(hub, tmp_path / "p", to="moesaic"),
     )
     table = json.loads(config) | {"quantization_config": {"quant_method": "gptq"}}

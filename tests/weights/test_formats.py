@@ -19,7 +19,7 @@ from moesaic.errors import InputError
 from moesaic.weights.checkpoint import FORMATS
 
 QUICK = ("Mixtral", "DeepseekV3", "GptOss")
-"""Families of which the quicker tests convert every pair of formats: equal layers, differing layers, biases and interleaving."""
+"""Families of which the quicker tests convert every pair of formats: equal and differing layers, biases, interleaving."""
 QUICK_FIRST = [
     pytest.param(name, marks=() if name == QUICK[1] else pytest.mark.random if name in QUICK else pytest.mark.slow)
     for name in FAMILIES
@@ -180,5 +180,5 @@ def test_a_norm_that_megatron_could_not_give_back_is_refused(tmp_path: Path) -> 
     model = build("Qwen3Next")
     model.model.layers[0].linear_attn.norm.weight.data[3] = 0.01
     model.save_pretrained(tmp_path / "hub")
-    with pytest.raises(InputError, match=r"out_norm\.weight is kept minus one, which torch\.bfloat16 cannot undo"):
+    with pytest.raises(InputError, match=r"out_norm\.weight is stored minus one, which torch\.bfloat16 cannot undo"):
         moesaic.convert(tmp_path / "hub", tmp_path / "out", to="megatron", logits=False)

@@ -83,7 +83,7 @@ def test_fp8_without_its_scales_is_refused(tmp_path):
         return made and ({name: made[0][name]}, made[1])
 
     quantize(tmp_path / "hub", "DeepseekV3", {"quant_method": "fp8", "weight_block_size": [16, 10]}, without)
-    with pytest.raises(InputError, match=r"is fp8 without scales of .*: load the model by transformers"):
+    with pytest.raises(InputError, match=r"is fp8 without scales of .*: load the model with transformers"):
         moesaic.convert(tmp_path / "hub", tmp_path / "out", to="hf")
 
 

@@ -112,10 +112,10 @@ def test_what_cannot_be_upcycled_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=message):
             Upcycling(**given)
     source = dense(tmp_path, "llama", attention_bias=True)
-    with pytest.raises(InputError, match="llama with biases in attention or mlp is not upcycled"):
+    with pytest.raises(InputError, match="llama with biases in attention or mlp cannot be upcycled"):
         moesaic.convert(source, tmp_path / "out", to="hf", upcycle=Upcycling())
     source = dense(tmp_path, "mistral", intermediate_size=44)
     with pytest.raises(InputError, match="granularity=8: must divide intermediate_size=44"):
         moesaic.convert(source, tmp_path / "out", to="hf", upcycle=Upcycling(granularity=8, top_k=8))
-    with pytest.raises(InputError, match="gpt2 is not upcycled: take a dense model of llama, mistral, qwen3"):
+    with pytest.raises(InputError, match="gpt2 cannot be upcycled: take a dense model of type llama, mistral, qwen3"):
         moesaic.convert(dense(tmp_path, "gpt2"), tmp_path / "out", to="hf", upcycle=Upcycling())

@@ -153,7 +153,7 @@ def _rounded(shares: np.ndarray, workload: Workload) -> np.ndarray:
     total = round(workload.copies)
     exact = shares * total
     counts = np.floor(exact).astype(np.int64)
-    for row, (whole, want) in enumerate(zip(counts, exact)):
-        missing = total - int(whole.sum())
-        counts[row, np.argsort(whole - want, kind="stable")[:missing]] += 1
+    for row, (row_counts, row_exact) in enumerate(zip(counts, exact)):
+        missing = total - int(row_counts.sum())
+        counts[row, np.argsort(row_counts - row_exact, kind="stable")[:missing]] += 1
     return counts
