@@ -1,5 +1,5 @@
-"""The transport over sockets, its ranks as threads or in turn in one process: tags, early and large messages, and who
-has gone."""
+"""The transport over sockets, with ranks as threads or in turn in one process: tags, early and large messages, closed
+peers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moesaic.comm.sockets import Sockets, _accept_ranks, _connect_to, _Endpoint
 from moesaic.comm.transport import MessageSizeError, Transfer
 
 LARGE = 1 << 25
-"""More than the kernel keeps."""
+"""More bytes than the kernel buffers."""
 
 
 def transports(world: int = 2, patience: float = 60.0) -> list[Sockets]:
@@ -209,7 +209,7 @@ def test_what_was_sent_can_be_freed_as_fsdp_does_it():
 def listening(
     ranks: range, lines: dict[int, socket.socket], seconds: float = 60.0
 ) -> Iterator[tuple[_Endpoint, Future[None]]]:
-    """A rank that answers while the block runs, in a thread."""
+    """Accept ranks in a thread while the block runs."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         listener.setblocking(False)
         place = _Endpoint(bytes(range(16)), (listener.getsockname(),))
@@ -309,7 +309,7 @@ def test_sizes_no_peer_of_ours_announces_are_refused_before_memory_is_taken(size
 
 
 class Waits:
-    """A poll in which a tenth of a second passes by no clock but its own, and then something is sent."""
+    """A poll that advances a clock of its own by a tenth of a second, and then lets a message be sent."""
 
     def __init__(self, transport: Sockets, monkeypatch: pytest.MonkeyPatch) -> None:
         self._poll, self._now, self.send = transport._poll, 0.0, lambda: None

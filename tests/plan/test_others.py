@@ -191,7 +191,7 @@ def test_keys_and_values_of_a_shared_sequence_hide_behind_its_scores_as_far_as_t
         step = replace(step, layer=replace(step.layer, tokens=step.layer.tokens // 8), seq_len=step.seq_len // 8)
         grid = Grid(world=32, ranks_per_node=8)
         alone, shared = (
-            StepCostModel(replace(step, shares_sequence=ranks), grid, Simulator(cluster)).once.scores
+            StepCostModel(replace(step, shares_sequence=ranks), grid, Simulator(cluster)).forward.scores
             for ranks in (1, 8)
         )
         values = 2 * 4 * 128 * step.layer.tokens * 2

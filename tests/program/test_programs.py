@@ -1,4 +1,4 @@
-"""Schedules as data: they validate, round-trip through text, and their transposes are what the papers say."""
+"""Schedules as data: they validate, survive a round trip through text, and their transposes are those of the papers."""
 
 from __future__ import annotations
 

@@ -169,7 +169,9 @@ def test_what_is_asked_for_must_make_sense(hub: Path, tmp_path: Path) -> None:
     assert "no checkpoint of hf, moesaic" in refusal(tmp_path / "empty", tmp_path / "o", to="moesaic")
     config = (hub / "config.json").read_text()
     (hub / "config.json").unlink()
-    assert "no configuration there: name the model's transformers config.json" in refusal(hub, tmp_path / "o", to="moesaic")
+    assert "no configuration there: name the model's transformers config.json" in refusal(
+        hub, tmp_path / "o", to="moesaic"
+    )
     (tmp_path / "config.json").write_text(config)
     moesaic.convert(hub, tmp_path / "o", to="moesaic", config=tmp_path / "config.json", logits=False)
     (hub / "config.json").write_text(json.dumps(json.loads(config) | {"model_type": "of_tomorrow"}))

@@ -105,16 +105,8 @@ class Mesh:
         opened = open_transport(device_type, group, transport)
         is_part = group is not None and opened.world < _world()
         per_node = ranks_per_node if ranks_per_node is not None or is_part else _launcher_text()
-        settings = {
-            "tp": tp,
-            "ep": ep,
-            "etp": etp,
-            "pp": pp,
-            "cp": cp,
-            "innermost": innermost,
-            "ranks_per_node": per_node,
-        }
-        check_same(opened, {f"mesh.{name}": value for name, value in settings.items()})
+        shape = {"tp": tp, "ep": ep, "etp": etp, "pp": pp, "cp": cp, "innermost": innermost, "ranks_per_node": per_node}
+        check_same(opened, {f"mesh.{name}": value for name, value in shape.items()})
         for name, size in (("pp", pp), ("cp", cp)):
             if size != 1:
                 raise InputError(f"mesh.{name}={size}: {ADVICE_ON_SIZES[name]}")

@@ -136,9 +136,9 @@ class Tflops:
     """With one scale per 32 numbers."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            check_not_negative(f"cluster.device.tflops.{each.name}", getattr(self, each.name))
-        if not any(getattr(self, each.name) for each in fields(self)):
+        for dtype in fields(self):
+            check_not_negative(f"cluster.device.tflops.{dtype.name}", getattr(self, dtype.name))
+        if not any(getattr(self, dtype.name) for dtype in fields(self)):
             raise InputError("cluster.device.tflops is missing: give the rate of at least one dtype, bf16 = 300 say")
 
     def of(self, dtype: str) -> float:
@@ -149,7 +149,7 @@ class Tflops:
         """
         rate = getattr(self, dtype, 0.0)
         if not rate:
-            known = ", ".join(each.name for each in fields(self) if getattr(self, each.name))
+            known = ", ".join(other.name for other in fields(self) if getattr(self, other.name))
             raise InputError(f"cluster.device.tflops.{dtype} is not given: add it, or choose one of {known}")
         return float(rate) * 1e12
 
@@ -187,11 +187,11 @@ class ScoreShares:
     def of(self, kernel: ScoreKernel, head_dim: float) -> float:
         """Return the share for heads of width `head_dim`, interpolated. A width outside `heads` gets the nearest
         width's share, and 0 the widest's."""
-        points = [*zip(self.heads, getattr(self, kernel) or self.best)]
-        for (low, share), (high, other) in pairwise(points):
+        shares = [*zip(self.heads, getattr(self, kernel) or self.best)]
+        for (low, low_share), (high, high_share) in pairwise(shares):
             if 0 < head_dim < high:
-                return float(share + (other - share) * max(head_dim - low, 0) / (high - low))
-        return float(points[-1][1])
+                return float(low_share + (high_share - low_share) * max(head_dim - low, 0) / (high - low))
+        return float(shares[-1][1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +231,7 @@ class Device:
             check_above_zero(f"cluster.device.{name}", getattr(self, name))
         if self.codec_gigabytes_per_second is not None:
             check_above_zero("cluster.device.codec_gigabytes_per_second", self.codec_gigabytes_per_second)
-        if len(self.narrow_between) not in (0, 2) or any(each <= 0 for each in self.narrow_between):
+        if len(self.narrow_between) not in (0, 2) or any(factor <= 0 for factor in self.narrow_between):
             raise InputError(
                 f"cluster.device.narrow_between={list(self.narrow_between)}: give two numbers above 0, or none"
             )
@@ -366,8 +366,9 @@ class ClusterSpec:
         )
 
     def with_links(self, carries: Literal["inside", "outside"], times: float | Sequence[float]) -> ClusterSpec:
-        """Return a cluster whose links inside or between nodes are `times` as fast. Links that carry both kinds of
-        messages change too.
+        """Return a cluster whose links inside or between nodes are `times` as fast.
+
+        Links that carry both kinds of messages change too.
 
         Args:
             carries: which links to change.
@@ -377,32 +378,39 @@ class ClusterSpec:
         Raises:
             InputError: if the number of factors is neither 1 nor the number of nodes.
         """
-        each = (times,) if isinstance(times, int | float) else tuple(times)
-        if len(each) not in (1, self.nodes):
+        factors = (times,) if isinstance(times, int | float) else tuple(times)
+        if len(factors) not in (1, self.nodes):
             raise InputError(
-                f"{len(each)} links' times for {self.nodes} nodes of {self.name}: give one, or one per node"
+                f"{len(factors)} links' times for {self.nodes} nodes of {self.name}: give one, or one per node"
             )
 
         def faster(link: Link) -> Link:
             if link.carries not in (carries, "all"):
                 return link
-            if len(set(each)) == 1:
-                return replace(link, gbps=tuple(each[0] * rate for rate in link.gbps))
-            of_nodes = [[each[node] for node in nodes] for nodes in self._nodes_of(link)]
+            if len(set(factors)) == 1:
+                return replace(link, gbps=tuple(factors[0] * rate for rate in link.gbps))
+            of_nodes = [[factors[node] for node in nodes] for nodes in self._nodes_of(link)]
             rates = (link.gbps[unit % len(link.gbps)] for unit in range(len(of_nodes)))
-            return replace(link, gbps=tuple(max(found) * rate for found, rate in zip(of_nodes, rates)))
+            return replace(
+                link, gbps=tuple(max(factors_of_nodes) * rate for factors_of_nodes, rate in zip(of_nodes, rates))
+            )
 
-        peers = tuple(replace(peer, gbps=min(each) * peer.gbps) if carries == "inside" else peer for peer in self.peers)
+        peers = tuple(
+            replace(peer, gbps=min(factors) * peer.gbps) if carries == "inside" else peer for peer in self.peers
+        )
         return replace(self, links=tuple(map(faster, self.links)), peers=peers)
 
     def _nodes_of(self, link: Link) -> list[list[int]]:
         """Return the nodes behind each link of a level."""
         if link.units:
-            return [[n for n, unit in enumerate(link.units) if unit == each] for each in range(1 + max(link.units))]
-        first = [unit * link.devices for unit in range(math.ceil(self.world / link.devices))]
+            return [
+                [node for node, unit in enumerate(link.units) if unit == number]
+                for number in range(1 + max(link.units))
+            ]
+        starts = [unit * link.devices for unit in range(math.ceil(self.world / link.devices))]
         return [
             sorted({device // self.devices_per_node for device in range(start, min(start + link.devices, self.world))})
-            for start in first
+            for start in starts
         ]
 
     def _check_link(self, link: Link) -> None:
@@ -468,13 +476,13 @@ def check_above_zero(where: str, value: float) -> None:
 
 def check_curve(where: str, at: str, share: str, holder: object) -> None:
     """Raise InputError unless two fields form a curve: ascending positions above 0, and as many shares above 0."""
-    places, shares = getattr(holder, at), getattr(holder, share)
-    if len(places) != len(shares):
-        raise InputError(f"{where}{at} has {len(places)} values and {share} {len(shares)}: give one share for each")
-    if any(a >= b for a, b in pairwise(places)) or (places and places[0] <= 0):
-        raise InputError(f"{where}{at}={list(places)}: must be above 0 and ascending")
-    for each in shares:
-        check_above_zero(f"{where}{share}", each)
+    positions, shares = getattr(holder, at), getattr(holder, share)
+    if len(positions) != len(shares):
+        raise InputError(f"{where}{at} has {len(positions)} values and {share} {len(shares)}: give one share for each")
+    if any(a >= b for a, b in pairwise(positions)) or (positions and positions[0] <= 0):
+        raise InputError(f"{where}{at}={list(positions)}: must be above 0 and ascending")
+    for value in shares:
+        check_above_zero(f"{where}{share}", value)
 
 
 def check_not_negative(where: str, value: float) -> None:
@@ -507,8 +515,9 @@ class Machine:
             check_not_negative(f"machine.{name}", getattr(self, name))
 
     def to_cluster(self, grid: Grid) -> ClusterSpec:
-        """Return a cluster of such ranks. Each rank has one port inside its node and one between nodes, and products
-        are bf16.
+        """Return a cluster of such ranks, with bf16 products.
+
+        Each rank has one port inside its node and one between nodes.
 
         Args:
             grid: the mesh, whose ranks become the cluster's devices.

@@ -47,12 +47,12 @@ class Rates:
             flops_per_row: 2 * columns in * columns out, summed over the matrices.
             weight_bytes: bytes of one expert's weights.
         """
-        found = np.zeros(len(rows))
-        some = rows > 0
-        at = np.maximum(rows[some], self.rows[0])
-        share = np.interp(np.log(at), np.log(self.rows), self.share)
-        found[some] = np.maximum(at * flops_per_row / (self.flops * share), weight_bytes / self.memory)
-        return found
+        seconds = np.zeros(len(rows))
+        used = rows > 0
+        clamped_rows = np.maximum(rows[used], self.rows[0])
+        share = np.interp(np.log(clamped_rows), np.log(self.rows), self.share)
+        seconds[used] = np.maximum(clamped_rows * flops_per_row / (self.flops * share), weight_bytes / self.memory)
+        return seconds
 
     def traffic_seconds(
         self, rows: np.ndarray, dim: int, units: float, matrices: int, element_bytes: int
@@ -104,8 +104,8 @@ def compute_seconds(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolu
     if task.op in (Op.EXPERT, Op.EXPERT_GRAD):
         return _experts(task, slots, volumes, rates)
     read, written = (_bytes(names, slots, volumes) for names in (task.reads, task.writes))
-    of_kernel = task.op is Op.MOVE and task.of is not None
-    if task.op is Op.HOP or of_kernel or (task.op is Op.SCALE and task.power == 0):
+    needs_no_copies = task.op is Op.MOVE and task.of is not None
+    if task.op is Op.HOP or needs_no_copies or (task.op is Op.SCALE and task.power == 0):
         return np.zeros(volumes.num_actors)
     if task.op in (Op.PACK, Op.UNPACK):
         return _coding(task, slots, volumes, rates)
@@ -122,11 +122,15 @@ def _experts(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, ra
     per_row = 2.0 * layer.dim * units * layer.matrices
     weight_bytes = layer.dim * units * layer.matrices * layer.element_bytes
     passes = 2 if task.op is Op.EXPERT_GRAD else 1
-    held = volumes.rows_per_expert(rows.layout)
-    each = rates.product_seconds(held.reshape(-1), per_row, weight_bytes).reshape(held.shape)
+    rows_by_expert = volumes.rows_per_expert(rows.layout)
+    seconds_by_expert = rates.product_seconds(rows_by_expert.reshape(-1), per_row, weight_bytes).reshape(
+        rows_by_expert.shape
+    )
     if rates.activation_traffic or rates.cast_bytes:
-        each += rates.traffic_seconds(held, layer.dim, units, layer.matrices, layer.element_bytes)
-    seconds: np.ndarray = each.sum(axis=1) * passes
+        seconds_by_expert += rates.traffic_seconds(
+            rows_by_expert, layer.dim, units, layer.matrices, layer.element_bytes
+        )
+    seconds: np.ndarray = seconds_by_expert.sum(axis=1) * passes
     return seconds
 
 
@@ -135,13 +139,15 @@ def _coding(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rat
     assert task.of is not None
     slot = slots[task.of[0] if task.op is Op.PACK else task.of[1]]
     rows = volumes.rows(slot.layout)
-    plain = rows * row_bytes(slot, "", 1.0, volumes.layer)
+    plain_bytes = rows * row_bytes(slot, "", 1.0, volumes.layer)
     codec = task.codec if slot.kind is Kind.ROWS else ""
-    amounts, kind = np.unique(rows, return_inverse=True)
-    coded = np.array([row_bytes(slot, codec, each, volumes.layer) for each in amounts.tolist()])[kind]
+    row_counts, inverse = np.unique(rows, return_inverse=True)
+    coded_bytes = np.array([row_bytes(slot, codec, row_count, volumes.layer) for row_count in row_counts.tolist()])[
+        inverse
+    ]
     if codec and rates.codec is not None:
-        return plain / rates.codec
-    return (plain + coded) / rates.memory
+        return plain_bytes / rates.codec
+    return (plain_bytes + coded_bytes) / rates.memory
 
 
 def _bytes(names: tuple[str, ...], slots: Mapping[str, Slot], volumes: AbstractVolumes) -> np.ndarray:

@@ -77,9 +77,9 @@ def graph_of(program: Program, *, host_runs_compute: bool, has_lanes: bool = Tru
         released = run if on_thread else number
         writer.update(dict.fromkeys(task.writes, number))
     after: list[list[int]] = [[] for _ in range(2 * count)]
-    for node, waits in enumerate(before):
-        for other in waits:
-            after[other].append(node)
+    for node, required in enumerate(before):
+        for required_node in required:
+            after[required_node].append(node)
     return Graph(tuple(map(tuple, after)), tuple(map(len, before)))
 
 
@@ -110,15 +110,15 @@ class _Links:
 
     def enter(self, number: int, use: Mapping[int, Use]) -> None:
         """Add a movement to its links."""
-        for link, each in use.items():
+        for link, want in use.items():
             self.on.setdefault(link, set()).add(number)
-            self.demand[link] = self.demand.get(link, 0.0) + each.part
+            self.demand[link] = self.demand.get(link, 0.0) + want.part
 
     def leave(self, number: int, use: Mapping[int, Use]) -> None:
         """Remove a movement from its links."""
-        for link, each in use.items():
+        for link, want in use.items():
             self.on[link].discard(number)
-            self.demand[link] = self.demand[link] - each.part if self.on[link] else 0.0
+            self.demand[link] = self.demand[link] - want.part if self.on[link] else 0.0
 
     def neighbours(self, changed: set[int], flows: Mapping[int, _Flow]) -> tuple[set[int], set[int]]:
         """Return the movements on the `changed` links, and those whose speeds depend on theirs.
@@ -170,20 +170,20 @@ class Events:
         self._cores = None if cores is None else _Cores(cores)
         self._moving = np.zeros_like(issue).tolist() if moving is None else moving.tolist()
         self._queues = None if bursts is None else _Queues(bursts.tolist())
-        self._of: list[dict[int, list[int]]] = [{} for _ in movements]
-        self._waits: list[dict[int, int]] = [{} for _ in movements]
-        for of, waits, parts in zip(self._of, self._waits, movements):
-            for number, each in enumerate(parts):
-                for actor in each.starters:
-                    of.setdefault(actor, []).append(number)
-                for actor in each.waiting:
-                    waits[actor] = waits.get(actor, 1) + 1
-        self._missing = [[len(each.starters) for each in parts] for parts in movements]
-        self._left = [list(graph.waits) for _ in range(self._actors)]
+        self._parts_started: list[dict[int, list[int]]] = [{} for _ in movements]
+        self._awaited: list[dict[int, int]] = [{} for _ in movements]
+        for parts_started, awaited, parts in zip(self._parts_started, self._awaited, movements):
+            for number, movement in enumerate(parts):
+                for actor in movement.starters:
+                    parts_started.setdefault(actor, []).append(number)
+                for actor in movement.waiting:
+                    awaited[actor] = awaited.get(actor, 1) + 1
+        self._missing_starters = [[len(movement.starters) for movement in parts] for parts in movements]
+        self._unmet = [list(graph.waits) for _ in range(self._actors)]
         self._heap: list[tuple[float, int, int, int]] = []
         self._flows: dict[int, _Flow] = {}
         self._links = _Links()
-        self._begun = 0
+        self._num_flows = 0
         self.starts = np.zeros((self._tasks, self._actors))
         """(tasks, actors) time at which each task starts to run on each actor."""
         self.ends = np.zeros((self._tasks, self._actors))
@@ -205,45 +205,45 @@ class Events:
             now = self._heap[0][0]
             changed: set[int] = set()
             while self._heap and self._heap[0][0] == now:
-                _, kind, a, b = heapq.heappop(self._heap)
+                _, kind, number, detail = heapq.heappop(self._heap)
                 if kind == _END:
-                    self._end(now, a, b)
-                    if self._cores is not None and b < self._tasks:
-                        if self._moving[b][a]:
-                            heapq.heappush(self._heap, (now + self._moving[b][a], _FREE, a, b))
+                    self._end(now, number, detail)
+                    if self._cores is not None and detail < self._tasks:
+                        if self._moving[detail][number]:
+                            heapq.heappush(self._heap, (now + self._moving[detail][number], _FREE, number, detail))
                         else:
-                            self._issue_next(now, self._cores.release(a))
+                            self._issue_next(now, self._cores.release(number))
                 elif kind == _FREE:
                     assert self._cores is not None, "only a core moves bytes"
-                    self._issue_next(now, self._cores.release(a))
+                    self._issue_next(now, self._cores.release(number))
                 elif kind == _FLOW:
-                    changed |= self._enter(now, a, b)
-                elif a in self._flows and self._flows[a].version == b:
-                    changed |= self._arrive(now, a)
+                    changed |= self._enter(now, number, detail)
+                elif number in self._flows and self._flows[number].version == detail:
+                    changed |= self._arrive(now, number)
             self._rate(now, changed)
 
-    def shared_part(self, some: np.ndarray, others: np.ndarray) -> np.ndarray:
+    def shared_part(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
         """Return the share of its time in which each actor runs tasks of both kinds at once, (actors,), 0 to 1.
 
         Args:
-            some: (tasks,) whether a task is of the first kind.
-            others: (tasks,) whether a task is of the second kind.
+            first: (tasks,) whether a task is of the first kind.
+            second: (tasks,) whether a task is of the second kind.
         """
-        found = np.zeros(self._actors)
+        shared = np.zeros(self._actors)
         for actor in range(self._actors):
             edges = np.unique(np.concatenate([self.starts[:, actor], self.ends[:, actor]]))
             if len(edges) < 2 or edges[-1] <= 0:
                 continue
             middles = (edges[1:] + edges[:-1]) / 2
             runs = (self.starts[:, actor] < middles[:, None]) & (middles[:, None] < self.ends[:, actor])
-            both = runs[:, some].any(axis=1) & runs[:, others].any(axis=1)
-            found[actor] = np.diff(edges)[both].sum() / edges[-1]
-        return found
+            both = runs[:, first].any(axis=1) & runs[:, second].any(axis=1)
+            shared[actor] = np.diff(edges)[both].sum() / edges[-1]
+        return shared
 
-    def stretch(self, times: np.ndarray) -> None:
+    def stretch(self, factors: np.ndarray) -> None:
         """Scale all times of each actor by a factor, (actors,)."""
-        self.starts *= times
-        self.ends *= times
+        self.starts *= factors
+        self.ends *= factors
 
     def _start(self, now: float, actor: int, node: int) -> None:
         task = node - self._tasks
@@ -252,23 +252,23 @@ class Events:
                 heapq.heappush(self._heap, (now + self._issue[node][actor], _END, actor, node))
             return
         self.starts[task, actor] = now
-        begun, waits = self._of[task].get(actor, ()), self._waits[task].get(actor, 0)
-        for part in begun:
-            self._missing[task][part] -= 1
-            if not self._missing[task][part]:
+        parts, awaited = self._parts_started[task].get(actor, ()), self._awaited[task].get(actor, 0)
+        for part in parts:
+            self._missing_starters[task][part] -= 1
+            if not self._missing_starters[task][part]:
                 self._launch(now, task, self._movements[task][part])
-        if waits:
-            self._come(now, actor, task)
-        elif begun or (self._cores is not None and not self._compute[task][actor]):
+        if awaited:
+            self._end_wait(now, actor, task)
+        elif parts or (self._cores is not None and not self._compute[task][actor]):
             self._end(now, actor, node)  # at once, so the core stays with this rank
         else:
             heapq.heappush(self._heap, (now + self._compute[task][actor], _END, actor, node))
 
-    def _come(self, now: float, actor: int, task: int) -> None:
+    def _end_wait(self, now: float, actor: int, task: int) -> None:
         """Record that an actor has reached a movement, or that a message for the actor has arrived. The last of these
         ends the task."""
-        self._waits[task][actor] -= 1
-        if not self._waits[task][actor]:
+        self._awaited[task][actor] -= 1
+        if not self._awaited[task][actor]:
             self._end(now, actor, self._tasks + task)
 
     def _issue_next(self, now: float, waiting: tuple[int, int] | None) -> None:
@@ -276,24 +276,24 @@ class Events:
             actor, node = waiting
             heapq.heappush(self._heap, (now + self._issue[node][actor], _END, actor, node))
 
-    def _launch(self, now: float, task: int, moved: Movement) -> None:
-        load = moved.load
-        most = float(load.seconds.max()) if len(load.seconds) else 0.0
-        parts = map(Use, (load.seconds / (most or 1.0)).tolist(), load.messages.tolist())
-        use = dict(zip(load.links.tolist(), parts))
-        number, self._begun = self._begun, self._begun + 1
-        self._flows[number] = _Flow(task, moved.waiting, use, most)
-        copies = max(self._compute[task][member] for member in moved.starters)
+    def _launch(self, now: float, task: int, movement: Movement) -> None:
+        load = movement.load
+        longest = float(load.seconds.max()) if len(load.seconds) else 0.0
+        uses = map(Use, (load.seconds / (longest or 1.0)).tolist(), load.messages.tolist())
+        use = dict(zip(load.links.tolist(), uses))
+        number, self._num_flows = self._num_flows, self._num_flows + 1
+        self._flows[number] = _Flow(task, movement.waiting, use, longest)
+        copies = max(self._compute[task][member] for member in movement.starters)
         heapq.heappush(self._heap, (now + load.latency + copies, _FLOW, number, 0))
 
     def _end(self, now: float, actor: int, node: int) -> None:
         if node >= self._tasks:
             self.ends[node - self._tasks, actor] = now
-        left = self._left[actor]
-        for other in self._graph.after[node]:
-            left[other] -= 1
-            if not left[other]:
-                self._start(now, actor, other)
+        unmet = self._unmet[actor]
+        for waiting_node in self._graph.after[node]:
+            unmet[waiting_node] -= 1
+            if not unmet[waiting_node]:
+                self._start(now, actor, waiting_node)
 
     def _enter(self, now: float, number: int, place: int) -> set[int]:
         """Start a movement on its links, and return the links whose load changed. If links are queues, start it on link
@@ -318,21 +318,21 @@ class Events:
         if self._queues is None:
             self._links.leave(number, flow.use)
         for actor in flow.waiting:
-            self._come(now, actor, flow.task)
+            self._end_wait(now, actor, flow.task)
         return set(flow.use) if self._queues is None else set()
 
     def _rate(self, now: float, changed: set[int]) -> None:
         """Update the speeds of the movements that a change on some links affects."""
         touched, contending = self._links.neighbours(changed, self._flows)
-        found = dict.fromkeys(touched, 1.0)
+        new_speeds = dict.fromkeys(touched, 1.0)
         if contending:
-            order = sorted(contending)
-            found |= dict(zip(order, speeds([self._flows[number].use for number in order])))
-        for number in sorted(found):
+            numbers = sorted(contending)
+            new_speeds |= dict(zip(numbers, speeds([self._flows[number].use for number in numbers])))
+        for number in sorted(new_speeds):
             flow = self._flows[number]
-            if abs(flow.speed - found[number]) > 1e-12:
+            if abs(flow.speed - new_speeds[number]) > 1e-12:
                 flow.left -= (now - flow.since) * flow.speed
-                flow.since, flow.speed = now, found[number]
+                flow.since, flow.speed = now, new_speeds[number]
                 self._push(now, number, flow)
 
     def _push(self, now: float, number: int, flow: _Flow) -> None:
@@ -344,22 +344,22 @@ class _Cores:
     """The actor for which each core issues.
 
     Args:
-        of: (actors,) the core of each actor.
+        core_of: (actors,) the core of each actor.
     """
 
-    def __init__(self, of: Sequence[int]) -> None:
-        self._of = of
-        self._runs: dict[int, int] = {}
-        self._waiting: dict[int, deque[tuple[int, int]]] = {core: deque() for core in of}
+    def __init__(self, core_of: Sequence[int]) -> None:
+        self._core_of = core_of
+        self._holder: dict[int, int] = {}
+        self._waiting: dict[int, deque[tuple[int, int]]] = {core: deque() for core in core_of}
 
     def take(self, actor: int, node: int) -> bool:
         """Take an actor's core and return True if the core is free to issue now. Otherwise queue the node, ahead of
         others if the core already issues for this actor."""
-        core = self._of[actor]
-        if core not in self._runs:
-            self._runs[core] = actor
+        core = self._core_of[actor]
+        if core not in self._holder:
+            self._holder[core] = actor
             return True
-        if self._runs[core] == actor:
+        if self._holder[core] == actor:
             self._waiting[core].appendleft((actor, node))
         else:
             self._waiting[core].append((actor, node))
@@ -368,13 +368,13 @@ class _Cores:
     def release(self, actor: int) -> tuple[int, int] | None:
         """Release an actor's core, and give it to the next (actor, node) in its queue, which is returned; None if the
         queue is empty."""
-        core = self._of[actor]
-        del self._runs[core]
+        core = self._core_of[actor]
+        del self._holder[core]
         if not self._waiting[core]:
             return None
-        found = self._waiting[core].popleft()
-        self._runs[core] = found[0]
-        return found
+        next_issue = self._waiting[core].popleft()
+        self._holder[core] = next_issue[0]
+        return next_issue
 
 
 class _Queues:
@@ -425,34 +425,38 @@ def speeds(uses: Sequence[Mapping[int, Use]]) -> list[float]:
     users: dict[int, list[int]] = {}
     demand: dict[int, float] = {}
     for number, use in enumerate(uses):
-        for link, each in use.items():
+        for link, want in use.items():
             users.setdefault(link, []).append(number)
-            demand[link] = demand.get(link, 0.0) + each.part
-    links = {
-        link: _Contested({number: uses[number][link] for number in who})
-        for link, who in users.items()
+            demand[link] = demand.get(link, 0.0) + want.part
+    oversubscribed = {
+        link: _Contested({number: uses[number][link] for number in numbers})
+        for link, numbers in users.items()
         if demand[link] > FULL
     }
-    of = [[link for link in use if link in links] for use in uses]
-    found = [1.0] * len(uses)
-    coming = [(links[link].speed(number), link, number, 0) for number, on in enumerate(of) for link in on]
-    heapq.heapify(coming)
+    contested_links = [[link for link in use if link in oversubscribed] for use in uses]
+    settled = [1.0] * len(uses)
+    queue = [
+        (oversubscribed[link].speed(number), link, number, 0)
+        for number, links_used in enumerate(contested_links)
+        for link in links_used
+    ]
+    heapq.heapify(queue)
     fixed: set[int] = set()
-    while coming:
-        speed, link, number, version = heapq.heappop(coming)
+    while queue:
+        speed, link, number, version = heapq.heappop(queue)
         if speed >= 1.0:
             break
         if number in fixed:
             continue
-        contested = links[link]
+        contested = oversubscribed[link]
         if version != contested.version:
-            heapq.heappush(coming, (contested.speed(number), link, number, contested.version))
+            heapq.heappush(queue, (contested.speed(number), link, number, contested.version))
             continue
-        found[number] = speed
+        settled[number] = speed
         fixed.add(number)
-        for other in of[number]:
-            links[other].take(number, speed)
-    return _fill_up(uses, of, found)
+        for other_link in contested_links[number]:
+            oversubscribed[other_link].take(number, speed)
+    return _fill_up(uses, contested_links, settled)
 
 
 class _Contested:
@@ -485,27 +489,27 @@ class _Contested:
 
 def _level(wants: list[Use], spare: float) -> float:
     """Return the largest part of a link that any message gets, if each movement gets its demand up to that limit."""
-    left, messages = max(spare, 0.0), sum(use.messages for use in wants)
+    unused, messages = max(spare, 0.0), sum(use.messages for use in wants)
     for use in sorted(wants, key=lambda use: use.part / use.messages):
-        equal = left / messages
+        equal = unused / messages
         if use.part > equal * use.messages:
             return equal
-        left -= use.part
+        unused -= use.part
         messages -= use.messages
     return float("inf")
 
 
-def _fill_up(uses: Sequence[Mapping[int, Use]], of: list[list[int]], found: list[float]) -> list[float]:
+def _fill_up(uses: Sequence[Mapping[int, Use]], contested_links: list[list[int]], settled: list[float]) -> list[float]:
     """Distribute what is left on every oversubscribed link to the movements that can use it, slowest first."""
     spare: dict[int, float] = {}
-    for number, on in enumerate(of):
-        for link in on:
-            spare[link] = spare.get(link, 1.0) - found[number] * uses[number][link].part
-    for number in sorted(range(len(uses)), key=lambda number: (found[number], number)):
-        room = min((spare[link] / uses[number][link].part for link in of[number]), default=1.0)
-        more = min(1.0 - found[number], room)
+    for number, links_used in enumerate(contested_links):
+        for link in links_used:
+            spare[link] = spare.get(link, 1.0) - settled[number] * uses[number][link].part
+    for number in sorted(range(len(uses)), key=lambda number: (settled[number], number)):
+        room = min((spare[link] / uses[number][link].part for link in contested_links[number]), default=1.0)
+        more = min(1.0 - settled[number], room)
         if more > 0:
-            found[number] += more
-            for link in of[number]:
+            settled[number] += more
+            for link in contested_links[number]:
                 spare[link] -= more * uses[number][link].part
-    return found
+    return settled

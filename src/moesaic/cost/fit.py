@@ -79,15 +79,15 @@ def fit(num_bytes: Sequence[float], seconds: Sequence[Sequence[float]], *, what:
     quartiles = [np.percentile(repeats, [25, 75]) for repeats in times]
     spread = max(float((high - low) / median) for (low, high), median in zip(quartiles, medians))
     scale = sizes.max()
-    table = np.stack([1 / medians, sizes / scale / medians], axis=1)
-    (alpha, beta), _ = nnls(table, np.ones(len(sizes)))
+    design = np.stack([1 / medians, sizes / scale / medians], axis=1)
+    (alpha, beta), _ = nnls(design, np.ones(len(sizes)))
     beta /= scale
     predicted = alpha + beta * sizes
     errors = np.abs(predicted / medians - 1)
     logs = np.log(medians)
-    total = float(((logs - logs.mean()) ** 2).sum())
-    left = float(((logs - np.log(np.maximum(predicted, 1e-300))) ** 2).sum())
-    r2 = 1 - left / total if total > 0 else (1.0 if left < 1e-12 else 0.0)
+    variation = float(((logs - logs.mean()) ** 2).sum())
+    residual = float(((logs - np.log(np.maximum(predicted, 1e-300))) ** 2).sum())
+    r2 = 1 - residual / variation if variation > 0 else (1.0 if residual < 1e-12 else 0.0)
     return Fit(
         alpha=float(alpha), beta=float(beta), r2=r2, spread=spread, worst=float(errors.max()),
         residuals=tuple((medians / predicted - 1)[np.argsort(sizes)].tolist()), what=what,

@@ -1,5 +1,4 @@
-"""The messages of one hop of an all-to-all, derived from classes of packets: which packets share a message, and their
-number.
+"""The messages of one hop of an all-to-all, and their number, derived from classes of packets.
 
 The paths come from the algorithms themselves (`program/all_to_all/`), which are asked for one packet of each class.
 Whether other packets of the class take the same leg is checked, not assumed.
@@ -57,26 +56,26 @@ def hop_paths(task: Task, digits: Digits, group: frozenset[int], pairs: Pairs, c
     upper = sorted(classed)
 
     def leg_of(source: int, target: int) -> Leg | None:
-        path = link.path(places.of(source), source, target) if source != target else ()
+        path = link.path(places.switch_to_group_of(source), source, target) if source != target else ()
         return next((leg for leg in path if leg.hop == task.hop), None)
 
-    number: dict[tuple[int, int], int] = {}
+    message_numbers: dict[tuple[int, int], int] = {}
     count: list[float] = []
     message = np.full(len(pairs.source), -1, dtype=np.int64)
     for pair, (source, target) in enumerate(zip(pairs.source.tolist(), pairs.target.tolist())):
         leg = leg_of(source, target)
         if leg is None:
             continue
-        distinct = _distinct(digits, upper, source, target, leg, partial(leg_of, source))
-        messages = distinct / _sharers(digits, upper, source, target, leg, partial(leg_of, target=target))
-        at = message[pair] = number.setdefault((leg.source, leg.target), len(number))
-        if at == len(count):
+        distinct = _num_messages(digits, upper, source, target, leg, partial(leg_of, source))
+        messages = distinct / _num_sharers(digits, upper, source, target, leg, partial(leg_of, target=target))
+        index = message[pair] = message_numbers.setdefault((leg.source, leg.target), len(message_numbers))
+        if index == len(count):
             count.append(0.0)
-        count[at] = max(count[at], messages)
-    return HopPaths(message, np.array(list(number), dtype=np.int64).reshape(-1, 2), np.array(count))
+        count[index] = max(count[index], messages)
+    return HopPaths(message, np.array(list(message_numbers), dtype=np.int64).reshape(-1, 2), np.array(count))
 
 
-def _distinct(
+def _num_messages(
     digits: Digits, upper: list[int], source: int, target: int, leg: Leg, leg_to: Callable[[int], Leg | None]
 ) -> int:
     """Return the number of messages for the targets of a class: the product over the digits that change the leg."""
@@ -91,11 +90,11 @@ def _distinct(
     return count
 
 
-def _sharers(
+def _num_sharers(
     digits: Digits, upper: list[int], source: int, target: int, leg: Leg, leg_from: Callable[[int], Leg | None]
 ) -> int:
     """Return the number of nodes whose packets for a target share a leg."""
-    others = [(0, 1)]
+    offsets = [(0, 1)]
     for digit in upper:
         stride, base = int(digits.strides[digit]), int(digits.sizes[digit])
         mine, theirs = source // stride % base, target // stride % base
@@ -103,8 +102,12 @@ def _sharers(
         third = next((value for value in range(base) if value not in values), None)
         if third is not None:
             values[third] = base - len(values)
-        others = [(moved + (v - mine) * stride, n * count) for moved, n in others for v, count in values.items()]
-    return sum(count for moved, count in others if leg_from(source + moved) == leg)
+        offsets = [
+            (offset + (value - mine) * stride, multiplicity * count)
+            for offset, multiplicity in offsets
+            for value, count in values.items()
+        ]
+    return sum(count for offset, count in offsets if leg_from(source + offset) == leg)
 
 
 class _Comparable:
@@ -165,7 +168,7 @@ class _AnyPlaces(NodeMap):
 
     def __init__(self, nodes: int, size: int) -> None:
         self.nodes = cast(Any, _Number(nodes))
-        self._size = size
+        self._group_size = size
 
     @property
     def is_even(self) -> bool:
@@ -181,7 +184,7 @@ class _AnyPlaces(NodeMap):
         return _Rank(_known(node, _Node), local)
 
     def like(self, node: Any, other: Any, size: int) -> Any:
-        if size != self._size:
+        if size != self._group_size:
             raise TypeError("groups of another size than the link's")
         return _Node(_known(node, _Node).group, _known(other, _Node).place)
 
@@ -201,22 +204,22 @@ def check_regular(link: AbstractAllToAll, name: str, nodes: int, per_node: int, 
     places = _AnyPlaces(nodes, size)
     try:
         hops = link.hops(places)
-        for there in _others(nodes, size):
-            for here, local in itertools.product(range(per_node), repeat=2):
-                source, target = _Rank(_Node(0, 0), here), _Rank(there, local)
+        for target_node in _target_nodes(nodes, size):
+            for source_local, target_local in itertools.product(range(per_node), repeat=2):
+                source, target = _Rank(_Node(0, 0), source_local), _Rank(target_node, target_local)
                 if source != target:
                     _check_legs(link, hops, nodes, link.path(places, cast(Any, source), cast(Any, target)))
     except Exception as error:  # A link that is truly broken raises again where every rank is simulated apart.
-        raise _unlike(name) from error
-    before = [hops[read] for hop in hops for read in hop.reads if read != PACKED]
-    if in_steps and (link.hops_by_node or any(hop.lane is Lane.INTER for hop in before)):
-        raise _unlike(f"{name}, step by step,")
+        raise _unlike_error(name) from error
+    hops_read = [hops[read] for hop in hops for read in hop.reads if read != PACKED]
+    if in_steps and (link.hops_by_node or any(hop.lane is Lane.INTER for hop in hops_read)):
+        raise _unlike_error(f"{name}, step by step,")
 
 
-def _others(nodes: int, size: int) -> list[_Node]:
+def _target_nodes(nodes: int, size: int) -> list[_Node]:
     """Return one node of each class that a target's node can belong to, seen from the source's node."""
-    places, groups = ([0, 1] if count > 1 else [0] for count in (size, nodes // size))
-    return [_Node(group, place) for group, place in itertools.product(groups, places)]
+    place_choices, group_choices = ([0, 1] if count > 1 else [0] for count in (size, nodes // size))
+    return [_Node(group, place) for group, place in itertools.product(group_choices, place_choices)]
 
 
 def _check_legs(link: AbstractAllToAll, hops: tuple[Hop, ...], nodes: int, path: tuple[Leg, ...]) -> None:
@@ -239,7 +242,7 @@ def _known(value: Any, kind: type[Any]) -> Any:
     return value
 
 
-def _unlike(name: str) -> UnlikeError:
+def _unlike_error(name: str) -> UnlikeError:
     return UnlikeError(
         f"{name} sends packets along paths that differ between nodes", "an all-to-all in which all nodes do the same"
     )

@@ -60,15 +60,15 @@ def layer_memory(
         memory_budget: most bytes that the layer may hold; None for no limit. Both results shrink by the same factor to
             fit it.
     """
-    there, back = (_slot_bytes(program, volumes) for program in (forward, backward))
-    kept = {name for name in backward.inputs if name in there}
-    saved = sum(there[name] for name in kept) + _hidden(forward, volumes)
-    besides = 0.0
-    for program, size in ((forward, there), (backward, back)):
-        most = peak_bytes(program, size, {*kept, *program.outputs})
-        besides = max(besides, most - sum(size[name] for name in kept))
-    part = 1.0 if memory_budget is None else min(1.0, memory_budget / max(saved + besides, 1.0))
-    return part * saved, part * besides
+    forward_bytes, backward_bytes = (_slot_bytes(program, volumes) for program in (forward, backward))
+    kept = {name for name in backward.inputs if name in forward_bytes}
+    saved = sum(forward_bytes[name] for name in kept) + _hidden(forward, volumes)
+    buffers = 0.0
+    for program, slot_bytes in ((forward, forward_bytes), (backward, backward_bytes)):
+        peak = peak_bytes(program, slot_bytes, {*kept, *program.outputs})
+        buffers = max(buffers, peak - sum(slot_bytes[name] for name in kept))
+    factor = 1.0 if memory_budget is None else min(1.0, memory_budget / max(saved + buffers, 1.0))
+    return factor * saved, factor * buffers
 
 
 def _hidden(program: Program, volumes: AbstractVolumes) -> float:
@@ -89,31 +89,34 @@ def _slot_bytes(program: Program, volumes: AbstractVolumes) -> dict[str, float]:
     """Return the bytes of every slot on the rank where it is largest. Stored weights are 0, since they are counted
     elsewhere."""
     slots = {slot.name: slot for slot in program.slots}
-    carries = {name: (slots[task.of[0]], task.codec) for task in program.tasks if task.of for name in task.writes}
+    packet_contents = {
+        name: (slots[task.of[0]], task.codec) for task in program.tasks if task.of for name in task.writes
+    }
     stored = {slot.name for slot in program.slots if slot.kind is Kind.WEIGHT} & {*program.inputs, *program.outputs}
-    found = {}
+    slot_bytes = {}
     for slot in program.slots:
-        source, codec = carries.get(slot.name, (slot, "")) if slot.kind is Kind.PACKETS else (slot, "")
+        source, codec = packet_contents.get(slot.name, (slot, "")) if slot.kind is Kind.PACKETS else (slot, "")
         rows = float(volumes.rows(slot.layout).max())
-        found[slot.name] = 0.0 if slot.name in stored else row_bytes(source, codec, rows, volumes.layer)
-    return found
+        slot_bytes[slot.name] = 0.0 if slot.name in stored else row_bytes(source, codec, rows, volumes.layer)
+    return slot_bytes
 
 
 def peak_bytes(program: Program, size: Mapping[str, float], stay: Iterable[str]) -> float:
-    """Return the most bytes that are alive at once. A slot lives from the task that writes it to the last task that
-    reads it.
+    """Return the most bytes that are alive at once.
+
+    A slot lives from the task that writes it to the last task that reads it.
 
     Args:
         program: in the order in which it runs.
         size: bytes of every slot, by name.
         stay: slots that live to the end.
     """
-    last = {name: number for number, task in enumerate(program.tasks) for name in (*task.writes, *task.reads)}
-    last.update(dict.fromkeys(stay, len(program.tasks)))
+    last_use = {name: number for number, task in enumerate(program.tasks) for name in (*task.writes, *task.reads)}
+    last_use.update(dict.fromkeys(stay, len(program.tasks)))
     alive = sum(size[name] for name in program.inputs)
-    most = alive
+    peak = alive
     for number, task in enumerate(program.tasks):
         alive += sum(size[name] for name in task.writes)
-        most = max(most, alive)
-        alive -= sum(size[name] for name in {*task.reads, *task.writes} if last[name] == number)
-    return most
+        peak = max(peak, alive)
+        alive -= sum(size[name] for name in {*task.reads, *task.writes} if last_use[name] == number)
+    return peak

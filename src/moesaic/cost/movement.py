@@ -133,9 +133,9 @@ def ends_of(task: Task, slots: Mapping[str, Slot]) -> tuple[Slot, Move]:
 def movements_of(program: Program, volumes: AbstractVolumes) -> list[list[Movement]]:
     """Return the movements of each task of a program; an empty list for a task that moves nothing."""
     slots = {slot.name: slot for slot in program.slots}
-    codecs = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}
+    codec_of = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}
     return [
-        volumes.movements(task, slots, codecs.get(task.of, task.codec)) if task.op in (Op.MOVE, Op.HOP) else []
+        volumes.movements(task, slots, codec_of.get(task.of, task.codec)) if task.op in (Op.MOVE, Op.HOP) else []
         for task in program.tasks
     ]
 
@@ -154,9 +154,9 @@ def connected(source: np.ndarray, target: np.ndarray, num_actors: int) -> list[n
     from scipy.sparse.csgraph import connected_components
 
     edges = coo_matrix((np.ones(len(source)), (source, target)), shape=(num_actors, num_actors))
-    label = connected_components(edges, directed=False)[1][source]
-    order = np.argsort(label, kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(label[order])) + 1)
+    labels = connected_components(edges, directed=False)[1][source]
+    order = np.argsort(labels, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
 
 
 class Counted(AbstractVolumes):
@@ -182,7 +182,7 @@ class Counted(AbstractVolumes):
         self.sizes, self.topology, self.layer, self._legs = sizes, topology, layer, legs
         self._is_eager = is_eager
         self._rows: dict[Layout, np.ndarray] = {}
-        self._found: dict[tuple[object, ...], list[Movement]] = {}
+        self._movements: dict[tuple[object, ...], list[Movement]] = {}
 
     @property
     def num_actors(self) -> int:
@@ -204,44 +204,44 @@ class Counted(AbstractVolumes):
         """Return the movements of a move or hop: one per connected set of ranks, or one per message."""
         source, move = ends_of(task, slots)
         key = (source.kind, move, codec, task.link if task.op is Op.HOP else "", task.hop)
-        if key not in self._found:
+        if key not in self._movements:
             moved = self.sizes.moved(move)
-            self._found[key] = self._split(
+            self._movements[key] = self._split(
                 moved.on_legs(self._paths(task)) if task.op is Op.HOP else moved, source, codec
             )
-        return self._found[key]
+        return self._movements[key]
 
     def _split(self, moved: MovedRows, slot: Slot, codec: str) -> list[Movement]:
         """Split rows that go from rank to rank into movements."""
         source, target = moved.source, moved.target
         if not len(source):
             return []
-        amounts, kind = np.unique(moved.rows, return_inverse=True)
-        num_bytes = np.array([row_bytes(slot, codec, each, self.layer) for each in amounts.tolist()])[kind]
+        amounts, inverse = np.unique(moved.rows, return_inverse=True)
+        num_bytes = np.array([row_bytes(slot, codec, row_count, self.layer) for row_count in amounts.tolist()])[inverse]
         if self._is_eager:
             return self._messages(source, target, num_bytes)
         ones = np.ones(len(source))
         posts = np.bincount(source, minlength=self.num_actors) + np.bincount(target, minlength=self.num_actors)
-        found = []
-        for part in connected(source, target, self.num_actors):
-            actors = np.unique([source[part], target[part]])
-            load = self.topology.loads(source[part], target[part], num_bytes[part], ones[part])
-            found.append(Movement(tuple(actors.tolist()), load, posts[actors].astype(np.float64)))
-        return found
+        movements = []
+        for indices in connected(source, target, self.num_actors):
+            actors = np.unique([source[indices], target[indices]])
+            load = self.topology.loads(source[indices], target[indices], num_bytes[indices], ones[indices])
+            movements.append(Movement(tuple(actors.tolist()), load, posts[actors].astype(np.float64)))
+        return movements
 
     def _messages(self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray) -> list[Movement]:
         """Return one movement per pair of ranks. All rows of a task from one rank to another form one message."""
-        between: dict[tuple[int, int], float] = {}
-        for pair, each in zip(zip(source.tolist(), target.tolist()), num_bytes.tolist()):
-            between[pair] = between.get(pair, 0.0) + each
-        found = []
-        for (sender, receiver), each in between.items():
-            load = self.topology.loads(np.array([sender]), np.array([receiver]), np.array([each]), np.ones(1))
-            last = self.topology.arrives[load.links]
-            on_the_way = np.concatenate([np.flatnonzero(~last), np.flatnonzero(last)])
-            load = replace(load, links=load.links[on_the_way], seconds=load.seconds[on_the_way])
-            found.append(Movement((min(sender, receiver), max(sender, receiver)), load, np.ones(2), sender))
-        return found
+        bytes_between: dict[tuple[int, int], float] = {}
+        for pair, size in zip(zip(source.tolist(), target.tolist()), num_bytes.tolist()):
+            bytes_between[pair] = bytes_between.get(pair, 0.0) + size
+        movements = []
+        for (sender, receiver), size in bytes_between.items():
+            load = self.topology.loads(np.array([sender]), np.array([receiver]), np.array([size]), np.ones(1))
+            arrives = self.topology.arrives[load.links]
+            path_order = np.concatenate([np.flatnonzero(~arrives), np.flatnonzero(arrives)])
+            load = replace(load, links=load.links[path_order], seconds=load.seconds[path_order])
+            movements.append(Movement((min(sender, receiver), max(sender, receiver)), load, np.ones(2), sender))
+        return movements
 
     def _paths(self, task: Task) -> np.ndarray:
         legs = self._legs(ALL_TO_ALLS[task.link], self.sizes.grid, task.group)

@@ -76,8 +76,8 @@ class LinkCosts:
     links."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            check_not_negative(f"profile link {each.name}", getattr(self, each.name))
+        for cost in fields(self):
+            check_not_negative(f"profile link {cost.name}", getattr(self, cost.name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +111,8 @@ class HostCosts:
     ranks over cores."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            check_not_negative(f"profile.host.{each.name}", getattr(self, each.name))
+        for cost in fields(self):
+            check_not_negative(f"profile.host.{cost.name}", getattr(self, cost.name))
         check_above_zero("profile.host.sharing", self.sharing)
 
 
@@ -156,8 +156,8 @@ class Errors:
     """Median error of the wall-clock time of whole layers under held-out plans."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            check_not_negative(f"profile.errors.{each.name}", getattr(self, each.name))
+        for error in fields(self):
+            check_not_negative(f"profile.errors.{error.name}", getattr(self, error.name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,44 +242,44 @@ class ClusterProfile:
         )
 
     def _links(self) -> tuple[Link, ...]:
-        found = []
-        for name, costs, count, shared in (
+        links = []
+        for name, costs, num_senders, shared in (
             ("inside", self.inside, self.ranks_per_node, True), ("outside", self.outside, self.ranks_per_node, False),
         ):  # fmt: skip
             if not costs.all_senders:
                 continue
-            together = costs.all_senders * count
-            is_one = together < SHARED_FROM * costs.one_sender or count == 1
-            found.append(
+            combined_rate = costs.all_senders * num_senders
+            is_shared = combined_rate < SHARED_FROM * costs.one_sender or num_senders == 1
+            links.append(
                 Link(
                     name=name,
-                    devices=count if is_one else 1,
-                    gbps=((together if is_one else costs.all_senders) * 8e-9,),
+                    devices=num_senders if is_shared else 1,
+                    gbps=((combined_rate if is_shared else costs.all_senders) * 8e-9,),
                     latency_us=1e6 * costs.latency_seconds,
                     carries="inside" if name == "inside" else "outside",
-                    shared=shared and is_one and count > 1,
+                    shared=shared and is_shared and num_senders > 1,
                 )
             )
-        return tuple(found)
+        return tuple(links)
 
     def _curve(self) -> tuple[tuple[float, ...], tuple[float, ...], Tflops]:
         """Return rows, shares and rates of products while all ranks multiply."""
-        known = {name: getattr(self.products, name) for name in ("fp32", "bf16") if getattr(self.products, name)}
-        if not known:
+        measured = {name: getattr(self.products, name) for name in ("fp32", "bf16") if getattr(self.products, name)}
+        if not measured:
             return (1.0,), (1.0,), Tflops(fp32=1.0)
-        best = {name: max(rates) for name, rates in known.items()}
-        shares = next(iter(known.values()))
-        top = max(shares)
-        tflops = {name: rate / self.host.sharing / 1e12 for name, rate in best.items()}
-        return self.products.rows, tuple(rate / top for rate in shares), Tflops(**tflops)
+        best_rates = {name: max(rates) for name, rates in measured.items()}
+        shares = next(iter(measured.values()))
+        best_rate = max(shares)
+        tflops = {name: rate / self.host.sharing / 1e12 for name, rate in best_rates.items()}
+        return self.products.rows, tuple(rate / best_rate for rate in shares), Tflops(**tflops)
 
     def write(self, path: Path) -> None:
         """Write the profile to a file, replacing an existing file atomically."""
         text = json.dumps(asdict(self), indent=2) + "\n"
         try:
-            draft = path.with_name(path.name + ".part")
-            draft.write_text(text, encoding="utf-8")
-            draft.replace(path)
+            partial = path.with_name(path.name + ".part")
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
         except OSError as error:
             raise InputError(f"profile {path}: cannot be written ({error.strerror or error})") from error
 
@@ -302,11 +302,14 @@ def read_profile(path: Path, *, any_machine: bool = False) -> ClusterProfile:
     except InputError as error:
         raise error if str(path) in str(error) else InputError(f"profile {path}: {error}") from error
     if not any_machine:
-        for mine, found in ((profile.machine, MachineInfo.here()), (profile.versions, Versions.here())):
-            apart = differing_fields(mine, found)
-            if apart:
+        for how, recorded, current in (
+            ("on another machine", profile.machine, MachineInfo.here()),
+            ("with another version", profile.versions, Versions.here()),
+        ):
+            differences = differing_fields(recorded, current)
+            if differences:
                 raise InputError(
-                    f"profile {path} is of another {'machine' if found == MachineInfo.here() else 'version'} ({apart[0]}): "
+                    f"profile {path} was measured {how} ({differences[0]}): "
                     "measure again with moesaic profile, or read it with any_machine=True"
                 )
     return profile

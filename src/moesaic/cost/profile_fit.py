@@ -67,10 +67,10 @@ class HostFit:
 
 
 def fit_host(samples: Sequence[Sample], sharing: float) -> HostFit:
-    """Fit the cost of each feature, at least 0. Each sample has weight 1 / time, so short layers count as much as long
-    ones.
+    """Fit the cost of each feature, at least 0.
 
-    Large errors count by their size rather than their square (soft L1), as outliers should.
+    Each sample has weight 1 / time, so short layers count as much as long ones. Large errors count by their size rather
+    than their square (soft L1), as outliers should.
 
     Args:
         samples: of many plans and several shapes.
@@ -87,24 +87,24 @@ def fit_host(samples: Sequence[Sample], sharing: float) -> HostFit:
     spread = float(np.median([sample.spread for sample in samples]))
     if not (np.isfinite(times).all() and (times > 0).all()):
         raise InputError("host costs: a time is missing, not finite or not above 0: measure again")
-    unsure = spread / len(samples[0].seconds) ** 0.5
-    if unsure > MAX_UNSURE:
+    uncertainty = spread / len(samples[0].seconds) ** 0.5
+    if uncertainty > MAX_UNSURE:
         raise InputError(
-            f"host costs: repeats vary by {spread:.0%} of their median, which is uncertain by {unsure:.0%}, above "
+            f"host costs: repeats vary by {spread:.0%} of their median, which is uncertain by {uncertainty:.0%}, above "
             f"{MAX_UNSURE:.0%}: the machine is busy; measure again with more --repeats and nothing else running"
         )
-    table = np.stack([sample.features for sample in samples]) / times[:, None]
-    kept = np.arange(len(samples)) % HELD_OUT != HELD_OUT - 1
-    asked = table.max(axis=0) > 0  # a single rank sends no messages, for example; unused features cost 0
-    scaled = table[:, asked] / table[:, asked].max(axis=0)
+    relative_features = np.stack([sample.features for sample in samples]) / times[:, None]
+    is_fitted = np.arange(len(samples)) % HELD_OUT != HELD_OUT - 1
+    is_used = relative_features.max(axis=0) > 0  # a single rank sends no messages, for example; unused features cost 0
+    scaled = relative_features[:, is_used] / relative_features[:, is_used].max(axis=0)
     fitted = least_squares(
-        lambda each: scaled[kept] @ each - 1, np.full(scaled.shape[1], 0.1), bounds=(0, np.inf), loss="soft_l1",
+        lambda each: scaled[is_fitted] @ each - 1, np.full(scaled.shape[1], 0.1), bounds=(0, np.inf), loss="soft_l1",
         f_scale=USUAL_ERROR,
     )  # fmt: skip
     costs = np.zeros(len(FEATURES))
-    costs[asked] = fitted.x / table[:, asked].max(axis=0)
-    errors = np.abs(table @ costs - 1)
-    r2 = _explained(np.log(times), np.log(np.maximum(table @ costs * times, 1e-300)))
+    costs[is_used] = fitted.x / relative_features[:, is_used].max(axis=0)
+    errors = np.abs(relative_features @ costs - 1)
+    r2 = _explained(np.log(times), np.log(np.maximum(relative_features @ costs * times, 1e-300)))
     if r2 < MIN_EXPLAINED:
         raise InputError(
             f"host costs: R2={r2:.2f}, below {MIN_EXPLAINED}: counts of tasks, messages and bytes do not explain the times "
@@ -112,8 +112,8 @@ def fit_host(samples: Sequence[Sample], sharing: float) -> HostFit:
         )
     return HostFit(
         costs=HostCosts(**dict(zip(FEATURES, costs.tolist())), sharing=sharing),
-        median_error=float(np.median(errors[~kept])),
-        worst_error=float(errors[~kept].max()),
+        median_error=float(np.median(errors[~is_fitted])),
+        worst_error=float(errors[~is_fitted].max()),
         spread=spread,
         r2=r2,
     )
@@ -155,27 +155,27 @@ def fit_link(num_bytes: Sequence[float], seconds: Sequence[Sequence[float]], wha
     """
     if len(num_bytes) < 4 or len(num_bytes) != len(seconds):
         raise InputError(f"{what}: {len(num_bytes)} sizes and {len(seconds)} sets of repeats: measure at least 4 sizes")
-    least = [float(np.min(each)) for each in seconds]
-    if not all(np.isfinite(each) and each > 0 for each in least):
+    shortest = [float(np.min(repeats)) for repeats in seconds]
+    if not all(np.isfinite(time) and time > 0 for time in shortest):
         raise InputError(f"{what}: a time is missing, not finite or not above 0: measure again")
-    low, middle, high = np.percentile(seconds[-1], [25, 50, 75])
-    spread = float((high - low) / middle)
+    low, median, high = np.percentile(seconds[-1], [25, 50, 75])
+    spread = float((high - low) / median)
     if spread > MAX_SPREAD:
         raise InputError(
             f"{what}: repeats of the largest size vary by {spread:.0%} of their median, above {MAX_SPREAD:.0%}: the machine is "
             "busy; measure again with more --repeats"
         )
-    held = len(num_bytes) - 2
-    others = [n for n in range(len(num_bytes) - 1) if n != held]
-    long = [n for n in others if least[n] > LONG * least[0]] or others[-1:]
-    slope = (least[-1] - least[long[0]]) / (num_bytes[-1] - num_bytes[long[0]])
+    held_out = len(num_bytes) - 2
+    fitted = [index for index in range(len(num_bytes) - 1) if index != held_out]
+    long_indices = [index for index in fitted if shortest[index] > LONG * shortest[0]] or fitted[-1:]
+    slope = (shortest[-1] - shortest[long_indices[0]]) / (num_bytes[-1] - num_bytes[long_indices[0]])
     if not slope > 0:
         raise InputError(
-            f"{what}: {num_bytes[-1]:.0f} bytes take no longer than {num_bytes[long[0]]:.0f}: measure again"
+            f"{what}: {num_bytes[-1]:.0f} bytes take no longer than {num_bytes[long_indices[0]]:.0f}: measure again"
         )
-    credit = max(num_bytes[-1] * slope - least[-1], 0.0)
-    found = LinkFit(latency=least[0], bytes_per_second=1 / slope, credit=credit)
-    return found, abs(found.seconds(num_bytes[held]) / least[held] - 1)
+    credit = max(num_bytes[-1] * slope - shortest[-1], 0.0)
+    link = LinkFit(latency=shortest[0], bytes_per_second=1 / slope, credit=credit)
+    return link, abs(link.seconds(num_bytes[held_out]) / shortest[held_out] - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,43 +214,45 @@ def calibrate(profile: ClusterProfile, layers: Sequence[TimedLayer]) -> tuple[Cl
     Returns:
         the profile, and the median error on held-out layers, as a share.
     """
-    held = np.arange(len(layers)) % HELD_OUT == HELD_OUT - 1
+    is_held_out = np.arange(len(layers)) % HELD_OUT == HELD_OUT - 1
     host, start = profile.host, []
     for name in OF_HOST:
         start.append(max(getattr(host, name), LEAST / 1e3 if name.endswith("byte") else LEAST))
 
-    def made(logs: np.ndarray) -> ClusterProfile:
+    def with_costs(logs: np.ndarray) -> ClusterProfile:
         return replace(profile, host=replace(host, **dict(zip(OF_HOST, (np.exp(logs) * start).tolist()))))
 
-    asks = [_asks(profile, layer) for layer in layers]
+    demands = [_demands(profile, layer) for layer in layers]
     seconds = np.array([layer.seconds for layer in layers])
 
-    def off(of: ClusterProfile, some: np.ndarray) -> np.ndarray:
-        found = [_seconds(of, layers[n], asks[n]) for n in np.flatnonzero(some).tolist()]
-        return np.array(found) / seconds[some] - 1
+    def errors_of(candidate: ClusterProfile, selected: np.ndarray) -> np.ndarray:
+        predicted = [_seconds(candidate, layers[index], demands[index]) for index in np.flatnonzero(selected).tolist()]
+        return np.array(predicted) / seconds[selected] - 1
 
     def errors(logs: np.ndarray) -> np.ndarray:
-        return np.concatenate([off(made(logs), ~held), TRUST * logs])
+        return np.concatenate([errors_of(with_costs(logs), ~is_held_out), TRUST * logs])
 
-    before = float(np.median(np.abs(off(profile, held)))) if held.any() else 0.0
-    if held.sum() == 0 or (~held).sum() < 2 * len(start):
+    before = float(np.median(np.abs(errors_of(profile, is_held_out)))) if is_held_out.any() else 0.0
+    if is_held_out.sum() == 0 or (~is_held_out).sum() < 2 * len(start):
         return profile, before
     fitted = least_squares(
         errors, np.zeros(len(start)), loss="soft_l1", f_scale=2 * USUAL_ERROR, diff_step=2e-2, max_nfev=MOST_STEPS,
     )  # fmt: skip
-    after = float(np.median(np.abs(off(made(fitted.x), held))))
-    return (made(fitted.x), after) if after < before else (profile, before)
+    after = float(np.median(np.abs(errors_of(with_costs(fitted.x), is_held_out))))
+    return (with_costs(fitted.x), after) if after < before else (profile, before)
 
 
-def _asks(profile: ClusterProfile, layer: TimedLayer) -> list[Demand]:
+def _demands(profile: ClusterProfile, layer: TimedLayer) -> list[Demand]:
     """Return the demands of both passes on the machine. No fitted cost changes them, so they are computed once for all
     trials."""
     simulator = profiled_simulator(profile, virtual_flops=layer.virtual_flops)
     timing = ProfileTiming(profile, simulator.cluster, layer.virtual_flops)
-    passes = [(each, simulator.volumes(each, layer.workload, layer.grid)) for each in (layer.forward, layer.backward)]
-    return [timing.asked(program, volumes, layer.workload.dtype) for program, volumes in passes]
+    passes = [
+        (program, simulator.volumes(program, layer.workload, layer.grid)) for program in (layer.forward, layer.backward)
+    ]
+    return [timing.demand_of(program, volumes, layer.workload.dtype) for program, volumes in passes]
 
 
-def _seconds(profile: ClusterProfile, layer: TimedLayer, asks: list[Demand]) -> float:
+def _seconds(profile: ClusterProfile, layer: TimedLayer, demands: list[Demand]) -> float:
     timing = ProfileTiming(profile, profile.to_cluster(), layer.virtual_flops)
-    return timing.around_seconds + sum(float(each.ends.max(initial=0.0)) for each in timing.laid_out(asks))
+    return timing.around_seconds + sum(float(events.ends.max(initial=0.0)) for events in timing.laid_out(demands))

@@ -50,27 +50,31 @@ def host_features(program: Program, volumes: AbstractVolumes, movements: list[li
     """
     slots = {slot.name: slot for slot in program.slots}
     waits = _waits(program, movements)
-    in_a_message = {number for bundle in bundles(program) for number in bundle[1:]}
-    found = np.zeros((len(program.tasks), volumes.num_actors, len(FEATURES)))
+    in_earlier_message = {number for bundle in bundles(program) for number in bundle[1:]}
+    features = np.zeros((len(program.tasks), volumes.num_actors, len(FEATURES)))
     for number, task in enumerate(program.tasks):
-        found[number, :, FEATURES.index("task")] = 1
-        found[number, :, FEATURES.index("wait")] = waits[number]
+        features[number, :, FEATURES.index("task")] = 1
+        features[number, :, FEATURES.index("wait")] = waits[number]
         if task.op in DEARER:
-            found[number, :, FEATURES.index(DEARER[task.op])] = 1
-        found[
-            number, list({actor for moved in movements[number] for actor in moved.actors}), FEATURES.index("transfer")
+            features[number, :, FEATURES.index(DEARER[task.op])] = 1
+        features[
+            number,
+            list({actor for movement in movements[number] for actor in movement.actors}),
+            FEATURES.index("transfer"),
         ] = 1
-        for moved in movements[number]:
-            if number not in in_a_message:
-                found[number, list(moved.actors), FEATURES.index("message")] += moved.posts
-            found[number, list(moved.actors), FEATURES.index("transport_byte")] += _transport_bytes(moved, volumes)
+        for movement in movements[number]:
+            if number not in in_earlier_message:
+                features[number, list(movement.actors), FEATURES.index("message")] += movement.posts
+            features[number, list(movement.actors), FEATURES.index("transport_byte")] += _transport_bytes(
+                movement, volumes
+            )
         is_weight = any(slots[name].kind is Kind.WEIGHT for name in task.writes)
         if task.op in (Op.EXPERT, Op.EXPERT_GRAD):
-            found[number, :, FEATURES.index("weight_byte")] = _gradient_bytes(task, slots, volumes)
+            features[number, :, FEATURES.index("weight_byte")] = _gradient_bytes(task, slots, volumes)
         elif not is_lossy(task, slots):
-            touched = compute_seconds(task, slots, volumes, _BYTES)
-            found[number, :, FEATURES.index("weight_byte" if is_weight else "byte")] = touched
-    return found
+            touched_bytes = compute_seconds(task, slots, volumes, _BYTES)
+            features[number, :, FEATURES.index("weight_byte" if is_weight else "byte")] = touched_bytes
+    return features
 
 
 def is_lossy(task: Task, slots: Mapping[str, Slot]) -> bool:
@@ -83,9 +87,9 @@ def is_lossy(task: Task, slots: Mapping[str, Slot]) -> bool:
 
 def layer_features() -> np.ndarray:
     """Return the demand of a layer on the host besides its programs, (features,)."""
-    found = np.zeros(len(FEATURES))
-    found[FEATURES.index("layer")] = 1
-    return found
+    features = np.zeros(len(FEATURES))
+    features[FEATURES.index("layer")] = 1
+    return features
 
 
 def costs_vector(costs: HostCosts) -> np.ndarray:
@@ -121,13 +125,13 @@ def _waits(program: Program, movements: list[list[Movement]]) -> list[bool]:
     """Return, for each task, whether it is the first to need a movement deeper in the chain of movements than all
     before."""
     depth: dict[str, int] = {}
-    deepest, found = 0, []
-    for task, moved in zip(program.tasks, movements):
+    deepest, first_to_wait = 0, []
+    for task, task_movements in zip(program.tasks, movements):
         needed = max((depth.get(name, 0) for name in task.reads), default=0)
-        found.append(needed > deepest)
+        first_to_wait.append(needed > deepest)
         deepest = max(deepest, needed)
-        depth.update(dict.fromkeys(task.writes, needed + bool(moved)))
-    return found
+        depth.update(dict.fromkeys(task.writes, needed + bool(task_movements)))
+    return first_to_wait
 
 
 RANKS_APART = 16
@@ -190,39 +194,39 @@ class ProfileTiming(AbstractTiming):
         A link is busy for no longer than the program runs, since its first kilobytes may be free. All work of a rank's
         single thread counts as computation.
         """
-        asked = self.asked(program, volumes, dtype, known)
-        return self._account(asked, self.lay_out(asked))
+        demand = self.demand_of(program, volumes, dtype, known)
+        return self._account(demand, self.lay_out(demand))
 
     def passes(self, passes: Sequence[tuple[Program, AbstractVolumes]], dtype: str) -> list[Simulated]:
-        asks = [self.asked(program, volumes, dtype) for program, volumes in passes]
-        return [self._account(*each) for each in zip(asks, self.laid_out(asks))]
+        demands = [self.demand_of(program, volumes, dtype) for program, volumes in passes]
+        return [self._account(*each) for each in zip(demands, self.laid_out(demands))]
 
-    def laid_out(self, asks: Sequence[Demand]) -> list[Events]:
+    def laid_out(self, demands: Sequence[Demand]) -> list[Events]:
         """Return the events of a layer's passes, with times relative to the end of the previous pass. A rank that ends
         a pass early starts the next one at once, so some times are below 0."""
-        found: list[Events] = []
+        events_of_passes: list[Events] = []
         late: np.ndarray | None = None
-        for asked in asks:
-            if found and len(asked.features):
-                features = asked.features.copy()
+        for demand in demands:
+            if events_of_passes and len(demand.features):
+                features = demand.features.copy()
                 features[0] += layer_features() / 2
-                asked = replace(asked, features=features)
-            events = self.lay_out(asked, late)
+                demand = replace(demand, features=features)
+            events = self.lay_out(demand, late)
             ends = events.ends.max(axis=0, initial=0.0)
             if late is not None:
                 ends = np.maximum(ends, late)
                 events.starts -= late.max(initial=0.0)
                 events.ends -= late.max(initial=0.0)
             late = ends
-            found.append(events)
-        return found
+            events_of_passes.append(events)
+        return events_of_passes
 
-    def _account(self, asked: Demand, events: Events) -> Simulated:
-        most = float(events.ends.max(initial=0.0))
-        computing = (asked.features @ self._costs * self.profile.host.sharing + asked.compute).sum(axis=0)
-        return account(asked.program, asked.volumes, asked.movements, events, computing, at_most=most)
+    def _account(self, demand: Demand, events: Events) -> Simulated:
+        end = float(events.ends.max(initial=0.0))
+        computing = (demand.features @ self._costs * self.profile.host.sharing + demand.compute).sum(axis=0)
+        return account(demand.program, demand.volumes, demand.movements, events, computing, at_most=end)
 
-    def asked(
+    def demand_of(
         self, program: Program, volumes: AbstractVolumes, dtype: str, known: Mapping[str, float] | None = None
     ) -> Demand:
         """Return the demand of a program on the machine. Arguments as in `run`."""
@@ -235,27 +239,27 @@ class ProfileTiming(AbstractTiming):
         graph = graph_of(program, host_runs_compute=True, has_lanes=False)
         return Demand(program, volumes, movements, features, compute, graph)
 
-    def lay_out(self, asked: Demand, late: np.ndarray | None = None) -> Events:
+    def lay_out(self, demand: Demand, late: np.ndarray | None = None) -> Events:
         """Run the events of a program and return them.
 
         Args:
-            asked: demand of the program.
+            demand: demand of the program.
             late: as in `Events.run`.
         """
-        actors, profile = asked.volumes.num_actors, self.profile
-        moving = asked.features[..., TRANSPORT] * self._costs[TRANSPORT]
-        work, compute = asked.features @ self._costs - moving, asked.compute
+        actors, profile = demand.volumes.num_actors, self.profile
+        moving = demand.features[..., TRANSPORT] * self._costs[TRANSPORT]
+        issue, compute = demand.features @ self._costs - moving, demand.compute
         cores = [0]
         if actors > 1:
             cores = self._cores_of(actors)
             if self._virtual_flops is None:  # products run on the core; the rates already contain `sharing`
-                work, compute = work + compute / profile.host.sharing, np.zeros_like(compute)
+                issue, compute = issue + compute / profile.host.sharing, np.zeros_like(compute)
         else:
-            work, moving = work * profile.host.sharing, moving * profile.host.sharing
-        names = asked.volumes.topology.names
+            issue, moving = issue * profile.host.sharing, moving * profile.host.sharing
+        names = demand.volumes.topology.names
         bursts = [(profile.inside if name.startswith("inside") else profile.outside).credit_seconds for name in names]
         events = Events(
-            asked.graph, work, compute, asked.movements, cores=cores, moving=moving, bursts=np.array(bursts)
+            demand.graph, issue, compute, demand.movements, cores=cores, moving=moving, bursts=np.array(bursts)
         )
         events.run(late)
         return events

@@ -86,21 +86,20 @@ class Simulator:
             grid: mesh of the compiled plan.
             sizes: of a call with counts, one per pass; None: even routing.
         """
-        programs = zip((forward, backward), sizes)
-        volumes = [(each, self.volumes(each, workload, grid, sizes=some)) for each, some in programs]
-        there, back = self.timing.passes(volumes, workload.products or workload.dtype)
-        return there, back
+        calls = zip((forward, backward), sizes)
+        volumes = [(program, self.volumes(program, workload, grid, sizes=call_sizes)) for program, call_sizes in calls]
+        forward_run, backward_run = self.timing.passes(volumes, workload.products or workload.dtype)
+        return forward_run, backward_run
 
     def layer_seconds(self, forward: Program, backward: Program, workload: Workload, grid: Grid) -> float:
         """Return the seconds of a layer: both passes, plus routing if it was measured. Arguments as in `passes`."""
         passes = self.passes(forward, backward, workload, grid)
-        return self.timing.around_seconds + sum(each.seconds for each in passes)
+        return self.timing.around_seconds + sum(run.seconds for run in passes)
 
     def durations(
         self, program: Program, workload: Workload, grid: Grid, *, sizes: CallSizes | None = None
     ) -> dict[str, float]:
-        """Return the seconds of every task, by name, on the rank where it takes longest, if nothing else uses its
-        links.
+        """Return the seconds of every task by name, on its slowest rank, if nothing else uses its links.
 
         Args:
             program: forward or backward, in any order.
@@ -112,8 +111,8 @@ class Simulator:
         rates = rates_of(self.cluster, workload.products or workload.dtype)
         return {
             task.name: float(compute_seconds(task, slots, volumes, rates).max())
-            + max((moved.load.alone for moved in moves), default=0.0)
-            for task, moves in zip(program.tasks, movements_of(program, volumes))
+            + max((movement.load.alone for movement in movements), default=0.0)
+            for task, movements in zip(program.tasks, movements_of(program, volumes))
         }
 
     def volumes(
@@ -128,10 +127,12 @@ class Simulator:
             volumes = self._even.volumes(program, workload, grid)
             movements_of(program, volumes)
         except UnlikeError as error:
-            return self._each_rank(program, workload, grid, error)
+            return self._one_actor_per_rank(program, workload, grid, error)
         return volumes
 
-    def _each_rank(self, program: Program, workload: Workload, grid: Grid, error: UnlikeError) -> AbstractVolumes:
+    def _one_actor_per_rank(
+        self, program: Program, workload: Workload, grid: Grid, error: UnlikeError
+    ) -> AbstractVolumes:
         """Return even rows with one actor per rank, for meshes and all-to-alls in which no rank can stand for the
         others."""
         if grid.world > MAX_RANKS_APART:

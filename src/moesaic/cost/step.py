@@ -59,28 +59,32 @@ def together(forward: Program, backward: Program) -> Program:
 
 
 def _named(program: Program, prefix: str) -> Program:
-    def of(names: tuple[str, ...]) -> tuple[str, ...]:
+    def prefixed(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(f"{prefix} {name}" for name in names)
 
-    def task(each: Task) -> Task:
-        ends = None if each.of is None else (f"{prefix} {each.of[0]}", f"{prefix} {each.of[1]}")
-        return replace(each, name=f"{prefix} {each.name}", reads=of(each.reads), writes=of(each.writes), of=ends)
+    def renamed(task: Task) -> Task:
+        ends = None if task.of is None else (f"{prefix} {task.of[0]}", f"{prefix} {task.of[1]}")
+        return replace(
+            task, name=f"{prefix} {task.name}", reads=prefixed(task.reads), writes=prefixed(task.writes), of=ends
+        )
 
     slots = tuple(replace(slot, name=f"{prefix} {slot.name}") for slot in program.slots)
-    tasks = tuple(map(task, program.tasks))
-    return replace(program, slots=slots, tasks=tasks, inputs=of(program.inputs), outputs=of(program.outputs))
+    tasks = tuple(map(renamed, program.tasks))
+    return replace(
+        program, slots=slots, tasks=tasks, inputs=prefixed(program.inputs), outputs=prefixed(program.outputs)
+    )
 
 
 def _tokens(program: Program, names: tuple[str, ...]) -> list[Slot]:
     return [slot for slot in program.slots if slot.name in names and slot.kind is Kind.TOKENS]
 
 
-ONCE = ("parameters", "optimizer")
+ONCE_PER_STEP = ("parameters", "optimizer")
 """Parts of a step that do not depend on the pipeline schedule."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Once:
+class ForwardSeconds:
     """Seconds of the forward pass of one micro-batch."""
 
     attention: float
@@ -127,9 +131,9 @@ def mean_of(estimates: Sequence[Estimate]) -> Estimate:
         return {name: sum(table.get(name, 0.0) for table in tables) / len(tables) for name in names}
 
     return Estimate(
-        seconds=sum(each.seconds for each in estimates) / len(estimates),
-        parts=mean([each.parts for each in estimates]),
-        limits=mean([each.limits for each in estimates]),
+        seconds=sum(estimate.seconds for estimate in estimates) / len(estimates),
+        parts=mean([estimate.parts for estimate in estimates]),
+        limits=mean([estimate.limits for estimate in estimates]),
     )
 
 
@@ -154,62 +158,69 @@ class StepCostModel:
                 "of the experts: choose a divisor of both"
             )
         self._rates = rates_of(self.cluster, model.layer.dtype)
-        self.once = self._block_seconds()
-        self._block_steps, self._layer_steps = self._stepwise_seconds()
+        self.forward = self._block_seconds()
+        self._block_stepwise, self._layer_stepwise = self._stepwise_seconds()
         layers, dense = model.num_layers, model.num_layers - model.moe_layers
-        self.attention = layers * (3 * self.once.attention + self._attention_again)
-        self.dense = dense * (3 + self._runs_again("mlp")) * self.once.dense
-        self.unembed = 3 * model.outputs * self.once.unembed
-        self.shared = model.moe_layers * (3 + self._runs_again("moe", "shared_experts")) * self.once.shared
-        self.small = layers * self._block_apart + model.moe_layers * self._layer_apart
+        self.attention = layers * (3 * self.forward.attention + self._attention_recomputed)
+        self.dense = dense * (3 + self._recomputes("mlp")) * self.forward.dense
+        self.unembed = 3 * model.outputs * self.forward.unembed
+        self.shared = model.moe_layers * (3 + self._recomputes("moe", "shared_experts")) * self.forward.shared
+        self.small = layers * self._block_small_kernels + model.moe_layers * self._layer_small_kernels
         """Seconds per micro-batch in small kernels."""
         self.routing = simulator.timing.around_seconds
         """Seconds of an MoE layer outside its programs, forward and backward, if measured. A recomputed forward pass
         replays its routing, which counts nothing."""
 
-    def _runs_again(self, *parts: Part) -> bool:
+    def _recomputes(self, *parts: Part) -> bool:
         """Return whether backward recomputes any of some parts."""
         return any(part in self.model.recomputed for part in ("block", *parts))
 
     @property
-    def _attention_again(self) -> float:
+    def _attention_recomputed(self) -> float:
         """Seconds per block for which backward recomputes attention and norms."""
-        if self._runs_again():
-            return self.once.attention
-        found = {"core_attn": self.once.scores, "mla_up_proj": self.once.up, "layernorm": 0.4 * self.once.copies}
-        return sum(seconds for part, seconds in found.items() if part in self.model.recomputed)
+        if self._recomputes():
+            return self.forward.attention
+        seconds_by_part = {
+            "core_attn": self.forward.scores,
+            "mla_up_proj": self.forward.up,
+            "layernorm": 0.4 * self.forward.copies,
+        }
+        return sum(seconds for part, seconds in seconds_by_part.items() if part in self.model.recomputed)
 
     @property
-    def _block_apart(self) -> float:
+    def _block_small_kernels(self) -> float:
         """Seconds per block in small kernels, including those that backward recomputes."""
-        there, back = self._block_steps
-        return (1 + self._runs_again()) * there + back
+        forward, backward = self._block_stepwise
+        return (1 + self._recomputes()) * forward + backward
 
     @property
-    def _layer_apart(self) -> float:
+    def _layer_small_kernels(self) -> float:
         """Seconds per MoE layer in small kernels, including those that backward recomputes."""
-        there, back = self._layer_steps
-        return self.again * there + back
+        forward, backward = self._layer_stepwise
+        return self.forward_passes * forward + backward
 
     @property
-    def again(self) -> int:
+    def forward_passes(self) -> int:
         """Forward passes of an MoE layer per micro-batch: 2 if backward recomputes."""
-        return 1 + self._runs_again("moe")
+        return 1 + self._recomputes("moe")
 
-    def estimate(self, there: Simulated, back: Simulated, both: Simulated | None = None) -> Estimate:
+    def estimate(self, forward: Simulated, backward: Simulated, overlapped: Simulated | None = None) -> Estimate:
         """Return a step's predicted time.
 
         Args:
-            there: the forward program of an MoE layer.
-            back: its backward program.
-            both: the two programs overlapped, of two micro-batches, with attention (`beside`). Read only if the model
-                is `overlapped`.
+            forward: the forward program of an MoE layer.
+            backward: its backward program.
+            overlapped: both programs overlapped, of two micro-batches, from `simulate_overlapped`. Read only if the
+                model is `overlapped`.
         """
         count, layers = self.model.micro_batches, self.model.moe_layers
-        at_once = 1.0
-        if self.model.overlapped and both is not None:
-            at_once = (both.seconds - 3 * self.once.attention) / (there.seconds + back.seconds)
-        forward, backward = (self.again - 1 + at_once) * there.seconds, at_once * back.seconds
+        overlap_factor = 1.0
+        if self.model.overlapped and overlapped is not None:
+            overlap_factor = (overlapped.seconds - 3 * self.forward.attention) / (forward.seconds + backward.seconds)
+        forward_seconds, backward_seconds = (
+            (self.forward_passes - 1 + overlap_factor) * forward.seconds,
+            overlap_factor * backward.seconds,
+        )
         parts = {
             "attention": count * self.attention,
             "dense": count * self.dense,
@@ -217,99 +228,105 @@ class StepCostModel:
             "shared experts": count * self.shared,
             "small kernels": count * self.small,
             "routing": count * layers * self.routing,
-            "moe forward": count * layers * forward,
-            "moe backward": count * layers * (backward + self._activated_again),
-            "parameters": count * self._exposed(there, back) if self._in_parts else self._exposed_once(there, back),
+            "moe forward": count * layers * forward_seconds,
+            "moe backward": count * layers * (backward_seconds + self._activation_recomputed),
+            "parameters": count * self._exposed_seconds(forward, backward)
+            if self._gathers_per_block
+            else self._exposed_seconds_once(forward, backward),
             "optimizer": self.optimizer_seconds,
         }
-        fewer = 1.0
+        pipeline_factor = 1.0
         if self.model.pipeline.ranks > 1:
             busy = sum(parts.values()) - parts["parameters"] - parts["optimizer"]
-            apart = busy + count * layers * (1 - at_once) * (there.seconds + back.seconds)
-            laid = self.model.pipeline.laid_out(count, self._passes_of(there, back, apart / count, busy / count))
+            separate = busy + count * layers * (1 - overlap_factor) * (forward.seconds + backward.seconds)
+            laid_out = self.model.pipeline.laid_out(
+                count, self._pass_seconds(forward, backward, separate / count, busy / count)
+            )
             # Ranks with fewer blocks than `num_layers` are busy for less. If almost nothing waits, no rank is busy that long.
-            fewer = min(laid.seconds / busy, 1.0)
-            parts = {name: seconds * (1.0 if name in ONCE else fewer) for name, seconds in parts.items()}
-            parts["pipeline"] = max(laid.seconds - busy, 0.0)
-        experts = layers * (self.routing + self.again * there.compute_seconds + back.compute_seconds)
-        computing = fewer * count * (self._around + experts) + self.optimizer_seconds
-        limits = {"compute": computing, "gathering parameters": self._gatherings * sum(self.sharding.values())}
-        for name in sorted({*there.link_seconds, *back.link_seconds}):
-            seconds = self.again * there.link_seconds.get(name, 0.0) + back.link_seconds.get(name, 0.0)
-            limits[name] = fewer * count * layers * seconds
+            pipeline_factor = min(laid_out.seconds / busy, 1.0)
+            parts = {
+                name: seconds * (1.0 if name in ONCE_PER_STEP else pipeline_factor) for name, seconds in parts.items()
+            }
+            parts["pipeline"] = max(laid_out.seconds - busy, 0.0)
+        experts = layers * (self.routing + self.forward_passes * forward.compute_seconds + backward.compute_seconds)
+        computing = pipeline_factor * count * (self._around_seconds + experts) + self.optimizer_seconds
+        limits = {"compute": computing, "gathering parameters": self._num_gatherings * sum(self.sharding.values())}
+        for name in sorted({*forward.link_seconds, *backward.link_seconds}):
+            seconds = self.forward_passes * forward.link_seconds.get(name, 0.0) + backward.link_seconds.get(name, 0.0)
+            limits[name] = pipeline_factor * count * layers * seconds
         return Estimate(
             seconds=sum(parts.values()),
             parts={name: seconds for name, seconds in parts.items() if seconds > 0},
             limits=limits,
         )
 
-    def beside(self, forward: Program, backward: Program, grid: Grid) -> Simulated:
-        """Simulate the MoE programs of two micro-batches at once, with attention before the forward and after the
-        backward program.
+    def simulate_overlapped(self, forward: Program, backward: Program, grid: Grid) -> Simulated:
+        """Simulate the MoE programs of two micro-batches at once.
 
-        Their tasks form one program in the best order that the exact search finds, so one can send while the other
-        computes, as in DualPipe (DeepSeek-V3, section 3.2.1) and Megatron.
+        Attention precedes the forward program and follows the backward program. All tasks form one program in the best
+        order that the exact search finds, so one micro-batch can send while the other computes, as in DualPipe
+        (DeepSeek-V3, section 3.2.1) and Megatron.
 
         Args:
             forward: the lowered program of an MoE layer.
             backward: the lowered program of its gradients.
             grid: the layout, with etp factored as the plan requires.
         """
-        both, layer = together(forward, backward), self.model.layer
-        known = {BEFORE: self.once.attention, BEHIND: 2 * self.once.attention}
-        durations = self.simulator.durations(both, layer, grid) | known
-        return self.simulator.run(search(both, durations).program, layer, grid, known=known)
+        joined, layer = together(forward, backward), self.model.layer
+        known = {BEFORE: self.forward.attention, BEHIND: 2 * self.forward.attention}
+        durations = self.simulator.durations(joined, layer, grid) | known
+        return self.simulator.run(search(joined, durations).program, layer, grid, known=known)
 
-    def _run_seconds(self, run: StageRun, there: Simulated, back: Simulated) -> float:
+    def _run_seconds(self, run: StageRun, forward: Simulated, backward: Simulated) -> float:
         """Return the seconds of a micro-batch in a run of layers, forward and backward."""
-        model, once = self.model, self.once
-        dense = (run.blocks - run.sparse) * (3 + self._runs_again("mlp")) * once.dense
-        sparse = self.again * there.seconds + back.seconds + self._activated_again + self.routing
-        sparse += (3 + self._runs_again("moe", "shared_experts")) * once.shared
-        sparse += self._layer_apart
-        around = run.blocks * (3 * once.attention + self._attention_again + self._block_apart) + dense
+        model, seconds = self.model, self.forward
+        dense = (run.blocks - run.sparse) * (3 + self._recomputes("mlp")) * seconds.dense
+        sparse = self.forward_passes * forward.seconds + backward.seconds + self._activation_recomputed + self.routing
+        sparse += (3 + self._recomputes("moe", "shared_experts")) * seconds.shared
+        sparse += self._layer_small_kernels
+        around = run.blocks * (3 * seconds.attention + self._attention_recomputed + self._block_small_kernels) + dense
         # `model` gives every rank of the pipeline an equal part of the output.
-        return around + run.sparse * sparse + 3 * run.outputs * once.unembed * model.pipeline.ranks
+        return around + run.sparse * sparse + 3 * run.outputs * seconds.unembed * model.pipeline.ranks
 
-    def _passes_of(self, there: Simulated, back: Simulated, apart: float, together: float) -> PassSeconds:
+    def _pass_seconds(self, forward: Simulated, backward: Simulated, separate: float, overlapped: float) -> PassSeconds:
         """Return the seconds of the passes of one run of layers.
 
         Args:
-            there: the forward program of an MoE layer.
-            back: its backward program.
-            apart: seconds of a micro-batch by itself, forward and backward.
-            together: the same while overlapped with another micro-batch.
+            forward: the forward program of an MoE layer.
+            backward: its backward program.
+            separate: seconds of a micro-batch by itself, forward and backward.
+            overlapped: the same while overlapped with another micro-batch.
         """
-        model, once = self.model, self.once
+        model, seconds = self.model, self.forward
         dense = model.num_layers - model.moe_layers
-        ends = model.outputs * once.unembed
-        forward = model.num_layers * once.attention + dense * once.dense + ends
-        forward += model.moe_layers * (once.shared + there.seconds + self.routing / 3)
-        forward += model.num_layers * self._block_steps[0] + model.moe_layers * self._layer_steps[0]
-        weights = model.num_layers * once.projections + dense * once.dense_product + ends
-        weights += model.moe_layers * (once.shared + self._expert_seconds)
+        ends = model.outputs * seconds.unembed
+        forward_seconds = model.num_layers * seconds.attention + dense * seconds.dense + ends
+        forward_seconds += model.moe_layers * (seconds.shared + forward.seconds + self.routing / 3)
+        forward_seconds += model.num_layers * self._block_stepwise[0] + model.moe_layers * self._layer_stepwise[0]
+        weight_seconds = model.num_layers * seconds.projections + dense * seconds.dense_product + ends
+        weight_seconds += model.moe_layers * (seconds.shared + self._expert_seconds)
         # If a schedule does not pair passes, the time saved by overlapping is spread over all passes.
-        part = (1.0 if model.pipeline.pairs else together / apart) / model.pipeline.parts
-        each = apart / model.pipeline.parts
+        factor = (1.0 if model.pipeline.pairs else overlapped / separate) / model.pipeline.parts
+        separate_run = separate / model.pipeline.parts
         values = model.layer.tokens * model.layer.dim * model.layer.element_bytes
         return PassSeconds(
-            forward=part * forward,
-            inputs=part * max(apart - forward - weights, 0.0),
-            weights=part * weights,
-            together=together / model.pipeline.parts,
-            shares=tuple(self._run_seconds(run, there, back) / each for run in model.runs),
-            hop=self._hop(values / (self.grid.tp if model.sequence_parallel else 1)),
+            forward=factor * forward_seconds,
+            inputs=factor * max(separate - forward_seconds - weight_seconds, 0.0),
+            weights=factor * weight_seconds,
+            together=overlapped / model.pipeline.parts,
+            shares=tuple(self._run_seconds(run, forward, backward) / separate_run for run in model.runs),
+            hop=self._hop_seconds(values / (self.grid.tp if model.sequence_parallel else 1)),
         )
 
-    def _hop(self, num_bytes: float) -> float:
+    def _hop_seconds(self, num_bytes: float) -> float:
         """Return the seconds in which all ranks of a stage send `num_bytes` each to the ranks of the next stage."""
         inside = self.grid.world < self.cluster.devices_per_node
         links = [link for link in self.cluster.links if link.carries in ("all", "inside" if inside else "outside")]
-        each = (
+        seconds = (
             num_bytes * min(link.devices, self.grid.world) / link.slowest(self.cluster.nodes) + link.latency_us * 1e-6
             for link in links
         )
-        return max(each, default=0.0)
+        return max(seconds, default=0.0)
 
     def memory(self, forward: Program, backward: Program, grid: Grid, *, memory_budget: int | None = None) -> Memory:
         """Return the memory of a rank.
@@ -327,60 +344,68 @@ class StepCostModel:
             memory_budget: most bytes that a layer may hold.
         """
         model, layer = self.model, self.model.layer
-        kept, buffers = layer_memory(forward, backward, self.simulator.volumes(forward, layer, grid), memory_budget)
-        activations = self._kept(kept)
+        kept_bytes, buffers = layer_memory(
+            forward, backward, self.simulator.volumes(forward, layer, grid), memory_budget
+        )
+        activations = self._kept_bytes(kept_bytes)
         narrow = 2 * self._narrow_bytes
         logits = layer.tokens * model.vocab * 4 / grid.tp if model.outputs else 0.0
-        size, held = model.parameter_bytes, self._held_parameters
-        if not self._in_parts:
-            whole = self._whole_parameters
+        size, held_parameters = model.parameter_bytes, self._held_parameters
+        if not self._gathers_per_block:
+            whole_parameters = self._whole_parameters
             return Memory(
-                weights=whole * layer.element_bytes + narrow * self._multiplied_parameters,
+                weights=whole_parameters * layer.element_bytes + narrow * self._multiplied_parameters,
                 # Sharded gradients of one block are whole while they are reduced.
-                gradients=(held + sum(self._block_parameters) if model.sharded == "gradients" else whole) * size,
+                gradients=(
+                    held_parameters + sum(self._block_parameters) if model.sharded == "gradients" else whole_parameters
+                )
+                * size,
                 optimizer=self._stepped_parameters * 3 * size,
                 activations=activations,
                 buffers=buffers + logits,
             )
         dense, experts = self._block_parameters
         cast = experts * layer.element_bytes if layer.element_bytes != size else 0.0
-        kept_casts = 1 if self._runs_again() else model.moe_layers
-        gathered = dense * (self._shards[0] > 1) + experts * (self._shards[1] > 1)
+        kept_casts = 1 if self._recomputes() else model.moe_layers
+        gathered = dense * (self._num_shards[0] > 1) + experts * (self._num_shards[1] > 1)
         return Memory(
-            weights=held * size,
-            gradients=held * size,
-            optimizer=held * 2 * size,
+            weights=held_parameters * size,
+            gradients=held_parameters * size,
+            optimizer=held_parameters * 2 * size,
             activations=activations + kept_casts * cast,
             # two blocks' parameters, one block's gradients, and one block's narrow weights
             buffers=buffers + logits + 3 * gathered * size + narrow * (dense + experts),
         )
 
-    def _kept(self, kept: float) -> float:
+    def _kept_bytes(self, moe_bytes: float) -> float:
         """Return the bytes that a rank keeps from forward to backward passes.
 
         Args:
-            kept: bytes that one MoE layer's program keeps.
+            moe_bytes: bytes that one MoE layer's program keeps.
         """
-        model, layer, again = self.model, self.model.layer, self.model.recomputed
+        model, layer, recomputed = self.model, self.model.layer, self.model.recomputed
         row, dim = layer.tokens * layer.element_bytes / self.grid.tp, layer.dim
         # Bytes of a product's kept input over those of a wide value: normed inputs, experts' rows, activations' results.
         read = self._narrow_bytes / layer.element_bytes or 1.0
-        attention = (model.attention_kept or 5.5 * dim) - model.attention_up_kept * ("mla_up_proj" in again)
-        around = (attention + 2 * dim - dim * ("layernorm" in again) - dim * (1 - read)) * row
+        attention = (model.attention_kept or 5.5 * dim) - model.attention_up_kept * ("mla_up_proj" in recomputed)
+        around = (attention + 2 * dim - dim * ("layernorm" in recomputed) - dim * (1 - read)) * row
         inner = layer.matrices - 1 + model.keeps_activated * read
-        dense = (dim + inner * model.inner * ("mlp" not in again)) * row
-        shared = inner * model.shared_hidden * layer.tokens * layer.element_bytes * ("shared_experts" not in again)
+        dense = (dim + inner * model.inner * ("mlp" not in recomputed)) * row
+        shared = inner * model.shared_hidden * layer.tokens * layer.element_bytes * ("shared_experts" not in recomputed)
         activated = (
-            self._activated_values * layer.element_bytes * (model.keeps_activated and "moe_act" not in again) * read
+            self._activated_values
+            * layer.element_bytes
+            * (model.keeps_activated and "moe_act" not in recomputed)
+            * read
         )
         activated -= self._activated_values / layer.hidden * self.grid.etp * dim * layer.element_bytes * (1 - read)
-        sparse = dim * row if "moe" in again else kept + activated + shared
-        less = dim * row * ("layernorm" in again)
+        sparse = dim * row if "moe" in recomputed else moe_bytes + activated + shared
+        recomputed_norms = dim * row * ("layernorm" in recomputed)
         alive = model.alive or model.pipeline.copies * max(model.pipeline.alive(model.micro_batches))
-        if "block" in again:
+        if "block" in recomputed:
             return alive * model.num_layers * dim * row + around + max(sparse, dense)
         dense_layers = model.num_layers - model.moe_layers
-        blocks = model.num_layers * (around - less) + model.moe_layers * sparse + dense_layers * dense
+        blocks = model.num_layers * (around - recomputed_norms) + model.moe_layers * sparse + dense_layers * dense
         return alive * blocks
 
     @property
@@ -408,9 +433,9 @@ class StepCostModel:
         return grid.dp * layer.copies / (grid.ep * grid.edp) * layer.hidden / grid.etp
 
     @property
-    def _activated_again(self) -> float:
+    def _activation_recomputed(self) -> float:
         """Seconds of recomputing only the activation of an MoE layer: for SwiGLU two values are read and one is written."""
-        values = self._activated_values * ("moe_act" in self.model.recomputed and self.again == 1)
+        values = self._activated_values * ("moe_act" in self.model.recomputed and self.forward_passes == 1)
         return self.model.layer.matrices * values * self.model.layer.element_bytes / self._rates.memory
 
     @property
@@ -418,29 +443,43 @@ class StepCostModel:
         """Bytes that a rank needs under any plan: parameters, gradients, moments, and the residual stream."""
         stream = self.model.layer.tokens * self.model.layer.dim * self.model.layer.element_bytes / self.grid.tp
         size = self.model.parameter_bytes
-        if not self._in_parts:
+        if not self._gathers_per_block:
             gradients = self._held_parameters if self.model.sharded == "gradients" else self._whole_parameters
-            whole = self._whole_parameters * self.model.layer.element_bytes + gradients * size
-            return whole + self._stepped_parameters * 3 * size + self.model.num_layers * stream
+            whole_bytes = self._whole_parameters * self.model.layer.element_bytes + gradients * size
+            return whole_bytes + self._stepped_parameters * 3 * size + self.model.num_layers * stream
         return self._held_parameters * 4 * size + self.model.num_layers * stream
 
     @cached_property
     def compute_bound(self) -> float:
         """Seconds of computation of a step, with each expert in one product."""
-        passes = (self.again + 2) * self.model.moe_layers
-        return self._outside + self.model.micro_batches * passes * self._expert_seconds
+        passes = (self.forward_passes + 2) * self.model.moe_layers
+        return self._outside_seconds + self.model.micro_batches * passes * self._expert_seconds
 
     @cached_property
     def link_bound(self) -> float:
         """Seconds of the busiest link of a step, parameters and gradients included, if every token crossed the link
         once for all experts behind it, or the weights did if they are fewer bytes."""
-        count, passes = self.model.micro_batches, 2 * (self.again + 1) * self.model.moe_layers
-        if not self._in_parts:
-            times = self._gatherings
+        count, passes = self.model.micro_batches, 2 * (self.forward_passes + 1) * self.model.moe_layers
+        if not self._gathers_per_block:
+            times = self._num_gatherings
             return max(
-                [0.0, *(count * passes * self._crossing(link) + times * self._sharding(link) for link in self._links)]
+                [
+                    0.0,
+                    *(
+                        count * passes * self._crossing_seconds(link) + times * self._sharding_seconds(link)
+                        for link in self._links
+                    ),
+                ]
             )
-        return max([0.0, *(count * (passes * self._crossing(link) + self._sharding(link)) for link in self._links)])
+        return max(
+            [
+                0.0,
+                *(
+                    count * (passes * self._crossing_seconds(link) + self._sharding_seconds(link))
+                    for link in self._links
+                ),
+            ]
+        )
 
     def floor(self, *, compression: float = 1.0) -> float:
         """Return a lower bound on the seconds of any plan on this layout.
@@ -456,23 +495,23 @@ class StepCostModel:
         """
         compute, crossing = self._expert_seconds, 0.0
         if not self.simulator.timing.starts_early and not self.model.overlapped:
-            crossing = 2 * max([0.0, *map(self._crossing, self._links)]) / compression
-        attention = self.once.attention
+            crossing = 2 * max([0.0, *map(self._crossing_seconds, self._links)]) / compression
+        attention = self.forward.attention
         gathering = [
-            (moves * sum(self._unit_seconds) - passes * attention) * self._in_parts
-            for passes, moves in ((1, self._gathered), (2, self._gathered + 1))
+            (moves * sum(self._unit_seconds) - passes * attention) * self._gathers_per_block
+            for passes, moves in ((1, self._gather_ratio), (2, self._gather_ratio + 1))
         ]
-        passes = (self.again - 1) * max(compute, crossing)
+        passes = (self.forward_passes - 1) * max(compute, crossing)
         passes += max(compute, crossing, gathering[0]) + max(2 * compute, crossing, gathering[1])
-        return self._outside + self.model.micro_batches * self.model.moe_layers * passes
+        return self._outside_seconds + self.model.micro_batches * self.model.moe_layers * passes
 
     @cached_property
     def sharding(self) -> dict[str, float]:
         """Seconds per micro-batch of gathering parameters twice and scattering gradients, by kind of unit, without
         overlap."""
         (dense, experts), (dense_copies, expert_copies) = self._unit_seconds, self._copy_seconds
-        model, moves = self.model, 2 * self._gathered + 1
-        ends = reduce_seconds(self.cluster, self.grid, self._root_bytes, self.grid.tp, self._shards[0]) / 2
+        model, moves = self.model, 2 * self._gather_ratio + 1
+        ends = reduce_seconds(self.cluster, self.grid, self._root_bytes, self.grid.tp, self._num_shards[0]) / 2
         return {
             "dense": model.num_layers * (moves * dense + dense_copies),
             "experts": model.moe_layers * (moves * experts + expert_copies),
@@ -490,20 +529,20 @@ class StepCostModel:
         """
         size, stepped = self.model.parameter_bytes, self._stepped_parameters
         moved = stepped * 10 * size
-        if not self._in_parts:
+        if not self._gathers_per_block:
             moved += stepped * (size + self.model.layer.element_bytes) + self._whole_parameters * 4 * size
         return moved / self._rates.memory
 
     @property
-    def _outside(self) -> float:
-        return self.model.micro_batches * self._around + self.optimizer_seconds
+    def _outside_seconds(self) -> float:
+        return self.model.micro_batches * self._around_seconds + self.optimizer_seconds
 
     @property
-    def _around(self) -> float:
+    def _around_seconds(self) -> float:
         """Seconds of computation of a micro-batch outside the programs of MoE layers."""
         return self.attention + self.dense + self.unembed + self.shared + self.small
 
-    def _block_seconds(self) -> Once:
+    def _block_seconds(self) -> ForwardSeconds:
         """Return the seconds of one forward pass of each part of a block."""
         model, grid, layer = self.model, self.grid, self.model.layer
         tokens, dim, size = layer.tokens, layer.dim, layer.element_bytes
@@ -516,11 +555,11 @@ class StepCostModel:
             else all_reduce_seconds(self.cluster, grid, values, grid.tp)
         )
 
-        def product(weights: float, split: int, read: float) -> float:
+        def product(weights: float, num_parts: int, read: float) -> float:
             """Return the seconds of products with some parameters; `read` values of each row are cast if products are
             narrower."""
-            each = rates.product_seconds(rows, 2 * weights / split, weights * size / split)
-            return float(each[0]) + tokens * read * rates.cast_bytes / split / rates.memory
+            seconds = rates.product_seconds(rows, 2 * weights / num_parts, weights * size / num_parts)
+            return float(seconds[0]) + tokens * read * rates.cast_bytes / num_parts / rates.memory
 
         inner, hidden, logits = layer.matrices * dim * model.inner, model.shared_hidden, model.vocab / grid.tp
         copies = 10 * tokens * dim * size / grid.tp / self._rates.memory
@@ -529,12 +568,12 @@ class StepCostModel:
         scores /= self.cluster.device.scores.of(model.score_kernel, model.head_dim)
         # Keys and values of every other part of a sequence pass by behind the scores, once forward, and once backward with
         # their gradients (ring attention, Liu et al. 2023).
-        others = tokens * (model.key_values or 2 * dim) * size * model.shares_sequence / grid.tp
-        scores = max(scores, reduce_seconds(self.cluster, grid, others, grid.tp, model.shares_sequence) / 2)
+        other_values = tokens * (model.key_values or 2 * dim) * size * model.shares_sequence / grid.tp
+        scores = max(scores, reduce_seconds(self.cluster, grid, other_values, grid.tp, model.shares_sequence) / 2)
         loss = tokens * logits * model.loss_bytes / self._rates.memory / 3
         output = float(self._rates.product_seconds(rows, 2 * dim * logits, dim * logits * size)[0])
         projections, dense = product(model.attention, grid.tp, 2 * dim), product(inner, grid.tp, dim + model.inner)
-        return Once(
+        return ForwardSeconds(
             attention=projections + scores + copies + between + over_tp,
             projections=projections,
             scores=scores,
@@ -566,14 +605,14 @@ class StepCostModel:
             "last_bias": copies * layer.dim,
         }
 
-        def both(values: dict[str, float]) -> tuple[float, float]:
+        def total(values: dict[str, float]) -> tuple[float, float]:
             names = [name for name in model.stepwise if name in values]
-            found = [COSTS[name].seconds(values[name], self._rates.memory, launch, experts) for name in names]
-            return sum(there for there, _ in found), sum(back for _, back in found)
+            seconds = [COSTS[name].seconds(values[name], self._rates.memory, launch, experts) for name in names]
+            return sum(forward for forward, _ in seconds), sum(backward for _, backward in seconds)
 
-        return both(of_block), both(of_layer)
+        return total(of_block), total(of_layer)
 
-    def _exposed(self, there: Simulated, back: Simulated) -> float:
+    def _exposed_seconds(self, forward: Simulated, backward: Simulated) -> float:
         """Return the seconds per micro-batch in which parameters and gradients move and nothing else runs.
 
         A block's parameters are gathered while the previous block runs, whenever its movements leave the links idle. On
@@ -581,19 +620,19 @@ class StepCostModel:
         """
         (dense, experts), (dense_copies, expert_copies) = self._unit_seconds, self._copy_seconds
         total = self.sharding["ends"]
-        for layers, gathered, copied, inner in (
-            (self.model.moe_layers, dense + experts, dense_copies + expert_copies, (there, back)),
+        for layers, gathered, copied, passes_of_layer in (
+            (self.model.moe_layers, dense + experts, dense_copies + expert_copies, (forward, backward)),
             (self.model.num_layers - self.model.moe_layers, dense, dense_copies, None),
         ):
-            share = self._gathered
-            for passes, moved, index in ((1, share * gathered, 0), (2, (share + 1) * gathered + copied, 1)):
-                run = None if inner is None else inner[index]
-                idle = 0.0 if run is None else max(run.seconds - run.communication_seconds, 0.0)
-                hidden = 0.0 if self.cluster.host.runs_compute else idle + passes * self.once.attention
-                total += layers * max(moved - hidden, 0.0)
+            ratio = self._gather_ratio
+            for passes, move_seconds, which in ((1, ratio * gathered, 0), (2, (ratio + 1) * gathered + copied, 1)):
+                simulated = None if passes_of_layer is None else passes_of_layer[which]
+                idle = 0.0 if simulated is None else max(simulated.seconds - simulated.communication_seconds, 0.0)
+                hidden_seconds = 0.0 if self.cluster.host.runs_compute else idle + passes * self.forward.attention
+                total += layers * max(move_seconds - hidden_seconds, 0.0)
         return total
 
-    def _exposed_once(self, there: Simulated, back: Simulated) -> float:
+    def _exposed_seconds_once(self, forward: Simulated, backward: Simulated) -> float:
         """Return the seconds of a step in which gradients or parameters move for the optimizer and nothing else runs.
 
         If the system hides them, gradients are reduced behind the last micro-batch's backward pass (sharded gradients
@@ -601,38 +640,38 @@ class StepCostModel:
         the gradients replaces the one of the parameters.
         """
         (dense, experts), (dense_copies, expert_copies) = self._unit_seconds, self._copy_seconds
-        held = self.model.pipeline.copies
-        units = held * (self.model.num_layers * dense + self.model.moe_layers * experts)
-        units += self.sharding["ends"] / (2 * self._gathered + 1)
-        copied = held * (self.model.num_layers * dense_copies + self.model.moe_layers * expert_copies)
-        total, attention = 0.0, self.model.num_layers * self.once.attention
-        whole, each_time = self.model.sharded == "none", self.model.sharded == "gradients"
+        copies = self.model.pipeline.copies
+        units = copies * (self.model.num_layers * dense + self.model.moe_layers * experts)
+        units += self.sharding["ends"] / (2 * self._gather_ratio + 1)
+        copied = copies * (self.model.num_layers * dense_copies + self.model.moe_layers * expert_copies)
+        total, attention = 0.0, self.model.num_layers * self.forward.attention
+        is_whole, each_time = self.model.sharded == "none", self.model.sharded == "gradients"
         # Each gradient takes parameter_bytes, each parameter element_bytes.
         model, narrow = self.model, self.model.layer.element_bytes / self.model.parameter_bytes
         for hides, run, passes, share, times in (
-            (model.hides_parameters, there, 1, 0.0 if whole else narrow, 1),
-            (model.hides_gradients, back, 2, 2.0 if whole else 1.0, model.micro_batches if each_time else 1),
+            (model.hides_parameters, forward, 1, 0.0 if is_whole else narrow, 1),
+            (model.hides_gradients, backward, 2, 2.0 if is_whole else 1.0, model.micro_batches if each_time else 1),
         ):
             idle = passes * attention + self.model.moe_layers * max(run.seconds - run.communication_seconds, 0.0)
-            moved = share * units + (copied if run is back else 0.0)
+            moved = share * units + (copied if run is backward else 0.0)
             total += times * max(moved - (hides and not self.cluster.host.runs_compute) * idle, 0.0)
         return total
 
     @property
-    def _in_parts(self) -> bool:
+    def _gathers_per_block(self) -> bool:
         """Whether parameters are gathered for every block of every micro-batch."""
         return self.model.sharded == "parameters"
 
     @property
-    def _gathered(self) -> float:
+    def _gather_ratio(self) -> float:
         """Bytes of a gathered parameter over the bytes of its gradient."""
         return (self.model.gathered_bytes or self.model.parameter_bytes) / self.model.parameter_bytes
 
     @property
-    def _gatherings(self) -> float:
+    def _num_gatherings(self) -> float:
         """How many times per step all parameters are gathered twice and gradients scattered once, or an equal number of
         bytes moves."""
-        count, gathered = self.model.micro_batches, self._gathered
+        count, gathered = self.model.micro_batches, self._gather_ratio
         moves = {"gradients": count + gathered, "optimizer": 1 + gathered, "none": 2.0}
         return moves[self.model.sharded] / (2 * gathered + 1) if self.model.sharded in moves else count
 
@@ -654,7 +693,7 @@ class StepCostModel:
         """Seconds of gathering a block's dense parameters over dp, and its experts' over edp."""
         dense, experts = (
             reduce_seconds(self.cluster, self.grid, count * self.model.parameter_bytes, stride, shards) / 2
-            for count, stride, shards in zip(self._block_parameters, self._strides, self._shards)
+            for count, stride, shards in zip(self._block_parameters, self._strides, self._num_shards)
         )
         return dense, experts
 
@@ -664,7 +703,7 @@ class StepCostModel:
         return self.grid.tp, self.grid.ep * self.grid.etp
 
     @property
-    def _shards(self) -> tuple[int, int]:
+    def _num_shards(self) -> tuple[int, int]:
         """Number of ranks over which dense parameters, and experts, are sharded."""
         return self.grid.dp // self.model.replicas, self.grid.edp // self.model.replicas
 
@@ -674,7 +713,7 @@ class StepCostModel:
         size, copies = self.model.parameter_bytes, self.model.replicas
         dense, experts = (
             reduce_seconds(self.cluster, self.grid, count * size / shards, stride * shards, copies)
-            for count, stride, shards in zip(self._block_parameters, self._strides, self._shards)
+            for count, stride, shards in zip(self._block_parameters, self._strides, self._num_shards)
         )
         return dense, experts
 
@@ -703,8 +742,8 @@ class StepCostModel:
     @property
     def _held_parameters(self) -> float:
         dense = self.model.dense_parameters / self.grid.tp + self._shared_parameters
-        held = dense / self.grid.dp + self.model.expert_parameters / self.grid.world
-        return self.model.pipeline.copies * self.model.replicas * held
+        per_replica = dense / self.grid.dp + self.model.expert_parameters / self.grid.world
+        return self.model.pipeline.copies * self.model.replicas * per_replica
 
     @cached_property
     def _expert_seconds(self) -> float:
@@ -713,8 +752,8 @@ class StepCostModel:
         rows = np.array([grid.dp * layer.copies / layer.num_experts / grid.edp])
         work = layer.matrices * layer.dim * layer.hidden / grid.etp
         rates = rates_of(self.cluster, layer.products or layer.dtype)
-        each = rates.product_seconds(rows, 2.0 * work, work * layer.element_bytes)
-        return float(each[0]) * layer.num_experts / grid.ep
+        seconds = rates.product_seconds(rows, 2.0 * work, work * layer.element_bytes)
+        return float(seconds[0]) * layer.num_experts / grid.ep
 
     @property
     def _links(self) -> list[Link]:
@@ -727,21 +766,21 @@ class StepCostModel:
             and not (self.cluster.peers and link.devices < self.cluster.devices_per_node)
         ]  # fmt: skip
 
-    def _crossing(self, link: Link) -> float:
+    def _crossing_seconds(self, link: Link) -> float:
         """Return the seconds for which a link is busy in one direction if each token crosses it once, or the experts'
         weights do."""
         layer, grid = self.model.layer, self.grid
-        where = self._run_of(link)
-        runs = grid.ep * grid.etp // where
-        elsewhere = runs - max(1, grid.tp // where)
+        devices = self._devices_behind(link)
+        runs = grid.ep * grid.etp // devices
+        elsewhere = runs - max(1, grid.tp // devices)
         if elsewhere <= 0 or layer.num_experts < runs:
             return 0.0
-        tokens = node_tokens_per_node(layer, runs, 1) * elsewhere * grid.dp * where / grid.world
+        tokens = node_tokens_per_node(layer, runs, 1) * elsewhere * grid.dp * devices / grid.world
         weights = layer.matrices * layer.hidden * layer.num_experts * (1 - 1 / runs)
-        num_bytes = min(tokens, weights) * layer.dim * layer.element_bytes * link.devices / where
+        num_bytes = min(tokens, weights) * layer.dim * layer.element_bytes * link.devices / devices
         return num_bytes / link.slowest(self.cluster.nodes)
 
-    def _sharding(self, link: Link) -> float:
+    def _sharding_seconds(self, link: Link) -> float:
         """Return the seconds per micro-batch for which gathering parameters and scattering gradients keep a link busy."""
         dense, experts = (count * self.model.parameter_bytes for count in self._block_parameters)
         over_dp, over_edp = zip(self._strides, (self.grid.dp, self.grid.edp))
@@ -750,13 +789,13 @@ class StepCostModel:
             (self.model.moe_layers * experts, *over_edp),
             (self._root_bytes, *over_dp),
         )
-        total, where = 0.0, self._run_of(link)
+        total, devices = 0.0, self._devices_behind(link)
         for num_bytes, stride, ranks in units:
-            inside = min(ranks, max(1, where // stride))
-            total += where / inside * num_bytes * (1 - inside / ranks)
-        return (2 * self._gathered + 1) * total * link.devices / where / link.slowest(self.cluster.nodes)
+            inside = min(ranks, max(1, devices // stride))
+            total += devices / inside * num_bytes * (1 - inside / ranks)
+        return (2 * self._gather_ratio + 1) * total * link.devices / devices / link.slowest(self.cluster.nodes)
 
-    def _run_of(self, link: Link) -> int:
+    def _devices_behind(self, link: Link) -> int:
         """Return the number of devices that share a link. A link that only carries messages out of a node counts for
         the whole node, evenly."""
         return self.cluster.devices_per_node if link.carries == "outside" else link.devices
@@ -781,16 +820,16 @@ def reduce_seconds(cluster: ClusterSpec, grid: Grid, num_bytes: float, stride: i
     topology = Topology(cluster, grid.world, grid.ranks_per_node, block=per_node)
     inside = min(ranks, max(1, per_node // stride))
     nodes = ranks // inside
-    here = np.arange(per_node)
-    mates = here // (stride * inside) * (stride * inside) + (here + stride) % (stride * inside)
+    devices = np.arange(per_node)
+    mates = devices // (stride * inside) * (stride * inside) + (devices + stride) % (stride * inside)
     rings = [
         (target, 2 * (count - 1) / count * num_bytes / parts, 2.0 * (count - 1))
-        for target, count, parts in ((mates, inside, 1), (here + max(per_node, stride), nodes, inside))
+        for target, count, parts in ((mates, inside, 1), (devices + max(per_node, stride), nodes, inside))
         if count > 1
     ]
     targets, sent, messages = zip(*rings)
     return topology.loads(
-        np.tile(here, len(rings)), np.concatenate(targets), np.repeat(sent, per_node), np.repeat(messages, per_node)
+        np.tile(devices, len(rings)), np.concatenate(targets), np.repeat(sent, per_node), np.repeat(messages, per_node)
     ).alone
 
 
@@ -809,8 +848,8 @@ def all_reduce_seconds(cluster: ClusterSpec, grid: Grid, num_bytes: float, ranks
     by_rings, per_node = reduce_seconds(cluster, grid, num_bytes, 1, ranks), grid.ranks_per_node or grid.world
     if not 2 < ranks <= per_node or num_bytes == 0 or not any(link.adds for link in cluster.links):
         return by_rings
-    here = np.arange(per_node)
+    devices = np.arange(per_node)
     sent, messages = np.full(per_node, (1 + 1 / ranks) * num_bytes), np.full(per_node, 2.0)
     topology = Topology(cluster, grid.world, grid.ranks_per_node, block=per_node)
-    load = topology.loads(here, here // ranks * ranks + (here + 1) % ranks, sent, messages)
+    load = topology.loads(devices, devices // ranks * ranks + (devices + 1) % ranks, sent, messages)
     return min(by_rings, load.alone + load.latency)

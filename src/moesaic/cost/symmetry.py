@@ -65,12 +65,12 @@ class Digits:
         self.per_node = grid.ranks_per_node or grid.world
         self.block = block or self.per_node
         inner = grid.etp if grid.innermost == "etp" else grid.ep
-        etp_at = 1 if grid.innermost == "etp" else grid.ep
+        etp_stride = 1 if grid.innermost == "etp" else grid.ep
         runs = {
             1,
             grid.tp,
             inner,
-            etp_at * grid.etp_inner,
+            etp_stride * grid.etp_inner,
             grid.ep * grid.etp,
             self.per_node,
             self.block,
@@ -115,8 +115,9 @@ class Digits:
         return int(np.prod(self.sizes[sorted(digits)], dtype=np.int64)) if digits else 1
 
     def pairs(self, group: frozenset[int], listed: frozenset[int] = frozenset()) -> Pairs:
-        """Return the classes of pairs within groups. Digits inside a block are listed value by value, others as equal
-        or different.
+        """Return the classes of pairs within groups.
+
+        Digits inside a block are listed value by value, others as equal or different.
 
         Args:
             group: digits in which members of a group differ.
@@ -140,8 +141,8 @@ class Digits:
             np.array(offsets, dtype=np.int64).reshape(len(offsets), -1), (len(sources), 1)
         )
         target = digits @ self.strides
-        other = target != source
-        return Pairs(source[other], target[other], np.tile(counts, len(sources))[other].astype(np.float64))
+        is_other = target != source
+        return Pairs(source[is_other], target[is_other], np.tile(counts, len(sources))[is_other].astype(np.float64))
 
 
 @dataclass(frozen=True)
@@ -173,9 +174,9 @@ def steps_of(digits: Digits, layout: Layout) -> frozenset[int]:
     """Return the digits of ep that number the groups of a step; () without steps."""
     if layout.step is None:
         return frozenset()
-    at = digits.grid.etp if digits.grid.innermost == "etp" else 1
-    size = digits.grid.ep // layout.step[1]
-    return digits.axis("ep") & digits.within(at * size, digits.grid.world)
+    stride = digits.grid.etp if digits.grid.innermost == "etp" else 1
+    group_size = digits.grid.ep // layout.step[1]
+    return digits.axis("ep") & digits.within(stride * group_size, digits.grid.world)
 
 
 def pieces_of_step(
@@ -184,32 +185,32 @@ def pieces_of_step(
     step: tuple[int, int],
     before: Box,
     after: Box,
-    s: np.ndarray,
-    t: np.ndarray,
+    source_digits: np.ndarray,
+    target_digits: np.ndarray,
 ) -> np.ndarray:
     """Return, for each pair, the number of (group of the origin, group of the expert's home) combinations among its
     rows."""
     order = sorted(ahead)
     radix = np.concatenate([[1], np.cumprod(digits.sizes[order])[:-1]]).astype(np.int64)
-    possible = np.ones(len(s), dtype=bool)
+    possible = np.ones(len(source_digits), dtype=bool)
     bases, offsets = [], []
     for free_before, free_after in (
         (before.free_origin, after.free_origin),
         (before.free_expert, after.free_expert),
     ):
-        base, offset = np.zeros(len(s), dtype=np.int64), np.zeros(1, dtype=np.int64)
+        base, offset = np.zeros(len(source_digits), dtype=np.int64), np.zeros(1, dtype=np.int64)
         for digit, weight in zip(order, radix):
             if digit in free_before and digit in free_after:
                 offset = (offset[:, None] + weight * np.arange(digits.sizes[digit])).reshape(-1)
                 continue
-            base += weight * (t if digit in free_before else s)[:, digit]
+            base += weight * (target_digits if digit in free_before else source_digits)[:, digit]
             if digit not in free_before and digit not in free_after:
-                possible &= s[:, digit] == t[:, digit]
+                possible &= source_digits[:, digit] == target_digits[:, digit]
         bases.append(base)
         offsets.append(offset)
-    apart = np.bincount(((offsets[1][:, None] - offsets[0]) % step[1]).reshape(-1), minlength=step[1])
-    found: np.ndarray = possible * apart[(step[0] - bases[1] + bases[0]) % step[1]]
-    return found
+    num_differences = np.bincount(((offsets[1][:, None] - offsets[0]) % step[1]).reshape(-1), minlength=step[1])
+    pieces: np.ndarray = possible * num_differences[(step[0] - bases[1] + bases[0]) % step[1]]
+    return pieces
 
 
 class GroupPlaces(NodeMap):
@@ -225,11 +226,11 @@ class GroupPlaces(NodeMap):
         self._upper = self._radix(sorted(group - digits.local))
         self._lower = self._radix(sorted(group & digits.local))
         self.nodes = [[]] * digits.product(group - digits.local)
-        self._rest = 0
+        self._base = 0
 
-    def of(self, member: int) -> GroupPlaces:
+    def switch_to_group_of(self, member: int) -> GroupPlaces:
         """Switch to the group that contains a rank, and return self."""
-        self._rest = member - self._value(member, self._upper, True) - self._value(member, self._lower, True)
+        self._base = member - self._value(member, self._upper, True) - self._value(member, self._lower, True)
         return self
 
     @property
@@ -247,21 +248,23 @@ class GroupPlaces(NodeMap):
 
     def rank(self, node: int, local: int) -> int:
         """Return the rank with an index on a node."""
-        found = self._rest
+        rank = self._base
         for number, radix in ((node, self._upper), (local, self._lower)):
             for stride, size, _ in radix:
                 number, digit = divmod(number, size)
-                found += digit * stride
-        return found
+                rank += digit * stride
+        return rank
 
     def _radix(self, digits: list[int]) -> list[tuple[int, int, int]]:
         """Return (stride among ranks, size, stride among the members) of each digit."""
-        found, at = [], 1
+        radix, member_stride = [], 1
         for digit in digits:
             stride, size = int(self._digits.strides[digit]), int(self._digits.sizes[digit])
-            found.append((stride, size, at))
-            at *= size
-        return found
+            radix.append((stride, size, member_stride))
+            member_stride *= size
+        return radix
 
     def _value(self, rank: int, radix: list[tuple[int, int, int]], in_ranks: bool) -> int:
-        return sum(rank // stride % size * (stride if in_ranks else at) for stride, size, at in radix)
+        return sum(
+            rank // stride % size * (stride if in_ranks else member_stride) for stride, size, member_stride in radix
+        )

@@ -145,15 +145,15 @@ class SpecTiming(AbstractTiming):
             compute *= speeds.min() / speeds[devices % len(speeds)]
         issue = np.full(shape, host.task_us * 1e-6)
         movements = movements_of(program, volumes)
-        in_a_message = {number for bundle in bundles(program) for number in bundle[1:]}
-        for number, parts in enumerate(movements):
-            for moved in parts if number not in in_a_message else ():
-                issue[number, list(moved.actors)] += moved.posts * host.message_us * 1e-6
+        in_earlier_message = {number for bundle in bundles(program) for number in bundle[1:]}
+        for number, moved in enumerate(movements):
+            for movement in moved if number not in in_earlier_message else ():
+                issue[number, list(movement.actors)] += movement.posts * host.message_us * 1e-6
         events = Events(graph_of(program, host_runs_compute=host.runs_compute), issue, compute, movements)
         events.run(self._late)
         computing = np.array([task.lane is Lane.COMPUTE for task in program.tasks], dtype=bool)
         if self._cluster.device.contention:
-            moving = np.array([bool(parts) for parts in movements], dtype=bool)
+            moving = np.array([bool(moved) for moved in movements], dtype=bool)
             events.stretch(1 + self._cluster.device.contention * events.shared_part(computing, moving))
         return account(program, volumes, movements, events, compute[computing].sum(axis=0))
 
@@ -200,17 +200,17 @@ def account(
 
 def _links(volumes: AbstractVolumes, movements: list[list[Movement]]) -> dict[str, float]:
     """Return the total seconds for which each link is busy."""
-    taken = np.zeros(volumes.topology.num_links)
-    for moved in (each for parts in movements for each in parts):
-        taken[moved.load.links] += moved.load.seconds
-    return {volumes.topology.names[link]: float(taken[link]) for link in np.flatnonzero(taken).tolist()}
+    busy = np.zeros(volumes.topology.num_links)
+    for movement in (part for of_task in movements for part in of_task):
+        busy[movement.load.links] += movement.load.seconds
+    return {volumes.topology.names[link]: float(busy[link]) for link in np.flatnonzero(busy).tolist()}
 
 
 def _lanes(program: Program, volumes: AbstractVolumes, movements: list[list[Movement]]) -> dict[str, float]:
     """Return the seconds of each lane's movements one after the other, on the rank with the largest sum."""
     spent: dict[str, np.ndarray] = {}
-    for task, parts in zip(program.tasks, movements):
-        for moved in parts:
+    for task, of_task in zip(program.tasks, movements):
+        for movement in of_task:
             lane = spent.setdefault(task.lane.value, np.zeros(volumes.num_actors))
-            lane[list(moved.actors)] += moved.load.alone
+            lane[list(movement.actors)] += movement.load.alone
     return {lane: float(seconds.max()) for lane, seconds in spent.items()}

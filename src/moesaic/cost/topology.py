@@ -62,15 +62,15 @@ class Topology:
         self.names: list[str] = []
         """Name of each link, by number."""
         seconds_per_byte: list[float] = []
-        into: set[int] = set()
+        inbound: set[int] = set()
         self._levels: list[tuple[Link, int]] = []
         for link in spec.links:
             self._levels.append((link, len(self.names)))
-            for unit in range(self._units(link)):
+            for unit in range(self._num_units(link)):
                 rate = self._rate(link, unit)
-                into |= set() if link.shared else {len(self.names) + 1}
-                for word in (link.name,) if link.shared else (f"{link.name} out", f"{link.name} in"):
-                    self.names.append(f"{word} {unit}" if self._units(link) > 1 else word)
+                inbound |= set() if link.shared else {len(self.names) + 1}
+                for name in (link.name,) if link.shared else (f"{link.name} out", f"{link.name} in"):
+                    self.names.append(f"{name} {unit}" if self._num_units(link) > 1 else name)
                     seconds_per_byte.append(1 / rate)
         self._peers = len(self.names)
         for _ in range(self._nodes):
@@ -80,11 +80,11 @@ class Topology:
         self._ports = len(self.names)
         if spec.host.messages == "in_turn":
             for rank in range(self.block):
-                for where in ("", " inside its node"):
-                    self.names += [f"sends of rank {rank}{where}", f"receives of rank {rank}{where}"]
+                for suffix in ("", " inside its node"):
+                    self.names += [f"sends of rank {rank}{suffix}", f"receives of rank {rank}{suffix}"]
                     seconds_per_byte += [0.0, 0.0]
         self.seconds_per_byte = np.array(seconds_per_byte)
-        self.arrives = np.isin(np.arange(len(self.names)), list(into))
+        self.arrives = np.isin(np.arange(len(self.names)), list(inbound))
         """(links,) bool: whether messages arrive over the link, after leaving over others."""
 
     @property
@@ -106,12 +106,14 @@ class Topology:
         (seconds, on_link), latency, slowest = self._route(source, target, num_bytes, messages)
         if self._ports < len(self.names):
             # Movements that stay inside nodes use separate ports.
-            here, there = (self.devices_of(ranks) // self.spec.devices_per_node for ranks in (source, target))
-            first = self._ports + (0 if (here != there).any() else 2)
-            for side, ranks in ((0, source), (1, target)):
-                at = first + 4 * (ranks % self.block) + side
-                seconds += np.bincount(at, weights=slowest, minlength=len(seconds))
-                on_link += np.bincount(at, weights=messages, minlength=len(seconds))
+            source_nodes, target_nodes = (
+                self.devices_of(ends) // self.spec.devices_per_node for ends in (source, target)
+            )
+            first_port = self._ports + (0 if (source_nodes != target_nodes).any() else 2)
+            for side, ends in ((0, source), (1, target)):
+                ports = first_port + 4 * (ends % self.block) + side
+                seconds += np.bincount(ports, weights=slowest, minlength=len(seconds))
+                on_link += np.bincount(ports, weights=messages, minlength=len(seconds))
         links = np.flatnonzero(seconds)
         return Load(links, seconds[links], on_link[links], float(latency.max()))
 
@@ -121,41 +123,52 @@ class Topology:
         """Return (2, links) seconds and messages, the latency of each entry's path, and the seconds of its slowest link."""
         total = np.zeros((2, len(self.names)))
         latency, slowest = np.zeros(len(source)), np.zeros(len(source))
-        a, b = self.devices_of(source), self.devices_of(target)
-        nodes = a // self.spec.devices_per_node, b // self.spec.devices_per_node
+        source_devices, target_devices = self.devices_of(source), self.devices_of(target)
+        nodes = source_devices // self.spec.devices_per_node, target_devices // self.spec.devices_per_node
         inside = nodes[0] == nodes[1]
         on_tree = np.ones(len(source), dtype=bool)
         for number, peer in enumerate(self.spec.peers):
-            for way, (x, y) in enumerate((peer.devices, peer.devices[::-1])):
-                here = inside & (a % self.spec.devices_per_node == x) & (b % self.spec.devices_per_node == y)
-                first = self._peers + nodes[0][here] % self._nodes * 2 * len(self.spec.peers)
-                spent = num_bytes[here] * 8e-9 / peer.gbps + messages[here] * peer.message_us * 1e-6
-                at = first + 2 * number + way + np.zeros(int(here.sum()), dtype=np.int64)
-                np.add.at(total[0], at, spent)
-                np.add.at(total[1], at, messages[here])
-                latency[here] += peer.latency_us * 1e-6
-                slowest[here] = np.maximum(slowest[here], spent)
-                on_tree &= ~here
+            for direction, (first_end, second_end) in enumerate((peer.devices, peer.devices[::-1])):
+                on_peer = (
+                    inside
+                    & (source_devices % self.spec.devices_per_node == first_end)
+                    & (target_devices % self.spec.devices_per_node == second_end)
+                )
+                first = self._peers + nodes[0][on_peer] % self._nodes * 2 * len(self.spec.peers)
+                seconds = num_bytes[on_peer] * 8e-9 / peer.gbps + messages[on_peer] * peer.message_us * 1e-6
+                at = first + 2 * number + direction + np.zeros(int(on_peer.sum()), dtype=np.int64)
+                np.add.at(total[0], at, seconds)
+                np.add.at(total[1], at, messages[on_peer])
+                latency[on_peer] += peer.latency_us * 1e-6
+                slowest[on_peer] = np.maximum(slowest[on_peer], seconds)
+                on_tree &= ~on_peer
         for link, first in self._levels:
-            used = on_tree & self._uses(link, a, b, inside)
+            used = on_tree & self._uses(link, source_devices, target_devices, inside)
             if not used.any():
                 continue
-            times = self._times(link)
-            for side, devices in enumerate((a[used],) if link.shared else (a[used], b[used])):
-                at = first + self._unit(link, devices) * (1 if link.shared else 2) + side
-                each = self.seconds_per_byte[at]
+            num_blocks = self._num_blocks(link)
+            for side, devices in enumerate(
+                (source_devices[used],) if link.shared else (source_devices[used], target_devices[used])
+            ):
+                at = first + self._unit_of(link, devices) * (1 if link.shared else 2) + side
+                byte_seconds = self.seconds_per_byte[at]
                 if link.sizes:
-                    on_each = np.bincount(at, weights=num_bytes[used] * times)
-                    each = each / np.interp(np.log(on_each[at]), np.log(link.sizes), link.size_share)
+                    link_bytes = np.bincount(at, weights=num_bytes[used] * num_blocks)
+                    byte_seconds = byte_seconds / np.interp(np.log(link_bytes[at]), np.log(link.sizes), link.size_share)
                 if link.users:
-                    units, which = np.unique(at, return_inverse=True)
-                    crowd = np.array([len({*a[used][at == one], *b[used][at == one]}) for one in units])[which]
-                    each = each / np.interp(crowd, link.users, link.users_share)
-                each, message = _by_connections(link, at, each, messages[used] * times)
-                spent = num_bytes[used] * each + messages[used] * message
-                np.add.at(total[0], at, spent * times)
-                np.add.at(total[1], at, messages[used] * times)
-                slowest[used] = np.maximum(slowest[used], spent)
+                    units, inverse = np.unique(at, return_inverse=True)
+                    num_users = np.array(
+                        [
+                            len({*source_devices[used][at == one_link], *target_devices[used][at == one_link]})
+                            for one_link in units
+                        ]
+                    )[inverse]
+                    byte_seconds = byte_seconds / np.interp(num_users, link.users, link.users_share)
+                byte_seconds, message_seconds = _by_connections(link, at, byte_seconds, messages[used] * num_blocks)
+                seconds = num_bytes[used] * byte_seconds + messages[used] * message_seconds
+                np.add.at(total[0], at, seconds * num_blocks)
+                np.add.at(total[1], at, messages[used] * num_blocks)
+                slowest[used] = np.maximum(slowest[used], seconds)
             latency[used] += link.latency_us * 1e-6
         return total, latency, slowest
 
@@ -163,18 +176,20 @@ class Topology:
         """Return the device of the cluster that each rank uses."""
         return ranks // self.ranks_per_node * self.spec.devices_per_node + ranks % self.ranks_per_node
 
-    def _uses(self, link: Link, a: np.ndarray, b: np.ndarray, inside: np.ndarray) -> np.ndarray:
+    def _uses(
+        self, link: Link, source_devices: np.ndarray, target_devices: np.ndarray, inside: np.ndarray
+    ) -> np.ndarray:
         if link.units:
             of_node, per_node = np.array(link.units), self.spec.devices_per_node
-            differ = of_node[a // per_node] != of_node[b // per_node]
+            differ = of_node[source_devices // per_node] != of_node[target_devices // per_node]
         else:
-            differ = a // link.devices != b // link.devices
+            differ = source_devices // link.devices != target_devices // link.devices
         used = ~differ if link.shared else differ
         if link.carries == "inside":
             return used & inside
         return used & ~inside if link.carries == "outside" else used
 
-    def _unit(self, link: Link, devices: np.ndarray) -> np.ndarray:
+    def _unit_of(self, link: Link, devices: np.ndarray) -> np.ndarray:
         """Return the number of the level's link that each device is behind."""
         per_node = self.spec.devices_per_node
         if link.units:
@@ -182,12 +197,12 @@ class Topology:
         units: np.ndarray = devices % self._devices // link.devices if self._folded else devices // link.devices
         return units
 
-    def _units(self, link: Link) -> int:
+    def _num_units(self, link: Link) -> int:
         if link.units:
             return 1 + max(link.units)
         return -(-(self._devices if self._folded else self.spec.world) // link.devices)
 
-    def _times(self, link: Link) -> int:
+    def _num_blocks(self, link: Link) -> int:
         """Return the number of blocks whose messages one of these links carries."""
         if not self._folded:
             return 1
@@ -197,28 +212,28 @@ class Topology:
         share = link.fabric_share(-(-self.world // self.ranks_per_node))
         if not self._folded or len(link.gbps) == 1:
             return link.rate(unit) * share
-        return min(link.gbps[unit :: self._units(link)]) * 1e9 / 8 * share
+        return min(link.gbps[unit :: self._num_units(link)]) * 1e9 / 8 * share
 
 
 def _by_connections(
-    link: Link, at: np.ndarray, each: np.ndarray, messages: np.ndarray
+    link: Link, at: np.ndarray, byte_seconds: np.ndarray, messages: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the seconds per byte and per message, (n,) both, given the connections that are open on each link.
 
     Args:
         link: the level.
         at: (n,) numbers of the links in use.
-        each: (n,) seconds per byte at the link's rate.
+        byte_seconds: (n,) seconds per byte at the link's rate.
         messages: (n,) messages on each link, each on a connection of its own.
     """
-    usual = np.full(len(at), link.message_us * 1e-6)
+    message_seconds = np.full(len(at), link.message_us * 1e-6)
     if not link.connection_us and not link.connection_gbps:
-        return each, usual
-    _, which = np.unique(at, return_inverse=True)
-    count = np.maximum(np.bincount(which, weights=messages), 1)[which]
+        return byte_seconds, message_seconds
+    _, inverse = np.unique(at, return_inverse=True)
+    count = np.maximum(np.bincount(inverse, weights=messages), 1)[inverse]
     if link.connection_gbps:
-        each = np.maximum(each, 8e-9 / (count * link.connection_gbps))
-    return each, usual + count * link.connection_us * 1e-6
+        byte_seconds = np.maximum(byte_seconds, 8e-9 / (count * link.connection_gbps))
+    return byte_seconds, message_seconds + count * link.connection_us * 1e-6
 
 
 def check_fit(spec: ClusterSpec, world: int, ranks_per_node: int | None) -> int:

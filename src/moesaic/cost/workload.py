@@ -87,8 +87,7 @@ def uniform_counts(groups: int, workload: Workload) -> np.ndarray:
 
 
 def zipf_counts(groups: int, workload: Workload, *, exponent: float, seed: int) -> np.ndarray:
-    """Return counts in which the i-th busiest expert has a share proportional to 1 / i^exponent, with the same order in
-    every group.
+    """Return counts in which the i-th busiest expert's share is proportional to 1 / i^exponent, equal in all groups.
 
     Args:
         groups: data-parallel groups.
@@ -103,8 +102,8 @@ def zipf_counts(groups: int, workload: Workload, *, exponent: float, seed: int) 
 
 
 def dirichlet_counts(groups: int, workload: Workload, *, concentration: float, seed: int) -> np.ndarray:
-    """Return counts whose shares are drawn from a Dirichlet distribution for each group; their expected sum over groups
-    is even.
+    """Return counts whose shares are drawn from a Dirichlet distribution for each group; their mean over groups is
+    even.
 
     Args:
         groups: data-parallel groups, or samples of `workload.tokens` tokens, each of which prefers its own experts
@@ -153,7 +152,7 @@ def _rounded(shares: np.ndarray, workload: Workload) -> np.ndarray:
     total = round(workload.copies)
     exact = shares * total
     counts = np.floor(exact).astype(np.int64)
-    for row, (whole, want) in enumerate(zip(counts, exact)):
-        missing = total - int(whole.sum())
-        counts[row, np.argsort(whole - want, kind="stable")[:missing]] += 1
+    for row, (row_counts, row_exact) in enumerate(zip(counts, exact)):
+        missing = total - int(row_counts.sum())
+        counts[row, np.argsort(row_counts - row_exact, kind="stable")[:missing]] += 1
     return counts

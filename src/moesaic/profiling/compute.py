@@ -62,20 +62,20 @@ def median_seconds(function: Callable[[], object], repeats: int, barrier: Callab
     function()
     start = time.thread_time()
     function()
-    times = max(1, min(50, int(2e-3 / max(time.thread_time() - start, 1e-6))))
+    calls = max(1, min(50, int(2e-3 / max(time.thread_time() - start, 1e-6))))
     barrier()
-    mine = []
+    own_times = []
     for _ in range(repeats):
         start = time.thread_time()
-        for _ in range(times):
+        for _ in range(calls):
             function()
-        mine.append((time.thread_time() - start) / times)
-    return statistics.fmean(statistics.median(each) for each in gathered(mine))
+        own_times.append((time.thread_time() - start) / calls)
+    return statistics.fmean(statistics.median(rank_times) for rank_times in gathered(own_times))
 
 
 def _rate(rows: int, dtype: torch.dtype, repeats: int, barrier: Callable[[], object]) -> float:
-    once, operations = expert_step(rows, dtype, (DIM, HIDDEN, EXPERTS_HELD))
-    return operations / median_seconds(once, repeats, barrier)
+    step, operations = expert_step(rows, dtype, (DIM, HIDDEN, EXPERTS_HELD))
+    return operations / median_seconds(step, repeats, barrier)
 
 
 def expert_step(
@@ -89,17 +89,17 @@ def expert_step(
         sizes: dim, hidden, experts.
         device: device of the experts.
     """
-    dim, _, held = sizes
+    dim, _, num_experts = sizes
     experts = EXPERTS["swiglu"](*sizes)
     sharded_names, _ = experts.names
     sharded = tuple(getattr(experts, name).detach().to(device, dtype) for name in sharded_names)
-    tokens = torch.randn(rows * held, dim, device=device).to(dtype)  # a GPU's clock falls less with constants
-    gates = torch.ones(rows * held, device=device)
-    ends = torch.arange(1, held + 1, dtype=torch.int32, device=device) * rows
+    tokens = torch.randn(rows * num_experts, dim, device=device).to(dtype)  # a GPU's clock falls less with constants
+    gates = torch.ones(rows * num_experts, device=device)
+    ends = torch.arange(1, num_experts + 1, dtype=torch.int32, device=device) * rows
     call = ExpertCall(sharded, (), tokens, gates, ends)
 
-    def once() -> None:
+    def step() -> None:
         out, kept = experts.run(call)
         experts.gradients(call, kept, out)
 
-    return once, 3 * 2 * rows * sum(weight.numel() for weight in sharded)
+    return step, 3 * 2 * rows * sum(weight.numel() for weight in sharded)

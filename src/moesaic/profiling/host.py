@@ -47,39 +47,43 @@ class IdleExperts(AbstractExperts):
         dim: width of a token.
         hidden: inner width of one expert.
         num_experts: number of experts.
-        told: called in every forward and backward pass with the floating-point operations that it skips: 2 per row and
+        on_flops: called in every forward and backward pass with the floating-point operations that it skips: 2 per row and
             matrix element forward, 4 backward.
     """
 
-    def __init__(self, dim: int, hidden: int, num_experts: int, *, told: Callable[[float], object] = _ignore) -> None:
+    def __init__(
+        self, dim: int, hidden: int, num_experts: int, *, on_flops: Callable[[float], object] = _ignore
+    ) -> None:
         super().__init__(dim, num_experts)
         self.w1 = nn.Parameter(torch.zeros(num_experts, hidden, dim))
         self.w2 = nn.Parameter(torch.zeros(num_experts, dim, hidden))
-        self._told = told
+        self._on_flops = on_flops
         with torch.device("meta"):
-            self._like = (PlainExperts(dim, hidden, num_experts),)  # in a tuple, so that it does not become a submodule
+            self._plain = (
+                PlainExperts(dim, hidden, num_experts),
+            )  # in a tuple, so that it does not become a submodule
 
     @property
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return self._like[0].names
+        return self._plain[0].names
 
     def shard_dim(self, name: str) -> int | None:
-        return self._like[0].shard_dim(name)
+        return self._plain[0].shard_dim(name)
 
     def init_normal(self, std: float, out_std: float) -> None:
         """Leave the weights at zero, since no product reads them."""
 
     def num_units(self, sharded: Weights) -> int:
-        return self._like[0].num_units(sharded)
+        return self._plain[0].num_units(sharded)
 
     def pack(self, sharded: Weights) -> Tensor:
-        return self._like[0].pack(sharded)
+        return self._plain[0].pack(sharded)
 
     def unpack(self, rows: Tensor, num_experts: int) -> Weights:
-        return self._like[0].unpack(rows, num_experts)
+        return self._plain[0].unpack(rows, num_experts)
 
     def compute(self, call: ExpertCall) -> Tensor:
-        self._told(2 * self._products(call))
+        self._on_flops(2 * self._products(call))
         return call.rows
 
     def run(self, call: ExpertCall) -> tuple[Tensor, Weights]:
@@ -91,7 +95,7 @@ class IdleExperts(AbstractExperts):
     ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
         """Return the result's gradients as the rows' gradients. A backward pass counts twice the operations of a
         forward pass."""
-        self._told(4 * self._products(call))
+        self._on_flops(4 * self._products(call))
         d_gates = None if call.gates is None else torch.zeros_like(call.gates)
         return dy, d_gates, tuple(map(torch.zeros_like, call.sharded)), ()
 
@@ -134,17 +138,23 @@ class BalancedRouter(AbstractRouter):
 
 @functools.lru_cache
 def visits(num_tokens: int, top_k: int, num_experts: int, seed: int, chunks: int = 1) -> tuple[tuple[int, float], ...]:
-    """Return the mean number of ep ranks on which a token of the pattern has an expert, for every number of ep ranks,
-    as in `Workload.visits`."""
+    """Return the mean number of ep ranks on which a token of the pattern has an expert, as in `Workload.visits`.
+
+    The mean is given for every number of ep ranks that divides the number of experts.
+
+    Args:
+        num_tokens, top_k, num_experts, seed: as in `balanced_choice`.
+        chunks: number of parts into which each expert's copies are cut; a token counts once per part.
+    """
     expert = balanced_choice(num_tokens, top_k, num_experts, seed).expert.view(num_tokens, top_k)
-    place = torch.zeros(num_tokens, num_experts, dtype=torch.int64).scatter_(1, expert, 1)
-    part = ((place.cumsum(0).gather(1, expert) - 1) * chunks) // (num_tokens * top_k // num_experts)
-    found = []
+    is_chosen = torch.zeros(num_tokens, num_experts, dtype=torch.int64).scatter_(1, expert, 1)
+    chunk = ((is_chosen.cumsum(0).gather(1, expert) - 1) * chunks) // (num_tokens * top_k // num_experts)
+    means = []
     for places in (each for each in range(1, num_experts + 1) if num_experts % each == 0):
-        there = torch.zeros(num_tokens, places * chunks)
-        there.scatter_(1, expert // (num_experts // places) * chunks + part, 1.0)
-        found.append((places, float(there.sum(1).mean())))
-    return tuple(found)
+        is_present = torch.zeros(num_tokens, places * chunks)
+        is_present.scatter_(1, expert // (num_experts // places) * chunks + chunk, 1.0)
+        means.append((places, float(is_present.sum(1).mean())))
+    return tuple(means)
 
 
 def balanced_choice(num_tokens: int, top_k: int, num_experts: int, seed: int) -> Choice:
@@ -153,15 +163,15 @@ def balanced_choice(num_tokens: int, top_k: int, num_experts: int, seed: int) ->
     Raises:
         InputError: if `num_tokens` is not a multiple of `num_experts`.
     """
-    blocks, rest = divmod(num_tokens, num_experts)
-    if rest:
+    blocks, remainder = divmod(num_tokens, num_experts)
+    if remainder:
         raise InputError(
             f"{num_tokens} tokens do not spread evenly over num_experts={num_experts}: give a multiple of it"
         )
     generator = torch.Generator().manual_seed(seed)
     first = torch.rand(blocks, num_experts, generator=generator).argsort(1)
-    moved = torch.rand(blocks, num_experts - 1, generator=generator).argsort(1)[:, : top_k - 1] + 1
-    offsets = torch.cat([torch.zeros(blocks, 1, dtype=torch.int64), moved], dim=1)
+    shifts = torch.rand(blocks, num_experts - 1, generator=generator).argsort(1)[:, : top_k - 1] + 1
+    offsets = torch.cat([torch.zeros(blocks, 1, dtype=torch.int64), shifts], dim=1)
     expert = (first.unsqueeze(2) + offsets.unsqueeze(1)) % num_experts
     return Choice(
         token=torch.arange(num_tokens).repeat_interleave(top_k),
@@ -186,7 +196,7 @@ class CalibrationStep:
 
 
 def host_steps(
-    found: Sequence[Calibration],
+    layers: Sequence[Calibration],
     transport: AbstractTransport,
     repeats: int,
     barrier: Callable[[], object],
@@ -195,36 +205,39 @@ def host_steps(
     """Time layers whose experts compute nothing, in turns. All ranks call it together and get the same result.
 
     Args:
-        found: the layers.
+        layers: the layers.
         transport: between the ranks.
         repeats: timed steps per layer, after a first step that computes the layouts.
         barrier: releases all ranks at one moment.
         progress: called with the share that is done.
     """
-    layers: dict[object, _Layer] = {}
-    for each in found:
-        key = (each.mesh, each.workload)
-        if key not in layers:
-            layers[key] = _Layer(each, transport)
-    taken: list[list[tuple[float, float, float]]] = [[] for _ in found]
+    built: dict[object, _Layer] = {}
+    for calibration in layers:
+        key = (calibration.mesh, calibration.workload)
+        if key not in built:
+            built[key] = _Layer(calibration, transport)
+    spans: list[list[tuple[float, float, float]]] = [[] for _ in layers]
     gc.collect()
     for repeat in range(-1, repeats):
-        for number, each in enumerate(found):
-            progress((repeat + 1 + number / len(found)) / (repeats + 1))
+        for number, calibration in enumerate(layers):
+            progress((repeat + 1 + number / len(layers)) / (repeats + 1))
             barrier()
             start, before = time.monotonic(), time.process_time()
-            layers[each.mesh, each.workload].step(each)
+            built[calibration.mesh, calibration.workload].step(calibration)
             if repeat >= 0:
-                taken[number].append((start, time.monotonic(), time.process_time() - before))
-    everyone = gathered(taken)
-    return [(each, _over_ranks([of_rank[number] for of_rank in everyone])) for number, each in enumerate(found)]
+                spans[number].append((start, time.monotonic(), time.process_time() - before))
+    of_all_ranks = gathered(spans)
+    return [
+        (calibration, _over_ranks([of_rank[number] for of_rank in of_all_ranks]))
+        for number, calibration in enumerate(layers)
+    ]
 
 
 def _over_ranks(spans: list[list[tuple[float, float, float]]]) -> CalibrationStep:
     """Return the times of a step, from each rank's (start, end, processor seconds) per repeat."""
     return CalibrationStep(
-        processor=tuple(statistics.fmean(span[2] for span in each) for each in zip(*spans)),
-        wall=tuple(max(span[1] for span in each) - min(span[0] for span in each) for each in zip(*spans)),
+        processor=tuple(statistics.fmean(span[2] for span in repeat) for repeat in zip(*spans)),
+        wall=tuple(max(span[1] for span in repeat) - min(span[0] for span in repeat) for repeat in zip(*spans)),
     )
 
 
@@ -244,8 +257,8 @@ class _Layer:
         self.x = torch.ones(first.tokens, workload.dim).requires_grad_()
         self._dy = torch.ones(first.tokens, workload.dim)
 
-    def step(self, each: Calibration) -> None:
-        self.layer.use_plan(each.compiled)
+    def step(self, calibration: Calibration) -> None:
+        self.layer.use_plan(calibration.compiled)
         self.layer(self.x).backward(self._dy)
         self.x.grad = None
         for parameter in self.layer.parameters():
@@ -254,14 +267,14 @@ class _Layer:
 
 def sharing(repeats: int, barrier: Callable[[], object]) -> tuple[float, ...]:
     """Return wall-clock over processor time of a rank while all ranks compute, per repeat, mean over ranks; at least 1."""
-    mine = []
+    own_ratios = []
     for _ in range(repeats):
         barrier()
         start, before, count = time.monotonic(), time.thread_time(), 0
         while time.thread_time() - before < SPIN_SECONDS:
             count += sum(range(1000)) > 0
-        mine.append((time.monotonic() - start) / (time.thread_time() - before))
-    return tuple(max(1.0, statistics.fmean(each)) for each in zip(*gathered(mine)))
+        own_ratios.append((time.monotonic() - start) / (time.thread_time() - before))
+    return tuple(max(1.0, statistics.fmean(ratios)) for ratios in zip(*gathered(own_ratios)))
 
 
 EXPERTS_PER_RANK = 2
@@ -309,10 +322,10 @@ class Calibration:
 def calibrations(world: int, ranks_per_node: int) -> Iterator[Calibration]:
     """Yield the calibration layers for a number of ranks, shape by shape."""
     num_experts = EXPERTS_PER_RANK * world
-    for (dim, hidden, each), grid in itertools.product(SHAPES, _grids(world, ranks_per_node)):
+    for (dim, hidden, per_expert), grid in itertools.product(SHAPES, _grids(world, ranks_per_node)):
         workload = Workload(
-            tokens=each * num_experts * grid.tp, num_experts=num_experts, top_k=min(2, num_experts), dim=dim, hidden=hidden,
-            matrices=2, dtype="fp32",
+            tokens=per_expert * num_experts * grid.tp, num_experts=num_experts, top_k=min(2, num_experts), dim=dim,
+            hidden=hidden, matrices=2, dtype="fp32",
         )  # fmt: skip
         seen: set[bytes] = set()
         for plan in PLANS:

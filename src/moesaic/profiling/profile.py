@@ -1,7 +1,7 @@
-"""`moesaic profile`: measures the machine that its ranks run on, fits a profile, and checks it on held-out
-measurements.
+"""`moesaic profile`: measures the machine that its ranks run on, and fits and checks a profile.
 
-The measured times can be written to a file, so that another fit can use the same times.
+The profile is checked on held-out measurements. The measured times can be written to a file, so that another fit can
+use the same times.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ def measure(
     transport = open_transport(name=transport_name)
     barrier = start_together(latest) if dist.is_initialized() else lambda: None
     progress("products, copies and codecs", 0.0)
-    rest = ClusterProfile(
+    profile = ClusterProfile(
         products=products(dtypes, repeats, barrier),
         codecs=codecs(repeats, barrier),
         copy_bytes_per_second=copy_bytes_per_second(repeats, barrier),
         memory_gib=memory_gib(ranks_per_node),
     )
     progress("sharing of cores", 0.1)
-    shared = sharing(repeats, barrier)
+    sharing_ratios = sharing(repeats, barrier)
     links: dict[str, TimedMovements] = {}
     for inside in (True, False):
         name, peers = (
@@ -89,22 +89,22 @@ def measure(
             continue
         progress(f"messages {name} nodes", 0.12 if inside else 0.2)
         links[name] = movements(transport, peers, peers, repeats, barrier)
-        end = 1 if inside else ranks_per_node  # rank 0 only sends, so a shared medium shows
-        to, source = (end,) * (transport.rank == 0), (0,) * (transport.rank == end)
+        target = 1 if inside else ranks_per_node  # rank 0 only sends, so a shared medium shows
+        to, source = (target,) * (transport.rank == 0), (0,) * (transport.rank == target)
         links[f"{name}, one"] = movements(transport, to, source, repeats, barrier)
     progress("collectives", 0.28)
     lines = collectives(transport, ranks_per_node, repeats, barrier)
-    found = list(calibrations(transport.world, ranks_per_node))
+    layers = list(calibrations(transport.world, ranks_per_node))
     steps = host_steps(
-        found,
+        layers,
         transport,
         REPEATS_OF_LAYERS * repeats,
         barrier,
-        lambda share: progress(f"{len(found)} layers", 0.45 + 0.55 * share),
+        lambda share: progress(f"{len(layers)} layers", 0.45 + 0.55 * share),
     )
     return MeasuredMachine(
-        ranks_per_node=ranks_per_node, world=transport.world, steps=steps, sharing=shared, links=links,
-        rest=replace(rest, collectives=lines),
+        ranks_per_node=ranks_per_node, world=transport.world, steps=steps, sharing=sharing_ratios, links=links,
+        rest=replace(profile, collectives=lines),
     )  # fmt: skip
 
 
@@ -122,17 +122,17 @@ def profile_of(measured: MeasuredMachine) -> ClusterProfile:
     Raises:
         InputError: if the times are too noisy.
     """
-    shared = statistics.median(measured.sharing)
-    rough = _with_links(measured, HostCosts(sharing=shared))[0]
+    sharing_ratio = statistics.median(measured.sharing)
+    rough = _with_links(measured, HostCosts(sharing=sharing_ratio))[0]
     simulator = profiled_simulator(rough)
-    samples = [Sample(_features(simulator, each), step.processor) for each, step in measured.steps]
-    host = fit_host(samples, shared)
+    samples = [Sample(_features(simulator, calibration), step.processor) for calibration, step in measured.steps]
+    host = fit_host(samples, sharing_ratio)
     profile, link_error = _with_links(measured, host.costs)
     layers = [
         TimedLayer(
-            forward=each.compiled.forward, backward=each.compiled.backward, grid=each.compiled.grid,
-            workload=each.routed, seconds=statistics.median(step.wall), virtual_flops=NO_TIME,
-        ) for each, step in measured.steps
+            forward=calibration.compiled.forward, backward=calibration.compiled.backward, grid=calibration.compiled.grid,
+            workload=calibration.routed, seconds=statistics.median(step.wall), virtual_flops=NO_TIME,
+        ) for calibration, step in measured.steps
     ]  # fmt: skip
     calibrated, layer_error = calibrate(profile, layers)
     return replace(
@@ -154,18 +154,18 @@ def layer_errors(profile: ClusterProfile, measured: MeasuredMachine) -> tuple[fl
     """Return the errors of predicted times of the calibration layers, as shares. Three quarters of the layers were
     fitted to."""
     simulator = profiled_simulator(profile, virtual_flops=NO_TIME)
-    found = []
-    for each, step in measured.steps:
-        compiled = each.compiled
-        predicted = simulator.layer_seconds(compiled.forward, compiled.backward, each.routed, compiled.grid)
-        found.append(predicted / statistics.median(step.wall) - 1)
-    return tuple(found)
+    errors = []
+    for calibration, step in measured.steps:
+        compiled = calibration.compiled
+        predicted = simulator.layer_seconds(compiled.forward, compiled.backward, calibration.routed, compiled.grid)
+        errors.append(predicted / statistics.median(step.wall) - 1)
+    return tuple(errors)
 
 
-def _features(simulator: Simulator, each: Calibration) -> np.ndarray:
+def _features(simulator: Simulator, calibration: Calibration) -> np.ndarray:
     total = layer_features()
-    for program in (each.compiled.forward, each.compiled.backward):
-        volumes = simulator.volumes(program, each.routed, each.compiled.grid)
+    for program in (calibration.compiled.forward, calibration.compiled.backward):
+        volumes = simulator.volumes(program, calibration.routed, calibration.compiled.grid)
         total += host_features(program, volumes, movements_of(program, volumes)).mean(axis=1).sum(axis=0)
     assert total.shape == (len(FEATURES),)
     return total
@@ -173,35 +173,35 @@ def _features(simulator: Simulator, each: Calibration) -> np.ndarray:
 
 def _with_links(measured: MeasuredMachine, host: HostCosts) -> tuple[ClusterProfile, float]:
     """Return a profile with these host costs and with fitted links, and the largest error on held-out sizes."""
-    found: dict[str, LinkCosts] = {}
+    links: dict[str, LinkCosts] = {}
     worst = 0.0
     for name in ("inside", "outside"):
-        moved = measured.links.get(name)
-        if moved is None:
+        all_senders = measured.links.get(name)
+        if all_senders is None:
             continue
-        one, error = fit_link(*_timed(measured.links[f"{name}, one"]), f"one sender {name} nodes")
-        every, other_error = fit_link(*_timed(moved), f"all senders {name} nodes")
-        found[name] = LinkCosts(
-            latency_seconds=max(one.latency - host.task - host.message - host.transfer, 0.0),
-            credit_seconds=one.credit,
-            all_senders=every.bytes_per_second,
-            one_sender=one.bytes_per_second,
+        one_fit, one_error = fit_link(*_timed(measured.links[f"{name}, one"]), f"one sender {name} nodes")
+        all_fit, all_error = fit_link(*_timed(all_senders), f"all senders {name} nodes")
+        links[name] = LinkCosts(
+            latency_seconds=max(one_fit.latency - host.task - host.message - host.transfer, 0.0),
+            credit_seconds=one_fit.credit,
+            all_senders=all_fit.bytes_per_second,
+            one_sender=one_fit.bytes_per_second,
         )
-        worst = max(worst, error, other_error)
+        worst = max(worst, one_error, all_error)
     nodes = measured.world // measured.ranks_per_node
     profile = replace(
         measured.rest,
         nodes=nodes,
         ranks_per_node=measured.ranks_per_node,
         host=host,
-        inside=found.get("inside", LinkCosts()),
-        outside=found.get("outside", LinkCosts()),
+        inside=links.get("inside", LinkCosts()),
+        outside=links.get("outside", LinkCosts()),
     )
     return profile, worst
 
 
-def _timed(moved: TimedMovements) -> tuple[Sequence[float], Sequence[Sequence[float]]]:
-    return moved.num_bytes, moved.seconds
+def _timed(timed: TimedMovements) -> tuple[Sequence[float], Sequence[Sequence[float]]]:
+    return timed.num_bytes, timed.seconds
 
 
 def write_measured(measured: MeasuredMachine, path: Path) -> None:
@@ -210,9 +210,9 @@ def write_measured(measured: MeasuredMachine, path: Path) -> None:
         "world": measured.world,
         "ranks_per_node": measured.ranks_per_node,
         "sharing": measured.sharing,
-        "links": {name: asdict(each) for name, each in measured.links.items()},
+        "links": {name: asdict(timed) for name, timed in measured.links.items()},
         "rest": asdict(measured.rest),
-        "steps": {each.name: asdict(step) for each, step in measured.steps},
+        "steps": {calibration.name: asdict(step) for calibration, step in measured.steps},
     }
     path.write_text(json.dumps(table) + "\n", encoding="utf-8")
 
@@ -226,18 +226,18 @@ def read_measured(path: Path) -> MeasuredMachine:
     table = read_table(path)
     if "steps" not in table or "world" not in table:
         raise InputError(f"{path}: contains no measured times: measure again")
-    found = list(calibrations(table["world"], table["ranks_per_node"]))
-    if [each.name for each in found] != list(table["steps"]):
+    layers = list(calibrations(table["world"], table["ranks_per_node"]))
+    if [calibration.name for calibration in layers] != list(table["steps"]):
         raise InputError(f"{path}: has other calibration layers than this version: measure again")
-    steps = [tuple(map(tuple, (each["processor"], each["wall"]))) for each in table["steps"].values()]
+    times_of_steps = [tuple(map(tuple, (step["processor"], step["wall"]))) for step in table["steps"].values()]
     return MeasuredMachine(
         ranks_per_node=table["ranks_per_node"],
         world=table["world"],
-        steps=[(each, CalibrationStep(*times)) for each, times in zip(found, steps)],
+        steps=[(calibration, CalibrationStep(*times)) for calibration, times in zip(layers, times_of_steps)],
         sharing=tuple(table["sharing"]),
         links={
-            name: TimedMovements(tuple(each["num_bytes"]), tuple(map(tuple, each["seconds"])), each["messages"])
-            for name, each in table["links"].items()
+            name: TimedMovements(tuple(timed["num_bytes"]), tuple(map(tuple, timed["seconds"])), timed["messages"])
+            for name, timed in table["links"].items()
         },
         rest=override(ClusterProfile(), table["rest"], source=str(path)),
     )

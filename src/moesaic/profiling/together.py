@@ -1,5 +1,4 @@
-"""Controls the ranks of a measurement: binds them to cores, starts them at one moment, and exchanges what they
-measured.
+"""Controls the ranks of a measurement: binds them to cores, starts them together, and exchanges their times.
 
 Ranks that share cores are bound under the batch policy so that none of their threads preempts another when it wakes up.
 Gloo's thread tries the lock of a connection and polls again at once if the lock is taken. If this thread has preempted
@@ -46,8 +45,8 @@ def start_together(latest: Callable[[float], float], lead_seconds: float = 0.002
 
     def barrier() -> None:
         moment = latest(time.monotonic()) + lead_seconds
-        deferred_wgrad = latest(time.monotonic())  # when the last rank knew the moment; a slow agreement postpones it
-        moment = max(moment, deferred_wgrad + lead_seconds)
+        all_informed = latest(time.monotonic())  # when the last rank knew the moment; a slow agreement postpones it
+        moment = max(moment, all_informed + lead_seconds)
         time.sleep(max(moment - time.monotonic(), 0.0))
 
     return barrier
@@ -60,10 +59,10 @@ def latest(moment: float) -> float:
     return float(number)
 
 
-def gathered(mine: list) -> list[list]:
+def gathered(own: list) -> list[list]:
     """Return the lists of all ranks, by rank."""
     if not dist.is_initialized():
-        return [mine]
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
+        return [own]
+    of_all_ranks: list = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all_ranks, own)
+    return of_all_ranks

@@ -45,46 +45,48 @@ def loss_over_steps(runs: Sequence[RunSummary]) -> go.Figure:
 
     The initial axis excludes the first steep drop, which would flatten the rest of the curve.
     """
-    made = figure(STEP, f"loss ({loss_unit(runs)})", height=340, legend=True)
+    chart = figure(STEP, f"loss ({loss_unit(runs)})", height=340, legend=True)
     for index, run in enumerate(runs):
-        made.add_trace(
+        chart.add_trace(
             line(f"{run.name}, training", run.loss.steps, run.loss.values, run_colour(index), width=1, opacity=0.55)
         )
     for index, run in enumerate(runs):
         if run.val_loss:
-            made.add_trace(_validation(f"{run.name}, validation", run.val_loss.steps, run.val_loss.values, index))
-    made.update_yaxes(range=_loss_range(runs))
+            chart.add_trace(_validation(f"{run.name}, validation", run.val_loss.steps, run.val_loss.values, index))
+    chart.update_yaxes(range=_loss_range(runs))
     if len(runs) in (2, 3) and all(len(run.name) <= 30 // len(runs) for run in runs):  # a row for each kind of loss
-        made.update_layout(legend={"entrywidth": 0.98 / len(runs), "entrywidthmode": "fraction"})
-    return made
+        chart.update_layout(legend={"entrywidth": 0.98 / len(runs), "entrywidthmode": "fraction"})
+    return chart
 
 
 def validation_over_time(runs: Sequence[RunSummary]) -> go.Figure:
     """Draw validation loss over training time, which takes the cost of a step into account."""
     unit, length = time_unit(max(run.training_seconds for run in runs))
-    made = figure(f"training time ({unit})", "validation loss (nats/byte)", height=340, legend=True)
+    chart = figure(f"training time ({unit})", "validation loss (nats/byte)", height=340, legend=True)
     for index, run in enumerate(runs):
         if run.val_nats_per_byte:
             times = [second / length for second in run.val_seconds.values]
-            made.add_trace(_validation(run.name, times, run.val_nats_per_byte.values, index))
-    made.update_xaxes(rangemode="tozero", hoverformat=".1f")
-    return made
+            chart.add_trace(_validation(run.name, times, run.val_nats_per_byte.values, index))
+    chart.update_xaxes(rangemode="tozero", hoverformat=".1f")
+    return chart
 
 
 def speed(runs: Sequence[RunSummary]) -> list[Picture]:
     """Draw speed, optimisation and auxiliary losses over steps, a line per run."""
     names = dict.fromkeys(name for run in runs for name in run.auxiliary)
-    found = [
+    pictures = [
         Picture(title, caption, _per_run(runs, pick, axis, rangemode="tozero", **options))
         for title, caption, axis, pick, options in OVER_STEPS
     ]
-    for trace in found[-1].figure.data[1:]:  # runs often have the same learning rates, so lines would hide each other
+    for trace in pictures[-1].figure.data[1:]:  # equal learning rates would hide each other
         trace.line.dash = "dash"
     for name in names:
         words = name.replace("_", " ")
-        made = _per_run(runs, partial(_auxiliary, name), words)
-        found.append(Picture(f"Auxiliary loss: {words}", "Before its coefficient, averaged over the MoE layers.", made))
-    return found
+        chart = _per_run(runs, partial(_auxiliary, name), words)
+        pictures.append(
+            Picture(f"Auxiliary loss: {words}", "Before its coefficient, averaged over the MoE layers.", chart)
+        )
+    return pictures
 
 
 OVER_STEPS: tuple[tuple[str, str, str, Callable[[RunSummary], Series], dict[str, str]], ...] = (
@@ -163,10 +165,10 @@ def load_heatmap(
         what: what a row stands for, such as "expert".
         height: height of the chart in pixels.
     """
-    made = figure(STEP, what, height=height)
+    chart = figure(STEP, what, height=height)
     if not shares:
-        return made
-    made.add_trace(
+        return chart
+    chart.add_trace(
         go.Heatmap(
             x=list(steps),
             y=list(range(len(shares[0]))),
@@ -185,9 +187,9 @@ def load_heatmap(
             },
         )
     )
-    made.update_layout(hovermode="closest")
-    made.update_yaxes(autorange="reversed", showgrid=False, tickformat="d")
-    return made
+    chart.update_layout(hovermode="closest")
+    chart.update_yaxes(autorange="reversed", showgrid=False, tickformat="d")
+    return chart
 
 
 def load_shares(
@@ -250,18 +252,18 @@ def _per_layer(
     **y_axis: Any,
 ) -> go.Figure:
     """Draw a thin line per layer and, with `with_mean`, their mean in `INK`. The page shows the legend."""
-    made = figure(STEP, title, height=height, **{"rangemode": "tozero", **y_axis})
+    chart = figure(STEP, title, height=height, **{"rangemode": "tozero", **y_axis})
     picked = [pick(layer) for layer in run.layers]
     for index, (series, colour) in enumerate(zip(picked, layer_colours(len(picked)))):
-        made.add_trace(line(f"layer {index}", series.steps, series.values, colour, width=1.4))
+        chart.add_trace(line(f"layer {index}", series.steps, series.values, colour, width=1.4))
     mean = mean_over_layers(picked)
     if with_mean and len(picked) > 1:
-        made.add_trace(line("mean", mean.steps, mean.values, INK, width=2.6))
+        chart.add_trace(line("mean", mean.steps, mean.values, INK, width=2.6))
     if not with_mean:
-        made.update_layout(font_size=11.5, margin={"l": 48, "r": 12})
-        made.update_xaxes(nticks=5)
-        made.update_yaxes(nticks=5)
-    return made
+        chart.update_layout(font_size=11.5, margin={"l": 48, "r": 12})
+        chart.update_xaxes(nticks=5)
+        chart.update_yaxes(nticks=5)
+    return chart
 
 
 def _auxiliary(name: str, run: RunSummary) -> Series:
@@ -274,12 +276,12 @@ def _mean(pick: Callable[[LayerSeries], Series], run: RunSummary) -> Series:
 
 def _per_run(runs: Sequence[RunSummary], pick: Callable[[RunSummary], Series], title: str, **y_axis: str) -> go.Figure:
     """Draw one line for each run that has the number. A run has the same colour in all charts."""
-    made = figure(STEP, title, height=270, legend=len(runs) > 1, **y_axis)
+    chart = figure(STEP, title, height=270, legend=len(runs) > 1, **y_axis)
     for index, run in enumerate(runs):
         series = pick(run)
         if series:
-            made.add_trace(line(run.name, series.steps, series.values, run_colour(index), showlegend=True))
-    return made
+            chart.add_trace(line(run.name, series.steps, series.values, run_colour(index), showlegend=True))
+    return chart
 
 
 def _validation(name: str, x: Sequence[float], y: Sequence[float], index: int) -> go.Scatter:

@@ -38,15 +38,17 @@ def gantt(timeline: Timeline, until: float | None = None) -> go.Figure:
     unit, length = unit_of(end)
     rows = [lane for lane in LANES if timeline.on(lane)]
     height = 96 + _ROW * max(len(rows), 1)
-    made = figure(f"time ({unit})", "", height=height, legend=True, categoryorder="array")
+    chart = figure(f"time ({unit})", "", height=height, legend=True, categoryorder="array")
     chunks = sorted({span.chunk for span in timeline.spans}, key=lambda chunk: (chunk is not None, chunk or 0))
     for chunk in chunks:
-        made.add_trace(_bars(chunk, [span for span in timeline.spans if span.chunk == chunk], length))
+        chart.add_trace(_bars(chunk, [span for span in timeline.spans if span.chunk == chunk], length))
     names = [lane.value for lane in reversed(rows)]
-    made.update_yaxes(categoryarray=names, showgrid=False, nticks=None, range=[-0.5, len(names) - 0.5])
-    made.update_xaxes(range=[0, rounded(end / length) or 1], showgrid=True)
-    made.update_layout(barmode="overlay", bargap=0.25, hovermode="closest", uniformtext={"mode": "hide", "minsize": 11})
-    return made
+    chart.update_yaxes(categoryarray=names, showgrid=False, nticks=None, range=[-0.5, len(names) - 0.5])
+    chart.update_xaxes(range=[0, rounded(end / length) or 1], showgrid=True)
+    chart.update_layout(
+        barmode="overlay", bargap=0.25, hovermode="closest", uniformtext={"mode": "hide", "minsize": 11}
+    )
+    return chart
 
 
 def write_gantt(timelines: Mapping[str, Timeline], path: Path) -> Path:
@@ -140,13 +142,14 @@ def bars_of(job: Job, best: Found, timelines: Mapping[str, Timeline]) -> list[Ba
         best: the plan, with the predicted times of a step's parts.
         timelines: the timelines of the MoE layers' programs, "forward" and "backward".
     """
-    found, count = list(_micro_batch(job, best, timelines)), job.accumulation
-    each = found[-1].end
+    bars, count = list(_micro_batch(job, best, timelines)), job.accumulation
+    seconds_each = bars[-1].end
     if count > 1:
-        found.append(Bar(COMPUTING, "further micro-batches", f"{count - 1} more like the first", each, count * each))
-    end = count * each
-    rest = {"optimizer": best.estimate.parts.get("optimizer", 0.0)}
-    return found + [Bar(COMPUTING, name, name, end, end + seconds) for name, seconds in rest.items() if seconds]
+        what = f"{count - 1} more like the first"
+        bars.append(Bar(COMPUTING, "further micro-batches", what, seconds_each, count * seconds_each))
+    end = count * seconds_each
+    after = {"optimizer": best.estimate.parts.get("optimizer", 0.0)}
+    return bars + [Bar(COMPUTING, name, name, end, end + seconds) for name, seconds in after.items() if seconds]
 
 
 def _micro_batch(job: Job, best: Found, timelines: Mapping[str, Timeline]) -> Iterator[Bar]:
@@ -225,29 +228,29 @@ def _busy(timeline: Timeline) -> Iterator[tuple[str, float, float]]:
 
 def step_gantt(bars: Iterable[Bar]) -> go.Figure:
     """Draw the bars of a step. The axis first shows the first micro-batch; a double click shows the whole step."""
-    found = list(bars)
-    first = [bar for bar in found if bar.part not in ("further micro-batches", "optimizer")]
-    until, end = max(bar.end for bar in first), max(bar.end for bar in found)
+    all_bars = list(bars)
+    first = [bar for bar in all_bars if bar.part not in ("further micro-batches", "optimizer")]
+    until, end = max(bar.end for bar in first), max(bar.end for bar in all_bars)
     unit, length = unit_of(until)
-    rows = [row for row in (*dict.fromkeys(ROWS.values()), WAITING) if any(bar.row == row for bar in found)]
-    made = figure(f"time ({unit})", "", height=110 + 46 * len(rows), legend=True, categoryorder="array")
-    for number, part in enumerate(dict.fromkeys(bar.part for bar in found)):
-        of = [bar for bar in found if bar.part == part]
+    rows = [row for row in (*dict.fromkeys(ROWS.values()), WAITING) if any(bar.row == row for bar in all_bars)]
+    chart = figure(f"time ({unit})", "", height=110 + 46 * len(rows), legend=True, categoryorder="array")
+    for number, part in enumerate(dict.fromkeys(bar.part for bar in all_bars)):
+        part_bars = [bar for bar in all_bars if bar.part == part]
         colour = WHOLE if part == "further micro-batches" else run_colour(number)
-        made.add_trace(
+        chart.add_trace(
             go.Bar(
                 name=part,
                 orientation="h",
-                y=[bar.row for bar in of],
-                base=[rounded(bar.start / length) for bar in of],
-                x=[rounded((bar.end - bar.start) / length) for bar in of],
-                text=[bar.what for bar in of],
+                y=[bar.row for bar in part_bars],
+                base=[rounded(bar.start / length) for bar in part_bars],
+                x=[rounded((bar.end - bar.start) / length) for bar in part_bars],
+                text=[bar.what for bar in part_bars],
                 textposition="none",
                 hovertemplate="%{text}<br>from %{base:.4g}, takes %{x:.4g}<extra></extra>",
                 marker={"color": colour},
             )
         )
-    made.update_yaxes(categoryarray=rows[::-1], showgrid=False, nticks=None)
-    made.update_xaxes(range=[0, rounded(min(1.05 * until, end) / length)], showgrid=True)
-    made.update_layout(barmode="overlay", bargap=0.25, hovermode="closest")
-    return made
+    chart.update_yaxes(categoryarray=rows[::-1], showgrid=False, nticks=None)
+    chart.update_xaxes(range=[0, rounded(min(1.05 * until, end) / length)], showgrid=True)
+    chart.update_layout(barmode="overlay", bargap=0.25, hovermode="closest")
+    return chart

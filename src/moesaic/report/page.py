@@ -160,9 +160,11 @@ def flattened(table: dict[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def _section(title: str, found: Sequence[Picture]) -> list[Section]:
+def _section(title: str, pictures: Sequence[Picture]) -> list[Section]:
     """Return a list with the section of these charts; empty if all charts are empty."""
-    return [Section(title=title, blocks=[PictureGrid(found)])] if any(chart.figure.data for chart in found) else []
+    return (
+        [Section(title=title, blocks=[PictureGrid(pictures)])] if any(chart.figure.data for chart in pictures) else []
+    )
 
 
 MOST_HEATMAPS = 12
@@ -195,24 +197,26 @@ def write_trace_page(trace: Trace, loads: Sequence[LayerLoad], path: Path) -> Pa
 
 def violations(steps: Sequence[int], loads: Sequence[LayerLoad]) -> go.Figure:
     """Draw MaxVio over steps: a thin line per layer, and the mean of the layers in `INK`."""
-    made = figure("optimizer step", "MaxVio", height=320, legend=True, rangemode="tozero")
+    chart = figure("optimizer step", "MaxVio", height=320, legend=True, rangemode="tozero")
     series = [Series(tuple(steps), load.max_violation) for load in loads]
-    for load, each, colour in zip(loads, series, layer_colours(len(loads))):
+    for load, of_layer, colour in zip(loads, series, layer_colours(len(loads))):
         name = f"layer {load.layer}"
-        made.add_trace(line(name, each.steps, each.values, colour, width=1.4, showlegend=len(loads) <= MOST_HEATMAPS))
+        chart.add_trace(
+            line(name, of_layer.steps, of_layer.values, colour, width=1.4, showlegend=len(loads) <= MOST_HEATMAPS)
+        )
     if len(series) > 1:
         mean = mean_over_layers(series)
-        made.add_trace(line("mean", mean.steps, mean.values, INK, width=2.6, showlegend=True))
-    return made
+        chart.add_trace(line("mean", mean.steps, mean.values, INK, width=2.6, showlegend=True))
+    return chart
 
 
 def trace_in_words(trace: Trace) -> str:
     """Return a one-line description of a trace."""
     shape = trace.shape
-    held = "every token's experts" if trace.holds == "tokens" else "counts"
+    contents = "every token's experts" if trace.holds == "tokens" else "counts"
     micro = f" x {shape.accumulation} micro-batches" if shape.accumulation > 1 else ""
     return (
-        f"{held} of {shape.num_layers} MoE layers with {shape.num_experts} experts, {shape.top_k} per token; steps "
+        f"{contents} of {shape.num_layers} MoE layers with {shape.num_experts} experts, {shape.top_k} per token; steps "
         f"{steps_in_words(trace.steps)}{micro} of {shape.sequences} sequences of {shape.seq_len} tokens"
     )
 

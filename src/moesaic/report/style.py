@@ -82,10 +82,10 @@ def layer_colours(num_layers: int) -> list[str]:
 
 def figure(x_title: str, y_title: str, *, height: int = 300, legend: bool = False, **y_axis: Any) -> go.Figure:
     """Return an empty chart with titled axes; `y_axis` holds options of the vertical axis."""
-    made = go.Figure(layout={"template": TEMPLATE, "height": height, "showlegend": legend})
-    made.update_xaxes(title_text=x_title)
-    made.update_yaxes(title_text=y_title, **y_axis)
-    return made
+    chart = go.Figure(layout={"template": TEMPLATE, "height": height, "showlegend": legend})
+    chart.update_xaxes(title_text=x_title)
+    chart.update_yaxes(title_text=y_title, **y_axis)
+    return chart
 
 
 def line(
@@ -185,7 +185,7 @@ class Drawn:
 
     def as_json(self) -> Markup:
         """Return the charts as members of a JavaScript object: element id -> figure."""
-        text = ",\n".join(f'"{name}": {plotly.io.to_json(made)}' for name, made in self.figures.items())
+        text = ",\n".join(f'"{name}": {plotly.io.to_json(chart)}' for name, chart in self.figures.items())
         assert "</" not in text  # plotly escapes <, so that no name can close the script element
         return Markup(text)
 

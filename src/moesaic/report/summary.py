@@ -36,44 +36,48 @@ which a wait counts; a slow link's wait relative to the median of the other link
 
 def stragglers(lines: Sequence[dict[str, Any]]) -> list[str]:
     """Return a phrase for each slow rank, late rank and slow link."""
-    found = [line["ranks"] for line in lines if _is_sound(line.get("ranks"))]
-    found = [each for each in found if len(each["compute"]) == len(found[-1]["compute"])][-LINES:]
-    if not found or len(found[0]["compute"]) < 2:
+    tables = [line["ranks"] for line in lines if _is_sound(line.get("ranks"))]
+    tables = [table for table in tables if len(table["compute"]) == len(tables[-1]["compute"])][-LINES:]
+    if not tables or len(tables[0]["compute"]) < 2:
         return []
-    seconds, compute, waited = (np.sum([each[name] for each in found], 0) for name in ("seconds", "compute", "waited"))
-    return _of(float(np.mean(seconds)), compute, waited)
+    seconds, compute, waited = (
+        np.sum([table[name] for table in tables], 0) for name in ("seconds", "compute", "waited")
+    )
+    return _phrases(float(np.mean(seconds)), compute, waited)
 
 
-def _of(seconds: float, compute: np.ndarray, waited: np.ndarray) -> list[str]:
-    world, said = len(compute), []
+def _phrases(seconds: float, compute: np.ndarray, waited: np.ndarray) -> list[str]:
+    world, phrases = len(compute), []
     slow: set[int] = set()
     for rank in range(world):
         usual = median(np.delete(compute, rank))
         if compute[rank] > SLOWER * usual and compute[rank] - usual > WAITS / 2 * seconds:
             slow.add(rank)
-            said.append(
+            phrases.append(
                 f"rank {rank} is slow: its programs work {compute[rank] / usual:.1f} times as long as those of other ranks, "
                 "because its experts get more tokens or its processor is slower"
             )
-    for late in range(world):
-        of_others = [waited[rank, late] for rank in range(world) if rank != late]
-        if late not in slow and world > 2 and min(of_others) > WAITS * seconds:
-            slow.add(late)
-            said.append(
-                f"rank {late} comes late: all others wait for it for {min(of_others) / seconds:.0%} of the steps, though its "
+    for awaited in range(world):
+        waits = [waited[rank, awaited] for rank in range(world) if rank != awaited]
+        if awaited not in slow and world > 2 and min(waits) > WAITS * seconds:
+            slow.add(awaited)
+            phrases.append(
+                f"rank {awaited} comes late: all others wait for it for {min(waits) / seconds:.0%} of the steps, though its "
                 "programs work no longer than theirs"
             )
     for rank in range(world):
         for peer in range(world):
-            other = [waited[a, b] for a in range(world) for b in range(world) if a != b and {a, b} != {rank, peer}]
-            usual = median(other) if other else 0.0
+            other_waits = [
+                waited[a, b] for a in range(world) for b in range(world) if a != b and {a, b} != {rank, peer}
+            ]
+            usual = median(other_waits) if other_waits else 0.0
             is_slow = waited[rank, peer] > max(WAITS * seconds, APART * usual)
             if rank != peer and not {rank, peer} & slow and is_slow and waited[rank, peer] >= waited[peer, rank]:
-                said.append(
+                phrases.append(
                     f"the link from rank {peer} to rank {rank} is slow: rank {rank} waits for its messages for "
                     f"{waited[rank, peer] / seconds:.0%} of the steps"
                 )
-    return said
+    return phrases
 
 
 def _is_sound(ranks: Any) -> bool:
@@ -338,8 +342,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _series(lines: Sequence[dict[str, Any]], key: str) -> Series:
-    found = [(line["step"], float(line[key])) for line in lines if _is_number(line.get(key))]
-    return Series(tuple(step for step, _ in found), tuple(value for _, value in found))
+    points = [(line["step"], float(line[key])) for line in lines if _is_number(line.get(key))]
+    return Series(tuple(step for step, _ in points), tuple(value for _, value in points))
 
 
 def _layer(train: Sequence[dict[str, Any]], with_layers: Sequence[dict[str, Any]], index: int) -> LayerSeries:
@@ -367,7 +371,7 @@ def mean_over_layers(series: Sequence[Series]) -> Series:
     """Return the mean of several series, at the steps that all of them have."""
     if not series:
         return Series()
-    tables = [dict(zip(one.steps, one.values)) for one in series]
+    tables = [dict(zip(series_of_layer.steps, series_of_layer.values)) for series_of_layer in series]
     steps = tuple(step for step in series[0].steps if all(step in table for table in tables))
     return Series(steps, tuple(fmean(table[step] for table in tables) for step in steps))
 
@@ -495,15 +499,15 @@ def _quality(runs: Sequence[RunSummary]) -> str:
 
 
 def _speed(runs: Sequence[RunSummary]) -> str:
-    told = []
+    phrases = []
     for run in runs:
         text = f"{run.name} trained for {duration(run.training_seconds)}"
         if run.tokens_per_second.median is not None:
             text += f" at {run.tokens_per_second.median:,.0f} tokens/s"
         if run.mfu.median is not None:
             text += f" ({percent(run.mfu.median)} MFU)"
-        told.append(text)
-    return _listed(told) + "."
+        phrases.append(text)
+    return _listed(phrases) + "."
 
 
 def _balance(run: RunSummary) -> str:
