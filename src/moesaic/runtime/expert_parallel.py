@@ -500,7 +500,7 @@ class ExpertParallel:
         if node_tokens.of_all is not None:
             return node_tokens
         counts = all_gather(self.transport, tuple(range(self.grid.world)), node_tokens.counts)
-        return node_tokens.told(torch.stack(counts).cpu().numpy(), self.rank)
+        return node_tokens.with_counts(torch.stack(counts).cpu().numpy(), self.rank)
 
     def _uncut_call(
         self, layer_run: LayerRun, tokens: np.ndarray, routing: tuple[Tensor, Tensor], num_tokens: int, units: int

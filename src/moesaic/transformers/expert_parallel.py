@@ -59,7 +59,7 @@ class MoesaicEP(EPImplementation):
             reason = "has its own gate or norm, which Moesaic's programs cannot run on other ranks"
         self.instead: AllToAllEP | None = None
         if reason is not None:
-            say(f"{type(experts).__name__} {reason}: its tokens are sent by transformers' own all-to-all")
+            say(f"{type(experts).__name__} {reason}: transformers' own all_to_all sends its tokens")
             self.instead = AllToAllEP(experts, ep_mesh, tp_mesh)
             return
         tp = tp_mesh.size() if ep_mesh.size() % tp_mesh.size() == 0 else 1

@@ -276,7 +276,7 @@ class BalancedCalls(AbstractCallPolicy):
         """
         time.sleep(self._pause)
         assert self._arbitration is not None
-        load, call_seconds = pick.found[0].load, self._clock.hear(sent)
+        load, call_seconds = pick.replicas[0].load, self._clock.hear(sent)
         self._pause = min([PAUSE * each for each in call_seconds.values()], default=self._pause)
         self._work.least = int(load.copies.sum()) // (2 * self.compiled.grid.world * max(1, self.compiled.plan.chunks))
         self.speeds = speeds_of(np.array([of_rank[-1] for of_rank in sent])) or self.speeds
@@ -417,7 +417,7 @@ def saved_seconds(move: SampleMove, costs: ReplicationCosts, dim: int) -> float:
 def _sent_numbers(record: RoutingRecord) -> list[list[float]]:
     """Return the `NUMBERS` numbers that each rank sent with a call's counts."""
     assert record.gathered is not None
-    numbers: list[list[float]] = record.gathered.more_on_host[:, -NUMBERS:].tolist()
+    numbers: list[list[float]] = record.gathered.extras_on_host[:, -NUMBERS:].tolist()
     return numbers
 
 

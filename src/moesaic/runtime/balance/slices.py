@@ -58,7 +58,9 @@ def slices_of(cut: Cut, call: UncutCall) -> list[Slice]:
     if node_tokens:
         counts = torch.stack([each.counts for each in node_tokens])
         all_counts = torch.stack(all_gather(transport, tuple(range(transport.world)), counts)).cpu().numpy()
-        node_tokens = [each.told(all_counts[:, number], transport.rank) for number, each in enumerate(node_tokens)]
+        node_tokens = [
+            each.with_counts(all_counts[:, number], transport.rank) for number, each in enumerate(node_tokens)
+        ]
 
     slices = []
     for number in range(cut.num_slices):
