@@ -1,6 +1,7 @@
-"""What a person asks of a planner: tokens per second with an interval, utilization, what to change first, what skew and tokens
-cost. Each is the search's best plan predicted again with one thing changed.
-Where no layout fits, single changes that make one fit are looked for.
+"""Answers to common questions about a planned step, such as its speed and utilization, what to change first, and costs.
+
+Most answers predict the best plan of the search again with one thing changed. If no layout fits the memory, `remedies` finds
+single changes after which one does.
 """
 
 from __future__ import annotations
@@ -28,40 +29,41 @@ from moesaic.plan.predict import APART
 from moesaic.plan.search import Found, Result, Settings
 
 SPREAD = (0.83, 0.93)
-"""Measured over predicted speed between which the middle half of published steps lies; docs/ledger.md has them."""
+"""Quartiles of measured over predicted speed of the published steps in docs/ledger.md."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """How fast a step is."""
+    """The predicted speed of a step."""
 
     tokens_per_second: float
-    """Of one device."""
+    """Tokens per second and device."""
     interval: tuple[float, float]
-    """What the same may turn out to be: as far off as the ledger's steps were, and where ranks are unlike, slower by that."""
+    """Likely range of `tokens_per_second`, by the errors of the ledger's steps and, if the cluster has any, unequal ranks."""
     utilization: float
-    """Model FLOPs (6 per active parameter and token, and scores) over the data sheet's rate; recomputing counts nothing."""
+    """Model FLOPs (6 per active parameter and token, plus scores, without recomputation) over the rate of the data sheet."""
 
     def price(self, per_hour: float) -> float:
-        """Return what a trillion tokens cost.
+        """Return the cost of training on a trillion tokens.
 
         Args:
-            per_hour: of one device.
+            per_hour: price of one device per hour.
         """
         return per_hour / 3600 / self.tokens_per_second * 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """The best plan with one thing changed."""
+    """The effect of one change on the best plan."""
 
     what: str
+    """The change, in words."""
     speedup: float
-    """Seconds before over seconds after."""
+    """Step time before the change over step time after it."""
 
 
 DRAWS = (8, 2)
-"""Steps that are drawn of unlike ranks, each with speeds of its own, and passes of each, with latenesses of their own."""
+"""Number of steps that are simulated with random rank speeds, and of passes per step with random delays of the ranks."""
 
 
 def speed_of(
@@ -73,15 +75,15 @@ def speed_of(
     sequences: int,
     longer: tuple[float, float] = (1.0, 1.0),
 ) -> Speed:
-    """Return how fast a step is.
+    """Return the speed of a step.
 
     Args:
-        job: sizes of the model.
+        job: the training job.
         found: the step.
-        cluster: on what.
-        devices: that run it, pipeline stages included.
-        sequences: of an optimizer step.
-        longer: as of `longer_by_rank_skew`.
+        cluster: the cluster.
+        devices: number of devices that run the step, those of all pipeline stages included.
+        sequences: number of sequences per optimizer step.
+        longer: range of factors by which the step may take longer, for example from `longer_by_rank_skew`.
     """
     tokens = sequences * job.model.seq_len
     each = tokens / found.seconds / devices
@@ -94,7 +96,7 @@ def speed_of(
 
 
 def operations_per_token(job: Job, cluster: ClusterSpec) -> float:
-    """Return the operations of a training step per token, forward and backward."""
+    """Return the floating-point operations of a training step per token, forward and backward."""
     step = job.step_model(cluster, job.batch_size)
     layer, matrices = step.layer, step.layer.matrices
     experts = step.moe_layers * matrices * layer.dim * (layer.top_k * layer.hidden + step.shared_hidden)
@@ -103,17 +105,18 @@ def operations_per_token(job: Job, cluster: ClusterSpec) -> float:
 
 
 def changes(job: Job, cluster: ClusterSpec, result: Result, *, reserve_gib: float = 1.0) -> list[Change]:
-    """Return what the best plan would gain by one change of the machine, or of ep, the most first; what changes nothing is
-    left out.
+    """Return the effects of single changes of the machine or of ep on the best plan, largest speedup first.
+
+    Changes of less than half a percent are left out.
 
     Args:
-        job: sizes of the model.
-        cluster: on what.
-        result: of a search.
-        reserve_gib: memory of a device that the framework takes.
+        job: the training job.
+        cluster: the cluster.
+        result: result of the search.
+        reserve_gib: device memory set aside for the framework.
     """
     best = result.best
-    # By the cluster's description both times: a ranking under counts or by a profile has other seconds.
+    # Both times are by the cluster's description; those of the ranking may be under counts or by a profile.
     before = again(job, cluster, best)[0]
     found = [Change(what=what, speedup=before / again(job, other, best)[0]) for what, other in _machines(cluster)]
     more = []
@@ -133,11 +136,11 @@ def changes(job: Job, cluster: ClusterSpec, result: Result, *, reserve_gib: floa
 
 
 def again(job: Job, cluster: ClusterSpec, found: Found) -> tuple[float, Memory]:
-    """Return the seconds and the memory of a plan on its layout under even routing, by a cluster's description.
+    """Predict a plan again under even routing, by the description of a cluster; returns the seconds of a step and the memory.
 
     Args:
-        job: sizes of the model.
-        cluster: of as many ranks as the plan is for.
+        job: the training job.
+        cluster: the cluster, with as many ranks as the layout.
         found: the plan and its layout.
     """
     simulator = Simulator(cluster)
@@ -149,10 +152,10 @@ def again(job: Job, cluster: ClusterSpec, found: Found) -> tuple[float, Memory]:
 
 
 def cost_of_skew(job: Job, cluster: ClusterSpec, found: Found) -> float | None:
-    """Return how many times as long a step takes where one rank's experts get twice their share (a MaxVio of ranks of 1) in
-    every layer; None where ranks are too many to simulate apart.
+    """Return the factor by which a step takes longer if the experts of one ep rank get twice their share in every layer.
 
-    One replica of the experts stands for all; all of them are as uneven.
+    That is a MaxVio over ranks of 1. One replica of the experts is simulated and stands for all. Returns None if ep is 1, or
+    if one replica has too many ranks to simulate them individually.
     """
     grid, simulator = found.grid, Simulator(cluster)
     compiled = _replica(job, found, simulator)
@@ -170,15 +173,15 @@ def cost_of_skew(job: Job, cluster: ClusterSpec, found: Found) -> float | None:
 
 
 def longer_by_rank_skew(job: Job, cluster: ClusterSpec, found: Found) -> tuple[float, float] | None:
-    """Return between how many times the time of a step with equal ranks the middle half of steps lies; None where the cluster
-    says nothing of unlike ranks, or they are too many to simulate apart.
+    """Return the quartiles of the factor by which a step takes longer because ranks differ in speed and arrive late.
 
-    A step has speeds of its own and the mean over several passes of a layer, each with latenesses of its own. One replica of
-    the experts stands for all, and what runs outside MoE layers waits for its slowest rank.
+    Each simulated step draws a speed per rank, and takes the mean of several passes of a layer, each of which draws a delay
+    per rank. One replica of the experts stands for all, and work outside MoE layers waits for its slowest rank. Returns None
+    if the cluster has no `rank_skew`, or if one replica has too many ranks to simulate them individually.
 
     Args:
-        job: sizes of the model.
-        cluster: on what; its `rank_skew` is drawn from.
+        job: the training job.
+        cluster: the cluster; its `rank_skew` gives the distributions.
         found: the step with equal ranks.
     """
     skew, compiled = cluster.rank_skew, _replica(job, found, Simulator(cluster))
@@ -189,7 +192,7 @@ def longer_by_rank_skew(job: Job, cluster: ClusterSpec, found: Found) -> tuple[f
 
     def seconds(speeds: np.ndarray, late: np.ndarray) -> float:
         known = np.resize(cluster.speeds or (1.0,), cluster.world)
-        # Devices behind the replica's are as fast as its slowest.
+        # Devices outside the replica are as fast as its slowest one.
         known[ranks:] = known[:ranks].min()
         unlike = known * np.append(speeds, np.full(cluster.world - ranks, speeds.min()))
         uneven = replace(cluster, speeds=tuple(unlike.tolist()))
@@ -209,8 +212,7 @@ def longer_by_rank_skew(job: Job, cluster: ClusterSpec, found: Found) -> tuple[f
 
 
 def _replica(job: Job, found: Found, simulator: Simulator) -> Compiled | None:
-    """Return a plan compiled on the ranks of one replica of the experts, whole nodes; None if they are too many to simulate
-    apart."""
+    """Return a plan compiled for one replica of the experts, on whole nodes; None if it has more than `APART` ranks."""
     grid, cluster = found.grid, simulator.cluster
     small = compile_on(found.plan, grid, simulator, job.step_model(cluster, grid.dp).layer)
     unit = max(grid.ep * grid.etp, cluster.devices_per_node, grid.tp)
@@ -221,7 +223,7 @@ def _replica(job: Job, found: Found, simulator: Simulator) -> Compiled | None:
 
 
 def _machines(cluster: ClusterSpec) -> Iterator[tuple[str, ClusterSpec]]:
-    """Yield clusters with one thing twice as good, and what that is."""
+    """Yield clusters with one property twice as good, each after a description of the change."""
     kinds: tuple[tuple[Literal["inside", "outside"], str], ...] = (
         ("outside", "links between nodes"), ("inside", "links inside nodes"),
     )  # fmt: skip
@@ -237,30 +239,31 @@ def _machines(cluster: ClusterSpec) -> Iterator[tuple[str, ClusterSpec]]:
 
 
 MOST_TIMES = 64
-"""So many times as many devices are tried at most."""
+"""Largest factor by which the number of devices is increased."""
 Larger = Callable[[int], tuple[Job, ClusterSpec]]
-"""The job and the cluster of so many devices."""
+"""Function of a number of devices that returns the job and a cluster of at least so many devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """One change."""
+    """One change that may make a layout fit the memory."""
 
     what: str
-    """How it is asked for, in words."""
+    """The change, in words."""
     num_bytes: float
-    """Least that a rank then needs of any layout."""
+    """Bytes per rank of the smallest layout after the change."""
     fits: bool
+    """Whether these bytes fit the memory of a device."""
 
 
 def remedies(job: Job, cluster: ClusterSpec, settings: Settings, larger: Larger | None = None) -> list[Remedy]:
-    """Return changes, those first after which a layout fits.
+    """Return changes that were tried, first those after which a layout fits the memory.
 
     Args:
-        job: what fits no layout.
-        cluster: all of it.
-        settings: of the search.
-        larger: makes the job and a cluster of more devices, whole nodes; None where nobody can tell.
+        job: a job that fits no layout.
+        cluster: the cluster.
+        settings: settings of the search.
+        larger: returns the job and a cluster for a larger number of devices; None if there is no larger cluster.
     """
     found = []
     for what, changed, on, how in _changes(job, cluster, settings):
@@ -276,7 +279,7 @@ def remedies(job: Job, cluster: ClusterSpec, settings: Settings, larger: Larger 
 
 
 def in_words(found: list[Remedy]) -> str:
-    """Return changes as a clause."""
+    """Return remedies as a clause of a sentence."""
     told = [f"{each.what} ({each.num_bytes / GIB:.1f} GiB)" for each in found if each.fits]
     short = [f"{each.what} ({each.num_bytes / GIB:.1f})" for each in found if not each.fits]
     words = f"what fits: {'; '.join(told)}" if told else "no single change that was tried makes it fit"
@@ -284,7 +287,7 @@ def in_words(found: list[Remedy]) -> str:
 
 
 def _changes(job: Job, cluster: ClusterSpec, settings: Settings) -> Iterator[tuple[str, Job, ClusterSpec, Settings]]:
-    """Yield what to change, and the job, the cluster and the settings after it."""
+    """Yield changes: a description of each, and the job, the cluster and the settings after it."""
     model = job.model
     if settings.pins != Pins():
         yield "sizes of axes left free", job, cluster, replace(settings, pins=Pins())
@@ -299,13 +302,13 @@ def _changes(job: Job, cluster: ClusterSpec, settings: Settings) -> Iterator[tup
 
 
 def _more_devices(cluster: ClusterSpec, settings: Settings, larger: Larger) -> list[Remedy]:
-    """Return the least number of devices, by doubling, that fits; or the most that were tried."""
+    """Return the smallest number of devices, by doubling, on which a layout fits, or the largest number tried; [] if none."""
     times = 2
     told: list[Remedy] = []
     while times <= MOST_TIMES and not (told and told[-1].fits):
         try:
             job, more = larger(times * cluster.world)
-        except InputError:  # a description that holds for so many nodes only
+        except InputError:  # the description of the cluster is valid for its number of nodes only
             break
         need = _least(_recomputed(job), more, settings)
         if need is not None:
@@ -320,8 +323,10 @@ def _recomputed(job: Job) -> Job:
 
 
 def _least(job: Job, cluster: ClusterSpec, settings: Settings) -> float | None:
-    """Return the bytes that a rank needs at least, of every size of ep on the layout with the least that any plan needs and
-    under the plainest plan; None if the job fits no mesh."""
+    """Return the bytes per rank of the smallest layout; None if the job fits no mesh.
+
+    For each size of ep, only the layout with the smallest lower bound is compiled, under the simplest plan.
+    """
     simulator = Simulator(cluster)
     try:
         meshes = layouts(job, cluster, settings.pins)
