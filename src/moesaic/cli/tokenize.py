@@ -17,7 +17,7 @@ from moesaic.errors import InputError
 class TokenizeOptions:
     """Options of `moesaic tokenize`."""
 
-    path: Annotated[tuple[str, ...], tyro.conf.Positional]
+    path: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PATH ...")]
     """Files, globs or folders of text, JSON lines, Arrow or Parquet tables; each argument is one source."""
     out: str = "tokens.bin"
     """The .bin file to write."""

@@ -42,7 +42,7 @@ moesaic trace show --help lists the options of show, and so on."""
 class TraceShowOptions:
     """Options of `moesaic trace show`."""
 
-    file: Annotated[str, tyro.conf.Positional]
+    file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """A trace, or the folder of a run that recorded one."""
     picture: str | None = None
     """Plot load and MaxVio over the steps into this HTML file."""
@@ -54,7 +54,7 @@ class TraceShowOptions:
 class MakeOptions(SyntheticRouting):
     """Options of `moesaic trace make`."""
 
-    file: Annotated[str, tyro.conf.Positional]
+    file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """The .npz file to write."""
 
 
@@ -62,7 +62,7 @@ class MakeOptions(SyntheticRouting):
 class CountsOptions:
     """Options of `moesaic trace counts`."""
 
-    file: Annotated[str, tyro.conf.Positional]
+    file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """A trace, or the folder of a run that recorded one."""
     out: str
     """The .csv or .npy file to write."""
@@ -80,7 +80,7 @@ class CountsOptions:
 class TraceCheckOptions(ReadOptions):
     """Options of `moesaic trace check`."""
 
-    file: Annotated[str, tyro.conf.Positional]
+    file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """A trace, the folder of a run that recorded one, or, with --from, a recording of other software."""
     from_format: Annotated[str | None, tyro.conf.arg(name="from")] = None
     """Format of the file: laer, megatron, vllm, sglang, llama.cpp or smartmoe; None for a trace of Moesaic."""
