@@ -32,9 +32,20 @@ class GivenOrders(AbstractExpertPlacer):
         return next(self._left, load.order)
 
 
-def seeds(drawn: range, every: int) -> list[Any]:
-    """Return seeds for `parametrize` of which `make test` runs one in so many, `make test-random` the others."""
-    return [pytest.param(seed, marks=pytest.mark.random if number % every else ()) for number, seed in enumerate(drawn)]
+def thinned(cases: Iterable[Any], every: int, start: int = 0) -> list[Any]:
+    """Return cases for `parametrize`: `make test` runs one in `every` of them, `make test-random` runs the others.
+
+    Args:
+        cases: the seeds, or the values of one parameter, or tuples of the values of several.
+        every: the distance between two cases that `make test` runs.
+        start: the index of the first case that `make test` runs.
+    """
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.random if (n - start) % every else ()
+        )
+        for n, case in enumerate(cases)
+    ]
 
 
 def seed_ranges(count: int, quick: int) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from helpers import pairwise, seed_ranges, seeds
+from helpers import pairwise, seed_ranges, thinned
 
 
 def values(cases: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -48,6 +48,6 @@ def test_what_is_met_where_nothing_is_computed_is_met_elsewhere_too() -> None:
 def test_seeds_are_divided_and_none_is_lost() -> None:
     quick, others = values(seed_ranges(10, quick=3))
     assert [list(each) for (each,) in (*quick, *others)] == [[0, 1, 2], [3, 4, 5, 6, 7, 8, 9]]
-    quick, others = values(seeds(range(10), every=4))
+    quick, others = values(thinned(range(10), every=4))
     assert [each for (each,) in quick] == [0, 4, 8]
     assert sorted(quick + others) == [(each,) for each in range(10)]

@@ -80,7 +80,8 @@ QUESTIONS = (
         meaning=(
             "MaxVio is the busiest rank's load over the mean, minus 1. The arbiter leaves plain expert parallelism far "
             "behind where loads are skewed; on some loads it is behind the best single technique by more than was asked, "
-            "and without placing experts it cannot reach what was asked of the simulated clusters (docs/balance.md says why)."
+            "and without placing experts it cannot reach what was asked of the simulated clusters "
+            "(docs/balance_figures.md says why)."
         ),
         results=("balance", "plan_table", "relocate_train"),
         picture="bench/balance.svg",

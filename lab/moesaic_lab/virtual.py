@@ -79,7 +79,7 @@ def virtual_experts(accelerator: Accelerator) -> Callable[[int, int, int], IdleE
     Args:
         accelerator: takes the time: 2 flops per row and matrix element forward, 4 backward.
     """
-    return partial(IdleExperts, told=accelerator.multiply)
+    return partial(IdleExperts, on_flops=accelerator.multiply)
 
 
 @final

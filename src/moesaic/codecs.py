@@ -1,7 +1,7 @@
-"""The codecs by name: what a message of each is made of and what it loses, read by planning, simulation and the kernels.
+"""The codecs by name, with the parts of their messages and their error bounds. Planning, simulation and the kernels read this.
 
-Nothing here needs torch. What encodes and decodes stands in `kernels/codecs`, one codec a file. To add one: a new file there
-and a line in `CODECS`.
+Nothing here needs torch. The code that encodes and decodes is in `kernels/codecs`, one codec per file. To add one, write a new
+file there and add a line to `CODECS`.
 """
 
 from __future__ import annotations
@@ -18,52 +18,52 @@ ELEMENT_BYTES = {
     "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int16": 2, "float16": 2, "bfloat16": 2, "int32": 4,
     "float32": 4, "int64": 8, "float64": 8,
 }  # fmt: skip
-"""Bytes of an element, by the name of its dtype in torch."""
+"""Bytes of an element, by torch's name of its dtype."""
 
 
 class Part(NamedTuple):
-    """One part of a message: an array, laid down in row-major order."""
+    """One part of a message: an array in row-major order."""
 
     shape: tuple[float, ...]
-    """Whole numbers, but where a simulator asks for an expected number of rows."""
+    """Whole numbers, except when a simulator asks for an expected number of rows."""
     dtype: str
     """A key of `ELEMENT_BYTES`."""
 
     @property
     def num_bytes(self) -> float:
-        """How long the part is."""
+        """Length of the part in bytes."""
         return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
 
 Layout = Callable[[float, int, str], tuple[Part, ...]]
-"""From (rows, dim, dtype of the rows by name), neither number being 0, to the parts of a message. Parts of wide elements come
-first, so that each is aligned. The dtype is one of the rows that the codec takes."""
+"""A function from (rows, dim, name of the rows' dtype) to the parts of a message; rows and dim are not 0. Parts of wide
+elements come first, so that each part is aligned. The dtype must be one that the codec accepts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodecSpec:
-    """What everyone but the codec itself has to know of a codec."""
+    """Everything about a codec that code outside of the codec needs to know."""
 
     implementation: str
-    """Where its class is: "file.Class" in `kernels/codecs`, an `AbstractCodec`."""
+    """"file.Class" of its `AbstractCodec` in `kernels/codecs`."""
     layout: Layout
-    """The parts of a message; nothing else says how long a message is."""
+    """Returns the parts of a message; the length of a message is defined only here."""
     tolerance: float
-    """The largest error of a layer's results under it, relative to the largest of them, that `moesaic check` accepts against a
-    layer without it. 0 says that decoded rows equal the rows bit for bit, whatever they are."""
+    """Largest error of a layer's results under the codec that `moesaic check` accepts, relative to the largest result without
+    the codec. 0 means that decoded rows equal the originals bit for bit."""
     rows_per_block: int = 1
-    """Rows that are encoded together: a message of a multiple of them wastes no bytes."""
+    """Rows that are encoded together. A message wastes no bytes if its rows are a multiple of them."""
     option: str = ""
-    """The whole number that may follow the codec's name and a colon, by the name that the implementation and the layout take
-    it under; "" for none."""
+    """Name of the codec's option, under which the implementation and the layout take it; "" for none. Its value is a whole
+    number, which follows the codec's name and a colon."""
     allowed: range = range(0)
-    """What it may be."""
+    """Values that the option may have."""
     value: int | None = None
-    """What it is; None for the implementation's own."""
+    """Value of the option; None for the implementation's default."""
 
     @property
     def arguments(self) -> dict[str, int]:
-        """What the implementation is made with."""
+        """Keyword arguments for the implementation."""
         return {} if self.value is None else {self.option: self.value}
 
     @property
@@ -75,9 +75,9 @@ class CodecSpec:
         """Return the length of the message of (rows, dim) rows, in bytes; 0 for no rows.
 
         Args:
-            rows: of the message; a fraction is an expected number.
+            rows: number of rows in the message; a fraction is an expected number.
             dim: columns.
-            dtype: of the rows, by its name in torch.
+            dtype: torch's name of the rows' dtype.
         """
         if rows == 0 or dim == 0:
             return 0
@@ -85,12 +85,12 @@ class CodecSpec:
 
 
 def scale_dtype(dtype: str) -> str:
-    """Return the dtype that codecs compute in, and that their scales have: float64 for float64 rows, else float32."""
+    """Return the dtype in which codecs compute and store scales: float64 for float64 rows, else float32."""
     return "float64" if dtype == "float64" else "float32"
 
 
 def sixteen_bits(rows: float, dim: int, dtype: str, *, transport: str) -> tuple[Part, ...]:
-    """Return the parts of rows cast to 16 bits; those of a wider range than the transport's carry a power of two per row."""
+    """Return the parts of rows cast to 16 bits. If the rows' dtype has a wider range, each row also has a power of two."""
     values = Part((rows, dim), transport)
     is_wider = dtype == "float64" if transport == "bfloat16" else dtype != "float16"
     return (Part((rows, 1), "int16"), values) if is_wider else (values,)
@@ -100,7 +100,7 @@ def blocks_of_bits(rows: float, dim: int, dtype: str, *, rate: int = 8) -> tuple
     """Return the parts of rows at a fixed rate: an exponent, blocks of 4 x 4 values in words of 64 bits, a flag per row.
 
     Args:
-        rows, dim, dtype: of the rows.
+        rows, dim, dtype: shape and dtype of the rows.
         rate: bits per value.
     """
     num_bits = math.ceil(rows / 4) * math.ceil(dim / 4) * 16 * rate
@@ -108,12 +108,12 @@ def blocks_of_bits(rows: float, dim: int, dtype: str, *, rate: int = 8) -> tuple
 
 
 def scaled(rows: float, dim: int, dtype: str, *, transport: str, width: int | None = None) -> tuple[Part, ...]:
-    """Return the parts of rows cast to `transport`, with a scale per `width` values of a row; None: one per row."""
+    """Return the parts of rows cast to `transport`, with a scale per `width` values of a row, or per row if `width` is None."""
     return Part((rows, math.ceil(dim / (width or dim))), scale_dtype(dtype)), Part((rows, dim), transport)
 
 
 NO_CODEC = "none"
-"""The name under which rows travel as they are."""
+"""The codec that sends rows unchanged."""
 
 CODECS: dict[str, CodecSpec] = {
     NO_CODEC: CodecSpec(
@@ -136,23 +136,23 @@ CODECS: dict[str, CodecSpec] = {
         allowed=range(4, 33),
     ),
 }
-"""All codecs, by the name that `Plan.codec` takes, with a colon and a number behind it where there is an option: zfp:12 has 12
-bits per value. `NO_CODEC` comes first."""
+"""All codecs, by the name that `Plan.codec` takes. A codec with an option takes a colon and a number after its name: zfp:12 has
+12 bits per value. `NO_CODEC` comes first."""
 
 
 def is_coded(name: str) -> bool:
-    """Whether rows under a codec are encoded at all; "" stands for no codec."""
+    """Return whether a codec changes rows at all; "" stands for no codec."""
     return name not in ("", NO_CODEC)
 
 
 def codec_spec(codec: str) -> CodecSpec:
-    """Return what is known of a codec; "" stands for "none". This is the one place that reads what stands behind a colon.
+    """Return a codec's specification; "" stands for "none". Options after a colon are parsed only here.
 
     Args:
-        codec: its name, or the name, a colon and its option.
+        codec: a codec's name, optionally followed by a colon and its option.
 
     Raises:
-        InputError: there is no such codec, or it does not take that option.
+        InputError: if the codec is unknown or does not take the option.
     """
     name, colon, text = codec.partition(":")
     if name and name not in CODECS:

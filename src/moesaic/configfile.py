@@ -1,4 +1,4 @@
-"""Configurations as files: TOML or JSON in, JSON out. Every refusal names the field and what would be right."""
+"""Configurations as files: reads TOML or JSON, writes JSON. Every error names the field and a valid value."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ else:
 
 T = TypeVar("T")
 SUCH_AS = "such as"
-"""In the metadata of a field without a default: a value that could stand in, for the message that it is missing."""
+"""Metadata key of a field without a default: an example value, for the error if the field is missing."""
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """Read a TOML or JSON file into a dict, by its suffix.
+    """Read a TOML or JSON file, depending on its suffix, into a dict.
 
     Raises:
-        InputError: if it is missing, of another suffix, or does not parse.
+        InputError: if the file is missing, has another suffix, or does not parse.
     """
     if path.suffix not in (".toml", ".json"):
         raise InputError(f"config {path}: unknown kind of file, use .toml or .json")
@@ -50,9 +50,9 @@ def override(config: T, table: dict[str, Any], *, source: str, prefix: str = "")
 
     Args:
         config: a dataclass instance.
-        table: field names to values, as TOML or JSON gives them.
-        source: where the table comes from, for messages.
-        prefix: the path of `config` inside the whole, with a trailing dot.
+        table: field names to values, as parsed from TOML or JSON.
+        source: the origin of the table, for messages.
+        prefix: the path of `config` inside the whole configuration, with a trailing dot.
 
     Raises:
         InputError: for an unknown field or a value of the wrong type.
@@ -71,15 +71,15 @@ def override(config: T, table: dict[str, Any], *, source: str, prefix: str = "")
 
 
 def build(kind: type[T], table: dict[str, Any], *, source: str, prefix: str = "") -> T:
-    """Return a dataclass with the fields of `table`, nested tables and lists of them included.
+    """Return a dataclass with the fields of `table`, nested tables and lists of tables included.
 
     Args:
         kind: the class.
         table, source, prefix: as for `override`.
 
     Raises:
-        InputError: as `override` does; if a field that has no default is missing (the line names what could stand in, where
-            the field's metadata has `SUCH_AS`), or the class refuses a value.
+        InputError: in the cases of `override`; if a field without a default is missing (the message has an example if the
+            field's metadata has `SUCH_AS`); or if the class refuses a value.
     """
     hints = _hints(kind, table, source, prefix)
     for each in fields(kind):  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ def build(kind: type[T], table: dict[str, Any], *, source: str, prefix: str = ""
 
 
 def _hints(kind: type, table: dict[str, Any], source: str, prefix: str) -> dict[str, Any]:
-    """Return the types of a class's fields; refuse names in a table that are none."""
+    """Return the types of a class's fields, after a check that the table has no other names."""
     hints = get_type_hints(kind)
     for name in table:
         if name not in hints:
@@ -114,7 +114,7 @@ def as_json(config: Any) -> str:
 
 
 def read_number(text: str) -> float:
-    """Return the number that a text says; not a number where it says none."""
+    """Return the number that a text spells; NaN if it spells none."""
     try:
         return float(text)
     except ValueError:
@@ -122,13 +122,13 @@ def read_number(text: str) -> float:
 
 
 def suggestion(word: str, known: list[str]) -> str:
-    """Return ': did you mean X?' for the nearest known word, or the list of all if none is near."""
+    """Return ': did you mean X?' for the closest known word, or the list of all words if none is close."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f": did you mean {near[0]}?" if near else f": choose one of {', '.join(known)}"
 
 
 def differing_fields(one: Any, other: Any, prefix: str = "") -> list[str]:
-    """Return the paths of fields in which two configurations of one class differ, with both values."""
+    """Return the paths of the fields in which two configurations of one class differ, each with both values."""
     found: list[str] = []
     for field in fields(one):
         a, b = getattr(one, field.name), getattr(other, field.name)
@@ -140,8 +140,10 @@ def differing_fields(one: Any, other: Any, prefix: str = "") -> list[str]:
 
 
 def _convert(value: Any, hint: Any, where: str) -> Any:
-    """Check a TOML or JSON value against a field's type; lists become tuples, whole numbers floats where due. A value by itself
-    stands for a list of one where a list may have any length."""
+    """Check a TOML or JSON value against a field's type and convert it: lists become tuples, whole numbers floats if needed.
+
+    A single value stands for a list of one if the list may have any length.
+    """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         if value not in arguments:

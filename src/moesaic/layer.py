@@ -1,6 +1,6 @@
-"""`MoE`: a sparse Mixture-of-Experts layer that drops in where a feed-forward layer stood. The face of the library.
+"""`MoE`: a sparse Mixture-of-Experts layer that replaces a feed-forward layer. This is the library's main entry point.
 
-One call has four stages, whose names are the same everywhere: route, dispatch, expert, combine.
+A call has four stages: route, dispatch, expert and combine.
 """
 
 from __future__ import annotations
@@ -42,52 +42,55 @@ if TYPE_CHECKING:
     from moesaic.runtime.expert_parallel import ExpertParallel
 
 DEFAULT_LOSSES: tuple[AbstractLoss, ...] = (LoadBalance(0.01),)
-"""Of a layer that is not told which."""
+"""The auxiliary losses of a layer that is created without `losses`."""
 
 
 class MoE(InjectsLosses, RoutingCached):
     """A router, experts, and optionally a shared expert that every token passes.
 
-    `y = moe(x)` for x of (..., dim); `y, routing = moe(x, return_routing=True)` also returns the record of the call.
-    Auxiliary losses need no handling: their gradient is injected into backward (see `routing/injection.py`), unless
-    `collect_losses(model)` takes them. Where a router adapts outside the loss, or a loss spans the global batch, call
-    `balance_on_step(optimizer, model)` once.
+    `y = moe(x)` takes x of (..., dim). `y, routing = moe(x, return_routing=True)` also returns the call's `Routing`.
+    The layer injects the gradient of its auxiliary losses into the backward pass (see `routing/injection.py`), unless you
+    collect the losses with `collect_losses(model)`. If the router adapts outside the loss, or a loss spans the global batch,
+    call `balance_on_step(optimizer, model)` once.
 
-    `copy.deepcopy` (and so `AveragedModel`) of a layer on a mesh copies the parameters and shares mesh and connections: all
-    ranks copy, and call a copy together as they do the layer. No file can hold connections, so `pickle` refuses such a layer:
-    save its `state_dict()`.
+    `copy.deepcopy` (and so `AveragedModel`) of a layer on a mesh copies the parameters; the copy shares the mesh and its
+    connections. All ranks must make the copy and call it together, like the layer. `pickle` refuses a layer on a mesh, since
+    connections cannot be stored in a file: save its `state_dict()` instead.
 
     Args:
         dim: width of a token.
         hidden: inner width of one expert.
-        num_experts: how many experts there are.
+        num_experts: number of experts.
         top_k: experts per token.
         router: a name in `ROUTERS` or `ON_MESH`, or a function of (dim, num_experts) that returns a router.
         experts: a name in `EXPERTS` ("swiglu", "clamped_swiglu", "geglu", "gelu", "relu", "relu2"), or a function of
-            (dim, hidden, num_experts) that returns experts; use
-            `lambda dim, hidden, n: ModuleExperts(make_one, dim, n)` for modules of your own.
+            (dim, hidden, num_experts) that returns experts. For modules of your own, pass
+            `lambda dim, hidden, n: ModuleExperts(make_one, dim, n)`.
         capacity: `Dropless()`, `Capacity.fixed(f)`, `Capacity.fitted()` or `Capacity.fitted(at_most=f)`; a number f stands for
-            `Capacity.fixed(f)`.
-        losses: auxiliary losses, or one; by default a micro-batch load-balance loss of 0.01. `()` for none.
-        shared_hidden: inner width of the shared expert; 0 for none.
+            `Capacity.fixed(f)`. None for `Dropless()`.
+        losses: one auxiliary loss or several; by default a load-balance loss per micro-batch with coefficient 0.01. `()` for
+            none.
+        shared_hidden: inner width of the shared expert; 0 for no shared expert.
         shared_gate: multiply the shared expert's result by a trained sigmoid of the token (Qwen2).
-        router_options: by name, for a router that is named: `{"scale": 2.5}`; a function of your own says so itself.
-        apply_weight: multiply by the routing weight "after" the expert (its output) or "before" it (its input).
+        router_options: keyword arguments for a router that is given by name: `{"scale": 2.5}`. A function that you pass as
+            `router` sets its own options.
+        apply_weight: multiply the expert's output ("after") or its input ("before") by the routing weight.
         eval_top_k: experts per token in evaluation; None for `top_k`.
         eval_capacity: capacity in evaluation; None for `capacity`.
-        bias: add biases to experts that are named; a function of your own says so itself.
-        kernel: what multiplies: "auto" for what the device runs, or by name "grouped_mm" (torch's), "quack" (QuACK's), "fp8" or
-            "mxfp8" (rows and weights rounded to 8 bits).
-        device: where parameters are made; None for torch's default device.
-        dtype: of the parameters; None for what router and experts choose, torch's default dtype. A router's balancing bias
-            stays float32.
+        bias: add biases to experts that are given by name. A function that you pass as `experts` adds its own.
+        kernel: the kernel for the experts' matrix products: "auto" chooses one for the device; "grouped_mm" is torch's, "quack"
+            QuACK's; "fp8" and "mxfp8" round rows and weights to 8 bits.
+        device: device on which the parameters are created; None for torch's default device.
+        dtype: dtype of the parameters; None for the dtype that the router and the experts choose, which is torch's default
+            dtype. A router's balancing bias stays float32.
 
     Raises:
-        InputError (a ValueError): for sizes that do not fit, in one line.
+        InputError (a ValueError): if sizes do not fit together, with a one-line message.
     """
 
     step_counts: Tensor
-    """(num_experts,) int64: copies per expert since the last optimizer step; on a mesh of all its ranks, else of this one."""
+    """(num_experts,) int64: copies per expert since the last optimizer step, on all ranks of the mesh, or on this rank if the
+    layer is on no mesh."""
 
     def __init__(
         self,
@@ -140,7 +143,7 @@ class MoE(InjectsLosses, RoutingCached):
         self.apply_weight = apply_weight
         self.eval_top_k = eval_top_k
         self.eval_capacity = None if eval_capacity is None else as_capacity(eval_capacity, "eval_capacity")
-        # No buffer: DDP would overwrite it with the first rank's, and to_empty would leave it undefined.
+        # Not a buffer: DDP would overwrite it with the first rank's counts, and to_empty would leave it undefined.
         self.step_counts = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
         self.on_mesh: ExpertParallel | None = None
         self.data_ranks = DataRanks()
@@ -153,30 +156,31 @@ class MoE(InjectsLosses, RoutingCached):
         *,
         broadcast: bool = False,
     ) -> None:
-        """Spread the experts over a mesh, in place; from then on all ranks call the layer together.
+        """Shard the experts over a mesh, in place. From then on, all ranks must call the layer together.
 
-        Every rank has the layer whole, with the same weights: one message compares the layer's settings and a hash of each
-        tensor. (Tensors on the meta device are not compared: who draws or loads them later makes them alike.) Each expert's
-        parameters become DTensors, sharded over ep and etp. Ranks of one tensor group pass the same tokens and get the same
-        result. After a backward pass of the mean over a rank's own tokens, the router's gradient belongs to the
-        data-parallel group (average it over dp), an expert's is the sum over all ranks of its copy (sum it over edp and
-        divide by dp); docs/distributed.md.
+        Every rank must pass the whole layer with the same weights: one message compares the layer's settings and a hash of
+        each tensor. Tensors on the meta device are not compared; the code that fills them later must give every rank the same
+        values. Each expert's parameters become DTensors, sharded over ep and etp. The ranks of a tensor-parallel group pass the
+        same tokens and get the same result.
+
+        After a backward pass of the mean over a rank's own tokens, average the router's gradient over dp. An expert's gradient
+        is the sum over all ranks that share its copy: sum it over edp and divide by dp. See docs/distributed.md.
 
         Args:
-            mesh: the ranks: `Mesh.create(ep=4)`; a torch `DeviceMesh` or a sub-mesh of one, whose dimension "ep" splits the
-                experts (`Mesh.from_device_mesh` says what other names mean); or a process group, all of whose ranks split them.
-                Ranks of the world that are not among them take no part.
-            plan: which of the equivalent ways it runs in; a compiled one serves several layers and ranks. None for `Plan()`.
-                "auto" begins with that, times others during the first 60 steps of training or so, keeps the fastest and says
-                so in one line; when steps take another time later, it tries again. All layers on a mesh that ask for it run
-                under one plan.
-            policy: under a plan that replicates copies, the replication policy that decides which; None takes the policy
-                that the plan names.
-            broadcast: give every rank the first one's weights and persistent buffers, instead of comparing them.
+            mesh: `Mesh.create(ep=4)`; a torch `DeviceMesh` or a sub-mesh of one, whose dimension "ep" splits the experts
+                (`Mesh.from_device_mesh` says what other names mean); or a process group, over all of whose ranks the experts
+                are split. Other ranks of the world do not take part.
+            plan: the plan to run under; None for `Plan()`. A compiled plan can serve several layers and ranks.
+                "auto" starts with `Plan()`, times other plans during about the first 60 steps of training, keeps the fastest
+                and logs its choice in one line. If step times change later, it searches again. All layers of a mesh with
+                "auto" run under one plan.
+            policy: the replication policy that decides which copies are replicated, for a plan that replicates; None for the
+                policy that the plan names.
+            broadcast: send the first rank's weights and persistent buffers to all ranks, instead of comparing them.
 
         Raises:
-            InputError: if experts, plan and mesh do not fit together; on every rank, if ranks have other settings or weights,
-                naming the first that differs and who has what.
+            InputError: if experts, plan and mesh do not fit together; on every rank, if settings or weights differ between
+                ranks. The message names the first difference and the ranks' values.
         """
         if self.on_mesh is not None:
             raise InputError("MoE.parallelize: the layer is on a mesh already: call it once, on a whole layer")
@@ -205,21 +209,21 @@ class MoE(InjectsLosses, RoutingCached):
             chooser.join(on_mesh, self.experts, self.hidden, self.parameters)
 
     def use_plan(self, plan: Plan | Compiled) -> None:
-        """Run under another plan of the same mesh from the next call on: another schedule, another r, other chunks.
+        """Run under another plan for the same mesh from the next call on, such as another schedule, r or number of chunks.
 
-        Weights have one layout for every plan, so nothing moves, and nothing is sent. Plans are compiled once and kept: coming
-        back to one is a look-up. All ranks call it, between steps, with the same plan; a difference is found by the next call,
-        whose exchange of counts then goes to all ranks, with a digest of what they run.
+        Nothing is sent, since the weights have the same layout under every plan. Each plan is compiled once and kept, so
+        switching back to one is a look-up. All ranks must call this between steps with the same plan. The next call detects a
+        difference: its exchange of counts goes to all ranks, with a digest of their plans.
 
-        A backward pass of a call before the switch still runs under the plan of its forward pass, unless it recomputes. A layer
-        whose plan was "auto" keeps this one.
+        The backward pass of a call before the switch still runs under the plan of its forward pass, unless it recomputes the
+        forward pass. A layer with the plan "auto" keeps the new plan and stops searching.
 
         Args:
-            plan: which of the equivalent ways it runs in; a compiled one serves several layers, which then share its caches.
+            plan: the new plan. A compiled plan can serve several layers, which then share its caches.
 
         Raises:
-            InputError: if the layer is on no mesh, or the plan does not fit it (the layer keeps the plan that it has); for
-                deepep, whose process groups only `parallelize` makes, on a layer that was not parallelized with it.
+            InputError: if the layer is on no mesh, or if the plan does not fit the layer, which then keeps its plan; if the
+                plan uses deepep and `parallelize` did not, since only `parallelize` can create deepep's process groups.
         """
         if self.on_mesh is None:
             raise InputError("MoE.use_plan: the layer is on no mesh: call parallelize(mesh, plan) first")
@@ -245,20 +249,20 @@ class MoE(InjectsLosses, RoutingCached):
         capacity: AbstractCapacity | float | None = None,
         return_routing: bool = False,
     ) -> Tensor | tuple[Tensor, Routing]:
-        """Run the layer. On a mesh `torch.compile` leaves it out: what surrounds it is compiled, the layer runs eagerly.
+        """Run the layer. On a mesh, the layer runs eagerly under `torch.compile`, and the code around it is compiled.
 
         Args:
-            x: (..., dim). For losses per sequence the last dimension but one is the sequence.
-            mask: x's shape without dim, bool; False marks padding, which may hold anything: no expert, shared or not, no
-                count, no loss, a result of zero.
-            token_ids: x's shape without dim, int64; for routers that read ids.
+            x: (..., dim). For losses per sequence, the last dimension but one is the sequence.
+            mask: bool, of x's shape without dim. False marks padding, which may hold any values: padding goes to no expert
+                (shared ones included), is not counted, has no loss, and its result is zero.
+            token_ids: int64, of x's shape without dim; for routers that read token ids.
             top_k: experts per token in this call; None for the layer's.
             capacity: capacity of this call, a number for `Capacity.fixed`; None for the layer's.
             return_routing: also return the call's `Routing`.
 
         Returns:
-            y, of x's shape and dtype (under autocast too, where `nn.Linear` returns the low dtype); with `return_routing` the
-            pair (y, routing).
+            y, of x's shape and dtype (under autocast too, where `nn.Linear` returns the low-precision dtype); with
+            `return_routing` the pair (y, routing).
         """
         y, routing = self.call_with(self._compute, x, mask=mask, token_ids=token_ids, top_k=top_k, capacity=capacity)
         return (y, routing) if return_routing else y
@@ -273,13 +277,14 @@ class MoE(InjectsLosses, RoutingCached):
         top_k: int | None = None,
         capacity: AbstractCapacity | float | None = None,
     ) -> tuple[Tensor, Routing]:
-        """Route x, let a function of the caller's compute the result, and inject the losses: `forward` around another middle.
+        """Route x, compute the result with `compute`, and inject the losses: `forward` with other dispatch and experts.
 
-        What wraps the layer to run its experts in another way builds on this; hooks of the layer itself do not run. The
-        arguments that `forward` has are as there.
+        Wrappers that run the layer's experts in another way build on this. Hooks of the layer itself do not run. The arguments
+        that are not listed here are those of `forward`.
 
         Args:
-            compute: from the routed call to y of x's shape: all that the experts add, the shared one among them.
+            compute: a function of the routed call that returns y of x's shape: the results of all experts, with the shared
+                expert's added.
 
         Returns:
             (y, routing).
@@ -300,7 +305,7 @@ class MoE(InjectsLosses, RoutingCached):
         top_k: int | None,
         capacity: AbstractCapacity | float | None,
     ) -> tuple[Tensor, Routing]:
-        """Run a call whose arguments are checked; see `call_with`."""
+        """Run a call after its arguments were checked; see `call_with`."""
         x_TD = x.reshape(-1, self.dim)
         top_k, capacity = self._choices(top_k, capacity)
         padded_rows = None if self.on_mesh is None else self.on_mesh.padded_rows(capacity, len(x_TD), top_k)
@@ -313,13 +318,13 @@ class MoE(InjectsLosses, RoutingCached):
         return y, routing
 
     def _compute(self, call: RoutedCall) -> Tensor:
-        """The dispatch, expert and combine stages, and the shared expert: y of x's shape."""
+        """Return y, of x's shape: dispatch, experts and combine, plus the shared expert's result."""
         y_TD = self._run_experts(call.x_TD, call.routed, call.padded_rows)
         added_TD = self.run_shared(call.x_TD, call.mask)
         return (y_TD if added_TD is None else y_TD + added_TD).view(call.x.shape)
 
     def finish_step(self, group: Group = "auto") -> None:
-        """Let the router adapt to the optimizer step's load and start counting anew; see `balance_on_step`.
+        """Let the router adapt to the load of this optimizer step, and reset the counts; see `balance_on_step`.
 
         Args:
             group: as for `balance_on_step`.
@@ -334,9 +339,9 @@ class MoE(InjectsLosses, RoutingCached):
             experts.begin_step()
 
     def reset_parameters(self) -> None:
-        """Draw all weights anew, as a new layer has them, and set what the routers adapt and count to its start.
+        """Initialise all weights as in a new layer, and reset the router's adaptive state and the counts.
 
-        What a deferred initialisation calls: `torch.device("meta")`, then `to_empty`, then this.
+        For deferred initialisation: `torch.device("meta")`, then `to_empty`, then this.
         """
         self.router.reset_parameters()
         self.experts.reset_parameters()
@@ -347,11 +352,11 @@ class MoE(InjectsLosses, RoutingCached):
         self.step_counts.zero_()
 
     def init_normal(self, std: float, out_std: float) -> None:
-        """Draw the weights anew, as a model wants them: router and experts each their own.
+        """Draw the weights of router and experts from normal distributions, as a model's initialisation asks for.
 
         Args:
-            std: deviation of the matrices that read the token.
-            out_std: deviation of the experts' matrices that write the result.
+            std: standard deviation of the matrices that read the token.
+            out_std: standard deviation of the experts' matrices that write the result.
         """
         self.router.init_normal(std)
         self.experts.init_normal(std, out_std)
@@ -365,7 +370,7 @@ class MoE(InjectsLosses, RoutingCached):
         return f"dim={self.dim}, hidden={self.hidden}, num_experts={self.num_experts}, top_k={self.top_k}"
 
     def _is_auto(self, plan: Plan | Compiled | str | None, mesh: Mesh) -> bool:
-        """Return whether a plan is to be found; refuse other words, and capacities under which plans are not equivalent."""
+        """Return whether the plan is "auto". Refuse other strings, and capacities under which plans are not equivalent."""
         if not isinstance(plan, str):
             return False
         if plan != "auto":
@@ -381,7 +386,7 @@ class MoE(InjectsLosses, RoutingCached):
         return True
 
     def _settings(self) -> dict[str, object]:
-        """Return what all ranks of a mesh must have made the layer with."""
+        """Return the settings that must be the same on all ranks of a mesh."""
         names = (
             "dim", "hidden", "num_experts", "top_k", "eval_top_k", "capacity", "eval_capacity", "losses", "apply_weight"
         )  # fmt: skip
@@ -394,7 +399,7 @@ class MoE(InjectsLosses, RoutingCached):
         return found
 
     def _choices(self, top_k: int | None, capacity: AbstractCapacity | float | None) -> tuple[int, AbstractCapacity]:
-        """Return the experts per token and the capacity of a call."""
+        """Return the experts per token and the capacity of this call."""
         if top_k is None:
             top_k = self.top_k if self.training or self.eval_top_k is None else self.eval_top_k
         if capacity is None:
@@ -410,7 +415,7 @@ class MoE(InjectsLosses, RoutingCached):
         top_k: int,
         capacity: AbstractCapacity,
     ) -> Routed:
-        """The route stage, recorded on the routing cache or replayed from it; counts the step's load once."""
+        """Run the route stage, or replay it from the routing cache, and add its load to `step_counts` once."""
         replay = None if self.routing_cache is None else self.routing_cache.read(self)
         trains = replay is None and self.training and (torch.is_grad_enabled() or self.routing_cache is not None)
         trains = trains and (torch.compiler.is_compiling() or not is_recomputing())
@@ -445,7 +450,7 @@ class MoE(InjectsLosses, RoutingCached):
         return routed
 
     def _run_experts(self, x_TD: Tensor, routed: Routed, padded_rows: int | None) -> Tensor:
-        """The dispatch, expert and combine stages: (tokens, dim) -> (tokens, dim)."""
+        """Run dispatch, experts and combine: (tokens, dim) -> (tokens, dim)."""
         if self.on_mesh is not None:
             return self.on_mesh.run_experts(self.experts, x_TD, routed, padded_rows)
         routing = routed.routing
@@ -457,11 +462,11 @@ class MoE(InjectsLosses, RoutingCached):
         return self.experts(x_TD, routing.weight, run=run)
 
     def run_shared(self, x_TD: Tensor, mask: Tensor | None) -> Tensor | None:
-        """Return what the shared expert makes of every token that is not padding, (tokens, dim); None without one.
+        """Return the shared expert's result, (tokens, dim), zero for padding; None if the layer has no shared expert.
 
         Args:
             x_TD: (tokens, dim).
-            mask: as many bools, False for padding, which may hold anything, NaN included; None for none.
+            mask: bools, one per token, False for padding, which may hold any values, NaN included; None for no padding.
         """
         if self.shared is None:
             return None
@@ -497,10 +502,10 @@ class MoE(InjectsLosses, RoutingCached):
 
 
 def finish_step(model: nn.Module, group: Group = "auto") -> None:
-    """Call `MoE.finish_step` on every MoE layer of `model`: once per optimizer step, before or after it.
+    """Call `MoE.finish_step` on every MoE layer of `model`. Call it once per optimizer step, before or after the step.
 
     Args:
-        model: the whole of it, wrapped by DDP or FSDP2 where those are used.
+        model: the whole model, with its DDP or FSDP2 wrapper if it has one.
         group: as for `balance_on_step`.
     """
     _settle(model, group)
@@ -512,23 +517,24 @@ def finish_step(model: nn.Module, group: Group = "auto") -> None:
 def balance_on_step(optimizer: torch.optim.Optimizer, model: nn.Module, group: Group = "auto") -> RemovableHandle:
     """Call `finish_step(model)` before every step of `optimizer`.
 
-    Layers on a mesh count the tokens of all its ranks. Others sum their counts over the ranks that train the same
-    parameters: one small message per step and layer whose router adapts, and one per call for a loss over the global batch.
-    All of those ranks step together.
+    Layers on a mesh count the tokens of all ranks of the mesh. Other layers sum their counts over the ranks that train the
+    same parameters: one small message per step for each layer with an adapting router, and one per call for a loss over the
+    global batch. All of those ranks must step together.
 
-    Where a gradient scaler skips a step, `optimizer.step` is not called: no router adapts, and the tokens of the skipped
-    step count towards the next one that is taken. (A fused optimizer skips inside its kernel: its `step` is called, so
-    routers adapt to the skipped step.)
+    When a gradient scaler skips a step, `optimizer.step` is not called: no router adapts, and the tokens of the skipped
+    step count towards the next step. A fused optimizer skips inside its kernel: its `step` is called, so routers adapt to
+    the skipped step.
 
     Args:
-        optimizer: torch's, or a wrapper that holds one as `optimizer` (Accelerate's, Fabric's).
-        model: the whole of it, wrapped by DDP or FSDP2 where those are used.
+        optimizer: a torch optimizer, or a wrapper with an attribute `optimizer` (Accelerate's, Fabric's).
+        model: the whole model, with its DDP or FSDP2 wrapper if it has one.
         group: the ranks that train the layers together, each on tokens of its own: a process group; None if this process
-            trains them alone; "auto" for those of DDP or FSDP2. With several processes and neither of the two, nobody can
-            tell: a router that adapts then refuses the step, and a loss over the global batch the first forward pass.
+            trains alone; "auto" for the ranks of DDP or FSDP2. With several processes and neither DDP nor FSDP2, "auto"
+            cannot determine the ranks: an adapting router then refuses the step, and a loss over the global batch refuses the
+            first forward pass.
 
     Returns:
-        A handle whose `remove()` undoes it.
+        A handle; its `remove()` unregisters the hook.
     """
     _settle(model, group)
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
@@ -537,7 +543,7 @@ def balance_on_step(optimizer: torch.optim.Optimizer, model: nn.Module, group: G
 
 
 def _settle(model: nn.Module, group: Group) -> None:
-    """Tell every layer which ranks train it, as far as that is known."""
+    """Tell every layer which ranks train it, as far as they can be determined."""
     wrapped = wrapped_by_ddp(model) if group == "auto" else {}
     for module in model.modules():
         if isinstance(module, MoE):
@@ -545,7 +551,7 @@ def _settle(model: nn.Module, group: Group) -> None:
 
 
 def _pick(choice: str | Callable, table: dict, what: str) -> Callable:
-    """Look a name up, or return the function that was given."""
+    """Return the entry of `table` that `choice` names, or `choice` itself if it is a function."""
     if callable(choice):
         return choice
     if choice not in table:
@@ -561,7 +567,7 @@ def _check_sizes(**sizes: int) -> None:
 
 
 def _use_kernel(experts: AbstractExperts, name: str) -> None:
-    """Let experts be computed by the kernel of a name."""
+    """Make `experts` use the kernel `name`."""
     if check_tier(name) == AUTO:
         return
     if not isinstance(experts, StackedExperts):
@@ -572,7 +578,7 @@ def _use_kernel(experts: AbstractExperts, name: str) -> None:
 
 
 def _with_bias(make: ExpertsFactory, choice: str | Callable, bias: bool) -> ExpertsFactory:
-    """Return what makes experts with biases, if they are asked for."""
+    """Return a factory of experts with biases if `bias` is set, else `make`."""
     if not bias:
         return make
     if callable(choice):
@@ -581,7 +587,7 @@ def _with_bias(make: ExpertsFactory, choice: str | Callable, bias: bool) -> Expe
 
 
 def _with_options(make: RouterFactory, choice: str | Callable, options: Mapping[str, Any] | None) -> RouterFactory:
-    """Return what makes a router with options, if there are any."""
+    """Return a factory of routers with `options`, or `make` if there are none."""
     if not options:
         return make
     if callable(choice):
@@ -601,7 +607,7 @@ def _with_options(make: RouterFactory, choice: str | Callable, options: Mapping[
 
 
 def _as_losses(losses: AbstractLoss | Sequence[AbstractLoss]) -> tuple[AbstractLoss, ...]:
-    """Return the losses of a layer, each name once."""
+    """Return the losses as a tuple, after a check that their names are unique."""
     if isinstance(losses, AbstractLoss):
         return (losses,)
     found = tuple(losses) if isinstance(losses, Sequence) else (losses,)

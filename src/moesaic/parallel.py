@@ -1,11 +1,11 @@
-"""A model of any modules over a mesh: MoE layers by themselves, the rest by FSDP2 or DDP, and the norm of the whole gradient.
+"""Training a whole model on a mesh: MoE layers, FSDP2 or DDP for the other parameters, and the norm of the whole gradient.
 
-`parallelize_model` puts every MoE layer on the mesh, and all parameters under FSDP2 if it is asked to. Without FSDP2,
-`prepare_ddp` comes next, or neither, with `moesaic.average_gradients` before each step. After a backward pass of each rank's
-mean loss every gradient is that of the mean over all tokens:
+`parallelize_model` puts every MoE layer on the mesh and, if asked to, all parameters under FSDP2. Without FSDP2, call
+`prepare_ddp` next, or call `moesaic.average_gradients` before each step. Let each rank's loss be the mean over its own tokens.
+After the backward pass every gradient is that of the mean over all tokens:
 
     dense part   averaged over dp; complete on every rank of a tp group, or split like its parameter
-    experts      sums over the tokens of a copy of the experts (ep x etp ranks); summed over edp, divided by dp
+    experts      summed over the tokens of one copy of the experts (ep x etp ranks), summed over edp, divided by dp
 
 FSDP2's own average over edp would be wrong by dp / edp, and torch's `clip_grad_norm_` refuses parameters of two meshes.
 """
@@ -45,21 +45,21 @@ def parallelize_model(
     fsdp: bool | Sequence[nn.Module] = False,
     broadcast: bool = False,
 ) -> Mesh:
-    """Put every MoE layer of a model on a mesh, in place; all ranks of the mesh call it together.
+    """Put every MoE layer of a model on a mesh, in place. All ranks of the mesh call this together.
 
     Args:
         model: any tree of modules, whole and the same on every rank.
-        mesh: the ranks, as `MoE.parallelize` takes them.
-        plan: how the MoE layers run; None for `Plan()`, "auto" to find it while training.
+        mesh: the ranks, in any form that `MoE.parallelize` accepts.
+        plan: the plan of the MoE layers; None for `Plan()`, "auto" to search for one during training.
         fsdp: also apply FSDP2, see `shard_over_data`: True, or the modules whose parameters are gathered together. True takes
-            the entries of the model's outermost `nn.ModuleList`s, its blocks.
-        broadcast: give every rank the first one's weights of MoE layers, instead of comparing them.
+            the model's blocks, which are the entries of its outermost `nn.ModuleList`s.
+        broadcast: send the first rank's weights of the MoE layers to all ranks, instead of comparing them.
 
     Returns:
         the mesh.
 
     Raises:
-        InputError: for a model without MoE layers, and as `MoE.parallelize` does.
+        InputError: for a model without MoE layers, and in the cases in which `MoE.parallelize` raises it.
     """
     mesh = Mesh.of(mesh)
     if not any(isinstance(module, MoE) for module in model.modules()):
@@ -79,12 +79,11 @@ def parallelize_layers(
     durations: Durations | None = None,
     broadcast: bool = False,
 ) -> None:
-    """Put every MoE layer of a model on a mesh, in place. Layers that are alike share one compiled plan.
+    """Put every MoE layer of a model on a mesh, in place. Layers with and without biases get one compiled plan each.
 
     Args:
         model, mesh, plan, broadcast: as for `parallelize_model`.
-        policy_of: from a plan, compiled here, to what decides which copies are replicated; None takes the policy that the
-            plan names.
+        policy_of: returns the replication policy for a compiled plan; None for the policy that the plan names.
         durations: as for `compile_plan`.
     """
     compiled: dict[bool, Compiled] = {}
@@ -102,12 +101,13 @@ def parallelize_layers(
 
 
 def parameter_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
-    """Return a model's parameters as the groups of an optimizer: those of one kind together, since torch's fused and foreach
-    steps refuse a group that mixes tensors with DTensors, or DTensors of two meshes.
+    """Return a model's parameters as parameter groups for an optimizer: one group for plain tensors and one per device mesh.
+
+    torch's fused and foreach steps refuse a group that mixes tensors with DTensors, or DTensors of two meshes.
 
     Args:
-        model: after it was parallelized.
-        options: of every group, such as `weight_decay=0.1`.
+        model: the model, after it was parallelized.
+        options: optimizer options for every group, such as `weight_decay=0.1`.
     """
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in model.parameters():
@@ -117,7 +117,7 @@ def parameter_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the entries of the outermost lists of modules."""
+    """Return the entries of the outermost module lists."""
     if isinstance(model, nn.ModuleList):
         return list(model)
     return [block for child in model.children() if not isinstance(child, MoE) for block in _blocks(child)]
@@ -126,16 +126,16 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 def shard_over_data(
     model: nn.Module, mesh: Mesh, units: Iterable[nn.Module] = (), *, dtype: torch.dtype | None = None
 ) -> None:
-    """Apply FSDP2 in place: experts over edp, all else over dp; axes of one rank are left out.
+    """Apply FSDP2 in place: experts over edp, all other parameters over dp. Axes of size 1 are skipped.
 
     Args:
-        model: on its device; its MoE layers are parallelized on `mesh`.
-        mesh: of the layers.
-        units: modules of the model whose parameters are gathered together, such as its blocks, inner ones first; what is in
-            none of them is gathered with the model.
-        dtype: of the experts' products under autocast: experts are gathered in it, so that less is sent and each rank casts
-            its shard alone; gradients are summed in the parameters' own. None: they are gathered as they are stored.
-            Experts that are modules of the user's own always are.
+        model: the model, on its device; its MoE layers are parallelized on `mesh`.
+        mesh: the mesh of the MoE layers.
+        units: modules of the model whose parameters are gathered together, such as its blocks, inner modules first.
+            Parameters in none of them are gathered with the model.
+        dtype: dtype in which experts are gathered: that of their products under autocast. Then less is sent, and each rank
+            casts only its own shard; gradients are summed in the parameters' dtype. None: experts are gathered in the dtype
+            in which they are stored, as experts that are modules of the user's own always are.
     """
     dp, edp = mesh.grid.dp, mesh.grid.edp
     unsharded: set[nn.Parameter] = set()
@@ -154,15 +154,15 @@ def shard_over_data(
 
 
 def prepare_ddp(model: nn.Module, mesh: Mesh) -> None:
-    """Make a model ready for `DistributedDataParallel(model)`, in place: it leaves experts alone, which average themselves.
+    """Make a model ready for `DistributedDataParallel(model)`, in place: DDP ignores the experts, which hooks average instead.
 
-    DDP knows no parameters of which ranks have parts of their own. It is told to ignore the experts; a hook on each of their
-    gradients sums over the copies of the experts and divides by dp, in every backward pass (under `no_sync` too). On a mesh
-    over a part of the world, or with tensor parallelism, DDP takes `process_group=mesh.dense["dp"].get_group()`.
+    DDP cannot handle parameters that differ between ranks. It is set to ignore the experts. A hook on each expert's gradient
+    sums over the copies of the experts and divides by dp, in every backward pass (under `no_sync` too). On a mesh over a part
+    of the world, or with tensor parallelism, pass `process_group=mesh.dense["dp"].get_group()` to DDP.
 
     Args:
-        model: what DDP will wrap, by hand or by a trainer; its MoE layers are parallelized on `mesh`.
-        mesh: of the layers.
+        model: the model that you or a trainer will wrap in DDP; its MoE layers are parallelized on `mesh`.
+        mesh: the mesh of the MoE layers.
     """
     spread = {id(parameter) for parameter in expert_parameters(model)}
     group = mesh.sparse["edp"].get_group() if mesh.grid.edp > 1 else None
@@ -175,7 +175,7 @@ def prepare_ddp(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _averaged(gradient: Tensor, *, group: dist.ProcessGroup | None, dp: int) -> Tensor:
-    """Return an expert's gradient summed over the copies of the expert and divided by dp."""
+    """Return an expert's gradient, summed over the copies of the expert and divided by dp."""
     total = local_part(gradient) / dp
     if group is not None:
         dist.all_reduce(total, group=group)
@@ -192,7 +192,7 @@ def _shard(
     leave_out: set[nn.Parameter] | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Make a module a unit of FSDP2, gathered in a dtype, whose gradients are summed over `mesh` and divided by `divide_by`."""
+    """Make a module an FSDP2 unit, gathered in `dtype`. Its gradients are summed over `mesh` and divided by `divide_by`."""
     joined = {
         parameter
         for experts in module.modules()
@@ -206,7 +206,7 @@ def _shard(
     def place(parameter: nn.Parameter) -> Shard:
         return Shard(shard_dim(parameter, mesh.size(), whole=(1,) if parameter in joined else ()))
 
-    # The outermost unit too: left whole by an evaluation, it would not see the optimizer step that follows.
+    # Reshard the outermost unit too: if an evaluation left it gathered, it would miss the optimizer step that follows.
     fully_shard(
         module,
         mesh=mesh,
@@ -221,15 +221,15 @@ def _shard(
 
 
 def shard_dim(parameter: Tensor, parts: int, whole: Collection[int] = ()) -> int:
-    """Return the dimension to split over data parallel ranks.
+    """Return the dimension along which to shard a parameter over data-parallel ranks.
 
-    One that no model axis splits, where the parts are equal: such shards are plain blocks, which any reader of a
-    checkpoint understands. Else one with equal parts; else the first.
+    The first choice is a dimension that divides evenly and that no model axis splits: any reader of a checkpoint
+    understands such shards. The second is any dimension that divides evenly, and the last is dimension 0.
 
     Args:
-        parameter: perhaps split over model axes already.
-        parts: how many.
-        whole: dimensions that are never split, such as that of gate and up.
+        parameter: the parameter, perhaps already sharded over model axes.
+        parts: number of shards.
+        whole: dimensions that must not be split, such as the one that holds gate and up.
     """
     placements = parameter.placements if isinstance(parameter, DTensor) else ()
     split = {place.dim for place in placements if isinstance(place, Shard)}
@@ -248,22 +248,22 @@ def clip_grad_norm_(
     mesh: Mesh | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Scale all gradients in place so that their norm is at most `max_norm`, as torch's function of this name does.
+    """Scale all gradients in place so that their norm is at most `max_norm`, like torch's function of the same name.
 
-    Parameters may be plain tensors and DTensors of several meshes. With those, and with experts that are spread over a mesh,
-    all ranks call this together and get the same number, that of the model in one process; one message. Else it is torch's
-    function.
+    Parameters may be plain tensors and DTensors of several meshes. If they are more than one of these kinds, or experts are
+    spread over a mesh, all ranks must call this together. They get the same number, the norm of the whole model, at the cost
+    of one message. Otherwise torch's function is called.
 
     Args:
         model: a model or its parameters, after gradients were averaged over data parallelism.
-        max_norm: the largest norm; `math.inf` only measures.
+        max_norm: the largest allowed norm; `math.inf` to measure only.
         norm_type: p of the p-norm; `math.inf` for the largest absolute value.
         error_if_nonfinite: raise RuntimeError if the norm is not finite.
-        mesh: as for `gradient_norm`, of a model whose mesh is a part of the world.
+        mesh: as for `gradient_norm`; needed if the mesh of the model is only a part of the world.
         group: as for `gradient_norm`.
 
     Returns:
-        the norm before, ().
+        the norm before clipping, ().
     """
     parameters = list(model.parameters() if isinstance(model, nn.Module) else model)
     places = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in parameters}
@@ -285,15 +285,15 @@ def gradient_norm(
     mesh: Mesh | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Return the norm of the whole gradient, (), the same on every rank of the ranks that together hold the model.
+    """Return the norm of the whole gradient, (), the same on all ranks that together hold the model.
 
     norm^p = sum over ranks, over parameters of |this rank's part|^p / (ranks that hold the same part)
 
     Args:
-        parameters: of the model, or of this rank's pipeline stage; those without a gradient count as zero.
+        parameters: those of the model or of this rank's pipeline stage. A parameter without a gradient counts as zero.
         norm_type: p.
         mesh: the ranks that hold these parameters, whole or in parts; None for the whole world.
-        group: the ranks that together hold the model, those of all its pipeline stages; None for those of `mesh`.
+        group: the ranks that together hold the model, in all pipeline stages; None for the ranks of `mesh`.
     """
     parameters = list(parameters)
     present = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
@@ -311,7 +311,7 @@ def gradient_norm(
         norm = nn.utils.get_total_norm(parts, norm_type).double()
         total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm.pow(norm_type) / copies
     if math.isinf(norm_type):
-        total = total.nan_to_num(nan=math.inf)  # a maximum over ranks may lose what is not a number
+        total = total.nan_to_num(nan=math.inf)  # a maximum over ranks may drop NaN
         dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
         return total
     dist.all_reduce(total, group=group)
@@ -323,9 +323,9 @@ def clip(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None
     """Scale all gradients so that their norm is at most `limit`.
 
     Args:
-        parameters: of the model.
-        norm: what `gradient_norm` returned for them.
-        limit: the largest norm.
+        parameters: the model's parameters.
+        norm: their norm, from `gradient_norm`.
+        limit: the largest allowed norm.
     """
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
     parts = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
@@ -338,8 +338,8 @@ def num_copies(tensor: Tensor, holders: int) -> int:
     """Return how many ranks hold the same part of a tensor as this one.
 
     Args:
-        tensor: sharded, or a plain one, of which every rank has a copy.
-        holders: ranks that have the tensor, whole or in part.
+        tensor: a sharded tensor, or a plain one, which every rank holds whole.
+        holders: number of ranks that hold the tensor, whole or in part.
     """
     if not isinstance(tensor, DTensor):
         return holders
@@ -352,12 +352,12 @@ def _axes(parameter: nn.Parameter) -> tuple[str, ...]:
 
 
 def _is_spread(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is an expert's, of which other ranks hold others."""
+    """Return whether a parameter belongs to experts that are spread over a mesh, so that other ranks hold other experts."""
     return bool({"ep", "edp"} & {*_axes(parameter)}) or copies_of(parameter) is not None
 
 
 def _holders(parameter: nn.Parameter, world: int) -> int:
-    """Return how many of the ranks of a model have a parameter. Modules of a user are other ones where experts are others."""
+    """Return how many ranks of the model hold a parameter. Modules of the user's own differ between ranks, as experts do."""
     if isinstance(parameter, DTensor):
         axes = _axes(parameter)
         return parameter.device_mesh.size() if "edp" in axes and "ep" not in axes else world

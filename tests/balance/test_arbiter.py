@@ -1,4 +1,4 @@
-"""The arbiter: what it chooses, that it never chooses worse by its own model, and that it does not flap."""
+"""Tests of the arbiter: its choices, that they are never worse by its own model, and that they do not flap."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def made(grid: Grid = GRID, machine: Machine = SLOW, **options: object) -> Arbit
 
 
 def skewed(skew: float, grid: Grid = GRID, *, tokens: int = 4096, seed: int = 0, units: int = 1024) -> CallLoad:
-    """A load in which the i-th expert has a share of 1 / i^skew, drawn anew for each seed; even for 0."""
+    """Return a random load in which the i-th expert's share is proportional to 1 / i^skew; an even load for skew 0."""
     experts = 4 * grid.ep
     copies = np.full((grid.world, experts), tokens // experts)
     if skew:
@@ -38,7 +38,7 @@ def skewed(skew: float, grid: Grid = GRID, *, tokens: int = 4096, seed: int = 0,
 
 
 def computed(verdict: CallDecision, load: CallLoad) -> np.ndarray:
-    """Copies that each place of ep computes."""
+    """Return the copies that each place of ep computes."""
     replicated = (
         np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
         if verdict.replicated is None
@@ -95,7 +95,7 @@ def test_it_comes_back_to_leaving_alone_as_soon_as_the_load_is_even():
 
 
 def test_options_that_are_about_as_good_do_not_take_turns():
-    """Loads that change a little from call to call: without a margin the option changes with them."""
+    """The loads change slightly from call to call; without a margin the option changes with them."""
 
     def switches(**options: float) -> int:
         arbiter = made(machine=Machine(tflops=1, inter_gbps=10), **options)
@@ -107,7 +107,7 @@ def test_options_that_are_about_as_good_do_not_take_turns():
 
 
 def settled(arbiter: Arbitration, seconds: dict[str, float], last: str = "") -> str:
-    """What seems best of options that the model gives these seconds, after another that ran last."""
+    """Return the option that the arbiter settles on, given the modelled seconds of each and the last option."""
     arbiter.last = dataclasses.replace(arbiter.last, name=last or arbiter.last.name)
     arbiter._choices |= {name: CallChoice(name, 1, Recipe(shadows=True)) for name in seconds}
     arbiter._settle(seconds, 0.0, among=seconds)

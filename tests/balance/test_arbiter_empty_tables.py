@@ -1,5 +1,4 @@
-"""A program that replicates always gets a table: where the last recipe has nothing left to replicate, the call is left
-alone."""
+"""A program that replicates always gets a table: if the last recipe replicates nothing any more, the call is left alone."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ PLANS = (Plan(), Plan(replication="spill"), Plan(peer_groups=2), Plan(peer_group
 
 
 def test_a_recipe_with_nothing_left_to_replicate_is_no_option() -> None:
-    """Step by step is quicker even with an empty table, so the program with replication once ran without one."""
+    """Step by step is faster even with an empty table, so the program with replication once ran without a table."""
     grid = Grid(world=4, ep=4, ranks_per_node=2)
     machine = Machine(tflops=0.01, inter_gbps=3, intra_gbps=9, intra_latency_us=0, inter_latency_us=0)
     costs = ReplicationCosts(machine=machine)

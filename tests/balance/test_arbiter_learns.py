@@ -1,4 +1,4 @@
-"""An arbiter on a machine that does not do what the model says: it finds what is fastest there, and stays with it."""
+"""Tests of the arbiter on machines that differ from the model: it finds the fastest option and stays with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GRID = Grid(world=4, ep=4, ranks_per_node=2)
 PLAN = Plan(replication="arbiter")
 COSTS = ReplicationCosts(machine=Machine(tflops=2, intra_gbps=20, inter_gbps=4))
 Clock = Callable[[str, int], float]
-"""From an option's name and a call's number to what the model's seconds are really multiplied by."""
+"""A function from an option's name and a call's number to the ratio of real to modelled seconds."""
 
 
 def made(**options: object) -> Arbitration:
@@ -36,7 +36,7 @@ def skewed(seed: int, skew: float = 1.0, tokens: int = 4096) -> CallLoad:
 
 
 def trained(arbiter: Arbitration, clock: Clock, calls: int, first: int = 1, **how: object) -> list[CallDecision]:
-    """Decisions of calls whose times are known when the next one comes."""
+    """Return the decisions of a series of calls; the time of each is known before the next one."""
     found: list[CallDecision] = []
     told: Mapping[int, float] = {}
     for call in range(first, first + calls):
@@ -66,7 +66,7 @@ def test_a_model_that_is_off_by_a_factor_everywhere_changes_nothing(off: float) 
 
 @pytest.mark.parametrize("wrong", [1.3, 2.0])
 def test_an_option_that_takes_longer_than_the_model_says_is_left_for_the_truly_best(wrong: float) -> None:
-    """Whatever runs step by step, or replicates few, is slower than modelled: the first choice is wrong."""
+    """The option that is best by the model is slower than modelled, so the first choice is wrong."""
     first = model_says()
     arbiter = made()
     found = trained(arbiter, lambda name, call: wrong if name == first else 1.0, 80)
@@ -98,7 +98,7 @@ def test_an_option_that_is_faster_than_modelled_is_found() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_noisy_times_do_not_make_it_flap(seed: int) -> None:
-    """Calls vary by 7 %, one in fifty takes five times as long; options that are as good as each other do not take turns."""
+    """Calls vary by 7 %, and one in fifty takes five times as long; still, equally good options do not alternate."""
     rng = random.Random(seed)
 
     def clock(name: str, call: int) -> float:

@@ -1,4 +1,4 @@
-"""What a call runs that was prepared during the one before: legal tables, of the call's own counts, the same on all ranks."""
+"""Tests of decisions that were prepared during the previous call: legal tables for the call's counts, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def weigher(grid: Grid) -> Weigher:
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No call is so small, and no load moves so much, that a table is made from its own counts."""
+    """Make every call use the prepared table: none counts as small, and no load as changed."""
     monkeypatch.setattr(prepared, "SMALL", 0)
     monkeypatch.setattr(prepared, "WORSE", np.inf)
 

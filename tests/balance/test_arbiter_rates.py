@@ -1,4 +1,4 @@
-"""The arbiter's rates come from the cluster, and simulations of its programs hold its model in check."""
+"""Tests that the arbiter's rates come from the cluster, and that simulations of its programs correct its model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_rates_are_those_that_a_rank_sees_while_all_send(tmp_path: Path) -> None
     assert machine.intra_gbps == pytest.approx(40)
     assert machine.inter_gbps == pytest.approx(5), "two ranks share a card"
     assert machine.intra_latency_us == pytest.approx(5 + 2)
-    # Four messages of 3 us on the card, two of each rank; its way's latency is paid once.
+    # Four messages of 3 us on the network card, two from each rank; the latency of the path is paid once.
     assert machine.inter_latency_us == pytest.approx((4 * 3 + 20) / 2 + 2)
     assert machine.tflops == pytest.approx(0.5), "512 rows per expert: the whole rate"
 
@@ -78,7 +78,7 @@ def test_factors_are_what_simulations_say_against_leaving_alone(tmp_path: Path) 
 
 
 def test_a_machine_that_does_not_overlap_makes_steps_dearer(tmp_path: Path) -> None:
-    """Where issuing a task takes a millisecond, more of them cost what the closed form does not know."""
+    """If issuing a task takes a millisecond, more tasks cost time that the closed form does not include."""
     compiled = compile_plan(Plan(replication="arbiter"), GRID)
     quick = arbiter_for(cluster(tmp_path), compiled, LAYER)
     slow = arbiter_for(cluster(tmp_path, CLUSTER.replace("message_us = 2 }", "task_us = 1000 }")), compiled, LAYER)

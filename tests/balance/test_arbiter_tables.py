@@ -1,4 +1,4 @@
-"""Tables of replicated copies that are made at once: legal, held to their limits, and what a loop over prefixes would find."""
+"""Tests of the vectorized replication tables: they are legal, keep their limits, and equal those of a loop over prefixes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GRIDS = [
     Grid(world=8, ep=2, etp=2, innermost="ep", ranks_per_node=2),
 ]
 QUICK = Machine(tflops=0.01, inter_gbps=300, intra_gbps=900, intra_latency_us=0, inter_latency_us=0)
-"""Computing is dear, links are quick and start at once."""
+"""A machine with slow products and fast links without latency."""
 
 
 def draw(seed: int) -> CallLoad:
@@ -69,7 +69,7 @@ def test_what_is_replicated_is_there_and_never_at_home():
 
 
 def shared_one_by_one(replica: ReplicaLoad, dense: np.ndarray, total: np.ndarray) -> None:
-    """Add to a table of all ranks, copy by copy: the ranks of a place in their order give to the helpers in theirs."""
+    """Add a place's copies to the table of all ranks one by one, with both the ranks and the helpers in their order."""
     for place, expert in zip(*np.nonzero(dense.sum(2))):
         ranks = [int(rank) for rank in replica.origins[place] for _ in range(replica.load.copies[rank, expert])]
         helpers = [helper for helper, amount in enumerate(dense[place, expert]) for _ in range(amount)]
@@ -159,7 +159,7 @@ def test_the_best_prefix_of_shadows_is_found():
 
 
 def test_what_replicated_experts_cost_the_host_makes_it_replicate_fewer():
-    """Six equally hot experts of one place: all are replicated for nothing, none for a price above what one saves."""
+    """Six equally hot experts of one place are all replicated if that is free, and none if it costs more than it saves."""
     copies = np.zeros((2, 12), dtype=np.int64)
     copies[1, :6] = 100
     load = CallLoad(Grid(world=2, ep=2, ranks_per_node=1), copies, 12, units=1, dim=4)
@@ -177,7 +177,7 @@ def test_what_replicated_experts_cost_the_host_makes_it_replicate_fewer():
 
 
 def test_whole_shadows_are_what_the_policy_finds_for_the_hottest_experts():
-    """Every place gets each of them, and no prefix of the hottest experts is quicker."""
+    """Every place gets each whole shadow, and no prefix of the hottest experts is faster."""
     found_any = 0
     for seed in range(40):
         for replica in boards_of(seed):
@@ -198,7 +198,7 @@ def test_whole_shadows_are_what_the_policy_finds_for_the_hottest_experts():
 
 
 def test_costs_are_those_of_the_board_where_messages_start_at_once():
-    """And no less: replicated copies travel behind those that stay, where the board adds them up link by link."""
+    """The cost is never below that of the board: replicated copies travel after the others, while the board adds up links."""
     for seed in range(40):
         for replica in boards_of(seed):
             for found in every_table(replica).values():
@@ -267,7 +267,7 @@ def test_even_loads_are_known_by_their_rows_and_by_what_weights_would_cost():
 
 
 def test_a_replica_that_replicates_nothing_beside_one_that_does() -> None:
-    """Two replicas of two places with two origins each; only the first one's load is worth replication."""
+    """There are two replicas of two places with two origins each; replication pays only in the first replica."""
     grid = Grid(world=8, tp=2, ep=2, etp=2)
     load = CallLoad(grid, np.tile(np.array([6, 2]), (8, 1)), 2, 8, 4)
     found = replica_loads(load, ReplicationCosts())

@@ -1,4 +1,4 @@
-"""What options really take: ratios to the model, machines that drift, outliers, and what is worth a trial."""
+"""Tests of the measured times of options: ratios to the model, machines that drift, outliers, and the choice of trials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where experts go: equally many everywhere, close to the optimum, only where the move pays, and the same on all ranks."""
+"""Tests of expert placement: equal numbers per place, close to the optimum, only if the move pays, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GRIDS = [
     Grid(world=3, ep=3),
 ]
 FREE = ExpertRates(machine=Machine(intra_gbps=1e9, inter_gbps=1e9, tflops=1e-3))
-"""Rates by which nothing counts but the busiest place."""
+"""Rates with which only the busiest place costs time."""
 
 
 def load_of(copies: object, grid: Grid = FOUR, order: object = None, **changes: object) -> ExpertLoad:
@@ -49,7 +49,7 @@ def load_of(copies: object, grid: Grid = FOUR, order: object = None, **changes: 
 
 
 def drawn(seed: int, grid: Grid, each: int, skew: float = 1.0, **changes: object) -> ExpertLoad:
-    """A load by Zipf's law, a little different on each rank, of experts in a random order."""
+    """Return a load by Zipf's law that differs slightly between ranks, with experts in a random order."""
     draw = np.random.default_rng(seed)
     num_experts = each * grid.ep
     share = 1 / np.arange(1, num_experts + 1) ** skew
@@ -63,7 +63,7 @@ def evenly(place: np.ndarray, ep: int) -> bool:
 
 
 def brute_busiest(load: ExpertLoad, order: np.ndarray) -> float:
-    """Count row by row."""
+    """Return the rows of the busiest place, counted one by one."""
     grid, each, found = load.grid, len(order) // load.grid.ep, {}
     for origin in range(grid.world):
         for slot, expert in enumerate(order):
@@ -107,7 +107,7 @@ def test_every_policy_keeps_places_full_and_decides_the_same_again(
         assert np.array_equal(make(ExpertRates()).decide(replace(load)), order)
         stays = place == load.place
         slot, was = np.argsort(order), np.argsort(load.order)
-        assert np.array_equal(slot[stays], was[stays])  # who stays at a place keeps the slot: nothing is copied in vain
+        assert np.array_equal(slot[stays], was[stays])  # experts that stay at a place keep their slots
 
 
 @given(seed=st.integers(0, 10**6), grid=st.sampled_from(GRIDS), each=st.integers(2, 4))
@@ -200,7 +200,7 @@ def test_the_optimum_is_that_of_trying_all() -> None:
 
 
 def test_rows_between_nodes_are_saved_where_balance_is_equal() -> None:
-    """Each node's tokens want the other node's experts; all loads are equal, so only the way counts."""
+    """The tokens of each node need the experts of the other; all loads are equal, so only transfers count."""
     copies = np.zeros((4, 8))
     copies[:2, 4:], copies[2:, :4] = 10, 10
     load = load_of(copies, steps=10**6)
@@ -208,11 +208,11 @@ def test_rows_between_nodes_are_saved_where_balance_is_equal() -> None:
     order = Balanced(ExpertRates(machine=Machine(tflops=1e6))).decide(load)
     assert load.between_nodes(places_of(order, 4)) == 0
     assert load.busiest(places_of(order, 4)) == 40
-    assert np.array_equal(SmartMoE().decide(load), load.order)  # sees no gain
+    assert np.array_equal(SmartMoE().decide(load), load.order)  # the busiest place cannot improve
 
 
 def test_groups_go_where_most_of_them_are() -> None:
-    """The same parts under other labels are no move at all."""
+    """The same groups of experts at permuted places go back to their present places, so nothing moves."""
     load = load_of(np.ones((4, 8)), Grid(world=4, ep=4))
     relabelled = (load.place + 1) % 4
     end = fewest_between_nodes(load.weight, load.crossing, relabelled, load.slowness, stay=load.place)[-1]
@@ -240,7 +240,7 @@ def test_swaps_lower_the_busiest_place_all_the_way() -> None:
 
 
 def test_two_copies_of_the_experts_are_balanced_together() -> None:
-    """What is even on the sum of both copies is not even on each of them: both count."""
+    """A load that is even in the sum of both replicas is uneven in each of them; the placement balances both."""
     grid = Grid(world=4, ep=2)
     copies = np.zeros((4, 4))
     copies[:2], copies[2:] = [10, 0, 10, 0], [0, 10, 10, 0]

@@ -1,4 +1,4 @@
-"""Durations of tasks on a machine of latencies and rates alone, against sums done by hand; rates are powers of ten."""
+"""Tests of task durations on a machine with only latencies and rates, against hand-computed sums; rates are powers of ten."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op
 
 MACHINE = Machine(intra_gbps=8, inter_gbps=0.8, intra_latency_us=1, inter_latency_us=10, tflops=1e-6, memory_gbps=80)
-"""A nanosecond a byte inside a node, ten between nodes; a million operations a second; ten bytes a nanosecond copied."""
+"""1 ns per byte inside a node, 10 ns between nodes; a million operations per second; copies of 10 bytes per ns."""
 LAYER = Workload(tokens=2, num_experts=4, top_k=2, dim=10, hidden=6)
 ROW = 20
-"""Bytes."""
+"""Bytes of a row."""
 
 
 def seconds_of(
@@ -35,17 +35,17 @@ def seconds_of(
 
 
 def moving(plan: Plan, grid: Grid, copies: list[list[int]]) -> dict[str, float]:
-    """Return durations where copies before and after a movement take no time."""
+    """Return durations on a machine on which copies before and after a movement take no time."""
     return seconds_of(plan, grid, copies, machine=replace(MACHINE, memory_gbps=1e12))
 
 
 NODES = Grid(world=4, ep=4, ranks_per_node=2)
 COUNTS = [[1, 2, 3, 0], [0, 0, 0, 0], [0, 5, 0, 0], [0, 0, 0, 4]]
-"""Rank 0 sends 2 to rank 1, 3 to rank 2; rank 2 sends 5 to rank 1; rank 3 keeps its own."""
+"""Rank 0 sends 2 rows to rank 1 and 3 to rank 2; rank 2 sends 5 to rank 1; rank 3 keeps its own."""
 
 
 def test_a_movement_takes_what_its_fullest_port_sends_or_receives() -> None:
-    """Between nodes rank 2 sends five rows to rank 1 and gets three of rank 0; inside, two rows are over before."""
+    """Between nodes rank 2 sends five rows to rank 1 and gets three from rank 0; two rows inside a node finish earlier."""
     found = moving(Plan(), NODES, COUNTS)
     assert found["h"] == pytest.approx(10e-6 + 5 * ROW * 10e-9)
     assert found["z"] == found["h"], "the way back: rank 1 is now the busiest sender"
@@ -53,7 +53,7 @@ def test_a_movement_takes_what_its_fullest_port_sends_or_receives() -> None:
 
 
 def test_experts_take_the_operations_of_the_busiest_rank() -> None:
-    """Rank 1 has 7 rows: 2 operations, 10 columns, 6 units, 3 matrices each; their gradients twice that."""
+    """Rank 1 has 7 rows of 2 operations, 10 columns, 6 units and 3 matrices each; the gradients take twice that."""
     assert seconds_of(Plan(), NODES, COUNTS)["out"] == pytest.approx(7 * 2 * 10 * 6 * 3 / 1e6)
     assert seconds_of(Plan(), NODES, COUNTS, backward=True)["out'"] == pytest.approx(2 * 7 * 2 * 10 * 6 * 3 / 1e6)
 
@@ -88,7 +88,7 @@ def test_a_codec_shortens_what_crosses_and_costs_encoding() -> None:
 
 
 def test_hops_join_packets_to_one_message() -> None:
-    """2DH on two nodes of two: each rank sends a mate 2 packets in one message, then one message of 2 packets across."""
+    """In 2DH on two nodes of two ranks, each rank sends a message of 2 packets inside its node, then one to the other node."""
     found = moving(Plan(all_to_all="hier2d"), NODES, [[1] * 4] * 4)
     assert found["h@0"] == pytest.approx(1e-6 + 2 * ROW * 1e-9)
     assert found["h@1"] == pytest.approx(10e-6 + 2 * ROW * 10e-9)

@@ -1,4 +1,4 @@
-"""Sample placement: homes, what they cost, the two stages, and how far from the best they are."""
+"""Tests of sample placement: homes and their costs, the two stages, and their distance from the optimum."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ GRIDS = [
 ]
 
 BARE = TwoStage(least_gain=0.0)
-"""Moves for the least gain."""
+"""A placer that moves samples for any gain."""
 
 
 def random_load(grid: Grid, seed: int, slots: int = 2, carried: int = 0, *, last: bool = False) -> SampleLoad:
-    """Skewed within samples, as placement wants it, from random homes inside each replica."""
+    """Return a load with random homes inside each replica that is skewed within samples, for which placement pays."""
     random = np.random.default_rng(seed)
     samples, num_experts = grid.world * slots, 2 * grid.ep
     rank = np.arange(samples) // slots
@@ -57,7 +57,7 @@ def random_load(grid: Grid, seed: int, slots: int = 2, carried: int = 0, *, last
 
 
 def counted(load: SampleLoad, homes: Homes) -> tuple[int, int]:
-    """Rows that cross links, copy by copy."""
+    """Return the rows that cross links, counted one by one."""
     grid, rows = load.grid, [0, 0]
     tables = [load.copies] if load.following is None else [load.copies, load.following]
     for sample, rank in enumerate(homes.rank.tolist()):
@@ -74,7 +74,7 @@ def counted(load: SampleLoad, homes: Homes) -> tuple[int, int]:
 
 
 def every_placement(load: SampleLoad) -> list[Homes]:
-    """Every way to fill the ranks, samples staying within their replicas."""
+    """Return all placements in which samples stay within their replicas."""
     found = set()
     rank = load.homes.rank
     for order in set(itertools.permutations(rank.tolist())):
@@ -146,8 +146,8 @@ def test_many_samples_are_placed_by_the_flow_at_the_same_cost() -> None:
 @pytest.mark.parametrize("grid", [GRIDS[0], GRIDS[1], GRIDS[3]], ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_two_stages_are_best_between_nodes_and_then_within(grid: Grid, seed: int) -> None:
-    """Against every placement there is. Stage two does not reconsider stage one, so among equals between nodes it may miss
-    the best within; between nodes it never does."""
+    """Compares with all placements. Stage two does not revise stage one. Among placements that are equal between nodes it may
+    therefore miss the best one within nodes, but the result is always optimal between nodes."""
     load = random_load(grid, seed, slots=1, carried=3 * (seed % 2))
     found = load.volume(BARE.decide(load))
     volumes = [load.volume(homes) for homes in every_placement(load)]
@@ -211,7 +211,7 @@ def test_a_residual_that_travels_keeps_samples_at_home() -> None:
 
 
 def test_where_links_within_nodes_are_slow_two_stages_lose_what_weighing_keeps() -> None:
-    """Mean gaps to the integer program over random loads that are skewed within samples."""
+    """Compares mean gaps to the integer program over random loads that are skewed within samples."""
     rates = {"slow within": (8.0, 1.0), "equal": (1.0, 1.0), "fast within": (1.0, 8.0)}
     means: dict[str, dict[str, float]] = {}
     for name, (intra, inter) in rates.items():
@@ -273,7 +273,7 @@ def test_weighed_moves_nobody_for_a_small_gain_either() -> None:
 
 @functools.cache
 def demo_samples(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Copies of the demo's samples in two layers, each skewed within samples."""
+    """Return the copies of the demo's samples in two layers, skewed within samples."""
     trace = make_trace(
         SyntheticRouting(
             steps=1, num_layers=2, num_experts=64, top_k=2, sequences=32, seq_len=128, locality=0.2, seed=seed
@@ -286,7 +286,7 @@ def demo_samples(seed: int) -> tuple[np.ndarray, np.ndarray]:
     "placer", [TwoStage(), Weighed(Machine(intra_gbps=8, inter_gbps=1))], ids=["two_stage", "weighed"]
 )
 def test_by_default_samples_move_where_they_differ_and_not_where_chance_differs(placer: AbstractPlacer) -> None:
-    """Sequences as long, samples as many and experts as many per rank as in the demo on 2 nodes of 2."""
+    """The sequence length, and the samples and experts per rank, are those of the demo on 2 nodes of 2 ranks."""
     grid, homes = GRIDS[0], Homes.start(4, 8)
     for seed in range(3):
         random = np.random.default_rng(seed)

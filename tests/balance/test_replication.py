@@ -1,4 +1,4 @@
-"""Policies: what they replicate, that it is legal, and that it never costs more by their own model."""
+"""Tests of replication policies: their tables, that these are legal, and that they never cost more by the policy's model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 
 FAST_WEIGHTS = ReplicationCosts(machine=Machine(tflops=0.01, inter_gbps=1000, intra_gbps=1000))
-"""Moving weights costs next to nothing beside computing."""
+"""Costs with which moving weights is almost free compared with products."""
 DEAR_WEIGHTS = ReplicationCosts(machine=Machine(tflops=1000, inter_gbps=0.1, intra_gbps=0.1))
 GRIDS = [
     Grid(world=4, ep=4, ranks_per_node=2),
@@ -93,7 +93,7 @@ def test_the_cost_by_hand():
 
 
 def test_the_hottest_expert_is_shadowed_where_weights_cost_nothing():
-    """Row and column sums differ strictly: summing counts over the wrong axis would find no hot expert."""
+    """Row and column sums differ, so that summing counts over the wrong axis would find no hot expert."""
     copies = np.array([[1, 50, 2, 3], [2, 60, 3, 4], [4, 70, 5, 6], [8, 80, 9, 10]])
     load = CallLoad(Grid(world=4, ep=4), copies, 4, units=8, dim=8)
     for policy in (Shadow(FAST_WEIGHTS), Shadow(FAST_WEIGHTS, whole=True), Published(FAST_WEIGHTS)):
@@ -109,7 +109,7 @@ def test_two_equally_hot_experts_block_the_published_rule_and_not_ours():
 
 
 def algorithm_1(copies: np.ndarray, dim: int, alpha: float, flops: float, bytes_per_second: float) -> set[int]:
-    """FasterMoE's Algorithm 1 with equations 7 and 8 as printed but in bytes: one expert per worker, two bytes an element."""
+    """Run FasterMoE's Algorithm 1 with equations 7 and 8 as printed, but in bytes: 1 expert per worker, 2 bytes an element."""
     experts, width = len(copies), 2 / bytes_per_second
     computed, shadowed = copies.sum(0).astype(float), set()
     best = max(12 * b * alpha * dim**2 / flops + 4 * b * dim * width for b in computed)
@@ -126,7 +126,7 @@ def algorithm_1(copies: np.ndarray, dim: int, alpha: float, flops: float, bytes_
 
 
 def test_the_published_rule_charges_the_weights_that_equation_8_charges():
-    """At weights that cost something: there and back once, 2 r * 2 alpha H^2 / W."""
+    """If weights are not free, they travel once forward and once back: 2 r * 2 alpha H^2 / W."""
     random, dim, alpha, found = np.random.default_rng(0), 64, 2.0, []
     costs = ReplicationCosts(machine=Machine(tflops=1e-2, inter_gbps=1.0, intra_gbps=1.0), matrices=2)
     for _ in range(200):
@@ -186,7 +186,7 @@ def test_given_lendings_are_cut_to_what_there_is():
 
 
 def flat(loads: list[int], ep: int, ranks_per_node: int = 2) -> CallLoad:
-    """Every expert's copies lie evenly over the places."""
+    """Return a load in which the copies of every expert are spread evenly over the places."""
     copies = np.tile(np.array(loads) // ep, (ep, 1))
     return CallLoad(Grid(world=ep, ep=ep, ranks_per_node=ranks_per_node), copies, len(loads), 4, 4)
 
@@ -200,7 +200,8 @@ def busiest(load: CallLoad, replicated: np.ndarray) -> int:
 def test_eplb_shares_the_hottest_experts_equally_with_the_least_loaded_places():
     load = flat([800, 80, 80, 80, 400, 80, 80, 80], ep=4)
     found = EPLB().decide(load)
-    # four redundant experts: 800 -> 400 -> 266 beside 400 -> 200, then 266 -> 200: expert 0 is held by all, expert 4 twice
+    # Loads per replica with four redundant experts: 800 -> 400 -> 266 -> 200 for expert 0, which all places hold, and
+    # 400 -> 200 for expert 4, which two places hold.
     assert found.sum(0).tolist()[0] == [0, 200, 200, 200]
     assert found.sum(0)[4].sum() == 200
     assert (found.sum((0, 2)) > 0).tolist() == [True, False, False, False, True, False, False, False]
@@ -209,7 +210,7 @@ def test_eplb_shares_the_hottest_experts_equally_with_the_least_loaded_places():
 def test_lplb_is_the_optimum_of_its_edges_by_hand():
     load = flat([200, 200, 0, 0, 0, 0, 0, 0], ep=4)
     found = LPLB().decide(load)
-    # place 1 holds its neighbour's heaviest expert and place 2 its mate's second one, so three places have 400 / 3 each
+    # Place 1 holds its neighbour's heaviest expert, and place 2 the second one of place 0, so three places have 400 / 3 each.
     assert found.sum(0)[:2].tolist() == [[0, 133, 0, 0], [0, 0, 133, 0]]
     assert busiest(load, found) == 134
     loads, source, target = np.array([10, 0, 2]), np.array([0, 0]), np.array([1, 2])
@@ -239,5 +240,5 @@ def test_laer_computes_experts_anywhere_within_room_and_near_their_tokens():
     assert holds.sum(1)[0] == 4
     found = LAER().decide(load)
     assert busiest(load, found) <= 1.1 * load.copies.sum() / 4
-    for origin, node in enumerate((0, 0, 1, 1)):  # expert 0 is everywhere: nobody's copies leave the node
+    for origin, node in enumerate((0, 0, 1, 1)):  # expert 0 is on all places, so its copies never leave a node
         assert found[origin, 0, [p for p in range(4) if p // 2 != node]].sum() == 0

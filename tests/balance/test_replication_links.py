@@ -1,4 +1,4 @@
-"""What replication costs on a cluster: rates per pair, links that ranks share, and weights that each node gets once."""
+"""Tests of the cost of replication on a cluster: rates per pair, shared links, and weights that each node gets once."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_the_model_counts_the_weights_that_the_program_sends(grid: Grid) -> None
 
 
 def test_weights_once_per_node_make_replication_pay_where_they_did_not() -> None:
-    """One hot expert in 4 nodes of 4: straight, its home's link to other nodes would carry its weights 12 times, not 3."""
+    """With one hot expert on 4 nodes of 4 ranks, its home sends the weights to other nodes 12 times, but 3 with relays."""
     grid = Grid(world=16, ep=16, ranks_per_node=4)
     links = (
         Link(name="nvlink", devices=1, gbps=(2000,), carries="inside"),

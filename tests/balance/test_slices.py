@@ -1,4 +1,4 @@
-"""Cutting a call into slices: every row once, no slice above its budget at any rank, as few as can be."""
+"""Tests of slices: they contain every row once, stay within the budget on every rank, and are as few as possible."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ EXPERTS = 4
 
 @functools.cache
 def compiled(grid: str, plan: str) -> Compiled | None:
-    """Return a compiled plan; None where it does not fit the grid."""
+    """Return a compiled plan; None if it does not fit the grid."""
     with contextlib.suppress(InputError):
         return compile_plan(PLANS[plan], GRIDS[grid])
     return None
@@ -64,7 +64,7 @@ def fits(grid: str, plan: str, budget: int) -> bool:
 
 
 def draw(work: Compiled, seed: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Copies, the first half of the experts much hotter, and what of them is replicated."""
+    """Return copies, with the first half of the experts much hotter, and a table of replicated copies."""
     rng = np.random.default_rng(seed)
     copies = rng.integers(0, 9, size=(work.grid.world, EXPERTS)) * np.array([6, 4, 1, 0])
     if not work.replicates:
@@ -78,7 +78,7 @@ def draw(work: Compiled, seed: int) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def rows_at_experts(work: Compiled, copies: np.ndarray, replicated: np.ndarray | None) -> np.ndarray:
-    """(world,): what the program itself puts at each rank's experts, over its expert tasks."""
+    """Return the rows at each rank's experts in the expert tasks of the program itself, (world,)."""
     sizes = CallSizes(
         work.grid, copies, copies.sum(1), work.plan.chunks, replicated=replicated, units=4, shapes=work.shapes(EXPERTS)
     )
@@ -116,7 +116,7 @@ def test_the_slices_of_a_tensor_group_take_each_of_its_rows_once_and_in_order(pl
 
 
 def test_a_slice_by_hand() -> None:
-    """Rank 1 gets 2 + 3 + 4 rows for its expert; every 4 of them are a slice."""
+    """Rank 1 gets 2 + 3 + 4 rows for its expert, in slices of 4 rows."""
     work = compile_plan(Plan(), Grid(world=3, ep=3))
     copies = np.array([[1, 2, 0], [0, 3, 1], [0, 4, 0]])
     found = cut(holders_of(work, 3), copies, None, 4)
@@ -140,13 +140,13 @@ def test_no_rows_are_one_slice() -> None:
 
 
 def rows_of(load: CallLoad, replicated: np.ndarray) -> np.ndarray:
-    """(ep,) rows that each place computes, one rank per place."""
+    """Return the rows that each place computes, (ep,), if a place is one rank."""
     staying = load.copies.sum(0) - replicated.sum((0, 2))
     return np.bincount(load.home, weights=staying, minlength=load.grid.ep).astype(np.int64) + replicated.sum((0, 1))
 
 
 def limits_of_ranks(load: CallLoad, replicated: np.ndarray, budget: int) -> np.ndarray:
-    """(world,) rows that each rank may compute beside replicated weights."""
+    """Return the rows that each rank may compute in addition to replicated weights, (world,)."""
     found = np.zeros(len(load.copies), dtype=np.int64)
     for replica in replica_loads(load, ReplicationCosts()):
         found[replica.origins] = limits(replica, replicated[replica.origins].sum((0, 1)) > 0, budget)[:, None]
@@ -169,7 +169,7 @@ def test_what_is_over_a_budget_goes_where_there_is_room() -> None:
 
 
 def test_replicated_weights_take_room() -> None:
-    """While gradients are computed, weights and gradient at each helper; while weights travel, messages, and more at home."""
+    """Helpers hold weights and gradients while gradients are computed; all hold messages, and homes more, in transfers."""
     load = CallLoad(Grid(world=4, ep=4), np.array([[40, 5, 0, 0]] * 4), 4, units=6, dim=30)
     assert rows_for_weights(load) == 5  # 540 numbers, where a row has 90 + 18
     given = np.zeros((4, 4, 4), dtype=np.int64)
@@ -186,7 +186,7 @@ def test_replicated_weights_take_room() -> None:
 
 @pytest.mark.parametrize("slices", [1, 2])
 def test_few_experts_are_replicated_to_stay_within_a_budget(slices: int) -> None:
-    """One hot expert among small ones on an overloaded rank: it alone moves."""
+    """Of one hot expert among small ones on an overloaded rank, only the hot one moves."""
     copies = np.zeros((4, 32), dtype=np.int64)
     copies[:, 8:], copies[:, :8], copies[:, 3] = 1, 2, 60
     load = CallLoad(GRIDS["ep 4"], copies, 32, units=1, dim=8)
@@ -210,7 +210,7 @@ def test_slices_take_longer_than_a_whole_call_and_replication_less_than_slices()
 
 
 def test_a_helper_holds_weights_of_a_few_experts_only() -> None:
-    """All experts of the hot rank are small: to spill evenly, one helper would need the weights of most of them."""
+    """All experts of the hot rank are small; without a limit, one helper would need the weights of most of them."""
     experts = 4 * 64
     copies = np.zeros((4, experts), dtype=np.int64)
     copies[:, :64] = 1
@@ -231,7 +231,7 @@ def test_budgets_below_one_token_are_refused() -> None:
 
 
 def test_plans_that_cut_or_replicate_differently_are_told_apart() -> None:
-    """Their programs are the same, but what each call runs where is not."""
+    """The plans have the same programs, but run calls differently."""
     plans = [Plan(), Plan(memory_budget=8), Plan(replication="spill"), Plan(replication="shadow")]
     digests = {compile_plan(replace(plan), GRIDS["ep 4"]).digest for plan in plans}
     assert len(digests) == 4

@@ -1,4 +1,4 @@
-"""Slow ranks: copies go where they are computed in the same time, and measured speeds are those of ranks, not of one call."""
+"""Tests with slow ranks: copies are spread so that ranks take equally long, and measured speeds are not those of one call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPEEDS = (1.0, 1.0, 1.0, 0.5)
 
 
 def computed(table: np.ndarray) -> np.ndarray:
-    """(4,) copies of the even load that each place computes."""
+    """Return the copies of the even load that each place computes, (4,)."""
     staying = (EVEN.copies - table.sum(2)).sum(0).reshape(4, 2).sum(1)
     found: np.ndarray = staying + table.sum((0, 1))
     return found

@@ -355,7 +355,7 @@ def test_a_model_that_fits_only_when_blocks_are_recomputed_says_so(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--gpus", "12"], "12 devices are no whole nodes of dgx-h100, which have 8: try 8"),
+        (["--gpus", "12"], "12 devices are not whole nodes of dgx-h100, which have 8: try 8"),
         (["--nodes", "2"], "--nodes and --gpus both say how large the cluster is"),
         (["--price-per-hour", "-1"], "--price-per-hour -1.0: must be a finite number above 0"),
         (["--explain", "--nothing"], "no flag of Megatron or torchtitan that splits a model is there"),

@@ -1,4 +1,4 @@
-"""Ranks started with different settings: one line, the same on every rank, and no hang."""
+"""Ranks started with different settings: the same one-line error on every rank, and no deadlock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moesaic.errors import InputError
 
 
 def said(of_ranks: Sequence[Mapping[str, object]], seed: int = 0) -> list[str | None]:
-    """Return what each rank's error says; every rank must have read all messages."""
+    """Return the error of each rank, and check that every rank has read all messages."""
 
     def rank(transport: AbstractTransport) -> str | None:
         try:

@@ -1,4 +1,4 @@
-"""A transport without tags: what matches, what hangs, what would swap data."""
+"""A transport without tags: which messages match, which programs deadlock, which would swap data."""
 
 from __future__ import annotations
 
@@ -48,12 +48,14 @@ def test_orders_that_differ_meet_the_wrong_tag():
             check(transport, handle)
 
     run(rank, in_order=False)
-    with pytest.raises(AssertionError, match=r"without tags, what rank . does under tag . meets what rank . does"):
+    with pytest.raises(
+        AssertionError, match=r"without tags, a message of rank . with tag . meets one of rank . with tag ."
+    ):
         run(rank)
 
 
 def circle(first: Lane, second: Lane) -> Callable[[AbstractTransport], None]:
-    """Three ranks: tag r goes from rank r to the next; each rank begins with its own, so nobody's first meets its peer."""
+    """Three ranks: tag r goes from rank r to the next. Each rank begins with its own message, so no first message matches."""
 
     def rank(transport: AbstractTransport) -> None:
         before = (transport.rank - 1) % 3

@@ -1,4 +1,4 @@
-"""The mailbox's strictness, and lock step: order, autograd, failures, generators."""
+"""The mailbox's checks, and lockstep: order, autograd, failures, generators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moesaic.comm.transport import AbstractTransport, Transfer
 
 
 def exchange(transport: AbstractTransport, tensor: Tensor) -> list[Tensor]:
-    """Give a tensor to every other rank; return what came, one's own included."""
+    """Send a tensor to every other rank. Return the tensors of all ranks, including this one's."""
     out = [tensor if rank == transport.rank else torch.empty_like(tensor) for rank in range(transport.world)]
     others = [rank for rank in range(transport.world) if rank != transport.rank]
     receives = {rank: out[rank] for rank in others}
@@ -24,7 +24,7 @@ def exchange(transport: AbstractTransport, tensor: Tensor) -> list[Tensor]:
 
 
 class Total(torch.autograd.Function):
-    """Sums over ranks, both ways: waits inside the forward and inside the backward pass."""
+    """Sums over ranks forward and backward, so it waits inside both passes."""
 
     @staticmethod
     def forward(ctx: Any, transport: AbstractTransport, tensor: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ def test_a_rank_that_never_ends_is_named():
     import threading
 
     release = threading.Event()
-    with pytest.raises(TimeoutError, match=r"rank 0 of 1 ran when 0\.2 seconds had passed"):
+    with pytest.raises(TimeoutError, match=r"rank 0 of 1 was still running after 0\.2 seconds"):
         run_ranks(1, lambda transport: release.wait(10), timeout_seconds=0.2)
     release.set()
 

@@ -28,8 +28,8 @@ def test_one_process_needs_no_process_group(monkeypatch):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"pp": 2}, f"mesh.pp=2: {module.ADVICE['pp']}"),
-        ({"cp": 4}, f"mesh.cp=4: {module.ADVICE['cp']}"),
+        ({"pp": 2}, f"mesh.pp=2: {module.ADVICE_ON_SIZES['pp']}"),
+        ({"cp": 4}, f"mesh.cp=4: {module.ADVICE_ON_SIZES['cp']}"),
         ({"tp": 2}, "mesh.tp=2 does not divide the 1 ranks: choose a divisor of 1"),
         ({"ep": 0}, "mesh.ep=0: must be at least 1"),
         ({"ranks_per_node": 2}, "mesh.ranks_per_node=2 does not divide the 1 ranks: choose a divisor of 1"),

@@ -1,4 +1,4 @@
-"""The NCCL transport over stand-ins for streams and batches: what is enqueued where, in which order. No GPU."""
+"""The NCCL transport with stand-ins for streams and batches: what is enqueued where, and in which order. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEVICE = torch.device("cpu")
 
 
 class Recorder:
-    """What happened, in order."""
+    """Records events in order."""
 
     def __init__(self) -> None:
         self.log: list[tuple[Any, ...]] = []

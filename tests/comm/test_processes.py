@@ -35,7 +35,7 @@ def refusal(function: Any) -> str:
 
 
 def meshes(rank: int, world: int) -> dict[str, Any]:
-    """What a rank finds out about meshes."""
+    """Return what a rank observes of meshes."""
     found: dict[str, Any] = {}
     for innermost in ("etp", "ep"):
         mesh = Mesh.create(tp=2, ep=2, etp=world // 2, innermost=innermost, ranks_per_node=2)
@@ -66,7 +66,7 @@ def meshes(rank: int, world: int) -> dict[str, Any]:
 
 
 def movements(rank: int, world: int, name: TransportName) -> dict[str, Any]:
-    """What a rank finds out about its transport."""
+    """Return what a rank observes of its transport."""
     mesh = Mesh.create(transport=name)
     transport, everyone = mesh.transport, tuple(range(world))
     found: dict[str, Any] = {}
@@ -101,10 +101,10 @@ def movements(rank: int, world: int, name: TransportName) -> dict[str, Any]:
 
 
 def other_transports(rank: int) -> dict[str, object]:
-    """What ranks say that cannot be connected by sockets, or ask for different transports."""
+    """Return the errors of ranks that sockets cannot connect, or that ask for different transports."""
     with (
         patch.object(sockets, "_hosts", lambda: ["not an address"]),
-        patch.object(sockets, "PATIENCE", 0.1),
+        patch.object(sockets, "CONNECT_SECONDS", 0.1),
     ):
         unreachable = refusal(lambda: open_transport(name="sockets"))
     return {
@@ -179,7 +179,7 @@ dist.destroy_process_group()
 
 
 def test_a_process_ends_well_while_threads_of_gloo_still_drop_tensors(tmp_path):
-    """Without the pause at exit every second of these processes aborts."""
+    """Without the pause at exit half of these processes abort."""
     commands = [[sys.executable, "-c", TO_THE_END, str(tmp_path / "store"), str(rank)] for rank in range(2)]
     runs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
     for run in runs:

@@ -1,5 +1,5 @@
-"""The transport over sockets, its ranks as threads or in turn in one process: tags, early and large messages, and who
-has gone."""
+"""The transport over sockets, with ranks as threads or in turn in one process: tags, early and large messages, closed
+peers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from moesaic.comm import sockets
-from moesaic.comm.sockets import Sockets, _answer, _call, _Place
+from moesaic.comm.sockets import Sockets, _accept_ranks, _connect_to, _Endpoint
 from moesaic.comm.transport import MessageSizeError, Transfer
 
 LARGE = 1 << 25
-"""More than the kernel keeps."""
+"""More bytes than the kernel buffers."""
 
 
 def transports(world: int = 2, patience: float = 60.0) -> list[Sockets]:
@@ -113,8 +113,8 @@ def test_a_large_message_that_is_asked_for_while_it_arrives():
             )
         )
         other = torch.empty(1)
-        with right._turn:
-            while right._lines[0].arriving is None:
+        with right._condition:
+            while right._connections[0].incoming is None:
                 right._move(1.0)
         buffer = torch.empty_like(data)
         handle = right.issue(Transfer(1, 5, {}, {0: buffer}))
@@ -141,7 +141,7 @@ def test_another_size_than_expected_is_named(is_early):
 
     if is_early:
         send()
-        with right._turn:
+        with right._condition:
             right._move(1.0)
     with pytest.raises(RuntimeError, match="rank 0 sent 8 bytes under tag 3, where 4 were expected"):
         receive()
@@ -187,6 +187,14 @@ def test_a_wait_without_any_progress_ends():
         left.wait(handle)
 
 
+def test_waits_are_patient_for_half_an_hour_if_the_group_has_no_timeout():
+    class Group:
+        def _get_backend(self, device: torch.device) -> None:
+            raise RuntimeError("no backend for this device")
+
+    assert sockets._patience(Group()) == 30 * 60
+
+
 def test_what_was_sent_can_be_freed_as_fsdp_does_it():
     left, right = transports()
     tensor, buffer = torch.ones(4), torch.empty(4)
@@ -200,18 +208,18 @@ def test_what_was_sent_can_be_freed_as_fsdp_does_it():
 @contextmanager
 def listening(
     ranks: range, lines: dict[int, socket.socket], seconds: float = 60.0
-) -> Iterator[tuple[_Place, Future[None]]]:
-    """A rank that answers while the block runs, in a thread."""
+) -> Iterator[tuple[_Endpoint, Future[None]]]:
+    """Accept ranks in a thread while the block runs."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         listener.setblocking(False)
-        place = _Place(bytes(range(16)), (listener.getsockname(),))
+        place = _Endpoint(bytes(range(16)), (listener.getsockname(),))
         end = time.monotonic() + seconds
-        yield place, pool.submit(_answer, place.word, [listener], ranks, lines, end)
+        yield place, pool.submit(_accept_ranks, place.word, [listener], ranks, lines, end)
     for line in lines.values():
         line.close()
 
 
-def stranger(place: _Place, said: bytes) -> socket.socket:
+def stranger(place: _Endpoint, said: bytes) -> socket.socket:
     line = socket.create_connection(place.addresses[0])
     line.sendall(said)
     return line
@@ -221,23 +229,23 @@ def test_strangers_are_not_taken_for_ranks():
     lines: dict[int, socket.socket] = {}
     with listening(range(3, 4), lines) as (place, answered):
         talks = stranger(place, b"GET / HTTP/1.1\r\nHost: example\r\n\r\n")
-        line = _call(place, 3, time.monotonic() + 60)
+        line = _connect_to(place, 3, time.monotonic() + 60)
         answered.result()
         line.sendall(b"x")
         assert lines[3].recv(1) == b"x"
         for each in (talks, line):
             each.close()
     with pytest.raises(OSError, match=r"nobody answers at 127\.0\.0\.1:"):
-        _call(place, 3, time.monotonic() + 60)
+        _connect_to(place, 3, time.monotonic() + 60)
 
 
 @pytest.mark.parametrize("rank", [-1, 0, 1, 2, 5, 2**40])
 def test_a_rank_that_nobody_waits_for_is_not_let_in(rank, monkeypatch):
-    monkeypatch.setattr(sockets, "PATIENCE", 0.2)
+    monkeypatch.setattr(sockets, "CONNECT_SECONDS", 0.2)
     lines: dict[int, socket.socket] = {}
     with listening(range(3, 5), lines, 0.2) as (place, answered):
         with pytest.raises(OSError, match="nobody answers"):
-            _call(place, rank, time.monotonic() + 60)
+            _connect_to(place, rank, time.monotonic() + 60)
         with pytest.raises(OSError, match=r"rank 3 has not called within 0.2 s"):
             answered.result()
     assert not lines
@@ -248,7 +256,7 @@ def test_callers_that_say_nothing_or_little_keep_nobody_waiting(monkeypatch):
     lines: dict[int, socket.socket] = {}
     with listening(range(1, 2), lines) as (place, answered):
         silent = [stranger(place, b"\0" * (count % 24)) for count in range(2 * sockets._CALLERS)]
-        line = _call(place, 1, time.monotonic() + 60)
+        line = _connect_to(place, 1, time.monotonic() + 60)
         answered.result()
         assert list(lines) == [1]
         for each in (*silent, line):
@@ -301,7 +309,7 @@ def test_sizes_no_peer_of_ours_announces_are_refused_before_memory_is_taken(size
 
 
 class Waits:
-    """A poll in which a tenth of a second passes by no clock but its own, and then something is sent."""
+    """A poll that advances a clock of its own by a tenth of a second, and then lets a message be sent."""
 
     def __init__(self, transport: Sockets, monkeypatch: pytest.MonkeyPatch) -> None:
         self._poll, self._now, self.send = transport._poll, 0.0, lambda: None
@@ -325,14 +333,14 @@ def test_bytes_that_trickle_count_as_progress_and_those_of_others_do_not(monkeyp
     buffer = torch.empty(64, dtype=torch.uint8)
     waits = Waits(second, monkeypatch)
     handle = second.issue(Transfer(1, 0, {}, {0: buffer}))
-    line, parts = first._lines[1].socket, iter((struct.pack("<qq", 0, 64), *[b"\1" * 8] * 8))
+    line, parts = first._connections[1].socket, iter((struct.pack("<qq", 0, 64), *[b"\1" * 8] * 8))
     waits.send = lambda: line.sendall(next(parts))
     second.wait(handle)
     assert waits.monotonic() > 4 * 0.2
     assert buffer.tolist() == [1] * 64
     tags = iter(range(1, 1000))
     waits.send = lambda: third.issue(Transfer(2, next(tags), {1: torch.zeros(1)}, {}))
-    with pytest.raises(RuntimeError, match=r"rank 1 has waited 0.2 s for ranks \[0\]: nothing came"):
+    with pytest.raises(RuntimeError, match=r"rank 1 has waited 0.2 s for ranks \[0\]: nothing was sent or received"):
         second.wait(second.issue(Transfer(1, 1, {}, {0: buffer})))
 
 
@@ -348,20 +356,20 @@ def test_a_peer_that_runs_ahead_waits_until_it_is_asked(monkeypatch):
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(run_ahead)
         tag = 0
-        while not second._lines[0].held:  # it moves what it can while it waits for another rank
+        while not second._connections[0].unread_bytes:  # it moves what it can while it waits for another rank
             tag += 1
             third.issue(Transfer(2, tag, {1: torch.ones(1)}, {}))
             second.wait(second.issue(Transfer(1, tag, {}, {2: torch.empty(1)})))
-        assert second._lines[0].early_bytes == 3 << 16
+        assert second._connections[0].early_bytes == 3 << 16
         assert not sent.done()
         buffers = [torch.empty_like(each) for each in data]
         last = second.issue(Transfer(1, 19, {}, {0: buffers[19]}))
         second.wait(last)  # behind all the others, which are kept for its sake
-        assert second._lines[0].early_bytes == 19 << 16
+        assert second._connections[0].early_bytes == 19 << 16
         sent.result()
         for tag in range(19):
             second.wait(second.issue(Transfer(1, tag, {}, {0: buffers[tag]})))
-    assert second._lines[0].early_bytes == 0
+    assert second._connections[0].early_bytes == 0
     assert all(torch.equal(each, there) for each, there in zip(data, buffers))
 
 
@@ -380,7 +388,7 @@ def test_messages_that_were_left_with_a_peer_are_read_in_turn(monkeypatch):
             buffer = torch.empty_like(each)
             right.wait(right.issue(Transfer(1, tag, {}, {0: buffer})))
             assert torch.equal(buffer, each)
-            assert right._lines[0].early_bytes <= 1 << 10
+            assert right._connections[0].early_bytes <= 1 << 10
         sent.result()
 
 
@@ -396,10 +404,10 @@ def test_what_a_peer_left_behind_when_it_went_is_read_whatever_it_is(monkeypatch
         third.issue(Transfer(2, tag, {1: torch.ones(1)}, {}))
         second.wait(second.issue(Transfer(1, tag, {}, {2: torch.empty(1)})))
 
-    while not second._lines[0].held:
+    while not second._connections[0].unread_bytes:
         chatter()
     del first
-    while second._lines[0].held:
+    while second._connections[0].unread_bytes:
         chatter()
     buffer = torch.empty(1 << 14, dtype=torch.uint8)
     second.wait(second.issue(Transfer(1, 7, {}, {0: buffer})))

@@ -12,6 +12,7 @@ import pytest
 
 from cost.clusters import tree
 from documented import block
+from helpers import thinned
 from moesaic.cost.call_sizes import sizes_of
 from moesaic.cost.cluster import Host, read_cluster
 from moesaic.cost.even import Even
@@ -351,7 +352,7 @@ AXES: tuple[tuple[Axis, ...], ...] = (("tp",), ("ep",), ("etp",), ("ep", "etp"),
 
 
 @pytest.mark.parametrize(
-    "grid", [GRIDS[0], GRIDS[6], Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=2, innermost="ep")]
+    "grid", thinned([GRIDS[0], GRIDS[6], Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=2, innermost="ep")], every=3)
 )
 def test_any_movement_that_a_schedule_may_have_sends_what_the_interpreter_sends(grid: Grid) -> None:
     """Between any two layouts, over any axes, summed or not: whatever a schedule moves, nodes are alike or it is refused."""

@@ -113,7 +113,7 @@ def test_a_cluster_of_some_devices_is_whole_nodes_or_a_part_of_one() -> None:
         (1, 8),
         (1, 4),
     ]
-    with pytest.raises(InputError, match="12 devices are no whole nodes of dgx-h100, which have 8: try 8"):
+    with pytest.raises(InputError, match="12 devices are not whole nodes of dgx-h100, which have 8: try 8"):
         spec.of_devices(12)
 
 

@@ -107,7 +107,7 @@ def test_a_hop_between_stages_delays_the_first_and_the_last_passes() -> None:
     ("make", "words"),
     [
         (lambda: Pipeline(schedule="zb", ranks=2), "schedule='zb': choose one of 1f1b, zb-h1, zb-v, dualpipev, dualpipe"),
-        (lambda: Pipeline(schedule="zb-v", ranks=2, runs=3), "has 2 runs of layers on a rank, not 3"),
+        (lambda: Pipeline(schedule="zb-v", ranks=2, runs=3), "has 2 runs of layers per rank, not 3"),
         (lambda: Pipeline(schedule="dualpipe", ranks=3), "needs an even number of stages, not 3"),
         (lambda: Pipeline(ranks=0), "both must be at least 1"),
         (lambda: Pipeline(schedule="dualpipe", ranks=4).laid_out(9, seconds(1, 1, 1)), "even number of micro-batches, not 9"),

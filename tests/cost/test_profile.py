@@ -97,7 +97,7 @@ def test_a_profile_of_another_machine_can_be_taken_all_the_same(tmp_path: Path) 
 
 def test_a_file_that_is_no_profile_says_how_to_write_one(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text("{}")
-    with pytest.raises(InputError, match=r"is no profile.*moesaic profile --out p.json"):
+    with pytest.raises(InputError, match=r"is not a profile.*moesaic profile --out p.json"):
         read_profile(tmp_path / "p.json")
 
 

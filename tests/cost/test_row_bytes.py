@@ -46,7 +46,7 @@ def test_an_unknown_codec_has_no_size() -> None:
 
 def test_a_codec_takes_no_elements_of_a_size_that_it_does_not_know() -> None:
     assert coded_bytes("none", 3, 5, 3) == 45
-    with pytest.raises(InputError, match="codec int8 takes no elements of 3 bytes: use codec none"):
+    with pytest.raises(InputError, match="codec int8 does not support elements of 3 bytes: use codec none"):
         coded_bytes("int8", 3, 5, 3)
 
 

@@ -141,7 +141,7 @@ def test_simulated_layers_lie_under_the_roofline() -> None:
     ("fields", "line"),
     [
         ({"num_layers": 0}, "model.num_layers=0: must be at least 1"),
-        ({"seq_len": 100}, "are no whole sequences of model.seq_len=100"),
+        ({"seq_len": 100}, "are not whole sequences of model.seq_len=100"),
         ({"vocab": -1}, "model.vocab=-1: must be at least 0"),
     ],
 )

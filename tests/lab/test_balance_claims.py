@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -23,6 +25,7 @@ from moesaic_lab.balance.shares import MADE_UP, RECORDED, SLOW, Share
 from moesaic_lab.balance.simulated import BEST, decisions
 from moesaic_lab.measure import paired
 from moesaic_lab.pictures import figure
+from moesaic_lab.tables import Marks
 
 LARGE = BalancePlace(name="4x2", nodes=4)
 
@@ -270,6 +273,18 @@ def test_the_page_has_a_line_for_each_method_and_a_column_for_each_load() -> Non
     assert "| ours |  | 0.80 |" in text
     assert "| `balance.aimed` | 0.5 | >= 0.4 | yes |" in text
     assert "balance.told" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "marks"),
+    [("balance.md", page.headline, page.HEADLINE_MARKS), ("balance_figures.md", page.tables, page.MARKS)],
+)
+def test_the_pages_hold_what_the_result_says(name: str, write: Callable[[dict[str, Any]], str], marks: Marks) -> None:
+    result = json.loads((page.DOCS.parent / "benchmarks" / "results" / "balance.json").read_text(encoding="utf-8"))
+    text = (page.DOCS / name).read_text(encoding="utf-8")
+    written = write(result)
+    assert written.count("| plain ep |") >= 1
+    assert f"{marks[0]}\n\n{written.strip()}\n\n{marks[1]}" in text
 
 
 def test_the_pairs_that_equivalence_would_need_follow_from_the_spread_of_the_steps() -> None:

@@ -13,6 +13,7 @@ from moesaic.weights.layout import BUFFER
 from moesaic_lab.convert import BENCHMARK, peak_row, save_model, trip
 
 
+@pytest.mark.random
 def test_memory_stays_below_the_largest_tensor(tmp_path: Path) -> None:
     """The largest tensor has nine times a buffer's bytes: a program that held a tensor whole, and a copy, would be over."""
     row = peak_row(tmp_path, hidden=1024, intermediate=2304)

@@ -191,7 +191,7 @@ def test_keys_and_values_of_a_shared_sequence_hide_behind_its_scores_as_far_as_t
         step = replace(step, layer=replace(step.layer, tokens=step.layer.tokens // 8), seq_len=step.seq_len // 8)
         grid = Grid(world=32, ranks_per_node=8)
         alone, shared = (
-            StepCostModel(replace(step, shares_sequence=ranks), grid, Simulator(cluster)).once.scores
+            StepCostModel(replace(step, shares_sequence=ranks), grid, Simulator(cluster)).forward.scores
             for ranks in (1, 8)
         )
         values = 2 * 4 * 128 * step.layer.tokens * 2
@@ -480,7 +480,7 @@ def test_copies_of_what_lies_in_parts_need_more_memory_and_reduce_once_more() ->
     optimizers = [predict(QWEN, H100, OthersLayout(ep=8, global_batch=320, replicas=each)) for each in (1, 4)]
     assert optimizers[1].memory.optimizer == pytest.approx(4 * optimizers[0].memory.optimizer)
     assert optimizers[1].memory.weights == optimizers[0].memory.weights
-    with pytest.raises(InputError, match="3 copies of what lies in parts do not divide 32 data-parallel groups"):
+    with pytest.raises(InputError, match="3 replicas of the shards do not divide 32 data-parallel groups"):
         predict(QWEN, H100, replace(plain, replicas=3))
 
 

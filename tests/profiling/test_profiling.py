@@ -123,7 +123,7 @@ def test_times_that_are_kept_give_the_same_profile(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="other calibration layers"):
         read_measured(tmp_path / "other.json")
     (tmp_path / "none.json").write_text("{}")
-    with pytest.raises(InputError, match="no times of a machine"):
+    with pytest.raises(InputError, match="contains no measured times"):
         read_measured(tmp_path / "none.json")
 
 

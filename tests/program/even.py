@@ -1,4 +1,4 @@
-"""Sizes of a call under even routing, by hand: what `cost.call_sizes.sizes_of` is held against, and simple sizes for tests."""
+"""Sizes of a call under even routing, computed by hand: the reference for `cost.call_sizes.sizes_of`, and inputs for tests."""
 
 from __future__ import annotations
 
@@ -26,39 +26,40 @@ def even_sizes(
 
     Args:
         grid: the mesh.
-        redundant: every rank sends all tokens of its tensor group (`Program.is_redundant`).
-        tokens: per data-parallel group; `tokens * top_k` should divide by `num_experts * tp`, or shares are rounded.
-        num_experts: of the layer.
+        redundant: whether every rank sends all tokens of its tensor-parallel group (`Program.is_redundant`).
+        tokens: tokens per data-parallel group; `tokens * top_k` should be divisible by `num_experts * tp`, or shares
+            are rounded.
+        num_experts: experts of the layer.
         top_k: copies per token.
-        num_chunks: as the program was cut.
-        visits: as for `CallSizes`.
-        units: as for `CallSizes`.
-        replicates: the program can replicate copies; none are.
+        num_chunks: number of chunks of the program.
+        node_tokens: see `CallSizes`.
+        units: see `CallSizes`.
+        replicates: whether the program can replicate copies; none are.
     """
-    place = np.array([grid.coordinate(rank, "tp") for rank in range(grid.world)])
+    tp_rank = np.array([grid.coordinate(rank, "tp") for rank in range(grid.world)])
     if redundant:
-        share, own = np.full(grid.world, tokens * top_k // num_experts), np.full(grid.world, tokens)
+        copies_per_expert, own_tokens = np.full(grid.world, tokens * top_k // num_experts), np.full(grid.world, tokens)
     else:
-        run = tokens * top_k // num_experts
-        share = run * (place + 1) // grid.tp - run * place // grid.tp
-        own = tokens * (place + 1) // grid.tp - tokens * place // grid.tp
-    copies = np.repeat(share[:, None], num_experts, axis=1)
+        copies_of_group = tokens * top_k // num_experts
+        copies_per_expert = copies_of_group * (tp_rank + 1) // grid.tp - copies_of_group * tp_rank // grid.tp
+        own_tokens = tokens * (tp_rank + 1) // grid.tp - tokens * tp_rank // grid.tp
+    copies = np.repeat(copies_per_expert[:, None], num_experts, axis=1)
     shapes = LayoutIndex(grid, num_experts, num_chunks, replicates=replicates)
-    return CallSizes(grid, copies, own, num_chunks, node_tokens=node_tokens, units=units, shapes=shapes)
+    return CallSizes(grid, copies, own_tokens, num_chunks, node_tokens=node_tokens, units=units, shapes=shapes)
 
 
 def even_node_tokens(grid: Grid, *, tokens: int, num_experts: int, top_k: int, num_chunks: int = 1) -> np.ndarray:
-    """Return the expected visits and stops under uniform routing, int64, as `CallSizes` takes them.
+    """Return the expected node_tokens and rank_tokens under uniform routing, int64, as `CallSizes` takes them.
 
-    A token with k of E experts has one among E / n of them with probability 1 - C(E - E / n, k) / C(E, k). Two copies of it
-    there are 2 / sqrt(pi) deviations apart in their experts' runs, and in two chunks if a cut is in between.
+    A token with k of E experts has one among E / n of them with probability 1 - C(E - E / n, k) / C(E, k). Two of its
+    copies there are 2 / sqrt(pi) deviations apart in their experts' runs, and in two chunks if a cut is in between.
 
     Args:
-        grid: the mesh, every copy of the experts on whole nodes.
-        tokens: per data-parallel group.
-        num_experts: of the layer.
+        grid: the mesh, with every replica of the experts on whole nodes.
+        tokens: tokens per data-parallel group.
+        num_experts: experts of the layer.
         top_k: copies per token, at most 2.
-        num_chunks: as the program was cut; each chunk's visits are counted apart.
+        num_chunks: number of chunks of the program; tokens are counted separately in each.
     """
     assert top_k <= 2
     run, cuts = tokens * top_k / num_experts, [cut / num_chunks for cut in range(1, num_chunks)]

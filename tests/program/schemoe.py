@@ -44,7 +44,7 @@ def schemoe(num_chunks: int) -> Program:
 
 
 def durations_of(rng: random.Random, num_chunks: int, *, equal_chunks: bool, equal_passes: bool) -> dict[str, float]:
-    """Return random durations; equal passes have C1 = C2, A1 = A2, D1 = D2."""
+    """Return random durations. With equal passes, C1 = C2, A1 = A2 and D1 = D2."""
     seconds: dict[str, float] = {}
     for chunk in range(num_chunks):
         for word in PASSES:
@@ -61,7 +61,7 @@ def durations_of(rng: random.Random, num_chunks: int, *, equal_chunks: bool, equ
 
 
 def best_of_lane_orders(seconds: dict[str, float]) -> float:
-    """Return the smallest makespan over all compute orders x communication orders of two chunks."""
+    """Return the smallest makespan over all pairs of a compute order and a communication order of two chunks."""
     best = float("inf")
     for compute in merges([f"{word}.0" for word in PASSES if word not in MOVED], 1):
         for moves in merges([f"{word}.0" for word in MOVED], 1):
@@ -70,7 +70,7 @@ def best_of_lane_orders(seconds: dict[str, float]) -> float:
 
 
 def merges(first: list[str], other: int) -> Iterator[list[str]]:
-    """Yield all merges of a chunk's chain with the same chain of another chunk."""
+    """Yield all merges of one chunk's chain with the same chain of another chunk."""
     second = [f"{name.split('.')[0]}.{other}" for name in first]
     total = len(first) + len(second)
     for places in combinations(range(total), len(first)):
@@ -79,7 +79,7 @@ def merges(first: list[str], other: int) -> Iterator[list[str]]:
 
 
 def _run_lanes(seconds: dict[str, float], lanes: list[list[str]]) -> float:
-    """Run queues that wait for each other; infinity if they wait forever."""
+    """Return the makespan of queues whose tasks wait for each other; infinity if they deadlock."""
     ends: dict[str, float] = {}
     free, at = [0.0] * len(lanes), [0] * len(lanes)
     progress = True
@@ -149,7 +149,7 @@ def all_lists(program: Program) -> Iterator[Program]:
 
 
 def random_program(rng: random.Random, num_tasks: int, lanes: tuple[Lane, ...]) -> Program:
-    """Return tasks that wait for each other at random, on random lanes."""
+    """Return a program whose tasks depend on each other at random, on random lanes."""
     tasks: list[Task] = []
     slots = [Slot(name="x", kind=Kind.ROWS, layout=Layout())]
     for number in range(num_tasks):

@@ -1,6 +1,7 @@
-"""All-to-all algorithms: every packet arrives, on the links it should, in as many messages as the papers say.
+"""All-to-all algorithms: every packet arrives, on the links it should use, in as many messages as the papers say.
 
-W ranks of a group lie on N nodes, g on each. Nothing here runs: paths and hops are data, so large meshes cost nothing.
+The W ranks of a group are on N nodes, g on each. Nothing is executed: paths and hops are data, so large meshes cost
+nothing.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ def legs(name: str, places: NodeMap) -> Iterator[tuple[int, int, tuple[Leg, ...]
 
 
 def messages(name: str, places: NodeMap) -> Counter[tuple[int, int, int]]:
-    """(hop, sender, receiver) -> packets in the message."""
+    """Return the packets in each message, by (hop, sender, receiver)."""
     return Counter((leg.hop, leg.source, leg.target) for _, _, path in legs(name, places) for leg in path)
 
 
 def per_rank(name: str, places: NodeMap, hop: int) -> list[int]:
-    """Messages that each rank sends in a hop."""
+    """Return the number of messages that each rank sends in a hop."""
     sent = Counter(source for at, source, _ in messages(name, places) if at == hop)
     return [sent[rank] for rank in places.ranks]
 
@@ -105,7 +106,7 @@ def test_hops_read_earlier_hops_and_every_one_is_a_hop_between_ranks(name: str, 
 @pytest.mark.parametrize(("nodes", "g"), [(2, 2), (3, 1), (4, 3), (9, 1), (4, 1), (1, 4)])
 @pytest.mark.parametrize("name", ALL_TO_ALLS)
 def test_what_is_found_regular_does_the_same_for_all_nodes(name: str, nodes: int, g: int) -> None:
-    """Every permutation of groups of nodes, and of the nodes of all groups, maps paths to paths."""
+    """Every permutation of groups of nodes, and of the nodes within all groups, maps paths to paths."""
     grid, places = flat(nodes, g)
     link = ALL_TO_ALLS[name]
     try:
@@ -128,7 +129,7 @@ def test_what_is_found_regular_does_the_same_for_all_nodes(name: str, nodes: int
 
 
 def swaps(count: int, run: int, times: int) -> Iterator[list[int]]:
-    """Permutations that swap the first two of `count` runs of nodes, and that shift all of them, `times` side by side."""
+    """Return permutations that swap the first two of `count` runs of nodes, and that shift all of them, in `times` copies."""
     for order in ([1, 0, *range(2, count)] if count > 1 else [0], [*range(1, count), 0]):
         yield [(at * count + each) * run + place for at in range(times) for each in order for place in range(run)]
 
@@ -197,7 +198,7 @@ def test_pipelined_sends_the_same_messages_on_two_lanes(nodes: int, g: int) -> N
 
 @pytest.mark.parametrize(("nodes", "g"), EVEN)
 def test_2dh_sends_g_times_fewer_and_larger_messages_between_nodes(nodes: int, g: int) -> None:
-    """Tutel 4.3: N-fold blocks to g - 1 mates, then g-fold blocks to N - 1 ranks of equal place."""
+    """Tutel 4.3: N-fold blocks to g - 1 mates, then g-fold blocks to the N - 1 ranks with the same local rank."""
     _, places = flat(nodes, g)
     assert per_rank("hier2d", places, 0) == [g - 1] * (nodes * g)
     assert per_rank("hier2d", places, 1) == [nodes - 1] * (nodes * g)
@@ -222,7 +223,8 @@ def test_naive_aggregation_sends_a_message_inside_the_node_per_node(nodes: int, 
 
 @pytest.mark.parametrize(("nodes", "g"), [(nodes, g) for nodes, g in EVEN if nodes > 1])
 def test_1dh_crosses_nodes_through_one_rank_each(nodes: int, g: int) -> None:
-    """Hetu: g² packets per pair of nodes in one message; members send theirs to the leader and get theirs from it."""
+    """Hetu: g² packets per pair of nodes in one message. Members send their packets to the leader and receive theirs
+    from it."""
     _, places = flat(nodes, g)
     crossing = {key: count for key, count in messages("hier1d", places).items() if key[0] == 1}
     assert len(crossing) == nodes * (nodes - 1)
@@ -259,7 +261,7 @@ def test_groups_of_nodes_are_near_the_square_root(nodes: int, expected: int) -> 
 @pytest.mark.parametrize(("nodes", "g"), [(4, 2), (2, 4), (3, 2), (8, 1)])
 @pytest.mark.parametrize("name", ["linear", *LANES_APART])
 def test_nothing_is_carried_twice_and_every_rank_carries_alike(name: str, nodes: int, g: int) -> None:
-    """Packets that cross nodes: W (W - g) in all; only 3DH carries some of them across twice."""
+    """Packets that cross nodes: W (W - g) in total. Only 3DH sends some of them across twice."""
     grid, places = flat(nodes, g)
     world = nodes * g
     sizes = messages(name, places)

@@ -1,4 +1,4 @@
-"""Movements that travel as one: which do, and that nothing else of a program changes."""
+"""Movements that are sent together: which ones are, and that nothing else of a program changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that forward rows in pieces: both movements at once, nothing copied before and after, codecs on the way out only."""
+"""Kernels that forward rows in pieces: both movements run at once, without copies around them, encoded only on dispatch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def spans(simulated: Simulated) -> dict[str, tuple[float, float]]:
 @pytest.mark.parametrize("inter", [10, 100, 1000])
 @pytest.mark.parametrize("way", [0, 1])
 def test_rows_move_between_nodes_and_inside_them_at_once(inter: float, way: int) -> None:
-    """Of each pair, one forward to experts and one back, both begin together, and the program is as much shorter."""
+    """Both movements of each pair, one pair to the experts and one back, begin together, and the program gets shorter
+    by as much."""
     program = multicast()[way]
     pieces = in_pieces(program)
     pairs = (

@@ -1,4 +1,4 @@
-"""Groups: every rank is in exactly one of each, and they are the papers' tables."""
+"""Groups: every rank is in exactly one group of each kind, and the groups are those in the papers."""
 
 from __future__ import annotations
 

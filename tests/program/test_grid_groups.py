@@ -1,4 +1,4 @@
-"""Places, groups and what follows from them are worked out by arithmetic; here they are held to tables of the whole mesh."""
+"""Coordinates and groups, which the grid computes by arithmetic, compared with tables of the whole mesh."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GRIDS = [
 
 
 def places(grid: Grid) -> list[dict[Axis, int]]:
-    """Count the axes of each view up, rank by rank; nodes and places on them are listed replica by replica."""
+    """Count through the axes of each view, rank by rank. Nodes and positions on them are listed per replica."""
     table: list[dict[Axis, int]] = [{} for _ in range(grid.world)]
     outer: tuple[Axis, ...] = ("ep", "etp") if grid.innermost == "etp" else ("etp", "ep")
     split = [("etp_outer", "etp_inner") if axis == "etp" else (axis,) for axis in outer]
@@ -43,7 +43,7 @@ def places(grid: Grid) -> list[dict[Axis, int]]:
 
 
 def by_definition(table: list[dict[Axis, int]], rank: int, axes: tuple[Axis, ...]) -> tuple[int, ...]:
-    """Compare every rank with every other."""
+    """Return groups by comparing every rank with every other."""
     view = next(each for each in VIEWS if set(axes) <= set(each))
     others = [axis for axis in view if axis not in axes]
     return tuple(each for each, place in enumerate(table) if all(place[axis] == table[rank][axis] for axis in others))

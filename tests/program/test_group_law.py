@@ -1,6 +1,6 @@
-"""The group law: every axis of every view cuts the world into groups, and they are the tables of Parm, Tutel and rails.
+"""The group law: every axis of every view partitions the world, into the groups of Parm, Tutel and rails.
 
-The expected groups are written down as index arithmetic, which shares nothing with the grid's coordinates.
+The expected groups are computed by index arithmetic that is independent of the grid's coordinates.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_etp_factors_into_neighbours_that_gather_and_shards_that_tokens_node_tok
     ("p", "s", "g"), [(p, s, g) for p in (1, 2, 4) for s in (1, 2, 4) for g in divisors(2 * p * s)]
 )
 def test_rails_and_nodes_of_one_copy_of_the_experts(p: int, s: int, g: int) -> None:
-    """Even nodes: the `local` group is a node's part of the copy, the `node` group the ranks of equal place on each."""
+    """Even nodes: a `local` group is the part of a replica on one node, a `node` group the ranks with equal local rank."""
     grid = Grid(world=2 * p * s, ep=p, etp=s, ranks_per_node=g)
     inside = min(g, p * s)
     assert grid.nodes_per_replica == p * s // inside

@@ -1,4 +1,5 @@
-"""Orders: legal permutations, OptSche where it is optimal, and an exact search that agrees with slow exhaustive ones."""
+"""Orders: they are valid permutations, OptSche is optimal where it should be, and the exact search agrees with slow
+searches."""
 
 from __future__ import annotations
 
@@ -206,7 +207,7 @@ def test_the_search_starts_from_the_best_of_the_others(host_runs_compute: bool) 
 
 
 def test_a_lane_may_stay_idle_for_what_arrives_soon() -> None:
-    """An order that never lets a lane wait is not always the best: here `a` could run at once, and `c` would come late."""
+    """An order that never leaves a lane idle is not always the best: here `a` could run at once, but would delay `c`."""
     program = schemoe(2)
     a, arrives, c, rest = (task for task in program.tasks if task.name in ("C1.0", "A1.1", "D1.1", "A2.1"))
     tasks = (a, replace(arrives, reads=("x.1",)), c, replace(rest, reads=("D1.1",)))
@@ -236,7 +237,7 @@ def test_exact_equals_all_lists_where_the_thread_computes() -> None:
 
 
 def test_a_long_dispatch_lets_the_first_result_go_before_the_second_dispatch() -> None:
-    """Where A1 is far longer than A2 and decoding is long, sending A2 of the first chunk before A1 of the second helps."""
+    """If A1 is far longer than A2 and decoding takes long, it helps to send A2 of the first chunk before A1 of the second."""
     found = search(schemoe(2), LONG_DISPATCH)
     moves = [task.name for task in found.program.tasks if task.lane is Lane.INTER]
     assert moves == ["A1.0", "A2.0", "A1.1", "A2.1"]

@@ -1,4 +1,5 @@
-"""Every pass: what moved where, what it refuses, and that all of them together give programs that validate and print."""
+"""Every pass: which movements it changes, what it refuses, and that all passes together give programs that validate and
+print."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ ALL_TO_ALLS = SearchSpace().all_to_alls
 
 
 def moved(program: Program) -> dict[str, str]:
-    """Movement -> "collective over axes"."""
+    """Return "collective over axes" for each movement."""
     return {task.name: f"{collective(program, task.name)} {'+'.join(task.group)}" for task in program.moves()}
 
 

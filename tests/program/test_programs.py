@@ -1,4 +1,4 @@
-"""Schedules as data: they validate, round-trip through text, and their transposes are what the papers say."""
+"""Schedules as data: they validate, survive a round trip through text, and their transposes are those of the papers."""
 
 from __future__ import annotations
 
@@ -128,10 +128,10 @@ def test_validation_names_what_is_wrong(plant: Callable[[Program], Program], wor
     [
         ("program 99 future", "version 99"),
         ("slot x tokens tp:Q tokens of own", "line 1: 'Q'"),
-        ("slot x tokens - bytes of own", "line 1: 'bytes' is no flow"),
-        ("slot x tokens - tokens of xp", "line 1: 'xp' is no axis"),
-        ("slot x tokens xp:R tokens of own", "line 1: 'xp' is no axis"),
-        ("nonsense", "line 1: 'nonsense' is no kind of line"),
+        ("slot x tokens - bytes of own", "line 1: 'bytes' is not a known flow"),
+        ("slot x tokens - tokens of xp", "line 1: 'xp' is not a known axis"),
+        ("slot x tokens xp:R tokens of own", "line 1: 'xp' is not a known axis"),
+        ("nonsense", "line 1: 'nonsense' is not a kind of line"),
     ],
 )
 def test_text_that_does_not_parse_is_refused(line: str, words: str) -> None:

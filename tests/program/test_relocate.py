@@ -1,4 +1,4 @@
-"""Relocation: the programs, their sizes, and what travels where."""
+"""Relocation: the programs, their sizes, and their movements."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HOMES = Homes(np.array([[0, 4], [1, 5], [2, 6], [3, 7]]))
 
 
 def random_copies(grid: Grid, slots: int, num_experts: int, seed: int = 0) -> np.ndarray:
-    """(world, slots, num_experts), some of them 0."""
+    """Return random counts (world, slots, num_experts), some of them 0."""
     return np.random.default_rng(seed).integers(0, 4, (grid.world, slots, num_experts))
 
 
@@ -59,7 +59,7 @@ def test_the_pass_comes_before_or_after_every_other(plan: Plan, bias: bool) -> N
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_places_travel_when_results_do_and_no_earlier(plan: Plan) -> None:
-    """Whoever decides where samples go has all dispatches and the first experts to do it in."""
+    """The new homes can be computed during all dispatches and the first experts."""
     tasks = relocate(compile_plan(plan, GRID).forward).tasks
     names = [task.name for task in tasks]
     first_expert = next(at for at, task in enumerate(tasks) if task.op is Op.EXPERT)
@@ -96,7 +96,8 @@ def test_nobody_moves_nothing_changes() -> None:
 
 @pytest.mark.parametrize("grid", [GRID, Grid(world=4, ep=2, etp=2), Grid(world=4, ep=2), Grid(world=6, ep=6)], ids=str)
 def test_messages_match_on_both_sides(grid: Grid) -> None:
-    """Sent and received list the same pieces, whatever the layouts; movements that are not placed as elsewhere."""
+    """Sender and receiver list the same pieces for any layouts. Movements that are not placed are the same as without
+    placement."""
     random = np.random.default_rng(1)
     program = relocate(compile_plan(Plan(chunks=2), grid).forward)
     rank = np.repeat(np.arange(grid.world), 3)
@@ -138,7 +139,8 @@ def test_where_samples_go_is_not_asked_before_results_travel() -> None:
 
 
 def test_a_token_is_found_where_its_sample_is_now() -> None:
-    """Sample 3, in slot 1 of rank 1, goes to slot 0 of rank 3: its tokens, counted from 8 there, count from 0 here."""
+    """Sample 3, in slot 1 of rank 1, goes to slot 0 of rank 3: its tokens have indices from 8 at the origin and from 0
+    there."""
     copies = np.zeros((4, 2, 8), dtype=np.int64)
     copies[1, 1, 6] = 2
     sizes, layout = sizes_of(GRID, copies, HOMES), relocate(compile_plan(Plan(), GRID).logical).slot(INDEX).layout
@@ -173,7 +175,7 @@ def test_the_pass_is_applied_once() -> None:
 
 
 def test_pieces_of_samples_are_pieces() -> None:
-    """A run's pieces by sample stand where the run stood: the experts see the same rows in the same order."""
+    """The pieces of a run, one per sample, stand where the run stood, so the experts see the same rows in the same order."""
     copies = random_copies(GRID, 2, 8)
     sizes = sizes_of(GRID, copies, HOMES)
     layout = Layout(spread=("ep", "etp"), experts="rank")

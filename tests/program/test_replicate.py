@@ -1,4 +1,4 @@
-"""Replication: the programs, their sizes, what travels, and the order of their tasks."""
+"""Replication: the programs, their sizes, their movements, and the order of their tasks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOKENS = COPIES.sum(1)
 
 
 def replicated(*entries: tuple[int, int, int, int]) -> np.ndarray:
-    """(origin, expert, helper, copies) each."""
+    """Return the `replicated` argument of `CallSizes` from (origin, expert, helper, copies) tuples."""
     found = np.zeros((4, 4, 4), dtype=np.int64)
     for origin, expert, helper, copies in entries:
         found[origin, expert, helper] = copies
@@ -129,7 +129,8 @@ NODES = Grid(world=8, ep=8, ranks_per_node=4)
 
 
 def on_nodes(*entries: tuple[int, int, int, int], grid: Grid = NODES, num_experts: int = 8) -> CallSizes:
-    """Sizes of a call in which every rank has 9 copies for each expert; (origin, expert, helper, copies) are replicated."""
+    """Return the sizes of a call with 9 copies per rank and expert, of which (origin, expert, helper, copies) are
+    replicated."""
     copies = np.full((grid.world, num_experts), 9)
     told = np.zeros((*copies.shape, grid.ep), dtype=np.int64)
     for origin, expert, helper, number in entries:
@@ -146,7 +147,8 @@ def relayed(task_name: str, sizes: CallSizes, *, backward: bool = False) -> dict
 
 
 def test_weights_enter_a_node_once_and_are_passed_on_inside() -> None:
-    """Expert 1 of rank 1 is replicated to ranks 4, 6 and 7 of the other node, by way of rank 5, and to rank 3 of its own."""
+    """Expert 1 of rank 1 is replicated to ranks 4, 6 and 7 of the other node, through rank 5, and to rank 3 of its own
+    node."""
     sizes = on_nodes(*[(helper, 1, helper, 5) for helper in (3, 4, 6, 7)])
     assert relayed("w_near", sizes) == {(1, 5): 16}
     assert relayed("w_here", sizes) == {(1, 3): 16, (5, 4): 16, (5, 6): 16, (5, 7): 16}
@@ -197,8 +199,7 @@ def test_weights_go_straight_where_nodes_hold_one_place_or_unequal_parts() -> No
 @pytest.mark.parametrize("order", ["optsche", "early", "fifo"])
 @pytest.mark.parametrize("grid", [NODES, Grid(world=4, ep=4)], ids=["relayed", "straight"])
 def test_replicated_weights_delay_no_tokens_and_are_there_before_their_experts(grid: Grid, order: str) -> None:
-    """Weights leave behind the tokens that stay experts wait for, and travel while these run; what waits for their first
-    hop is issued last."""
+    """Weights are sent after the tokens that stay and while their experts run. The second hop of weights is issued last."""
     plan = Plan(replication="spill", chunks=2, order=order)  # type: ignore[arg-type]
     names = [task.name for task in compile_plan(plan, grid).forward.tasks]
     first, last = ("w_near", "w_here") if grid is NODES else ("w_here", "w_here")
@@ -210,7 +211,7 @@ def test_replicated_weights_delay_no_tokens_and_are_there_before_their_experts(g
 
 
 def test_weights_travel_beside_the_experts_that_stay() -> None:
-    """Simulated: dispatches end when they do without replication, and weights have come when their experts may start."""
+    """Simulated: dispatches end as early as without replication, and weights have arrived when their experts may start."""
     links = (
         Link(name="nvlink", devices=1, gbps=(1000,), carries="inside"),
         Link(name="nic", devices=1, gbps=(100,), carries="outside"),

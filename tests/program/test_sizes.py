@@ -1,6 +1,6 @@
-"""Pieces and rows: every cut is a partition, both ends of every movement agree, and sums meet everything once.
+"""Pieces and rows: every cut is a partition, both ends of every movement agree, and sums include every row once.
 
-The counts are ragged and random, zeros included; what a slot must hold is said again here, by brute force.
+The counts are uneven and random, zeros included. The expected contents of slots are computed by brute force.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def pieces(shapes: LayoutIndex, layout: Layout, rank: int) -> list[Piece]:
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_pieces_are_what_the_layout_says(grid: Grid) -> None:
-    """Experts ascending, within one by origin, then by chunk; origins are the spread's ranks, with their tensor groups."""
+    """Pieces ascend by expert, then origin, then chunk. Origins are the ranks of `spread`, with their tensor-parallel
+    groups."""
     shapes = LayoutIndex(grid, 2 * grid.ep, 3)
     for rank, spread, whole, experts, chunk in itertools.product(
         range(grid.world), [(), ("ep",), ("etp",), ("ep", "etp")], (False, True), ("all", "rank"), (None, 1)
@@ -127,7 +128,7 @@ def test_step_0_stays_inside_the_group_of_peers(grid: Grid) -> None:
 
 
 def pairs(program: Program, sizes: CallSizes, name: str) -> list[tuple[int, int, int]]:
-    """(source, target, rows) of a movement, without what stays."""
+    """Return (source, target, rows) of a movement, without rows that stay on a rank."""
     task = next(task for task in program.tasks if task.name == name)
     slots = {slot.name: slot for slot in program.slots}
     move = move_of(task, slots)
@@ -167,7 +168,7 @@ def draw_compiled(rng: random.Random) -> Compiled | None:
 @settings(max_examples=4)
 @given(data=st.data())
 def test_both_ends_of_every_movement_agree(seed: int, data: st.DataObject) -> None:
-    """What a rank says it sends is what its peer says it receives, piece by piece; a sum meets every holder's rows."""
+    """A rank sends the same pieces that its peer receives. A sum includes the rows of every holder."""
     rng = random.Random(seed * 1000 + data.draw(st.integers(0, 20)))
     compiled = None
     while compiled is None:
@@ -209,7 +210,7 @@ def received_pieces(sizes: CallSizes, move: Move, rank: int, peer: int) -> list[
 
 
 def holders_of_rows(sizes: CallSizes, move: Move, rank: int) -> Counter[int]:
-    """How many ranks of the group hold each row of a target."""
+    """Return how many ranks of the group hold each row of a target."""
     held = Counter(
         piece for member in sizes.grid.group(rank, move.group) for piece in pieces(sizes.shapes, move.source, member)
     )
@@ -245,7 +246,8 @@ def test_nothing_at_all_is_fine() -> None:
 
 
 def test_a_gather_prefers_ones_own_rows_then_the_lowest_rank_that_has_them() -> None:
-    """Three of four ranks of a tensor group want what all hold: nobody sends what the other has."""
+    """Three of four ranks of a tensor-parallel group need the rows that all of them hold: no rank sends what another
+    one has."""
     grid = Grid(world=4, tp=4, ep=2, etp=2)
     sizes = CallSizes(grid, np.full((4, 2), 2), np.ones(4, dtype=np.int64))
     same = Move(Layout(whole_tp=True), Layout(whole_tp=True), ("tp",), False)
@@ -297,7 +299,7 @@ def test_stops_are_at_places_of_ep_on_every_shard() -> None:
 
 
 def test_copies_find_their_stops_and_stops_their_node_tokens() -> None:
-    """Two ranks a node, two experts a rank, two chunks; how many there are differs everywhere."""
+    """Two ranks per node, two experts per rank, two chunks, with different counts everywhere."""
     grid = Grid(world=4, ep=4, ranks_per_node=2)
     rng = np.random.default_rng(0)
     copies, table = rng.integers(2, 9, (4, 8)), rng.integers(1, 9, (4, 2 + 4, 2))

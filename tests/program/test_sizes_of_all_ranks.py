@@ -1,4 +1,4 @@
-"""What all ranks hold and send, counted without a list of pieces, against what each rank's own lists say."""
+"""What all ranks hold and send, counted without a list of pieces, against the lists of each rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GRIDS = [
 
 
 def replicated(copies: np.ndarray, grid: Grid) -> np.ndarray:
-    """A third of some runs each for one or two helpers, none for an expert's home."""
+    """Return counts in which one or two helpers compute a third of some runs each, and never an expert's home."""
     random, found = np.random.default_rng(5), np.zeros((*copies.shape, grid.ep), dtype=np.int64)
     home = np.arange(copies.shape[1]) * grid.ep // copies.shape[1]
     for expert in random.choice(copies.shape[1], 5, replace=False):
@@ -46,7 +46,7 @@ def held_and_moved(program: Program) -> tuple[set[Layout], set[Move]]:
 
 
 def agree(sizes: CallSizes, program: Program) -> int:
-    """Hold every slot and movement of a program against the lists of each rank; returns how many pairs exchange rows."""
+    """Compare every slot and movement of a program with the lists of each rank. Return how many pairs exchange rows."""
     world, exchanged = range(sizes.grid.world), 0
     layouts, moves = held_and_moved(program)
     for layout in layouts:

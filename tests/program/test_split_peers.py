@@ -1,4 +1,4 @@
-"""The smart schedule: which groups exchange in which step, on which lane, and that steps overlap."""
+"""The smart schedule: which groups exchange in which step and on which lane, and that steps overlap."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GRID = Grid(world=8, ep=8, ranks_per_node=2)
 
 
 def pairs(grid: Grid, groups: int, task_name: str, *, backward: bool = False) -> set[tuple[int, int]]:
-    """Who sends to whom in a movement, from group to group of ep; every rank has copies for every expert."""
+    """Return which group of ep ranks sends to which in a movement. Every rank has copies for every expert."""
     program = split_peers(SCHEDULES["s1"](), groups, grid)
     program = transpose(program) if backward else program
     slots = {slot.name: slot for slot in program.slots}
@@ -39,7 +39,8 @@ def pairs(grid: Grid, groups: int, task_name: str, *, backward: bool = False) ->
 @pytest.mark.parametrize("groups", [2, 4, 8])
 @pytest.mark.parametrize("grid", [GRID, Grid(world=16, ep=8, etp=2, ranks_per_node=4)], ids=["ep 8", "ep 8, etp 2"])
 def test_group_g_sends_to_g_plus_j_and_gets_from_g_minus_j(grid: Grid, groups: int) -> None:
-    """FasterMoE's code, not its figure: step 0 is inside the group, the last one an exchange with the neighbour before."""
+    """As in FasterMoE's code, not its figure: step 0 is inside the group, the last step an exchange with the previous
+    group."""
     assert pairs(grid, groups, "h~0") <= {(g, g) for g in range(groups)}
     assert pairs(grid, groups, "z~0'", backward=True) <= {(g, g) for g in range(groups)}
     for step in range(1, groups):

@@ -1,4 +1,4 @@
-"""Timelines: when tasks run under both kinds of executor, what is measured on them, and their Chrome trace."""
+"""Timelines: when tasks run under both kinds of executor, the metrics of a timeline, and its Chrome trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the validator says of programs that nobody may run."""
+"""Errors of the validator for invalid programs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Bytes counted from the messages equal the closed forms of the papers' volumes, forward, even routing.
+"""Bytes counted from the messages equal the closed forms of the papers (forward, even routing).
 
-Notation: n the copies of a tensor group, p = ep, s = etp, m = tp; a node holds one ep index, so etp stays inside.
+Notation: n copies per tensor-parallel group, p = ep, s = etp, m = tp. A node holds one ep index, so etp stays inside
+nodes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MESHES = [(m, p, s) for m in (1, 2, 4) for p in (1, 2, 4) for s in (1, 2, 4) if 
 
 
 def rows_per_rank(schedule: str, grid: Grid, chunks: int = 1, backward: bool = False) -> dict[str, tuple[float, float]]:
-    """Rows (inside, across nodes) per rank of each movement of rows or tokens."""
+    """Return the rows (inside nodes, across nodes) per rank of each movement of rows or tokens."""
     program = split_capacity(SCHEDULES[schedule](), chunks)
     program = transpose(program) if backward else program
     redundant = SCHEDULES[schedule]().is_redundant
@@ -92,7 +93,7 @@ def test_chunks_move_the_same_bytes(schedule: str) -> None:
 
 
 def bound_sizes(plan: Plan, grid: Grid, units: int = 0) -> tuple[Compiled, CallSizes]:
-    """A plan, compiled, and even sizes for it."""
+    """Compile a plan and return it with even sizes."""
     compiled = compile_plan(plan, grid)
     node_tokens = None
     if compiled.is_multicast:
@@ -118,7 +119,8 @@ def crossing(compiled: Compiled, sizes: CallSizes, backward: bool = False) -> di
 @pytest.mark.parametrize(("p", "s"), [(2, 2), (2, 4), (4, 2), (1, 4), (4, 4)])
 @pytest.mark.parametrize("schedule", ["s1", "s2", "s3", "baseline"])
 def test_weights_move_by_tutels_closed_form_whatever_the_schedule(schedule: str, p: int, s: int) -> None:
-    """(q - 1) P / W per rank for r = s / q, P (W - 1) / W for r = 0, P all parameters of W = p s ranks; back the same."""
+    """(q - 1) P / W per rank for r = s / q, P (W - 1) / W for r = 0, with P all parameters of W = p s ranks. The same
+    backward."""
     grid, hidden = Grid(world=p * s, ep=p, etp=s), 8
     parameters = EXPERTS * hidden
     for r in [0, *(r for r in range(1, s + 1) if s % r == 0)]:
@@ -132,7 +134,7 @@ def test_weights_move_by_tutels_closed_form_whatever_the_schedule(schedule: str,
 
 @pytest.mark.parametrize(("p", "s"), [(2, 2), (2, 4), (4, 2)])
 def test_tokens_node_token_r_shards(p: int, s: int) -> None:
-    """r copies of a row go to each of p ranks, one of which it is already."""
+    """r copies of a row go to each of p ranks, and one of these copies is there already."""
     grid = Grid(world=p * s, ep=p, etp=s)
     for r in (r for r in range(1, s + 1) if s % r == 0):
         compiled, sizes = bound_sizes(Plan(schedule="s2", gather_weights=r), grid, units=8 // s)
@@ -156,7 +158,7 @@ def test_flops_of_every_rank_do_not_depend_on_r(schedule: str, m: int, p: int, s
 
 
 def expert_flops(compiled: Compiled, sizes: CallSizes, rank: int) -> float:
-    """Rows times hidden units that a rank's experts take, forward."""
+    """Return rows times hidden units of a rank's experts, forward."""
     total = 0.0
     for task in compiled.forward.tasks:
         if task.op is Op.EXPERT:
@@ -214,7 +216,7 @@ SHAPES = [(2, 4), (4, 2), (8, 1), (1, 4), (4, 4), (8, 2)]
 
 
 def carried(link: str, nodes: int, g: int) -> tuple[int, int]:
-    """Rows (inside, across nodes) of a dispatch in which every rank has one row for every rank."""
+    """Return the rows (inside nodes, across nodes) of a dispatch in which every rank has one row for every rank."""
     grid = Grid(world=nodes * g, ep=nodes * g, ranks_per_node=g)
     compiled = compile_plan(Plan(schedule="s1", all_to_all=link), grid)
     sizes = even_sizes(grid, tokens=1, num_experts=grid.world, top_k=grid.world)
@@ -241,7 +243,7 @@ CLOSED = ("linear", "pipelined", "hier1d", "hier2d", "naive", "hier3d")
 @pytest.mark.parametrize(("nodes", "g"), SHAPES)
 @pytest.mark.parametrize("link", CLOSED)
 def test_lowered_volumes_are_direct_ones_plus_the_way_inside_the_node(link: str, nodes: int, g: int) -> None:
-    """n rows a rank, n / W for each; what crosses first goes inside the node unless the sender has the target's place."""
+    """n rows per rank, n / W for each target. Rows that cross nodes also move inside one, unless the local ranks are equal."""
     world = nodes * g
     direct = (world * (g - 1), world * (world - g))
     detour = direct[1] * (g - 1) // g
@@ -271,7 +273,7 @@ def test_messages_of_2dh_are_fewer_by_the_ranks_of_a_node() -> None:
 
 
 def test_bytes_of_each_kind() -> None:
-    """Rows dim elements, routing weights 4, indices 4, hidden units their columns, a bias dim elements."""
+    """Rows have dim elements, routing weights and indices 4 bytes, hidden units their columns, a bias dim elements."""
     row = {"task": "t", "collective": "exchange", "codec": "", "inside_messages": 1, "across_messages": 1}
     counts = {"inside_rows": 3, "across_rows": 5}
     expected = {
@@ -300,7 +302,7 @@ def test_even_sizes_add_up_to_all_copies_and_tokens(schedule: str) -> None:
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_sizes_of_an_even_layer_are_those_by_hand(schedule: str, chunks: int) -> None:
-    """Of every slot on every rank; under multicast within the rounding of expected tokens."""
+    """For every slot on every rank; with multicast up to the rounding of expected tokens."""
     grid = Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4)
     layer = Workload(tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K, dim=4, hidden=8)
     for all_to_all in ("linear", "multicast") if schedule in ("s1", "s2") else ("linear",):

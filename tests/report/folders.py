@@ -38,7 +38,7 @@ def write_run(folder: Path, lines: list[dict[str, Any]], **config: Any) -> Path:
 
 
 def sparse_run(folder: Path) -> Path:
-    """Two layers of four experts, three train lines, two evaluations."""
+    """Write a run with two layers of four experts, three train lines and two evaluations."""
     lines = [
         train_line(10, 3.0, 100.0, [layer([4, 0, 4, 4], 0.4, dead=1), layer([3, 3, 3, 3], 0.0)], load_balance=1.5),
         eval_line(10, 2.5),

@@ -1,4 +1,4 @@
-"""The balance view: shares, legends and pictures say what the metrics say; nothing for a run that decided nothing."""
+"""The balance section: shares, legends and charts match the metrics; a run without decisions gets no section."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_bytes_are_means_over_the_layers_that_have_them(found: balance.BalanceLi
 
 
 def test_the_words_add_up(found: balance.BalanceLines) -> None:
-    assert balance.told(found) == (
+    assert balance.in_words(found) == (
         "Of 12 calls: alone 42 %, shadow 33 %, <spill> 25 %. Deciding took 2.0 % of the steps' time."
     )
     table = balance.table(found)

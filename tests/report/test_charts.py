@@ -1,4 +1,4 @@
-"""Charts: what is drawn, in which colour, and with which titles."""
+"""Charts of runs: their lines, colours and titles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page: self-contained, escaped, without empty charts, and drawn without an error in a real browser."""
+"""The report page is self-contained, escaped, has no empty charts, and draws without an error in a real browser."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ needs_browser = pytest.mark.skipif(
 
 
 def open_in_browser(page: Path, profile: Path) -> tuple[str, str]:
-    """Return the page's DOM after its scripts, and the browser's log."""
+    """Return the page's DOM after its scripts have run, and the browser's log."""
     done = subprocess.run(
         [
             str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}",
@@ -44,7 +44,7 @@ def complaints(log: str) -> list[str]:
 
 
 def without_plotly(text: str) -> str:
-    """Return the page without the embedded library."""
+    """Return the page without the embedded plotly.js."""
     from plotly.offline import get_plotlyjs
 
     assert get_plotlyjs() in text

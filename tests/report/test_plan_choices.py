@@ -1,4 +1,4 @@
-"""The section about plans: what the metrics say, in order, escaped; nothing for a run whose plan stayed."""
+"""The section about plans matches the metrics, in order and escaped; a run whose plan stayed gets no section."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page about a plan: bars add up to what the plan says, and the roofline passes through what its experts reach."""
+"""The page about a plan: bars add up to the plan's predicted time, and the roofline passes through its experts' rate."""
 
 from __future__ import annotations
 

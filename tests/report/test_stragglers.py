@@ -1,4 +1,4 @@
-"""Slow ranks and slow links are told apart by what ranks work and for whom they wait."""
+"""Slow ranks, late ranks and slow links are distinguished by the ranks' compute times and waits."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ WORLD = 4
 
 
 def times(**changes: object) -> list[dict]:
-    """Return metrics of four even ranks that wait a little for each other, changed."""
+    """Return metrics of four equal ranks that wait a little for each other, with the given changes."""
     table = {"seconds": [1.0] * WORLD, "compute": [0.5] * WORLD, "waited": (0.02 * (1 - np.eye(WORLD))).tolist()}
     return [{"ranks": {**table, **changes}}] * 3
 
 
 def waiting(*entries: tuple[int, int, float]) -> list[list[float]]:
-    """Return waits of which some are long: of a rank, for a rank, seconds."""
+    """Return waits of which some are long, given as (waiting rank, awaited rank, seconds)."""
     waited = 0.02 * (1 - np.eye(WORLD))
     for rank, peer, seconds in entries:
         waited[rank, peer] = seconds
@@ -63,13 +63,13 @@ def test_times_that_are_none_are_passed_over(ranks):
 
 
 def ticks(seconds: float, seconds_of_rank_1: float) -> Iterator[float]:
-    """Yield what a clock says that goes on whenever somebody looks at it."""
+    """Yield the readings of a clock that advances with every reading."""
     for look in itertools.count():
         yield look * (seconds_of_rank_1 if dist.get_rank() == 1 else seconds)
 
 
 def slow_on_rank_1() -> None:
-    """Let clocks say that all tasks take thrice as long on the second rank, and that the first one waits for it."""
+    """Fake clocks on which all tasks take three times as long on the second rank, for which the first one waits."""
     executor.perf_counter = ticks(10.0, 30.0).__next__
     process_groups.time = SimpleNamespace(perf_counter=ticks(20.0, 1.0).__next__)
 

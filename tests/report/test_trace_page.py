@@ -1,4 +1,4 @@
-"""The page of a trace shows its figures, loads nothing, and cannot be broken by a name."""
+"""The page about a trace shows its numbers, loads nothing, and no name can break it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits and admission, against a loop."""
+"""Tests of capacities and of the admission of copies, which is compared with a loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rows(capacity: Capacity, requested: list[int], num_valid: int, top_k: int) -
 
 
 def choice_of(experts: list[list[int]]) -> Choice:
-    """Copies of tokens that list their experts, best first; lists may differ in length."""
+    """Return the choice for each token's list of experts, best first; lists may differ in length."""
     flat = [(t, e, s) for t, row in enumerate(experts) for s, e in enumerate(row)]
     token, expert, slot = (torch.tensor([entry[i] for entry in flat], dtype=torch.int64) for i in range(3))
     return Choice(token, expert, slot)
@@ -115,7 +115,7 @@ def test_admission_equals_the_loop(data: st.DataObject) -> None:
     alive = torch.tensor(
         data.draw(st.lists(st.booleans(), min_size=len(weights), max_size=len(weights))), dtype=torch.bool
     )
-    # The best weight of a token counts its copies that are alive; held-back ones do not exist for the loop.
+    # The best weight of a token is that of its alive copies; the reference does not see the other copies.
     best = torch.zeros(len(experts)).scatter_reduce(0, choice.token, weights * alive, "amax")
     copies = [
         Copy(t, e, s, w)
@@ -130,7 +130,7 @@ def test_admission_equals_the_loop(data: st.DataObject) -> None:
 
 
 def layer_with_one_full_expert(**options: object) -> tuple[MoE, torch.Tensor]:
-    """Four tokens that all want expert 0."""
+    """Return a layer and four tokens that all choose expert 0."""
     layer = MoE(4, 4, 2, 1, router=Scripted, losses=(), **options)
     return layer, torch.tensor([[2.0, 0.0, 1.0, 1.0]]).repeat(4, 1) + torch.tensor([0.0, 0.3, 0.1, 0.2]).view(4, 1) * (
         torch.tensor([1.0, 0.0, 0.0, 0.0])

@@ -1,4 +1,4 @@
-"""How auxiliary losses reach the parameters: the weight of injected ones over an optimizer step, and collected ones."""
+"""Tests of how auxiliary losses reach the parameters: collected losses, and the weights of injected ones in a step."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def once(layer: MoE) -> Tensor:
 
 
 def weight_of(layer: MoE, gradient: Tensor) -> float:
-    """Return the weight with which the losses are in the router's gradient."""
+    """Return the weight of the losses in the router's gradient."""
     ratio = layer.router.weight.grad / gradient
     torch.testing.assert_close(ratio, torch.full_like(ratio, float(ratio.mean())))
     return round(float(ratio.mean()), 9)
@@ -105,7 +105,7 @@ def test_a_layer_that_a_pass_uses_twice_injects_twice_and_counts_once() -> None:
 
 
 def test_cleared_gradients_begin_anew_without_a_step() -> None:
-    """A gradient scaler skips steps, and tests of gradients take none."""
+    """Steps may be missing: a gradient scaler skips some, and tests of gradients take none."""
     layer = layer_of()
     gradient = once(layer)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Auxiliary losses: values, gradients, levels, injection, scale."""
+"""Tests of auxiliary losses: values, gradients, levels, injection, scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens whose logits are NaN or infinite: valid experts, whole counts, a result of NaN for them alone, and a count."""
+"""Tests of tokens with NaN or infinite logits: they get valid experts, are counted, and only their results are NaN."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ DIM, EXPERTS, TOKENS, ODD = 8, 4, 12, 5
 NODES = Grid(world=4, ep=4, ranks_per_node=2)
 ODD_TOKENS = {"NaN": math.nan, "NaN with the sign bit": -math.nan, "infinity": math.inf, "minus infinity": -math.inf}
 READS_NO_LOGITS = ("hash",)
-"""Routers whose weights do not depend on the token's numbers."""
+"""Routers whose weights do not depend on the activations of the token."""
 LOOKS_AT_OTHERS = ("base", "expert_choice", "topology")
-"""Routers in which what one token gets changes what others get."""
+"""Routers in which the choice for one token depends on other tokens."""
 
 
 def build(name: str) -> AbstractRouter:

@@ -1,6 +1,6 @@
-"""Routing over several ranks is routing of their tokens laid end to end: rows, drops, counts, losses and gradients.
+"""Tests that several ranks route like one process with their concatenated tokens: rows, drops, counts, losses, gradients.
 
-Ranks run on loopback; the expected values come from one process that has all tokens and knows no peers.
+Ranks run on loopback; the expected values come from one process that has all tokens and no peers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CAPACITIES: dict[str, AbstractCapacity] = {
 
 
 class CountingPeers(Peers):
-    """All ranks of a transport; counts how often they exchange."""
+    """The peers of all ranks of a transport, with a counter of exchanges."""
 
     def __init__(self, transport: AbstractTransport, slices: int = 1) -> None:
         super().__init__(transport, Grid(world=transport.world, tp=slices), slices > 1, bytes(16))
@@ -51,7 +51,7 @@ class CountingPeers(Peers):
 
 @dataclass(frozen=True)
 class Tokens:
-    """All tokens of a call, and where each rank's end."""
+    """All tokens of a call, and the end of each rank's part."""
 
     x: Tensor
     valid: Tensor | None
@@ -83,7 +83,7 @@ def run(
     peers: Peers | None = None,
     **options: int | None,
 ) -> tuple[Routed, Tensor, list[Tensor]]:
-    """Route a part of the tokens; returns gradients of the auxiliary loss for the input and the router too."""
+    """Route a part of the tokens, and return the result with the auxiliary loss's gradients for the input and the router."""
     torch.manual_seed(7)
     router = make_router(name, DIM, EXPERTS).double()
     x = tokens.x[part].clone().requires_grad_()
@@ -107,13 +107,13 @@ def rows(routed: Routed, first: int = 0) -> list[tuple[int, int, float]]:
 
 
 def lengths_of(seed: int) -> list[int]:
-    """Return how many tokens each rank has."""
+    """Return a random number of tokens for each rank."""
     rng = random.Random(seed)
     return [rng.choice([0, 1, 4, 9]) for _ in range(rng.choice([2, 3, 4]))]
 
 
 def has_one_rank(name: str, capacity: str, seed: int) -> bool:
-    """Whether no more than one rank has tokens."""
+    """Return whether at most one rank has tokens."""
     return sum(map(bool, lengths_of(seed))) < 2
 
 
@@ -194,7 +194,7 @@ def test_order_by_score_is_each_ranks_own_under_either_scope() -> None:
 def test_slices_that_cut_sequences_give_the_losses_of_whole_ones(
     sequences: int, length: int, slices: int, groups: int, level: str
 ) -> None:
-    """S1: each rank of a tensor group routes a contiguous share of the group's tokens, wherever sequences end."""
+    """In schedule S1 each rank of a tensor group routes a contiguous share of the group's tokens, which may cut sequences."""
     per_group = sequences * length
     starts = [g * per_group + per_group * i // slices for g in range(groups) for i in range(slices)]
     ends = [*starts[1:], groups * per_group]
@@ -254,7 +254,7 @@ def test_ranks_exchange_once_a_call_and_not_at_all_in_a_replay() -> None:
 
 
 def test_queues_by_hand() -> None:
-    """Two ranks, two choices, two experts: first choices of both ranks stand before anybody's second."""
+    """With two ranks, choices and experts, the first choices of both ranks come before all second choices."""
     counts_PKE = torch.tensor([[[2, 0], [1, 3]], [[1, 4], [0, 2]]])
     assert places_before(counts_PKE).tolist() == [[[0, 0], [3, 4]], [[2, 0], [4, 7]]]
     assert kept_copies(counts_PKE, None).tolist() == [[3, 3], [1, 6]]

@@ -1,4 +1,4 @@
-"""The route stage: its record, its replay, its counts."""
+"""Tests of the route stage: its record, its replay and its counts."""
 
 from __future__ import annotations
 

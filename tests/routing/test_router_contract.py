@@ -1,4 +1,4 @@
-"""What every router owes the layer. A new line in `ROUTERS` is covered here without a new test."""
+"""Tests of what the layer requires of every router. A new line in `ROUTERS` is covered without a new test."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_the_layer_equals_the_reference(name: str, train: bool, capacity: Capaci
     agree(layer, x, token_ids=ids_for(x), capacity=capacity)
 
 
-# The others draw other random numbers for another number of tokens: in training only these can be compared.
+# Other routers draw other random numbers for other numbers of tokens, so only these can be compared in training.
 @pytest.mark.parametrize(("name", "train"), [(n, False) for n in NAMES] + [(n, True) for n in DETERMINISTIC])
 def test_padding_changes_nothing_for_the_other_tokens(name: str, train: bool) -> None:
     layer = make_layer(name).double().train(train)

@@ -1,4 +1,4 @@
-"""Each router's own rule. What all of them owe is in `test_router_contract.py`."""
+"""Tests of each router's own rule. `test_router_contract.py` tests what all routers must do."""
 
 from __future__ import annotations
 

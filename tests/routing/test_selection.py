@@ -1,4 +1,4 @@
-"""The deterministic top-k and what stands beside it."""
+"""Tests of the deterministic top-k and of related functions."""
 
 from __future__ import annotations
 

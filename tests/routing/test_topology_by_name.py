@@ -1,4 +1,4 @@
-"""`router="topology"`: nothing is limited before the layer is on a mesh, and there the gate limits what it was told to."""
+"""Tests of `router="topology"`, which limits nothing before the layer is on a mesh, and follows its limits on a mesh."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tokens_of(rank: int) -> torch.Tensor:
 
 
 def on_mesh(whole: MoE, grid: Grid, *, training: bool = True) -> list[torch.Tensor]:
-    """Each rank's experts, (tokens, top_k)."""
+    """Return the experts of each rank's tokens, (tokens, top_k) each."""
 
     def rank(transport: AbstractTransport) -> torch.Tensor:
         layer = copy.deepcopy(whole).train(training)
@@ -55,7 +55,7 @@ def on_mesh(whole: MoE, grid: Grid, *, training: bool = True) -> list[torch.Tens
 
 
 def leaving(experts: torch.Tensor, rank: int) -> int:
-    """How many of a rank's copies go to the other node."""
+    """Return how many of a rank's copies go to the other node."""
     return int((experts // (EXPERTS // 4) // 2 != rank // 2).sum())
 
 
@@ -117,7 +117,7 @@ def test_what_does_not_fit_is_said_when_the_mesh_is_known() -> None:
 
 
 def test_a_gate_that_was_given_a_mesh_keeps_it() -> None:
-    """One process that stands for a cluster, put on a mesh of its own."""
+    """The gate is in one process that stands for a cluster, and its layer is put on a mesh of one rank."""
     levels = node_level(GRID, 0.5)
     layer = make(lambda dim, count: TopologyRouter(SoftmaxTopK(dim, count), grid=GRID, levels=levels))
     run_ranks(1, lambda transport: layer.parallelize(Mesh(Grid(world=1), transport), Plan()))

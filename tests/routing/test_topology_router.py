@@ -1,4 +1,4 @@
-"""The topology gate does what its definition says, against a slow oracle; its limits hold; a mesh routes as one process."""
+"""Tests of the topology gate: it equals a slow oracle, its limits hold, and a mesh routes like one process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def make(name: str = "softmax", *shares: float, origin: int | None = None, seed:
 
 
 def oracle(gate: TopologyRouter, scores: Scores, top_k: int, valid: list[bool]) -> list[set[int]]:
-    """Choose token by token, as the definition says it."""
+    """Return the experts of each token, chosen token by token by the gate's definition."""
     rank_by, gates = scores.rank_by.tolist(), scores.gates.tolist()
     tokens, origins = len(rank_by), gate.inside.shape[1]
     inside = gate.inside.tolist()
@@ -142,7 +142,7 @@ def test_a_limit_of_all_changes_nothing_and_evaluation_is_never_limited():
 
 
 def test_the_best_copies_leave():
-    """One node of two ranks beside another; the limit is one copy: of four tokens that want to leave, the surest does."""
+    """There are two nodes of two ranks, and one copy may leave: of four that would, it is the one with the highest score."""
     grid = Grid(world=4, ep=4, ranks_per_node=2)
     gate = TopologyRouter(
         SoftmaxTopK(4, 4, normalize="before"),
@@ -204,7 +204,7 @@ def test_experts_are_inside_where_their_ranks_are():
     node = levels(0.5, sizes=(2,))
     table = experts_inside(GRID, node, 16)[0]
     assert [row.nonzero()[0].tolist() for row in table[:3]] == [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7]]
-    # Copies of the experts: each group uses its own.
+    # With several replicas of the experts, each group uses its own replica.
     replicas = Grid(world=8, ep=4, ranks_per_node=2)
     assert experts_inside(replicas, levels(0.5, grid=replicas, sizes=(2,)), 4)[0][7].tolist() == [
         False,
@@ -212,7 +212,7 @@ def test_experts_are_inside_where_their_ranks_are():
         True,
         True,
     ]
-    # Shards over two nodes are inside neither; a tensor group over two nodes has nothing inside.
+    # An expert with shards on two nodes is inside neither, and a tensor group over two nodes has no experts inside.
     shards = Grid(world=8, ep=2, etp=4, ranks_per_node=2)
     assert not experts_inside(shards, levels(0.5, grid=shards, sizes=(2,)), 4).any()
     tensor = Grid(world=8, ep=8, tp=4, ranks_per_node=2)
@@ -222,7 +222,7 @@ def test_experts_are_inside_where_their_ranks_are():
 
 
 def test_limits_follow_from_the_clusters_links():
-    """FasterMoE's johnny: NIC 50, sockets of four joined at 180, PCIe 88 Gb/s (papers.md, sections 4.5 and 4.7)."""
+    """FasterMoE's cluster johnny has NICs of 50, links between sockets of 180 and PCIe of 88 Gb/s (papers.md, 4.5 and 4.7)."""
     johnny = read_cluster("fastermoe-johnny")
     node, socket = levels_of(johnny, Grid(world=16, ep=16, ranks_per_node=8))
     assert (node.name, node.share, node.group) == ("nic", pytest.approx(50 / (8 * 88)), (0,) * 8 + (1,) * 8)
@@ -285,11 +285,11 @@ def test_it_learns_adapts_and_starts_as_its_inner_router():
             lambda: TopologyRouter(
                 SoftmaxTopK(DIM, 16), grid=GRID, levels=[LinkLevel(name="node", group=(0, 0, 1), share=0.5)]
             ),
-            "topology level node: says the group of 3 ranks: give one for each of 8",
+            "topology level node: gives the group of 3 ranks: give one for each of 8",
         ),
         (
             lambda: levels_of(read_cluster("fastermoe-johnny"), Grid(world=8, ep=8, ranks_per_node=4)),
-            "on nodes of 4 ranks does not say the rate of a rank's own link",
+            "on nodes of 4 ranks does not give the rate of a rank's own link",
         ),
     ],
 )

@@ -111,7 +111,10 @@ def raced() -> Races:
     return on
 
 
-@pytest.mark.parametrize("grid", [GRID, Grid(world=4, tp=2, ep=2, etp=2)], ids=["ep", "tp and etp"])
+GRIDS = [GRID, pytest.param(Grid(world=4, tp=2, ep=2, etp=2), marks=pytest.mark.random)]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=["ep", "tp and etp"])
 def test_layers_end_on_the_plan_that_is_fastest_for_the_slowest_rank_and_the_first_says_one_line(grid, raced):
     found, (line,) = raced(grid, False)
     assert line.startswith("plan auto: ")
@@ -127,7 +130,7 @@ def test_layers_end_on_the_plan_that_is_fastest_for_the_slowest_rank_and_the_fir
         assert f"the fastest of {len(plans)} plans, s1, linear takes 2000.0 ms" in of_rank["said"][0]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.random)])
 def test_a_run_that_finds_its_plan_computes_what_one_with_a_plan_does(recompute, raced):
     def plain(transport: AbstractTransport) -> Tensor:
         run = Run(Mesh(GRID, transport), slowest_last, recompute=recompute)

@@ -135,7 +135,7 @@ def every_way() -> dict[tuple[str, str], list[Tensor]]:
     return {(router, name): with_data_parallelism(router, *way) for router in ADAPTING for name, way in WAYS.items()}
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.random)])
 def world(request) -> tuple[int, list[dict[tuple[str, str], list[Tensor]]]]:
     return request.param, on_ranks(request.param, every_way)
 

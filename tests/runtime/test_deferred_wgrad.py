@@ -43,14 +43,14 @@ class Diary(AbstractTransport):
 
 def events_of_backward(plan: Plan, grid: Grid, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Each rank's transfers and products for weights, in the order of one backward pass."""
-    products = by_expert._products
+    products = by_expert._accumulate_products
     of_thread: dict[int, list[str]] = defaultdict(list)  # ranks are threads
 
     def written(*args: object) -> None:
         of_thread[get_ident()].append("product")
         products(*args)
 
-    monkeypatch.setattr(by_expert, "_products", written)
+    monkeypatch.setattr(by_expert, "_accumulate_products", written)
 
     def rank(transport: AbstractTransport) -> list[str]:
         events = of_thread[get_ident()]

@@ -11,7 +11,7 @@ import torch
 from meshes import DIM, compiled, every_rank, make_layer, on_mesh, part_of, tokens_of
 from torch import Tensor
 
-from helpers import seeds
+from helpers import thinned
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport, NoTransport
@@ -255,7 +255,7 @@ def draw(rng: random.Random) -> tuple[Plan, Grid]:
         return plan, grid
 
 
-@pytest.mark.parametrize("seed", seeds(range(40), every=4))
+@pytest.mark.parametrize("seed", thinned(range(40), every=4))
 def test_any_plan_runs_without_tags_too(seed: int) -> None:
     """As on NCCL: batches of a lane match in the order of issue. What would swap data or hang there raises here."""
     plan, grid = draw(random.Random(seed))

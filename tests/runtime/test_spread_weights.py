@@ -78,15 +78,15 @@ SETTINGS: dict[str, tuple[Callable[[bool], MoE], str]] = {
 CALLS: dict[str, tuple[Callable[[MoE, torch.Tensor, bool], object], str]] = {
     "dtype": (
         lambda moe, x, odd: moe(x.float() if odd else x),
-        "call.dtype differs: torch.float64 on {most}, torch.float32 on {odd}: call the layer alike",
+        "call.dtype differs: torch.float64 on {most}, torch.float32 on {odd}: call the layer identically",
     ),
     "top_k": (
         lambda moe, x, odd: moe(x, top_k=1 if odd else 2),
-        "call.top_k differs: 2 on {most}, 1 on {odd}: call the layer alike",
+        "call.top_k differs: 2 on {most}, 1 on {odd}: call the layer identically",
     ),
     "top_k and capacity": (
         lambda moe, x, odd: moe(x, top_k=1 if odd else 2, capacity=Capacity.fixed(1.0)),
-        "call.top_k differs: 2 on {most}, 1 on {odd}: call the layer alike",
+        "call.top_k differs: 2 on {most}, 1 on {odd}: call the layer identically",
     ),
 }  # fmt: skip
 

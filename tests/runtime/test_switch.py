@@ -188,7 +188,7 @@ def test_ranks_that_switch_to_different_plans_all_say_so(
 
     said = run_ranks(grid.world, rank)
     assert said == [said[0]] * grid.world
-    advice = "than rank 0: give every rank the same plan, and the same settings to what replicates"
+    advice = "than rank 0: give every rank the same plan, and its replication policy the same settings"
     calls = ", or call the layer with another call.dtype, call.top_k, call.capacity, call.losses,"
     lines = [f"ranks {wrong} run another plan or mesh{more} {advice}" for more in ("", calls)]
     # Under a padded capacity a rank that changed nothing may not look again: then the ranks do not tell each other more.

@@ -1,8 +1,8 @@
-"""What must hold of programs whatever they compute: every movement's transpose is its transpose.
+"""The dot test of programs: every movement's derived transpose is its mathematical transpose.
 
-The dot test: <A x, y> = <x, A' y> for every movement A of a program and its derived transpose A', lowered as in the plan.
-A value that all ranks of an axis have and use the same way counts once: the pairing is the sum over ranks, divided by the
-sizes of the axes on which the slot is identical.
+<A x, y> = <x, A' y> must hold for every movement A of a program and its derived transpose A', lowered as in the plan. A value
+that is identical on all ranks of an axis counts once: the inner product is the sum over ranks, divided by the sizes of the
+axes on which the slot is identical.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def dot_errors(compiled: Compiled, calls: list[Call], seed: int) -> dict[str, fl
 
     Args:
         compiled: the plan.
-        calls: one per rank, with the sizes of some call.
-        seed: of the values.
+        calls: one call per rank, with any sizes.
+        seed: seed of the random values.
     """
     errors = {}
     for number, task in enumerate(compiled.logical.moves()):
@@ -43,7 +43,7 @@ def dot_errors(compiled: Compiled, calls: list[Call], seed: int) -> dict[str, fl
         replicates = source.kind is Kind.WEIGHT and target.layout.chunk in (
             "near",
             "here",
-        )  # to each helper others: no one value to pair
+        )  # each helper gets other weights, so there is no single value for the inner product
         if source.kind is Kind.INDEX or replicates:
             continue
         forward, backward = (route_all_to_all(p, compiled.plan.link, compiled.grid) for p in (alone, transpose(alone)))
@@ -59,13 +59,13 @@ def dot_errors(compiled: Compiled, calls: list[Call], seed: int) -> dict[str, fl
 
 
 def one_task(program: Program, task: Task) -> Program:
-    """Return the program of one task."""
+    """Return a program that consists of one task."""
     slots = tuple(slot for slot in program.slots if slot.name in (*task.reads, *task.writes))
     return Program(name=task.name, slots=slots, tasks=(task,), inputs=task.reads, outputs=task.writes)
 
 
 class _RowsAsWeights:
-    """Stands where a call's experts stand: parameters are rows already."""
+    """Replaces a call's experts; here, parameters are already rows."""
 
     def pack(self, sharded: tuple[Tensor, ...]) -> Tensor:
         return sharded[0]
@@ -90,7 +90,7 @@ def _as_value(slot: Slot, rows: Tensor) -> Value:
 
 
 def _values(slot: Slot, call: Call, seed: int) -> Tensor:
-    """Return random rows, the same on ranks that must have the same."""
+    """Return random rows, equal on ranks that must hold the same values."""
     grid, rank = call.sizes.grid, call.rank
     first = min(_closure(slot, grid, rank))
     generator = torch.Generator().manual_seed(1000 * seed + first)
@@ -106,7 +106,7 @@ def _pairing(slot: Slot, left: list[Tensor], right: list[Tensor], grid: Grid) ->
 
 
 def _closure(slot: Slot, grid: Grid, rank: int) -> set[int]:
-    """Return the ranks that have the same values of a slot as `rank`."""
+    """Return the ranks that hold the same values of a slot as `rank`."""
     found, new = {rank}, {rank}
     while new:
         new = {peer for member in new for axis in same_axes(slot) for peer in grid.group(member, (axis,))} - found
@@ -119,7 +119,7 @@ def _dual(slot: Slot) -> Slot:
 
 
 def restores(program: Program, task: Task) -> bool:
-    """Whether transposing a task twice gives its operation, group, layouts, kinds and states again."""
+    """Whether transposing a task twice returns its operation, group, layouts, kinds and states."""
     alone = one_task(program, task)
     twice = transpose(transpose(alone))
     return _types(alone, alone.tasks[0]) == _types(twice, twice.tasks[0])
@@ -132,6 +132,6 @@ def _types(program: Program, task: Task) -> tuple[object, ...]:
 
 
 def is_reversible(program: Program, task: Task) -> bool:
-    """Whether a task's transpose can be transposed: all but experts, fetched weights, and indices, which have none."""
+    """Whether a task's transpose can be transposed, which experts, fetched weights and indices cannot."""
     kinds = {program.slot(name).kind for name in task.writes}
     return task.op not in (Op.EXPERT, Op.EXPERT_GRAD, Op.ADD) and not kinds & {Kind.WEIGHT, Kind.INDEX}

@@ -1,4 +1,4 @@
-"""Experts that gather all tokens, right ones and ones with a bug, for `test_routed_experts.py`'s processes."""
+"""Experts that gather all tokens, with and without bugs; `test_routed_experts.py` runs them in processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moesaic.testing.routed_experts import AbstractRoutedExperts, Certified, Swi
 
 
 class _Gather(torch.autograd.Function):
-    """All ranks' rows, padded to as many; backward sums what all ranks say of one's rows."""
+    """Gathers all ranks' rows, padded to one length. The backward pass sums all ranks' gradients of a rank's rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -31,7 +31,7 @@ class _Gather(torch.autograd.Function):
 
 
 class Gathering(AbstractRoutedExperts):
-    """Every rank runs its own experts on all tokens; outputs are summed where the token is."""
+    """Runs each rank's own experts on the tokens of all ranks, and sums the outputs on the rank that holds the token."""
 
     bug = ""
 
@@ -69,7 +69,7 @@ class Gathering(AbstractRoutedExperts):
 
 
 class _Summed(torch.autograd.Function):
-    """The sum over ranks; backward sums too, since each rank's loss reads its own rows."""
+    """Sums over ranks. The backward pass sums too, since each rank's loss reads the rank's own rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -86,7 +86,7 @@ class _Summed(torch.autograd.Function):
 
 
 def findings(bugs: list[str]) -> dict[str, list[Certified]]:
-    """Return what is found with each bug."""
+    """Return the findings for each bug."""
     found = {}
     for bug in bugs:
         made = type("Buggy", (Gathering,), {"bug": bug})
@@ -95,6 +95,6 @@ def findings(bugs: list[str]) -> dict[str, list[Certified]]:
 
 
 def findings_of_one_that_fails() -> list[Certified]:
-    """Return what is found where one rank raises and the other waits for it, not for long."""
-    brief = dist.new_group(timeout=datetime.timedelta(seconds=10))  # longer than the ranks are ever apart
+    """Return the findings if one rank raises while the other waits for it, until a short timeout."""
+    brief = dist.new_group(timeout=datetime.timedelta(seconds=10))  # longer than one rank ever lags behind the other
     return certify(type("Buggy", (Gathering,), {"bug": "fails on rank 1"}), brief)

@@ -1,4 +1,4 @@
-"""What a failing case is said to look like; that clean cases look like nothing; and the cases that are run besides."""
+"""Diagnosis: planted bugs are explained, correct cases give no finding, and the further cases that are run are legal."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_one_auxiliary_loss_alone_is_named():
 
 @pytest.mark.parametrize("seed", range(12))
 def test_cases_like_a_case_pass_as_it_does(seed):
-    """Else a bug would be said to look like what is wrong with the cases that explain it."""
+    """Otherwise a bug would be explained by errors of the cases that are run to explain it."""
     case = draw_case(seed)
     others = [other for other in relatives(case) if other.grid.world <= 4][:3]
     for other in others:

@@ -1,4 +1,4 @@
-"""The schedule and the all-to-all of docs/extending.md compute what the plain layer computes, in every case that draws them."""
+"""The schedule and the all-to-all of docs/extending.md compute what the dense reference computes, in all cases with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ drawn = pytest.mark.parametrize("seeds", seed_ranges(240, quick=80))
 
 @drawn
 def test_the_schedule_of_the_docs_in_random_cases(monkeypatch: pytest.MonkeyPatch, seeds: range) -> None:
-    """It routes slices, as S1 does, under a name that no other file knows."""
+    """The schedule routes slices, as S1 does, but has a name that appears nowhere else."""
     monkeypatch.setitem(SCHEDULES, "s4", block("A schedule")["s4"])
     cases = [case for case in map(draw_case, seeds) if case.plan.schedule == "s4"]
     assert sum(case.grid.tp > 1 for case in cases) >= len(seeds) / 40

@@ -1,4 +1,4 @@
-"""Two thousand random cases on loopback: every plan on every mesh computes what the plain layer computes."""
+"""Two thousand random cases on loopback: every plan on every mesh computes what the dense reference computes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from moesaic.testing.suite import BALANCE, Summary, answers, features, run_seeds
 
 NUM_CASES, FIRST = 2000, 40
 LEAST = 15
-"""How many cases must have each feature."""
+"""Smallest number of cases that must have each feature."""
 
 
 @pytest.fixture(scope="module")
 def replicating() -> list[Case]:
-    """The first twelve cases that replicate experts, on at most four ranks."""
+    """Return the first twelve cases that replicate experts on at most four ranks."""
     drawn = (draw_case(seed, world=world) for seed in itertools.count() for world in (2, 4))
     return list(itertools.islice((case for case in drawn if case.plan.replication != "none" and case.grid.ep > 1), 12))
 
@@ -35,7 +35,7 @@ def summary() -> Summary:
 
 
 def test_the_first_cases_pass():
-    """What `make test` runs of them."""
+    """Run the cases that `make test` includes."""
     first = run_seeds(range(FIRST), workers=1)
     assert [str(failure) for failure in first.failures] == []
     assert first.cases == FIRST
@@ -45,7 +45,7 @@ def test_the_first_cases_pass():
 def test_every_case_passes(summary):
     assert [str(failure) for failure in summary.failures] == []
     assert summary.cases == NUM_CASES
-    assert summary.refused > 0  # plans that clash are drawn too, and recognised
+    assert summary.refused > 0  # illegal plans are drawn too, and refused
 
 
 @pytest.mark.random
@@ -127,13 +127,13 @@ def test_what_answers_skewed_routing_is_named():
 @pytest.mark.parametrize(
     ("replication", "count"),
     [
-        ("published", 12),  # decides to replicate in few of them
+        ("published", 12),  # this policy replicates in few cases
         *((name, 6) for name in ("shadow", "spill", "least_loaded", "arbiter")),
         *(pytest.param(name, 12, marks=pytest.mark.random) for name in ("shadow", "spill", "least_loaded", "arbiter")),
     ],
 )
 def test_policies_replicate_where_they_decide(replication, count, replicating, monkeypatch):
-    """Cases in which a policy would leave all copies at home check nothing."""
+    """Cases whose policy leaves all copies at home would test nothing."""
     replicated = []
     plain = BalancedCalls._selected
 

@@ -1,4 +1,4 @@
-"""What a factor is made of: single axes, quotients, numbers, and what only other meshes can tell apart."""
+"""Explaining factors: single axes, quotients, constants, and products that only other meshes distinguish."""
 
 from __future__ import annotations
 

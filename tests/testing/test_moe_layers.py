@@ -1,4 +1,4 @@
-"""`certify_layer`: a layer that is right passes every situation; one with a bug is told what is wrong and by which factor."""
+"""`certify_layer`: a correct layer passes every situation; for a layer with a bug, the findings name quantity and factor."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def findings():
 
 @pytest.fixture(scope="module")
 def found():
-    """What two ranks say, the same on both."""
+    """Return the findings of two ranks, which are equal on both."""
     first, second = on_ranks(2, findings)
     assert str(first) == str(second)
     return first

@@ -1,4 +1,4 @@
-"""Cases where every rank is a process on Gloo, parameters are DTensors, and training's own gradient norm is compared."""
+"""Cases on processes with Gloo, with DTensor parameters; the gradient norm that training computes is compared too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moesaic.testing.equivalence import failures
 from moesaic.testing.processes import ProcessCase, run_on_gloo
 
 CASES = {2: 8, 4: 6, 8: 4}
-"""World size to how many cases it runs."""
+"""World size -> number of cases."""
 
 
 def check(world: int) -> None:

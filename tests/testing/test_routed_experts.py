@@ -1,4 +1,4 @@
-"""`certify`: experts that are right pass every situation; those with a bug are told what is wrong and by which factor."""
+"""`certify`: correct experts pass every situation; for experts with a bug, the findings name quantity and factor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BUGS = ["", "experts averaged", "router detached", "fails"]
 
 @pytest.fixture(scope="module")
 def found():
-    """What two ranks say, the same on both."""
+    """Return the findings of two ranks, which are equal on both."""
     first, second = on_ranks(2, routed_ranks.findings, BUGS)
     assert str(first) == str(second)
     return first

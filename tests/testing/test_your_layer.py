@@ -1,4 +1,4 @@
-"""The plugin: the example is run as people would run it, and what the comparison says is held."""
+"""The pytest plugin: the example runs as users would run it, and the comparison's messages are right."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_outputs_are_compared(world):
     ],
 )
 def test_the_axis_of_a_factor_is_named(factor, named):
-    """On this mesh dp and tp are both 2: only others tell them apart."""
+    """On this mesh dp and tp are both 2; only other meshes distinguish them."""
 
     def finish(layer, rank):
         layer.weight.grad = rank.all_reduce(layer.weight.grad, "dp") / rank.grid.dp * factor(rank.grid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -19,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
-from helpers import pairwise
+from helpers import thinned
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.gpt import GPT
@@ -165,7 +166,9 @@ def killing() -> Callable[[int | None], Iterator[list[str]]]:
     return killed_at
 
 
-@pytest.mark.parametrize(("keep_last", "again", "background"), pairwise((1, 2), (True, False), (False, True)))
+@pytest.mark.parametrize(
+    ("keep_last", "again", "background"), thinned(itertools.product((1, 2), (True, False), (False, True)), every=7)
+)
 def test_a_kill_at_any_instant_of_a_save_leaves_a_whole_checkpoint(tmp_path, killing, keep_last, again, background):
     put = partial(save, background=background)
     step = 4 if again else 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shlex
 import signal
@@ -11,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers import thinned
 from moesaic.errors import TrainingError
 from moesaic.models.gpt import GPT, GPTOutput
 from moesaic.train import checkpoint
@@ -45,8 +47,7 @@ def continuing(monkeypatch: pytest.MonkeyPatch) -> None:
     skip_measuring(monkeypatch)
 
 
-@pytest.mark.parametrize("stopped_after", [1, 3])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "stopped_after"), thinned(itertools.product(VARIANTS, (1, 3)), every=2))
 def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(tmp_path, monkeypatch, variant, stopped_after):
     config = tiny(tmp_path, steps=6, accumulation=2, **VARIANTS[variant])
     run_quietly(replace(config, out=str(tmp_path / "whole")))

@@ -43,6 +43,8 @@ SAME = {
     "everything, tp and ep": (FULL, {"tp": 2, "ep": 2}, {"schedule": "s2"}),
 }
 """Name to what is trained, the mesh, the plan."""
+MORE = ("dense, positions", "odd vocabulary, tp", "etp", "tp, edp", "everything, ep", "everything, positions")
+"""Those of `make test-random`: the others train under each axis of the mesh, under every schedule and with everything on."""
 
 
 def one_and_two(folder: Path, name: str) -> tuple[TrainConfig, TrainConfig]:
@@ -105,7 +107,7 @@ def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
     folder = tmp_path_factory.mktemp("two")
     with pytest.MonkeyPatch.context() as patch:
         skip_measuring(patch)
-        pairs = {name: one_and_two(folder, name) for name in SAME}
+        pairs = {name: one_and_two(folder, name) for name in SAME if name not in MORE}
         for plain, _ in pairs.values():
             run_quietly(plain)
         runs: dict[str, TrainConfig | list[TrainConfig]] = {name: meshed for name, (_, meshed) in pairs.items()}
@@ -123,9 +125,29 @@ def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
     return folder, dict(zip(runs, outcomes))
 
 
-@pytest.mark.parametrize("name", SAME)
+@pytest.fixture(scope="module")
+def more(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
+    """Train the cases of `MORE` on one process, then on two."""
+    folder = tmp_path_factory.mktemp("more")
+    with pytest.MonkeyPatch.context() as patch:
+        skip_measuring(patch)
+        for name in MORE:
+            run_quietly(one_and_two(folder, name)[0])
+        return folder, dict(zip(MORE, train_on(2, [one_and_two(folder, name)[1] for name in MORE])))
+
+
+@pytest.mark.parametrize("name", [name for name in SAME if name not in MORE])
 def test_two_ranks_train_as_one_process(world, name):
-    folder, outcomes = world
+    assert_trained_as_one(*world, name)
+
+
+@pytest.mark.random
+@pytest.mark.parametrize("name", MORE)
+def test_two_ranks_train_more_as_one_process(more, name):
+    assert_trained_as_one(*more, name)
+
+
+def assert_trained_as_one(folder: Path, outcomes: dict[str, list[Outcome]], name: str) -> None:
     assert [outcome.refusal for outcome in outcomes[name]] == ["", ""]
     plain, meshed = one_and_two(folder, name)
     assert_same_run(Path(plain.out), Path(meshed.out))

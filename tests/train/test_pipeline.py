@@ -29,8 +29,8 @@ STAGES = {
     "tp": {"pp": (2, 2), "tp": 2, "etp": 2, "sequence_parallel": True},
 }
 """Name to mesh, of four ranks. Of the nine layers every second is dense, so parts have several sizes and some no experts."""
-MORE = ("1f1b-4", "interleaved-2", "interleaved-4")
-"""Those of `make test-random`: 1F1B and two parts a rank are in the others, and layers alone run on four ranks in a line."""
+MORE = ("1f1b-2", "1f1b-4", "interleaved-2", "interleaved-4")
+"""Those of `make test-random`: 1F1B runs in the run that changes its stages, interleaved parts run under tp."""
 REFUSED = {
     "pp=3: 3 stages do not divide the 4 ranks": {"mesh": {"pp": (3,)}, "accumulation": 3},
     "mesh.ep": {"mesh": {"pp": (2,), "ep": 4}},

@@ -44,7 +44,7 @@ CASES = {
     ),
 }  # fmt: skip
 """Name to mesh, plan, placement, more."""
-OTHERS = ("random, tp, etp", "random, sliced tokens, replication")
+OTHERS = ("solved, ep 4", "random, tp, etp", "random, sliced tokens, replication")
 """Those of `make test-random`, each of which takes four processes a second and more of computing."""
 
 

@@ -77,7 +77,7 @@ def say(folder, what, where="loop.Trainer._accumulate", **changes):
     return err, run
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("direction", ["forward", pytest.param("backward", marks=pytest.mark.random)])
 def test_a_rank_that_is_stopped_is_named_by_the_one_that_waits_for_it(tmp_path, capsys, direction):
     plan = {"chunks": 2} if direction == "forward" else {}
     err, run = say(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)", f"executor.run_{direction}", plan=plan)
@@ -121,10 +121,11 @@ sys.exit(main(sys.argv[1:]))
     ("kind", "where", "late"),
     [
         ("SIGSTOP", "open_run", 0),
-        ("SIGKILL", "open_run", 0),
         ("SIGKILL", "train", 0),
-        ("SIGKILL", "open_run", 60),  # torchrun's SIGTERM comes before the first rank misses the second
-        ("SIGKILL", "train", 60),
+        pytest.param("SIGKILL", "open_run", 0, marks=pytest.mark.random),
+        # torchrun's SIGTERM comes before the first rank misses the second
+        pytest.param("SIGKILL", "open_run", 60, marks=pytest.mark.random),
+        pytest.param("SIGKILL", "train", 60, marks=pytest.mark.random),
     ],
 )
 def test_a_rank_that_stops_or_dies_before_its_first_step_is_named(tmp_path, kind, where, late):
@@ -294,6 +295,7 @@ sys.exit(main(sys.argv[1:]))
 """One rank needs longer than its patience to write, and does write."""
 
 
+@pytest.mark.random
 def test_a_rank_that_writes_for_longer_than_its_patience_is_waited_for(tmp_path):
     script = tmp_path / "long.py"
     script.write_text(LONG_SAVE)

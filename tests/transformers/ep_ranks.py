@@ -1,4 +1,4 @@
-"""What one rank does besides its steps; `test_transformers_ranks.py` and `test_trainers.py` start it in processes."""
+"""Functions for single ranks, which `test_transformers_ranks.py` and `test_trainers.py` start in processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moesaic_lab.hf import RankCase, as_launched, batch, load
 
 
 def lines(folder: str) -> list[str]:
-    """Return what ranks say of a plan that they bring differently, and of experts that programs cannot run."""
+    """Return the messages for plans that differ between ranks, and for experts that programs cannot run."""
     import warnings
 
     from worlds import refusal
@@ -32,7 +32,7 @@ def lines(folder: str) -> list[str]:
 
 
 def find_plan(folder: str) -> dict[str, Any]:
-    """Train until the plan is found, under a made-up clock by which the last candidate is the fastest."""
+    """Train until a plan is chosen, with a fake clock on which the last candidate is the fastest."""
     import logging
 
     as_launched()
@@ -60,7 +60,7 @@ def find_plan(folder: str) -> dict[str, Any]:
 
 
 class Sequences(torch.utils.data.Dataset):
-    """Eight sequences of fixed tokens, their own labels."""
+    """Eight sequences of fixed tokens, which are also their labels."""
 
     def __init__(self) -> None:
         self._ids = batch(8)
@@ -73,7 +73,7 @@ class Sequences(torch.utils.data.Dataset):
 
 
 def arguments(folder: str, **options: Any) -> dict[str, Any]:
-    """Return the arguments of a trainer that takes a few steps on the CPU, in order, and writes nothing."""
+    """Return the arguments of a trainer that runs a few steps on the CPU, without shuffling, and writes nothing."""
     fixed = {"output_dir": folder, "max_steps": 3, "learning_rate": 0.01, "use_cpu": True, "report_to": "none"}
     quiet = {"save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "train_sampling_strategy": "sequential"}
     return {**fixed, **quiet, "max_grad_norm": 0.0, **options}
@@ -86,7 +86,7 @@ def losses(trainer: Any) -> list[float]:
 
 
 def train(folder: str, out: str) -> list[float]:
-    """Return the losses of transformers' Trainer over this rank's part of the experts."""
+    """Train with transformers' Trainer, with this rank's part of the experts, and return the losses."""
     from transformers import Trainer, TrainingArguments
 
     as_launched()

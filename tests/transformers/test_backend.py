@@ -1,4 +1,4 @@
-"""The experts backend: every family of transformers that has its interface, as a tiny model, against the family's own loop."""
+"""The experts backend: a tiny model of every transformers family with the experts interface, against the family's own loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EVERY = [pytest.param(f, id=f.name, marks=() if f.name in MOST_USED else pytest.
 
 
 def compare(model: nn.Module) -> None:
-    """Compare the model with its own loop."""
+    """Compare the model on the backend with the model's own loop."""
     logits, worst = family_errors(model)
     assert logits <= tolerance_of(model)
     assert worst <= 10 * tolerance_of(model)
@@ -54,13 +54,13 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "transformers.md"
 
 
 def documented() -> dict[str, str]:
-    """Return what the page says stands between the products of each family."""
+    """Return the gate of each family, as listed on the documentation page."""
     rows = re.findall(r"^\| ([^|`]+) \| (`[^|]+`) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     return {name: words for words, names in rows for name in re.findall(r"`(\w+)`", names)}
 
 
 def described(gate: Gate | None, has_gate: bool) -> str:
-    """Return a gate in the words of the page."""
+    """Return a gate as the documentation page describes it."""
     if gate is None:
         return "its own"
     if gate.clamp is not None:
@@ -126,7 +126,7 @@ def test_experts_that_cannot_be_taken_are_named_and_run_as_before() -> None:
     for module in model.modules():
         if type(module).__name__ == "MixtralExperts":
             del module.has_post_expert_norm
-    with pytest.warns(UserWarning, match="MixtralExperts has no has_post_expert_norm.*runs transformers' own loop"):
+    with pytest.warns(UserWarning, match="MixtralExperts has no has_post_expert_norm.*transformers' own loop"):
         found, _ = outcome(model, "moesaic")
     assert torch.equal(found, expected)
 

@@ -1,4 +1,4 @@
-"""Other people's trainers over the backend: transformers' Trainer, TRL's SFT, PEFT's LoRA, a few steps each."""
+"""Trainers of other libraries on the backend: transformers' Trainer, TRL's SFT, PEFT's LoRA, a few steps each."""
 
 from __future__ import annotations
 

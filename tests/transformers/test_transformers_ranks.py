@@ -1,7 +1,7 @@
-"""Expert parallelism of transformers by Moesaic's programs: real processes over Gloo against one process that loops.
+"""transformers' expert parallelism with Moesaic's programs: processes over Gloo against one process that loops over experts.
 
-Ranks compute in float32, the one process in float64. In float64 FSDP2 divides the gradients of experts without a second copy
-twice, under transformers' own exchange as well.
+Ranks compute in float32, the single process in float64. Ranks cannot use float64: FSDP2 then divides the gradients of experts
+without a replica twice, under transformers' own all-to-all as well.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world", [2, pytest.param(4, marks=pytest.mark.random), pytest.param(8, marks=pytest.mark.slow)]
+)
 def test_ranks_equal_one_process(folder: Path, world: int) -> None:
     cases = cases_on(world, *(str(folder / name) for name in ("mixtral", "gpt_oss", "skewed")))
     for case, error in zip(cases, ep_errors(world, cases, on_ranks(world, steps, cases))):
@@ -58,7 +60,7 @@ def test_ranks_say_in_one_line_what_does_not_fit(folder: Path) -> None:
 
 
 def test_ranks_that_tp_leaves_have_batches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers takes fsdp_size as 1 and refuses; the two lines of the README do not say it."""
+    """The two lines of the README give no fsdp_size, which transformers would take as 1 and then refuse."""
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert DistributedConfig(ep_size=4, ep_implementation="moesaic").fsdp_size == 8
     assert DistributedConfig(ep_size=4, tp_size=2, ep_implementation="moesaic").fsdp_size == 4

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of the families that conversions are tested on, and tensors read by others' code than ours."""
+"""Tiny checkpoints of the model families on which conversions are tested, and readers that do not use our code."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from moesaic_lab.families import shrunk
 
 FAMILIES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Qwen3Next", "Olmoe", "DeepseekV3", "Glm4Moe", "GptOss", "GraniteMoe")
 WITHOUT = {("Qwen3Next", "torchtitan")}
-"""Families that a format has no place for."""
+"""(family, format) for families that a format cannot store."""
 
 
 def build(family: str, **changes: Any) -> Any:
-    """Return a tiny random model in bfloat16, every parameter drawn, so that none is equal to another."""
+    """Return a tiny model in bfloat16 with all parameters random, so that no two are equal."""
     config = shrunk(getattr(transformers, f"{family}Config"))
     for name, value in {"num_hidden_layers": 2, **changes}.items():
         setattr(config, name, value)
@@ -32,13 +32,13 @@ def build(family: str, **changes: Any) -> Any:
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            # Megatron keeps this norm minus one, which is exact between 1/2 and 2.
+            # Megatron stores this norm's weight minus one, which is exact between 1/2 and 2.
             tensor.copy_(torch.randn(tensor.shape) * 0.1 + (1 if name.endswith("linear_attn.norm.weight") else 0))
     return model
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """Return a checkpoint's tensors: safetensors by safetensors, sharded ones by torch's own reader."""
+    """Return a checkpoint's tensors, read with the safetensors library or, for sharded ones, with torch's own reader."""
     if files := sorted(folder.glob("*.safetensors")):
         return {name: tensor for path in files for name, tensor in load_file(path).items()}
     (listed,) = folder.rglob(".metadata")
@@ -56,7 +56,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def assert_bitwise(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Compare names, shapes, dtypes and every bit."""
+    """Assert equal names, shapes, dtypes and bits."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype), name

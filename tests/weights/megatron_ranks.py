@@ -1,9 +1,9 @@
-"""Megatron-Core's own model on a CPU: it reads our checkpoint and answers, and writes one for us to read.
+"""Runs Megatron-Core's own model on a CPU: it reads our checkpoint, computes logits, and writes a checkpoint for us to read.
 
-What its CPU path lacks (0.16.1) is put in place while it runs: the name of the device, a wait for it, a generator of random
-numbers for dropout that is off, and a name that only TransformerEngine defines. Its local layers name the norm before the
-experts as that of a dense layer's first product. Those of TransformerEngine, which its checkpoints come from, have
-`pre_mlp_layernorm`.
+Megatron-Core 0.16.1 lacks some functions on CPU, which are patched while it runs: the device's name, its synchronization, a
+random number generator for dropout (which is off), and a name that only TransformerEngine defines. Its local layers name the
+norm before the experts like that of a dense layer's first product. Layers of TransformerEngine, from which Megatron's
+checkpoints come, call it `pre_mlp_layernorm`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 
 
 def read_and_write(config: Any, source: str, target: str, ids: Tensor) -> Tensor:
-    """Load a checkpoint into Megatron's model, write it anew by Megatron's own code, and return the model's logits.
+    """Load a checkpoint into Megatron's model, write it again with Megatron's own code, and return the model's logits.
 
     Args:
-        config: transformers' of a Qwen3-MoE model.
+        config: transformers' configuration of a Qwen3-MoE model.
         source: the folder to read.
-        target: a folder that is there, to write into.
+        target: an existing folder to write into.
         ids: (1, tokens).
     """
     from megatron.core import dist_checkpointing, parallel_state
@@ -69,7 +69,7 @@ def _model(config: Any) -> Any:
 
 
 def _sharded(model: Any) -> dict[str, Any]:
-    """Return what Megatron loads and saves of a model, without the states of TransformerEngine."""
+    """Return the sharded state that Megatron loads and saves, without TransformerEngine's extra states."""
     found = {name: entry for name, entry in model.sharded_state_dict().items() if "_extra_state" not in name}
     for entry in found.values():
         if entry.key == "decoder.layers.mlp.linear_fc1.layer_norm_weight":

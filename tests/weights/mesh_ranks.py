@@ -1,4 +1,4 @@
-"""What one rank does where a spread model loads a converted checkpoint; `test_load_on_meshes.py` starts it."""
+"""Functions for one rank of a spread model that loads a converted checkpoint; `test_load_on_meshes.py` starts them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from moesaic_lab.hf import RankCase, as_launched, load
 
 
 def differing(case: RankCase, converted: str) -> tuple[int, list[str]]:
-    """Fill a spread model with zeros, load a converted checkpoint into it, and compare with what transformers had loaded.
+    """Fill a spread model with zeros, load a converted checkpoint, and compare it with the values that transformers loaded.
 
     Returns:
-        how many parameters are spread, and the names of those of which this rank's part differs.
+        the number of spread parameters, and the names of parameters for which this rank's part differs.
     """
     as_launched()
     model = load(case)
@@ -35,7 +35,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def save_spread(case: RankCase, folder: str) -> None:
-    """Write a spread model as its ranks have it: each rank its own part, under global names."""
+    """Write a spread model: each rank writes its own part, under global names."""
     as_launched()
     tensors = {f"model.{name}": tensor.detach() for name, tensor in load(case).state_dict().items()}
     state_dict_saver.save(tensors, checkpoint_id=Path(folder) / SHARDS)

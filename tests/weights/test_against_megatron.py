@@ -1,6 +1,6 @@
-"""Megatron-Core's own model and its own checkpoints beside ours: the same logits, and the same bits there and back.
+"""Comparison with Megatron-Core: its own model computes equal logits from our checkpoint, and round trips keep every bit.
 
-It runs where Megatron-Core imports: `pip install --no-deps "megatron-core>=0.16"`.
+Skipped unless Megatron-Core can be imported: `pip install --no-deps "megatron-core>=0.16"`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What torchtitan's own adapters make of our torchtitan checkpoints: the hub's tensors, bit by bit.
+"""Comparison with torchtitan: its own adapters convert our torchtitan checkpoints into the hub's tensors, bit by bit.
 
-They run where torchtitan imports: `pip install --no-deps "torchtitan>=0.3" spmd_types`.
+Skipped unless torchtitan can be imported: `pip install --no-deps "torchtitan>=0.3" spmd_types`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ADAPTERS = {
     "Qwen3Moe": ("qwen3", "Qwen3StateDictAdapter"),
     "DeepseekV3": ("deepseek_v3", "DeepSeekV3StateDictAdapter"),
 }
-"""Families that torchtitan has models for. Its adapter of gpt-oss (0.3.0) looks for other names than its model has."""
+"""Families for which torchtitan has models. Its adapter of gpt-oss (0.3.0) expects other names than its model has."""
 
 
 @pytest.mark.parametrize("family", ADAPTERS)

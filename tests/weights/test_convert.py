@@ -1,4 +1,4 @@
-"""A conversion's receipt, its moments, what it refuses, and the check of its output."""
+"""Conversion: the receipt, optimizer states, refused inputs, and verification of the output."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Path:
-    """A Mixtral in three safetensors files."""
+    """Save a Mixtral in three safetensors files."""
     build("Mixtral").save_pretrained(tmp_path / "hub", max_shard_size="40KB")
     assert len(list((tmp_path / "hub").glob("*.safetensors"))) == 3
     return tmp_path / "hub"
@@ -112,7 +112,7 @@ def test_a_list_that_places_a_part_where_none_begins_is_refused(hub: Path, tmp_p
 
 
 def test_verify_wants_a_receipt(hub: Path) -> None:
-    with pytest.raises(InputError, match=r"receipt\.json is missing: no conversion ended here"):
+    with pytest.raises(InputError, match=r"receipt\.json is missing: no conversion finished here"):
         verify(hub)
 
 
@@ -124,7 +124,7 @@ def test_shards_that_are_missing_cut_off_or_mixed_up(hub: Path, tmp_path: Path) 
         hub, tmp_path / "o", to="moesaic"
     )
     second.write_bytes(b"x" * 100)
-    assert "is no safetensors file" in refusal(hub, tmp_path / "o", to="moesaic")
+    assert "is not a safetensors file" in refusal(hub, tmp_path / "o", to="moesaic")
     second.write_bytes((hub / "model-00003-of-00003.safetensors").read_bytes())
     assert "two checkpoints are mixed" in refusal(hub, tmp_path / "o", to="moesaic")
     second.unlink()
@@ -136,7 +136,7 @@ def test_shards_that_are_missing_cut_off_or_mixed_up(hub: Path, tmp_path: Path) 
 
 
 def changed(folder: Path, **changes: Tensor | None) -> Path:
-    """Save a Mixtral in one file, with tensors taken away, added or replaced."""
+    """Save a Mixtral in one file, with tensors removed, added or replaced."""
     build("Mixtral").save_pretrained(folder)
     tensors: dict[str, Any] = load_file(folder / "model.safetensors") | changes
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
@@ -160,21 +160,23 @@ def test_keys_that_are_missing_or_unknown_are_named(tmp_path: Path) -> None:
 
 
 def test_what_is_asked_for_must_make_sense(hub: Path, tmp_path: Path) -> None:
-    assert "choose of hf, moesaic, torchtitan, megatron" in refusal(hub, tmp_path / "o", to="gguf")
-    assert "is there and not empty" in refusal(hub, hub, to="moesaic")
-    assert "is there and no folder" in refusal(hub, hub / "config.json", to="moesaic")
-    assert "config.json: is there and no folder" in refusal(hub, hub / "config.json" / "below", to="moesaic")
+    assert "choose one of hf, moesaic, torchtitan, megatron" in refusal(hub, tmp_path / "o", to="gguf")
+    assert "is not empty" in refusal(hub, hub, to="moesaic")
+    assert "exists and is not a folder" in refusal(hub, hub / "config.json", to="moesaic")
+    assert "config.json: exists and is not a folder" in refusal(hub, hub / "config.json" / "below", to="moesaic")
     assert "no folder there" in refusal(tmp_path / "none", tmp_path / "o", to="moesaic")
     (tmp_path / "empty").mkdir()
     assert "no checkpoint of hf, moesaic" in refusal(tmp_path / "empty", tmp_path / "o", to="moesaic")
     config = (hub / "config.json").read_text()
     (hub / "config.json").unlink()
-    assert "no configuration there: name the model's config.json" in refusal(hub, tmp_path / "o", to="moesaic")
+    assert "no configuration there: name the model's transformers config.json" in refusal(
+        hub, tmp_path / "o", to="moesaic"
+    )
     (tmp_path / "config.json").write_text(config)
     moesaic.convert(hub, tmp_path / "o", to="moesaic", config=tmp_path / "config.json", logits=False)
     (hub / "config.json").write_text(json.dumps(json.loads(config) | {"model_type": "of_tomorrow"}))
     assert re.search(
-        r"no configuration that transformers .* knows \(.*of_tomorrow.*\): update transformers, or name .* --config$",
+        r"not a configuration that transformers .* knows \(.*of_tomorrow.*\): update transformers, or name .* --config$",
         refusal(hub, tmp_path / "p", to="moesaic"),
     )
     table = json.loads(config) | {"quantization_config": {"quant_method": "gptq"}}
@@ -197,7 +199,7 @@ def test_the_command_line(hub: Path, tmp_path: Path, capsys: Any) -> None:
 
 
 def trained(folder: Path) -> tuple[Any, torch.optim.Optimizer]:
-    """Train a tiny model for two steps; returns it and its optimizer."""
+    """Train a tiny model for two steps and return it with its optimizer."""
     model = build("Qwen3Moe").float()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(2):
@@ -288,7 +290,7 @@ def test_what_transformers_ignores_is_left_behind(tmp_path: Path) -> None:
 
 
 class Payload:
-    """Runs a command where a plain unpickler reads it."""
+    """Runs a command if a plain unpickler reads it."""
 
     def __reduce__(self) -> Any:
         return os.system, ("touch planted",)

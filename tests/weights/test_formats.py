@@ -1,4 +1,4 @@
-"""Every family in every format, converted into every other: bit by bit, and as the formats' owners lay it out."""
+"""Every family, converted from every format into every other, bit by bit; and the layouts that the formats prescribe."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ from moesaic.errors import InputError
 from moesaic.weights.checkpoint import FORMATS
 
 QUICK = ("Mixtral", "DeepseekV3", "GptOss")
-"""Families of which the quick tests convert every pair of formats: alike layers, differing layers, biases and turns."""
+"""Families of which the quicker tests convert every pair of formats: equal and differing layers, biases, interleaving."""
+QUICK_FIRST = [
+    pytest.param(name, marks=() if name == QUICK[1] else pytest.mark.random if name in QUICK else pytest.mark.slow)
+    for name in FAMILIES
+]
+"""All families: one for `make test`, the others of `QUICK` for `make test-random`, the rest slow."""
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a function from a family to the folder with it in every format that has a place for it."""
+    """Return a function that maps a family to a folder with its checkpoint in every format that can store it."""
     root, made = tmp_path_factory.mktemp("formats"), set()
 
     def write(family: str) -> Path:
@@ -40,7 +45,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return write
 
 
-@pytest.mark.parametrize("family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES])
+@pytest.mark.parametrize("family", QUICK_FIRST)
 def test_any_format_becomes_any_other_bit_by_bit(family: str, written: Any, tmp_path: Path) -> None:
     folder = written(family)
     names = [name for name in FORMATS if (family, name) not in WITHOUT]
@@ -76,7 +81,7 @@ def stacked(hub: dict[str, Tensor], pattern: str) -> Tensor:
 
 
 def qkv(hub: dict[str, Tensor], layer: str, kind: str, heads: int = 4, groups: int = 2) -> Tensor:
-    """Return queries, keys and values as Megatron has them: for each group its queries, its key, its value."""
+    """Return queries, keys and values in Megatron's layout: for each group its queries, its key, its value."""
     q, k, v = (hub[f"{layer}.self_attn.{name}_proj.{kind}"] for name in "qkv")
     rest = q.shape[1:]
     q, k, v = q.view(groups, heads // groups, -1, *rest), k.view(groups, 1, -1, *rest), v.view(groups, 1, -1, *rest)
@@ -175,5 +180,5 @@ def test_a_norm_that_megatron_could_not_give_back_is_refused(tmp_path: Path) -> 
     model = build("Qwen3Next")
     model.model.layers[0].linear_attn.norm.weight.data[3] = 0.01
     model.save_pretrained(tmp_path / "hub")
-    with pytest.raises(InputError, match=r"out_norm\.weight is kept minus one, which torch\.bfloat16 cannot undo"):
+    with pytest.raises(InputError, match=r"out_norm\.weight is stored minus one, which torch\.bfloat16 cannot undo"):
         moesaic.convert(tmp_path / "hub", tmp_path / "out", to="megatron", logits=False)

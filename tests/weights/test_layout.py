@@ -1,4 +1,4 @@
-"""Rectangles: what they share, what stands where, and tensors that are gathered through any two of their partitions."""
+"""Layouts: intersections of blocks, matching indices, and tensors gathered from any partition into any other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Held:
 
 @st.composite
 def partitions(draw: st.DrawFn, shape: tuple[int, int, int]) -> list[StoredBlock]:
-    """Draw a way to keep a tensor of (experts, rows, columns): by expert or stacked, in halves or turns, transposed or not."""
+    """Draw a layout for a tensor (experts, rows, columns): per expert or stacked, halves or interleaved, transposed or not."""
     experts, rows, columns = shape
     turned, halves = draw(st.booleans()), draw(st.sampled_from(["whole", "halves", "turns"]))
     single, both = draw(st.booleans()), draw(st.booleans())

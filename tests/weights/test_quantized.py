@@ -1,4 +1,4 @@
-"""Quantized weights of the hub convert to what transformers computes of them on loading, on any piece of any tensor."""
+"""Quantized weights of the hub convert to the values that transformers computes on loading, for any region of a tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILE = "model.safetensors"
 
 
 def quantize(folder: Path, family: str, method: dict[str, object], change) -> dict[str, torch.Tensor]:
-    """Save a tiny model whose tensors `change` replaces by quantized ones; return what they stand for."""
+    """Save a tiny model in which `change` replaces tensors by quantized ones, and return the values that these represent."""
     sizes = {"hidden_size": 64, "intermediate_size": 32} if family == "GptOss" else {}
     build(family, **sizes).save_pretrained(folder)
     tensors, meant = load_file(folder / FILE), {}
@@ -83,7 +83,7 @@ def test_fp8_without_its_scales_is_refused(tmp_path):
         return made and ({name: made[0][name]}, made[1])
 
     quantize(tmp_path / "hub", "DeepseekV3", {"quant_method": "fp8", "weight_block_size": [16, 10]}, without)
-    with pytest.raises(InputError, match=r"is fp8 without scales of .*: load the model by transformers"):
+    with pytest.raises(InputError, match=r"is fp8 without scales of .*: load the model with transformers"):
         moesaic.convert(tmp_path / "hub", tmp_path / "out", to="hf")
 
 

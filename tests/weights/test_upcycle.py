@@ -1,4 +1,4 @@
-"""Upcycling: the sparse model computes what the dense one did, for whole copies and for shards in virtual groups."""
+"""Upcycling: the sparse model computes the same function as the dense one, with whole copies and with virtual groups."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def dense(folder: Path, kind: str, **sizes: Any) -> Path:
 
 
 def logits(folder: Path) -> torch.Tensor:
-    """Return what transformers' own loader makes of a hub checkpoint, on text that reaches many experts."""
+    """Load a hub checkpoint with transformers and return its logits, on a text whose tokens reach many experts."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     model.set_experts_implementation("eager")
     found: torch.Tensor = model(input_ids=torch.arange(48).view(2, 24) + 5).logits.detach()
@@ -84,7 +84,7 @@ def test_shards_are_those_of_the_dense_layer_and_groups_share_a_router_row(tmp_p
 
 
 def test_whole_layers_without_normalised_weights_would_not_be_the_same(tmp_path: Path) -> None:
-    """What the rule rests on: if the weights of the chosen experts did not sum to 1, logits would differ."""
+    """The function is preserved only because the chosen experts' weights sum to 1: otherwise, logits would differ."""
     moesaic.convert(dense(tmp_path, "qwen3"), tmp_path / "out", to="hf", upcycle=Upcycling(num_experts=4))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
     model.set_experts_implementation("eager")
@@ -112,10 +112,10 @@ def test_what_cannot_be_upcycled_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=message):
             Upcycling(**given)
     source = dense(tmp_path, "llama", attention_bias=True)
-    with pytest.raises(InputError, match="llama with biases in attention or mlp is not upcycled"):
+    with pytest.raises(InputError, match="llama with biases in attention or mlp cannot be upcycled"):
         moesaic.convert(source, tmp_path / "out", to="hf", upcycle=Upcycling())
     source = dense(tmp_path, "mistral", intermediate_size=44)
     with pytest.raises(InputError, match="granularity=8: must divide intermediate_size=44"):
         moesaic.convert(source, tmp_path / "out", to="hf", upcycle=Upcycling(granularity=8, top_k=8))
-    with pytest.raises(InputError, match="gpt2 is not upcycled: take a dense model of llama, mistral, qwen3"):
+    with pytest.raises(InputError, match="gpt2 cannot be upcycled: take a dense model of type llama, mistral, qwen3"):
         moesaic.convert(dense(tmp_path, "gpt2"), tmp_path / "out", to="hf", upcycle=Upcycling())

@@ -1,4 +1,4 @@
-"""Write the tables and the picture of docs/balance.md from the result of `moesaic bench balance --json`: no figure is typed.
+"""Write tables and picture of docs/balance.md and docs/balance_figures.md from what `moesaic bench balance --json` wrote.
 
 python -m moesaic_lab.balance.page benchmarks/results/balance.json
 
@@ -21,16 +21,20 @@ from moesaic_lab.balance.benchmark import kept, panels
 from moesaic_lab.balance.cells import BED, share_rows
 from moesaic_lab.balance.claims import EQUIVALENT
 from moesaic_lab.balance.config import BalancePlace, SharesOfForced
-from moesaic_lab.balance.methods import OURS, methods
+from moesaic_lab.balance.methods import OURS, OURS_PLACED, PLAIN, methods
 from moesaic_lab.balance.shares import RECORDED, Share
 from moesaic_lab.performance_page import line
 from moesaic_lab.pictures import write_picture
 from moesaic_lab.tables import markdown_table, write_page
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "balance.md"
-PICTURE = PAGE.parent / "images" / "bench" / "balance_shares.svg"
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+GUIDE, FIGURES = DOCS / "balance.md", DOCS / "balance_figures.md"
+PICTURE = DOCS / "images" / "bench" / "balance_shares.svg"
 DRAWN = 64
-"""Ranks of what is drawn: those of the claims."""
+"""Number of ranks in the picture and in the headline table, which is that of the claims."""
+HEADLINE_CLUSTER = "dgx-h100"
+HEADLINE_METHODS = (PLAIN, "shadow", "EPLB", "expert placement", OURS, OURS_PLACED)
+HEADLINE_MARKS = ("<!-- headline: moesaic_lab/balance/page.py -->", "<!-- end of headline -->")
 MARKS = ("<!-- tables: moesaic_lab/balance/page.py -->", "<!-- end of tables -->")
 
 QUARTILES, MEDIAN = 1.349, 1.2533
@@ -85,10 +89,21 @@ def needed(rows: Sequence[dict[str, Any]]) -> list[Needed]:
 def main() -> int:
     """Write tables and picture; returns the exit code."""
     result = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    write_page(PAGE, tables(result), MARKS)
+    write_page(FIGURES, tables(result), MARKS)
+    write_page(GUIDE, headline(result), HEADLINE_MARKS)
     shares = [each for each in kept(result["rows"], Share) if each.ranks == DRAWN]
     write_picture(PICTURE, "Share of forced balance, simulated", panels([], shares), result["notes"])
     return 0
+
+
+def headline(result: dict[str, Any]) -> str:
+    """Return the shares of the best-known methods on the cluster and number of ranks of the picture."""
+    shown = (HEADLINE_CLUSTER, DRAWN, SharesOfForced.ratio)
+    rows = [
+        row for row in share_rows(kept(result["rows"], Share)) if (row["cluster"], row["ranks"], row["ratio"]) == shown
+    ]
+    ordered = [row for name in HEADLINE_METHODS for row in rows if row["method"] == name]
+    return crossed(f"share of forced balance, `{HEADLINE_CLUSTER}`, {DRAWN} ranks", ordered, "load")
 
 
 def tables(result: dict[str, Any]) -> str:

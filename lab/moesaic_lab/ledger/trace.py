@@ -106,7 +106,7 @@ def predicted() -> float:
     compiled = compile_plan(Plan(all_to_all="multicast", order="fifo"), grid)
     forward, backward = (in_pieces(each, dispatched="fp8") for each in (compiled.forward, compiled.backward))
     both = around.beside(forward, backward, compiled.grid)
-    return LAYERS * (both.seconds + 3 * around.once.shared)
+    return LAYERS * (both.seconds + 3 * around.forward.shared)
 
 
 def trace(path: Path) -> list[Entry]:

@@ -1,7 +1,7 @@
-"""Balancing, the deciding half: where experts, their replicas and samples go; `runtime/balance` acts on it.
+"""Policies that decide where experts, their replicas and samples go; `runtime/balance` carries out the decisions.
 
-Here is every policy by its name. To add one: a new file, and a line here; everything that lists policies reads this. Policies
-are imported when they are built: a command line lists their names without them.
+The registries below list every policy by its name. To add a policy, add a file and a line here. A policy is imported when it
+is built, so a command line can list the names without imports.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _make(place: str, *arguments: Any, **options: Any) -> Any:
-    """Build the policy of `file.Class` in this folder."""
+    """Build a policy with the class at `place`, given as `file.Class` in this folder."""
     file, _, name = place.rpartition(".")
     return getattr(import_module(f"moesaic.balance.{file}"), name)(*arguments, **options)
 
@@ -33,8 +33,8 @@ REPLICATION_POLICIES: dict[str, Callable[[ReplicationCosts], AbstractReplication
     "laer": lambda _: _make("replication.laer.LAER"),
     "arbiter": lambda costs: _make("selector.arbiter.Arbiter", costs=costs),
 }
-"""Which experts are replicated: what builds a policy from the rates of a machine and a layer, by the name that
-`Plan.replication` takes."""
+"""Builders of replication policies, which decide which experts are replicated, by the name in `Plan.replication`. A builder
+takes the rates of the machine and of the layer."""
 
 SAMPLE_PLACERS: dict[str, Callable[[PlacerOptions], AbstractPlacer]] = {
     "stay": lambda _: _make("samples.Stay"),
@@ -43,11 +43,12 @@ SAMPLE_PLACERS: dict[str, Callable[[PlacerOptions], AbstractPlacer]] = {
         "samples.Weighed", options.machine, least_gain=options.least_gain, rest=options.rest
     ),
 }
-"""Where samples live after a layer: what builds a policy from the options of the run, by the name that `balance.samples`
-takes."""
+"""Builders of sample placers, which decide the homes of samples after a layer, by the name in `balance.samples`. A builder
+takes the options of the run."""
 
 EXPERT_PLACERS: dict[str, Callable[[ExpertRates], AbstractExpertPlacer]] = {
     "balanced": lambda rates: _make("experts.Balanced", rates),
     "smartmoe": lambda _: _make("experts.SmartMoE"),
 }
-"""Where experts live: what builds a policy from the rates of the run, by the name that `balance.experts` takes."""
+"""Builders of expert placers, which decide the homes of experts, by the name in `balance.experts`. A builder takes the rates
+of the run."""

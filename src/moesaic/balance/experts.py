@@ -1,9 +1,9 @@
-"""Where experts live: permutations of a layer's experts over the places of ep, from the load of recent steps.
+"""Expert placement: permutations of a layer's experts over the places of ep, decided from the load of recent steps.
 
-SmartMoE (Zhai et al., USENIX ATC 2023) permutes experts every few steps and ignores what a move costs (`SmartMoE`). Here a move
-carries the expert's weights, master copies and optimizer moments, some seven times the bytes of replicating it once, so it must
-pay within the steps until the next decision (`Balanced`). Every place keeps equally many experts. All loads come with a leading
-axis of copies of the experts, which all have one placement.
+SmartMoE (Zhai et al., USENIX ATC 2023) permutes experts every few steps and ignores the cost of moves (`SmartMoE`). Here a
+move transfers the expert's weights, master copies and optimizer moments, about seven times the bytes of replicating the expert
+once. A move must therefore pay within the steps until the next decision (`Balanced`). Every place keeps the same number of
+experts. Loads have a leading axis of edp, the replicas of the experts, which all have the same placement.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 
 SLACK = 1e-9
-"""Relative differences of load up to this are rounding, and no gain."""
+"""Relative differences of load up to this are rounding errors, and no gain."""
 SWAPS_MOST = 64
-"""Swaps that one way has at most to save rows between nodes; each looks at all pairs of experts."""
+"""Most swaps of one search for fewer rows between nodes; each swap compares all pairs of experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRates:
-    """What a row costs where it is computed and where it travels."""
+    """The rates from which the cost of computing and sending a row follows."""
 
     machine: Machine = field(default_factory=Machine)
     """Rates of one rank."""
     element_bytes: int = 2
-    """Of activations."""
+    """Bytes per element of activations."""
     passes: int = 4
-    """How often a row crosses a link in a step: out and back, and again for gradients."""
+    """How often a row crosses a link in a step: to the expert and back, and again for gradients."""
 
     def __post_init__(self) -> None:
         for name in ("element_bytes", "passes"):
@@ -44,23 +44,24 @@ class ExpertRates:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExpertLoad:
-    """What a policy decides from, the same on all ranks."""
+    """The load from which an expert placer decides, the same on all ranks."""
 
     grid: Grid
     copies: np.ndarray
     """(world, num_experts) float64: copies per step that each rank had for each expert."""
     order: np.ndarray
-    """(num_experts,) int64: the expert in each slot now; place p of ep has slots p * n / ep on."""
+    """(num_experts,) int64: the expert in each slot at present. With n experts, the slots of place p of ep start at
+    p * n / ep."""
     dim: int
     """Width of a token."""
     expert_parameters: int
-    """Of one shard of an expert."""
+    """Parameters of one shard of an expert."""
     expert_bytes: int
-    """Of one shard of an expert on one rank, with all that moves with it."""
+    """Bytes that move with one shard of an expert on one rank: weights, master copies and optimizer moments."""
     steps: int
-    """Until the next decision: what a move gains is gained so often."""
+    """Steps until the next decision, in each of which a move gains time."""
     speeds: tuple[float, ...] = ()
-    """Of each rank's products, over that of the rates; () for all alike."""
+    """Speed of each rank's products relative to the rates; () if all are equal."""
 
     def __post_init__(self) -> None:
         num_experts = len(self.order)
@@ -75,24 +76,23 @@ class ExpertLoad:
 
     @cached_property
     def place(self) -> np.ndarray:
-        """The place of each expert now, (num_experts,) int64."""
+        """(num_experts,) int64: the present place of each expert."""
         return places_of(self.order, self.grid.ep)
 
     @cached_property
     def ranks(self) -> np.ndarray:
-        """(edp, ep, etp) int64: the rank of each shard of each place of each copy of the experts."""
+        """(edp, ep, etp) int64: the rank at each coordinate of the experts' mesh."""
         return ranks_by_place(self.grid)
 
     @cached_property
     def weight(self) -> np.ndarray:
-        """(edp, num_experts) float64: rows of each expert in each copy of the experts."""
+        """(edp, num_experts) float64: rows of each expert in each replica of the experts."""
         found: np.ndarray = self.copies[self.ranks.reshape(self.grid.edp, -1)].sum(1)
         return found
 
     @cached_property
     def slowness(self) -> np.ndarray:
-        """(edp, ep) float64: time of a row at each place of each copy of the experts, of its slowest shard, over that of the
-        rates."""
+        """(edp, ep) float64: the time of a row on the slowest shard of each place, relative to the rates."""
         speeds = np.array(self.speeds or (1.0,))
         found: np.ndarray = (1 / speeds[self.ranks % len(speeds)]).max(2)
         return found
@@ -104,7 +104,7 @@ class ExpertLoad:
 
     @cached_property
     def crossing(self) -> np.ndarray:
-        """(num_experts, ep) float64: rows that would go between nodes, one way, if an expert were at a place."""
+        """(num_experts, ep) float64: rows that would cross nodes, one way, if the expert were at the place."""
         found = np.zeros((len(self.order), self.grid.ep))
         for ranks in self.ranks:
             origins = ranks.reshape(-1)
@@ -113,16 +113,21 @@ class ExpertLoad:
         return found
 
     def busiest(self, place: np.ndarray) -> float:
-        """Return the rows at the place of any copy of the experts that takes longest, in rows of a rank that is as fast as the
-        rates; `place` is that of each expert."""
+        """Return the load of the place, in any replica of the experts, that takes longest.
+
+        The unit is the rows that a rank of the described speed computes in that time.
+
+        Args:
+            place: (num_experts,), the place of each expert.
+        """
         return float((_loads(self.weight, place, self.grid.ep) * self.slowness).max())
 
     def between_nodes(self, place: np.ndarray) -> float:
-        """Return the rows that go between nodes, one way."""
+        """Return the rows that cross nodes, one way, if each expert is at its `place`."""
         return float(self.crossing[np.arange(len(place)), place].sum())
 
     def order_at(self, place: np.ndarray) -> np.ndarray:
-        """Return the order in which each expert is at a place: who stays keeps the slot, who comes takes a free one."""
+        """Return the order that puts each expert at its `place`. Experts that stay keep their slots; others take free slots."""
         each = len(place) // self.grid.ep
         found = np.where(place[self.order] == self.place[self.order], self.order, -1)
         for number in range(self.grid.ep):
@@ -134,18 +139,18 @@ class ExpertLoad:
 
 @dataclass(frozen=True)
 class ExpertSeconds:
-    """Modelled times of an order: rows at the busiest place, rows over the busiest rank's links, and the move to it."""
+    """The modelled times of a placement: products at the busiest place, rows over the busiest rank's links, and the move."""
 
     load: ExpertLoad
     rates: ExpertRates
 
     @cached_property
     def _per_byte(self) -> np.ndarray:
-        """(world, world) seconds from rank to rank; nothing within one."""
+        """(world, world): seconds per byte from rank to rank; 0 within a rank."""
         return seconds_per_byte(self.rates.machine, self.load.node)
 
     def of_step(self, place: np.ndarray) -> float:
-        """Return the seconds of a step that depend on where experts are."""
+        """Return the part of a step's seconds that depends on the placement."""
         load, rates = self.load, self.rates
         flops = (
             6 * load.expert_parameters
@@ -163,7 +168,7 @@ class ExpertSeconds:
         return float(load.busiest(place) * flops / (rates.machine.tflops * 1e12) + travel)
 
     def of_move(self, place: np.ndarray) -> float:
-        """Return the seconds of moving experts from where they are: what the busiest rank sends, or receives."""
+        """Return the seconds of moving experts from their present places: those of the rank that sends or receives most."""
         load, busy = self.load, np.zeros((2, self.load.grid.world))
         moved = np.flatnonzero(place != load.place)
         for ranks in load.ranks:
@@ -178,14 +183,14 @@ class ExpertSeconds:
 
 
 class AbstractExpertPlacer(ABC):
-    """A policy. It decides and never acts; every rank calls it with the same load and gets the same answer."""
+    """The interface of an expert placer. Every rank calls a placer with the same load and gets the same decision."""
 
     @abstractmethod
     def decide(self, load: ExpertLoad) -> np.ndarray:
-        """Return the expert in each slot, (num_experts,) int64; `load.order` to stay. Ties break by number.
+        """Return the expert for each slot, (num_experts,) int64; `load.order` if no expert moves. The lowest index wins ties.
 
         Args:
-            load: the same on all ranks.
+            load: the load, the same on all ranks.
         """
 
 
@@ -196,32 +201,33 @@ def check_order(order: np.ndarray, num_experts: int) -> None:
 
 
 def places_of(order: np.ndarray, ep: int) -> np.ndarray:
-    """Return the place of each expert, (num_experts,) int64, from the expert in each slot."""
+    """Return the place of each expert, (num_experts,) int64, for the expert in each slot, `order`."""
     found = np.empty(len(order), dtype=np.int64)
     found[order] = np.arange(len(order)) // (len(order) // ep)
     return found
 
 
 class SmartMoE(AbstractExpertPlacer):
-    """As published: by descending load, each expert to the least loaded place with a free slot, its old one if equal.
+    """SmartMoE's placement as published, a baseline.
 
-    The greedy is longest processing time first (Graham 1969) with room for equally many. It is taken whenever the busiest place
-    gets less, whatever the move costs, wherever rows have to go. Kept to be compared with.
+    By descending load, each expert goes to the least loaded place with a free slot; its present place wins ties. This is the
+    greedy algorithm "longest processing time first" (Graham 1969) with equal numbers of experts per place. The result is used
+    whenever the busiest place gets fewer rows, whatever the costs of the move and of sending rows.
     """
 
     def decide(self, load: ExpertLoad) -> np.ndarray:
-        """Return the greedy order if its busiest place has fewer rows."""
+        """Return the greedy order if it lowers the load of the busiest place; otherwise the present order."""
         place = spread_by_load(load.weight, np.ones_like(load.slowness), load.place)
         return load.order_at(place) if load.busiest(place) < load.busiest(load.place) else load.order
 
 
 def spread_by_load(weight: np.ndarray, slowness: np.ndarray, before: np.ndarray | None = None) -> np.ndarray:
-    """Return the place of each expert, (num_experts,) int64: by descending load to the least loaded place with room.
+    """Return a greedy placement, (num_experts,) int64: by descending load, each expert takes the least loaded place with room.
 
     Args:
-        weight: (copies, num_experts) rows of each expert.
-        slowness: (copies, ep) time of a row at each place.
-        before: (num_experts,) the place of each expert now, which wins where places are equal.
+        weight: (edp, num_experts), rows of each expert.
+        slowness: (edp, ep), relative time of a row at each place.
+        before: (num_experts,), the present place of each expert, which wins ties.
     """
     num_experts, ep = weight.shape[1], slowness.shape[1]
     found, load = np.empty(num_experts, dtype=np.int64), np.zeros((len(weight), ep))
@@ -238,28 +244,28 @@ def spread_by_load(weight: np.ndarray, slowness: np.ndarray, before: np.ndarray 
 
 
 class Balanced(AbstractExpertPlacer):
-    """Ours: the least busiest place, then the fewest rows between nodes, as far as the way there pays for itself.
+    """This library's placement: minimises the load of the busiest place, then the rows between nodes, if moving pays.
 
-    Besides the best order it looks at each step of a way to it by swaps of two experts, which moves little at first. (Partition
-    into parts of equal size at the least largest sum is NP-hard. Swaps of two experts end in a local optimum, to be measured by
-    the optimum in `moesaic_lab/exact_placements.py`.)
+    In addition to the best placement, the policy evaluates each step of a sequence of swaps towards it; the first steps move
+    few experts. Partition into parts of equal size with the smallest largest sum is NP-hard, and swaps of two experts end in a
+    local optimum; `moesaic_lab/exact_placements.py` computes the optimum for comparison.
 
     Args:
-        rates: of rows; None for those of `cost.Machine`.
+        rates: rates of computing and sending rows; None for those of `cost.Machine`.
     """
 
     def __init__(self, rates: ExpertRates | None = None) -> None:
         self.rates = rates or ExpertRates()
 
     def decide(self, load: ExpertLoad) -> np.ndarray:
-        """Return the order of the least modelled time until the next decision, its move included."""
+        """Return the order with the least modelled time until the next decision, including the move."""
         seconds = ExpertSeconds(load, self.rates)
         way = least_busiest(load.weight, load.place, load.slowness)
         way += fewest_between_nodes(load.weight, load.crossing, way[-1], load.slowness)
-        return load.order_at(min([*way, self.best(load)], key=seconds.in_all))  # the first is to stay: it wins ties
+        return load.order_at(min([*way, self.best(load)], key=seconds.in_all))  # the first moves nothing, and wins ties
 
     def best(self, load: ExpertLoad) -> np.ndarray:
-        """Return the place of each expert, (num_experts,) int64, if moving cost nothing."""
+        """Return the best place of each expert, (num_experts,) int64, if moves were free."""
         slowness = load.slowness
         starts = (load.place, spread_by_load(load.weight, slowness))
         ends = [least_busiest(load.weight, start, slowness)[-1] for start in starts]
@@ -268,15 +274,15 @@ class Balanced(AbstractExpertPlacer):
 
 
 def least_busiest(weight: np.ndarray, start: np.ndarray, slowness: np.ndarray) -> list[np.ndarray]:
-    """Return a way of swaps from a placement to one whose busiest place no swap makes less busy; `start` comes first.
+    """Return a sequence of placements, one swap apart, from `start` to one whose busiest place no swap can relieve.
 
-    Each swap is the one of an expert of the busiest place, which takes longest, with any other that leaves the fuller of the
-    two places least full, so the sorted loads fall and the way ends.
+    The busiest place is the one that takes longest. Each swap exchanges one of its experts with an expert of another place: the
+    pair that leaves the fuller of the two places least full. The sorted loads fall with every swap, so the sequence ends.
 
     Args:
-        weight: (copies, num_experts) rows of each expert.
-        start: (num_experts,) the place of each expert.
-        slowness: (copies, ep) time of a row at each place.
+        weight: (edp, num_experts), rows of each expert.
+        start: (num_experts,), the initial place of each expert.
+        slowness: (edp, ep), relative time of a row at each place.
     """
     way = [start]
     while len(way) <= 4 * len(start):
@@ -301,16 +307,16 @@ def least_busiest(weight: np.ndarray, start: np.ndarray, slowness: np.ndarray) -
 def fewest_between_nodes(
     weight: np.ndarray, crossing: np.ndarray, start: np.ndarray, slowness: np.ndarray, stay: np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """Return a way to fewer rows between nodes that leaves the busiest place as busy as it is; its end comes last.
+    """Return a sequence of placements, one swap apart, with ever fewer rows between nodes and no busier busiest place.
 
     Args:
-        weight: (copies, num_experts) rows of each expert.
-        crossing: (num_experts, ep) rows between nodes if an expert were at a place.
-        start: (num_experts,) the place of each expert.
-        slowness: (copies, ep) time of a row at each place.
-        stay: (num_experts,) where experts are now: first of all, what is together at a place goes to the best place for it,
-            and where several are as good to that from which most of it comes. None to leave out this step, which only places
-            that are alike allow.
+        weight: (edp, num_experts), rows of each expert.
+        crossing: (num_experts, ep), rows between nodes if the expert were at the place.
+        start: (num_experts,), the initial place of each expert.
+        slowness: (edp, ep), relative time of a row at each place.
+        stay: (num_experts,), the present place of each expert. If given, and if all places are equally fast, a first step
+            permutes places: each group of experts that share a place goes to the best place for the group. Among equally good
+            places, the one at which most of the group is at present wins. None to skip this step.
     """
     ep = crossing.shape[1]
     alike = bool((slowness == slowness[:, :1]).all())
@@ -334,7 +340,7 @@ def fewest_between_nodes(
 
 
 def _labelled(crossing: np.ndarray, start: np.ndarray, stay: np.ndarray) -> np.ndarray:
-    """Return a placement with the same experts together, at the places where that costs least."""
+    """Return a placement with the same groups of experts, each group at the place where it causes the fewest crossing rows."""
     from scipy.optimize import linear_sum_assignment
 
     ep = crossing.shape[1]
@@ -347,7 +353,7 @@ def _labelled(crossing: np.ndarray, start: np.ndarray, stay: np.ndarray) -> np.n
 
 
 def _loads(weight: np.ndarray, place: np.ndarray, ep: int) -> np.ndarray:
-    """Return (copies, ep) rows at each place."""
+    """Return the rows at each place, (edp, ep)."""
     return np.stack([np.bincount(place, weights=rows, minlength=ep) for rows in weight])
 
 

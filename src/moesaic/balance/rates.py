@@ -1,4 +1,4 @@
-"""The rates by which policies decide, from the cluster or the profile that a run names."""
+"""The rates that policies use, read from the cluster or profile that a run names."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 
 PROBE_BYTES = 1 << 20
-"""Of the messages by which links are tried out."""
+"""Size of the simulated messages from which the rates of links are derived."""
 
 
 def simulator_of(cluster: str, world: int, per_node: int) -> Simulator:
     """Return the simulator of the cluster that a run names.
 
     Args:
-        cluster: a preset, a description that ends in .toml, or what `moesaic profile` wrote, which ends in .json.
-        world: ranks of the run.
-        per_node: ranks of a node.
+        cluster: a preset, a description that ends in .toml, or a profile of `moesaic profile` that ends in .json.
+        world: number of ranks of the run.
+        per_node: number of ranks per node.
 
     Raises:
-        InputError: if its nodes are others than the run's.
+        InputError: if the cluster's nodes do not have `per_node` devices.
     """
     nodes = world // per_node
     if is_measured(cluster):
@@ -45,17 +45,17 @@ def simulator_of(cluster: str, world: int, per_node: int) -> Simulator:
 
 
 def is_measured(cluster: str) -> bool:
-    """Whether a run's cluster is a file that `moesaic profile` wrote, not a preset or a description."""
+    """Return whether a run's cluster is a file written by `moesaic profile`, and not a preset or a description."""
     return cluster.endswith(".json")
 
 
 def machine_of(spec: ClusterSpec, grid: Grid, layer: Workload) -> Machine:
-    """Return the rates that one rank sees while all of them exchange, and of experts of the layer's size.
+    """Return the rates that each rank gets while all ranks exchange, and the rate of products of the layer's size.
 
     Args:
         spec: the cluster.
         grid: the mesh.
-        layer: of the layers.
+        layer: the sizes of a layer.
 
     Raises:
         InputError: if the mesh does not fit the cluster, or the rate of the layer's dtype is not known.
@@ -83,7 +83,7 @@ def machine_of(spec: ClusterSpec, grid: Grid, layer: Workload) -> Machine:
 
 
 def _rate(topology: Topology, source: np.ndarray, target: np.ndarray) -> tuple[float, float] | None:
-    """Return gigabits per second of a rank that sends to all of these, and microseconds per message; None for no pair."""
+    """Return the Gbit/s of a rank, and the microseconds per message, if all pairs send at once; None without pairs."""
     if not len(source):
         return None
     ones = np.ones(len(source))

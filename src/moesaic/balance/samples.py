@@ -1,16 +1,18 @@
-"""Where samples live (NetMoE, Liu et al., ICLR 2025): homes, what they cost, and the policies that choose them.
+"""Sample placement (NetMoE, Liu et al., ICLR 2025): the homes of samples, their costs, and the policies that choose them.
 
-A sample is one sequence with everything that belongs to it. Attention never looks across samples, so a sample may be
-anywhere, whole; what moves it stands elsewhere (`runtime/balance/relocate.py`).
+A sample is one sequence with all its data. Attention never crosses samples, so a whole sample may be on any rank.
+`runtime/balance/relocate.py` moves samples.
 
-Sections 3 and 4: with num[i, e] copies of sample i bound for expert e, moving sample i after a layer changes the gather of that
-layer and the scatter of the next, each by the copies whose expert is elsewhere. Three things are counted that the paper leaves
-out: shards of an expert (each wants every copy), the residual that goes from the old home to the new one where it cannot ride
-along with the experts' results, and programs whose results come back to the old home first, so that a move changes the scatter
-of the next layer alone.
+Sections 3 and 4 of the paper: let num[i, e] be the copies of sample i for expert e. Moving sample i after a layer changes the
+gather of that layer and the scatter of the next, each by the copies whose expert is on another rank. The model here counts
+three things that the paper leaves out:
 
-Where a tensor group works on a sample together, the sample has the home of the rank that answers for it: each rank for as
-many of its group's.
+    Each shard of an expert needs every copy.
+    The residual travels from the old home to the new one unless it can travel with the experts' results.
+    In some programs results return to the old home first; then a move changes only the scatter of the next layer.
+
+If a tensor-parallel group shares a sample, the sample's home is the rank that answers for it. Each rank of the group answers
+for the same number of samples.
 """
 
 from __future__ import annotations
@@ -29,21 +31,21 @@ from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 
 LEAST_GAIN = 0.1
-"""Share of the rows between nodes that moves must promise to save. Samples that hardly differ promise 6 to 9 % by chance, of
-which nothing is left once the next layer has routed; those that do (locality 0.2 as `moesaic trace show` has it) promise 15 %
-and more (`moesaic_lab/netmoe`, `moesaic_lab/relocate_train.py`)."""
+"""The share of the rows between nodes that moves must be predicted to save. Samples that hardly differ have predicted savings
+of 6 to 9 % by chance, which vanish once the next layer has routed. Samples that differ (locality 0.2 in `moesaic trace show`)
+have 15 % and more (`moesaic_lab/netmoe`, `moesaic_lab/relocate_train.py`)."""
 
 
 REST = 15
-"""Forward passes: with one asked after as many, deciding costs a sixteenth of what it does in every pass."""
+"""The default number of forward passes without a decision; decisions then cost a sixteenth of deciding in every pass."""
 
 
 @dataclass(frozen=True, eq=False)
 class Homes:
-    """Every rank has equally many samples, in slots."""
+    """The homes of all samples: every rank has the same number of slots, with one sample in each."""
 
     samples: np.ndarray
-    """(ranks, slots) int64: which sample is in each slot; each of 0 to ranks * slots - 1 stands once."""
+    """(ranks, slots) int64: the sample in each slot; each of 0 to ranks * slots - 1 occurs once."""
 
     def __post_init__(self) -> None:
         wanted = np.arange(self.samples.size)
@@ -55,16 +57,16 @@ class Homes:
 
     @classmethod
     def start(cls, ranks: int, slots: int) -> Homes:
-        """Return where samples are before any has moved: sample rank * slots + slot."""
+        """Return the homes before any sample has moved: slot s of rank r holds sample r * slots + s."""
         return cls(np.arange(ranks * slots).reshape(ranks, slots))
 
     @classmethod
     def of_ranks(cls, rank: np.ndarray, ranks: int) -> Homes:
-        """Return the homes in which each sample is on a given rank, samples of a rank in ascending order.
+        """Return the homes with each sample on a given rank, and the samples of a rank in ascending order.
 
         Args:
-            rank: (samples,) int64, each rank equally often.
-            ranks: how many there are.
+            rank: (samples,) int64, the rank of each sample; each rank occurs equally often.
+            ranks: the number of ranks.
 
         Raises:
             InputError: if the samples are not split evenly.
@@ -79,72 +81,72 @@ class Homes:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return int(self.samples.shape[0])
 
     @property
     def slots(self) -> int:
-        """Samples that each rank has."""
+        """The number of samples on each rank."""
         return int(self.samples.shape[1])
 
     @cached_property
     def place(self) -> np.ndarray:
-        """Where each sample is, (samples,) int64: rank * slots + slot."""
+        """(samples,) int64: the position of each sample, rank * slots + slot."""
         found = np.empty(self.samples.size, dtype=np.int64)
         found[self.samples.reshape(-1)] = np.arange(self.samples.size)
         return found
 
     @cached_property
     def rank(self) -> np.ndarray:
-        """The rank that each sample is on, (samples,) int64."""
+        """(samples,) int64: the rank of each sample."""
         return self.place // self.slots
 
     def targets(self, after: Homes) -> tuple[np.ndarray, np.ndarray]:
-        """Return where the sample in each slot goes: the rank and the slot there, (ranks, slots) int64 each."""
+        """Return the rank and the slot to which the sample in each slot moves, (ranks, slots) int64 each."""
         place = after.place[self.samples]
         return place // self.slots, place % self.slots
 
     def moved(self, after: Homes, groups: np.ndarray | None = None) -> int:
-        """Return how many samples go to another rank, or to another group of ranks.
+        """Return how many samples move to another rank, or to another group of ranks.
 
         Args:
-            after: where they go.
-            groups: (ranks,) the group of each rank, such as its node; None for each rank its own.
+            after: the homes after the move.
+            groups: (ranks,), the group of each rank, such as its node; None if each rank is a group of its own.
         """
         of = np.arange(self.ranks) if groups is None else groups
         return int((of[self.rank] != of[after.rank]).sum())
 
     def same_as(self, other: Homes) -> bool:
-        """Whether every sample is in the same slot."""
+        """Return whether every sample is in the same slot of the same rank."""
         return np.array_equal(self.samples, other.samples)
 
 
 class Volume(NamedTuple):
-    """Rows of one movement out and one back, over all ranks; rows that stay on a rank count nowhere."""
+    """The rows of one movement to the experts and one back, over all ranks, without rows that stay on a rank."""
 
     intra: int
-    """Between ranks of one node."""
+    """Rows between ranks of one node."""
     inter: int
-    """Between nodes."""
+    """Rows between nodes."""
 
 
 @dataclass(frozen=True, eq=False)
 class SampleLoad:
-    """What a placer decides from, the same on all ranks."""
+    """The load from which a sample placer decides, the same on all ranks."""
 
     grid: Grid
     """The mesh."""
     homes: Homes
-    """Where the samples are."""
+    """The present homes of the samples."""
     copies: np.ndarray
     """(samples, num_experts) int64: copies of each sample that this layer sends to each expert."""
     following: np.ndarray | None
-    """The same of the next MoE layer, predicted; None after the last."""
+    """(samples, num_experts) int64: the predicted copies of the next MoE layer; None after the last layer."""
     carried: int | np.ndarray = 0
-    """Rows per sample, (samples,) int64 or one number, that a move sends from the old home to the new one: the sample's tokens
-    where the residual travels on its own; where it rides along, those tokens that have no copy."""
+    """(samples,) int64, or one number: rows per sample that a move sends from the old home to the new one. All tokens of the
+    sample if the residual travels separately; the tokens without any copy if it travels with the results."""
     is_direct: bool = True
-    """This layer's results go straight to the new homes; False: home first, whatever is decided."""
+    """Whether this layer's results go directly to the new homes. False: they always return to the old homes first."""
 
     def __post_init__(self) -> None:
         grid, samples = self.grid, self.homes.samples.size
@@ -160,24 +162,24 @@ class SampleLoad:
 
     @cached_property
     def node(self) -> np.ndarray:
-        """The node of each rank, (ranks,) int64."""
+        """(ranks,) int64: the node of each rank."""
         return nodes_of(self.grid)
 
     @cached_property
     def replicas(self) -> list[np.ndarray]:
-        """The ranks of each copy of the experts, ascending: samples never leave theirs."""
+        """The ranks of each replica of the experts, ascending. Samples never leave their replica."""
         return [np.sort(ranks, axis=None) for ranks in ranks_by_place(self.grid)]
 
     @cached_property
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rows that cross links (intra, inter) if a sample lives on a rank, (samples, ranks) int64 each.
+        """The rows that cross links (intra, inter) if a sample's home is a rank, (samples, ranks) int64 each.
 
-        A rank outside the sample's copy of the experts has meaningless entries: no sample goes there.
+        The entries of ranks outside the sample's replica of the experts mean nothing, since the sample never goes to them.
         """
         counted = [table for table in (self.copies if self.is_direct else None, self.following) if table is not None]
         total = np.concatenate([self.copies[:, :0], *counted], axis=1)
         holders = [self._holders([table.shape[1] for table in counted], links) for links in ("intra", "inter")]
-        # Whole numbers in float64: exact below 2**53, and a product of those is many times faster than of int64.
+        # Integers in float64 are exact below 2**53, and their matrix product is many times faster than that of int64.
         inside, across = (np.rint(total.astype(np.float64) @ table).astype(np.int64) for table in holders)
         now, ranks = self.homes.rank, np.arange(self.grid.world)
         leaves = now[:, None] != ranks[None, :]
@@ -186,28 +188,28 @@ class SampleLoad:
         return inside + carried * (leaves & ~far), across + carried * far
 
     def volume(self, homes: Homes) -> Volume:
-        """Return the rows that cross links when this layer's results, and the next layer's copies, use these homes."""
+        """Return the rows that cross links if this layer's results, and the next layer's copies, use these homes."""
         every = np.arange(homes.samples.size)
         intra, inter = (table[every, homes.rank].sum() for table in self.rows)
         return Volume(int(intra), int(inter))
 
     def seconds(self, homes: Homes, intra: float, inter: float) -> float:
-        """Return the modelled time of a placement: the slower kind of link (NetMoE, section 3, equation 1).
+        """Return the modelled seconds of a placement, those of the slower kind of link (NetMoE, section 3, equation 1).
 
         Args:
             homes: the placement.
-            intra: seconds per row within a node, over all of them.
+            intra: seconds per row within nodes, all nodes together.
             inter: seconds per row between nodes.
         """
         rows = self.volume(homes)
         return max(rows.intra * intra, rows.inter * inter)
 
     def _holders(self, widths: list[int], links: str) -> np.ndarray:
-        """Return on how many other ranks a shard of each expert of some layers lives, seen from each rank.
+        """Return, for each rank, the number of other ranks with a shard of each expert that it reaches over a kind of link.
 
         Args:
-            widths: experts of each layer.
-            links: "intra" or "inter".
+            widths: number of experts of each layer.
+            links: "intra" for ranks of the same node, "inter" for ranks of other nodes.
 
         Returns:
             (experts of all layers, ranks) int64.
@@ -226,7 +228,7 @@ class SampleLoad:
 
 
 def check(least_gain: float, rest: int) -> None:
-    """Raise InputError for what is no share, or no number of passes."""
+    """Raise InputError if `least_gain` is no share, or `rest` no number of passes."""
     if not 0 <= least_gain < 1:
         raise InputError(f"placement least_gain={least_gain}: choose a share from 0 to below 1")
     if rest < 0:
@@ -235,81 +237,83 @@ def check(least_gain: float, rest: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacerOptions:
-    """What a run tells the policy that it names; a policy takes what it needs of it."""
+    """The options of a run for its sample placer, which uses those that it needs."""
 
     machine: Machine = field(default_factory=Machine)
     """Rates of one rank's links."""
     least_gain: float = LEAST_GAIN
-    """Share of what moves are to save that they must save, else nobody moves; from 0 to below 1."""
+    """The share of the cost that moves must save, from 0 to below 1; otherwise no sample moves."""
     rest: int = REST
-    """As `AbstractPlacer.rest`."""
+    """As for `AbstractPlacer.rest`."""
 
 
 class AbstractPlacer(ABC):
-    """A policy: where samples live after a layer. Every rank calls it with the same load and gets the same answer."""
+    """The interface of a sample placer, which chooses homes after a layer. Every rank calls it with the same load and gets the
+    same result."""
 
     rest: int = 0
-    """After forward passes in which it moved nobody, so many may go by in which it is not asked, and nothing is told for it;
-    0: it is asked in every pass."""
+    """How many forward passes may skip the decision, and the exchange for it, after passes in which no sample moved. 0: every
+    pass decides."""
 
     @abstractmethod
     def decide(self, load: SampleLoad) -> Homes:
-        """Return where the samples go; each stays within its copy of the experts.
+        """Return the new homes of the samples; each sample stays within its replica of the experts.
 
         Args:
-            load: the same on all ranks.
+            load: the load, the same on all ranks.
         """
 
 
 class Stay(AbstractPlacer):
-    """Nobody moves."""
+    """A sample placer that moves nothing."""
 
     def decide(self, load: SampleLoad) -> Homes:
-        """Return the homes as they are."""
+        """Return the present homes."""
         return load.homes
 
 
 class Given(AbstractPlacer):
-    """Goes where it is told, call after call, and then starts over: for tests and replays.
+    """A sample placer with a fixed list of homes, used call after call and then from the start, for tests and replays.
 
     Args:
-        homes: one per call.
+        homes: the homes of each call.
     """
 
     def __init__(self, homes: list[Homes]) -> None:
         self._homes, self._calls = homes, 0
 
     def decide(self, load: SampleLoad) -> Homes:
-        """Return the next homes."""
+        """Return the next homes of the list."""
         found = self._homes[self._calls % len(self._homes)]
         self._calls += 1
         return found
 
 
 SEATS_MOST = 96
-"""Up to so many samples the matrix of repeated columns is solved, above the flow; both take about as long there."""
+"""Up to this many samples, assignments are solved by `by_seats`, above by `by_flow`; both take about as long at this size."""
 WEIGHTS = (0.0, 0.15, 0.3, 0.5, 0.7, 0.85, 1.0)
-"""Of the links within nodes, that are tried."""
+"""The weights of the links within nodes that `Weighed` tries."""
 Solver: TypeAlias = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""From costs, (samples, places) int64, and the room of each place to the place of each sample."""
+"""A function from costs, (samples, places) int64, and the room of each place to the place of each sample."""
 _UNITS = 2**20
-"""Costs are whole numbers, so that every rank adds up the same: of this many parts of the largest one."""
+"""The largest cost as an integer. Costs are rounded to integers, so that every rank gets the same sums."""
 
 
 class TwoStage(AbstractPlacer):
-    """The least rows between nodes, then the least within each (NetMoE, section 4.3). Stage two leaves what crosses nodes.
+    """A sample placer that minimises the rows between nodes, and then the rows within each node (NetMoE, section 4.3).
 
-    Ours beside the paper: among equal costs a sample stays where it is (published figures show as many moves as chance would
-    make), a residual that travels counts, and where the best placement gains less than a threshold nobody moves.
+    Stage two does not change the rows between nodes. Unlike in the paper, a sample stays at home among equal costs (published
+    figures show as many moves as chance would make), a residual that travels is counted, and no sample moves if the best
+    placement gains less than a threshold.
 
     Args:
-        least_gain: share of the rows between nodes (within them, where there is one node) that a move must save, else
-            nobody moves; from 0 to below 1.
-        rest: passes in which it is not asked after some in which nobody moved: to decide costs as much where nobody does.
-        solve: what solves an assignment; as `assign`, which is the default.
+        least_gain: share of the rows between nodes (within the node, if there is only one) that moves must save, from 0 to
+            below 1; otherwise no sample moves.
+        rest: passes without a decision after passes in which no sample moved, since a decision costs as much if none moves.
+        solve: solves an assignment; None for `assign`.
 
     Raises:
-        InputError: for what is no share.
+        InputError: if `least_gain` is no share, or `rest` is negative.
     """
 
     def __init__(self, least_gain: float = LEAST_GAIN, *, rest: int = REST, solve: Solver | None = None) -> None:
@@ -317,7 +321,7 @@ class TwoStage(AbstractPlacer):
         self.least_gain, self.rest, self._solve = least_gain, rest, solve or assign
 
     def decide(self, load: SampleLoad) -> Homes:
-        """Return the homes of the two assignments, or the present ones if they gain too little."""
+        """Return the homes from the two assignments, or the present homes if these gain too little."""
         found = _by_replica(load, self._placed)
         before, after = load.volume(load.homes), load.volume(found)
         if (after.inter, after.intra) >= (before.inter, before.intra):
@@ -339,7 +343,7 @@ class TwoStage(AbstractPlacer):
 
 
 def _by_replica(load: SampleLoad, placed: Callable[[SampleLoad, np.ndarray, np.ndarray], np.ndarray]) -> Homes:
-    """Return homes that are found for the samples of each replica of the experts, by its ranks, apart."""
+    """Return the homes for which `placed` chooses the ranks of samples, separately for each replica of the experts."""
     rank = load.homes.rank.copy()
     for ranks in load.replicas:
         samples = np.flatnonzero(np.isin(load.homes.rank, ranks))
@@ -348,26 +352,27 @@ def _by_replica(load: SampleLoad, placed: Callable[[SampleLoad, np.ndarray, np.n
 
 
 def _first(rows: np.ndarray, now: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Return costs, (samples, places), in which rows come first, and fewer moves decide between equal ones."""
+    """Return costs, (samples, places), that rank placements by rows first and by the number of moves second."""
     found: np.ndarray = rows * (len(rows) + 1) + (now[:, None] != places[None, :])
     return found
 
 
 class Weighed(AbstractPlacer):
-    """The placement whose slower kind of link is done first, by the model. Ours.
+    """This library's sample placer: minimises the modelled time of the slower kind of link.
 
-    Two stages always prefer links within nodes. Where these are no faster (shared memory on a CPU, a node with many ranks and
-    many network cards) that may cost more than it saves. This weighs rows of both kinds in one assignment of samples to ranks.
-    The slower of two times is the largest of their weighted means, so a few weights are tried (Lagrange multipliers of the two
-    constraints) and the best placement by the model is taken, the two stages' and nobody's move among them.
+    `TwoStage` always prefers links within nodes. If these are no faster (shared memory on a CPU, a node with many ranks and
+    many network cards), that may cost more than it saves. `Weighed` weighs rows of both kinds in one assignment of samples to
+    ranks. The larger of two times is the maximum of their weighted means over all weights. Therefore the policy tries a few
+    weights (Lagrange multipliers of the two constraints), the placement of `TwoStage` and the present homes, and returns the
+    best of these by the model.
 
     Args:
         machine: rates of one rank's links; None for those of `cost.Machine`.
-        least_gain: share of the modelled time that a move must save, else nobody moves; from 0 to below 1.
-        rest: as of `TwoStage`.
+        least_gain: share of the modelled time that moves must save, from 0 to below 1; otherwise no sample moves.
+        rest: as for `TwoStage`.
 
     Raises:
-        InputError: for what is no share.
+        InputError: if `least_gain` is no share, or `rest` is negative.
     """
 
     def __init__(self, machine: Machine | None = None, *, least_gain: float = LEAST_GAIN, rest: int = REST) -> None:
@@ -375,10 +380,10 @@ class Weighed(AbstractPlacer):
         self.least_gain, self.rest = least_gain, rest
         machine = machine or Machine()
         self.rates = 1 / machine.intra_gbps, 1 / machine.inter_gbps
-        """Of a row within a node and between nodes, up to a common factor."""
+        """Time of a row within a node, and of a row between nodes, up to a common factor."""
 
     def decide(self, load: SampleLoad) -> Homes:
-        """Return the best of what was tried; the fewest moves among equals, as tried last."""
+        """Return the best placement that was tried, with the fewest moves among equals; the first one wins further ties."""
         tried = [load.homes, TwoStage(least_gain=0.0).decide(load), *(self._by(weight, load) for weight in WEIGHTS)]
         timed = [(load.seconds(homes, *self.rates), load.homes.moved(homes)) for homes in tried]
         best = min(range(len(tried)), key=timed.__getitem__)
@@ -399,21 +404,22 @@ class Weighed(AbstractPlacer):
 
 
 def assign(cost: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """Return the place of each sample, (samples,) int64, filling every place, at the least summed cost.
+    """Return the place of each sample, (samples,) int64, that fills every place at the least summed cost.
 
-    NetMoE solves an assignment with each node's column repeated for every seat on it. The columns are identical, so with many
-    samples a flow on (samples x places) is far smaller. Both ways are exact, and deterministic: all ranks get the same answer.
+    NetMoE solves an assignment problem that repeats each node's column for every seat on the node. The columns are identical,
+    so with many samples a flow problem on (samples x places) is far smaller. Both solutions are exact and deterministic: all
+    ranks get the same result.
 
     Args:
         cost: (samples, places) int64.
-        room: (places,) int64: samples that each place takes; as many as there are in all.
+        room: (places,) int64, the number of samples that each place takes; the sum is the number of samples.
     """
     assert room.sum() == len(cost), f"{len(cost)} samples for {room.sum()} seats"
     return by_seats(cost, room) if len(cost) <= SEATS_MOST else by_flow(cost, room)
 
 
 def by_seats(cost: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """As `assign`: a column for every seat (Kuhn-Munkres)."""
+    """Solve `assign` with one column for every seat (Kuhn-Munkres)."""
     from scipy.optimize import linear_sum_assignment
 
     place = np.repeat(np.arange(len(room)), room)
@@ -422,11 +428,11 @@ def by_seats(cost: np.ndarray, room: np.ndarray) -> np.ndarray:
 
 
 def by_flow(cost: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """As `assign`: every sample to its best place, then shortest augmenting paths from full places to free ones.
+    """Solve `assign` by flow: every sample goes to its best place, then shortest augmenting paths relieve overfull places.
 
     After each path the assignment is the cheapest one with its numbers of samples per place, so the last one is optimal
-    (successive shortest paths; Ahuja, Magnanti and Orlin, "Network Flows" (1993), section 9.7). A path goes over places, of
-    which there are few: each step costs the best sample to shift from one place to another.
+    (successive shortest paths; Ahuja, Magnanti and Orlin, "Network Flows" (1993), section 9.7). The nodes of a path are places,
+    of which there are few. The length of a step is the cost of the cheapest sample to shift from one place to the next.
     """
     at = cost.argmin(1)
     held = np.bincount(at, minlength=len(room))
@@ -444,24 +450,24 @@ def by_flow(cost: np.ndarray, room: np.ndarray) -> np.ndarray:
 
 
 class _Shifts:
-    """The cheapest sample to shift from each place to each other one.
+    """The table of the cheapest sample to shift from each place to each other place.
 
     Args:
         cost: (samples, places) int64.
-        at: (samples,) the place of each sample; changed by shifts.
+        at: (samples,), the place of each sample; `shift` changes it in place.
     """
 
     def __init__(self, cost: np.ndarray, at: np.ndarray) -> None:
         self._all, self._at = cost, at
         places = cost.shape[1]
         self.cost = np.full((places, places), _FAR)
-        """(from, to) int64: what the cheapest shift costs."""
+        """(places from, places to) int64: the cost of the cheapest shift."""
         self._sample = np.zeros((places, places), dtype=np.int64)
         for place in range(places):
             self._renew(place)
 
     def shift(self, source: int, target: int) -> None:
-        """Shift the cheapest sample from one place to another."""
+        """Move the cheapest sample from `source` to `target`."""
         self._at[self._sample[source, target]] = target
         self._renew(source)
         self._renew(target)
@@ -478,11 +484,11 @@ class _Shifts:
 
 
 _FAR = np.int64(2**60)
-"""Longer than any path; twice it does not overflow."""
+"""A length above that of any path; twice this length does not overflow."""
 
 
 def _shortest(cost: np.ndarray, sources: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distance of each place from the nearest source and the place before it, -1 at a source (Bellman-Ford)."""
+    """Return each place's distance from the nearest source, and the place before it on the path or -1 (Bellman-Ford)."""
     places = np.arange(len(cost))
     distance = np.where(sources, np.int64(0), _FAR)
     before = np.full(len(cost), -1)

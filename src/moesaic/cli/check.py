@@ -107,7 +107,7 @@ def gather(options: CheckOptions) -> Evidence:
             range(options.seed, options.seed + options.cases),
             workers=options.at_once,
             gloo=options.gloo,
-            told=lambda what, number: progress.update(tasks[what], completed=number),
+            progress=lambda what, number: progress.update(tasks[what], completed=number),
         )
 
 

@@ -39,7 +39,7 @@ def all_gather(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> li
 
     This rank's entry is `tensor` itself (detached, contiguous).
     """
-    return _all_gather(transport, transport.take_tags(1), peers, _plain(transport, peers, tensor))
+    return _all_gather(transport, transport.take_tags(1), peers, _contiguous(transport, peers, tensor))
 
 
 def all_gather_rows(transport: AbstractTransport, peers: Peers, part: Tensor, num_rows: int) -> Tensor:
@@ -47,7 +47,7 @@ def all_gather_rows(transport: AbstractTransport, peers: Peers, part: Tensor, nu
 
     (this rank's rows, ...) -> (num_rows, ...).
     """
-    return _all_gather_rows(transport, transport.take_tags(1), peers, _plain(transport, peers, part), num_rows)
+    return _all_gather_rows(transport, transport.take_tags(1), peers, _contiguous(transport, peers, part), num_rows)
 
 
 def all_reduce_sum(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def all_reduce_sum(transport: AbstractTransport, peers: Peers, tensor: Tensor) -
 def reduce_scatter_sum(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
     """Return this rank's share (see `share_of`) of the flattened sum over ranks, added in the order of `all_reduce_sum`."""
     tag = transport.take_tags(1)
-    return _sum(_scatter(transport, tag, peers, _plain(transport, peers, tensor).view(-1)))
+    return _sum(_exchange_shares(transport, tag, peers, _contiguous(transport, peers, tensor).view(-1)))
 
 
 def all_to_all(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> list[Tensor]:
@@ -70,7 +70,7 @@ def all_to_all(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> li
 
     The tensors are (rows, ...) of one shape and dtype.
     """
-    return _scatter(transport, transport.take_tags(1), peers, _plain(transport, peers, tensor))
+    return _exchange_shares(transport, transport.take_tags(1), peers, _contiguous(transport, peers, tensor))
 
 
 def all_reduce_max(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def all_reduce_max(transport: AbstractTransport, peers: Peers, tensor: Tensor) -
 def broadcast(transport: AbstractTransport, peers: Peers, tensor: Tensor, source: int) -> Tensor:
     """Return a copy of the tensor of rank `source` on all ranks. On other ranks `tensor` gives shape and dtype."""
     assert source in peers, f"source {source} is none of {peers}"
-    whole = _plain(transport, peers, tensor).clone()
+    whole = _contiguous(transport, peers, tensor).clone()
     others = [peer for peer in peers if peer != source]
     tag = transport.take_tags(1)
     if transport.rank == source:
@@ -103,7 +103,7 @@ def share(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
     Forward it is the identity. Backward it sums the gradients of all peers. Every peer's loss must depend on it, if
     only through empty tensors: if one rank's backward pass omits it, the other ranks wait forever.
     """
-    return _mapped(tensor, lambda whole: whole.view_as(whole), partial(all_reduce_sum, transport, peers))
+    return _with_gradient(tensor, lambda whole: whole.view_as(whole), partial(all_reduce_sum, transport, peers))
 
 
 def slice_rows(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def slice_rows(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Te
     are gathered, so every peer has the whole gradient. Like `share`, it needs every peer in the backward pass.
     """
     mine, num_rows = share_of(len(tensor), peers.index(transport.rank), len(peers)), len(tensor)
-    return _mapped(
+    return _with_gradient(
         tensor, lambda whole: whole[mine].clone(), lambda part: all_gather_rows(transport, peers, part, num_rows)
     )
 
@@ -125,51 +125,53 @@ def gather_rows(transport: AbstractTransport, peers: Peers, part: Tensor, num_ro
     move, since every peer has the whole gradient.
     """
     mine = share_of(num_rows, peers.index(transport.rank), len(peers))
-    return _mapped(part, lambda part: all_gather_rows(transport, peers, part, num_rows), lambda whole: whole[mine])
+    return _with_gradient(
+        part, lambda part: all_gather_rows(transport, peers, part, num_rows), lambda whole: whole[mine]
+    )
 
 
-def _mapped(tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+def _with_gradient(tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
     """Return `forward(tensor)`, with `backward` applied to the gradient."""
-    out: Tensor = _Mapped.apply(tensor, forward, backward)
+    out: Tensor = _WithGradient.apply(tensor, forward, backward)
     return out
 
 
-class _Mapped(torch.autograd.Function):
+class _WithGradient(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        ctx.mapped = backward
+        ctx.gradient_function = backward
         return forward(tensor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.mapped(gradient), None, None
+        return ctx.gradient_function(gradient), None, None
 
 
 def _all_reduce(
     transport: AbstractTransport, peers: Peers, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor]
 ) -> Tensor:
     tag = transport.take_tags(2)
-    mine = _plain(transport, peers, tensor)
+    mine = _contiguous(transport, peers, tensor)
     if mine.numel() * mine.element_size() <= DIRECT_BYTES or len(peers) <= 2:
         return combine(_all_gather(transport, tag, peers, mine))
     flat = mine.view(-1)
-    parts = _scatter(transport, tag, peers, flat)
+    parts = _exchange_shares(transport, tag, peers, flat)
     return _all_gather_rows(transport, tag + 1, peers, combine(parts), len(flat)).view(mine.shape)
 
 
-def _scatter(transport: AbstractTransport, tag: int, peers: Peers, mine: Tensor) -> list[Tensor]:
-    segments, place = _shares(mine, len(peers)), peers.index(transport.rank)
-    parts = [segments[place] if peer == transport.rank else torch.empty_like(segments[place]) for peer in peers]
-    _exchange(transport, tag, _others(transport, peers, segments), _others(transport, peers, parts))
+def _exchange_shares(transport: AbstractTransport, tag: int, peers: Peers, mine: Tensor) -> list[Tensor]:
+    segments, index = _shares(mine, len(peers)), peers.index(transport.rank)
+    parts = [segments[index] if peer == transport.rank else torch.empty_like(segments[index]) for peer in peers]
+    _exchange(transport, tag, _without_self(transport, peers, segments), _without_self(transport, peers, parts))
     return parts
 
 
 def _all_gather(transport: AbstractTransport, tag: int, peers: Peers, mine: Tensor) -> list[Tensor]:
     parts = [mine if peer == transport.rank else torch.empty_like(mine) for peer in peers]
-    others = _others(transport, peers, parts)
+    others = _without_self(transport, peers, parts)
     _exchange(transport, tag, dict.fromkeys(others, mine), others)
     return parts
 
@@ -178,7 +180,7 @@ def _all_gather_rows(transport: AbstractTransport, tag: int, peers: Peers, mine:
     whole = mine.new_empty(num_rows, *mine.shape[1:])
     pieces = _shares(whole, len(peers))
     pieces[peers.index(transport.rank)].copy_(mine)
-    others = _others(transport, peers, pieces)
+    others = _without_self(transport, peers, pieces)
     _exchange(transport, tag, dict.fromkeys(others, mine), others)
     return whole
 
@@ -192,7 +194,7 @@ def _sum(parts: list[Tensor]) -> Tensor:
     return total.to(dtype)
 
 
-def _plain(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
+def _contiguous(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
     assert transport.rank in peers, f"rank {transport.rank} is none of {peers}"
     assert list(peers) == sorted(set(peers)), f"{peers} do not ascend"
     return tensor.detach().contiguous()
@@ -202,7 +204,7 @@ def _shares(tensor: Tensor, count: int) -> list[Tensor]:
     return [tensor[share_of(len(tensor), index, count)] for index in range(count)]
 
 
-def _others(transport: AbstractTransport, peers: Peers, tensors: list[Tensor]) -> dict[int, Tensor]:
+def _without_self(transport: AbstractTransport, peers: Peers, tensors: list[Tensor]) -> dict[int, Tensor]:
     return {peer: tensor for peer, tensor in zip(peers, tensors) if peer != transport.rank}
 
 
@@ -240,18 +242,18 @@ def check_same(
         InputError: on every rank, with the name of the first field that differs, its values and the ranks that have
             them.
     """
-    found = {name: as_text(value) for name, value in fields.items()}
-    text = json.dumps(found).encode()
+    values = {name: as_text(value) for name, value in fields.items()}
+    text = json.dumps(values).encode()
     everyone = tuple(range(transport.world)) if peers is None else peers
-    heads = [tuple(head.tolist()) for head in all_gather(transport, everyone, _head(found, text).to(transport.device))]
+    heads = [tuple(head.tolist()) for head in all_gather(transport, everyone, _head(values, text).to(transport.device))]
     if len({(count, *digest) for count, _, *digest in heads}) == 1:
         return
     longest = max(length for _, length, *_ in heads)
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     texts = all_gather(transport, everyone, padded.to(transport.device))
-    of_ranks = [json.loads(bytes(text[: head[1]].tolist())) for head, text in zip(heads, texts)]
-    raise InputError(_difference(dict(zip(everyone, of_ranks)), advice or {}))
+    values_of_ranks = [json.loads(bytes(text[: head[1]].tolist())) for head, text in zip(heads, texts)]
+    raise InputError(_difference(dict(zip(everyone, values_of_ranks)), advice or {}))
 
 
 def as_text(value: object) -> str:
@@ -259,26 +261,28 @@ def as_text(value: object) -> str:
     return " ".join(re.sub(r" at 0x[0-9a-f]+", "", str(value)).split())
 
 
-def _head(found: Mapping[str, str], text: bytes) -> torch.Tensor:
-    digest = hashlib.blake2b(json.dumps(sorted(found.items())).encode(), digest_size=16).digest()
-    halves = [int.from_bytes(digest[at : at + 8], "little", signed=True) for at in (0, 8)]
-    return torch.tensor([len(found), len(text), *halves])
+def _head(values: Mapping[str, str], text: bytes) -> torch.Tensor:
+    digest = hashlib.blake2b(json.dumps(sorted(values.items())).encode(), digest_size=16).digest()
+    halves = [int.from_bytes(digest[start : start + 8], "little", signed=True) for start in (0, 8)]
+    return torch.tensor([len(values), len(text), *halves])
 
 
-def _difference(of_ranks: Mapping[int, Mapping[str, str]], advice: Mapping[str, str]) -> str:
+def _difference(values_of_ranks: Mapping[int, Mapping[str, str]], advice: Mapping[str, str]) -> str:
     """Describe the first field that differs, in the order of the first rank's fields, then of the others' additional ones."""
-    names = dict.fromkeys(name for fields in of_ranks.values() for name in fields)
+    names = dict.fromkeys(name for fields in values_of_ranks.values() for name in fields)
     for name in names:
         holders: dict[str | None, list[int]] = {}
-        for rank, fields in of_ranks.items():
+        for rank, fields in values_of_ranks.items():
             holders.setdefault(fields.get(name), []).append(rank)
         if len(holders) > 1:
-            values = (f"{MISSING if value is None else value} on {_ranks(ranks)}" for value, ranks in holders.items())
+            values = (
+                f"{MISSING if value is None else value} on {_ranks_text(ranks)}" for value, ranks in holders.items()
+            )
             return f"{name} differs: {', '.join(values)}: {advice.get(name, ADVICE)}"
     raise AssertionError("the digests differ and the fields do not")
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _ranks_text(ranks: Sequence[int]) -> str:
     """Write ascending ranks: "rank 3", "ranks 0-2", "ranks 0-2 and 5"."""
     runs: list[list[int]] = []
     for rank in ranks:

@@ -67,10 +67,10 @@ class Loopback:
         """Return the peers that have not posted their side of a transfer, ascending. If there are none, it can be
         waited for."""
         transfer = handle.transfer
-        silent = {peer for peer in transfer.receives if (transfer.tag, peer, transfer.rank) not in self._mail}
-        deaf = {peer for peer in transfer.sends if (transfer.tag, transfer.rank, peer) not in self._posted}
+        not_sent = {peer for peer in transfer.receives if (transfer.tag, peer, transfer.rank) not in self._mail}
+        not_posted = {peer for peer in transfer.sends if (transfer.tag, transfer.rank, peer) not in self._posted}
         queued = set() if self._queues is None else set(self._queues.blocked_by(handle))
-        return sorted(silent | deaf | queued)
+        return sorted(not_sent | not_posted | queued)
 
     def wait(self, handle: Handle) -> None:
         """Deliver the messages of a transfer. No peer may be `missing`."""
@@ -114,7 +114,9 @@ class LoopbackTransport(AbstractTransport):
 
     def issue(self, transfer: Transfer) -> Handle:
         """Post a transfer. No other rank runs meanwhile."""
-        assert transfer.rank == self.rank, f"a transfer of rank {transfer.rank} on the wire of rank {self.rank}"
+        assert transfer.rank == self.rank, (
+            f"a transfer of rank {transfer.rank} was issued on the transport of rank {self.rank}"
+        )
         handle = self._steps.mail.issue(transfer)
         self._open[id(handle)] = handle
         return handle
@@ -184,40 +186,40 @@ class _LockStep:
 
     def pass_on(self, rank: int) -> bool:
         """Give the baton to a random rank that can run. Return whether that is another rank."""
-        able = self._able()
-        if not able and self._live:
-            self._break_up()
-            able = self._able()
-        if not able:
+        runnable = self._runnable()
+        if not runnable and self._live:
+            self._resolve_deadlock()
+            runnable = self._runnable()
+        if not runnable:
             self.done.set()
             return False
-        self.running = self._random.choice(able)
+        self.running = self._random.choice(runnable)
         if self.running == rank:
             return False
         self._gates[self.running].release()
         return True
 
-    def _able(self) -> list[int]:
+    def _runnable(self) -> list[int]:
         waiting, errors = self._waiting, self._errors
-        free = self.stopped
+        all_run = self.stopped
         return [
-            r
-            for r in sorted(self._live)
-            if free or r not in waiting or r in errors or not self.mail.missing(waiting[r])
+            rank
+            for rank in sorted(self._live)
+            if all_run or rank not in waiting or rank in errors or not self.mail.missing(waiting[rank])
         ]
 
-    def _break_up(self) -> None:
+    def _resolve_deadlock(self) -> None:
         """Resolve a deadlock: if a rank has failed, stop the others, else give each waiting rank an error."""
         if self.failures:
             self.stopped = True
             return
         ranks = sorted(self._waiting)
-        who = "; ".join(
+        waits = "; ".join(
             f"rank {rank} for tag {self._waiting[rank].transfer.tag} with {self.mail.missing(self._waiting[rank])}"
             for rank in ranks
         )
         for rank in ranks:
-            self._errors[rank] = RuntimeError(f"ranks {ranks} wait for messages that nobody sends: {who}")
+            self._errors[rank] = RuntimeError(f"ranks {ranks} wait for messages that nobody sends: {waits}")
 
 
 def run_ranks(
@@ -257,14 +259,14 @@ def run_ranks(
     steps = _LockStep(world, seed, in_order)
     transports = [LoopbackTransport(rank, world, steps) for rank in range(world)]
     results: dict[int, T] = {}
-    threads = [_thread(transport, function, steps, results) for transport in transports]
+    threads = [_rank_thread(transport, function, steps, results) for transport in transports]
     generator = torch.get_rng_state()
     for thread in threads:
         thread.start()
     try:
         steps.pass_on(-1)
         if not steps.done.wait(timeout_seconds):
-            raise TimeoutError(f"rank {steps.running} of {world} ran when {timeout_seconds} seconds had passed")
+            raise TimeoutError(f"rank {steps.running} of {world} was still running after {timeout_seconds} seconds")
     finally:
         steps.stopped = True
         torch.set_rng_state(generator)
@@ -272,13 +274,13 @@ def run_ranks(
         thread.join()
     if steps.failures:
         raise steps.failures[min(steps.failures)]
-    forgotten = ", ".join(filter(None, (transport.left() for transport in transports)))
-    if forgotten or not steps.mail.is_empty:
-        raise RuntimeError(f"transfers never waited for: {forgotten or 'none'}; never received: {steps.mail.left()}")
+    not_waited = ", ".join(filter(None, (transport.left() for transport in transports)))
+    if not_waited or not steps.mail.is_empty:
+        raise RuntimeError(f"transfers never waited for: {not_waited or 'none'}; never received: {steps.mail.left()}")
     return [results[rank] for rank in range(world)]
 
 
-def _thread(
+def _rank_thread(
     transport: AbstractTransport, function: Callable[[AbstractTransport], T], steps: _LockStep, results: dict[int, T]
 ) -> threading.Thread:
     """Return a rank's thread, which starts with the caller's PyTorch modes and puts its result into `results`."""
@@ -361,22 +363,22 @@ class InOrder:
                 continue
             batch = queue[0]
             for peer in sorted(batch.sends | batch.receives):
-                others = self._queues.get((peer, lane))
-                if others:
-                    _meet(rank, batch, peer, others[0])
-                    if not others[0].sends | others[0].receives:
-                        others.popleft()
+                peer_queue = self._queues.get((peer, lane))
+                if peer_queue:
+                    _match(rank, batch, peer, peer_queue[0])
+                    if not peer_queue[0].sends | peer_queue[0].receives:
+                        peer_queue.popleft()
                         changed.append(peer)
             if not batch.sends | batch.receives:
                 queue.popleft()
                 changed.append(rank)
 
 
-def _meet(rank: int, batch: _Batch, peer: int, other: _Batch) -> None:
+def _match(rank: int, batch: _Batch, peer: int, other: _Batch) -> None:
     """Match the messages that the running batches of two ranks have for each other."""
-    both = (peer in batch.sends and rank in other.receives) or (peer in batch.receives and rank in other.sends)
-    assert not both or batch.tag == other.tag, (
-        f"without tags, what rank {rank} does under tag {batch.tag} meets what rank {peer} does under tag {other.tag}"
+    would_match = (peer in batch.sends and rank in other.receives) or (peer in batch.receives and rank in other.sends)
+    assert not would_match or batch.tag == other.tag, (
+        f"without tags, a message of rank {rank} with tag {batch.tag} meets one of rank {peer} with tag {other.tag}"
     )
     if peer in batch.sends and rank in other.receives:
         batch.sends.discard(peer)

@@ -31,23 +31,23 @@ LAUNCHER_VARIABLE = "LOCAL_WORLD_SIZE"
 """The variable in which torchrun gives the number of ranks on this node. Settings override it."""
 
 
-ADVICE = {
+ADVICE_ON_SIZES = {
     "pp": "a pipeline stage has a mesh of its own: Mesh.create(..., group=the process group of its ranks)",
     "cp": "ranks that hold other tokens of one sequence are data parallel for a MoE layer: leave it at 1",
 }
 """What to do instead of setting sizes that a mesh does not have."""
-SPLIT = ("ep", "etp", "tp")
+SPLIT_DIMENSIONS = ("ep", "etp", "tp")
 """Dimension names of a `DeviceMesh` that split experts."""
-KEPT = "_moesaic_meshes"
+CACHE_ATTRIBUTE = "_moesaic_meshes"
 """Attribute of a root `DeviceMesh` that caches the meshes made over its ranks, so that layers share a transport."""
 
 
-class _Kept(dict[Any, "Mesh"]):
+class _MeshCache(dict[Any, "Mesh"]):
     """Meshes by the arguments they were made with. A copied or unpickled cache is empty, since connections cannot be
     copied."""
 
-    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
-        return _Kept, ()
+    def __reduce__(self) -> tuple[type[_MeshCache], tuple[()]]:
+        return _MeshCache, ()
 
 
 @dataclass(frozen=True)
@@ -103,15 +103,15 @@ class Mesh:
                 cannot connect the ranks, or ranks ask for different meshes.
         """
         opened = open_transport(device_type, group, transport)
-        part = group is not None and opened.world < _world()
-        per_node = ranks_per_node if ranks_per_node is not None or part else _ranks_of_launcher()
-        asked = {"tp": tp, "ep": ep, "etp": etp, "pp": pp, "cp": cp, "innermost": innermost, "ranks_per_node": per_node}
-        check_same(opened, {f"mesh.{name}": value for name, value in asked.items()})
+        is_part = group is not None and opened.world < _world()
+        per_node = ranks_per_node if ranks_per_node is not None or is_part else _launcher_text()
+        shape = {"tp": tp, "ep": ep, "etp": etp, "pp": pp, "cp": cp, "innermost": innermost, "ranks_per_node": per_node}
+        check_same(opened, {f"mesh.{name}": value for name, value in shape.items()})
         for name, size in (("pp", pp), ("cp", cp)):
             if size != 1:
-                raise InputError(f"mesh.{name}={size}: {ADVICE[name]}")
+                raise InputError(f"mesh.{name}={size}: {ADVICE_ON_SIZES[name]}")
         if ranks_per_node is None:
-            ranks_per_node = _ranks_per_node(_ranks_of(group)) if part else _launched_per_node(opened.world)
+            ranks_per_node = _ranks_per_node(_world_ranks(group)) if is_part else _launched_per_node(opened.world)
         grid = Grid(world=opened.world, tp=tp, ep=ep, etp=etp, innermost=innermost, ranks_per_node=ranks_per_node)
         return cls(grid, opened, None if isinstance(opened, NoTransport) else group or dist.group.WORLD)
 
@@ -140,12 +140,12 @@ class Mesh:
             InputError: on every rank, if no name refers to experts, the names are in another order, the sizes do not
                 fit, or no transport supports the device or backend.
         """
-        names, ranks = _checked(device_mesh), tuple(device_mesh.mesh.flatten().tolist())
+        names, ranks = _checked_names(device_mesh), tuple(device_mesh.mesh.flatten().tolist())
         root = device_mesh._get_root_mesh()
-        if not hasattr(root, KEPT):
-            setattr(root, KEPT, _Kept())
-        kept, key = getattr(root, KEPT), (ranks, names, tuple(device_mesh.shape), tp, transport)
-        if key not in kept:
+        if not hasattr(root, CACHE_ATTRIBUTE):
+            setattr(root, CACHE_ATTRIBUTE, _MeshCache())
+        cache, key = getattr(root, CACHE_ATTRIBUTE), (ranks, names, tuple(device_mesh.shape), tp, transport)
+        if key not in cache:
             sizes = dict(zip(names, device_mesh.shape))
             grid = Grid(
                 world=len(ranks),
@@ -155,10 +155,10 @@ class Mesh:
                 innermost="ep" if names[-1] == "ep" else "etp",
                 ranks_per_node=_ranks_per_node(ranks),
             )
-            group = device_mesh.get_group() if device_mesh.ndim == 1 else _group_of(ranks)
-            kept[key] = cls(grid, open_transport(device_mesh.device_type, group, transport), group)
-        found: Mesh = kept[key]
-        return found
+            group = device_mesh.get_group() if device_mesh.ndim == 1 else _new_group(ranks)
+            cache[key] = cls(grid, open_transport(device_mesh.device_type, group, transport), group)
+        mesh: Mesh = cache[key]
+        return mesh
 
     @classmethod
     def of(cls, ranks: Mesh | DeviceMesh | dist.ProcessGroup) -> Mesh:
@@ -177,8 +177,8 @@ class Mesh:
         if isinstance(ranks, DeviceMesh):
             return cls.from_device_mesh(ranks)
         if isinstance(ranks, dist.ProcessGroup):
-            own = _group_of(_ranks_of(ranks), backend=dist.get_backend(ranks))
-            return cls.create(ep=ranks.size(), group=own, device_type="cuda" if ranks.name() == "nccl" else "cpu")
+            new_group = _new_group(_world_ranks(ranks), backend=dist.get_backend(ranks))
+            return cls.create(ep=ranks.size(), group=new_group, device_type="cuda" if ranks.name() == "nccl" else "cpu")
         raise InputError(
             f"a mesh is a moesaic.Mesh, a DeviceMesh or a process group, not {type(ranks).__name__}: write Mesh.create(ep=...)"
         )
@@ -225,12 +225,12 @@ class Mesh:
         """Return the ranks of this mesh as a device mesh. Processes outside the mesh need not take part."""
         if self.process_group is None:
             raise RuntimeError("a mesh of one process has no device meshes: initialise torch.distributed first")
-        device_type, of_world = self.transport.device.type, torch.tensor(_ranks_of(self.process_group))
-        if len(of_world) == _world():
+        device_type, world_ranks = self.transport.device.type, torch.tensor(_world_ranks(self.process_group))
+        if len(world_ranks) == _world():
             return DeviceMesh(device_type, ranks, mesh_dim_names=names)
-        members = (self.grid.group(self.rank, (name,)) for name in names)
-        groups = [_group_of(tuple(of_world[list(each)].tolist())) for each in members]
-        return DeviceMesh.from_group(groups, device_type, of_world[ranks].contiguous(), mesh_dim_names=names)
+        groups_of_ranks = (self.grid.group(self.rank, (name,)) for name in names)
+        groups = [_new_group(tuple(world_ranks[list(members)].tolist())) for members in groups_of_ranks]
+        return DeviceMesh.from_group(groups, device_type, world_ranks[ranks].contiguous(), mesh_dim_names=names)
 
     @property
     def intra_node(self) -> tuple[int, ...]:
@@ -241,8 +241,8 @@ class Mesh:
     @property
     def inter_node(self) -> tuple[int, ...]:
         """The rail: the ranks with this rank's local rank on every node, ascending."""
-        place = self.grid.local_of(self.rank)
-        return tuple(rank for rank in range(self.grid.world) if self.grid.local_of(rank) == place)
+        local = self.grid.local_of(self.rank)
+        return tuple(rank for rank in range(self.grid.world) if self.grid.local_of(rank) == local)
 
     def group(self, *axes: Axis) -> tuple[int, ...]:
         """Return the ranks that differ from this one on `axes` only, ascending, including this one."""
@@ -278,46 +278,49 @@ def open_transport(
     device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
     if not dist.is_initialized():
         return NoTransport(device)
-    of_ranks = group or dist.group.WORLD
-    if not isinstance(of_ranks, dist.ProcessGroup):  # torch returns another object to ranks outside a group
+    process_group = group or dist.group.WORLD
+    if not isinstance(process_group, dist.ProcessGroup):  # torch returns another object to ranks outside a group
         raise InputError("this process is not in the process group of the mesh: call on its ranks alone")
     if device_type == "cuda":
-        return Nccl.create(device, None if of_ranks.size() == _world() else _ranks_of(of_ranks))
-    backends = str(dist.get_backend_config(of_ranks))
+        return Nccl.create(device, None if process_group.size() == _world() else _world_ranks(process_group))
+    backends = str(dist.get_backend_config(process_group))
     if "cpu:gloo" not in backends:
         raise InputError(
             f"the process group has backend {backends}: for device_type='cpu' initialise it with 'gloo' or "
             "'cpu:gloo,cuda:nccl'"
         )
-    gloo = Gloo(of_ranks)
+    gloo = Gloo(process_group)
     check_same(gloo, {"transport": name})
     if name == "sockets":
         from moesaic.comm.sockets import Sockets
 
-        return Sockets.create(of_ranks)
+        return Sockets.create(process_group)
     return gloo
 
 
-def _checked(device_mesh: DeviceMesh) -> tuple[str, ...]:
+def _checked_names(device_mesh: DeviceMesh) -> tuple[str, ...]:
     """Return the names of a device mesh's dimensions, after checking them.
 
     Raises:
         InputError: if the names do not tell which dimensions split the experts.
     """
     names = device_mesh.mesh_dim_names or (("ep",) if device_mesh.ndim == 1 else ())
-    split, where = [name for name in names if name in SPLIT], f"the DeviceMesh has the dimensions {names}"
-    if not split:
+    split_names, dimensions = (
+        [name for name in names if name in SPLIT_DIMENSIONS],
+        f"the DeviceMesh has the dimensions {names}",
+    )
+    if not split_names:
         raise InputError(
-            f'{where}, and none of them spreads experts: call one "ep" (experts are split over it), "etp" or "tp" (their '
+            f'{dimensions}, and none of them spreads experts: call one "ep" (experts are split over it), "etp" or "tp" (their '
             "hidden width is)"
         )
-    if names[-len(split) :] != tuple(split) or ("tp" in split and split[-1] != "tp"):
-        raise InputError(f"{where}: put ep and etp last, and tp last of all")
-    if "etp" in split and "tp" in split:
-        raise InputError(f"{where}: experts' width is split over tp where it is there: leave etp out")
+    if names[-len(split_names) :] != tuple(split_names) or ("tp" in split_names and split_names[-1] != "tp"):
+        raise InputError(f"{dimensions}: put ep and etp last, and tp last of all")
+    if "etp" in split_names and "tp" in split_names:
+        raise InputError(f"{dimensions}: the tp dimension already splits the experts' hidden width: leave etp out")
     ranks = device_mesh.mesh.flatten().tolist()
     if ranks != sorted(ranks):
-        raise InputError(f"{where} and the ranks {ranks}: take a DeviceMesh whose ranks ascend")
+        raise InputError(f"{dimensions} and the ranks {ranks}: take a DeviceMesh whose ranks ascend")
     if device_mesh.get_coordinate() is None:
         raise InputError("this process is not in the DeviceMesh: call on its ranks alone")
     return names
@@ -327,12 +330,12 @@ def _world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+def _world_ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     """Return the world ranks of a process group; of the default group for None."""
     return tuple(range(_world())) if group is None else tuple(dist.get_process_group_ranks(group))
 
 
-def _group_of(ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
+def _new_group(ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
     """Create a process group of some ranks, ascending, which alone take part in creating it."""
     group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
@@ -344,12 +347,12 @@ def _ranks_per_node(ranks: tuple[int, ...]) -> int | None:
 
     None if they are on one node, unevenly spread, or if the launcher tells nothing.
     """
-    said = _ranks_of_launcher()
-    if said is None or not said.isdecimal() or int(said) < 1:
+    text = _launcher_text()
+    if text is None or not text.isdecimal() or int(text) < 1:
         return None
-    nodes = [rank // int(said) for rank in ranks]
-    runs = [len(list(run)) for _, run in groupby(nodes)]
-    return runs[0] if len(runs) > 1 and len(set(runs)) == 1 else None
+    nodes = [rank // int(text) for rank in ranks]
+    run_lengths = [len(list(run)) for _, run in groupby(nodes)]
+    return run_lengths[0] if len(run_lengths) > 1 and len(set(run_lengths)) == 1 else None
 
 
 def ranks_of_a_node(asked: int | None = None) -> int:
@@ -361,13 +364,13 @@ def ranks_of_a_node(asked: int | None = None) -> int:
     return (_launched_per_node(_world()) if asked is None else asked) or _world()
 
 
-def _ranks_of_launcher() -> str | None:
+def _launcher_text() -> str | None:
     return os.environ.get(LAUNCHER_VARIABLE) if dist.is_initialized() else None
 
 
 def _launched_per_node(world: int) -> int | None:
     """Return how many ranks share a node, as the launcher tells; None if it does not. The number must divide the ranks."""
-    text = _ranks_of_launcher()
+    text = _launcher_text()
     if text is None:
         return None
     if not text.isdecimal() or int(text) < 1 or world % int(text):

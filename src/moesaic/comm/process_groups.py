@@ -32,7 +32,7 @@ from torch import Tensor
 
 from moesaic.comm.transport import AbstractTransport, Handle, Lane, Transfer, as_bytes
 
-_TAKEN = (torch.uint8, torch.int64, torch.float32, torch.float64)
+_GLOO_DTYPES = (torch.uint8, torch.int64, torch.float32, torch.float64)
 """Dtypes that Gloo sends directly. Viewing others as bytes costs two more operations per message."""
 PAUSE_AT_EXIT = 0.1
 """Seconds that a process waits before its interpreter ends."""
@@ -58,10 +58,14 @@ class Gloo(AbstractTransport):
         handle = Handle(transfer)
         for peer, buffer in transfer.receives.items():
             if buffer.numel():
-                handle.works.append(dist.irecv(_plain(buffer), group=self._group, group_src=peer, tag=transfer.tag))
+                handle.works.append(
+                    dist.irecv(_gloo_tensor(buffer), group=self._group, group_src=peer, tag=transfer.tag)
+                )
         for peer, tensor in transfer.sends.items():
             if tensor.numel():
-                handle.works.append(dist.isend(_plain(tensor), group=self._group, group_dst=peer, tag=transfer.tag))
+                handle.works.append(
+                    dist.isend(_gloo_tensor(tensor), group=self._group, group_dst=peer, tag=transfer.tag)
+                )
         return handle
 
     def wait(self, handle: Handle) -> None:
@@ -89,11 +93,11 @@ def _let_threads_end() -> None:
     time.sleep(PAUSE_AT_EXIT)
     end, quiet = time.monotonic() + LONGEST_PAUSE, 0
     while quiet < 3 and time.monotonic() < end:  # a thread that waits for the lock looks idle while this one checks
-        quiet = 0 if _others_run() else quiet + 1
+        quiet = 0 if _other_threads_run() else quiet + 1
         time.sleep(0.005)
 
 
-def _others_run() -> bool:
+def _other_threads_run() -> bool:
     """Return whether another thread of this process runs or waits for a processor; False if the system does not tell."""
     own = str(threading.get_native_id())
     for path in Path("/proc/self/task").glob("*/stat"):
@@ -103,9 +107,9 @@ def _others_run() -> bool:
     return False
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _gloo_tensor(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor in a form that Gloo accepts: its bytes, unless its dtype is one that Gloo sends directly."""
-    return tensor if tensor.dtype in _TAKEN and tensor.is_contiguous() else as_bytes(tensor)
+    return tensor if tensor.dtype in _GLOO_DTYPES and tensor.is_contiguous() else as_bytes(tensor)
 
 
 HIGH = -1
@@ -122,8 +126,8 @@ class Nccl(AbstractTransport):
     """
 
     def __init__(self, groups: Mapping[Lane, dist.ProcessGroup], device: torch.device) -> None:
-        some = next(iter(groups.values()))
-        super().__init__(some.rank(), some.size(), device)
+        any_group = next(iter(groups.values()))
+        super().__init__(any_group.rank(), any_group.size(), device)
         self._groups = dict(groups)
         self._streams = {lane: torch.cuda.Stream(device, priority=HIGH) for lane in groups}
 
@@ -137,9 +141,11 @@ class Nccl(AbstractTransport):
         """
         groups: dict[Lane, dist.ProcessGroup] = {}
         for lane in get_args(Lane):
-            some = None if ranks is None else list(ranks)
+            members = None if ranks is None else list(ranks)
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            group = dist.new_group(some, backend="nccl", pg_options=options, use_local_synchronization=some is not None)
+            group = dist.new_group(
+                members, backend="nccl", pg_options=options, use_local_synchronization=members is not None
+            )
             assert isinstance(group, dist.ProcessGroup)
             dist.all_reduce(torch.zeros(1, device=device), group=group)
             groups[lane] = group
@@ -157,8 +163,12 @@ class Nccl(AbstractTransport):
         if not receives and not sends:
             return handle
         group, stream = self._groups[transfer.lane], self._streams[transfer.lane]
-        batch = [dist.P2POp(dist.irecv, as_bytes(t), group=group, group_peer=p) for p, t in receives.items()]
-        batch += [dist.P2POp(dist.isend, as_bytes(t), group=group, group_peer=p) for p, t in sends.items()]
+        batch = [
+            dist.P2POp(dist.irecv, as_bytes(tensor), group=group, group_peer=peer) for peer, tensor in receives.items()
+        ]
+        batch += [
+            dist.P2POp(dist.isend, as_bytes(tensor), group=group, group_peer=peer) for peer, tensor in sends.items()
+        ]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for work in dist.batch_isend_irecv(batch):

@@ -54,18 +54,18 @@ _EARLY_BYTES = 1 << 26
 _MOST_EARLY_BYTES = 1 << 32
 """Most bytes of such messages to keep if this rank waits for a message behind them."""
 
-_LONGEST = 2.0**31 - 1
+_LONGEST_POLL = 2.0**31 - 1
 """Longest wait that the kernel accepts, in milliseconds."""
 
 PATIENCE = 30 * 60.0
-"""Seconds without any progress until a wait gives up, where the process group does not tell its own."""
+"""Seconds without any progress after which a wait fails, if the process group has no timeout."""
 
 
 @dataclass(eq=False)
 class _Work:
     """The messages of one transfer that are not complete."""
 
-    lines: list[_Line] = field(default_factory=list)
+    connections: list[_Connection] = field(default_factory=list)
     """One connection per message."""
 
 
@@ -76,34 +76,34 @@ class _Receive:
     buffer: memoryview
     work: _Work | None
     """None if no receive is posted for it yet."""
-    got: int = 0
+    received: int = 0
 
 
 @dataclass(eq=False)
-class _Line:
+class _Connection:
     """The connection to one peer."""
 
     peer: int
     socket: socket.socket
-    leaving: deque[tuple[list[memoryview], _Work]] = field(default_factory=deque)
+    outgoing: deque[tuple[list[memoryview], _Work]] = field(default_factory=deque)
     """Parts of messages that are not in the kernel's buffer yet, with the transfer of each message."""
     posted: dict[int, deque[_Receive]] = field(default_factory=dict)
     """Receives without a message, by tag."""
     early: dict[int, deque[memoryview]] = field(default_factory=dict)
     """Messages without a receive, by tag."""
     header: bytearray = field(default_factory=lambda: bytearray(_HEADER.size))
-    got: int = 0
+    header_received: int = 0
     """Bytes of the header that have arrived."""
     early_bytes: int = 0
     """Bytes of messages without a receive, complete or still arriving."""
-    moved: int = 0
+    bytes_moved: int = 0
     """Bytes sent and received so far."""
     tag: int = 0
-    arriving: _Receive | None = None
+    incoming: _Receive | None = None
     """The message after the header."""
-    held: int = 0
+    unread_bytes: int = 0
     """Size of the message after the header if it is left with the peer until this rank posts a receive; else 0."""
-    low: int = 1
+    wake_bytes: int = 1
     """Number of bytes at which the kernel wakes this rank."""
     is_closed: bool = False
 
@@ -113,30 +113,30 @@ class Sockets(AbstractTransport):
 
     Args:
         rank: this rank.
-        lines: a connected stream socket for every other rank.
+        connections: a connected stream socket for every other rank.
         patience: seconds without any progress after which a wait fails.
     """
 
-    def __init__(self, rank: int, lines: Mapping[int, socket.socket], patience: float = PATIENCE) -> None:
-        super().__init__(rank, len(lines) + 1)
+    def __init__(self, rank: int, connections: Mapping[int, socket.socket], patience: float = PATIENCE) -> None:
+        super().__init__(rank, len(connections) + 1)
         self._patience = patience
-        self._lines = {peer: _Line(peer, line) for peer, line in lines.items()}
-        self._of_file = {line.socket.fileno(): line for line in self._lines.values()}
-        self._closed: list[_Line] = []
+        self._connections = {peer: _Connection(peer, connection) for peer, connection in connections.items()}
+        self._by_file = {connection.socket.fileno(): connection for connection in self._connections.values()}
+        self._closed_connections: list[_Connection] = []
         self._poll = select.poll()
-        self._turn = threading.Condition()
+        self._condition = threading.Condition()
         """Protects the state of this object. A thread that polls releases it meanwhile."""
         self._is_polling = False
-        self._ear, self._bell = socket.socketpair()
+        self._wake_receiver, self._wake_sender = socket.socketpair()
         """A byte sent into the second wakes the thread that polls."""
-        for end in (self._ear, self._bell):
-            end.setblocking(False)
-        self._poll.register(self._ear, select.POLLIN)
-        for line in self._lines.values():
-            line.socket.setblocking(False)
-            self._poll.register(line.socket, select.POLLIN)
-            line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        weakref.finalize(self, _close, [self._ear, self._bell, *lines.values()])
+        self._wake_receiver.setblocking(False)
+        self._wake_sender.setblocking(False)
+        self._poll.register(self._wake_receiver, select.POLLIN)
+        for connection in self._connections.values():
+            connection.socket.setblocking(False)
+            self._poll.register(connection.socket, select.POLLIN)
+            connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        weakref.finalize(self, _close_sockets, [self._wake_receiver, self._wake_sender, *connections.values()])
 
     @classmethod
     def create(cls, group: dist.ProcessGroup) -> Sockets:
@@ -159,17 +159,17 @@ class Sockets(AbstractTransport):
             RuntimeError: if a peer has closed its connection, or has sent a message of another size than its receive.
         """
         work = _Work()
-        with self._turn:
+        with self._condition:
             for peer, buffer in transfer.receives.items():
                 if buffer.numel():
-                    self._receive(self._lines[peer], transfer.tag, _Receive(_view(buffer), work))
+                    self._receive(self._connections[peer], transfer.tag, _Receive(_memory_of(buffer), work))
             for peer, tensor in transfer.sends.items():
                 if tensor.numel():
-                    self._send(self._lines[peer], transfer.tag, _view(tensor), work)
+                    self._send(self._connections[peer], transfer.tag, _memory_of(tensor), work)
             if self._is_polling:
                 with suppress(BlockingIOError):  # a full buffer wakes the thread too
-                    self._bell.send(b"\0")
-            elif work.lines:
+                    self._wake_sender.send(b"\0")
+            elif work.connections:
                 self._move(0.0)
         return Handle(transfer, [work])
 
@@ -180,219 +180,227 @@ class Sockets(AbstractTransport):
             RuntimeError: if a peer has closed its connection or has sent a message of another size than its receive, or
                 if no byte of the transfer's peers has moved for `patience` seconds.
         """
-        with self._turn:
+        with self._condition:
             for work in handle.works:
                 self._finish_work(work)
         handle.works.clear()
 
     def _finish_work(self, work: _Work) -> None:
-        end, moved = time.monotonic() + self._patience, _moved(work)
-        while work.lines:
-            for line in self._closed:  # no more data arrives, and another thread may have caught the first error
-                self._check_open(line)
+        end, bytes_moved = time.monotonic() + self._patience, _bytes_moved(work)
+        while work.connections:
+            # No more data arrives on these, and another thread may have caught the first error.
+            for connection in self._closed_connections:
+                self._check_open(connection)
             self._move(max(end - time.monotonic(), 0.0))
-            if _moved(work) == moved and time.monotonic() >= end:
-                for line in [each for each in work.lines if not each.is_closed]:
-                    self._pull(line)  # there may be fewer bytes than the kernel wakes a rank for
-            if _moved(work) != moved:
-                end, moved = time.monotonic() + self._patience, _moved(work)
+            if _bytes_moved(work) == bytes_moved and time.monotonic() >= end:
+                for connection in tuple(work.connections):
+                    if not connection.is_closed:
+                        self._pull(connection)  # there may be fewer bytes than the kernel wakes a rank for
+            if _bytes_moved(work) != bytes_moved:
+                end, bytes_moved = time.monotonic() + self._patience, _bytes_moved(work)
             elif time.monotonic() >= end:
-                missing = sorted({line.peer for line in work.lines})
+                missing = sorted({connection.peer for connection in work.connections})
                 raise RuntimeError(
-                    f"rank {self.rank} has waited {self._patience:g} s for ranks {missing}: nothing came"
+                    f"rank {self.rank} has waited {self._patience:g} s for ranks {missing}: nothing was sent or received"
                 )
 
-    def _receive(self, line: _Line, tag: int, receive: _Receive) -> None:
-        message = _taken(line.early, tag)
+    def _receive(self, connection: _Connection, tag: int, receive: _Receive) -> None:
+        message = _pop(connection.early, tag)
         if message is not None:
-            line.early_bytes -= len(message)
-            self._check_size(line, tag, len(message), len(receive.buffer))
+            connection.early_bytes -= len(message)
+            self._check_size(connection, tag, len(message), len(receive.buffer))
             receive.buffer[:] = message
-            self._go_on(line)
+            self._resume(connection)
             return
-        if line.is_closed:
-            raise _gone(self.rank, line.peer)
+        if connection.is_closed:
+            raise _closed_error(self.rank, connection.peer)
         assert receive.work is not None
-        receive.work.lines.append(line)
-        line.posted.setdefault(tag, deque()).append(receive)
-        self._go_on(line)
+        receive.work.connections.append(connection)
+        connection.posted.setdefault(tag, deque()).append(receive)
+        self._resume(connection)
 
-    def _send(self, line: _Line, tag: int, data: memoryview, work: _Work) -> None:
-        if line.is_closed:
-            raise _gone(self.rank, line.peer)
-        work.lines.append(line)
-        line.leaving.append(([memoryview(_HEADER.pack(tag, len(data))), data], work))
-        if len(line.leaving) == 1:
-            self._push(line)
-            if line.leaving:
-                self._listen(line)
+    def _send(self, connection: _Connection, tag: int, data: memoryview, work: _Work) -> None:
+        if connection.is_closed:
+            raise _closed_error(self.rank, connection.peer)
+        work.connections.append(connection)
+        connection.outgoing.append(([memoryview(_HEADER.pack(tag, len(data))), data], work))
+        if len(connection.outgoing) == 1:
+            self._push(connection)
+            if connection.outgoing:
+                self._listen(connection)
 
-    def _listen(self, line: _Line) -> None:
-        """Poll a connection for the events that matter now: incoming data unless it is held, and room if messages are
-        leaving."""
-        self._poll.modify(line.socket, (0 if line.held else select.POLLIN) | (select.POLLOUT if line.leaving else 0))
+    def _listen(self, connection: _Connection) -> None:
+        """Poll a connection for incoming data unless a message is left unread, and for room if messages are outgoing."""
+        reads = 0 if connection.unread_bytes else select.POLLIN
+        writes = select.POLLOUT if connection.outgoing else 0
+        self._poll.modify(connection.socket, reads | writes)
 
     def _move(self, seconds: float) -> None:
         """Move the data that can be moved, waiting for at most `seconds`. If another thread polls, wait for it instead."""
         if self._is_polling:
-            self._turn.wait(min(seconds, threading.TIMEOUT_MAX))
+            self._condition.wait(min(seconds, threading.TIMEOUT_MAX))
             return
-        for file, event in self._polled(min(1000 * seconds, _LONGEST)):
-            if file == self._ear.fileno():
+        for file, event in self._poll_unlocked(min(1000 * seconds, _LONGEST_POLL)):
+            if file == self._wake_receiver.fileno():
                 with suppress(BlockingIOError):
-                    self._ear.recv(4096)
+                    self._wake_receiver.recv(4096)
                 continue
-            line = self._of_file[file]
-            if line.is_closed:  # another thread may have closed it meanwhile
+            connection = self._by_file[file]
+            if connection.is_closed:  # another thread may have closed it meanwhile
                 continue
             if event & select.POLLOUT:
-                self._push(line)
-                if not line.leaving:
-                    self._listen(line)
+                self._push(connection)
+                if not connection.outgoing:
+                    self._listen(connection)
             if event & ~select.POLLOUT:
-                if line.held:  # the only event polled for such a line is that the peer has closed it
-                    self._keep(line, line.held)
-                self._pull(line)
+                if connection.unread_bytes:  # the event can only mean that the peer has closed it
+                    self._receive_early(connection, connection.unread_bytes)
+                self._pull(connection)
 
-    def _polled(self, milliseconds: float) -> list[tuple[int, int]]:
+    def _poll_unlocked(self, milliseconds: float) -> list[tuple[int, int]]:
         """Poll without holding the lock, so that other threads can issue. Return the events."""
         self._is_polling = True
-        self._turn.release()
+        self._condition.release()
         try:
             return self._poll.poll(milliseconds)
         finally:
-            self._turn.acquire()
+            self._condition.acquire()
             self._is_polling = False
-            self._turn.notify_all()
+            self._condition.notify_all()
 
-    def _push(self, line: _Line) -> None:
+    def _push(self, connection: _Connection) -> None:
         """Give a connection's messages to the kernel until its buffer is full."""
-        while line.leaving:
-            pieces, work = line.leaving[0]
+        while connection.outgoing:
+            pieces, work = connection.outgoing[0]
             try:
-                sent = line.socket.sendmsg(pieces)
+                sent = connection.socket.sendmsg(pieces)
             except BlockingIOError:
                 return
             except OSError as error:
-                self._close_line(line)
-                raise _gone(self.rank, line.peer) from error
-            line.moved += sent
+                self._close_connection(connection)
+                raise _closed_error(self.rank, connection.peer) from error
+            connection.bytes_moved += sent
             while pieces and sent >= len(pieces[0]):
                 sent -= len(pieces.pop(0))
             if pieces:
                 pieces[0] = pieces[0][sent:]
             else:
-                line.leaving.popleft()
-                work.lines.remove(line)
+                connection.outgoing.popleft()
+                work.connections.remove(connection)
 
-    def _pull(self, line: _Line) -> None:
+    def _pull(self, connection: _Connection) -> None:
         """Read what has arrived on a connection."""
-        while not line.held:
-            arriving = line.arriving
-            into = memoryview(line.header)[line.got :] if arriving is None else arriving.buffer[arriving.got :]
+        while not connection.unread_bytes:
+            incoming = connection.incoming
+            target = (
+                memoryview(connection.header)[connection.header_received :]
+                if incoming is None
+                else incoming.buffer[incoming.received :]
+            )
             try:
-                count = line.socket.recv_into(into)
+                count = connection.socket.recv_into(target)
             except BlockingIOError:
-                self._wake_for(line, min(len(into), _WAKE_BYTES))
+                self._set_wake_bytes(connection, min(len(target), _WAKE_BYTES))
                 return
             except OSError:
                 count = 0
             if not count:  # the peer has closed its end, an error only if messages are still expected
-                self._close_line(line)
-                self._check_open(line)
+                self._close_connection(connection)
+                self._check_open(connection)
                 return
-            line.moved += count
-            if arriving is None:
-                line.got += count
-                if line.got == _HEADER.size:
-                    self._begin(line)
+            connection.bytes_moved += count
+            if incoming is None:
+                connection.header_received += count
+                if connection.header_received == _HEADER.size:
+                    self._read_header(connection)
             else:
-                arriving.got += count
-                if arriving.got == len(arriving.buffer):
-                    self._finish(line, arriving)
-                    if not line.posted:
+                incoming.received += count
+                if incoming.received == len(incoming.buffer):
+                    self._finish_message(connection, incoming)
+                    if not connection.posted:
                         return
 
-    def _begin(self, line: _Line) -> None:
+    def _read_header(self, connection: _Connection) -> None:
         """Decode a header and decide where its message goes."""
-        line.got = 0
-        line.tag, size = _HEADER.unpack(line.header)
+        connection.header_received = 0
+        connection.tag, size = _HEADER.unpack(connection.header)
         if not size > 0:
-            self._close_line(line)
+            self._close_connection(connection)
             raise MessageSizeError(
-                f"rank {line.peer} announced {size} bytes under tag {line.tag}: it sends no messages of ours"
+                f"rank {connection.peer} announced {size} bytes under tag {connection.tag}: this is not a "
+                "message of this transport"
             )
-        self._take(line, size)
+        self._route_message(connection, size)
 
-    def _take(self, line: _Line, size: int) -> None:
+    def _route_message(self, connection: _Connection, size: int) -> None:
         """Read the message after a header into the buffer of its receive, keep it until there is one, or leave it with
         the peer."""
-        line.arriving = _taken(line.posted, line.tag)
-        if line.arriving is not None:
-            self._check_size(line, line.tag, size, len(line.arriving.buffer))
-        elif line.posted or line.early_bytes + size <= _EARLY_BYTES:
-            self._keep(line, size)
+        connection.incoming = _pop(connection.posted, connection.tag)
+        if connection.incoming is not None:
+            self._check_size(connection, connection.tag, size, len(connection.incoming.buffer))
+        elif connection.posted or connection.early_bytes + size <= _EARLY_BYTES:
+            self._receive_early(connection, size)
         else:
-            line.held = size
-            self._listen(line)
+            connection.unread_bytes = size
+            self._listen(connection)
 
-    def _keep(self, line: _Line, size: int) -> None:
+    def _receive_early(self, connection: _Connection, size: int) -> None:
         """Read the message after a header into new memory."""
-        if line.early_bytes + size > _MOST_EARLY_BYTES:
-            self._close_line(line)
+        if connection.early_bytes + size > _MOST_EARLY_BYTES:
+            self._close_connection(connection)
             raise MessageSizeError(
-                f"rank {line.peer} announced {size} bytes under tag {line.tag}, which rank {self.rank} does not wait for: of "
-                f"such messages it keeps {_MOST_EARLY_BYTES} bytes"
+                f"rank {connection.peer} announced {size} bytes under tag {connection.tag}, for which rank {self.rank} "
+                f"has not posted a receive: it keeps at most {_MOST_EARLY_BYTES} bytes of such messages"
             )
-        line.held = 0
-        line.early_bytes += size
-        line.arriving = _Receive(memoryview(bytearray(size)), None)
+        connection.unread_bytes = 0
+        connection.early_bytes += size
+        connection.incoming = _Receive(memoryview(bytearray(size)), None)
 
-    def _go_on(self, line: _Line) -> None:
+    def _resume(self, connection: _Connection) -> None:
         """Reconsider a message that was left with its peer, after this rank has posted a receive from that peer."""
-        size, line.held = line.held, 0
-        if size and not line.is_closed:
-            self._take(line, size)
-            self._listen(line)
+        size, connection.unread_bytes = connection.unread_bytes, 0
+        if size and not connection.is_closed:
+            self._route_message(connection, size)
+            self._listen(connection)
 
-    def _finish(self, line: _Line, arrived: _Receive) -> None:
-        line.arriving = None
-        self._wake_for(line, 1)
-        if arrived.work is not None:
-            arrived.work.lines.remove(line)
+    def _finish_message(self, connection: _Connection, message: _Receive) -> None:
+        connection.incoming = None
+        self._set_wake_bytes(connection, 1)
+        if message.work is not None:
+            message.work.connections.remove(connection)
             return
-        receive = _taken(line.posted, line.tag)
+        receive = _pop(connection.posted, connection.tag)
         if receive is not None:  # the receive was posted while the message arrived
-            self._check_size(line, line.tag, len(arrived.buffer), len(receive.buffer))
-            receive.buffer[:] = arrived.buffer
-            line.early_bytes -= len(arrived.buffer)
+            self._check_size(connection, connection.tag, len(message.buffer), len(receive.buffer))
+            receive.buffer[:] = message.buffer
+            connection.early_bytes -= len(message.buffer)
             assert receive.work is not None
-            receive.work.lines.remove(line)
+            receive.work.connections.remove(connection)
         else:
-            line.early.setdefault(line.tag, deque()).append(arrived.buffer)
+            connection.early.setdefault(connection.tag, deque()).append(message.buffer)
 
-    def _close_line(self, line: _Line) -> None:
-        if not line.is_closed:
-            line.is_closed = True
-            self._closed.append(line)
-            self._poll.unregister(line.socket)
+    def _close_connection(self, connection: _Connection) -> None:
+        if not connection.is_closed:
+            connection.is_closed = True
+            self._closed_connections.append(connection)
+            self._poll.unregister(connection.socket)
 
-    def _wake_for(self, line: _Line, count: int) -> None:
-        if line.low != count and _MAY_SLEEP_LONGER:
-            line.low = count
-            line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+    def _set_wake_bytes(self, connection: _Connection, count: int) -> None:
+        if connection.wake_bytes != count and _MAY_SLEEP_LONGER:
+            connection.wake_bytes = count
+            connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
-    def _check_size(self, line: _Line, tag: int, sent: int, expected: int) -> None:
+    def _check_size(self, connection: _Connection, tag: int, sent: int, expected: int) -> None:
         if sent != expected:
-            self._close_line(line)  # the boundaries of further messages are unknown
+            self._close_connection(connection)  # the boundaries of further messages are unknown
             raise MessageSizeError(
-                f"rank {line.peer} sent {sent} bytes under tag {tag}, where {expected} were expected: the two "
+                f"rank {connection.peer} sent {sent} bytes under tag {tag}, where {expected} were expected: the two "
                 "do not run the same layer (dtype, top_k, losses or plan differ)"
             )
 
-    def _check_open(self, line: _Line) -> None:
-        if line.posted or line.leaving or line.arriving:
-            raise _gone(self.rank, line.peer)
+    def _check_open(self, connection: _Connection) -> None:
+        if connection.posted or connection.outgoing or connection.incoming:
+            raise _closed_error(self.rank, connection.peer)
 
 
 class _Memory:
@@ -409,23 +417,23 @@ class _Memory:
         }  # fmt: skip
 
 
-def _taken(queues: dict[int, deque[T]], tag: int) -> T | None:
+def _pop(queues: dict[int, deque[T]], tag: int) -> T | None:
     """Remove and return the first entry queued under a tag; None if there is none."""
     queue = queues.get(tag)
     if queue is None:
         return None
-    found = queue.popleft()
+    first = queue.popleft()
     if not queue:
         del queues[tag]
-    return found
+    return first
 
 
-def _moved(work: _Work) -> int:
+def _bytes_moved(work: _Work) -> int:
     """Return the number of bytes moved so far on the connections that a transfer waits for."""
-    return sum(line.moved for line in work.lines)
+    return sum(connection.bytes_moved for connection in work.connections)
 
 
-def _view(tensor: Tensor) -> memoryview:
+def _memory_of(tensor: Tensor) -> memoryview:
     """Return a contiguous tensor's memory."""
     return np.asarray(_Memory(as_bytes(tensor.detach()))).data
 
@@ -439,15 +447,15 @@ def _patience(group: dist.ProcessGroup) -> float:
     return seconds
 
 
-def _gone(rank: int, peer: int) -> RuntimeError:
+def _closed_error(rank: int, peer: int) -> RuntimeError:
     return RuntimeError(
         f"rank {rank}: connection closed by rank {peer}, which has ended or failed: its own message says why"
     )
 
 
-def _close(lines: Iterable[socket.socket]) -> None:
-    for line in lines:
-        line.close()
+def _close_sockets(connections: Iterable[socket.socket]) -> None:
+    for connection in connections:
+        connection.close()
 
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
@@ -462,8 +470,8 @@ TIMEOUT = 10.0
 HELLO_TIMEOUT = 1.0
 """Seconds within which a caller must have sent its whole hello."""
 
-PATIENCE = 60.0
-"""Seconds until every rank must have reached every other: some may be busy with addresses that lead nowhere."""
+CONNECT_SECONDS = 60.0
+"""Seconds within which all ranks must be connected: some may first try addresses that lead nowhere."""
 
 _HELLO = struct.Struct("<16sq")
 """The listener's word and the caller's rank."""
@@ -471,14 +479,14 @@ _HELLO = struct.Struct("<16sq")
 _CALLERS = 64
 """Most connections with incomplete hellos to keep. A newer one replaces the oldest."""
 
-_MUCH = 1 << 22
+_RECEIVE_BUFFER_BYTES = 1 << 22
 """Size of the receive buffer to ask for, in bytes."""
 
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Endpoint:
     """The addresses on which a rank listens."""
 
     word: bytes
@@ -493,7 +501,7 @@ class _Caller:
 
     end: float
     """Time at which to give up."""
-    told: bytes = b""
+    received: bytes = b""
 
 
 def connect(group: dist.ProcessGroup) -> dict[int, socket.socket]:
@@ -509,30 +517,30 @@ def connect(group: dist.ProcessGroup) -> dict[int, socket.socket]:
         InputError: on every rank, if some pair of ranks could not be connected.
     """
     rank, world = group.rank(), group.size()
-    lines: dict[int, socket.socket] = {}
+    connections: dict[int, socket.socket] = {}
     problem: str | None = None
-    with ExitStack() as open_here:
-        place, listeners = _listen(world, open_here)
-        places: list[_Place | None] = [None] * world
-        dist.all_gather_object(places, place, group=group)
+    with ExitStack() as stack:
+        endpoint, listeners = _listen(world, stack)
+        endpoints: list[_Endpoint | None] = [None] * world
+        dist.all_gather_object(endpoints, endpoint, group=group)
         try:
-            _call_and_answer(places, rank, listeners, lines)
+            _connect_all(endpoints, rank, listeners, connections)
         except OSError as error:
             problem = str(error)
         problems: list[str | None] = [None] * world
         dist.all_gather_object(problems, problem, group=group)
     if any(problems):
-        for line in lines.values():
-            line.close()
+        for connection in connections.values():
+            connection.close()
         peer, text = next((peer, text) for peer, text in enumerate(problems) if text)
         raise InputError(
             f"transport=sockets cannot connect rank {peer}: {text}: set {INTERFACE_VARIABLE} to the network interface that all "
             "ranks reach, or choose transport=gloo"
         )
-    return lines
+    return connections
 
 
-def _listen(world: int, open_here: ExitStack) -> tuple[_Place | None, list[socket.socket]]:
+def _listen(world: int, stack: ExitStack) -> tuple[_Endpoint | None, list[socket.socket]]:
     """Return this rank's addresses and listening sockets. None if it cannot listen.
 
     It listens only on the addresses given to other ranks.
@@ -540,66 +548,69 @@ def _listen(world: int, open_here: ExitStack) -> tuple[_Place | None, list[socke
     listeners: list[socket.socket] = []
     for host in dict.fromkeys(_hosts()):
         with suppress(OSError, UnicodeError):  # UnicodeError: an invalid host name
-            listener = open_here.enter_context(socket.create_server((host, 0), backlog=world))
+            listener = stack.enter_context(socket.create_server((host, 0), backlog=world))
             listener.setblocking(False)
             listeners.append(listener)
     if not listeners:
         return None, listeners
-    addresses = tuple((each.getsockname()[0], each.getsockname()[1]) for each in listeners)
-    return _Place(secrets.token_bytes(16), addresses), listeners
+    addresses = tuple((listener.getsockname()[0], listener.getsockname()[1]) for listener in listeners)
+    return _Endpoint(secrets.token_bytes(16), addresses), listeners
 
 
-def _call_and_answer(
-    places: Sequence[_Place | None], rank: int, listeners: Sequence[socket.socket], lines: dict[int, socket.socket]
+def _connect_all(
+    endpoints: Sequence[_Endpoint | None],
+    rank: int,
+    listeners: Sequence[socket.socket],
+    connections: dict[int, socket.socket],
 ) -> None:
     """Connect to all ranks before this one, then accept those after it. Raise OSError if one is not reached in time."""
-    silent = [peer for peer, place in enumerate(places) if place is None]
-    if silent:
-        raise OSError(f"rank {silent[0]} has no address to listen on")
-    end = time.monotonic() + PATIENCE
-    known = [place for place in places if place is not None]
-    for peer, there in enumerate(known[:rank]):
-        lines[peer] = _call(there, rank, end)
-    _answer(known[rank].word, listeners, range(rank + 1, len(places)), lines, end)
+    unreachable = [peer for peer, endpoint in enumerate(endpoints) if endpoint is None]
+    if unreachable:
+        raise OSError(f"rank {unreachable[0]} has no address to listen on")
+    end = time.monotonic() + CONNECT_SECONDS
+    known = [endpoint for endpoint in endpoints if endpoint is not None]
+    for peer, endpoint in enumerate(known[:rank]):
+        connections[peer] = _connect_to(endpoint, rank, end)
+    _accept_ranks(known[rank].word, listeners, range(rank + 1, len(endpoints)), connections, end)
 
 
 def _hosts() -> list[str]:
     """Return addresses to listen on: the named interface's, else those of the interface towards the master and of the
     host name."""
     name = os.environ.get(INTERFACE_VARIABLE, "").split(",")[0]
-    found = []
+    hosts = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         if name:
             with suppress(ImportError, OSError):
                 import fcntl
 
-                told = fcntl.ioctl(probe, _ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()[:15]))
-                found.append(socket.inet_ntoa(told[20:24]))
-            return found
+                address = fcntl.ioctl(probe, _ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()[:15]))
+                hosts.append(socket.inet_ntoa(address[20:24]))
+            return hosts
         with suppress(OSError):
             probe.connect((os.environ.get(MASTER_VARIABLE, "localhost"), 9))  # sends nothing
-            found.append(probe.getsockname()[0])
+            hosts.append(probe.getsockname()[0])
     with suppress(OSError):
-        found.append(socket.gethostbyname(socket.gethostname()))
-    return found
+        hosts.append(socket.gethostbyname(socket.gethostname()))
+    return hosts
 
 
-def _call(there: _Place, rank: int, end: float) -> socket.socket:
+def _connect_to(endpoint: _Endpoint, rank: int, end: float) -> socket.socket:
     """Connect to a rank that listens. Raise OSError if none of its addresses leads to it before `end`."""
-    for address in there.addresses:
+    for address in endpoint.addresses:
         with suppress(OSError):
-            line = socket.create_connection(address, min(TIMEOUT, _left(end)))
+            connection = socket.create_connection(address, min(TIMEOUT, _seconds_left(end)))
             with suppress(OSError):
-                _prepare(line)
-                line.sendall(_HELLO.pack(there.word, rank))
-                if _read(line, len(there.word), end) == there.word:
-                    return line
-            line.close()
-    raise OSError(f"nobody answers at {', '.join(f'{host}:{port}' for host, port in there.addresses)}")
+                _prepare(connection)
+                connection.sendall(_HELLO.pack(endpoint.word, rank))
+                if _read_exactly(connection, len(endpoint.word), end) == endpoint.word:
+                    return connection
+            connection.close()
+    raise OSError(f"nobody answers at {', '.join(f'{host}:{port}' for host, port in endpoint.addresses)}")
 
 
-def _answer(
-    word: bytes, listeners: Sequence[socket.socket], ranks: range, lines: dict[int, socket.socket], end: float
+def _accept_ranks(
+    word: bytes, listeners: Sequence[socket.socket], ranks: range, connections: dict[int, socket.socket], end: float
 ) -> None:
     """Accept connections, some of them from other programs, until all `ranks` have connected. Raise OSError at `end`.
 
@@ -610,76 +621,77 @@ def _answer(
         with selectors.DefaultSelector() as ready:
             for listener in listeners:
                 ready.register(listener, selectors.EVENT_READ)
-            while missing := [rank for rank in ranks if rank not in lines]:
+            while missing := [rank for rank in ranks if rank not in connections]:
                 now = time.monotonic()
                 if now >= end:
-                    raise OSError(f"rank {missing[0]} has not called within {PATIENCE:g} s")
-                for line in [line for line, caller in callers.items() if now >= caller.end]:
-                    _drop(line, callers, ready)
+                    raise OSError(f"rank {missing[0]} has not called within {CONNECT_SECONDS:g} s")
+                expired = [connection for connection, caller in callers.items() if now >= caller.end]
+                for connection in expired:
+                    _drop(connection, callers, ready)
                 soonest = min([end, *(caller.end for caller in callers.values())])
                 for key, _ in ready.select(max(soonest - now, 0.0)):
                     if key.fileobj in listeners:
                         _accept(cast(socket.socket, key.fileobj), callers, ready)
                     elif key.fileobj in callers:  # a newer one may have replaced it in this round
-                        _hear(key.fileobj, callers, ready, word, ranks, lines)
+                        _read_hello(key.fileobj, callers, ready, word, ranks, connections)
     finally:
-        for line in callers:
-            line.close()
+        for connection in callers:
+            connection.close()
 
 
 def _accept(listener: socket.socket, callers: dict[socket.socket, _Caller], ready: selectors.BaseSelector) -> None:
     with suppress(OSError):  # the caller may have closed the connection
-        line, _ = listener.accept()
+        connection, _ = listener.accept()
         if len(callers) >= _CALLERS:
             _drop(next(iter(callers)), callers, ready)
-        line.setblocking(False)
-        callers[line] = _Caller(time.monotonic() + HELLO_TIMEOUT)
-        ready.register(line, selectors.EVENT_READ)
+        connection.setblocking(False)
+        callers[connection] = _Caller(time.monotonic() + HELLO_TIMEOUT)
+        ready.register(connection, selectors.EVENT_READ)
 
 
-def _hear(
-    line: socket.socket,
+def _read_hello(
+    connection: socket.socket,
     callers: dict[socket.socket, _Caller],
     ready: selectors.BaseSelector,
     word: bytes,
     ranks: range,
-    lines: dict[int, socket.socket],
+    connections: dict[int, socket.socket],
 ) -> None:
     """Read what a caller sends. A complete and valid hello makes it the rank's connection; otherwise it is closed."""
-    caller = callers[line]
+    caller = callers[connection]
     try:
-        more = line.recv(_HELLO.size - len(caller.told))
+        data = connection.recv(_HELLO.size - len(caller.received))
     except OSError:
-        more = b""
-    caller.told += more
-    if more and len(caller.told) < _HELLO.size:
+        data = b""
+    caller.received += data
+    if data and len(caller.received) < _HELLO.size:
         return
-    _forget(line, callers, ready)
-    if more:
-        said, peer = _HELLO.unpack(caller.told)
-        if secrets.compare_digest(said, word) and peer in ranks:
+    _forget(connection, callers, ready)
+    if data:
+        shown_word, peer = _HELLO.unpack(caller.received)
+        if secrets.compare_digest(shown_word, word) and peer in ranks:
             with suppress(OSError):
-                line.settimeout(HELLO_TIMEOUT)
-                _prepare(line)
-                line.sendall(word)
-                if peer in lines:  # the peer connected a second time
-                    lines[peer].close()
-                lines[peer] = line
+                connection.settimeout(HELLO_TIMEOUT)
+                _prepare(connection)
+                connection.sendall(word)
+                if peer in connections:  # the peer connected a second time
+                    connections[peer].close()
+                connections[peer] = connection
                 return
-    line.close()
+    connection.close()
 
 
-def _forget(line: socket.socket, callers: dict[socket.socket, _Caller], ready: selectors.BaseSelector) -> None:
-    ready.unregister(line)
-    del callers[line]
+def _forget(connection: socket.socket, callers: dict[socket.socket, _Caller], ready: selectors.BaseSelector) -> None:
+    ready.unregister(connection)
+    del callers[connection]
 
 
-def _drop(line: socket.socket, callers: dict[socket.socket, _Caller], ready: selectors.BaseSelector) -> None:
-    _forget(line, callers, ready)
-    line.close()
+def _drop(connection: socket.socket, callers: dict[socket.socket, _Caller], ready: selectors.BaseSelector) -> None:
+    _forget(connection, callers, ready)
+    connection.close()
 
 
-def _left(end: float) -> float:
+def _seconds_left(end: float) -> float:
     """Return the seconds until `end`. Raise OSError if it has passed."""
     seconds = end - time.monotonic()
     if seconds <= 0:
@@ -687,20 +699,20 @@ def _left(end: float) -> float:
     return seconds
 
 
-def _prepare(line: socket.socket) -> None:
+def _prepare(connection: socket.socket) -> None:
     """Send small messages at once, and let the kernel receive as much as it allows while a rank computes."""
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for count in (_MUCH, 1):  # on Linux the buffer grows with this, and stays
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for count in (_RECEIVE_BUFFER_BYTES, 1):  # on Linux the buffer grows with this, and stays
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
 
-def _read(line: socket.socket, count: int, end: float) -> bytes:
+def _read_exactly(connection: socket.socket, count: int, end: float) -> bytes:
     """Return exactly `count` bytes. Raise OSError if the other end closes first, or at `end`."""
-    told = b""
-    while len(told) < count:
-        line.settimeout(_left(end))
-        more = line.recv(count - len(told))
-        if not more:
+    data = b""
+    while len(data) < count:
+        connection.settimeout(_seconds_left(end))
+        part = connection.recv(count - len(data))
+        if not part:
             raise OSError("closed")
-        told += more
-    return told
+        data += part
+    return data

@@ -1,1 +1,1 @@
-"""What the tasks of a program cost on a machine. No torch."""
+"""Predicts the costs of a program's tasks on a machine. Needs no torch."""

@@ -1,8 +1,9 @@
-"""`ClusterSpec`: what of a cluster decides how long a layer takes: its devices, its links, its hosts; read from TOML by name.
+"""`ClusterSpec`: a cluster's devices, links and hosts, as far as they decide how long a layer takes. Read from TOML.
 
-Links form a tree of levels (a device's own, its socket's, its node's, its leaf switch's), each one directed link up and
-one down, plus direct links between pairs of devices. A message climbs from its source to the first switch above both
-ends and comes down again. `topology.py` makes the graph of it. Every refusal names the field and what would be right.
+Links form a tree of levels: those of a device, of its socket, of its node, of its leaf switch. Each link is one
+directed link up and one down. Pairs of devices may have direct links in addition. A message climbs from its source to
+the first switch above both ends and descends to its target. `topology.py` builds the graph. Every error names the field
+and a value that would be right.
 """
 
 from __future__ import annotations
@@ -21,52 +22,57 @@ from moesaic.program.grid import Grid
 
 Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8"]
 ELEMENT_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "mxfp8": 1}
-"""Bytes of an element by dtype."""
+"""Bytes per element, by dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A level of the tree: every run of `devices` consecutive devices has one link up and one down, out of the run."""
+    """A level of the tree. Every run of `devices` consecutive devices has one link up and one link down, out of the run."""
 
     name: str
-    """Shown where it is the bottleneck: nvlink, pcie, nic, leaf."""
+    """Shown if the link is the bottleneck: nvlink, pcie, nic, leaf."""
     devices: int = field(metadata={SUCH_AS: "1 for a link of each device"})
-    """Consecutive devices behind each of these links: 1 for a device's own, all of a node's for a node's only NIC."""
+    """Consecutive devices behind each of these links: 1 if every device has its own link, all of a node's devices if
+    the node has a single NIC."""
     gbps: tuple[float, ...] = field(
         metadata={SUCH_AS: "2484 for NVLink of H100, 120 for PCIe 4, 92 for Ethernet of 100 Gb/s"}
     )
-    """Rate in each direction, gigabits per second: one for all, one per link of a node, or one per link of the cluster."""
+    """Rate per direction in gigabits per second: one value for all links, one per link of a node, or one per link of
+    the cluster."""
     latency_us: float = 0.0
-    """Microseconds that a movement which uses the link takes longer, once, whatever the number of messages."""
+    """Latency in microseconds, added once to each movement that uses the link, whatever its number of messages."""
     message_us: float = 0.0
-    """Microseconds that the link is taken by each message besides its bytes: the start-up cost paid per message in turn."""
+    """Microseconds for which each message occupies the link besides the time of its bytes: a start-up cost that
+    messages pay one after the other."""
     connection_us: float = 0.0
-    """Microseconds that each message takes of the link besides, for every connection that is open on it: one thread drives a
-    device's connections and visits each in turn (NCCL, src/proxy.cc, progressOps)."""
+    """Further microseconds for which each message occupies the link, per connection open on that link. One thread
+    drives all connections of a device and visits each in turn (NCCL, src/proxy.cc, progressOps)."""
     connection_gbps: float = 0.0
-    """Rate of one connection between two devices at most, gigabits per second; 0 where one fills the link."""
+    """Highest rate of one connection between two devices, gigabits per second; 0 if a single connection fills the link."""
     fabric: float = 0.0
-    """The rate falls with this power of half the number of nodes in use: a fabric in which more messages meet."""
+    """Exponent with which a fabric slows down as more messages meet: the rate is multiplied by (nodes in use / 2) **
+    -fabric."""
     carries: Literal["all", "inside", "outside"] = "all"
-    """Which messages use it: those between devices of one node, those between nodes, or both. NVLink beside a NIC per
-    device is two levels of one device each, the one inside and the other outside."""
+    """Which messages use the link: those between devices of one node, those between nodes, or both. NVLink and one NIC
+    per device are two levels of one device each, the first "inside" and the second "outside"."""
     shared: bool = False
-    """One medium for all messages between devices of the run, both directions together, in place of links out of it:
-    a bus, the loopback interface of a host."""
+    """The devices of a run share one medium for messages among themselves, both directions together: a bus, a host's
+    loopback interface. The level then has no links out of the run."""
     sizes: tuple[float, ...] = ()
-    """Bytes that a movement puts on one of the links, ascending, at which `size_share` is given; () where the rate is reached
-    whatever the size."""
+    """Bytes that a movement sends over one link, ascending, at which `size_share` is given; () if every size reaches
+    the rate."""
     size_share: tuple[float, ...] = ()
-    """Share of `gbps` that a movement of so many bytes reaches; interpolated over the logarithm."""
+    """Share of `gbps` that a movement of that size reaches, interpolated over the logarithm of the size."""
     users: tuple[float, ...] = ()
-    """Devices that use a shared medium at once, ascending, at which `users_share` is given; () where they only divide it."""
+    """Numbers of devices that use a shared medium at once, ascending, at which `users_share` is given; () if the
+    devices only divide the rate."""
     users_share: tuple[float, ...] = ()
-    """Share of `gbps` that so many devices reach together."""
+    """Share of `gbps` that this many devices reach together."""
     adds: bool = False
-    """Whether the switch behind it adds up: an all-reduce of more than two devices of a node then sends each value up once and
-    gets the sum once, as NVLink SHARP does."""
+    """Whether the switch behind the link sums, as NVLink SHARP does. An all-reduce of more than two devices of a node
+    then sends each value up once and receives each sum once."""
     units: tuple[int, ...] = ()
-    """Which of these links each node hangs on, where nodes do not fill them in equal runs; () where they do."""
+    """Number of the link that each node is attached to, if links do not serve equal runs of nodes; () if they do."""
 
     def __post_init__(self) -> None:
         where = f"cluster link {self.name!r}"
@@ -82,30 +88,31 @@ class Link:
             check_curve(f"{where}: ", name + "s" * (name == "size"), f"{name}_share", self)
 
     def rate(self, unit: int) -> float:
-        """Return bytes per second of one of the links, each direction."""
+        """Return the rate of link `unit` of this level, bytes per second in each direction."""
         return self.gbps[unit % len(self.gbps)] * 1e9 / 8
 
     def slowest(self, nodes: int) -> float:
-        """Return bytes per second of the slowest of the links while so many nodes are in use."""
+        """Return the rate of the slowest link of this level while `nodes` nodes are in use, bytes per second."""
         return min(self.gbps) * 1e9 / 8 * self.fabric_share(nodes)
 
     def fabric_share(self, nodes: int) -> float:
-        """Return the share of the rate that is left while so many nodes are in use."""
+        """Return the share of the rate that remains while `nodes` nodes are in use."""
         return float((max(nodes, 2) / 2) ** -self.fabric)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """A direct link between two devices of every node, used in place of the tree: an NVLink bridge."""
+    """A direct link between two devices of every node, such as an NVLink bridge. Messages between the two use it in
+    place of the tree."""
 
     devices: tuple[int, int]
-    """The two, counted within the node from 0."""
+    """The two devices, counted from 0 within the node."""
     gbps: float
-    """Rate in each direction, gigabits per second."""
+    """Rate per direction, gigabits per second."""
     latency_us: float = 0.0
-    """As of `Link`."""
+    """As in `Link`."""
     message_us: float = 0.0
-    """As of `Link`."""
+    """As in `Link`."""
 
     def __post_init__(self) -> None:
         if len(self.devices) != 2 or self.devices[0] == self.devices[1] or min(self.devices) < 0:
@@ -117,7 +124,7 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class Tflops:
-    """Dense matrix products that a device reaches with large matrices, 10^12 operations per second; 0: not known."""
+    """Rates of large dense matrix products, 10^12 operations per second; 0 if unknown."""
 
     fp64: float = 0.0
     fp32: float = 0.0
@@ -126,43 +133,44 @@ class Tflops:
     fp16: float = 0.0
     fp8: float = 0.0
     mxfp8: float = 0.0
-    """With a scale for each 32 numbers."""
+    """With one scale per 32 numbers."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            check_not_negative(f"cluster.device.tflops.{each.name}", getattr(self, each.name))
-        if not any(getattr(self, each.name) for each in fields(self)):
+        for dtype in fields(self):
+            check_not_negative(f"cluster.device.tflops.{dtype.name}", getattr(self, dtype.name))
+        if not any(getattr(self, dtype.name) for dtype in fields(self)):
             raise InputError("cluster.device.tflops is missing: give the rate of at least one dtype, bf16 = 300 say")
 
     def of(self, dtype: str) -> float:
-        """Return operations per second.
+        """Return the operations per second of products in `dtype`.
 
         Raises:
             InputError: if the rate of this dtype is not known.
         """
         rate = getattr(self, dtype, 0.0)
         if not rate:
-            known = ", ".join(each.name for each in fields(self) if getattr(self, each.name))
+            known = ", ".join(other.name for other in fields(self) if getattr(self, other.name))
             raise InputError(f"cluster.device.tflops.{dtype} is not given: add it, or choose one of {known}")
         return float(rate) * 1e12
 
 
 ScoreKernel = Literal["best", "flash2", "flex"]
-"""What computes attention's scores: the fastest kernels of a device, FlashAttention-2, or FlexAttention."""
+"""Kernel that computes attention scores: the device's fastest, FlashAttention-2, or FlexAttention."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreShares:
-    """Share of `tflops` that attention's scores reach, forward and backward together, half of each square counted."""
+    """Share of `tflops` that attention scores reach, forward and backward together. Only the causal half of each square
+    counts as operations."""
 
     heads: tuple[float, ...] = (128.0,)
-    """Widths of heads at which shares are given, ascending."""
+    """Head widths at which shares are given, ascending."""
     best: tuple[float, ...] = (1.0,)
-    """By the fastest kernels."""
+    """Shares of the fastest kernels."""
     flash2: tuple[float, ...] = ()
-    """By FlashAttention-2, which PyTorch's attention takes first; () as the fastest."""
+    """Shares of FlashAttention-2, which PyTorch's attention chooses first; () if equal to `best`."""
     flex: tuple[float, ...] = ()
-    """By FlexAttention; () as the fastest."""
+    """Shares of FlexAttention; () if equal to `best`."""
 
     def __post_init__(self) -> None:
         if not self.heads or list(self.heads) != sorted({*self.heads}) or self.heads[0] <= 0:
@@ -177,43 +185,44 @@ class ScoreShares:
                 )
 
     def of(self, kernel: ScoreKernel, head_dim: float) -> float:
-        """Return the share for heads of a width; narrower and wider ones than are given as the nearest, 0 as the widest."""
-        points = [*zip(self.heads, getattr(self, kernel) or self.best)]
-        for (low, share), (high, other) in pairwise(points):
+        """Return the share for heads of width `head_dim`, interpolated. A width outside `heads` gets the nearest
+        width's share, and 0 the widest's."""
+        shares = [*zip(self.heads, getattr(self, kernel) or self.best)]
+        for (low, low_share), (high, high_share) in pairwise(shares):
             if 0 < head_dim < high:
-                return float(share + (other - share) * max(head_dim - low, 0) / (high - low))
-        return float(points[-1][1])
+                return float(low_share + (high_share - low_share) * max(head_dim - low, 0) / (high - low))
+        return float(shares[-1][1])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator, or on CPU one process."""
+    """One accelerator, or one process on a CPU."""
 
     tflops: Tflops = field(metadata={SUCH_AS: "{ bf16 = 677 } for H100, { bf16 = 213 } for A100"})
-    """Rates of large products by dtype."""
+    """Rates of large matrix products, by dtype."""
     memory_gib: float = field(metadata={SUCH_AS: "80 for H100, 24 for RTX 4090"})
-    """Memory, in GiB."""
+    """Memory in GiB."""
     memory_gigabytes_per_second: float = field(metadata={SUCH_AS: "2850 for H100, 850 for RTX 4090"})
-    """Rate of copies: bytes read plus bytes written."""
+    """Rate of copies, counted as bytes read plus bytes written."""
     gemm_rows: tuple[float, ...] = (1, 16, 64, 256, 1024, 4096)
     """Rows per expert at which `gemm_share` is given, ascending."""
     gemm_share: tuple[float, ...] = (0.006, 0.09, 0.3, 0.6, 0.85, 1.0)
-    """Share of `tflops` that a product of so many rows reaches. The default is assumed, not measured: about rows over rows
-    plus 170; `moesaic profile` measures it."""
+    """Share of `tflops` that a product of that many rows reaches. The default is assumed, not measured: about rows /
+    (rows + 170). `moesaic profile` measures the real curve."""
     scores: ScoreShares = field(default_factory=ScoreShares)
-    """How fast attention's scores are."""
+    """Speed of attention scores."""
     activation_traffic: float = 0.0
-    """Part of the reading and writing of experts' activations, between one product and the next, that takes time of its own:
-    0 where products hide or fuse it all, 1 where each of them and the activation run alone."""
+    """Share of the memory traffic of experts' activations, between one product and the next, that costs extra time: 0
+    if products hide or fuse all of it, 1 if every product and the activation run as separate kernels."""
     contention: float = 0.0
-    """Part of the time in which messages and computing run at once that is lost, since they share processors and memory."""
+    """Share of the time lost while messages and computation overlap, since both use the same processors and memory."""
     narrow_between: tuple[float, ...] = ()
-    """Between how many times their rate products in fp8 and mxfp8 may run in training, where that was not measured; () where
-    they were measured as training uses them."""
+    """Lowest and highest factor on the rates of fp8 and mxfp8 products in training, if not measured in training; () if
+    measured."""
     peak_tflops: float = 0.0
-    """The data sheet's rate of dense bfloat16 products, which utilization is a share of; 0: that of `tflops`."""
+    """Data-sheet rate of dense bfloat16 products, the reference for utilization; 0 for the rate in `tflops`."""
     codec_gigabytes_per_second: float | None = None
-    """Rate of encoding or decoding, in bytes of rows; None: as copies that read rows and write messages."""
+    """Rate of encoding or decoding, in bytes of rows; None: a copy that reads rows and writes messages."""
 
     def __post_init__(self) -> None:
         for name in ("peak_tflops", "activation_traffic", "contention"):
@@ -222,7 +231,7 @@ class Device:
             check_above_zero(f"cluster.device.{name}", getattr(self, name))
         if self.codec_gigabytes_per_second is not None:
             check_above_zero("cluster.device.codec_gigabytes_per_second", self.codec_gigabytes_per_second)
-        if len(self.narrow_between) not in (0, 2) or any(each <= 0 for each in self.narrow_between):
+        if len(self.narrow_between) not in (0, 2) or any(factor <= 0 for factor in self.narrow_between):
             raise InputError(
                 f"cluster.device.narrow_between={list(self.narrow_between)}: give two numbers above 0, or none"
             )
@@ -233,18 +242,18 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What issues the work."""
+    """The thread of a rank that issues tasks, and its costs."""
 
     runs_compute: bool = False
-    """True as on a CPU: the thread that issues movements also computes, and waits for what it reads."""
+    """True on a CPU: the thread that issues movements also computes, and waits for the slots that a task reads."""
     task_us: float = 0.0
-    """Microseconds of the issuing thread per task: a kernel launch, a Python call."""
+    """Time of the issuing thread per task, in microseconds: a kernel launch, a Python call."""
     message_us: float = 0.0
-    """Microseconds of the issuing thread per message that a rank sends or receives."""
+    """Time of the issuing thread per message that a rank sends or receives, in microseconds."""
     messages: Literal["together", "in_turn"] = "together"
-    """together: all messages of a movement share the links at once. in_turn: a rank sends one after the other, and
-    receives one after the other, as ScheMoE (eq. 17) takes NCCL to do. A movement that stays inside nodes runs beside one
-    that leaves them, on a communicator of its own (eq. 16: Pipe-A2A)."""
+    """together: all messages of a movement share the links at once. in_turn: a rank sends its messages one after the
+    other, and receives one after the other, as ScheMoE (eq. 17) assumes of NCCL. With in_turn, a movement inside nodes
+    has its own communicator and runs concurrently with a movement between nodes (eq. 16: Pipe-A2A)."""
 
     def __post_init__(self) -> None:
         for name in ("task_us", "message_us"):
@@ -253,12 +262,13 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSkew:
-    """How unlike ranks are that should be alike, as distributions; nothing of it is known of a cluster unless it says so."""
+    """Random differences between ranks that should be equal. All are zero unless the cluster file gives them."""
 
     start_us: float = 0.0
-    """Mean microseconds by which a rank comes late to a pass of a layer, exponentially distributed, anew for every pass."""
+    """Mean delay in microseconds with which a rank starts a pass of a layer. Delays are exponentially distributed,
+    drawn anew for every pass."""
     speed: float = 0.0
-    """Standard deviation of the logarithm of a rank's speed of computing, the same for the whole step."""
+    """Standard deviation of the logarithm of a rank's compute speed, which is constant over a step."""
 
     def __post_init__(self) -> None:
         for name in ("start_us", "speed"):
@@ -270,31 +280,31 @@ class ClusterSpec:
     """A cluster of equal nodes."""
 
     nodes: int = field(metadata={SUCH_AS: "2"})
-    """Machines."""
+    """Number of machines."""
     devices_per_node: int = field(metadata={SUCH_AS: "8"})
-    """Devices in each; as many ranks."""
+    """Devices per machine, one rank each."""
     device: Device = field(metadata={SUCH_AS: "[device] with tflops = { bf16 = 677 } and memory_gib = 80 for H100"})
-    """What each device is."""
+    """Description of a device."""
     links: tuple[Link, ...] = ()
-    """Levels, innermost first."""
+    """Link levels, innermost first."""
     peers: tuple[Peer, ...] = ()
     """Direct links between devices of a node."""
     host: Host = field(default_factory=Host)
-    """What issues the work."""
+    """Costs of the issuing thread."""
     speeds: tuple[float, ...] = ()
-    """Speed of computing over `device`'s, of each device of a node or of the cluster; () where all are alike. Where one rank
-    stands for all, it is the slowest."""
+    """Compute speeds relative to `device`, one for each device of a node or of the cluster; () if all are equal. If one
+    rank stands for all, the slowest speed counts."""
     rank_skew: RankSkew = field(default_factory=RankSkew)
-    """How unlike ranks are besides; only intervals read it."""
+    """Random differences between ranks besides `speeds`; used for prediction intervals only."""
     name: str = "cluster"
     """Shown in tables."""
     description: str = ""
-    """What it stands for."""
+    """What the cluster stands for."""
     source: str = ""
-    """Where the numbers come from."""
+    """Source of the numbers."""
     measured: tuple[str, ...] = ()
-    """Which of the numbers were measured rather than read off a data sheet or assumed: each with where, and how far the model
-    is off what it was fitted to."""
+    """Which numbers were measured rather than read off a data sheet or assumed. Each entry says where, and how far the
+    model is off the data it was fitted to."""
 
     def __post_init__(self) -> None:
         for name in ("nodes", "devices_per_node"):
@@ -327,21 +337,21 @@ class ClusterSpec:
 
     @property
     def world(self) -> int:
-        """Devices in all."""
+        """Total number of devices."""
         return self.nodes * self.devices_per_node
 
     def of_devices(self, count: int) -> ClusterSpec:
-        """Return a cluster of so many devices: whole nodes, or a part of one.
+        """Return a cluster of `count` devices: whole nodes, or part of one node.
 
         Raises:
-            InputError: if the count is neither.
+            InputError: if `count` is neither.
         """
         per_node = self.devices_per_node
         if count < 1 or (count > per_node and count % per_node):
             near = max(count // per_node, 1) * per_node
-            raise InputError(f"{count} devices are no whole nodes of {self.name}, which have {per_node}: try {near}")
+            raise InputError(f"{count} devices are not whole nodes of {self.name}, which have {per_node}: try {near}")
         speeds = self.speeds[: count if len(self.speeds) > per_node or count < per_node else per_node]
-        # In a part of a node fewer devices are behind a link, and some bridges lead nowhere.
+        # In part of a node, fewer devices are behind a link, and some direct links lose an end.
         links = tuple(
             replace(link, devices=min(link.devices, count), gbps=link.gbps[: max(count // link.devices, 1)])
             for link in self.links
@@ -356,42 +366,50 @@ class ClusterSpec:
         )
 
     def with_links(self, carries: Literal["inside", "outside"], times: float | Sequence[float]) -> ClusterSpec:
-        """Return a cluster whose links inside or between nodes are so many times as fast; those that carry both count.
+        """Return a cluster whose links inside or between nodes are `times` as fast. Links that carry both kinds of
+        messages change too.
 
         Args:
-            carries: which links.
-            times: of all of them, or of each node's. A link that several nodes share is as fast as that of them whose links are
-                fastest; connections of pairs, which all nodes have alike, are those of the node whose links are slowest.
+            carries: which links to change.
+            times: one factor for all links, or one per node. A link that several nodes share gets the largest factor of
+                its nodes. Direct links between pairs are equal in all nodes and get the smallest factor.
 
         Raises:
-            InputError: for another number of values than there are nodes.
+            InputError: if the number of factors is neither 1 nor the number of nodes.
         """
-        each = (times,) if isinstance(times, int | float) else tuple(times)
-        if len(each) not in (1, self.nodes):
+        factors = (times,) if isinstance(times, int | float) else tuple(times)
+        if len(factors) not in (1, self.nodes):
             raise InputError(
-                f"{len(each)} links' times for {self.nodes} nodes of {self.name}: give one, or one per node"
+                f"{len(factors)} links' times for {self.nodes} nodes of {self.name}: give one, or one per node"
             )
 
         def faster(link: Link) -> Link:
             if link.carries not in (carries, "all"):
                 return link
-            if len(set(each)) == 1:
-                return replace(link, gbps=tuple(each[0] * rate for rate in link.gbps))
-            of_nodes = [[each[node] for node in nodes] for nodes in self._nodes_of(link)]
+            if len(set(factors)) == 1:
+                return replace(link, gbps=tuple(factors[0] * rate for rate in link.gbps))
+            of_nodes = [[factors[node] for node in nodes] for nodes in self._nodes_of(link)]
             rates = (link.gbps[unit % len(link.gbps)] for unit in range(len(of_nodes)))
-            return replace(link, gbps=tuple(max(found) * rate for found, rate in zip(of_nodes, rates)))
+            return replace(
+                link, gbps=tuple(max(factors_of_nodes) * rate for factors_of_nodes, rate in zip(of_nodes, rates))
+            )
 
-        peers = tuple(replace(peer, gbps=min(each) * peer.gbps) if carries == "inside" else peer for peer in self.peers)
+        peers = tuple(
+            replace(peer, gbps=min(factors) * peer.gbps) if carries == "inside" else peer for peer in self.peers
+        )
         return replace(self, links=tuple(map(faster, self.links)), peers=peers)
 
     def _nodes_of(self, link: Link) -> list[list[int]]:
-        """Return the nodes behind each of the links of a kind."""
+        """Return the nodes behind each link of a level."""
         if link.units:
-            return [[n for n, unit in enumerate(link.units) if unit == each] for each in range(1 + max(link.units))]
-        first = [unit * link.devices for unit in range(math.ceil(self.world / link.devices))]
+            return [
+                [node for node, unit in enumerate(link.units) if unit == number]
+                for number in range(1 + max(link.units))
+            ]
+        starts = [unit * link.devices for unit in range(math.ceil(self.world / link.devices))]
         return [
             sorted({device // self.devices_per_node for device in range(start, min(start + link.devices, self.world))})
-            for start in first
+            for start in starts
         ]
 
     def _check_link(self, link: Link) -> None:
@@ -411,7 +429,7 @@ class ClusterSpec:
             )
 
     def _has_link(self, kind: Literal["inside", "outside"]) -> bool:
-        """Whether every message of a kind has a link to use."""
+        """Return whether every message of a kind has a link to use."""
         for link in self.links:
             if link.carries not in ("all", kind):
                 continue
@@ -424,20 +442,20 @@ class ClusterSpec:
 
 
 def presets() -> list[str]:
-    """Return the names of the clusters that come with the package."""
+    """Return the names of the clusters that the package ships."""
     folder = resources.files("moesaic.cost").joinpath("presets")
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
 def read_cluster(name: str, *, nodes: int | None = None) -> ClusterSpec:
-    """Return a cluster.
+    """Read a cluster.
 
     Args:
         name: a preset, or the path of a TOML or JSON file.
-        nodes: use so many of its nodes, or more of the same; None for the file's number.
+        nodes: number of nodes, fewer or more than in the file; None for the file's number.
 
     Raises:
-        InputError: for an unknown preset, a file that does not parse, an unknown field, or a value that cannot be.
+        InputError: for an unknown preset, a file that does not parse, an unknown field, or an invalid value.
     """
     if name.endswith((".toml", ".json")):
         table = read_table(Path(name))
@@ -456,14 +474,14 @@ def check_above_zero(where: str, value: float) -> None:
 
 
 def check_curve(where: str, at: str, share: str, holder: object) -> None:
-    """Raise InputError unless two fields are a curve: as many shares above 0 as ascending places above 0."""
-    places, shares = getattr(holder, at), getattr(holder, share)
-    if len(places) != len(shares):
-        raise InputError(f"{where}{at} has {len(places)} values and {share} {len(shares)}: give one share for each")
-    if any(a >= b for a, b in pairwise(places)) or (places and places[0] <= 0):
-        raise InputError(f"{where}{at}={list(places)}: must be above 0 and ascending")
-    for each in shares:
-        check_above_zero(f"{where}{share}", each)
+    """Raise InputError unless two fields form a curve: ascending positions above 0, and as many shares above 0."""
+    positions, shares = getattr(holder, at), getattr(holder, share)
+    if len(positions) != len(shares):
+        raise InputError(f"{where}{at} has {len(positions)} values and {share} {len(shares)}: give one share for each")
+    if any(a >= b for a, b in pairwise(positions)) or (positions and positions[0] <= 0):
+        raise InputError(f"{where}{at}={list(positions)}: must be above 0 and ascending")
+    for value in shares:
+        check_above_zero(f"{where}{share}", value)
 
 
 def check_not_negative(where: str, value: float) -> None:
@@ -474,20 +492,20 @@ def check_not_negative(where: str, value: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A machine by latencies and rates alone, of one rank: as policies weigh what they decide at every call."""
+    """A machine described by latencies and rates of one rank, for policies that decide at every call."""
 
     intra_gbps: float = 100.0
-    """Link inside a node, gigabits per second."""
+    """Rate of the link inside a node, gigabits per second."""
     inter_gbps: float = 25.0
-    """Link between nodes, gigabits per second."""
+    """Rate of the link between nodes, gigabits per second."""
     intra_latency_us: float = 10.0
     """Start-up cost of a message inside a node, microseconds."""
     inter_latency_us: float = 30.0
     """Start-up cost of a message between nodes, microseconds."""
     tflops: float = 50.0
-    """Of the experts' products."""
+    """Rate of the experts' products, 10^12 operations per second."""
     memory_gbps: float = 4000.0
-    """Of copies, gigabits per second."""
+    """Rate of copies, gigabits per second."""
 
     def __post_init__(self) -> None:
         for name in ("intra_gbps", "inter_gbps", "tflops", "memory_gbps"):
@@ -496,10 +514,11 @@ class Machine:
             check_not_negative(f"machine.{name}", getattr(self, name))
 
     def to_cluster(self, grid: Grid) -> ClusterSpec:
-        """Return a cluster of such ranks: a port of its own inside its node and one between nodes for each, bf16 products.
+        """Return a cluster of such ranks. Each rank has one port inside its node and one between nodes, and products
+        are bf16.
 
         Args:
-            grid: the mesh, whose ranks the cluster has.
+            grid: the mesh, whose ranks become the cluster's devices.
         """
         per_node = grid.ranks_per_node or grid.world
         return ClusterSpec(

@@ -1,7 +1,7 @@
-"""How long a rank computes: experts by their rows, copies and codecs by their bytes.
+"""Compute time of a rank: experts by their rows, copies and codecs by their bytes.
 
-Small matrix products run far below a device's peak, so an expert's time comes from a curve of the share that so many rows
-reach, and never falls below the time to read its weights. Everything else moves bytes.
+Small matrix products run far below a device's peak. So an expert's time comes from a curve of the share of the peak by
+rows, and is never below the time to read its weights. All other tasks take the time of their bytes.
 """
 
 from __future__ import annotations
@@ -23,60 +23,61 @@ class Rates:
     flops: float
     """Operations per second of large products."""
     rows: tuple[float, ...]
-    """Where `share` is known."""
+    """Row counts at which `share` is known."""
     share: tuple[float, ...]
-    """Share of `flops` that a product of so many rows reaches."""
+    """Share of `flops` that a product of that many rows reaches."""
     memory: float
     """Bytes per second of copies."""
     codec: float | None
-    """Bytes of rows per second; None: as copies."""
+    """Bytes of rows encoded or decoded per second; None: as copies."""
     activation_traffic: float = 0.0
-    """As of `Device`."""
+    """As in `Device`."""
     cast_bytes: float = 0.0
-    """Read and written per value that a product reads, where its numbers are narrower than those in memory: two bytes are read,
-    and one is written by rows and one by columns, for the products of the gradients."""
+    """Bytes read and written per value that a product reads, if its numbers are narrower than those in memory. Two
+    bytes are read, and one is written by rows and one by columns, for the products of the gradients."""
 
     def product_seconds(self, rows: np.ndarray, flops_per_row: float, weight_bytes: float) -> np.ndarray:
-        """Return the seconds of products, one expert each.
+        """Return the seconds of products, one expert each, (n,).
 
-        The share is interpolated over the logarithm of the rows; below the first point a product takes as long as there,
-        above the last one the share stays. No product is faster than reading its weights.
+        The share is interpolated over the logarithm of the rows. Below the first point a product takes as long as at
+        that point; above the last point the share is constant. No product is faster than reading its weights.
 
         Args:
-            rows: (n,) of each expert.
-            flops_per_row: 2 * columns in * columns out, added up over the matrices.
-            weight_bytes: of one expert.
+            rows: (n,) rows of each expert.
+            flops_per_row: 2 * columns in * columns out, summed over the matrices.
+            weight_bytes: bytes of one expert's weights.
         """
-        found = np.zeros(len(rows))
-        some = rows > 0
-        at = np.maximum(rows[some], self.rows[0])
-        share = np.interp(np.log(at), np.log(self.rows), self.share)
-        found[some] = np.maximum(at * flops_per_row / (self.flops * share), weight_bytes / self.memory)
-        return found
+        seconds = np.zeros(len(rows))
+        used = rows > 0
+        clamped_rows = np.maximum(rows[used], self.rows[0])
+        share = np.interp(np.log(clamped_rows), np.log(self.rows), self.share)
+        seconds[used] = np.maximum(clamped_rows * flops_per_row / (self.flops * share), weight_bytes / self.memory)
+        return seconds
 
     def traffic_seconds(
         self, rows: np.ndarray, dim: int, units: float, matrices: int, element_bytes: int
     ) -> np.ndarray:
         """Return the seconds in which experts' activations are read and written between products, (n,).
 
-        A row is read, each product's result written, read by the next step and written again, and the last result written.
+        A row is read, each product's result is written, read by the next step and written again, and the last result is
+        written.
 
         Args:
-            rows: (n,) of each expert.
-            dim: of a row.
-            units: of the hidden width.
-            matrices: of an expert.
-            element_bytes: of an activation.
+            rows: (n,) rows of each expert.
+            dim: width of a row.
+            units: units of the hidden width.
+            matrices: matrices per expert.
+            element_bytes: bytes of an activation.
         """
         per_row = (2 * dim + 2 * matrices * units) * element_bytes
         return rows * ((self.activation_traffic * per_row + self.cast_bytes * (dim + units)) / self.memory)
 
 
 def rates_of(spec: ClusterSpec, dtype: str) -> Rates:
-    """Return the rates of a cluster's devices; of unlike ones those of the slowest.
+    """Return the rates of a cluster's devices; if they differ, those of the slowest.
 
     Raises:
-        InputError: if the rate of this dtype is not known.
+        InputError: if the rate of this dtype is unknown.
     """
     device, slowest = spec.device, min(spec.speeds, default=1.0)
     codec = device.codec_gigabytes_per_second
@@ -92,19 +93,19 @@ def rates_of(spec: ClusterSpec, dtype: str) -> Rates:
 
 
 def compute_seconds(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rates: Rates) -> np.ndarray:
-    """Return how long each actor computes on a task, (actors,); of a movement, the copies before and after it.
+    """Return the seconds that each actor computes on a task, (actors,); for a movement, the copies before and after it.
 
     Args:
-        task: any.
-        slots: of its program, by name.
+        task: any task.
+        slots: slots of its program, by name.
         volumes: the rows.
-        rates: of the devices.
+        rates: rates of the devices.
     """
     if task.op in (Op.EXPERT, Op.EXPERT_GRAD):
         return _experts(task, slots, volumes, rates)
     read, written = (_bytes(names, slots, volumes) for names in (task.reads, task.writes))
-    of_kernel = task.op is Op.MOVE and task.of is not None
-    if task.op is Op.HOP or of_kernel or (task.op is Op.SCALE and task.power == 0):
+    needs_no_copies = task.op is Op.MOVE and task.of is not None
+    if task.op is Op.HOP or needs_no_copies or (task.op is Op.SCALE and task.power == 0):
         return np.zeros(volumes.num_actors)
     if task.op in (Op.PACK, Op.UNPACK):
         return _coding(task, slots, volumes, rates)
@@ -121,30 +122,36 @@ def _experts(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, ra
     per_row = 2.0 * layer.dim * units * layer.matrices
     weight_bytes = layer.dim * units * layer.matrices * layer.element_bytes
     passes = 2 if task.op is Op.EXPERT_GRAD else 1
-    held = volumes.rows_per_expert(rows.layout)
-    each = rates.product_seconds(held.reshape(-1), per_row, weight_bytes).reshape(held.shape)
+    rows_by_expert = volumes.rows_per_expert(rows.layout)
+    seconds_by_expert = rates.product_seconds(rows_by_expert.reshape(-1), per_row, weight_bytes).reshape(
+        rows_by_expert.shape
+    )
     if rates.activation_traffic or rates.cast_bytes:
-        each += rates.traffic_seconds(held, layer.dim, units, layer.matrices, layer.element_bytes)
-    seconds: np.ndarray = each.sum(axis=1) * passes
+        seconds_by_expert += rates.traffic_seconds(
+            rows_by_expert, layer.dim, units, layer.matrices, layer.element_bytes
+        )
+    seconds: np.ndarray = seconds_by_expert.sum(axis=1) * passes
     return seconds
 
 
 def _coding(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rates: Rates) -> np.ndarray:
-    """Rows in and messages out, or the other way round."""
+    """Return the seconds of encoding rows into messages, or of decoding messages into rows, (actors,)."""
     assert task.of is not None
     slot = slots[task.of[0] if task.op is Op.PACK else task.of[1]]
     rows = volumes.rows(slot.layout)
-    plain = rows * row_bytes(slot, "", 1.0, volumes.layer)
+    plain_bytes = rows * row_bytes(slot, "", 1.0, volumes.layer)
     codec = task.codec if slot.kind is Kind.ROWS else ""
-    amounts, kind = np.unique(rows, return_inverse=True)
-    coded = np.array([row_bytes(slot, codec, each, volumes.layer) for each in amounts.tolist()])[kind]
+    row_counts, inverse = np.unique(rows, return_inverse=True)
+    coded_bytes = np.array([row_bytes(slot, codec, row_count, volumes.layer) for row_count in row_counts.tolist()])[
+        inverse
+    ]
     if codec and rates.codec is not None:
-        return plain / rates.codec
-    return (plain + coded) / rates.memory
+        return plain_bytes / rates.codec
+    return (plain_bytes + coded_bytes) / rates.memory
 
 
 def _bytes(names: tuple[str, ...], slots: Mapping[str, Slot], volumes: AbstractVolumes) -> np.ndarray:
-    """Return the bytes of rows, tokens and lanes in some slots."""
+    """Return the bytes of rows, tokens and routing weights in some slots, (actors,)."""
     total = np.zeros(volumes.num_actors)
     for name in names:
         slot = slots[name]

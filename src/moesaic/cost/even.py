@@ -1,8 +1,8 @@
-"""`Even`: rows and messages of a workload in which every rank does the same. One actor stands for all of them, or one for
-the ranks that have the same place in every block.
+"""`Even`: rows and messages of a workload in which every rank does the same.
 
-The rows that go from one rank to another are counted by digits (`symmetry.py`); the algorithms' own paths say which ranks
-their packets pass. Nothing here is as long as the number of ranks.
+One actor stands for all ranks, or for the ranks with the same place in every block. The rows that go from one rank to
+another are counted by digits (`symmetry.py`). The all-to-all algorithms' own paths say which ranks their packets pass.
+The cost does not grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from moesaic.program.sizes import Move
 from moesaic.program.task import FLOWS, Flow, Layout, Op, Program, Slot, Task
 
 MAX_RANKS_APART = 4096
-"""Ranks that are told apart at most where one cannot stand for the others."""
+"""Largest number of ranks that are simulated separately if one cannot stand for the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PieceRows:
-    """Rows of one piece of every flow: what one rank contributes for one expert, before it is cut into chunks."""
+    """Rows of one piece of every flow: the rows that one rank contributes for one expert, before they are cut into
+    chunks."""
 
     copies: float
     tokens: float
@@ -43,9 +44,10 @@ class PieceRows:
     chunks: int
 
     def of(self, layout: Layout) -> float:
-        """Return the rows of one piece of a layout, all chunks of a run together unless it holds one chunk only."""
+        """Return the rows of one piece of a layout: all chunks of a run together, unless the layout holds one chunk
+        only."""
         if isinstance(layout.chunk, str):
-            return 0.0  # nothing is replicated where all experts have equally much to do
+            return 0.0  # nothing is replicated if all experts have equal loads
         rows: dict[Flow, float] = {
             "copies": self.copies, "tokens": self.tokens, "node_tokens": self.node_tokens,
             "rank_tokens": self.rank_tokens, "weights": self.units, "bias": 1.0,
@@ -54,18 +56,19 @@ class PieceRows:
 
 
 class Even(AbstractVolumes):
-    """Rows and messages where all ranks do the same.
+    """Rows and messages if all ranks do the same.
 
     Args:
-        grid: the mesh, etp factored as the plan wants it.
+        grid: the mesh, with etp factored as the plan requires.
         topology: of the cluster, folded.
-        layer: that all ranks have.
+        layer: the layer of all ranks.
         piece: rows of a piece.
-        paths: of hops, as far as they are known; what is found is added, for other meshes and layers to share.
-        apart: tell the ranks of a block apart: in a step of peers some of them send to other nodes, and some do not.
+        paths: cache of the messages of hops, shared with other meshes and layers; new ones are added.
+        apart: distinguish the ranks of a block, since in a step of a peer schedule only some of them send to other
+            nodes.
 
     Raises:
-        UnlikeError: if the axes, nodes and switches do not nest; `movements` raises it for an all-to-all whose nodes do
+        UnlikeError: if the axes, nodes and switches do not nest. `movements` raises it for an all-to-all whose nodes do
             not all do the same.
     """
 
@@ -82,14 +85,14 @@ class Even(AbstractVolumes):
         self._apart, self._paths = apart, paths
         self.grid, self.topology, self.layer, self.piece = grid, topology, layer, piece
         if any(link.units for link in topology.spec.links):
-            raise UnlikeError("nodes hang on switches in unequal runs")
+            raise UnlikeError("nodes are attached to switches in unequal runs")
         per_node = topology.spec.devices_per_node
-        above = (link.devices // per_node * topology.ranks_per_node for link in topology.spec.links)
-        self._cuts = frozenset(run for run in above if topology.ranks_per_node < run < grid.world)
+        switch_ranks = (link.devices // per_node * topology.ranks_per_node for link in topology.spec.links)
+        self._cuts = frozenset(run for run in switch_ranks if topology.ranks_per_node < run < grid.world)
         self._digits: dict[frozenset[int], Digits] = {}
         self._rows: dict[Layout, np.ndarray] = {}
-        self._found: dict[tuple[object, ...], list[Movement]] = {}
-        self._regular: set[tuple[str, int, int, bool]] = set()
+        self._movements: dict[tuple[object, ...], list[Movement]] = {}
+        self._checked: set[tuple[str, int, int, bool]] = set()
 
     @property
     def num_actors(self) -> int:
@@ -102,137 +105,140 @@ class Even(AbstractVolumes):
 
     def _count_rows(self, layout: Layout) -> np.ndarray:
         digits = self._radix(layout)
-        box, ahead = box_of(digits, layout), steps_of(digits, layout)
-        each = digits.product(box.free_origin - ahead) * digits.product(box.free_expert - ahead)
-        pieces = np.full(self.num_actors, each * self._experts_each(layout) * self.piece.of(layout))
+        box, step_digits = box_of(digits, layout), steps_of(digits, layout)
+        pieces_per_expert = digits.product(box.free_origin - step_digits) * digits.product(
+            box.free_expert - step_digits
+        )
+        pieces = np.full(self.num_actors, pieces_per_expert * self._experts_per_place(layout) * self.piece.of(layout))
         if layout.step is not None:
             ranks = digits.of(np.arange(self.num_actors))
-            pieces *= pieces_of_step(digits, ahead, layout.step, box, box, ranks, ranks)
+            pieces *= pieces_of_step(digits, step_digits, layout.step, box, box, ranks, ranks)
         return pieces
 
     def rows_per_expert(self, layout: Layout) -> np.ndarray:
         digits = self._radix(layout)
-        held = digits.product(box_of(digits, layout).free_expert) * self._experts_each(layout)
-        return np.repeat(self.rows(layout)[:, None] / held, held, axis=1)
+        num_experts = digits.product(box_of(digits, layout).free_expert) * self._experts_per_place(layout)
+        return np.repeat(self.rows(layout)[:, None] / num_experts, num_experts, axis=1)
 
     def shards(self, weights: Layout) -> float:
         digits = self._radix(weights)
         return digits.product(box_of(digits, weights).free_origin) / self.grid.etp
 
     def movements(self, task: Task, slots: Mapping[str, Slot], codec: str) -> list[Movement]:
-        """Return the one movement of a move or hop; none if nothing moves."""
+        """Return the movement of a move or hop, as a list; an empty list if nothing moves."""
         source, move = ends_of(task, slots)
         key = (source.kind, _any_chunk(move), codec, task.link if task.op is Op.HOP else "", task.hop)
-        if key not in self._found:
+        if key not in self._movements:
 
             def num_bytes(rows: float) -> float:
                 return row_bytes(source, codec, rows, self.layer)
 
-            self._found[key] = self._find(task, move, num_bytes)
-        return self._found[key]
+            self._movements[key] = self._compute_movements(task, move, num_bytes)
+        return self._movements[key]
 
     def sent(self, move: Move) -> list[tuple[int, int, float, float]]:
-        """Return (source, target, rows, how many targets it stands for) of what a movement sends before it is lowered."""
-        pairs, rows = self._sent(self._radix(move.source), move)
+        """Return (source, target, rows, number of targets that the target stands for) of a movement before it is
+        lowered."""
+        pairs, rows = self._pair_rows(self._radix(move.source), move)
         return list(zip(pairs.source.tolist(), pairs.target.tolist(), rows.tolist(), pairs.count.tolist()))
 
-    def _sent(self, digits: Digits, move: Move) -> tuple[Pairs, np.ndarray]:
-        """Return the classes of pairs that exchange rows, and the rows of one pair of each."""
+    def _pair_rows(self, digits: Digits, move: Move) -> tuple[Pairs, np.ndarray]:
+        """Return the classes of pairs that exchange rows, and the rows of one pair of each class."""
         pairs = digits.pairs(digits.axes(move.group), steps_of(digits, move.source))
-        rows = self._moved(digits, move, pairs)
+        rows = self._rows_of_pairs(digits, move, pairs)
         sent = rows > 0
         return Pairs(pairs.source[sent], pairs.target[sent], pairs.count[sent]), rows[sent]
 
-    def _find(self, task: Task, move: Move, num_bytes: Callable[[float], float]) -> list[Movement]:
+    def _compute_movements(self, task: Task, move: Move, num_bytes: Callable[[float], float]) -> list[Movement]:
         digits = self._radix(move.source)
         if task.op is Op.HOP:
-            digits = self._of_link(task.link, move, digits)
-        group, ahead = digits.axes(move.group), steps_of(digits, move.source)
-        pairs, rows = self._sent(digits, move)
+            digits = self._link_digits(task.link, move, digits)
+        group, step_digits = digits.axes(move.group), steps_of(digits, move.source)
+        pairs, rows = self._pair_rows(digits, move)
         if not len(rows):
             return []
-        each = {value: num_bytes(float(value)) for value in np.unique(rows).tolist()}
-        total = np.array([each[value] for value in rows.tolist()]) * pairs.count
-        messages = (pairs.source, pairs.target, total, pairs.count)
+        bytes_of_rows = {value: num_bytes(float(value)) for value in np.unique(rows).tolist()}
+        class_bytes = np.array([bytes_of_rows[value] for value in rows.tolist()]) * pairs.count
+        messages = (pairs.source, pairs.target, class_bytes, pairs.count)
         if task.op is Op.HOP:
-            paths = self._paths_of(task, digits, group, pairs, group - digits.within(1, digits.block) - ahead)
-            messages = (paths.ends[:, 0], paths.ends[:, 1], paths.num_bytes(total), paths.count)
-        return self._parts(*messages)
+            paths = self._paths_of(task, digits, group, pairs, group - digits.within(1, digits.block) - step_digits)
+            messages = (paths.ends[:, 0], paths.ends[:, 1], paths.num_bytes(class_bytes), paths.count)
+        return self._group_messages(*messages)
 
     def _paths_of(
         self, task: Task, digits: Digits, group: frozenset[int], pairs: Pairs, classed: frozenset[int]
     ) -> HopPaths:
-        """Return the messages of a hop, worked out once for all meshes whose ranks have the same digits."""
+        """Return the messages of a hop, computed once for all meshes whose ranks have the same digits."""
         ranks = (digits.strides, digits.sizes, pairs.source, pairs.target)
         key = (task.link, task.hop, digits.per_node, group, classed, *(each.tobytes() for each in ranks))
         if key not in self._paths:
             self._paths[key] = hop_paths(task, digits, group, pairs, classed)
         return self._paths[key]
 
-    def _of_link(self, name: str, move: Move, digits: Digits) -> Digits:
-        """Return the digits that tell apart what an all-to-all does with a movement's packets."""
+    def _link_digits(self, name: str, move: Move, digits: Digits) -> Digits:
+        """Return the digits that distinguish the packets of a movement that an all-to-all treats differently."""
         link, group, in_steps = ALL_TO_ALLS[name], digits.axes(move.group), move.source.step is not None
         upper = group - digits.local
         nodes, per_node = digits.product(upper), digits.product(group & digits.local)
-        if (name, nodes, per_node, in_steps) not in self._regular:
+        if (name, nodes, per_node, in_steps) not in self._checked:
             check_regular(link, name, nodes, per_node, in_steps=in_steps)
-            self._regular.add((name, nodes, per_node, in_steps))
+            self._checked.add((name, nodes, per_node, in_steps))
         size = link.nodes_per_group(nodes)
         return self._radix(move.source, [int(digits.strides[min(upper)]) * size]) if size > 1 else digits
 
-    def _parts(
+    def _group_messages(
         self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, messages: np.ndarray
     ) -> list[Movement]:
-        """Return the movements that messages fall into: one, or where ranks of a node differ, one per connected set."""
+        """Group messages into movements: one, or, if ranks of a node are distinguished, one per connected set."""
         block = self.topology.block
-        here, there = source % block, target % block
-        posts = np.bincount(here, messages, block) + np.bincount(there, messages, block)
+        source_places, target_places = source % block, target % block
+        posts = np.bincount(source_places, messages, block) + np.bincount(target_places, messages, block)
         if self.num_actors == 1:
             load = self.topology.loads(source, target, num_bytes, messages)
             return [Movement((0,), load, np.array([posts.max()]))]
-        found = []
-        for part in connected(here, there, block):
-            actors = np.unique([here[part], there[part]])
-            load = self.topology.loads(source[part], target[part], num_bytes[part], messages[part])
-            found.append(Movement(tuple(actors.tolist()), load, posts[actors]))
-        return found
+        movements = []
+        for indices in connected(source_places, target_places, block):
+            actors = np.unique([source_places[indices], target_places[indices]])
+            load = self.topology.loads(source[indices], target[indices], num_bytes[indices], messages[indices])
+            movements.append(Movement(tuple(actors.tolist()), load, posts[actors]))
+        return movements
 
-    def _moved(self, digits: Digits, move: Move, pairs: Pairs) -> np.ndarray:
+    def _rows_of_pairs(self, digits: Digits, move: Move, pairs: Pairs) -> np.ndarray:
         """Return the rows that each source sends to one target of its class."""
         before, after = box_of(digits, move.source), box_of(digits, move.target)
-        s, t = digits.of(pairs.source), digits.of(pairs.target)
-        equal = s == t
-        ahead = steps_of(digits, move.source)
-        each = min(self.piece.of(move.source), self.piece.of(move.target))
-        pieces = np.full(len(s), float(self._experts_each(move.source) * each))
-        for dims, free_before, free_after in (
+        source_digits, target_digits = digits.of(pairs.source), digits.of(pairs.target)
+        equal = source_digits == target_digits
+        step_digits = steps_of(digits, move.source)
+        piece_rows = min(self.piece.of(move.source), self.piece.of(move.target))
+        pieces = np.full(len(source_digits), float(self._experts_per_place(move.source) * piece_rows))
+        for digit_set, free_before, free_after in (
             (before.origin, before.free_origin, after.free_origin),
             (before.expert, before.free_expert, after.free_expert),
         ):
-            for digit in dims - ahead:
+            for digit in digit_set - step_digits:
                 if digit in free_before and digit in free_after:
                     pieces *= digits.sizes[digit]
                 elif digit not in free_before and digit not in free_after:
                     pieces *= equal[:, digit]
         if move.source.step is not None:
-            pieces *= pieces_of_step(digits, ahead, move.source.step, before, after, s, t)
+            pieces *= pieces_of_step(digits, step_digits, move.source.step, before, after, source_digits, target_digits)
         if move.reduce:
             return pieces
         pieces *= ~equal[:, sorted(before.fixed)].all(axis=1)
-        loose = digits.axes(move.group) - before.fixed
-        pieces *= (s[:, sorted(loose)] == 0).all(axis=1)
-        if loose - digits.within(1, digits.block) and pieces.any():
-            raise UnlikeError("of several nodes that hold the same rows only the first sends them")
+        unfixed = digits.axes(move.group) - before.fixed
+        pieces *= (source_digits[:, sorted(unfixed)] == 0).all(axis=1)
+        if unfixed - digits.within(1, digits.block) and pieces.any():
+            raise UnlikeError("only the first of several nodes that hold the same rows sends them")
         return pieces
 
-    def _experts_each(self, layout: Layout) -> int:
+    def _experts_per_place(self, layout: Layout) -> int:
         return self.layer.num_experts // self.grid.ep if FLOWS[layout.flow].is_per_expert else 1
 
     def _radix(self, layout: Layout, cuts: list[int] | None = None) -> Digits:
         extra = set(self._cuts) | set(cuts or ())
         if layout.step is not None:
-            at = self.grid.etp if self.grid.innermost == "etp" else 1
-            extra.add(at * (self.grid.ep // layout.step[1]))
+            stride = self.grid.etp if self.grid.innermost == "etp" else 1
+            extra.add(stride * (self.grid.ep // layout.step[1]))
         key = frozenset(extra)
         if key not in self._digits:
             self._digits[key] = Digits(self.grid, key, self.topology.block)
@@ -240,7 +246,7 @@ class Even(AbstractVolumes):
 
 
 def _any_chunk(move: Move) -> Move:
-    """Return a movement with its chunk called 0: even chunks are alike."""
+    """Return a movement with its chunk number set to 0, since even chunks are equal."""
     source, target = (
         replace(layout, chunk=0) if isinstance(layout.chunk, int) else layout for layout in (move.source, move.target)
     )
@@ -248,7 +254,7 @@ def _any_chunk(move: Move) -> Move:
 
 
 class AbstractEvenLayers(ABC):
-    """Where a simulator takes the rows and messages of even layers from."""
+    """Source of the rows and messages of even layers for a simulator."""
 
     @abstractmethod
     def volumes(self, program: Program, workload: Workload, grid: Grid) -> AbstractVolumes:
@@ -256,8 +262,8 @@ class AbstractEvenLayers(ABC):
 
         Args:
             program: forward or backward.
-            workload: of the layer.
-            grid: the mesh, etp factored as the plan wants it.
+            workload: the layer and its tokens.
+            grid: the mesh, with etp factored as the plan requires.
 
         Raises:
             UnlikeError: if one rank cannot stand for the others.
@@ -266,33 +272,34 @@ class AbstractEvenLayers(ABC):
 
 
 class EvenLayers(AbstractEvenLayers):
-    """Every layer for itself; what does not depend on the plan is worked out once.
+    """Computes every layer by itself, and caches what does not depend on the plan.
 
     Args:
-        cluster: on what.
+        cluster: the cluster.
     """
 
     def __init__(self, cluster: ClusterSpec) -> None:
         self._cluster = cluster
         self._topology = cache(partial(Topology, cluster))
-        self._found: dict[tuple[Grid, Workload, int, bool, bool], AbstractVolumes] = {}
+        self._volumes: dict[tuple[Grid, Workload, int, bool, bool], AbstractVolumes] = {}
         self._paths: dict[tuple[object, ...], HopPaths] = {}
 
     def volumes(self, program: Program, workload: Workload, grid: Grid) -> AbstractVolumes:
         apart = any(slot.layout.step is not None for slot in program.slots)
         chunks, redundant = chunks_of(program), program.is_redundant
         key = (grid, workload, chunks, redundant, apart)
-        if key not in self._found:
+        if key not in self._volumes:
             piece = piece_rows(workload, grid, chunks, redundant)
-            topology = self._topology(grid.world, grid.ranks_per_node, block=self._block(grid, apart))
-            self._found[key] = Even(grid, topology, workload, piece, self._paths, apart=apart)
-        return self._found[key]
+            topology = self._topology(grid.world, grid.ranks_per_node, block=self._block_size(grid, apart))
+            self._volumes[key] = Even(grid, topology, workload, piece, self._paths, apart=apart)
+        return self._volumes[key]
 
-    def _block(self, grid: Grid, apart: bool) -> int:
-        """Return how many ranks stand for all: a node's; with ranks told apart, those behind the largest switch."""
+    def _block_size(self, grid: Grid, apart: bool) -> int:
+        """Return the size of the block of ranks that stands for all: a node, or, if ranks are distinguished, the ranks
+        behind the largest switch."""
         per_node = check_fit(self._cluster, grid.world, grid.ranks_per_node)
-        above = [link.devices // self._cluster.devices_per_node * per_node for link in self._cluster.links]
-        fitting = [run for run in above if per_node < run <= min(grid.world, MAX_RANKS_APART)]
+        switch_ranks = [link.devices // self._cluster.devices_per_node * per_node for link in self._cluster.links]
+        fitting = [run for run in switch_ranks if per_node < run <= min(grid.world, MAX_RANKS_APART)]
         return max([per_node, *fitting]) if apart else per_node
 
 

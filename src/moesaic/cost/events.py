@@ -1,20 +1,22 @@
-"""Discrete events: when each task runs on each actor, with movements that wait for their members and share links.
+"""Discrete-event simulation of a program: when each task runs on each actor.
 
-The rules of issue are those of `program/timeline.py` (`lay_out`): tasks are issued in list order by one thread, a lane runs
-its tasks one after the other, a task waits for what it reads. What is added: a movement starts when all its members have
-come to it, and takes longer while another one uses its links. Where no two movements share a link, every actor's spans are
-those of `lay_out`.
+The rules of issue are those of `lay_out` in `program/timeline.py`. One thread issues tasks in list order, a lane runs
+its tasks one after the other, and a task waits for the slots that it reads. In addition, a movement starts when all its
+members have reached it, and takes longer while other movements use its links. If no two movements share a link, every
+actor's spans equal those of `lay_out`.
 
-A message of its own (`Movement.sender`) starts with its sender and ends for its receiver. Where ranks share cores, a core
-issues for one of them at a time, as long as it has anything to issue, then for the one that has waited longest.
+A separate message (`Movement.sender`) starts when its sender reaches it, and only its receiver waits for it. If ranks
+share cores, a core issues for one rank until that rank has nothing to issue, and then for the rank that has waited
+longest.
 
-Movements that share links run max-min fair among their messages, and no link idles which somebody could use. A movement is one
-fluid: all its messages advance in proportion, and alone it runs at speed 1, its slowest link full. Where a link is wanted by
-several, each message on it gets an equal part, as the connections of one TCP link do, unless its movement wants less
-(progressive filling: Bertsekas and Gallager, Data Networks, section 6.5.2). Counting messages, not movements, makes the shares
-independent of which messages are taken together as one movement. Or links are queues: each serves what comes to it in turn, and
-passes a message on while it still comes in, as the shaped link of a machine does whose senders hand whole messages to the
-kernel.
+Movements that share links run max-min fair among their messages, and no link idles that a movement could use. A
+movement is one fluid: its messages advance in proportion, and alone it runs at speed 1, with its slowest link full. If
+a link is oversubscribed, each of its messages gets an equal part, as the connections of one TCP link do, unless its
+movement needs less (progressive filling: Bertsekas and Gallager, Data Networks, section 6.5.2). Messages are counted,
+not movements, so the shares do not depend on how messages are grouped into movements.
+
+Alternatively, links are queues. Each link serves messages in order of arrival and forwards a message while it is still
+coming in. So does the shaped link of a machine whose senders hand whole messages to the kernel.
 """
 
 from __future__ import annotations
@@ -31,25 +33,26 @@ from moesaic.cost.movement import Movement
 from moesaic.program.task import Lane, Program
 
 _END, _FLOW, _ARRIVED, _FREE = 0, 1, 2, 3
-"""Kinds of events: a node ends; a movement's first byte comes to a link; its last byte has arrived; a core has moved bytes."""
+"""Kinds of events: a node ends; a movement's first byte reaches a link; its last byte has arrived; a core has moved
+bytes."""
 
 
 @dataclass(frozen=True)
 class Graph:
-    """What waits for what in a program, the same on all ranks. Node k issues task k, node tasks + k runs it."""
+    """Dependencies of a program, equal on all ranks. Node k issues task k; node tasks + k runs it."""
 
     after: tuple[tuple[int, ...], ...]
-    """Nodes that wait for each node."""
+    """By node, the nodes that wait for it."""
     waits: tuple[int, ...]
-    """For how many nodes each one waits."""
+    """By node, the number of nodes that it waits for."""
 
 
 def graph_of(program: Program, *, host_runs_compute: bool, has_lanes: bool = True) -> Graph:
-    """Return the graph of a program.
+    """Return the dependency graph of a program.
 
     Args:
         program: in the order of issue.
-        host_runs_compute: as of `lay_out`.
+        host_runs_compute: as in `lay_out`.
         has_lanes: whether a lane runs its movements one after the other.
     """
     tasks = program.tasks
@@ -74,53 +77,53 @@ def graph_of(program: Program, *, host_runs_compute: bool, has_lanes: bool = Tru
         released = run if on_thread else number
         writer.update(dict.fromkeys(task.writes, number))
     after: list[list[int]] = [[] for _ in range(2 * count)]
-    for node, waits in enumerate(before):
-        for other in waits:
+    for node, required in enumerate(before):
+        for other in required:
             after[other].append(node)
     return Graph(tuple(map(tuple, after)), tuple(map(len, before)))
 
 
 @dataclass
 class _Flow:
-    """A movement under way."""
+    """A movement in progress."""
 
     task: int
     waiting: tuple[int, ...]
-    """As of `Movement`."""
+    """As in `Movement`."""
     use: Mapping[int, Use]
-    """Link to the part of it that the movement takes at speed 1."""
+    """By link, the part of it that the movement uses at speed 1."""
     left: float
-    """Seconds at speed 1."""
+    """Remaining seconds at speed 1."""
     since: float = 0.0
     speed: float = 0.0
     version: int = 0
     through: float = 0.0
-    """When the last byte is through the links that it has passed, where these are queues."""
+    """Time at which the last byte has passed the links so far, if links are queues."""
 
 
 @dataclass
 class _Links:
-    """Which movements are on which links."""
+    """The movements on each link, and the demand for it."""
 
     on: dict[int, set[int]] = field(default_factory=dict)
     demand: dict[int, float] = field(default_factory=dict)
 
     def enter(self, number: int, use: Mapping[int, Use]) -> None:
-        """Book a movement."""
-        for link, each in use.items():
+        """Add a movement to its links."""
+        for link, want in use.items():
             self.on.setdefault(link, set()).add(number)
-            self.demand[link] = self.demand.get(link, 0.0) + each.part
+            self.demand[link] = self.demand.get(link, 0.0) + want.part
 
     def leave(self, number: int, use: Mapping[int, Use]) -> None:
-        """Take a movement off its links."""
-        for link, each in use.items():
+        """Remove a movement from its links."""
+        for link, want in use.items():
             self.on[link].discard(number)
-            self.demand[link] = self.demand[link] - each.part if self.on[link] else 0.0
+            self.demand[link] = self.demand[link] - want.part if self.on[link] else 0.0
 
     def neighbours(self, changed: set[int], flows: Mapping[int, _Flow]) -> tuple[set[int], set[int]]:
-        """Return the movements on some links, and those whose speeds hang together with theirs.
+        """Return the movements on the `changed` links, and those whose speeds depend on theirs.
 
-        Speeds hang together through links that are wanted by too many; a movement without such a link runs at speed 1.
+        Speeds depend on each other through oversubscribed links. A movement without such a link runs at speed 1.
         """
         touched = {number for link in changed for number in self.on.get(link, ())}
         links = [link for number in touched for link in flows[number].use if self.demand[link] > FULL]
@@ -136,18 +139,18 @@ class _Links:
 
 
 class Events:
-    """One run.
+    """One simulated run of a program.
 
     Args:
         graph: of the program.
         issue: (tasks, actors) seconds of the issuing thread per task.
-        compute: (tasks, actors) seconds of computing; of movements, of the copies around them.
+        compute: (tasks, actors) seconds of computation; for movements, of the copies around them.
         movements: of each task; () for tasks that move nothing.
-        cores: (actors,) on which core each actor issues; None: on one of its own.
-        moving: (tasks, actors) seconds for which a core goes on with a task's bytes while they move, after it has issued the
-            task; where there are no cores, they are nobody's.
-        bursts: (links,) seconds' worth of bytes that a link which has rested as long lets through at once; links are queues
-            then. None: messages share them.
+        cores: (actors,) the core on which each actor issues; None: one core per actor.
+        moving: (tasks, actors) seconds for which a core stays busy with a task's bytes after issuing the task. Ignored
+            without cores.
+        bursts: (links,) seconds' worth of bytes that pass at once over a link that has been idle for as long. If given,
+            links are queues; None: messages share links.
     """
 
     def __init__(
@@ -167,33 +170,33 @@ class Events:
         self._cores = None if cores is None else _Cores(cores)
         self._moving = np.zeros_like(issue).tolist() if moving is None else moving.tolist()
         self._queues = None if bursts is None else _Queues(bursts.tolist())
-        self._of: list[dict[int, list[int]]] = [{} for _ in movements]
-        self._waits: list[dict[int, int]] = [{} for _ in movements]
-        for of, waits, parts in zip(self._of, self._waits, movements):
-            for number, each in enumerate(parts):
-                for actor in each.starters:
-                    of.setdefault(actor, []).append(number)
-                for actor in each.waiting:
-                    waits[actor] = waits.get(actor, 1) + 1
-        self._missing = [[len(each.starters) for each in parts] for parts in movements]
-        self._left = [list(graph.waits) for _ in range(self._actors)]
+        self._parts_started: list[dict[int, list[int]]] = [{} for _ in movements]
+        self._awaited: list[dict[int, int]] = [{} for _ in movements]
+        for parts_started, awaited, parts in zip(self._parts_started, self._awaited, movements):
+            for number, movement in enumerate(parts):
+                for actor in movement.starters:
+                    parts_started.setdefault(actor, []).append(number)
+                for actor in movement.waiting:
+                    awaited[actor] = awaited.get(actor, 1) + 1
+        self._missing_starters = [[len(movement.starters) for movement in parts] for parts in movements]
+        self._unmet = [list(graph.waits) for _ in range(self._actors)]
         self._heap: list[tuple[float, int, int, int]] = []
         self._flows: dict[int, _Flow] = {}
         self._links = _Links()
-        self._begun = 0
+        self._num_flows = 0
         self.starts = np.zeros((self._tasks, self._actors))
-        """When each task starts to run on each actor."""
+        """(tasks, actors) time at which each task starts to run on each actor."""
         self.ends = np.zeros((self._tasks, self._actors))
-        """When it has ended there."""
+        """(tasks, actors) time at which each task has ended on each actor."""
 
     def run(self, late: np.ndarray | None = None) -> None:
         """Run all events.
 
         Args:
-            late: (actors,) seconds before which each actor begins nothing; None: all begin at 0.
+            late: (actors,) time before which each actor starts nothing; None: all start at 0.
         """
         begin = [0.0] * self._actors if late is None else late.tolist()
-        assert len(begin) == self._actors, "who is late is told of every actor"
+        assert len(begin) == self._actors, "`late` needs one entry per actor"
         for actor, now in enumerate(begin):
             for node, waits in enumerate(self._graph.waits):
                 if not waits:
@@ -202,45 +205,45 @@ class Events:
             now = self._heap[0][0]
             changed: set[int] = set()
             while self._heap and self._heap[0][0] == now:
-                _, kind, a, b = heapq.heappop(self._heap)
+                _, kind, number, detail = heapq.heappop(self._heap)
                 if kind == _END:
-                    self._end(now, a, b)
-                    if self._cores is not None and b < self._tasks:
-                        if self._moving[b][a]:
-                            heapq.heappush(self._heap, (now + self._moving[b][a], _FREE, a, b))
+                    self._end(now, number, detail)
+                    if self._cores is not None and detail < self._tasks:
+                        if self._moving[detail][number]:
+                            heapq.heappush(self._heap, (now + self._moving[detail][number], _FREE, number, detail))
                         else:
-                            self._issue_next(now, self._cores.release(a))
+                            self._issue_next(now, self._cores.release(number))
                 elif kind == _FREE:
                     assert self._cores is not None, "only a core moves bytes"
-                    self._issue_next(now, self._cores.release(a))
+                    self._issue_next(now, self._cores.release(number))
                 elif kind == _FLOW:
-                    changed |= self._enter(now, a, b)
-                elif a in self._flows and self._flows[a].version == b:
-                    changed |= self._arrive(now, a)
+                    changed |= self._enter(now, number, detail)
+                elif number in self._flows and self._flows[number].version == detail:
+                    changed |= self._arrive(now, number)
             self._rate(now, changed)
 
-    def shared_part(self, some: np.ndarray, others: np.ndarray) -> np.ndarray:
-        """Return for how much of its time each actor runs tasks of both of two kinds at once, (actors,), 0 to 1.
+    def shared_part(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
+        """Return the share of its time in which each actor runs tasks of both kinds at once, (actors,), 0 to 1.
 
         Args:
-            some: (tasks,) whether a task is of the first kind.
-            others: (tasks,) whether it is of the second.
+            first: (tasks,) whether a task is of the first kind.
+            second: (tasks,) whether a task is of the second kind.
         """
-        found = np.zeros(self._actors)
+        shared = np.zeros(self._actors)
         for actor in range(self._actors):
             edges = np.unique(np.concatenate([self.starts[:, actor], self.ends[:, actor]]))
             if len(edges) < 2 or edges[-1] <= 0:
                 continue
             middles = (edges[1:] + edges[:-1]) / 2
             runs = (self.starts[:, actor] < middles[:, None]) & (middles[:, None] < self.ends[:, actor])
-            both = runs[:, some].any(axis=1) & runs[:, others].any(axis=1)
-            found[actor] = np.diff(edges)[both].sum() / edges[-1]
-        return found
+            both = runs[:, first].any(axis=1) & runs[:, second].any(axis=1)
+            shared[actor] = np.diff(edges)[both].sum() / edges[-1]
+        return shared
 
-    def stretch(self, times: np.ndarray) -> None:
-        """Make each actor's tasks so many times as long, (actors,), all of them alike."""
-        self.starts *= times
-        self.ends *= times
+    def stretch(self, factors: np.ndarray) -> None:
+        """Scale all times of each actor by a factor, (actors,)."""
+        self.starts *= factors
+        self.ends *= factors
 
     def _start(self, now: float, actor: int, node: int) -> None:
         task = node - self._tasks
@@ -249,22 +252,23 @@ class Events:
                 heapq.heappush(self._heap, (now + self._issue[node][actor], _END, actor, node))
             return
         self.starts[task, actor] = now
-        begun, waits = self._of[task].get(actor, ()), self._waits[task].get(actor, 0)
-        for part in begun:
-            self._missing[task][part] -= 1
-            if not self._missing[task][part]:
+        parts, awaited = self._parts_started[task].get(actor, ()), self._awaited[task].get(actor, 0)
+        for part in parts:
+            self._missing_starters[task][part] -= 1
+            if not self._missing_starters[task][part]:
                 self._launch(now, task, self._movements[task][part])
-        if waits:
-            self._come(now, actor, task)
-        elif begun or (self._cores is not None and not self._compute[task][actor]):
-            self._end(now, actor, node)  # at once: the core goes on with this rank
+        if awaited:
+            self._end_wait(now, actor, task)
+        elif parts or (self._cores is not None and not self._compute[task][actor]):
+            self._end(now, actor, node)  # at once, so the core stays with this rank
         else:
             heapq.heappush(self._heap, (now + self._compute[task][actor], _END, actor, node))
 
-    def _come(self, now: float, actor: int, task: int) -> None:
-        """Note that an actor has come to a movement, or that a message for it has arrived; all of it ends its task."""
-        self._waits[task][actor] -= 1
-        if not self._waits[task][actor]:
+    def _end_wait(self, now: float, actor: int, task: int) -> None:
+        """Record that an actor has reached a movement, or that a message for the actor has arrived. The last of these
+        ends the task."""
+        self._awaited[task][actor] -= 1
+        if not self._awaited[task][actor]:
             self._end(now, actor, self._tasks + task)
 
     def _issue_next(self, now: float, waiting: tuple[int, int] | None) -> None:
@@ -272,28 +276,28 @@ class Events:
             actor, node = waiting
             heapq.heappush(self._heap, (now + self._issue[node][actor], _END, actor, node))
 
-    def _launch(self, now: float, task: int, moved: Movement) -> None:
-        load = moved.load
-        most = float(load.seconds.max()) if len(load.seconds) else 0.0
-        parts = map(Use, (load.seconds / (most or 1.0)).tolist(), load.messages.tolist())
-        use = dict(zip(load.links.tolist(), parts))
-        number, self._begun = self._begun, self._begun + 1
-        self._flows[number] = _Flow(task, moved.waiting, use, most)
-        copies = max(self._compute[task][member] for member in moved.starters)
+    def _launch(self, now: float, task: int, movement: Movement) -> None:
+        load = movement.load
+        longest = float(load.seconds.max()) if len(load.seconds) else 0.0
+        uses = map(Use, (load.seconds / (longest or 1.0)).tolist(), load.messages.tolist())
+        use = dict(zip(load.links.tolist(), uses))
+        number, self._num_flows = self._num_flows, self._num_flows + 1
+        self._flows[number] = _Flow(task, movement.waiting, use, longest)
+        copies = max(self._compute[task][member] for member in movement.starters)
         heapq.heappush(self._heap, (now + load.latency + copies, _FLOW, number, 0))
 
     def _end(self, now: float, actor: int, node: int) -> None:
         if node >= self._tasks:
             self.ends[node - self._tasks, actor] = now
-        left = self._left[actor]
-        for other in self._graph.after[node]:
-            left[other] -= 1
-            if not left[other]:
-                self._start(now, actor, other)
+        unmet = self._unmet[actor]
+        for waiting_node in self._graph.after[node]:
+            unmet[waiting_node] -= 1
+            if not unmet[waiting_node]:
+                self._start(now, actor, waiting_node)
 
     def _enter(self, now: float, number: int, place: int) -> set[int]:
-        """Have a movement begin on its links; on the place-th of them where these are queues, since it comes to the next one
-        only when its first byte has passed this one, and others may come to that one before it does."""
+        """Start a movement on its links, and return the links whose load changed. If links are queues, start it on link
+        number `place` only: its first byte reaches the next link later, and other messages may reach that link before."""
         flow = self._flows[number]
         if self._queues is not None:
             if place == len(flow.use):
@@ -314,21 +318,21 @@ class Events:
         if self._queues is None:
             self._links.leave(number, flow.use)
         for actor in flow.waiting:
-            self._come(now, actor, flow.task)
+            self._end_wait(now, actor, flow.task)
         return set(flow.use) if self._queues is None else set()
 
     def _rate(self, now: float, changed: set[int]) -> None:
-        """Give new speeds to the movements that feel a change on some links."""
+        """Update the speeds of the movements that a change on some links affects."""
         touched, contending = self._links.neighbours(changed, self._flows)
-        found = dict.fromkeys(touched, 1.0)
+        new_speeds = dict.fromkeys(touched, 1.0)
         if contending:
-            order = sorted(contending)
-            found |= dict(zip(order, speeds([self._flows[number].use for number in order])))
-        for number in sorted(found):
+            numbers = sorted(contending)
+            new_speeds |= dict(zip(numbers, speeds([self._flows[number].use for number in numbers])))
+        for number in sorted(new_speeds):
             flow = self._flows[number]
-            if abs(flow.speed - found[number]) > 1e-12:
+            if abs(flow.speed - new_speeds[number]) > 1e-12:
                 flow.left -= (now - flow.since) * flow.speed
-                flow.since, flow.speed = now, found[number]
+                flow.since, flow.speed = now, new_speeds[number]
                 self._push(now, number, flow)
 
     def _push(self, now: float, number: int, flow: _Flow) -> None:
@@ -337,45 +341,47 @@ class Events:
 
 
 class _Cores:
-    """Which actor each core issues for.
+    """The actor for which each core issues.
 
     Args:
-        of: (actors,) each one's core.
+        core_of: (actors,) the core of each actor.
     """
 
-    def __init__(self, of: Sequence[int]) -> None:
-        self._of = of
-        self._runs: dict[int, int] = {}
-        self._waiting: dict[int, deque[tuple[int, int]]] = {core: deque() for core in of}
+    def __init__(self, core_of: Sequence[int]) -> None:
+        self._core_of = core_of
+        self._holder: dict[int, int] = {}
+        self._waiting: dict[int, deque[tuple[int, int]]] = {core: deque() for core in core_of}
 
     def take(self, actor: int, node: int) -> bool:
-        """Return whether an actor's core is free to issue now; if not, it waits for it, ahead of others if the core is its."""
-        core = self._of[actor]
-        if core not in self._runs:
-            self._runs[core] = actor
+        """Take an actor's core and return True if the core is free to issue now. Otherwise queue the node, ahead of
+        others if the core already issues for this actor."""
+        core = self._core_of[actor]
+        if core not in self._holder:
+            self._holder[core] = actor
             return True
-        if self._runs[core] == actor:
+        if self._holder[core] == actor:
             self._waiting[core].appendleft((actor, node))
         else:
             self._waiting[core].append((actor, node))
         return False
 
     def release(self, actor: int) -> tuple[int, int] | None:
-        """Return what an actor's core issues next, which has it then: (actor, node); None if nobody waits."""
-        core = self._of[actor]
-        del self._runs[core]
+        """Release an actor's core, and give it to the next (actor, node) in its queue, which is returned; None if the
+        queue is empty."""
+        core = self._core_of[actor]
+        del self._holder[core]
         if not self._waiting[core]:
             return None
-        found = self._waiting[core].popleft()
-        self._runs[core] = found[0]
-        return found
+        next_issue = self._waiting[core].popleft()
+        self._holder[core] = next_issue[0]
+        return next_issue
 
 
 class _Queues:
-    """When links have served what has come to them.
+    """Links as queues.
 
     Args:
-        bursts: (links,) as of `Events`.
+        bursts: (links,) as in `Events`.
     """
 
     def __init__(self, bursts: Sequence[float]) -> None:
@@ -383,12 +389,12 @@ class _Queues:
         self._free: dict[int, float] = {}
 
     def serve(self, now: float, link: int, seconds: float) -> tuple[float, float]:
-        """Return when a link lets a message's first byte through, and when its last one.
+        """Return the times at which the first and the last byte of a message pass a link.
 
         Args:
-            now: when the message comes to it.
-            link: which one.
-            seconds: that it takes the link.
+            now: time at which the message reaches the link.
+            link: number of the link.
+            seconds: for which the message occupies the link.
         """
         free = self._free.get(link, -float("inf"))
         rested = min(max(now - free, 0.0), self._bursts[link])
@@ -398,62 +404,66 @@ class _Queues:
 
 
 FULL = 1.0 + 1e-9
-"""A link is overbooked above this demand; sums in another order differ by less."""
+"""Demand above which a link is oversubscribed; sums in another order differ by less than the margin."""
 
 
 class Use(NamedTuple):
-    """What a movement wants of a link."""
+    """A movement's demand for a link."""
 
     part: float
-    """Of the link at speed 1."""
+    """Part of the link that the movement uses at speed 1."""
     messages: float
-    """That share it."""
+    """Messages that share that part."""
 
 
 def speeds(uses: Sequence[Mapping[int, Use]]) -> list[float]:
     """Return the speed of each of several movements, 0 to 1.
 
     Args:
-        uses: of each: by link; the part of its slowest link is 1.
+        uses: demand of each movement, by link; the part of its slowest link is 1.
     """
     users: dict[int, list[int]] = {}
     demand: dict[int, float] = {}
     for number, use in enumerate(uses):
-        for link, each in use.items():
+        for link, want in use.items():
             users.setdefault(link, []).append(number)
-            demand[link] = demand.get(link, 0.0) + each.part
-    links = {
-        link: _Contested({number: uses[number][link] for number in who})
-        for link, who in users.items()
+            demand[link] = demand.get(link, 0.0) + want.part
+    oversubscribed = {
+        link: _Contested({number: uses[number][link] for number in numbers})
+        for link, numbers in users.items()
         if demand[link] > FULL
     }
-    of = [[link for link in use if link in links] for use in uses]
-    found = [1.0] * len(uses)
-    coming = [(links[link].speed(number), link, number, 0) for number, on in enumerate(of) for link in on]
-    heapq.heapify(coming)
+    contested_links = [[link for link in use if link in oversubscribed] for use in uses]
+    settled = [1.0] * len(uses)
+    queue = [
+        (oversubscribed[link].speed(number), link, number, 0)
+        for number, links_used in enumerate(contested_links)
+        for link in links_used
+    ]
+    heapq.heapify(queue)
     fixed: set[int] = set()
-    while coming:
-        speed, link, number, version = heapq.heappop(coming)
+    while queue:
+        speed, link, number, version = heapq.heappop(queue)
         if speed >= 1.0:
             break
         if number in fixed:
             continue
-        contested = links[link]
+        contested = oversubscribed[link]
         if version != contested.version:
-            heapq.heappush(coming, (contested.speed(number), link, number, contested.version))
+            heapq.heappush(queue, (contested.speed(number), link, number, contested.version))
             continue
-        found[number] = speed
+        settled[number] = speed
         fixed.add(number)
-        for other in of[number]:
-            links[other].take(number, speed)
-    return _fill_up(uses, of, found)
+        for other_link in contested_links[number]:
+            oversubscribed[other_link].take(number, speed)
+    return _fill_up(uses, contested_links, settled)
 
 
 class _Contested:
-    """A link that is wanted by too many, while speeds are settled one after the other, the slowest first.
+    """An oversubscribed link, while speeds are fixed one movement after the other, slowest first.
 
     Args:
-        wants: what each movement wants of it.
+        wants: demand of each movement for the link.
     """
 
     def __init__(self, wants: dict[int, Use]) -> None:
@@ -461,45 +471,45 @@ class _Contested:
         self._spare = 1.0
         self._level: float | None = None
         self.version = 0
-        """Grows when a movement's speed is settled, after which the others may go faster here."""
+        """Incremented when a movement's speed is fixed, after which the others may run faster on this link."""
 
     def speed(self, number: int) -> float:
-        """Return the speed that a movement may have by this link, as far as is settled."""
+        """Return the speed that this link allows a movement, given the speeds fixed so far."""
         if self._level is None:
             self._level = _level(list(self._wants.values()), self._spare)
         want = self._wants[number]
         return min(1.0, self._level * want.messages / want.part)
 
     def take(self, number: int, speed: float) -> None:
-        """Settle a movement's speed."""
+        """Fix a movement's speed."""
         self._spare -= speed * self._wants.pop(number).part
         self._level = None
         self.version += 1
 
 
 def _level(wants: list[Use], spare: float) -> float:
-    """Return the part of a link that no message gets more of, if each movement is to get what it wants up to that."""
-    left, messages = max(spare, 0.0), sum(use.messages for use in wants)
+    """Return the largest part of a link that any message gets, if each movement gets its demand up to that limit."""
+    unused, messages = max(spare, 0.0), sum(use.messages for use in wants)
     for use in sorted(wants, key=lambda use: use.part / use.messages):
-        equal = left / messages
+        equal = unused / messages
         if use.part > equal * use.messages:
             return equal
-        left -= use.part
+        unused -= use.part
         messages -= use.messages
     return float("inf")
 
 
-def _fill_up(uses: Sequence[Mapping[int, Use]], of: list[list[int]], found: list[float]) -> list[float]:
-    """Give what is left on every contested link to those that can still use it, the slowest first."""
+def _fill_up(uses: Sequence[Mapping[int, Use]], contested_links: list[list[int]], settled: list[float]) -> list[float]:
+    """Distribute what is left on every oversubscribed link to the movements that can use it, slowest first."""
     spare: dict[int, float] = {}
-    for number, on in enumerate(of):
-        for link in on:
-            spare[link] = spare.get(link, 1.0) - found[number] * uses[number][link].part
-    for number in sorted(range(len(uses)), key=lambda number: (found[number], number)):
-        room = min((spare[link] / uses[number][link].part for link in of[number]), default=1.0)
-        more = min(1.0 - found[number], room)
+    for number, links_used in enumerate(contested_links):
+        for link in links_used:
+            spare[link] = spare.get(link, 1.0) - settled[number] * uses[number][link].part
+    for number in sorted(range(len(uses)), key=lambda number: (settled[number], number)):
+        room = min((spare[link] / uses[number][link].part for link in contested_links[number]), default=1.0)
+        more = min(1.0 - settled[number], room)
         if more > 0:
-            found[number] += more
-            for link in of[number]:
+            settled[number] += more
+            for link in contested_links[number]:
                 spare[link] -= more * uses[number][link].part
-    return found
+    return settled

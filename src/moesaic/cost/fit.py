@@ -1,7 +1,8 @@
-"""Start-up cost and rate from measured times, with relative weights; and the refusal to fit noise.
+"""Fits start-up cost and rate to measured times, with relative weights, and refuses to fit noise.
 
-An ordinary fit over sizes from a kilobyte to a hundred megabytes has an R2 above 0.99 and is wrong by up to 78 % below 256
-KiB (measured on the emulated cluster), because only the largest times count. Weighted by 1 / time every size counts alike.
+An ordinary fit over sizes from a kilobyte to a hundred megabytes has an R2 above 0.99, but is wrong by up to 78 % below
+256 KiB (measured on the emulated cluster), because only the largest times count. With weights 1 / time, all sizes count
+equally.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from moesaic.cost.cluster import check_not_negative
 from moesaic.errors import InputError
 
 MAX_SPREAD = 0.25
-"""Spread of repeats, as a share of their median, above which times are noise."""
+"""Spread of repeats, as a share of their median, above which times are considered noise."""
 MIN_R2 = 0.9
-"""Share of the relative variation that the line has to explain."""
+"""Share of the relative variation that the line must explain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,7 @@ class Fit:
     """t = alpha + beta * bytes."""
 
     alpha: float = 0.0
-    """Seconds of start-up."""
+    """Start-up cost in seconds."""
     beta: float = 0.0
     """Seconds per byte."""
     r2: float = 1.0
@@ -35,9 +36,9 @@ class Fit:
     worst: float = 0.0
     """Largest error of the line, as a share of the median measured."""
     residuals: tuple[float, ...] = ()
-    """Per size, ascending: the median measured over the line, less 1."""
+    """By ascending size, the measured median over the line's value, minus 1."""
     what: str = "fit"
-    """What was measured, for messages."""
+    """Name of the measurement, for messages."""
 
     def __post_init__(self) -> None:
         for name in ("alpha", "beta", "spread", "worst"):
@@ -49,24 +50,24 @@ class Fit:
 
     @property
     def trouble(self) -> str:
-        """Why nobody should rely on the line, in words; "" where they may."""
+        """Reason not to rely on the line; "" if it is reliable."""
         if self.r2 >= MIN_R2:
             return ""
         return f"{self.what}: the times do not lie on a line over size, r2 {self.r2:.2f}, at least {MIN_R2}"
 
 
 def fit(num_bytes: Sequence[float], seconds: Sequence[Sequence[float]], *, what: str = "fit") -> Fit:
-    """Fit start-up cost and rate, neither below 0, to the medians of repeats, each weighted by 1 / time.
+    """Fit start-up cost and rate, both at least 0, to the medians of repeats. Each size has weight 1 / time.
 
     Args:
         num_bytes: sizes, at least three different ones.
-        seconds: repeats of each size.
-        what: was measured, for messages.
+        seconds: repeats for each size.
+        what: name of the measurement, for messages.
 
     Raises:
-        InputError: for too few sizes, or times that are none.
+        InputError: for too few sizes or invalid times.
     """
-    from scipy.optimize import nnls  # slow to import, and whoever reads a profile needs the class alone
+    from scipy.optimize import nnls  # slow to import, and readers of a profile need only the class
 
     sizes = np.asarray(num_bytes, dtype=np.float64)
     if len(sizes) != len(seconds) or len(np.unique(sizes)) < 3:
@@ -78,15 +79,15 @@ def fit(num_bytes: Sequence[float], seconds: Sequence[Sequence[float]], *, what:
     quartiles = [np.percentile(repeats, [25, 75]) for repeats in times]
     spread = max(float((high - low) / median) for (low, high), median in zip(quartiles, medians))
     scale = sizes.max()
-    table = np.stack([1 / medians, sizes / scale / medians], axis=1)
-    (alpha, beta), _ = nnls(table, np.ones(len(sizes)))
+    design = np.stack([1 / medians, sizes / scale / medians], axis=1)
+    (alpha, beta), _ = nnls(design, np.ones(len(sizes)))
     beta /= scale
     predicted = alpha + beta * sizes
     errors = np.abs(predicted / medians - 1)
     logs = np.log(medians)
-    total = float(((logs - logs.mean()) ** 2).sum())
-    left = float(((logs - np.log(np.maximum(predicted, 1e-300))) ** 2).sum())
-    r2 = 1 - left / total if total > 0 else (1.0 if left < 1e-12 else 0.0)
+    variation = float(((logs - logs.mean()) ** 2).sum())
+    residual = float(((logs - np.log(np.maximum(predicted, 1e-300))) ** 2).sum())
+    r2 = 1 - residual / variation if variation > 0 else (1.0 if residual < 1e-12 else 0.0)
     return Fit(
         alpha=float(alpha), beta=float(beta), r2=r2, spread=spread, worst=float(errors.max()),
         residuals=tuple((medians / predicted - 1)[np.argsort(sizes)].tolist()), what=what,

@@ -1,10 +1,11 @@
-"""What one call of a layer holds at most on each rank, forward and backward: bytes, derived from the programs that run.
+"""Peak memory of one layer call on each rank, forward and backward: bytes, derived from the programs that run.
 
-The executor's walk through a program is followed step by step: a slot lives from its writing to its last reading, messages from
-the departure to the landing, and experts keep and need what their kernels do. So each step holds so many bytes per row of
-some slots: a table made once. The rows of a call, which every rank knows of all ranks, then say what the call holds.
+This module follows the executor's walk through a program step by step. A slot lives from the task that writes it to the
+last task that reads it, messages from departure to landing, and experts keep and need what their kernels do. So each
+step holds a number of bytes per row of some slots, in a table that is computed once. The rows of a call, which every
+rank knows for all ranks, then give the bytes of the call.
 
-Not counted: what is there before the call (input, parameters, the gradient of the result), and the router.
+Not counted: memory allocated before the call (input, parameters, gradient of the result), and the router.
 """
 
 from __future__ import annotations
@@ -27,41 +28,42 @@ from moesaic.program.sizes import AbstractLayoutIndex, CallSizes, Move
 from moesaic.program.task import Kind, Lane, Layout, Op, Program, Slot, Task
 
 INDEX = 16
-"""Bytes of a copy's token and expert, int64 both."""
+"""Bytes of a copy's token and expert index, both int64."""
 WIDE = 4
-"""Bytes of a number in which sums are taken, at least."""
+"""Smallest number of bytes of the elements in which sums are accumulated."""
 CODED_ROWS = 4096
-"""Rows over which the bytes of a coded row are averaged."""
+"""Number of rows over which the bytes of an encoded row are averaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSizes:
-    """What experts hold, in numbers of the layer's dtype."""
+    """Memory of experts, in numbers of the layer's dtype."""
 
     dim: int
     """Width of a token."""
     units: int
-    """Rows into which one shard of an expert is packed when weights travel: its hidden units."""
+    """Rows into which one shard of an expert is packed when weights are sent: its hidden units."""
     unit_numbers: int
-    """Numbers in such a row."""
+    """Numbers per packed row."""
     kept: int
-    """Numbers that a row's experts keep from forward to backward besides the row."""
+    """Numbers per row that experts keep from forward to backward besides the row."""
     forward: int
-    """Numbers per row at work in the forward pass besides input, result and what is kept."""
+    """Temporary numbers per row in the forward pass, besides input, result and what is kept."""
     backward: int
-    """The same in the backward pass, besides input, its gradient, that of the result and what was kept."""
+    """Temporary numbers per row in the backward pass, besides the input, its gradient, the result's gradient and what
+    was kept."""
     element_bytes: int
 
     @classmethod
     def stacked(cls, dim: int, units: int, matrices: int, element_bytes: int, *, bias: bool = False) -> ExpertSizes:
-        """Return those of built-in experts: kept is what the matrices give that read the token.
+        """Return the sizes of built-in experts, which keep the results of all matrices that read the token.
 
         Args:
             dim: width of a token.
             units: hidden units of one shard of an expert.
-            matrices: of an expert: 3 for SwiGLU, 2 for a plain one.
-            element_bytes: of a number.
-            bias: experts have biases.
+            matrices: matrices per expert: 3 for SwiGLU, 2 for plain experts.
+            element_bytes: bytes of a number.
+            bias: whether experts have biases.
         """
         return cls(
             dim=dim, units=units, unit_numbers=matrices * dim + (matrices - 1) * bias, kept=(matrices - 1) * units,
@@ -70,7 +72,7 @@ class ExpertSizes:
 
 
 class _Hop(NamedTuple):
-    """Rows that a rank sends, or receives, in one hop of a movement."""
+    """Rows that a rank sends or receives in one hop of a movement."""
 
     move: Move
     link: str
@@ -81,42 +83,42 @@ class _Hop(NamedTuple):
 
 _Term = Layout | _Hop
 Bytes = Counter[_Term]
-"""Bytes per row of slots and hops."""
+"""Bytes per row, by slot layout or hop."""
 
 
 class HeldBytes:
-    """What calls under one plan hold.
+    """Computes the memory of calls under one plan.
 
     Args:
         programs: forward and backward, lowered.
-        shapes: their pieces.
-        experts: of the layer.
+        shapes: pieces of their layouts.
+        experts: memory of the layer's experts.
     """
 
     def __init__(self, programs: tuple[Program, Program], shapes: AbstractLayoutIndex, experts: ExpertSizes) -> None:
         self.shapes, self.experts, self._legs = shapes, experts, cache(legs_by_hop)
         forward, backward = (_Walk(program, shapes, experts) for program in programs)
         names = [name for name in programs[1].inputs if name in forward.slots and name in backward.slots]
-        kept = _joined([backward.slot_bytes(name) for name in names])
-        kept += _joined([forward.kept_inside(task) for task in programs[0].tasks if task.op is Op.EXPERT])
+        kept_bytes = _total_bytes([backward.slot_bytes(name) for name in names])
+        kept_bytes += _total_bytes([forward.kept_inside(task) for task in programs[0].tasks if task.op is Op.EXPERT])
         steps = [*forward.steps(set(names)), *backward.steps(set())]
-        wide = max(WIDE, experts.element_bytes)
+        sum_bytes = max(WIDE, experts.element_bytes)
         tokens, weights = forward.slots["x"].layout, forward.slots["w"].layout
-        sums = _of(tokens, experts.dim * wide) + _of(weights, experts.unit_numbers * wide)
-        if wide > experts.element_bytes:
-            sums += _of(tokens, experts.dim * experts.element_bytes)
-        self._terms = list(dict.fromkeys(term for step in (*steps, kept, sums) for term in step))
+        sums = _bytes_of(tokens, experts.dim * sum_bytes) + _bytes_of(weights, experts.unit_numbers * sum_bytes)
+        if sum_bytes > experts.element_bytes:
+            sums += _bytes_of(tokens, experts.dim * experts.element_bytes)
+        self._terms = list(dict.fromkeys(term for step in (*steps, kept_bytes, sums) for term in step))
         self._steps = np.unique(self._table(steps), axis=0)
-        self._kept, self._sums = self._table([kept, sums])
+        self._kept, self._sums = self._table([kept_bytes, sums])
 
     def peak(self, sizes: CallSizes) -> np.ndarray:
-        """Return the most bytes that a call holds on each rank if it runs as a whole, (world,)."""
-        most: np.ndarray = (self._rows(sizes) @ self._steps.T).max(1)
-        return most
+        """Return the peak bytes of a call on each rank if it runs unsliced, (world,)."""
+        peak: np.ndarray = (self._rows(sizes) @ self._steps.T).max(1)
+        return peak
 
     def of_slice(self, sizes: CallSizes) -> tuple[np.ndarray, np.ndarray]:
-        """Return the most bytes that a slice of a call holds on each rank with the sums over all slices, and those of them that
-        it keeps for the backward pass, (world,) both."""
+        """Return the peak bytes of a slice of a call, including the sums over all slices, and the part of these bytes
+        that the slice keeps for backward; both (world,)."""
         rows = self._rows(sizes)
         return (rows @ self._steps.T).max(1) + rows @ self._sums, rows @ self._kept
 
@@ -125,9 +127,9 @@ class HeldBytes:
 
     def _rows(self, sizes: CallSizes) -> np.ndarray:
         """Return the rows of each term on each rank, (world, terms)."""
-        return np.stack([self._of(term, sizes) for term in self._terms], axis=1).astype(np.float64)
+        return np.stack([self._term_rows(term, sizes) for term in self._terms], axis=1).astype(np.float64)
 
-    def _of(self, term: _Term, sizes: CallSizes) -> np.ndarray:
+    def _term_rows(self, term: _Term, sizes: CallSizes) -> np.ndarray:
         if not isinstance(term, _Hop):
             return sizes.rows_of_ranks(term)
         source, target, *ends = self._paths(term)
@@ -135,18 +137,18 @@ class HeldBytes:
         return np.bincount(ends[term.arrives], weights=rows, minlength=sizes.grid.world).astype(np.int64)
 
     def _paths(self, term: _Hop) -> np.ndarray:
-        """Return source and target of each packet of a hop, and of its leg, (4, packets) int64."""
+        """Return source and target of each packet of a hop, and of the leg that it takes, (4, packets) int64."""
         legs = self._legs(ALL_TO_ALLS[term.link], self.shapes.grid, term.group)
         return legs.get(term.hop, np.zeros((4, 0), dtype=np.int64))
 
 
 class _Walk:
-    """One program, walked through as the executor does.
+    """One program, with the memory of its slots and tasks.
 
     Args:
         program: lowered.
-        shapes: its pieces.
-        experts: of the layer.
+        shapes: pieces of its layouts.
+        experts: memory of the layer's experts.
     """
 
     def __init__(self, program: Program, shapes: AbstractLayoutIndex, experts: ExpertSizes) -> None:
@@ -157,21 +159,26 @@ class _Walk:
         self._slowest = Lane.INTER if between else Lane.INTRA
 
     def slot_bytes(self, name: str) -> Bytes:
-        """Return the bytes of a slot."""
+        """Return the bytes per row of a slot."""
         slot = self.slots[name]
-        return _of(slot.layout, self._row_bytes(slot))
+        return _bytes_of(slot.layout, self._row_bytes(slot))
 
     def kept_inside(self, task: Task) -> Bytes:
-        """Return the bytes that an expert task keeps besides its input."""
+        """Return the bytes that an expert task keeps for backward besides its input."""
         return self._inside(task, self.experts.kept)
 
     def _inside(self, task: Task, numbers: int) -> Bytes:
-        """Return bytes of so many numbers per row of an expert task and shard of the hidden width that it computes."""
+        """Return the bytes of `numbers` numbers per row of an expert task and per shard of the hidden width that the
+        task computes."""
         rows = next(self.slots[name] for name in task.reads if self.slots[name].kind is Kind.ROWS)
         weights = next(self.slots[name] for name in task.reads if self.slots[name].layout.flow == "weights")
-        held = [len(self.shapes.pieces(weights.layout, rank).number) for rank in range(self.shapes.grid.world)]
-        shards = max(1, max(held) // max(1, len(self.shapes.experts(weights.layout, int(np.argmax(held))))))
-        return _of(rows.layout, numbers * shards * self.experts.element_bytes)
+        pieces_by_rank = [
+            len(self.shapes.pieces(weights.layout, rank).number) for rank in range(self.shapes.grid.world)
+        ]
+        shards = max(
+            1, max(pieces_by_rank) // max(1, len(self.shapes.experts(weights.layout, int(np.argmax(pieces_by_rank)))))
+        )
+        return _bytes_of(rows.layout, numbers * shards * self.experts.element_bytes)
 
     def _row_bytes(self, slot: Slot) -> int:
         experts = self.experts
@@ -184,55 +191,61 @@ class _Walk:
         return experts.dim * experts.element_bytes
 
     def steps(self, stay: set[str]) -> list[Bytes]:
-        """Return what is alive at each step.
+        """Return the bytes that are alive at each step.
 
         Args:
-            stay: slots that live to the end, besides the outputs; what experts keep does so too, in a forward program.
+            stay: slots that live to the end besides the outputs. What experts keep lives to the end of a forward
+                program anyway.
         """
-        run = _Alive(self, stay)
-        for number, bundle in enumerate(run.bundles):
-            tasks = [self.program.tasks[each] for each in bundle]
+        alive = _Alive(self, stay)
+        for number, bundle in enumerate(alive.bundles):
+            tasks = [self.program.tasks[task_number] for task_number in bundle]
             for name in dict.fromkeys(name for task in tasks for name in task.reads):
-                run.settle(name)
+                alive.settle(name)
             if tasks[0].op in (Op.MOVE, Op.HOP):
-                run.depart(number, tasks)
+                alive.depart(number, tasks)
             else:
-                run.compute(tasks[0])
-            run.free(number)
-        for name in list(run.arriving):
-            run.settle(name)
-        return run.found
+                alive.compute(tasks[0])
+            alive.free(number)
+        for name in list(alive.arriving):
+            alive.settle(name)
+        return alive.bytes_by_step
 
     def messages(self, task: Task, *, joined: bool) -> tuple[Bytes, Bytes, bool]:
-        """Return the bytes of a movement's messages on both sides, and whether the slot that it writes is the buffer.
+        """Return the bytes of a movement's send buffers and receive buffers, and whether the receive buffer is the slot
+        itself.
 
         Args:
             task: a move or a hop.
-            joined: it travels with others as one message, so that rows are copied in and out.
+            joined: whether it travels with other movements as one message, so that rows are copied in and out.
         """
         (source, move), target = ends_of(task, self.slots), self.slots[task.writes[0]]
         if task.op is Op.HOP:
-            size = self.coded(source, self._codecs.get(task.of, ""))
-            way = _Hop(move, task.link, task.group, task.hop, arrives=False)
-            return _of(way, size), _of(way._replace(arrives=True), size), False
+            row_bytes = self.coded(source, self._codecs.get(task.of, ""))
+            sends = _Hop(move, task.link, task.group, task.hop, arrives=False)
+            return _bytes_of(sends, row_bytes), _bytes_of(sends._replace(arrives=True), row_bytes), False
         world = range(self.shapes.grid.world)
-        sent, received = ([one(move, rank) for rank in world] for one in (self.shapes.sent, self.shapes.received))
-        held, made = ([self.shapes.pieces(layout, rank) for rank in world] for layout in (move.source, move.target))
-        leaves = _of(source.layout, self._row_bytes(source) * _times(sent, held))
-        if not joined and _is_whole(sent, held):
+        sent, received = (
+            [matches_of(move, rank) for rank in world] for matches_of in (self.shapes.sent, self.shapes.received)
+        )
+        source_pieces, target_pieces = (
+            [self.shapes.pieces(layout, rank) for rank in world] for layout in (move.source, move.target)
+        )
+        leaves = _bytes_of(source.layout, self._row_bytes(source) * _max_uses(sent, source_pieces))
+        if not joined and _is_whole(sent, source_pieces):
             leaves = Counter()
         if source.layout.flow == "weights":
             leaves += self.slot_bytes(task.reads[0])  # packed
-        arrives = _of(target.layout, self._row_bytes(target) * _times(received, made))
-        return leaves, arrives, not joined and _is_whole(received, made)
+        arrives = _bytes_of(target.layout, self._row_bytes(target) * _max_uses(received, target_pieces))
+        return leaves, arrives, not joined and _is_whole(received, target_pieces)
 
     def stays(self, task: Task) -> bool:
-        """Whether a move leaves all rows where they are, on every rank."""
+        """Return whether a move leaves all rows where they are, on every rank."""
         _, move = ends_of(task, self.slots)
         return all(self.shapes.stays(move, rank) for rank in range(self.shapes.grid.world))
 
     def coded(self, slot: Slot, codec: str | None) -> int:
-        """Return the bytes of a row of a slot in a message."""
+        """Return the bytes of a slot's row in a message."""
         size = self._row_bytes(slot)
         if not codec or not is_coded(codec) or slot.kind not in (Kind.ROWS, Kind.TOKENS):
             return size
@@ -240,7 +253,7 @@ class _Walk:
         return int(np.ceil(codec_spec(codec).num_bytes(CODED_ROWS, self.experts.dim, dtype) / CODED_ROWS))
 
     def scratch(self, task: Task) -> Bytes:
-        """Return what a task needs while it runs, besides what it reads and writes."""
+        """Return the temporary bytes of a task while it runs, besides the slots that it reads and writes."""
         size = self.experts.element_bytes
         if task.op is Op.EXPERT:
             return self._inside(task, self.experts.forward)
@@ -248,80 +261,80 @@ class _Walk:
             return self._inside(task, self.experts.backward)
         if task.op is Op.COMBINE and size < WIDE:  # rows and their sums in float32
             rows, tokens = self.slots[task.reads[0]].layout, self.slots[task.writes[0]].layout
-            return _of(rows, self.experts.dim * WIDE) + _of(tokens, self.experts.dim * WIDE)
+            return _bytes_of(rows, self.experts.dim * WIDE) + _bytes_of(tokens, self.experts.dim * WIDE)
         if task.op is Op.UNPACK:
             return self.slot_bytes(task.writes[0])
         if task.op is Op.ADD and size < WIDE:
-            return _joined([self.slot_bytes(name) for name in (*task.reads, *task.writes)])
+            return _total_bytes([self.slot_bytes(name) for name in (*task.reads, *task.writes)])
         return Counter()
 
 
 class _Alive:
-    """What is alive while a program runs."""
+    """The memory that is alive while a program runs."""
 
     def __init__(self, walk: _Walk, stay: set[str]) -> None:
         self._walk, program = walk, walk.program
         self.bundles = bundles(program)
-        self.found: list[Bytes] = []
+        self.bytes_by_step: list[Bytes] = []
         self.arriving: dict[str, int] = {}
-        """Slots that are under way, and the bundle in which they travel."""
+        """Slots in flight, with the bundle in which each travels."""
         self._flights: dict[int, list[Bytes]] = {}
-        self._lands_in_place: set[str] = set()
-        self._idle: Bytes = Counter()
-        """Scratch memory of products that wait until rows are on their way."""
-        self._root: dict[str, str] = {}
-        self._last: dict[str, int] = {}
-        there = {"x", "w", "b", *(name for name in program.inputs if name.endswith("'"))}
-        self._alive = {name: walk.slot_bytes(name) for name in program.inputs if name not in there}
+        self._arrive_in_place: set[str] = set()
+        self._deferred: Bytes = Counter()
+        """Temporary memory of deferred weight-gradient products, which run while rows are in flight."""
+        self._storage_of: dict[str, str] = {}
+        self._last_use: dict[str, int] = {}
+        allocated_before = {"x", "w", "b", *(name for name in program.inputs if name.endswith("'"))}
+        self._alive = {name: walk.slot_bytes(name) for name in program.inputs if name not in allocated_before}
         forward = {task.name: task for task in program.tasks if task.op is Op.EXPERT_GRAD}
         self._alive |= {f"{name}*": walk.kept_inside(task) for name, task in forward.items()}
         for number, bundle in enumerate(self.bundles):
-            for task in (program.tasks[each] for each in bundle):
+            for task in (program.tasks[task_number] for task_number in bundle):
                 if task.op is Op.MOVE and walk.stays(task):
-                    self._root[task.writes[0]] = self._of(task.reads[0])
+                    self._storage_of[task.writes[0]] = self._storage(task.reads[0])
                 for name in (*task.reads, *task.writes, f"{task.name}*"):
-                    self._last[self._of(name)] = number
+                    self._last_use[self._storage(name)] = number
         for name in (*stay, *program.outputs):
-            self._last[self._of(name)] = len(self.bundles)
-        self._last |= {f"{task.name}*": len(self.bundles) for task in program.tasks if task.op is Op.EXPERT}
+            self._last_use[self._storage(name)] = len(self.bundles)
+        self._last_use |= {f"{task.name}*": len(self.bundles) for task in program.tasks if task.op is Op.EXPERT}
 
     def settle(self, name: str) -> None:
-        """Let messages land, if a slot is in them."""
-        number = self.arriving.get(name)
-        if number is None:
+        """Let the messages that carry a slot arrive, if it is in flight."""
+        bundle_number = self.arriving.get(name)
+        if bundle_number is None:
             return
-        flight = self._flights.pop(number)
-        if self._walk.program.tasks[self.bundles[number][0]].lane is self._walk._slowest:
-            self._idle = Counter()
-        landed = [each for each, other in self.arriving.items() if other == number]
-        packets = {each for each in landed if self._walk.slots[each].kind is Kind.PACKETS}
-        for each in landed:
-            del self.arriving[each]
-            if each not in self._lands_in_place | packets:
-                self._alive[each] = self._walk.slot_bytes(each)
-        self._note(*flight)
-        for each in landed:
-            if each in self._lands_in_place | packets:
-                self._alive[each] = flight[1] if each in packets else self._walk.slot_bytes(each)
+        flight = self._flights.pop(bundle_number)
+        if self._walk.program.tasks[self.bundles[bundle_number][0]].lane is self._walk._slowest:
+            self._deferred = Counter()
+        landed = [slot_name for slot_name, other_number in self.arriving.items() if other_number == bundle_number]
+        packets = {slot_name for slot_name in landed if self._walk.slots[slot_name].kind is Kind.PACKETS}
+        for slot_name in landed:
+            del self.arriving[slot_name]
+            if slot_name not in self._arrive_in_place | packets:
+                self._alive[slot_name] = self._walk.slot_bytes(slot_name)
+        self._record(*flight)
+        for slot_name in landed:
+            if slot_name in self._arrive_in_place | packets:
+                self._alive[slot_name] = flight[1] if slot_name in packets else self._walk.slot_bytes(slot_name)
 
     def depart(self, number: int, tasks: Sequence[Task]) -> None:
-        """Send what a bundle of movements, or a hop, carries."""
+        """Send the messages of a bundle of movements, or of a hop."""
         moving = [task for task in tasks if task.op is Op.HOP or not self._walk.stays(task)]
         if not moving:
             return
-        leaves: Bytes = Counter()
-        arrives: Bytes = Counter()
+        send_buffers: Bytes = Counter()
+        receive_buffers: Bytes = Counter()
         for task in moving:
-            out, back, in_place = self._walk.messages(task, joined=len(moving) > 1)
-            leaves, arrives = leaves + out, arrives + back
+            sent, received, in_place = self._walk.messages(task, joined=len(moving) > 1)
+            send_buffers, receive_buffers = send_buffers + sent, receive_buffers + received
             self.arriving[task.writes[0]] = number
             if in_place:
-                self._lands_in_place.add(task.writes[0])
-        self._flights[number] = [leaves, arrives]
-        self._note()
+                self._arrive_in_place.add(task.writes[0])
+        self._flights[number] = [send_buffers, receive_buffers]
+        self._record()
 
     def compute(self, task: Task) -> None:
-        """Run a task that needs no other rank."""
+        """Run a task that involves no other rank."""
         walk = self._walk
         for name in task.writes:
             if walk.slots[name].kind is Kind.PACKETS:
@@ -329,49 +342,49 @@ class _Alive:
                 source = walk.slots[task.of[0]]
                 self._alive[name] = walk.slot_bytes(task.of[0])
                 if walk.coded(source, task.codec) < walk.coded(source, ""):
-                    self._alive[name] = self._alive[name] + _of(source.layout, walk.coded(source, task.codec))
+                    self._alive[name] = self._alive[name] + _bytes_of(source.layout, walk.coded(source, task.codec))
             else:
                 self._alive[name] = walk.slot_bytes(name)
         if task.op is Op.EXPERT:
             self._alive[f"{task.name}*"] = walk.kept_inside(task)
         scratch = walk.scratch(task)
-        self._note(scratch)
+        self._record(scratch)
         if task.op is Op.EXPERT_GRAD:
-            self._idle = scratch
+            self._deferred = scratch
 
     def free(self, number: int) -> None:
-        """Free what nothing reads any more; what is being sent as it stands lives until it has landed."""
-        for name in [name for name in self._alive if self._last.get(self._of(name), -1) <= number]:
-            gone = self._alive.pop(name)
+        """Free slots that no later task reads. A slot that is sent without a copy lives until its messages have arrived."""
+        for name in [name for name in self._alive if self._last_use.get(self._storage(name), -1) <= number]:
+            freed = self._alive.pop(name)
             if number in self._flights and not self._flights[number][0]:
-                self._flights[number].append(gone)
+                self._flights[number].append(freed)
 
-    def _of(self, name: str) -> str:
-        while name in self._root:
-            name = self._root[name]
+    def _storage(self, name: str) -> str:
+        while name in self._storage_of:
+            name = self._storage_of[name]
         return name
 
-    def _note(self, *more: Bytes) -> None:
-        flying = [each for flight in self._flights.values() for each in flight]
-        self.found.append(_joined([*self._alive.values(), *flying, self._idle, *more]))
+    def _record(self, *extra: Bytes) -> None:
+        flying = [buffers for flight in self._flights.values() for buffers in flight]
+        self.bytes_by_step.append(_total_bytes([*self._alive.values(), *flying, self._deferred, *extra]))
 
 
-def _of(term: _Term, size: int) -> Bytes:
+def _bytes_of(term: _Term, size: int) -> Bytes:
     return Counter({term: size})
 
 
-def _joined(parts: Iterable[Mapping[_Term, int]]) -> Bytes:
-    found: Bytes = Counter()
+def _total_bytes(parts: Iterable[Mapping[_Term, int]]) -> Bytes:
+    total: Bytes = Counter()
     for part in parts:
-        found.update(part)
-    return found
+        total.update(part)
+    return total
 
 
-def _is_whole(matches: Sequence, held: Sequence) -> bool:
-    """Whether messages are, on every rank, all rows of a slot in its order."""
-    return all(match.in_order and len(match.places) == len(slot.number) for match, slot in zip(matches, held))
+def _is_whole(matches: Sequence, slots: Sequence) -> bool:
+    """Return whether the messages of every rank are all rows of a slot, in its order."""
+    return all(match.in_order and len(match.places) == len(slot.number) for match, slot in zip(matches, slots))
 
 
-def _times(matches: Sequence, held: Sequence) -> int:
-    """Return how often a slot's rows are in its messages, at most."""
-    return max(-(-len(match.places) // max(1, len(slot.number))) for match, slot in zip(matches, held))
+def _max_uses(matches: Sequence, slots: Sequence) -> int:
+    """Return the largest number of times that a slot's rows occur in its messages."""
+    return max(-(-len(match.places) // max(1, len(slot.number))) for match, slot in zip(matches, slots))

@@ -1,8 +1,8 @@
-"""How much memory a plan needs on a rank: weights, gradients, optimizer, activations kept for backward, buffers.
+"""Memory that a plan needs on a rank: weights, gradients, optimizer state, activations kept for backward, buffers.
 
-What a layer keeps is what its backward program reads of the forward one; what it needs besides is the most that is alive at
-once, slot by slot, in the program's order. So a plan that gathers weights, sends a token to more shards or cuts into chunks
-shows it.
+A layer keeps what its backward program reads of the forward program's slots. Its buffers are the largest sum of slots
+alive at once, in the program's order. So the estimate reflects plans that gather weights, send a token to more shards,
+or cut into chunks.
 """
 
 from __future__ import annotations
@@ -16,62 +16,64 @@ from moesaic.program.task import Kind, Op, Program
 
 GIB = 2**30
 FRAGMENTED = 1.05
-"""Bytes that PyTorch's allocator takes of a device over those of tensors: the median of seven layouts that SimuMax 1.2 ran with
-Megatron on eight B200, 1.03 to 1.07."""
+"""Bytes that PyTorch's allocator reserves on a device, over the bytes of tensors. Median of seven layouts that SimuMax
+1.2 ran with Megatron on eight B200; the range is 1.03 to 1.07."""
 
 
 def usable_bytes(cluster: ClusterSpec, reserve_gib: float) -> float:
-    """Return how many bytes of tensors a device holds.
+    """Return the bytes of tensors that fit on a device.
 
     Args:
-        cluster: whose devices.
-        reserve_gib: what the framework takes.
+        cluster: describes the devices.
+        reserve_gib: memory that the framework uses.
     """
     return (cluster.device.memory_gib - reserve_gib) * GIB / FRAGMENTED
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of one rank."""
+    """Memory of one rank, in bytes."""
 
     weights: float
     gradients: float
     optimizer: float
     activations: float
-    """Kept from forward to backward."""
+    """Kept from the forward to the backward pass."""
     buffers: float
-    """Alive for a while inside a layer."""
+    """Temporary memory inside a layer."""
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all parts."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
 
 
 def layer_memory(
     forward: Program, backward: Program, volumes: AbstractVolumes, memory_budget: int | None = None
 ) -> tuple[float, float]:
-    """Return the bytes that an MoE layer keeps for backward, and the most that it needs besides while it runs.
+    """Return the bytes that an MoE layer keeps for backward, and the most further bytes that it needs while it runs.
 
     Args:
         forward: the lowered program.
         backward: the lowered program of its gradients.
-        volumes: the rows; of several actors the one with the most counts.
-        memory_budget: bytes that the layer holds at most; None for no limit. What it keeps is the same share of them.
+        volumes: the rows; among several actors, the one with the most rows counts.
+        memory_budget: most bytes that the layer may hold; None for no limit. Both results shrink by the same factor to
+            fit it.
     """
-    there, back = (_slot_bytes(program, volumes) for program in (forward, backward))
-    kept = {name for name in backward.inputs if name in there}
-    saved = sum(there[name] for name in kept) + _hidden(forward, volumes)
-    besides = 0.0
-    for program, size in ((forward, there), (backward, back)):
-        most = peak_bytes(program, size, {*kept, *program.outputs})
-        besides = max(besides, most - sum(size[name] for name in kept))
-    part = 1.0 if memory_budget is None else min(1.0, memory_budget / max(saved + besides, 1.0))
-    return part * saved, part * besides
+    forward_bytes, backward_bytes = (_slot_bytes(program, volumes) for program in (forward, backward))
+    kept = {name for name in backward.inputs if name in forward_bytes}
+    saved = sum(forward_bytes[name] for name in kept) + _hidden(forward, volumes)
+    buffers = 0.0
+    for program, slot_bytes in ((forward, forward_bytes), (backward, backward_bytes)):
+        peak = peak_bytes(program, slot_bytes, {*kept, *program.outputs})
+        buffers = max(buffers, peak - sum(slot_bytes[name] for name in kept))
+    factor = 1.0 if memory_budget is None else min(1.0, memory_budget / max(saved + buffers, 1.0))
+    return factor * saved, factor * buffers
 
 
 def _hidden(program: Program, volumes: AbstractVolumes) -> float:
-    """Return the bytes of the experts' inner activations: the gate's and the rows' for SwiGLU, one for a plain expert."""
+    """Return the bytes of the experts' inner activations: gate and up rows for SwiGLU, one matrix's rows for plain
+    experts."""
     slots = {slot.name: slot for slot in program.slots}
     total = 0.0
     for task in program.tasks:
@@ -84,32 +86,36 @@ def _hidden(program: Program, volumes: AbstractVolumes) -> float:
 
 
 def _slot_bytes(program: Program, volumes: AbstractVolumes) -> dict[str, float]:
-    """Return the bytes of every slot on the rank where it is largest; stored weights count elsewhere."""
+    """Return the bytes of every slot on the rank where it is largest. Stored weights are 0, since they are counted
+    elsewhere."""
     slots = {slot.name: slot for slot in program.slots}
-    carries = {name: (slots[task.of[0]], task.codec) for task in program.tasks if task.of for name in task.writes}
+    packet_contents = {
+        name: (slots[task.of[0]], task.codec) for task in program.tasks if task.of for name in task.writes
+    }
     stored = {slot.name for slot in program.slots if slot.kind is Kind.WEIGHT} & {*program.inputs, *program.outputs}
-    found = {}
+    slot_bytes = {}
     for slot in program.slots:
-        source, codec = carries.get(slot.name, (slot, "")) if slot.kind is Kind.PACKETS else (slot, "")
+        source, codec = packet_contents.get(slot.name, (slot, "")) if slot.kind is Kind.PACKETS else (slot, "")
         rows = float(volumes.rows(slot.layout).max())
-        found[slot.name] = 0.0 if slot.name in stored else row_bytes(source, codec, rows, volumes.layer)
-    return found
+        slot_bytes[slot.name] = 0.0 if slot.name in stored else row_bytes(source, codec, rows, volumes.layer)
+    return slot_bytes
 
 
 def peak_bytes(program: Program, size: Mapping[str, float], stay: Iterable[str]) -> float:
-    """Return the most bytes alive at once; slots live from their writing to their last reading.
+    """Return the most bytes that are alive at once. A slot lives from the task that writes it to the last task that
+    reads it.
 
     Args:
         program: in the order in which it runs.
         size: bytes of every slot, by name.
         stay: slots that live to the end.
     """
-    last = {name: number for number, task in enumerate(program.tasks) for name in (*task.writes, *task.reads)}
-    last.update(dict.fromkeys(stay, len(program.tasks)))
+    last_use = {name: number for number, task in enumerate(program.tasks) for name in (*task.writes, *task.reads)}
+    last_use.update(dict.fromkeys(stay, len(program.tasks)))
     alive = sum(size[name] for name in program.inputs)
-    most = alive
+    peak = alive
     for number, task in enumerate(program.tasks):
         alive += sum(size[name] for name in task.writes)
-        most = max(most, alive)
-        alive -= sum(size[name] for name in {*task.reads, *task.writes} if last[name] == number)
-    return most
+        peak = max(peak, alive)
+        alive -= sum(size[name] for name in {*task.reads, *task.writes} if last_use[name] == number)
+    return peak

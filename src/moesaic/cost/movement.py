@@ -1,7 +1,8 @@
-"""What a program's tasks are to the simulator: movements with loads on links, and rows to compute on.
+"""A program's tasks as the simulator sees them: movements with loads on links, and rows to compute on.
 
-`AbstractVolumes` has two leaves: `Even` (`even.py`) for workloads in which all ranks do the same, one actor for all of them;
-`Counted` for a matrix of counts, an actor per rank: what the interpreter would send, to the row.
+`AbstractVolumes` has two subclasses. `Even` (`even.py`) serves workloads in which all ranks do the same, with one actor
+for all. `Counted` serves a matrix of counts, with one actor per rank, and matches what the interpreter would send to
+the row.
 """
 
 from __future__ import annotations
@@ -24,30 +25,30 @@ from moesaic.program.task import INDEX_BYTES, Kind, Layout, Op, Program, Slot, T
 from moesaic.program.validate import reduces
 
 DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32", 8: "float64"}
-"""The dtype of rows that a codec codes, by the bytes of an element: planning knows no more."""
+"""Dtype of the rows that a codec encodes, by bytes per element, since planning knows no more."""
 
 
 @dataclass(frozen=True)
 class Movement:
-    """Messages that start and end together, a connected part of what a task moves; or one message by itself."""
+    """Messages that start and end together: a connected part of a task's messages, or one message by itself."""
 
     actors: tuple[int, ...]
-    """Who sends or receives any of them, ascending."""
+    """Actors that send or receive any of the messages, ascending."""
     load: Load
     posts: np.ndarray
-    """(actors,) sends and receives that each of them posts."""
+    """(actors,) number of sends and receives that each actor posts."""
     sender: int | None = None
-    """Of a message that leaves as soon as its sender has come to it, and that its receiver alone waits for; its links are in
-    the order in which it passes them. None: all begin it together, and it ends for all."""
+    """Sender of a message that leaves when the sender reaches the task, and for which only its receiver waits; the
+    links of `load` are then in path order. None: all actors start the movement together and wait for its end."""
 
     @property
     def starters(self) -> tuple[int, ...]:
-        """Who must have come before it starts."""
+        """Actors that must reach the movement before it starts."""
         return self.actors if self.sender is None else (self.sender,)
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """For whom the task is not over before it has arrived."""
+        """Actors whose task ends only when the movement has arrived."""
         return tuple(actor for actor in self.actors if actor != self.sender)
 
 
@@ -60,7 +61,7 @@ class AbstractVolumes(ABC):
     @property
     @abstractmethod
     def num_actors(self) -> int:
-        """Ranks that are told apart."""
+        """Number of actors: ranks that are simulated separately."""
 
     @abstractmethod
     def rows(self, layout: Layout) -> np.ndarray:
@@ -68,20 +69,20 @@ class AbstractVolumes(ABC):
 
     @abstractmethod
     def rows_per_expert(self, layout: Layout) -> np.ndarray:
-        """Return for each actor the rows of each expert that it runs, zeros among them, (actors, experts) float64."""
+        """Return the rows of each expert that each actor runs, zeros included, (actors, experts) float64."""
 
     @abstractmethod
     def shards(self, weights: Layout) -> float:
-        """Return how much of an expert's hidden width a rank runs with weights of this layout, 0 to 1."""
+        """Return the share of an expert's hidden width that a rank computes with weights of this layout, 0 to 1."""
 
     @abstractmethod
     def movements(self, task: Task, slots: Mapping[str, Slot], codec: str) -> list[Movement]:
-        """Return what a move or hop puts on the links.
+        """Return the movements of a move or hop.
 
         Args:
             task: the move or hop.
-            slots: of its program, by name.
-            codec: of the rows that it carries; "" for none.
+            slots: slots of its program, by name.
+            codec: codec of the rows; "" for none.
         """
 
 
@@ -89,10 +90,10 @@ def row_bytes(slot: Slot, codec: str, rows: float, layer: Workload) -> float:
     """Return the bytes of a message.
 
     Args:
-        slot: that the rows come from.
-        codec: of token rows; "" for none.
-        rows: of the message; fractions are expected values.
-        layer: tells how large rows, weights and products are.
+        slot: slot that the rows come from.
+        codec: codec of token rows; "" for none.
+        rows: rows of the message; fractions are expected values.
+        layer: gives the sizes of rows, weights and products.
     """
     if slot.kind is Kind.LANE:
         return rows * 4
@@ -104,48 +105,48 @@ def row_bytes(slot: Slot, codec: str, rows: float, layer: Workload) -> float:
 
 
 def coded_bytes(codec: str, rows: float, dim: int, element_bytes: int) -> float:
-    """Return the bytes of one message.
+    """Return the bytes of a message of token rows.
 
     Args:
         codec: a codec's name; "" or "none" for none.
-        rows: of the message.
+        rows: rows of the message.
         dim: columns.
-        element_bytes: of a row's elements; 2 stands for bfloat16 (float16 rows under fp16 would need no scale).
+        element_bytes: bytes of a row's elements; 2 stands for bfloat16 (float16 rows under fp16 would need no scale).
 
     Raises:
-        InputError: there is no such codec, or it takes no rows of such elements.
+        InputError: if there is no such codec, or it does not support such elements.
     """
     spec = codec_spec(codec)
     if not is_coded(codec):
         return rows * dim * element_bytes
     if element_bytes not in DTYPES:
-        raise InputError(f"codec {codec} takes no elements of {element_bytes} bytes: use codec none for them")
+        raise InputError(f"codec {codec} does not support elements of {element_bytes} bytes: use codec none for them")
     return spec.num_bytes(rows, dim, DTYPES[element_bytes])
 
 
 def ends_of(task: Task, slots: Mapping[str, Slot]) -> tuple[Slot, Move]:
-    """Return the source slot of a move or hop, and the movement that it is, or is a part of."""
+    """Return the source slot of a move or hop, and the whole movement to which the task belongs."""
     source, target = (slots[name] for name in (task.of or (task.reads[0], task.writes[0])))
     return source, Move(source.layout, target.layout, task.group, reduces(source, target))
 
 
 def movements_of(program: Program, volumes: AbstractVolumes) -> list[list[Movement]]:
-    """Return the movements of each task of a program; none where it moves nothing."""
+    """Return the movements of each task of a program; an empty list for a task that moves nothing."""
     slots = {slot.name: slot for slot in program.slots}
-    codecs = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}
+    codec_of = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}
     return [
-        volumes.movements(task, slots, codecs.get(task.of, task.codec)) if task.op in (Op.MOVE, Op.HOP) else []
+        volumes.movements(task, slots, codec_of.get(task.of, task.codec)) if task.op in (Op.MOVE, Op.HOP) else []
         for task in program.tasks
     ]
 
 
 def connected(source: np.ndarray, target: np.ndarray, num_actors: int) -> list[np.ndarray]:
-    """Return the messages of each connected set of actors, by their places in the arguments.
+    """Return the messages of each connected set of actors, as indices into the arguments.
 
     Args:
         source: (n,) actors.
         target: (n,) actors.
-        num_actors: in all.
+        num_actors: total number of actors.
     """
     if not len(source):
         return []
@@ -153,20 +154,20 @@ def connected(source: np.ndarray, target: np.ndarray, num_actors: int) -> list[n
     from scipy.sparse.csgraph import connected_components
 
     edges = coo_matrix((np.ones(len(source)), (source, target)), shape=(num_actors, num_actors))
-    label = connected_components(edges, directed=False)[1][source]
-    order = np.argsort(label, kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(label[order])) + 1)
+    labels = connected_components(edges, directed=False)[1][source]
+    order = np.argsort(labels, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
 
 
 class Counted(AbstractVolumes):
-    """Rows and messages with an actor per rank.
+    """Rows and messages with one actor per rank.
 
     Args:
-        sizes: of the call, on the grid that the plan wants.
+        sizes: sizes of the call, on the grid that the plan requires.
         topology: of the cluster, not folded.
-        layer: that moves them.
-        legs: `legs_by_hop`, which may remember what it found, for other calls to share.
-        is_eager: every message is a movement of its own, which waits for its sender only.
+        layer: the layer whose rows move.
+        legs: `legs_by_hop`, possibly cached across calls.
+        is_eager: every message is a movement by itself, which waits for its sender only.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class Counted(AbstractVolumes):
         self.sizes, self.topology, self.layer, self._legs = sizes, topology, layer, legs
         self._is_eager = is_eager
         self._rows: dict[Layout, np.ndarray] = {}
-        self._found: dict[tuple[object, ...], list[Movement]] = {}
+        self._movements: dict[tuple[object, ...], list[Movement]] = {}
 
     @property
     def num_actors(self) -> int:
@@ -200,47 +201,47 @@ class Counted(AbstractVolumes):
         return pieces / len(self.sizes.shapes.experts(weights, 0)) / self.sizes.grid.etp
 
     def movements(self, task: Task, slots: Mapping[str, Slot], codec: str) -> list[Movement]:
-        """Return the movements of a move or hop, one per connected set of ranks, or one per message."""
+        """Return the movements of a move or hop: one per connected set of ranks, or one per message."""
         source, move = ends_of(task, slots)
         key = (source.kind, move, codec, task.link if task.op is Op.HOP else "", task.hop)
-        if key not in self._found:
+        if key not in self._movements:
             moved = self.sizes.moved(move)
-            self._found[key] = self._split(
+            self._movements[key] = self._split(
                 moved.on_legs(self._paths(task)) if task.op is Op.HOP else moved, source, codec
             )
-        return self._found[key]
+        return self._movements[key]
 
     def _split(self, moved: MovedRows, slot: Slot, codec: str) -> list[Movement]:
-        """Return the movements that rows from rank to rank fall into."""
+        """Split rows that go from rank to rank into movements."""
         source, target = moved.source, moved.target
         if not len(source):
             return []
-        amounts, kind = np.unique(moved.rows, return_inverse=True)
-        num_bytes = np.array([row_bytes(slot, codec, each, self.layer) for each in amounts.tolist()])[kind]
+        amounts, inverse = np.unique(moved.rows, return_inverse=True)
+        num_bytes = np.array([row_bytes(slot, codec, row_count, self.layer) for row_count in amounts.tolist()])[inverse]
         if self._is_eager:
             return self._messages(source, target, num_bytes)
         ones = np.ones(len(source))
         posts = np.bincount(source, minlength=self.num_actors) + np.bincount(target, minlength=self.num_actors)
-        found = []
-        for part in connected(source, target, self.num_actors):
-            actors = np.unique([source[part], target[part]])
-            load = self.topology.loads(source[part], target[part], num_bytes[part], ones[part])
-            found.append(Movement(tuple(actors.tolist()), load, posts[actors].astype(np.float64)))
-        return found
+        movements = []
+        for indices in connected(source, target, self.num_actors):
+            actors = np.unique([source[indices], target[indices]])
+            load = self.topology.loads(source[indices], target[indices], num_bytes[indices], ones[indices])
+            movements.append(Movement(tuple(actors.tolist()), load, posts[actors].astype(np.float64)))
+        return movements
 
     def _messages(self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray) -> list[Movement]:
-        """Return a movement per pair of ranks; what goes from one to another in a task is one message."""
-        between: dict[tuple[int, int], float] = {}
-        for pair, each in zip(zip(source.tolist(), target.tolist()), num_bytes.tolist()):
-            between[pair] = between.get(pair, 0.0) + each
-        found = []
-        for (sender, receiver), each in between.items():
-            load = self.topology.loads(np.array([sender]), np.array([receiver]), np.array([each]), np.ones(1))
-            last = self.topology.arrives[load.links]
-            on_the_way = np.concatenate([np.flatnonzero(~last), np.flatnonzero(last)])
-            load = replace(load, links=load.links[on_the_way], seconds=load.seconds[on_the_way])
-            found.append(Movement((min(sender, receiver), max(sender, receiver)), load, np.ones(2), sender))
-        return found
+        """Return one movement per pair of ranks. All rows of a task from one rank to another form one message."""
+        bytes_between: dict[tuple[int, int], float] = {}
+        for pair, size in zip(zip(source.tolist(), target.tolist()), num_bytes.tolist()):
+            bytes_between[pair] = bytes_between.get(pair, 0.0) + size
+        movements = []
+        for (sender, receiver), size in bytes_between.items():
+            load = self.topology.loads(np.array([sender]), np.array([receiver]), np.array([size]), np.ones(1))
+            arrives = self.topology.arrives[load.links]
+            path_order = np.concatenate([np.flatnonzero(~arrives), np.flatnonzero(arrives)])
+            load = replace(load, links=load.links[path_order], seconds=load.seconds[path_order])
+            movements.append(Movement((min(sender, receiver), max(sender, receiver)), load, np.ones(2), sender))
+        return movements
 
     def _paths(self, task: Task) -> np.ndarray:
         legs = self._legs(ALL_TO_ALLS[task.link], self.sizes.grid, task.group)

@@ -1,9 +1,9 @@
-"""Pipeline schedules: in which order a rank runs its passes, and when they run, so that bubbles and activations are counted.
+"""Pipeline schedules: the order in which each rank runs its passes, and their times, to count bubbles and activations.
 
-A stage is a run of layers. A pass is one micro-batch through one stage: forward (F), backward for inputs (I), for weights (W),
-or for both (B). Orders: 1F1B and interleaved 1F1B (Narayanan et al. 2021), ZB-H1 and ZB-V (Qi et al. 2023, sections 3 and 6),
-and DualPipe (DeepSeek-V3, section 3.2.1), which runs a forward pass beside another micro-batch's backward pass, and its half,
-DualPipeV.
+A stage is a run of consecutive layers. A pass is one micro-batch through one stage: forward (F), backward for inputs
+(I), backward for weights (W), or backward for both (B). The orders are 1F1B and interleaved 1F1B (Narayanan et al.
+2021), ZB-H1 and ZB-V (Qi et al. 2023, sections 3 and 6), DualPipe (DeepSeek-V3, section 3.2.1), which overlaps a
+forward pass with another micro-batch's backward pass, and its half, DualPipeV.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Kind = Literal["F", "I", "W", "B"]
 
 
 class PipelinePass(NamedTuple):
-    """One micro-batch through one stage."""
+    """One pass: one micro-batch through one stage."""
 
     kind: Kind
     stage: int
@@ -26,34 +26,34 @@ class PipelinePass(NamedTuple):
 
 
 SETTLED = 6
-"""Times as many micro-batches as ranks after which a schedule repeats itself."""
+"""Number of micro-batches per rank after which a schedule repeats itself."""
 Step = tuple[PipelinePass, ...]
-"""Passes that a rank runs at once: one, or a forward pass beside a backward pass."""
+"""Passes that a rank runs at once: a single pass, or a forward pass overlapped with a backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassSeconds:
-    """What a stage takes for one micro-batch."""
+    """Seconds that a stage takes per micro-batch."""
 
     forward: float
     inputs: float
-    """Backward for inputs, recomputing included."""
+    """Backward pass for inputs, recomputation included."""
     weights: float
-    """Backward for weights."""
+    """Backward pass for weights."""
     together: float
-    """A forward pass beside a whole backward pass of another micro-batch."""
+    """A forward pass overlapped with a whole backward pass of another micro-batch."""
     hop: float = 0.0
-    """From a stage to the next one."""
+    """Transfer from a stage to the next one."""
     shares: tuple[float, ...] = ()
-    """By stage, how many times as long its passes take; () where all are alike."""
+    """By stage, a factor on the seconds of its passes; () if all stages are equal."""
 
     def of(self, step: Step) -> float:
         """Return the seconds of a step."""
-        times = sum(self.shares[each.stage] for each in step) / len(step) if self.shares else 1.0
+        factor = sum(self.shares[pipeline_pass.stage] for pipeline_pass in step) / len(step) if self.shares else 1.0
         if len(step) == 2:
-            return times * self.together
-        kinds = {"F": self.forward, "I": self.inputs, "W": self.weights, "B": self.inputs + self.weights}
-        return times * kinds[step[0].kind]
+            return factor * self.together
+        seconds_by_kind = {"F": self.forward, "I": self.inputs, "W": self.weights, "B": self.inputs + self.weights}
+        return factor * seconds_by_kind[step[0].kind]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +61,11 @@ class LaidOut:
     """A schedule laid out in time."""
 
     seconds: float
-    """Until the last rank has ended."""
+    """Seconds until the last rank has ended."""
     idle: float
-    """Of that, what the passes of a rank do not fill, on the rank where it is most."""
+    """Seconds of this time that passes do not fill, on the rank where that is most."""
     alive: tuple[int, ...]
-    """By rank, the most forward passes whose activations are kept at once."""
+    """By rank, the largest number of forward passes whose activations are kept at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,35 +73,39 @@ class PipelineSchedule:
     """A pipeline schedule."""
 
     order: Callable[[int, int, int, int], Iterable[Step]]
-    """Of a rank: the rank, ranks, runs and micro-batches."""
+    """Yields the steps of a rank, from the rank, the numbers of ranks, runs per rank and micro-batches."""
     runs: int = 0
-    """Runs of layers that a rank has; 0 for any number."""
+    """Runs of layers per rank; 0 for any number."""
     folds: bool = False
-    """The second run of a rank is as far from the end as its first from the beginning (a V); else they go round."""
+    """The second run of a rank is as far from the end as its first run is from the start (a V). If False, runs go round
+    the ranks."""
     pairs: bool = False
-    """It runs forward passes beside backward passes."""
+    """The schedule overlaps forward passes with backward passes."""
     both_ways: bool = False
-    """Micro-batches enter at both ends: every rank has two whole stages, which half of the ranks share with the other half."""
+    """Micro-batches enter at both ends. Every rank holds two whole stages, and each stage is held by two ranks."""
 
 
 def one_forward_one_backward(rank: int, ranks: int, runs: int, count: int) -> Iterator[Step]:
-    """Yield a rank's steps of 1F1B, interleaved where it has several runs of layers."""
+    """Yield a rank's steps of 1F1B, interleaved if the rank has several runs of layers."""
     yield from _alternating(rank, ranks, runs, count, ahead=(2 if runs > 1 else 1) * (ranks - 1 - rank), late=None)
 
 
 def zero_bubble_h1(rank: int, ranks: int, runs: int, count: int) -> Iterator[Step]:
-    """Yield a rank's steps of ZB-H1: a rank computes its weights' gradients as many micro-batches late as ranks come before it,
-    so that all keep as many activations as the first one does under 1F1B."""
+    """Yield a rank's steps of ZB-H1.
+
+    A rank computes its weights' gradients as many micro-batches late as there are ranks before it. So all ranks keep as
+    many activations as the first rank does under 1F1B.
+    """
     yield from _alternating(rank, ranks, runs, count, ahead=ranks - 1 - rank, late=rank)
 
 
 def _alternating(rank: int, ranks: int, runs: int, count: int, *, ahead: int, late: int | None) -> Iterator[Step]:
-    """Yield forward passes, then one forward and one backward pass in turn, then backward passes.
+    """Yield forward passes, then alternating forward and backward passes, then backward passes.
 
     Args:
-        rank, ranks, runs, count: as of `PipelineSchedule.order`.
+        rank, ranks, runs, count: as in `PipelineSchedule.order`.
         ahead: forward passes of a rank's last run before its first backward pass.
-        late: backward passes that weights' gradients wait; None: they are computed at once.
+        late: number of backward passes by which gradients of weights are delayed; None: they are computed at once.
     """
     rounds = max(1, count // ranks)
     if runs > 1 and count % rounds:
@@ -109,130 +113,134 @@ def _alternating(rank: int, ranks: int, runs: int, count: int, *, ahead: int, la
             f"{count} micro-batches do not make {rounds} equal rounds of a pipeline of {ranks} stages of {runs} runs: choose "
             f"a multiple of {ranks}"
         )
-    each = count // rounds if runs > 1 else count
-    total, warm = runs * count, min((runs - 1) * each + ahead, runs * count)
+    per_round = count // rounds if runs > 1 else count
+    total, num_warmup = runs * count, min((runs - 1) * per_round + ahead, runs * count)
 
-    def turn(number: int, kind: Kind) -> PipelinePass:
-        lap, place = divmod(number, each * runs)
-        run, within = divmod(place, each)
+    def nth_pass(number: int, kind: Kind) -> PipelinePass:
+        lap, place = divmod(number, per_round * runs)
+        run, micro_batch = divmod(place, per_round)
         run = run if kind == "F" else runs - 1 - run
-        return PipelinePass(kind, run * ranks + rank, lap * each + within)
+        return PipelinePass(kind, run * ranks + rank, lap * per_round + micro_batch)
 
-    for number in range(total + warm):
+    for number in range(total + num_warmup):
         if number < total:
-            yield (turn(number, "F"),)
-        if number >= warm:
-            yield (turn(number - warm, "B" if late is None else "I"),)
-            if late is not None and number - warm >= late:
-                yield (turn(number - warm - late, "W"),)
+            yield (nth_pass(number, "F"),)
+        if number >= num_warmup:
+            yield (nth_pass(number - num_warmup, "B" if late is None else "I"),)
+            if late is not None and number - num_warmup >= late:
+                yield (nth_pass(number - num_warmup - late, "W"),)
     for number in range(total - min(late or 0, total), total if late is not None else 0):
-        yield (turn(number, "W"),)
+        yield (nth_pass(number, "W"),)
 
 
 class _Folded:
-    """Passes of the two runs of a rank in a V, each kind counted up by itself."""
+    """The passes of a rank with two runs in a V. Each kind of pass of a run is counted by itself."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._stages = (rank, 2 * ranks - 1 - rank)
         self._next: dict[tuple[Kind, int], int] = {}
-        self.waiting: list[PipelinePass] = []
-        """Gradients of weights that nobody computed yet, in turn."""
+        self.pending: list[PipelinePass] = []
+        """Passes for gradients of weights that are still to run, oldest first."""
 
-    def take(self, kind: Kind, run: int) -> PipelinePass:
-        """Return the next pass of a kind; B counts as I."""
+    def next_pass(self, kind: Kind, run: int) -> PipelinePass:
+        """Return the next pass of a kind and a run. B and I share a count."""
         counted: Kind = "I" if kind == "B" else kind
         number = self._next.get((counted, run), 0)
         self._next[counted, run] = number + 1
         if kind == "I":
-            self.waiting.append(PipelinePass("W", self._stages[run], number))
+            self.pending.append(PipelinePass("W", self._stages[run], number))
         return PipelinePass(kind, self._stages[run], number)
 
-    def weights(self) -> Iterator[Step]:
-        """Yield the longest waiting gradient of weights, if one waits."""
-        if self.waiting:
-            yield (self.waiting.pop(0),)
+    def pending_weights(self) -> Iterator[Step]:
+        """Yield the oldest waiting pass for gradients of weights, if any."""
+        if self.pending:
+            yield (self.pending.pop(0),)
 
 
 def zero_bubble_v(rank: int, ranks: int, runs: int, count: int) -> Iterator[Step]:
-    """Yield a rank's steps of ZB-V; with fewer micro-batches than fill the pipeline, those of the others are left out."""
+    """Yield a rank's steps of ZB-V. If the micro-batches do not fill the pipeline, the steps of a full one are yielded
+    without those of missing micro-batches."""
     for step in _zero_bubble_v(rank, ranks, max(count, 2 * ranks - 1)):
         if step[0].micro_batch < count:
             yield step
 
 
 def _zero_bubble_v(rank: int, ranks: int, count: int) -> Iterator[Step]:
-    of = _Folded(rank, ranks)
+    passes = _Folded(rank, ranks)
     for _ in range(2 * (ranks - rank) - 1):
-        yield (of.take("F", 0),)
+        yield (passes.next_pass("F", 0),)
     for _ in range(rank):
-        yield (of.take("F", 1),)
-        yield (of.take("F", 0),)
+        yield (passes.next_pass("F", 1),)
+        yield (passes.next_pass("F", 0),)
     for _ in range(ranks - rank):
-        yield (of.take("F", 1),)
-        yield (of.take("I", 1),)
-        yield from of.weights()
-    first, second = 2 * ranks - rank - 1, ranks
-    while second < first or first < count:
-        if first < count:
-            first += 1
-            yield (of.take("F", 0),)
-        yield (of.take("I", 0),)
-        yield from of.weights()
-        second += 1
-        yield (of.take("F", 1),)
-        yield (of.take("I", 1),)
-        yield from of.weights()
+        yield (passes.next_pass("F", 1),)
+        yield (passes.next_pass("I", 1),)
+        yield from passes.pending_weights()
+    num_first, num_second = 2 * ranks - rank - 1, ranks
+    while num_second < num_first or num_first < count:
+        if num_first < count:
+            num_first += 1
+            yield (passes.next_pass("F", 0),)
+        yield (passes.next_pass("I", 0),)
+        yield from passes.pending_weights()
+        num_second += 1
+        yield (passes.next_pass("F", 1),)
+        yield (passes.next_pass("I", 1),)
+        yield from passes.pending_weights()
     for _ in range(rank):
-        yield (of.take("I", 0),)
-        yield (of.take("I", 1),)
-    # The last inputs' gradients of the first run wait for those of the ranks behind, so weights' gradients fill the gaps.
+        yield (passes.next_pass("I", 0),)
+        yield (passes.next_pass("I", 1),)
+    # The first run's last I passes wait for those of later ranks, so W passes fill the gaps.
     for _ in range(ranks - rank):
-        yield (of.take("I", 0),)
-        yield from of.weights()
-    while of.waiting:
-        yield from of.weights()
+        yield (passes.next_pass("I", 0),)
+        yield from passes.pending_weights()
+    while passes.pending:
+        yield from passes.pending_weights()
 
 
 def dual_pipe_v(rank: int, ranks: int, runs: int, count: int) -> Iterator[Step]:
-    """Yield a rank's steps of DualPipeV; DualPipe's are the same on half of the ranks, for half of the micro-batches."""
+    """Yield a rank's steps of DualPipeV. DualPipe runs the same steps on half of the ranks, for half of the
+    micro-batches."""
     if count < 2 * ranks:
         raise InputError(
-            f"{count} micro-batches do not fill a pipeline of {2 * ranks} stages that runs forward beside backward passes: "
+            f"{count} micro-batches do not fill a pipeline of {2 * ranks} stages that overlaps forward and backward passes: "
             f"choose at least {2 * ranks}, or another schedule"
         )
-    of = _Folded(rank, ranks)
+    passes = _Folded(rank, ranks)
 
-    def beside(forward: int, backward: int) -> Step:
-        return (of.take("F", forward), of.take("B", backward))
+    def overlapped(forward: int, backward: int) -> Step:
+        return (passes.next_pass("F", forward), passes.next_pass("B", backward))
 
-    behind = ranks - rank - 1
-    for _ in range(2 * behind):
-        yield (of.take("F", 0),)
+    ranks_after = ranks - rank - 1
+    for _ in range(2 * ranks_after):
+        yield (passes.next_pass("F", 0),)
     for _ in range(rank + 1):
-        yield (of.take("F", 0),)
-        yield (of.take("F", 1),)
-    for _ in range(behind):
-        yield (of.take("I", 1),)
-        yield from of.weights()
-        yield (of.take("F", 1),)
+        yield (passes.next_pass("F", 0),)
+        yield (passes.next_pass("F", 1),)
+    for _ in range(ranks_after):
+        yield (passes.next_pass("I", 1),)
+        yield from passes.pending_weights()
+        yield (passes.next_pass("F", 1),)
     for number in range(count - 2 * ranks + rank + 1):
-        if number == 0 and not behind:  # the last rank has just run this forward pass's stage: apart is shorter
-            yield (of.take("F", 0),)
-            yield (of.take("B", 1),)
+        if (
+            number == 0 and not ranks_after
+        ):  # the last rank has just run this stage forward, so separate passes are faster
+            yield (passes.next_pass("F", 0),)
+            yield (passes.next_pass("B", 1),)
         else:
-            yield beside(0, 1)
-        yield beside(1, 0)
-    for _ in range(behind):
-        yield (of.take("B", 1),)
-        yield beside(1, 0)
-    # From the middle on, weights' gradients are left for the gaps at the end.
+            yield overlapped(0, 1)
+        yield overlapped(1, 0)
+    for _ in range(ranks_after):
+        yield (passes.next_pass("B", 1),)
+        yield overlapped(1, 0)
+    # From the middle on, W passes are left for the gaps at the end.
     for number in range(2 * (rank + 1)):
-        yield (of.take("I" if number >= rank + 1 else "B", (number + 1) % 2),)
-    for _ in range(behind):
-        yield from of.weights()
-        yield (of.take("I", 0),)
-    while of.waiting:
-        yield from of.weights()
+        yield (passes.next_pass("I" if number >= rank + 1 else "B", (number + 1) % 2),)
+    for _ in range(ranks_after):
+        yield from passes.pending_weights()
+        yield (passes.next_pass("I", 0),)
+    while passes.pending:
+        yield from passes.pending_weights()
 
 
 SCHEDULES: dict[str, PipelineSchedule] = {
@@ -242,165 +250,175 @@ SCHEDULES: dict[str, PipelineSchedule] = {
     "dualpipev": PipelineSchedule(order=dual_pipe_v, runs=2, folds=True, pairs=True),
     "dualpipe": PipelineSchedule(order=dual_pipe_v, runs=2, folds=True, pairs=True, both_ways=True),
 }
-"""By name."""
+"""Schedules by name."""
 
 
 def lay_out(orders: list[list[Step]], rank_of: Mapping[int, int], seconds: PassSeconds) -> LaidOut:
-    """Return when a schedule ends: every rank runs its steps in order, each as soon as what it needs is there.
+    """Lay a schedule out in time. Every rank runs its steps in order, each as soon as its inputs have arrived.
 
     Args:
-        orders: of each rank.
-        rank_of: the rank of every stage.
-        seconds: of passes.
+        orders: steps of each rank.
+        rank_of: rank of each stage.
+        seconds: durations of passes.
 
     Raises:
-        ValueError: if steps wait for each other.
+        ValueError: if steps wait for each other in a cycle.
     """
     last = len(rank_of) - 1
     ends: dict[PipelinePass, float] = {}
-    time, at = [0.0] * len(orders), [0] * len(orders)
+    clock, position = [0.0] * len(orders), [0] * len(orders)
     waiting = {rank for rank, order in enumerate(orders) if order}
     while waiting:
-        moved = False
+        progressed = False
         for rank in sorted(waiting):
-            while at[rank] < len(orders[rank]):
-                step = orders[rank][at[rank]]
-                ready = [_ready(each, ends, last, rank_of, seconds.hop) for each in step]
-                if any(each is None for each in ready):
+            while position[rank] < len(orders[rank]):
+                step = orders[rank][position[rank]]
+                inputs_ready = [_ready(pipeline_pass, ends, last, rank_of, seconds.hop) for pipeline_pass in step]
+                if any(ready is None for ready in inputs_ready):
                     break
-                end = max(time[rank], *(each or 0.0 for each in ready)) + seconds.of(step)
-                time[rank], moved = end, True
-                at[rank] += 1
+                end = max(clock[rank], *(ready or 0.0 for ready in inputs_ready)) + seconds.of(step)
+                clock[rank], progressed = end, True
+                position[rank] += 1
                 ends.update(dict.fromkeys(step, end))
             else:
                 waiting.discard(rank)
-        if not moved and waiting:
+        if not progressed and waiting:
             raise ValueError(f"ranks {sorted(waiting)} of the pipeline wait for each other")
     busy = [sum(map(seconds.of, order)) for order in orders]
-    return LaidOut(seconds=max(time), idle=max(time) - min(busy), alive=tuple(map(_alive, orders)))
+    return LaidOut(seconds=max(clock), idle=max(clock) - min(busy), alive=tuple(map(_alive, orders)))
 
 
 def _ready(
-    each: PipelinePass, ends: Mapping[PipelinePass, float], last: int, rank_of: Mapping[int, int], hop: float
+    pipeline_pass: PipelinePass, ends: Mapping[PipelinePass, float], last: int, rank_of: Mapping[int, int], hop: float
 ) -> float | None:
-    """Return when what a pass needs is there; None while nobody has run it."""
-    kind, stage, number = each
+    """Return the time at which the inputs of a pass arrive; None if the pass that produces them has not run yet."""
+    kind, stage, number = pipeline_pass
     if kind == "W":
         return ends.get(PipelinePass("I", stage, number))
     if kind == "F":
         if stage == 0:
             return 0.0
-        before, end = stage - 1, ends.get(PipelinePass("F", stage - 1, number))
+        previous, end = stage - 1, ends.get(PipelinePass("F", stage - 1, number))
     elif stage == last:
         return ends.get(PipelinePass("F", stage, number))
     else:
-        before, whole = stage + 1, ends.get(PipelinePass("B", stage + 1, number))
-        end = ends.get(PipelinePass("I", stage + 1, number), whole)
-    return None if end is None else end + hop * (rank_of[before] != rank_of[stage])
+        previous, whole_end = stage + 1, ends.get(PipelinePass("B", stage + 1, number))
+        end = ends.get(PipelinePass("I", stage + 1, number), whole_end)
+    return None if end is None else end + hop * (rank_of[previous] != rank_of[stage])
 
 
 def _alive(order: list[Step]) -> int:
-    """Return the most passes of a rank whose activations are kept at once: from F to the end of W, or of B."""
-    most = now = 0
+    """Return the largest number of passes of a rank whose activations are kept at once: from F to the end of W, or of B."""
+    largest = current = 0
     for step in order:
-        now += sum(each.kind == "F" for each in step)
-        most = max(most, now)
-        now -= sum(each.kind in "WB" for each in step)
-    return most
+        current += sum(pipeline_pass.kind == "F" for pipeline_pass in step)
+        largest = max(largest, current)
+        current -= sum(pipeline_pass.kind in "WB" for pipeline_pass in step)
+    return largest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """How a model's stages are run."""
+    """The pipeline of a model: its schedule, ranks and runs."""
 
     schedule: str = "1f1b"
     """Key of `SCHEDULES`."""
     ranks: int = 1
-    """Along the pipeline."""
+    """Number of ranks along the pipeline."""
     runs: int = 1
-    """Runs of layers that a rank has; a schedule that fixes their number decides."""
+    """Runs of layers per rank; leave it at 1 if the schedule fixes the number."""
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise InputError(f"schedule={self.schedule!r}: choose one of {', '.join(SCHEDULES)}")
         if self.ranks < 1 or self.runs < 1:
             raise InputError(f"a pipeline of {self.ranks} ranks and {self.runs} runs: both must be at least 1")
-        if self._how.runs and self.runs not in (1, self._how.runs):
+        if self._schedule.runs and self.runs not in (1, self._schedule.runs):
             raise InputError(
-                f"schedule {self.schedule} has {self._how.runs} runs of layers on a rank, not {self.runs}: leave them out"
+                f"schedule {self.schedule} has {self._schedule.runs} runs of layers per rank, not {self.runs}: leave runs at 1"
             )
-        if self._how.both_ways and self.ranks % 2:
+        if self._schedule.both_ways and self.ranks % 2:
             raise InputError(f"schedule {self.schedule} needs an even number of stages, not {self.ranks}")
 
     @property
-    def _how(self) -> PipelineSchedule:
+    def _schedule(self) -> PipelineSchedule:
         return SCHEDULES[self.schedule]
 
     @property
     def pairs(self) -> bool:
-        """Whether forward passes run beside backward passes."""
-        return self._how.pairs
+        """Whether the schedule overlaps forward with backward passes."""
+        return self._schedule.pairs
 
     @property
     def parts(self) -> int:
-        """Runs of layers into which the layers that a rank works through for a micro-batch are cut."""
-        return 1 if self._how.both_ways else self._how.runs or self.runs
+        """Number of runs into which the layers that a rank works through per micro-batch are cut."""
+        return 1 if self._schedule.both_ways else self._schedule.runs or self.runs
 
     @property
     def num_runs(self) -> int:
-        """Runs of layers that a model is cut into."""
-        return self.ranks if self._how.both_ways else self.ranks * (self._how.runs or self.runs)
+        """Number of runs into which a model's layers are cut."""
+        return self.ranks if self._schedule.both_ways else self.ranks * (self._schedule.runs or self.runs)
 
     @property
     def runs_of_ranks(self) -> list[list[int]]:
-        """Which of the model's runs each rank has."""
-        if self._how.folds:
+        """The model's runs that each rank has."""
+        if self._schedule.folds:
             return [[rank, self.num_runs - 1 - rank] for rank in range(self.ranks)]
         return [list(range(rank, self.num_runs, self.ranks)) for rank in range(self.ranks)]
 
     @property
     def copies(self) -> int:
-        """How often the pipeline holds every layer."""
-        return 2 if self._how.both_ways else 1
+        """Number of copies of every layer in the pipeline."""
+        return 2 if self._schedule.both_ways else 1
 
     def alive(self, micro_batches: int) -> tuple[float, ...]:
-        """Return by rank the most micro-batches whose activations it keeps at once; of a part of its layers a part."""
+        """Return, by rank, the largest number of micro-batches whose activations it keeps at once. A run that is a part
+        of the rank's layers counts as that part."""
         if self.num_runs == 1:
             return (1.0,)
-        alone = PassSeconds(forward=1.0, inputs=1.0, weights=1.0, together=3.0)
+        unit_seconds = PassSeconds(forward=1.0, inputs=1.0, weights=1.0, together=3.0)
         return tuple(
-            each * self.ranks / self.copies / self.num_runs for each in self.laid_out(micro_batches, alone).alive
+            alive * self.ranks / self.copies / self.num_runs
+            for alive in self.laid_out(micro_batches, unit_seconds).alive
         )
 
     def laid_out(self, micro_batches: int, seconds: PassSeconds) -> LaidOut:
-        """Return the schedule laid out; of so many micro-batches that the middle repeats, a part is, and the rest added.
+        """Lay the schedule out in time. If there are many micro-batches, only some of them are simulated, and the
+        repeating middle is extrapolated.
 
         Args:
-            micro_batches: of an optimizer step.
-            seconds: of one run of layers.
+            micro_batches: number per optimizer step.
+            seconds: durations of the passes of one run of layers.
 
         Raises:
-            InputError: if the schedule cannot be with so many micro-batches.
+            InputError: if the schedule does not support this number of micro-batches.
         """
-        halves = self.copies
-        if micro_batches % halves:
+        copies = self.copies
+        if micro_batches % copies:
             raise InputError(f"schedule {self.schedule} needs an even number of micro-batches, not {micro_batches}")
-        ranks, count = self.ranks // halves, micro_batches // halves
-        runs = self._how.runs or self.runs
+        ranks, count = self.ranks // copies, micro_batches // copies
+        runs = self._schedule.runs or self.runs
         stages = range(ranks * runs)
-        rank_of = {each: 2 * ranks - 1 - each if self._how.folds and each >= ranks else each % ranks for each in stages}
+        rank_of = {
+            stage: 2 * ranks - 1 - stage if self._schedule.folds and stage >= ranks else stage % ranks
+            for stage in stages
+        }
 
-        def of(number: int) -> LaidOut:
+        def simulate(number: int) -> LaidOut:
             return lay_out(
-                [list(self._how.order(rank, ranks, runs, number)) for rank in range(ranks)], rank_of, seconds
+                [list(self._schedule.order(rank, ranks, runs, number)) for rank in range(ranks)], rank_of, seconds
             )
 
-        few = min(count, SETTLED * ranks + count % ranks)
-        found = of(few)
-        # A period of the middle is as long as so many micro-batches as there are ranks take.
-        before, periods = (of(few - ranks), (count - few) / ranks) if count > few else (found, 0.0)
+        num_simulated = min(count, SETTLED * ranks + count % ranks)
+        laid_out = simulate(num_simulated)
+        # One period of the middle covers as many micro-batches as there are ranks.
+        shorter, periods = (
+            (simulate(num_simulated - ranks), (count - num_simulated) / ranks)
+            if count > num_simulated
+            else (laid_out, 0.0)
+        )
         return LaidOut(
-            seconds=found.seconds + periods * (found.seconds - before.seconds),
-            idle=found.idle + periods * (found.idle - before.idle),
-            alive=found.alive + found.alive[::-1] * (halves - 1),
+            seconds=laid_out.seconds + periods * (laid_out.seconds - shorter.seconds),
+            idle=laid_out.idle + periods * (laid_out.idle - shorter.idle),
+            alive=laid_out.alive + laid_out.alive[::-1] * (copies - 1),
         )

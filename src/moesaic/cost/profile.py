@@ -1,8 +1,9 @@
-"""`ClusterProfile`: what `moesaic profile` measured of a machine, as data: links, host, products, copies. Needs no torch.
+"""`ClusterProfile`: measurements of a machine by `moesaic profile`: links, host, products, copies. Needs no torch.
 
-A `ClusterSpec` says what a cluster is by data sheet; a profile says what programs meet there: what a task costs the host,
-what a message costs besides its bytes, how fast experts of so many rows multiply while all ranks do. A file names the
-machine and the versions that it was measured with, and is not taken for another one's unless somebody says so.
+A `ClusterSpec` describes a cluster by data sheets; a profile holds the costs that programs really pay. It says what a
+task costs the host, what a message costs besides its bytes, and how fast experts multiply by their rows while all ranks
+do. A file names the machine and the versions with which it was measured, and is refused on others unless the caller
+allows it.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from moesaic.cost.fit import Fit
 from moesaic.errors import InputError
 
 FORMAT = 1
-"""Of the file; another number is another meaning of its fields."""
+"""Format number of the file. It changes when the meaning of a field changes."""
 SHARED_FROM = 1.5
-"""Senders of a node that together get less than this times what one of them gets alone share one link."""
+"""Senders of a node share one link if together they reach less than this multiple of the rate of a single sender."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineInfo:
-    """Where a profile was measured."""
+    """The machine on which a profile was measured."""
 
     processor: str = ""
-    """Its name."""
+    """Name of the processor."""
     cores: int = 0
-    """That the ranks of a node may use."""
+    """Cores that the ranks of a node may use."""
     system: str = ""
-    """Operating system and its release."""
+    """Operating system and release."""
 
     @classmethod
     def here(cls) -> MachineInfo:
@@ -47,7 +48,7 @@ class MachineInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Versions:
-    """Of what ran: another version may cost the host something else."""
+    """Versions of the measured software, since other versions may have other host costs."""
 
     moesaic: str = ""
     torch: str = ""
@@ -55,23 +56,24 @@ class Versions:
 
     @classmethod
     def here(cls) -> Versions:
-        """Return what is installed; "" for a package that is not."""
+        """Return the installed versions; "" for a package that is not installed."""
         return cls(moesaic=_version("moesaic"), torch=_version("torch"), python=platform.python_version())
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkCosts:
-    """Movements on the links inside nodes, or between them, as the library's own transport makes them."""
+    """Costs of movements on the links inside nodes, or between them, with the library's own transport."""
 
     latency_seconds: float = 0.0
-    """That a movement takes longer than its bytes and the host's part."""
+    """Seconds that a movement takes beyond its bytes and the host's part."""
     credit_seconds: float = 0.0
-    """That a long movement takes less than its bytes at the rate below, if the links were idle before: a shaped link lets
-    the first kilobytes through at once."""
+    """Seconds that a long movement over idle links takes less than its bytes at the rate below, since a shaped link
+    passes the first kilobytes at once."""
     one_sender: float = 0.0
-    """Bytes per second of one rank that sends to one other; 0: there are no such links."""
+    """Bytes per second from one rank to one other; 0 if there are no such links."""
     all_senders: float = 0.0
-    """Bytes per second that each rank sends while all of them send to all others over these links; 0: as above."""
+    """Bytes per second that each rank sends while all ranks send to all others over these links; 0 if there are no such
+    links."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -80,33 +82,33 @@ class LinkCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class HostCosts:
-    """Processor time of one rank, in seconds, all its threads together."""
+    """Processor time of one rank in seconds, summed over its threads."""
 
     layer: float = 0.0
-    """Of a layer's forward and backward pass outside its programs: routing, the exchange of counts, autograd."""
+    """Per layer, forward and backward, outside its programs: routing, the exchange of counts, autograd."""
     task: float = 0.0
-    """Per task of a program, idle ones too."""
+    """Per task of a program, including tasks that do nothing."""
     wait: float = 0.0
-    """Per movement that has to be over before the next one on the way through the program can begin: going to sleep and
-    waking up."""
+    """Per movement that must end before the next movement of a dependency chain can start: going to sleep and waking up."""
     message: float = 0.0
-    """Per message that is sent or received."""
+    """Per message sent or received."""
     transfer: float = 0.0
-    """Per movement in which a rank sends or receives anything, in a message of its own or in another one's."""
+    """Per movement in which a rank sends or receives anything, in its own message or in another movement's."""
     byte: float = 0.0
-    """Per byte of rows read or written by tasks that put them in another order or add them."""
+    """Per byte of rows read or written by tasks that permute or add rows."""
     weight_byte: float = 0.0
     """Per byte of expert gradients written or added."""
     transport_byte: float = 0.0
-    """Per byte sent or received, by the rank's thread, the transport's own and the kernel."""
+    """Per byte sent or received: the rank's thread, the transport's thread and the kernel."""
     copy: float = 0.0
-    """More than `task`, per task that packs, unpacks, takes or joins rows."""
+    """Besides `task`, per task that packs, unpacks, takes or joins rows."""
     combine: float = 0.0
-    """More than `task`, per task that adds rows to their tokens."""
+    """Besides `task`, per task that adds rows to their tokens."""
     gradient: float = 0.0
-    """More than `task`, per backward pass of experts, besides its products and bytes."""
+    """Besides `task`, per backward pass of experts, in addition to its products and bytes."""
     sharing: float = 1.0
-    """How much longer a rank's processor time takes while all ranks of its machine compute: ranks over cores, if no more."""
+    """Factor by which a rank's processor time stretches while all ranks of its machine compute, at least 1: usually
+    ranks over cores."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -116,14 +118,14 @@ class HostCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Products:
-    """Expert products by rows per expert, all ranks at once."""
+    """Rates of expert products by rows per expert, measured on all ranks at once."""
 
     rows: tuple[float, ...] = ()
-    """Rows of one expert, ascending."""
+    """Rows per expert, ascending."""
     fp32: tuple[float, ...] = ()
-    """Operations per second of processor time at these rows, forward and backward together; () where not measured."""
+    """Operations per second of processor time at these rows, forward and backward together; () if not measured."""
     bf16: tuple[float, ...] = ()
-    """As above."""
+    """As `fp32`."""
 
     def __post_init__(self) -> None:
         for name in ("fp32", "bf16"):
@@ -140,18 +142,18 @@ class Products:
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """How far the fits are off on what they were not fitted to, as a share of what was measured there."""
+    """Errors of the fits on held-out measurements, as a share of the measured value."""
 
     host_median: float = 0.0
-    """Processor time of whole layers under plans that were held out: the median."""
+    """Median error of the processor time of whole layers under held-out plans."""
     host_worst: float = 0.0
-    """The same, at worst."""
+    """Largest such error."""
     links_worst: float = 0.0
-    """Movements of sizes that were held out, at worst."""
+    """Largest error of the time of movements of held-out sizes."""
     spread: float = 0.0
-    """Interquartile range of repeats over their median, at worst."""
+    """Interquartile range of a layer's repeats over their median, median over the layers."""
     layers_median: float = 0.0
-    """Time by the wall clock of whole layers under plans that were held out: the median."""
+    """Median error of the wall-clock time of whole layers under held-out plans."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -160,31 +162,31 @@ class Errors:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterProfile:
-    """A measured cluster."""
+    """Measurements of a cluster."""
 
     format: int = FORMAT
     date: str = ""
-    """Of the measurement, YYYY-MM-DD."""
+    """Date of the measurement, YYYY-MM-DD."""
     machine: MachineInfo = field(default_factory=MachineInfo)
     versions: Versions = field(default_factory=Versions)
     nodes: int = 1
     ranks_per_node: int = 1
     inside: LinkCosts = field(default_factory=LinkCosts)
-    """Between ranks of one node."""
+    """Links between ranks of one node."""
     outside: LinkCosts = field(default_factory=LinkCosts)
-    """Between nodes."""
+    """Links between nodes."""
     host: HostCosts = field(default_factory=HostCosts)
     products: Products = field(default_factory=Products)
     codecs: dict[str, float] = field(default_factory=dict)
-    """Bytes of rows that a rank encodes and decodes once per second of processor time, by codec; missing or 0 where nobody
-    measured it."""
+    """Bytes of rows that a rank encodes and decodes per second of processor time, by codec; missing or 0 if not
+    measured."""
     collectives: dict[str, Fit] = field(default_factory=dict)
-    """Lines over bytes, counted as nccl-tests does, by the collective and what it spans: "all_gather inside"; see
-    `moesaic.profiling.links`. Empty where nobody measured them."""
+    """Fitted lines over bytes, counted as nccl-tests does. The key names the collective and its span, such as
+    "all_gather inside"; see `moesaic.profiling.links`. Empty if not measured."""
     copy_bytes_per_second: float = 5e9
-    """Of rows put in another order, read plus written, per second of processor time."""
+    """Bytes read plus bytes written per second of processor time when rows are permuted."""
     memory_gib: float = 1.0
-    """Of one rank."""
+    """Memory of one rank in GiB."""
     errors: Errors = field(default_factory=Errors)
 
     def __post_init__(self) -> None:
@@ -202,16 +204,20 @@ class ClusterProfile:
 
     @property
     def world(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return self.nodes * self.ranks_per_node
 
     def to_cluster(self, nodes: int | None = None) -> ClusterSpec:
-        """Return the cluster as the simulator and the planner know one.
+        """Return the cluster's description for the simulator and the planner.
 
-        Its host has the cost that every task has; what copies, sums and gradients cost besides, `simulator` counts.
+        Its host has only the costs that every task has. The further costs of copies, sums and gradients are counted by
+        `profiled_simulator`.
 
         Args:
-            nodes: of the same kind; None for as many as were measured.
+            nodes: number of nodes of this kind; None for the measured number.
+
+        Raises:
+            InputError: if `nodes` is above 1 and only one node was measured.
         """
         nodes = nodes or self.nodes
         if nodes > 1 and not self.outside.all_senders:
@@ -236,44 +242,44 @@ class ClusterProfile:
         )
 
     def _links(self) -> tuple[Link, ...]:
-        found = []
-        for name, costs, count, shared in (
+        links = []
+        for name, costs, num_senders, shared in (
             ("inside", self.inside, self.ranks_per_node, True), ("outside", self.outside, self.ranks_per_node, False),
         ):  # fmt: skip
             if not costs.all_senders:
                 continue
-            together = costs.all_senders * count
-            is_one = together < SHARED_FROM * costs.one_sender or count == 1
-            found.append(
+            combined_rate = costs.all_senders * num_senders
+            is_shared = combined_rate < SHARED_FROM * costs.one_sender or num_senders == 1
+            links.append(
                 Link(
                     name=name,
-                    devices=count if is_one else 1,
-                    gbps=((together if is_one else costs.all_senders) * 8e-9,),
+                    devices=num_senders if is_shared else 1,
+                    gbps=((combined_rate if is_shared else costs.all_senders) * 8e-9,),
                     latency_us=1e6 * costs.latency_seconds,
                     carries="inside" if name == "inside" else "outside",
-                    shared=shared and is_one and count > 1,
+                    shared=shared and is_shared and num_senders > 1,
                 )
             )
-        return tuple(found)
+        return tuple(links)
 
     def _curve(self) -> tuple[tuple[float, ...], tuple[float, ...], Tflops]:
-        """Return rows, shares and rates of products, while all ranks multiply."""
-        known = {name: getattr(self.products, name) for name in ("fp32", "bf16") if getattr(self.products, name)}
-        if not known:
+        """Return rows, shares and rates of products while all ranks multiply."""
+        measured = {name: getattr(self.products, name) for name in ("fp32", "bf16") if getattr(self.products, name)}
+        if not measured:
             return (1.0,), (1.0,), Tflops(fp32=1.0)
-        best = {name: max(rates) for name, rates in known.items()}
-        shares = next(iter(known.values()))
-        top = max(shares)
-        tflops = {name: rate / self.host.sharing / 1e12 for name, rate in best.items()}
-        return self.products.rows, tuple(rate / top for rate in shares), Tflops(**tflops)
+        best_rates = {name: max(rates) for name, rates in measured.items()}
+        shares = next(iter(measured.values()))
+        best_rate = max(shares)
+        tflops = {name: rate / self.host.sharing / 1e12 for name, rate in best_rates.items()}
+        return self.products.rows, tuple(rate / best_rate for rate in shares), Tflops(**tflops)
 
     def write(self, path: Path) -> None:
-        """Write the profile; an existing file is replaced whole."""
+        """Write the profile to a file, replacing an existing file atomically."""
         text = json.dumps(asdict(self), indent=2) + "\n"
         try:
-            draft = path.with_name(path.name + ".part")
-            draft.write_text(text, encoding="utf-8")
-            draft.replace(path)
+            partial = path.with_name(path.name + ".part")
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
         except OSError as error:
             raise InputError(f"profile {path}: cannot be written ({error.strerror or error})") from error
 
@@ -282,25 +288,28 @@ def read_profile(path: Path, *, any_machine: bool = False) -> ClusterProfile:
     """Read a profile.
 
     Args:
-        path: of a JSON file that `moesaic profile` wrote.
-        any_machine: also take one of another machine or of other versions.
+        path: a JSON file written by `moesaic profile`.
+        any_machine: also accept a profile of another machine or of other versions.
 
     Raises:
-        InputError: for a file that is none, or one of another machine or version.
+        InputError: if the file is not a profile, or is of another machine or version.
     """
     table = read_table(path)
     if "format" not in table or "host" not in table:
-        raise InputError(f"profile {path}: is no profile: write one with moesaic profile --out {path.name}")
+        raise InputError(f"profile {path}: is not a profile: write one with moesaic profile --out {path.name}")
     try:
         profile = override(ClusterProfile(), table, source=f"profile {path}")
     except InputError as error:
         raise error if str(path) in str(error) else InputError(f"profile {path}: {error}") from error
     if not any_machine:
-        for mine, found in ((profile.machine, MachineInfo.here()), (profile.versions, Versions.here())):
-            apart = differing_fields(mine, found)
-            if apart:
+        for how, recorded, current in (
+            ("on another machine", profile.machine, MachineInfo.here()),
+            ("with another version", profile.versions, Versions.here()),
+        ):
+            differences = differing_fields(recorded, current)
+            if differences:
                 raise InputError(
-                    f"profile {path} is of another {'machine' if found == MachineInfo.here() else 'version'} ({apart[0]}): "
+                    f"profile {path} was measured {how} ({differences[0]}): "
                     "measure again with moesaic profile, or read it with any_machine=True"
                 )
     return profile

@@ -1,8 +1,8 @@
-"""`Simulator`: when each task of a program runs on a cluster. Needs no torch.
+"""`Simulator`: predicts when each task of a program runs on a cluster. Needs no torch.
 
-The program is the one that the executor runs, and its rows come from the same layouts and paths. Under an even workload one
-rank stands for all (`even.py`), so the number of ranks costs nothing; with counts, or few ranks on a machine that was
-profiled, every rank runs apart (`movement.py`). What a task takes of the machine is `timing.py`'s.
+It simulates the program that the executor runs, with rows derived from the same layouts and paths. Under an even
+workload one rank stands for all (`even.py`), so the number of ranks costs nothing. With counts, or with few ranks on a
+profiled machine, every rank is simulated (`movement.py`). `timing.py` says how long tasks take.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from moesaic.program.task import Program
 
 
 class Simulator:
-    """Simulates many programs on one cluster; what does not depend on the plan is worked out once.
+    """Simulates programs on one cluster, and caches what does not depend on the plan.
 
     Args:
-        cluster: what they run on.
-        timing: when tasks run; None: by the cluster's description.
-        even: where the rows and messages of even layers come from; None: from every layer for itself.
+        cluster: the cluster.
+        timing: how long tasks take; None: derived from the cluster's description.
+        even: source of the rows and messages of even layers; None: every layer is computed by itself.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class Simulator:
 
         Args:
             program: forward or backward, in the order of issue.
-            workload: of the layer; even routing unless `sizes` says otherwise.
-            grid: the mesh, etp factored as the plan wants it.
-            sizes: of a call with counts; every rank is then simulated apart.
-            known: as of `AbstractTiming.run`.
+            workload: the layer and its tokens; even routing unless `sizes` is given.
+            grid: the mesh, with etp factored as the plan requires.
+            sizes: of a call with counts; every rank is then simulated separately.
+            known: as in `AbstractTiming.run`.
 
         Raises:
-            InputError: if the mesh does not fit the cluster, or the dtype's rate is not known.
+            InputError: if the mesh does not fit the cluster, or the dtype's rate is unknown.
         """
         volumes = self.volumes(program, workload, grid, sizes=sizes)
         return self.timing.run(program, volumes, workload.products or workload.dtype, known)
@@ -77,48 +77,49 @@ class Simulator:
         *,
         sizes: tuple[CallSizes | None, CallSizes | None] = (None, None),
     ) -> tuple[Simulated, Simulated]:
-        """Simulate a layer's forward and backward pass, the second from the end of the first.
+        """Simulate a layer's forward and backward pass, where the backward pass starts at the end of the forward pass.
 
         Args:
-            forward: of a compiled plan.
-            backward: of the same plan.
-            workload: as of `run`.
-            grid: of the compiled plan.
-            sizes: of a call with counts, for each pass; None: even routing.
+            forward: forward program of a compiled plan.
+            backward: backward program of the same plan.
+            workload: as in `run`.
+            grid: mesh of the compiled plan.
+            sizes: of a call with counts, one per pass; None: even routing.
         """
-        programs = zip((forward, backward), sizes)
-        volumes = [(each, self.volumes(each, workload, grid, sizes=some)) for each, some in programs]
-        there, back = self.timing.passes(volumes, workload.products or workload.dtype)
-        return there, back
+        calls = zip((forward, backward), sizes)
+        volumes = [(program, self.volumes(program, workload, grid, sizes=call_sizes)) for program, call_sizes in calls]
+        forward_run, backward_run = self.timing.passes(volumes, workload.products or workload.dtype)
+        return forward_run, backward_run
 
     def layer_seconds(self, forward: Program, backward: Program, workload: Workload, grid: Grid) -> float:
-        """Return how long a layer takes, forward and backward pass, routing where it was measured; as for `passes`."""
+        """Return the seconds of a layer: both passes, plus routing if it was measured. Arguments as in `passes`."""
         passes = self.passes(forward, backward, workload, grid)
-        return self.timing.around_seconds + sum(each.seconds for each in passes)
+        return self.timing.around_seconds + sum(run.seconds for run in passes)
 
     def durations(
         self, program: Program, workload: Workload, grid: Grid, *, sizes: CallSizes | None = None
     ) -> dict[str, float]:
-        """Return the seconds of every task, by name, on the rank where it takes longest, if nothing else uses its links.
+        """Return the seconds of every task, by name, on the rank where it takes longest, if nothing else uses its
+        links.
 
         Args:
             program: forward or backward, in any order.
-            workload: as of `run`.
-            grid: as of `run`.
+            workload: as in `run`.
+            grid: as in `run`.
             sizes: of a call with counts.
         """
         volumes, slots = self.volumes(program, workload, grid, sizes=sizes), {slot.name: slot for slot in program.slots}
         rates = rates_of(self.cluster, workload.products or workload.dtype)
         return {
             task.name: float(compute_seconds(task, slots, volumes, rates).max())
-            + max((moved.load.alone for moved in moves), default=0.0)
-            for task, moves in zip(program.tasks, movements_of(program, volumes))
+            + max((movement.load.alone for movement in movements), default=0.0)
+            for task, movements in zip(program.tasks, movements_of(program, volumes))
         }
 
     def volumes(
         self, program: Program, workload: Workload, grid: Grid, *, sizes: CallSizes | None = None
     ) -> AbstractVolumes:
-        """Return the rows and messages of a program; arguments as of `run`."""
+        """Return the rows and messages of a program. Arguments as in `run`."""
         if sizes is not None:
             return self._counted(sizes, workload)
         if grid.world <= self.timing.ranks_apart:
@@ -127,11 +128,14 @@ class Simulator:
             volumes = self._even.volumes(program, workload, grid)
             movements_of(program, volumes)
         except UnlikeError as error:
-            return self._each_rank(program, workload, grid, error)
+            return self._one_actor_per_rank(program, workload, grid, error)
         return volumes
 
-    def _each_rank(self, program: Program, workload: Workload, grid: Grid, error: UnlikeError) -> AbstractVolumes:
-        """Return even rows with every rank apart, for meshes and all-to-alls in which none stands for the others."""
+    def _one_actor_per_rank(
+        self, program: Program, workload: Workload, grid: Grid, error: UnlikeError
+    ) -> AbstractVolumes:
+        """Return even rows with one actor per rank, for meshes and all-to-alls in which no rank can stand for the
+        others."""
         if grid.world > MAX_RANKS_APART:
             raise InputError(
                 f"a mesh of {grid.world} ranks in which {error} cannot be simulated by one rank for all, and is too "
@@ -145,8 +149,8 @@ class Simulator:
         return Counted(sizes, topology, workload, self._legs, is_eager=is_eager)
 
     def _even_sizes(self, program: Program, workload: Workload, grid: Grid) -> CallSizes:
-        """Return even sizes; what a layout's rows are is worked out once for all programs of a mesh."""
-        if any(isinstance(slot.layout.chunk, str) for slot in program.slots):  # of experts that may be replicated
+        """Return sizes under even routing. The rows of each layout are computed once for all programs of a mesh."""
+        if any(isinstance(slot.layout.chunk, str) for slot in program.slots):  # rows of replicas
             return sizes_of(program, workload, grid)
         shapes = self._shapes(grid, workload.num_experts, chunks_of(program))
         return sizes_of(program, workload, grid, shapes=shapes)

@@ -1,12 +1,12 @@
-"""A whole training step: attention and dense layers, MoE layers forward and backward, parameters, optimizer; and its memory.
+"""Time and memory of a training step: attention and dense layers, MoE layers, parameters, optimizer.
 
-What an MoE layer takes is simulated; everything else of a step is added up here, on one layout. Parameters, gradients and
-moments lie in parts on all data-parallel ranks, as `moesaic train` keeps them (FSDP2): dense ones over dp, experts over edp.
-They are gathered before a block runs, forward and backward, and gradients are scattered after it, in every micro-batch. So
-many copies of the experts cost no memory but traffic, which decides whether ep = 1 wins.
+MoE layers are simulated; the rest of a step is added up here, for one layout. Parameters, gradients and moments are
+sharded over all data-parallel ranks, as `moesaic train` does with FSDP2: dense ones over dp, experts over edp. In every
+micro-batch they are gathered before each block, forward and backward, and gradients are scattered after it. So many
+copies of the experts cost no memory but traffic, which decides whether ep = 1 wins.
 
-Where one micro-batch's forward pass runs beside another's backward pass, the two programs of a layer are one (`together`):
-neither waits for the other, so what one of them sends can travel while the other computes.
+If the forward pass of one micro-batch overlaps the backward pass of another, `together` joins the two programs of a
+layer into one. Neither waits for the other, so one can send while the other computes.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from moesaic.program.order.exact import search
 from moesaic.program.task import Kind, Op, Program, Slot, Stage, Task
 
 BEFORE, BEHIND = "before", "behind"
-"""Names of the tasks that stand for the rest of a block; whoever runs them knows how long they take."""
+"""Names of the tasks that stand for the rest of a block. The caller knows their durations."""
 
 
 def together(forward: Program, backward: Program) -> Program:
-    """Return both programs as one, their slots and tasks apart by name.
+    """Return one program that contains both, with slots and tasks kept apart by name prefixes.
 
     Args:
-        forward: of one micro-batch; its tokens come from the task `BEFORE`.
-        backward: of another; the task `BEHIND` waits for its tokens.
+        forward: forward program of one micro-batch; the task `BEFORE` writes its input tokens.
+        backward: backward program of another micro-batch; the task `BEHIND` reads its output tokens.
     """
     first, second = _named(forward, "forward"), _named(backward, "backward")
     entering, leaving = _tokens(first, first.inputs), _tokens(second, second.outputs)
@@ -59,68 +59,72 @@ def together(forward: Program, backward: Program) -> Program:
 
 
 def _named(program: Program, prefix: str) -> Program:
-    def of(names: tuple[str, ...]) -> tuple[str, ...]:
+    def prefixed(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(f"{prefix} {name}" for name in names)
 
-    def task(each: Task) -> Task:
-        ends = None if each.of is None else (f"{prefix} {each.of[0]}", f"{prefix} {each.of[1]}")
-        return replace(each, name=f"{prefix} {each.name}", reads=of(each.reads), writes=of(each.writes), of=ends)
+    def renamed(task: Task) -> Task:
+        ends = None if task.of is None else (f"{prefix} {task.of[0]}", f"{prefix} {task.of[1]}")
+        return replace(
+            task, name=f"{prefix} {task.name}", reads=prefixed(task.reads), writes=prefixed(task.writes), of=ends
+        )
 
     slots = tuple(replace(slot, name=f"{prefix} {slot.name}") for slot in program.slots)
-    tasks = tuple(map(task, program.tasks))
-    return replace(program, slots=slots, tasks=tasks, inputs=of(program.inputs), outputs=of(program.outputs))
+    tasks = tuple(map(renamed, program.tasks))
+    return replace(
+        program, slots=slots, tasks=tasks, inputs=prefixed(program.inputs), outputs=prefixed(program.outputs)
+    )
 
 
 def _tokens(program: Program, names: tuple[str, ...]) -> list[Slot]:
     return [slot for slot in program.slots if slot.name in names and slot.kind is Kind.TOKENS]
 
 
-ONCE = ("parameters", "optimizer")
-"""Parts of a step that a pipeline has no part in."""
+ONCE_PER_STEP = ("parameters", "optimizer")
+"""Parts of a step that do not depend on the pipeline schedule."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Once:
-    """Seconds of a forward pass of one micro-batch."""
+class ForwardSeconds:
+    """Seconds of the forward pass of one micro-batch."""
 
     attention: float
-    """Of a block: all of it."""
+    """Attention part of a block, in total."""
     projections: float
-    """Of that: products with parameters."""
+    """Of `attention`: products with parameters."""
     scores: float
-    """Queries and keys, and their result and values."""
+    """Of `attention`: products of queries and keys, and of scores and values."""
     up: float
-    """What low-rank attention expands."""
+    """The up-projections of low-rank attention."""
     copies: float
-    """Norms and residuals."""
+    """Of `attention`: norms and residuals."""
     dense: float
-    """A dense feed-forward layer."""
+    """A dense feed-forward layer, in total."""
     dense_product: float
-    """Of that: products."""
+    """Of `dense`: products."""
     unembed: float
-    """The output, and a third of the loss, forward and backward."""
+    """The output projection, and a third of the loss's forward and backward seconds."""
     shared: float
-    """Shared experts of a layer, which every rank of a tensor group computes whole."""
+    """Shared experts of a layer, which every rank of a tensor-parallel group computes in full."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A step under a plan."""
+    """Predicted time of a step under a plan."""
 
     seconds: float
     parts: dict[str, float]
-    """Seconds by part; they add up."""
+    """Seconds by part; the parts sum to `seconds`."""
     limits: dict[str, float]
-    """Seconds that the step cannot go below for one reason each: computing, a link, gathering parameters."""
+    """Lower bounds on the seconds of a step, one per resource: computation, a link, gathering parameters."""
 
     @property
     def bottleneck(self) -> str:
-        """The reason that limits it most."""
+        """Name of the largest limit."""
         return max(self.limits, key=lambda name: self.limits[name])
 
 
 def mean_of(estimates: Sequence[Estimate]) -> Estimate:
-    """Return the mean of steps under one plan: of their times, parts and limits."""
+    """Return the mean of several steps under one plan: of their times, parts and limits."""
 
     def mean(tables: list[dict[str, float]]) -> dict[str, float]:
         names = dict.fromkeys(name for table in tables for name in table)
@@ -134,15 +138,15 @@ def mean_of(estimates: Sequence[Estimate]) -> Estimate:
 
 
 class StepCostModel:
-    """What a step has around its MoE programs, on one layout.
+    """Predicts the time and memory of steps on one layout.
 
     Args:
-        model: what is trained.
+        model: the model and how it is trained.
         grid: the layout.
-        simulator: of the cluster; one of a profile predicts the MoE layers by what was measured.
+        simulator: of the cluster. The simulator of a profile predicts MoE layers from measurements.
 
     Raises:
-        InputError: if the layout does not fit the cluster, or the dtype's rate is not known.
+        InputError: if the layout does not fit the cluster, or the dtype's rate is unknown.
     """
 
     def __init__(self, model: StepModel, grid: Grid, simulator: Simulator) -> None:
@@ -150,65 +154,73 @@ class StepCostModel:
         check_fit(self.cluster, grid.world, grid.ranks_per_node)
         if grid.dp % model.replicas or grid.edp % model.replicas:
             raise InputError(
-                f"{model.replicas} copies of what lies in parts do not divide {grid.dp} data-parallel groups and {grid.edp} "
-                "copies of the experts: choose a divisor of both"
+                f"{model.replicas} replicas of the shards do not divide {grid.dp} data-parallel groups and {grid.edp} replicas "
+                "of the experts: choose a divisor of both"
             )
         self._rates = rates_of(self.cluster, model.layer.dtype)
-        self.once = self._block_seconds()
-        self._block_steps, self._layer_steps = self._stepwise_seconds()
+        self.forward = self._block_seconds()
+        self._block_stepwise, self._layer_stepwise = self._stepwise_seconds()
         layers, dense = model.num_layers, model.num_layers - model.moe_layers
-        self.attention = layers * (3 * self.once.attention + self._attention_again)
-        self.dense = dense * (3 + self._runs_again("mlp")) * self.once.dense
-        self.unembed = 3 * model.outputs * self.once.unembed
-        self.shared = model.moe_layers * (3 + self._runs_again("moe", "shared_experts")) * self.once.shared
-        self.small = layers * self._block_apart + model.moe_layers * self._layer_apart
-        """Seconds of a micro-batch in small kernels."""
+        self.attention = layers * (3 * self.forward.attention + self._attention_recomputed)
+        self.dense = dense * (3 + self._recomputes("mlp")) * self.forward.dense
+        self.unembed = 3 * model.outputs * self.forward.unembed
+        self.shared = model.moe_layers * (3 + self._recomputes("moe", "shared_experts")) * self.forward.shared
+        self.small = layers * self._block_small_kernels + model.moe_layers * self._layer_small_kernels
+        """Seconds per micro-batch in small kernels."""
         self.routing = simulator.timing.around_seconds
-        """Seconds of an MoE layer outside its programs, forward and backward, where they were measured; a recomputed forward
-        pass replays its routing and counts nothing."""
+        """Seconds of an MoE layer outside its programs, forward and backward, if measured. A recomputed forward pass
+        replays its routing, which counts nothing."""
 
-    def _runs_again(self, *parts: Part) -> bool:
-        """Whether backward computes one of some parts again."""
+    def _recomputes(self, *parts: Part) -> bool:
+        """Return whether backward recomputes any of some parts."""
         return any(part in self.model.recomputed for part in ("block", *parts))
 
     @property
-    def _attention_again(self) -> float:
-        """Seconds per block of what backward computes again of attention and norms."""
-        if self._runs_again():
-            return self.once.attention
-        found = {"core_attn": self.once.scores, "mla_up_proj": self.once.up, "layernorm": 0.4 * self.once.copies}
-        return sum(seconds for part, seconds in found.items() if part in self.model.recomputed)
+    def _attention_recomputed(self) -> float:
+        """Seconds per block for which backward recomputes attention and norms."""
+        if self._recomputes():
+            return self.forward.attention
+        seconds_by_part = {
+            "core_attn": self.forward.scores,
+            "mla_up_proj": self.forward.up,
+            "layernorm": 0.4 * self.forward.copies,
+        }
+        return sum(seconds for part, seconds in seconds_by_part.items() if part in self.model.recomputed)
 
     @property
-    def _block_apart(self) -> float:
-        """Seconds per block of small kernels, those that backward runs again among them."""
-        there, back = self._block_steps
-        return (1 + self._runs_again()) * there + back
+    def _block_small_kernels(self) -> float:
+        """Seconds per block in small kernels, including those that backward recomputes."""
+        forward, backward = self._block_stepwise
+        return (1 + self._recomputes()) * forward + backward
 
     @property
-    def _layer_apart(self) -> float:
-        """The same per MoE layer."""
-        there, back = self._layer_steps
-        return self.again * there + back
+    def _layer_small_kernels(self) -> float:
+        """Seconds per MoE layer in small kernels, including those that backward recomputes."""
+        forward, backward = self._layer_stepwise
+        return self.forward_passes * forward + backward
 
     @property
-    def again(self) -> int:
-        """Forward passes of an MoE layer per micro-batch: 2 where backward recomputes."""
-        return 1 + self._runs_again("moe")
+    def forward_passes(self) -> int:
+        """Forward passes of an MoE layer per micro-batch: 2 if backward recomputes."""
+        return 1 + self._recomputes("moe")
 
-    def estimate(self, there: Simulated, back: Simulated, both: Simulated | None = None) -> Estimate:
-        """Return a step's time.
+    def estimate(self, forward: Simulated, backward: Simulated, overlapped: Simulated | None = None) -> Estimate:
+        """Return a step's predicted time.
 
         Args:
-            there: the forward program of an MoE layer.
-            back: its backward program.
-            both: the two at once, of two micro-batches, attention among them (`beside`); only where `overlapped` says so.
+            forward: the forward program of an MoE layer.
+            backward: its backward program.
+            overlapped: the two programs overlapped, of two micro-batches, with attention (`beside`). Read only if the model
+                is `overlapped`.
         """
         count, layers = self.model.micro_batches, self.model.moe_layers
-        at_once = 1.0
-        if self.model.overlapped and both is not None:
-            at_once = (both.seconds - 3 * self.once.attention) / (there.seconds + back.seconds)
-        forward, backward = (self.again - 1 + at_once) * there.seconds, at_once * back.seconds
+        overlap_factor = 1.0
+        if self.model.overlapped and overlapped is not None:
+            overlap_factor = (overlapped.seconds - 3 * self.forward.attention) / (forward.seconds + backward.seconds)
+        forward_seconds, backward_seconds = (
+            (self.forward_passes - 1 + overlap_factor) * forward.seconds,
+            overlap_factor * backward.seconds,
+        )
         parts = {
             "attention": count * self.attention,
             "dense": count * self.dense,
@@ -216,26 +228,32 @@ class StepCostModel:
             "shared experts": count * self.shared,
             "small kernels": count * self.small,
             "routing": count * layers * self.routing,
-            "moe forward": count * layers * forward,
-            "moe backward": count * layers * (backward + self._activated_again),
-            "parameters": count * self._exposed(there, back) if self._in_parts else self._exposed_once(there, back),
+            "moe forward": count * layers * forward_seconds,
+            "moe backward": count * layers * (backward_seconds + self._activation_recomputed),
+            "parameters": count * self._exposed_seconds(forward, backward)
+            if self._gathers_per_block
+            else self._exposed_seconds_once(forward, backward),
             "optimizer": self.optimizer_seconds,
         }
-        fewer = 1.0
+        pipeline_factor = 1.0
         if self.model.pipeline.ranks > 1:
             busy = sum(parts.values()) - parts["parameters"] - parts["optimizer"]
-            apart = busy + count * layers * (1 - at_once) * (there.seconds + back.seconds)
-            laid = self.model.pipeline.laid_out(count, self._passes_of(there, back, apart / count, busy / count))
-            # Ranks with fewer blocks than `num_layers` are busy for less: where next to nothing waits, none is for as long.
-            fewer = min(laid.seconds / busy, 1.0)
-            parts = {name: seconds * (1.0 if name in ONCE else fewer) for name, seconds in parts.items()}
-            parts["pipeline"] = max(laid.seconds - busy, 0.0)
-        experts = layers * (self.routing + self.again * there.compute_seconds + back.compute_seconds)
-        computing = fewer * count * (self._around + experts) + self.optimizer_seconds
-        limits = {"compute": computing, "gathering parameters": self._gatherings * sum(self.sharding.values())}
-        for name in sorted({*there.link_seconds, *back.link_seconds}):
-            seconds = self.again * there.link_seconds.get(name, 0.0) + back.link_seconds.get(name, 0.0)
-            limits[name] = fewer * count * layers * seconds
+            separate = busy + count * layers * (1 - overlap_factor) * (forward.seconds + backward.seconds)
+            laid_out = self.model.pipeline.laid_out(
+                count, self._pass_seconds(forward, backward, separate / count, busy / count)
+            )
+            # Ranks with fewer blocks than `num_layers` are busy for less. If almost nothing waits, no rank is busy that long.
+            pipeline_factor = min(laid_out.seconds / busy, 1.0)
+            parts = {
+                name: seconds * (1.0 if name in ONCE_PER_STEP else pipeline_factor) for name, seconds in parts.items()
+            }
+            parts["pipeline"] = max(laid_out.seconds - busy, 0.0)
+        experts = layers * (self.routing + self.forward_passes * forward.compute_seconds + backward.compute_seconds)
+        computing = pipeline_factor * count * (self._around_seconds + experts) + self.optimizer_seconds
+        limits = {"compute": computing, "gathering parameters": self._num_gatherings * sum(self.sharding.values())}
+        for name in sorted({*forward.link_seconds, *backward.link_seconds}):
+            seconds = self.forward_passes * forward.link_seconds.get(name, 0.0) + backward.link_seconds.get(name, 0.0)
+            limits[name] = pipeline_factor * count * layers * seconds
         return Estimate(
             seconds=sum(parts.values()),
             parts={name: seconds for name, seconds in parts.items() if seconds > 0},
@@ -243,146 +261,156 @@ class StepCostModel:
         )
 
     def beside(self, forward: Program, backward: Program, grid: Grid) -> Simulated:
-        """Return an MoE layer's programs of two micro-batches at once, attention before the one and behind the other.
+        """Simulate the MoE programs of two micro-batches at once, with attention before the forward and after the
+        backward program.
 
-        Their tasks are one program in the best order that the search for exact orders finds, so that what one of them sends
-        travels while the other computes, as DualPipe (DeepSeek-V3, section 3.2.1) and Megatron order them.
+        Their tasks form one program in the best order that the exact search finds, so one can send while the other
+        computes, as in DualPipe (DeepSeek-V3, section 3.2.1) and Megatron.
 
         Args:
             forward: the lowered program of an MoE layer.
             backward: the lowered program of its gradients.
-            grid: the layout, etp factored as the plan wants it.
+            grid: the layout, with etp factored as the plan requires.
         """
-        both, layer = together(forward, backward), self.model.layer
-        known = {BEFORE: self.once.attention, BEHIND: 2 * self.once.attention}
-        durations = self.simulator.durations(both, layer, grid) | known
-        return self.simulator.run(search(both, durations).program, layer, grid, known=known)
+        joined, layer = together(forward, backward), self.model.layer
+        known = {BEFORE: self.forward.attention, BEHIND: 2 * self.forward.attention}
+        durations = self.simulator.durations(joined, layer, grid) | known
+        return self.simulator.run(search(joined, durations).program, layer, grid, known=known)
 
-    def _run_seconds(self, run: StageRun, there: Simulated, back: Simulated) -> float:
+    def _run_seconds(self, run: StageRun, forward: Simulated, backward: Simulated) -> float:
         """Return the seconds of a micro-batch in a run of layers, forward and backward."""
-        model, once = self.model, self.once
-        dense = (run.blocks - run.sparse) * (3 + self._runs_again("mlp")) * once.dense
-        sparse = self.again * there.seconds + back.seconds + self._activated_again + self.routing
-        sparse += (3 + self._runs_again("moe", "shared_experts")) * once.shared
-        sparse += self._layer_apart
-        around = run.blocks * (3 * once.attention + self._attention_again + self._block_apart) + dense
-        # Of the output every rank of `model` has a part.
-        return around + run.sparse * sparse + 3 * run.outputs * once.unembed * model.pipeline.ranks
+        model, seconds = self.model, self.forward
+        dense = (run.blocks - run.sparse) * (3 + self._recomputes("mlp")) * seconds.dense
+        sparse = self.forward_passes * forward.seconds + backward.seconds + self._activation_recomputed + self.routing
+        sparse += (3 + self._recomputes("moe", "shared_experts")) * seconds.shared
+        sparse += self._layer_small_kernels
+        around = run.blocks * (3 * seconds.attention + self._attention_recomputed + self._block_small_kernels) + dense
+        # `model` gives every rank of the pipeline an equal part of the output.
+        return around + run.sparse * sparse + 3 * run.outputs * seconds.unembed * model.pipeline.ranks
 
-    def _passes_of(self, there: Simulated, back: Simulated, apart: float, together: float) -> PassSeconds:
+    def _pass_seconds(self, forward: Simulated, backward: Simulated, separate: float, overlapped: float) -> PassSeconds:
         """Return the seconds of the passes of one run of layers.
 
         Args:
-            there: the forward program of an MoE layer.
-            back: its backward program.
-            apart: seconds of a micro-batch, forward and backward.
-            together: the same beside another micro-batch.
+            forward: the forward program of an MoE layer.
+            backward: its backward program.
+            separate: seconds of a micro-batch by itself, forward and backward.
+            overlapped: the same while overlapped with another micro-batch.
         """
-        model, once = self.model, self.once
+        model, seconds = self.model, self.forward
         dense = model.num_layers - model.moe_layers
-        ends = model.outputs * once.unembed
-        forward = model.num_layers * once.attention + dense * once.dense + ends
-        forward += model.moe_layers * (once.shared + there.seconds + self.routing / 3)
-        forward += model.num_layers * self._block_steps[0] + model.moe_layers * self._layer_steps[0]
-        weights = model.num_layers * once.projections + dense * once.dense_product + ends
-        weights += model.moe_layers * (once.shared + self._expert_seconds)
-        # Where a schedule has no pairs, what overlapping saves is spread over all passes.
-        part = (1.0 if model.pipeline.pairs else together / apart) / model.pipeline.parts
-        each = apart / model.pipeline.parts
+        ends = model.outputs * seconds.unembed
+        forward_seconds = model.num_layers * seconds.attention + dense * seconds.dense + ends
+        forward_seconds += model.moe_layers * (seconds.shared + forward.seconds + self.routing / 3)
+        forward_seconds += model.num_layers * self._block_stepwise[0] + model.moe_layers * self._layer_stepwise[0]
+        weight_seconds = model.num_layers * seconds.projections + dense * seconds.dense_product + ends
+        weight_seconds += model.moe_layers * (seconds.shared + self._expert_seconds)
+        # If a schedule does not pair passes, the time saved by overlapping is spread over all passes.
+        factor = (1.0 if model.pipeline.pairs else overlapped / separate) / model.pipeline.parts
+        separate_run = separate / model.pipeline.parts
         values = model.layer.tokens * model.layer.dim * model.layer.element_bytes
         return PassSeconds(
-            forward=part * forward,
-            inputs=part * max(apart - forward - weights, 0.0),
-            weights=part * weights,
-            together=together / model.pipeline.parts,
-            shares=tuple(self._run_seconds(run, there, back) / each for run in model.runs),
-            hop=self._hop(values / (self.grid.tp if model.sequence_parallel else 1)),
+            forward=factor * forward_seconds,
+            inputs=factor * max(separate - forward_seconds - weight_seconds, 0.0),
+            weights=factor * weight_seconds,
+            together=overlapped / model.pipeline.parts,
+            shares=tuple(self._run_seconds(run, forward, backward) / separate_run for run in model.runs),
+            hop=self._hop_seconds(values / (self.grid.tp if model.sequence_parallel else 1)),
         )
 
-    def _hop(self, num_bytes: float) -> float:
-        """Return the seconds in which all ranks of a stage send something to those of the next one."""
+    def _hop_seconds(self, num_bytes: float) -> float:
+        """Return the seconds in which all ranks of a stage send `num_bytes` each to the ranks of the next stage."""
         inside = self.grid.world < self.cluster.devices_per_node
         links = [link for link in self.cluster.links if link.carries in ("all", "inside" if inside else "outside")]
-        each = (
+        seconds = (
             num_bytes * min(link.devices, self.grid.world) / link.slowest(self.cluster.nodes) + link.latency_us * 1e-6
             for link in links
         )
-        return max(each, default=0.0)
+        return max(seconds, default=0.0)
 
     def memory(self, forward: Program, backward: Program, grid: Grid, *, memory_budget: int | None = None) -> Memory:
-        """Return what a rank needs.
+        """Return the memory of a rank.
 
-        What a block keeps besides its feed-forward layer: what attention keeps, and the inputs of two norms (Korthikanti et al.
-        2022, section 4.1, with fused scores). Of what is computed again only what it is computed from is kept. Narrow products
-        read weights by rows and by columns, two copies beside the wide ones, and keep what they read by columns only, in place
-        of wide values that nobody else needs (Transformer Engine, "FP8 weight caching" and "Handling transposes").
+        Besides its feed-forward layer, a block keeps what attention keeps and the inputs of two norms (Korthikanti et
+        al. 2022, section 4.1, with fused scores). A recomputed part keeps only its input. Narrow products read weights
+        by rows and by columns, which takes two copies besides the wide ones. They keep their inputs by columns only, in
+        place of wide values that nothing else needs (Transformer Engine, "FP8 weight caching" and "Handling
+        transposes").
 
         Args:
             forward: the lowered program of an MoE layer.
             backward: the lowered program of its gradients.
-            grid: the layout, etp factored as the plan wants it.
-            memory_budget: bytes that a layer holds at most.
+            grid: the layout, with etp factored as the plan requires.
+            memory_budget: most bytes that a layer may hold.
         """
         model, layer = self.model, self.model.layer
-        kept, buffers = layer_memory(forward, backward, self.simulator.volumes(forward, layer, grid), memory_budget)
-        activations = self._kept(kept)
+        kept_bytes, buffers = layer_memory(
+            forward, backward, self.simulator.volumes(forward, layer, grid), memory_budget
+        )
+        activations = self._kept_bytes(kept_bytes)
         narrow = 2 * self._narrow_bytes
         logits = layer.tokens * model.vocab * 4 / grid.tp if model.outputs else 0.0
-        size, held = model.parameter_bytes, self._held_parameters
-        if not self._in_parts:
-            whole = self._whole_parameters
+        size, held_parameters = model.parameter_bytes, self._held_parameters
+        if not self._gathers_per_block:
+            whole_parameters = self._whole_parameters
             return Memory(
-                weights=whole * layer.element_bytes + narrow * self._multiplied_parameters,
-                # Of gradients in parts a block's are whole while they are reduced.
-                gradients=(held + sum(self._block_parameters) if model.sharded == "gradients" else whole) * size,
+                weights=whole_parameters * layer.element_bytes + narrow * self._multiplied_parameters,
+                # Sharded gradients of one block are whole while they are reduced.
+                gradients=(
+                    held_parameters + sum(self._block_parameters) if model.sharded == "gradients" else whole_parameters
+                )
+                * size,
                 optimizer=self._stepped_parameters * 3 * size,
                 activations=activations,
                 buffers=buffers + logits,
             )
         dense, experts = self._block_parameters
         cast = experts * layer.element_bytes if layer.element_bytes != size else 0.0
-        kept_casts = 1 if self._runs_again() else model.moe_layers
-        gathered = dense * (self._shards[0] > 1) + experts * (self._shards[1] > 1)
+        kept_casts = 1 if self._recomputes() else model.moe_layers
+        gathered = dense * (self._num_shards[0] > 1) + experts * (self._num_shards[1] > 1)
         return Memory(
-            weights=held * size,
-            gradients=held * size,
-            optimizer=held * 2 * size,
+            weights=held_parameters * size,
+            gradients=held_parameters * size,
+            optimizer=held_parameters * 2 * size,
             activations=activations + kept_casts * cast,
-            # two blocks' parameters, one block's gradients, and of one what its products read
+            # two blocks' parameters, one block's gradients, and one block's narrow weights
             buffers=buffers + logits + 3 * gathered * size + narrow * (dense + experts),
         )
 
-    def _kept(self, kept: float) -> float:
+    def _kept_bytes(self, moe_bytes: float) -> float:
         """Return the bytes that a rank keeps from forward to backward passes.
 
         Args:
-            kept: by one MoE layer's program.
+            moe_bytes: bytes that one MoE layer's program keeps.
         """
-        model, layer, again = self.model, self.model.layer, self.model.recomputed
+        model, layer, recomputed = self.model, self.model.layer, self.model.recomputed
         row, dim = layer.tokens * layer.element_bytes / self.grid.tp, layer.dim
-        # What a product reads and keeps takes so much of a wide value: normed inputs, experts' rows, what activations give.
+        # Bytes of a product's kept input over those of a wide value: normed inputs, experts' rows, activations' results.
         read = self._narrow_bytes / layer.element_bytes or 1.0
-        attention = (model.attention_kept or 5.5 * dim) - model.attention_up_kept * ("mla_up_proj" in again)
-        around = (attention + 2 * dim - dim * ("layernorm" in again) - dim * (1 - read)) * row
+        attention = (model.attention_kept or 5.5 * dim) - model.attention_up_kept * ("mla_up_proj" in recomputed)
+        around = (attention + 2 * dim - dim * ("layernorm" in recomputed) - dim * (1 - read)) * row
         inner = layer.matrices - 1 + model.keeps_activated * read
-        dense = (dim + inner * model.inner * ("mlp" not in again)) * row
-        shared = inner * model.shared_hidden * layer.tokens * layer.element_bytes * ("shared_experts" not in again)
+        dense = (dim + inner * model.inner * ("mlp" not in recomputed)) * row
+        shared = inner * model.shared_hidden * layer.tokens * layer.element_bytes * ("shared_experts" not in recomputed)
         activated = (
-            self._activated_values * layer.element_bytes * (model.keeps_activated and "moe_act" not in again) * read
+            self._activated_values
+            * layer.element_bytes
+            * (model.keeps_activated and "moe_act" not in recomputed)
+            * read
         )
         activated -= self._activated_values / layer.hidden * self.grid.etp * dim * layer.element_bytes * (1 - read)
-        sparse = dim * row if "moe" in again else kept + activated + shared
-        less = dim * row * ("layernorm" in again)
+        sparse = dim * row if "moe" in recomputed else moe_bytes + activated + shared
+        recomputed_norms = dim * row * ("layernorm" in recomputed)
         alive = model.alive or model.pipeline.copies * max(model.pipeline.alive(model.micro_batches))
-        if "block" in again:
+        if "block" in recomputed:
             return alive * model.num_layers * dim * row + around + max(sparse, dense)
         dense_layers = model.num_layers - model.moe_layers
-        blocks = model.num_layers * (around - less) + model.moe_layers * sparse + dense_layers * dense
+        blocks = model.num_layers * (around - recomputed_norms) + model.moe_layers * sparse + dense_layers * dense
         return alive * blocks
 
     @property
     def _narrow_bytes(self) -> float:
-        """Bytes of a value that narrow products read, its share of a scale among them; 0 where products are not narrow."""
+        """Bytes of a value that narrow products read, including its share of a scale; 0 if products are not narrow."""
         products = self.model.layer.products
         if products is None or ELEMENT_BYTES[products] >= self.model.layer.element_bytes:
             return 0.0
@@ -400,72 +428,90 @@ class StepCostModel:
 
     @property
     def _activated_values(self) -> float:
-        """Values of a rank's experts between their activation and their last matrix, in one MoE layer."""
+        """Values of a rank's experts between activation and last matrix, in one MoE layer."""
         layer, grid = self.model.layer, self.grid
         return grid.dp * layer.copies / (grid.ep * grid.edp) * layer.hidden / grid.etp
 
     @property
-    def _activated_again(self) -> float:
-        """Seconds of computing an MoE layer's activation again by itself: two values are read and one written."""
-        values = self._activated_values * ("moe_act" in self.model.recomputed and self.again == 1)
+    def _activation_recomputed(self) -> float:
+        """Seconds of recomputing only the activation of an MoE layer: for SwiGLU two values are read and one is written."""
+        values = self._activated_values * ("moe_act" in self.model.recomputed and self.forward_passes == 1)
         return self.model.layer.matrices * values * self.model.layer.element_bytes / self._rates.memory
 
     @property
     def least_bytes(self) -> float:
-        """What a rank needs whatever the plan: parameters, gradients, moments, and the residual stream."""
+        """Bytes that a rank needs under any plan: parameters, gradients, moments, and the residual stream."""
         stream = self.model.layer.tokens * self.model.layer.dim * self.model.layer.element_bytes / self.grid.tp
         size = self.model.parameter_bytes
-        if not self._in_parts:
+        if not self._gathers_per_block:
             gradients = self._held_parameters if self.model.sharded == "gradients" else self._whole_parameters
-            whole = self._whole_parameters * self.model.layer.element_bytes + gradients * size
-            return whole + self._stepped_parameters * 3 * size + self.model.num_layers * stream
+            whole_bytes = self._whole_parameters * self.model.layer.element_bytes + gradients * size
+            return whole_bytes + self._stepped_parameters * 3 * size + self.model.num_layers * stream
         return self._held_parameters * 4 * size + self.model.num_layers * stream
 
     @cached_property
     def compute_bound(self) -> float:
-        """Seconds of computing of a step, experts in one product each."""
-        passes = (self.again + 2) * self.model.moe_layers
-        return self._outside + self.model.micro_batches * passes * self._expert_seconds
+        """Seconds of computation of a step, with each expert in one product."""
+        passes = (self.forward_passes + 2) * self.model.moe_layers
+        return self._outside_seconds + self.model.micro_batches * passes * self._expert_seconds
 
     @cached_property
     def link_bound(self) -> float:
-        """Seconds of the fullest link of a step if every token crossed it once for all experts behind it, or the weights
-        did where they are fewer bytes; parameters and gradients included."""
-        count, passes = self.model.micro_batches, 2 * (self.again + 1) * self.model.moe_layers
-        if not self._in_parts:
-            times = self._gatherings
+        """Seconds of the busiest link of a step, parameters and gradients included, if every token crossed the link
+        once for all experts behind it, or the weights did if they are fewer bytes."""
+        count, passes = self.model.micro_batches, 2 * (self.forward_passes + 1) * self.model.moe_layers
+        if not self._gathers_per_block:
+            times = self._num_gatherings
             return max(
-                [0.0, *(count * passes * self._crossing(link) + times * self._sharding(link) for link in self._links)]
+                [
+                    0.0,
+                    *(
+                        count * passes * self._crossing_seconds(link) + times * self._sharding_seconds(link)
+                        for link in self._links
+                    ),
+                ]
             )
-        return max([0.0, *(count * (passes * self._crossing(link) + self._sharding(link)) for link in self._links)])
+        return max(
+            [
+                0.0,
+                *(
+                    count * (passes * self._crossing_seconds(link) + self._sharding_seconds(link))
+                    for link in self._links
+                ),
+            ]
+        )
 
     def floor(self, *, compression: float = 1.0) -> float:
-        """Return seconds that no plan on this layout goes below: what is computed outside the MoE layers, and of each of
-        their passes computing, crossing, or gathering behind it, whichever is more.
+        """Return a lower bound on the seconds of any plan on this layout.
 
-        On a profiled machine crossing does not count: there a part of the bytes may be through before the last rank has come.
+        It sums the computation outside MoE layers, and for each pass of an MoE layer the largest of computing, crossing
+        a link, and gathering parameters behind the pass.
+
+        Crossing does not count on a profiled machine, where some bytes may pass a link before the last rank has reached
+        the movement.
 
         Args:
-            compression: bytes of a row over those that a codec sends.
+            compression: bytes of a row over the bytes that a codec sends for it.
         """
         compute, crossing = self._expert_seconds, 0.0
         if not self.simulator.timing.starts_early and not self.model.overlapped:
-            crossing = 2 * max([0.0, *map(self._crossing, self._links)]) / compression
-        attention = self.once.attention
+            crossing = 2 * max([0.0, *map(self._crossing_seconds, self._links)]) / compression
+        attention = self.forward.attention
         gathering = [
-            (moves * sum(self._unit_seconds) - passes * attention) * self._in_parts
-            for passes, moves in ((1, self._gathered), (2, self._gathered + 1))
+            (moves * sum(self._unit_seconds) - passes * attention) * self._gathers_per_block
+            for passes, moves in ((1, self._gather_ratio), (2, self._gather_ratio + 1))
         ]
-        passes = (self.again - 1) * max(compute, crossing)
+        passes = (self.forward_passes - 1) * max(compute, crossing)
         passes += max(compute, crossing, gathering[0]) + max(2 * compute, crossing, gathering[1])
-        return self._outside + self.model.micro_batches * self.model.moe_layers * passes
+        return self._outside_seconds + self.model.micro_batches * self.model.moe_layers * passes
 
     @cached_property
     def sharding(self) -> dict[str, float]:
-        """Seconds per micro-batch of gathering parameters twice and scattering gradients, for each kind of unit, alone."""
+        """Seconds per micro-batch of gathering parameters twice and scattering gradients, by kind of unit, without
+        overlap."""
         (dense, experts), (dense_copies, expert_copies) = self._unit_seconds, self._copy_seconds
-        model, moves = self.model, 2 * self._gathered + 1
-        ends = reduce_seconds(self.cluster, self.grid, self._root_bytes, self.grid.tp, self._shards[0]) / 2
+        model, moves = self.model, 2 * self._gather_ratio + 1
+        ends = reduce_seconds(self.cluster, self.grid, self._root_bytes, self.grid.tp, self._num_shards[0]) / 2
         return {
             "dense": model.num_layers * (moves * dense + dense_copies),
             "experts": model.moe_layers * (moves * experts + expert_copies),
@@ -474,34 +520,34 @@ class StepCostModel:
 
     @cached_property
     def optimizer_seconds(self) -> float:
-        """Seconds of what the step of an optimizer reads and writes.
+        """Seconds in which an optimizer step reads and writes memory.
 
-        Of what a rank steps, gradients are read for their norm, read and written to clip them, and read with parameters and
-        two moments, which are written. Where parameters as products read them lie beside their masters, they are written from
-        these, and whole gradients lie in a buffer, which is averaged, looked through for what is no number, and zeroed
-        (Megatron-LM, `core/optimizer` and `core/distributed/param_and_grad_buffer.py`).
+        For the parameters that a rank steps, gradients are read for their norm, read and written to clip them, and read
+        together with parameters and two moments, which are written. If products read separate copies of the parameters,
+        these are written from the masters. Whole gradients then lie in a buffer, which is averaged, checked for
+        non-finite numbers, and zeroed (Megatron-LM, `core/optimizer` and `core/distributed/param_and_grad_buffer.py`).
         """
         size, stepped = self.model.parameter_bytes, self._stepped_parameters
         moved = stepped * 10 * size
-        if not self._in_parts:
+        if not self._gathers_per_block:
             moved += stepped * (size + self.model.layer.element_bytes) + self._whole_parameters * 4 * size
         return moved / self._rates.memory
 
     @property
-    def _outside(self) -> float:
-        return self.model.micro_batches * self._around + self.optimizer_seconds
+    def _outside_seconds(self) -> float:
+        return self.model.micro_batches * self._around_seconds + self.optimizer_seconds
 
     @property
-    def _around(self) -> float:
-        """Seconds of computing of a micro-batch outside MoE layers' programs."""
+    def _around_seconds(self) -> float:
+        """Seconds of computation of a micro-batch outside the programs of MoE layers."""
         return self.attention + self.dense + self.unembed + self.shared + self.small
 
-    def _block_seconds(self) -> Once:
-        """Return the seconds of what a block does once."""
+    def _block_seconds(self) -> ForwardSeconds:
+        """Return the seconds of one forward pass of each part of a block."""
         model, grid, layer = self.model, self.grid, self.model.layer
         tokens, dim, size = layer.tokens, layer.dim, layer.element_bytes
         rates, rows = rates_of(self.cluster, layer.products or layer.dtype), np.array([float(layer.tokens)])
-        # The all-reduce that ends a layer which is split over tp (Megatron-LM, Shoeybi et al. 2019).
+        # The all-reduce at the end of a layer that is split over tp (Megatron-LM, Shoeybi et al. 2019).
         values = tokens * dim * size
         over_tp = (
             reduce_seconds(self.cluster, grid, values, 1, grid.tp)
@@ -509,24 +555,25 @@ class StepCostModel:
             else all_reduce_seconds(self.cluster, grid, values, grid.tp)
         )
 
-        def product(weights: float, split: int, read: float) -> float:
-            """Of some parameters; `read` values of a row are cast where products are narrower."""
-            each = rates.product_seconds(rows, 2 * weights / split, weights * size / split)
-            return float(each[0]) + tokens * read * rates.cast_bytes / split / rates.memory
+        def product(weights: float, num_parts: int, read: float) -> float:
+            """Return the seconds of products with some parameters; `read` values of each row are cast if products are
+            narrower."""
+            seconds = rates.product_seconds(rows, 2 * weights / num_parts, weights * size / num_parts)
+            return float(seconds[0]) + tokens * read * rates.cast_bytes / num_parts / rates.memory
 
         inner, hidden, logits = layer.matrices * dim * model.inner, model.shared_hidden, model.vocab / grid.tp
         copies = 10 * tokens * dim * size / grid.tp / self._rates.memory
         between = tokens * model.attention_copied * size / grid.tp / self._rates.memory
         scores = float(self._rates.product_seconds(rows, model.scores / grid.tp, 0.0)[0])
         scores /= self.cluster.device.scores.of(model.score_kernel, model.head_dim)
-        # Keys and values of every other part of a sequence come by, forward once, backward once more and with their
-        # gradients, behind the scores (ring attention, Liu et al. 2023).
-        others = tokens * (model.key_values or 2 * dim) * size * model.shares_sequence / grid.tp
-        scores = max(scores, reduce_seconds(self.cluster, grid, others, grid.tp, model.shares_sequence) / 2)
+        # Keys and values of every other part of a sequence pass by behind the scores, once forward, and once backward with
+        # their gradients (ring attention, Liu et al. 2023).
+        other_values = tokens * (model.key_values or 2 * dim) * size * model.shares_sequence / grid.tp
+        scores = max(scores, reduce_seconds(self.cluster, grid, other_values, grid.tp, model.shares_sequence) / 2)
         loss = tokens * logits * model.loss_bytes / self._rates.memory / 3
         output = float(self._rates.product_seconds(rows, 2 * dim * logits, dim * logits * size)[0])
         projections, dense = product(model.attention, grid.tp, 2 * dim), product(inner, grid.tp, dim + model.inner)
-        return Once(
+        return ForwardSeconds(
             attention=projections + scores + copies + between + over_tp,
             projections=projections,
             scores=scores,
@@ -539,8 +586,8 @@ class StepCostModel:
         )
 
     def _stepwise_seconds(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Return the seconds of a micro-batch in small kernels that run step by step, beyond fused ones (`cost/step_model.py`):
-        of a block, forward and backward, and of an MoE layer."""
+        """Return the seconds per micro-batch that unfused small kernels take beyond fused ones (`cost/step_model.py`),
+        forward and backward: of a block, and of an MoE layer."""
         model, grid, layer = self.model, self.grid, self.model.layer
         tokens, copies = layer.tokens / grid.tp, grid.dp * layer.copies / (grid.ep * grid.edp)
         launch, experts = self.cluster.host.task_us * 1e-6, layer.num_experts / grid.ep
@@ -558,82 +605,84 @@ class StepCostModel:
             "last_bias": copies * layer.dim,
         }
 
-        def both(values: dict[str, float]) -> tuple[float, float]:
+        def total(values: dict[str, float]) -> tuple[float, float]:
             names = [name for name in model.stepwise if name in values]
-            found = [COSTS[name].seconds(values[name], self._rates.memory, launch, experts) for name in names]
-            return sum(there for there, _ in found), sum(back for _, back in found)
+            seconds = [COSTS[name].seconds(values[name], self._rates.memory, launch, experts) for name in names]
+            return sum(forward for forward, _ in seconds), sum(backward for _, backward in seconds)
 
-        return both(of_block), both(of_layer)
+        return total(of_block), total(of_layer)
 
-    def _exposed(self, there: Simulated, back: Simulated) -> float:
-        """Return the seconds per micro-batch in which parameters and gradients move and nothing else goes on.
+    def _exposed_seconds(self, forward: Simulated, backward: Simulated) -> float:
+        """Return the seconds per micro-batch in which parameters and gradients move and nothing else runs.
 
-        A block's parameters are gathered while the block before it runs, where its movements leave the links idle; on CPU,
-        where one thread issues everything, nothing hides.
+        A block's parameters are gathered while the previous block runs, whenever its movements leave the links idle. On
+        a CPU, where one thread issues everything, nothing is hidden.
         """
         (dense, experts), (dense_copies, expert_copies) = self._unit_seconds, self._copy_seconds
         total = self.sharding["ends"]
-        for layers, gathered, copied, inner in (
-            (self.model.moe_layers, dense + experts, dense_copies + expert_copies, (there, back)),
+        for layers, gathered, copied, passes_of_layer in (
+            (self.model.moe_layers, dense + experts, dense_copies + expert_copies, (forward, backward)),
             (self.model.num_layers - self.model.moe_layers, dense, dense_copies, None),
         ):
-            share = self._gathered
-            for passes, moved, index in ((1, share * gathered, 0), (2, (share + 1) * gathered + copied, 1)):
-                run = None if inner is None else inner[index]
-                idle = 0.0 if run is None else max(run.seconds - run.communication_seconds, 0.0)
-                hidden = 0.0 if self.cluster.host.runs_compute else idle + passes * self.once.attention
-                total += layers * max(moved - hidden, 0.0)
+            ratio = self._gather_ratio
+            for passes, move_seconds, which in ((1, ratio * gathered, 0), (2, (ratio + 1) * gathered + copied, 1)):
+                simulated = None if passes_of_layer is None else passes_of_layer[which]
+                idle = 0.0 if simulated is None else max(simulated.seconds - simulated.communication_seconds, 0.0)
+                hidden_seconds = 0.0 if self.cluster.host.runs_compute else idle + passes * self.forward.attention
+                total += layers * max(move_seconds - hidden_seconds, 0.0)
         return total
 
-    def _exposed_once(self, there: Simulated, back: Simulated) -> float:
-        """Return the seconds of a step in which gradients or parameters move for the optimizer and nothing else goes on.
+    def _exposed_seconds_once(self, forward: Simulated, backward: Simulated) -> float:
+        """Return the seconds of a step in which gradients or parameters move for the optimizer and nothing else runs.
 
-        Gradients are reduced behind the last micro-batch's backward pass, or in parts behind each, parameters gathered behind
-        the first forward pass, if the system does so; without parts gradients are gathered where they were reduced.
+        If the system hides them, gradients are reduced behind the last micro-batch's backward pass (sharded gradients
+        behind each), and parameters are gathered behind the first forward pass. With nothing sharded, an all-gather of
+        the gradients replaces the one of the parameters.
         """
         (dense, experts), (dense_copies, expert_copies) = self._unit_seconds, self._copy_seconds
-        held = self.model.pipeline.copies
-        units = held * (self.model.num_layers * dense + self.model.moe_layers * experts)
-        units += self.sharding["ends"] / (2 * self._gathered + 1)
-        copied = held * (self.model.num_layers * dense_copies + self.model.moe_layers * expert_copies)
-        total, attention = 0.0, self.model.num_layers * self.once.attention
-        whole, each_time = self.model.sharded == "none", self.model.sharded == "gradients"
-        # Gradients have parameter_bytes each, parameters element_bytes.
+        copies = self.model.pipeline.copies
+        units = copies * (self.model.num_layers * dense + self.model.moe_layers * experts)
+        units += self.sharding["ends"] / (2 * self._gather_ratio + 1)
+        copied = copies * (self.model.num_layers * dense_copies + self.model.moe_layers * expert_copies)
+        total, attention = 0.0, self.model.num_layers * self.forward.attention
+        is_whole, each_time = self.model.sharded == "none", self.model.sharded == "gradients"
+        # Each gradient takes parameter_bytes, each parameter element_bytes.
         model, narrow = self.model, self.model.layer.element_bytes / self.model.parameter_bytes
         for hides, run, passes, share, times in (
-            (model.hides_parameters, there, 1, 0.0 if whole else narrow, 1),
-            (model.hides_gradients, back, 2, 2.0 if whole else 1.0, model.micro_batches if each_time else 1),
+            (model.hides_parameters, forward, 1, 0.0 if is_whole else narrow, 1),
+            (model.hides_gradients, backward, 2, 2.0 if is_whole else 1.0, model.micro_batches if each_time else 1),
         ):
             idle = passes * attention + self.model.moe_layers * max(run.seconds - run.communication_seconds, 0.0)
-            moved = share * units + (copied if run is back else 0.0)
+            moved = share * units + (copied if run is backward else 0.0)
             total += times * max(moved - (hides and not self.cluster.host.runs_compute) * idle, 0.0)
         return total
 
     @property
-    def _in_parts(self) -> bool:
+    def _gathers_per_block(self) -> bool:
         """Whether parameters are gathered for every block of every micro-batch."""
         return self.model.sharded == "parameters"
 
     @property
-    def _gathered(self) -> float:
-        """Bytes of a parameter that is gathered over those of its gradient."""
+    def _gather_ratio(self) -> float:
+        """Bytes of a gathered parameter over the bytes of its gradient."""
         return (self.model.gathered_bytes or self.model.parameter_bytes) / self.model.parameter_bytes
 
     @property
-    def _gatherings(self) -> float:
-        """How often per step all parameters are gathered twice and gradients scattered once, or as many bytes are moved."""
-        count, gathered = self.model.micro_batches, self._gathered
+    def _num_gatherings(self) -> float:
+        """How many times per step all parameters are gathered twice and gradients scattered once, or an equal number of
+        bytes moves."""
+        count, gathered = self.model.micro_batches, self._gather_ratio
         moves = {"gradients": count + gathered, "optimizer": 1 + gathered, "none": 2.0}
         return moves[self.model.sharded] / (2 * gathered + 1) if self.model.sharded in moves else count
 
     @property
     def _stepped_parameters(self) -> float:
-        """Parameters that a rank's optimizer steps."""
+        """Parameters that a rank's optimizer updates."""
         return self._whole_parameters if self.model.sharded == "none" else self._held_parameters
 
     @property
     def _whole_parameters(self) -> float:
-        """Parameters of a rank before they are cut over data-parallel ranks."""
+        """Parameters of a rank before sharding over data-parallel ranks."""
         experts = self.model.expert_parameters / (self.grid.ep * self.grid.etp)
         return self.model.pipeline.copies * (
             self.model.dense_parameters / self.grid.tp + self._shared_parameters + experts
@@ -644,33 +693,33 @@ class StepCostModel:
         """Seconds of gathering a block's dense parameters over dp, and its experts' over edp."""
         dense, experts = (
             reduce_seconds(self.cluster, self.grid, count * self.model.parameter_bytes, stride, shards) / 2
-            for count, stride, shards in zip(self._block_parameters, self._strides, self._shards)
+            for count, stride, shards in zip(self._block_parameters, self._strides, self._num_shards)
         )
         return dense, experts
 
     @property
     def _strides(self) -> tuple[int, int]:
-        """How far apart ranks stand over which dense parameters and experts lie in parts."""
+        """Distance between the ranks that share the shards of dense parameters, and of experts."""
         return self.grid.tp, self.grid.ep * self.grid.etp
 
     @property
-    def _shards(self) -> tuple[int, int]:
-        """Ranks over which dense parameters and experts lie in parts."""
+    def _num_shards(self) -> tuple[int, int]:
+        """Number of ranks over which dense parameters, and experts, are sharded."""
         return self.grid.dp // self.model.replicas, self.grid.edp // self.model.replicas
 
     @cached_property
     def _copy_seconds(self) -> tuple[float, float]:
-        """Seconds in which copies of what lies in parts all-reduce a block's dense gradients, and its experts'."""
+        """Seconds in which the replicas of shards all-reduce a block's dense gradients, and its experts'."""
         size, copies = self.model.parameter_bytes, self.model.replicas
         dense, experts = (
             reduce_seconds(self.cluster, self.grid, count * size / shards, stride * shards, copies)
-            for count, stride, shards in zip(self._block_parameters, self._strides, self._shards)
+            for count, stride, shards in zip(self._block_parameters, self._strides, self._num_shards)
         )
         return dense, experts
 
     @property
     def _block_parameters(self) -> tuple[float, float]:
-        """Parameters of a block on a rank before they are cut over data-parallel ranks: dense ones, experts'."""
+        """Parameters of a block on a rank before sharding over data-parallel ranks: dense ones, and experts'."""
         model, layer = self.model, self.model.layer
         dense = (model.dense_parameters - model.embeddings * model.vocab * layer.dim) / model.num_layers / self.grid.tp
         dense += self._shared_parameters / model.num_layers
@@ -679,22 +728,22 @@ class StepCostModel:
 
     @property
     def _root_bytes(self) -> float:
-        """Bytes of the embedding and the output."""
+        """Bytes of a rank's parameters of embedding and output."""
         return (
             self.model.embeddings * self.model.vocab * self.model.layer.dim / self.grid.tp * self.model.parameter_bytes
         )
 
     @property
     def _shared_parameters(self) -> int:
-        """Parameters of all shared experts, which every rank of a tensor group has whole."""
+        """Parameters of all shared experts, which every rank of a tensor-parallel group holds in full."""
         layer = self.model.layer
         return self.model.shared_hidden * layer.matrices * layer.dim * self.model.moe_layers
 
     @property
     def _held_parameters(self) -> float:
         dense = self.model.dense_parameters / self.grid.tp + self._shared_parameters
-        held = dense / self.grid.dp + self.model.expert_parameters / self.grid.world
-        return self.model.pipeline.copies * self.model.replicas * held
+        per_replica = dense / self.grid.dp + self.model.expert_parameters / self.grid.world
+        return self.model.pipeline.copies * self.model.replicas * per_replica
 
     @cached_property
     def _expert_seconds(self) -> float:
@@ -703,12 +752,12 @@ class StepCostModel:
         rows = np.array([grid.dp * layer.copies / layer.num_experts / grid.edp])
         work = layer.matrices * layer.dim * layer.hidden / grid.etp
         rates = rates_of(self.cluster, layer.products or layer.dtype)
-        each = rates.product_seconds(rows, 2.0 * work, work * layer.element_bytes)
-        return float(each[0]) * layer.num_experts / grid.ep
+        seconds = rates.product_seconds(rows, 2.0 * work, work * layer.element_bytes)
+        return float(seconds[0]) * layer.num_experts / grid.ep
 
     @property
     def _links(self) -> list[Link]:
-        """Levels that every message out of a run of devices uses."""
+        """Levels that every message out of a run of devices crosses."""
         crosses = self.grid.world > self.cluster.devices_per_node
         return [
             link for link in self.cluster.links
@@ -717,21 +766,22 @@ class StepCostModel:
             and not (self.cluster.peers and link.devices < self.cluster.devices_per_node)
         ]  # fmt: skip
 
-    def _crossing(self, link: Link) -> float:
-        """Return the seconds that a link takes one way, each token crossing it once, or the experts' weights."""
+    def _crossing_seconds(self, link: Link) -> float:
+        """Return the seconds for which a link is busy in one direction if each token crosses it once, or the experts'
+        weights do."""
         layer, grid = self.model.layer, self.grid
-        where = self._run_of(link)
-        runs = grid.ep * grid.etp // where
-        elsewhere = runs - max(1, grid.tp // where)
+        devices = self._devices_behind(link)
+        runs = grid.ep * grid.etp // devices
+        elsewhere = runs - max(1, grid.tp // devices)
         if elsewhere <= 0 or layer.num_experts < runs:
             return 0.0
-        tokens = node_tokens_per_node(layer, runs, 1) * elsewhere * grid.dp * where / grid.world
+        tokens = node_tokens_per_node(layer, runs, 1) * elsewhere * grid.dp * devices / grid.world
         weights = layer.matrices * layer.hidden * layer.num_experts * (1 - 1 / runs)
-        num_bytes = min(tokens, weights) * layer.dim * layer.element_bytes * link.devices / where
+        num_bytes = min(tokens, weights) * layer.dim * layer.element_bytes * link.devices / devices
         return num_bytes / link.slowest(self.cluster.nodes)
 
-    def _sharding(self, link: Link) -> float:
-        """Return the seconds per micro-batch that gathering parameters and scattering gradients takes of a link."""
+    def _sharding_seconds(self, link: Link) -> float:
+        """Return the seconds per micro-batch for which gathering parameters and scattering gradients keep a link busy."""
         dense, experts = (count * self.model.parameter_bytes for count in self._block_parameters)
         over_dp, over_edp = zip(self._strides, (self.grid.dp, self.grid.edp))
         units = (
@@ -739,28 +789,30 @@ class StepCostModel:
             (self.model.moe_layers * experts, *over_edp),
             (self._root_bytes, *over_dp),
         )
-        total, where = 0.0, self._run_of(link)
+        total, devices = 0.0, self._devices_behind(link)
         for num_bytes, stride, ranks in units:
-            inside = min(ranks, max(1, where // stride))
-            total += where / inside * num_bytes * (1 - inside / ranks)
-        return (2 * self._gathered + 1) * total * link.devices / where / link.slowest(self.cluster.nodes)
+            inside = min(ranks, max(1, devices // stride))
+            total += devices / inside * num_bytes * (1 - inside / ranks)
+        return (2 * self._gather_ratio + 1) * total * link.devices / devices / link.slowest(self.cluster.nodes)
 
-    def _run_of(self, link: Link) -> int:
-        """Return how many devices leave by a link: of one that only carries what leaves a node, all of the node, evenly."""
+    def _devices_behind(self, link: Link) -> int:
+        """Return the number of devices that share a link. A link that only carries messages out of a node counts for
+        the whole node, evenly."""
         return self.cluster.devices_per_node if link.carries == "outside" else link.devices
 
 
 def reduce_seconds(cluster: ClusterSpec, grid: Grid, num_bytes: float, stride: int, ranks: int) -> float:
-    """Return the seconds of an all-reduce in every group of ranks that stand `stride` apart, all groups at once.
+    """Return the seconds of an all-reduce in every group of ranks that are `stride` apart, all groups at once.
 
-    Reduce-scatter inside nodes, all-reduce between ranks of equal place, all-gather inside, the three overlapping.
+    It consists of a reduce-scatter inside nodes, an all-reduce between ranks of equal place, and an all-gather inside
+    nodes, all three overlapping.
 
     Args:
-        cluster: the links.
+        cluster: gives the links.
         grid: the mesh.
-        num_bytes: of one rank's gradients.
-        stride: from one rank of a group to the next.
-        ranks: of a group.
+        num_bytes: bytes of one rank's gradients.
+        stride: distance from one rank of a group to the next.
+        ranks: ranks of a group.
     """
     if ranks == 1 or num_bytes == 0:
         return 0.0
@@ -768,36 +820,36 @@ def reduce_seconds(cluster: ClusterSpec, grid: Grid, num_bytes: float, stride: i
     topology = Topology(cluster, grid.world, grid.ranks_per_node, block=per_node)
     inside = min(ranks, max(1, per_node // stride))
     nodes = ranks // inside
-    here = np.arange(per_node)
-    mates = here // (stride * inside) * (stride * inside) + (here + stride) % (stride * inside)
+    devices = np.arange(per_node)
+    mates = devices // (stride * inside) * (stride * inside) + (devices + stride) % (stride * inside)
     rings = [
         (target, 2 * (count - 1) / count * num_bytes / parts, 2.0 * (count - 1))
-        for target, count, parts in ((mates, inside, 1), (here + max(per_node, stride), nodes, inside))
+        for target, count, parts in ((mates, inside, 1), (devices + max(per_node, stride), nodes, inside))
         if count > 1
     ]
     targets, sent, messages = zip(*rings)
     return topology.loads(
-        np.tile(here, len(rings)), np.concatenate(targets), np.repeat(sent, per_node), np.repeat(messages, per_node)
+        np.tile(devices, len(rings)), np.concatenate(targets), np.repeat(sent, per_node), np.repeat(messages, per_node)
     ).alone
 
 
 def all_reduce_seconds(cluster: ClusterSpec, grid: Grid, num_bytes: float, ranks: int) -> float:
-    """Return the seconds of an all-reduce in every group of consecutive ranks, by rings or in a switch that adds up.
+    """Return the seconds of an all-reduce in every group of consecutive ranks, by rings or in a switch that sums.
 
-    In a switch each rank sends its values once and its share of the sums once more to all, and receives as much. A sum comes
-    down before it goes up again, so the latency counts twice.
+    With a switch, each rank sends its values once and its share of the sums once to all ranks, and receives as much. A
+    sum comes down before it goes up again, so the latency counts twice.
 
     Args:
-        cluster: the links.
+        cluster: gives the links.
         grid: the mesh.
-        num_bytes: of one rank's values.
-        ranks: of a group.
+        num_bytes: bytes of one rank's values.
+        ranks: ranks of a group.
     """
     by_rings, per_node = reduce_seconds(cluster, grid, num_bytes, 1, ranks), grid.ranks_per_node or grid.world
     if not 2 < ranks <= per_node or num_bytes == 0 or not any(link.adds for link in cluster.links):
         return by_rings
-    here = np.arange(per_node)
+    devices = np.arange(per_node)
     sent, messages = np.full(per_node, (1 + 1 / ranks) * num_bytes), np.full(per_node, 2.0)
     topology = Topology(cluster, grid.world, grid.ranks_per_node, block=per_node)
-    load = topology.loads(here, here // ranks * ranks + (here + 1) % ranks, sent, messages)
+    load = topology.loads(devices, devices // ranks * ranks + (devices + 1) % ranks, sent, messages)
     return min(by_rings, load.alone + load.latency)

@@ -1,4 +1,4 @@
-"""What a training step is made of: `StepModel`, a transformer with MoE layers and how it is trained; `step.py` predicts it."""
+"""`StepModel`: a transformer with MoE layers, and how it is trained. `step.py` predicts its steps."""
 
 from __future__ import annotations
 
@@ -12,50 +12,51 @@ from moesaic.errors import InputError
 
 Part = Literal["block", "core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
 PARTS: tuple[Part, ...] = get_args(Part)
-"""What is computed again in backward: a whole block, or a part of it under the name that Megatron has for it."""
+"""What backward can recompute: a whole block, or a part of it under Megatron's name."""
 
 
 class StageRun(NamedTuple):
-    """A run of layers of a pipeline."""
+    """A run of consecutive layers of a pipeline."""
 
     blocks: int
     sparse: int
-    """Of them, those with an MoE layer."""
+    """Blocks among them with an MoE layer."""
     outputs: int
-    """How often it computes the output."""
+    """How many times the run computes the output."""
 
 
 Sharded = Literal["parameters", "gradients", "optimizer", "none"]
-"""As of `StepModel.sharded`."""
+"""As in `StepModel.sharded`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """What one thing costs where a system runs it step by step, beyond one fused kernel.
+    """Cost of one operation that a system runs unfused, step by step, beyond one fused kernel.
 
-    Every operation of eager PyTorch is a kernel that reads its inputs and writes its result. The numbers are counted in the
-    sources that `COSTS` names, never fitted to a step: bytes per value of two bytes, less those that a step's model already
-    counts for one fused kernel (`cost/step.py`, `cost/compute.py`). Broadcast factors, such as the cosines of a rotation, count
-    nothing. A test counts the same operations one by one.
+    In eager PyTorch every step is a kernel that reads its inputs and writes its result. The numbers are counted in the
+    sources that `COSTS` names, never fitted to a step. They are bytes per value of two bytes, less the bytes that the
+    step model already counts for one fused kernel (`cost/step.py`, `cost/compute.py`). Broadcast factors, such as the
+    cosines of a rotation, count nothing. A test counts the same steps one by one.
     """
 
     forward: float
-    """Bytes per value."""
+    """Bytes per value, forward."""
     backward: float
-    """Bytes per value."""
+    """Bytes per value, backward."""
     kernels: tuple[int, int]
-    """Kernels of a pass, forward and backward."""
+    """Number of kernels, forward and backward."""
     per_expert: tuple[int, int] = (0, 0)
-    """Kernels of a pass for each expert of a rank, where they loop over experts."""
+    """Number of kernels per expert of a rank, forward and backward, if the system loops over experts."""
 
     def seconds(self, values: float, memory: float, launch: float, experts: float = 0.0) -> tuple[float, float]:
-        """Return the seconds of a forward and a backward pass: those of the bytes, or of launching so many kernels.
+        """Return the seconds of a forward and a backward pass: memory traffic or kernel launches, whichever takes
+        longer.
 
         Args:
-            values: of a rank.
+            values: values of a rank.
             memory: bytes per second.
-            launch: seconds that the host takes for a kernel.
-            experts: of a rank.
+            launch: seconds of the host per kernel.
+            experts: experts of a rank.
         """
         both = zip((self.forward, self.backward), self.kernels, self.per_expert)
         there, back = (
@@ -88,9 +89,9 @@ COSTS: dict[str, Steps] = {
     # PyTorch's cross entropy is counted by its bytes per logit (`StepModel.loss_bytes`).
     "loss": Steps(forward=0, backward=0, kernels=(0, 0)),
 }
-"""What may run step by step. Values are those of a block's norms and of norms of queries and keys; queries and keys that are
-rotated; what attention gives; hidden values of experts; copies of tokens; both halves of experts' first results; copies of
-tokens again."""
+"""Operations that may run step by step. Their values are, in this order: those of a block's norms and of norms of
+queries and keys; queries and keys that are rotated; results of attention; hidden values of experts; copies of tokens;
+both halves of experts' first results; copies of tokens again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,90 +101,93 @@ class StepModel:
     num_layers: int
     """Blocks of attention and a feed-forward layer."""
     layer: Workload
-    """Of the MoE layers; its tokens are those of a micro-batch of one data-parallel group."""
+    """The MoE layers; its tokens are those of a micro-batch of one data-parallel group."""
     seq_len: int
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     moe_every: int = 1
-    """Each how-many-th block has an MoE layer, counted from the last block; the others are dense."""
+    """Every `moe_every`-th block has an MoE layer, counted from the last block; the others are dense."""
     dense_hidden: int = 0
-    """Inner width of dense feed-forward layers; 0 for top_k times the experts'."""
+    """Inner width of dense feed-forward layers; 0 for `top_k` times the experts' width."""
     vocab: int = 0
-    """Of the embedding and the output; 0 leaves both out."""
+    """Vocabulary of the embedding and the output; 0 leaves both out."""
     micro_batches: int = 1
-    """Accumulated before the optimizer steps."""
+    """Micro-batches per optimizer step."""
     recomputed: tuple[Part, ...] = ()
-    """What backward computes again. "block": each block keeps its input only. Of the parts: the scores, the norms' results,
-    what low-rank attention expands, dense feed-forward layers, MoE layers, what their activation gives, shared experts."""
+    """What backward recomputes. "block": each block keeps its input only. Parts: the scores, the norms' results, the
+    up-projections of low-rank attention, dense feed-forward layers, MoE layers, results of their activation, shared
+    experts."""
     shared_hidden: int = 0
     """Inner width of a shared expert that every token passes in an MoE layer; 0 for none."""
     parameter_bytes: int = 4
-    """Of a parameter, of its gradient, and of each of Adam's two moments."""
+    """Bytes of a parameter, of its gradient, and of each of Adam's two moments."""
     gathered_bytes: int = 0
-    """Of a parameter that lies in parts, on its way to the ranks that compute with it; 0 for `parameter_bytes`."""
+    """Bytes of a sharded parameter while it is gathered; 0 for `parameter_bytes`."""
     sparse_layers: int | None = None
-    """Blocks with an MoE layer; None for those that `moe_every` says."""
+    """Number of blocks with an MoE layer; None to derive it from `moe_every`."""
     attention_parameters: float = 0.0
-    """Of a block's attention, the mean over blocks; 0 for four matrices dim x dim."""
+    """Parameters of a block's attention, mean over blocks; 0 for four matrices dim x dim."""
     score_operations: float = 0.0
-    """Of a token and block where queries meet keys and values, the mean over blocks; 0 for heads as wide as a token that see
-    all tokens before it."""
+    """Operations per token and block between queries, keys and values, mean over blocks; 0 for heads that are together
+    as wide as a token and see all earlier tokens."""
     key_values: float = 0.0
-    """Values per token of a block's keys and values; 0 for two of a token's width."""
+    """Values per token of a block's keys and values; 0 for twice a token's width."""
     shares_sequence: int = 1
-    """Ranks that have a part of each sequence, and pass keys and values round (context parallelism)."""
+    """Ranks that share each sequence and pass keys and values round (context parallelism)."""
     attention_kept: float = 0.0
-    """Values per token that a block's attention keeps for backward, its input among them, the mean over blocks; 0 for 5.5 times
-    a token's width: input, queries, keys, values, result, and the mask of a dropout (Korthikanti et al. 2022, section 4.1)."""
+    """Values per token that a block's attention keeps for backward, input included, mean over blocks; 0 for 5.5 times a
+    token's width: input, queries, keys, values, result, and a dropout mask (Korthikanti et al. 2022, section 4.1)."""
     attention_up_kept: float = 0.0
-    """Of these, what low-rank attention expands, which `mla_up_proj` computes again."""
+    """Of `attention_kept`: results of the up-projections of low-rank attention, which `mla_up_proj` recomputes."""
     attention_copied: float = 0.0
-    """Values per token that a block reads and writes between projections and scores: norms of queries and keys, rotations, and
-    putting together what low-rank attention has in parts."""
+    """Values per token that a block reads and writes between projections and scores: norms of queries and keys,
+    rotations, and joining the parts of low-rank attention."""
     attention_up: float = 0.0
-    """Parameters of a block that expand them."""
+    """Parameters of a block's up-projections of low-rank attention."""
     head_dim: float = 0.0
-    """Width of a head's queries; 0 for the widest that the cluster knows the scores of."""
+    """Width of a head's queries; 0 for the largest width for which the cluster gives the speed of scores."""
     score_kernel: ScoreKernel = "best"
-    """What computes the scores."""
+    """Kernel that computes the scores."""
     stepwise: tuple[str, ...] = ()
-    """What runs step by step in place of fused kernels: keys of `COSTS`."""
+    """Operations that run step by step rather than as fused kernels: keys of `COSTS`."""
     attention_normed: float = 0.0
-    """Values per token and block of norms inside attention."""
+    """Values per token and block that norms inside attention read."""
     attention_rotated: float = 0.0
     """Values per token and block of queries and keys that are rotated."""
     attention_result: float = 0.0
-    """Values per token and block that the scores give; 0 for a token's width."""
+    """Values per token and block of the result of attention; 0 for a token's width."""
     keeps_activated: bool = False
-    """Feed-forward layers also keep what their activation gives, as they do without a product that computes it again."""
+    """Feed-forward layers also keep the results of their activation, as they do unless a product recomputes them."""
     embeddings: int = 2
-    """Matrices vocab x dim: embedding and output; 1 where they are one."""
+    """Number of matrices vocab x dim: embedding and output; 1 if they are tied."""
     sharded: Sharded = "parameters"
-    """What lies in parts on data-parallel ranks. parameters: all that belongs to one (FSDP2, ZeRO-3). The others have
-    parameters as wide as activations whole on every rank. optimizer: the float32 master and moments lie in parts (ZeRO-1);
-    gradients are reduced and parameters gathered once per step. gradients: they do too, and are reduced in every micro-batch
-    (ZeRO-2). none: nothing does, and gradients are all-reduced once per step."""
+    """What is sharded over data-parallel ranks. parameters: parameters, gradients and optimizer state (FSDP2, ZeRO-3).
+    With the others, every rank holds whole parameters as wide as activations. optimizer: the float32 master and moments
+    are sharded (ZeRO-1); gradients are reduced and parameters gathered once per step. gradients: gradients are sharded
+    too, and reduced in every micro-batch (ZeRO-2). none: nothing is sharded, and gradients are all-reduced once per
+    step."""
     outputs: int = 1
-    """How often the output is computed for a token: once, and once more for every further token that is predicted."""
+    """How many times the output is computed per token: once, plus once per further token that is predicted."""
     pipeline: Pipeline = field(default_factory=Pipeline)
-    """Its stages; `num_layers` are those that a rank works through for a micro-batch, and `vocab` its part."""
+    """Pipeline schedule. `num_layers` counts the layers that a rank runs per micro-batch, and `vocab` is the rank's
+    part."""
     runs: tuple[StageRun, ...] = ()
-    """Runs of layers of the whole pipeline, where they are unlike; () for equal ones."""
+    """Runs of layers of the whole pipeline, if they differ; () if they are equal."""
     alive: float = 0.0
-    """Micro-batches whose activations a rank keeps at once; 0 for those of the rank of the pipeline that keeps most."""
+    """Micro-batches whose activations a rank keeps at once; 0 for those of the pipeline's rank that keeps most."""
     replicas: int = 1
-    """Copies of what lies in parts, which all-reduce their gradients: HSDP, or instances of a distributed optimizer."""
+    """Number of copies of each shard, which all-reduce their gradients: HSDP, or instances of a distributed optimizer."""
     overlapped: bool = False
-    """All-to-alls run beside another micro-batch's computing."""
+    """All-to-alls overlap with the computation of another micro-batch."""
     hides_parameters: bool = True
-    """Parameters that are gathered once per step come behind the first forward pass, rather than before it."""
+    """Parameters that are gathered once per step are gathered behind the first forward pass rather than before it."""
     hides_gradients: bool = True
-    """Gradients that are reduced once per step go behind the last backward pass, rather than after it."""
+    """Gradients that are reduced once per step are reduced behind the last backward pass rather than after it."""
     loss_bytes: int = 36
-    """Read and written per logit by the loss, forward and backward: 36 by PyTorch's cross entropy of a float32 copy (the copy
-    and its gradient 6 each, log-softmax 8 and 12, zeros 4)."""
+    """Bytes that the loss reads and writes per logit, forward and backward. PyTorch's cross entropy of a float32 copy
+    takes 36: the copy and its gradient 6 each, log-softmax 8 and 12, zeros 4."""
     sequence_parallel: bool = False
-    """Norms and residuals see a part of the positions, so that tensor parallelism scatters its sums and gathers them again in
-    place of an all-reduce."""
+    """Norms and residuals work on a part of the positions. Tensor parallelism then uses a reduce-scatter and an
+    all-gather in place of an all-reduce."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "seq_len", "moe_every", "micro_batches", "parameter_bytes", "replicas"):
@@ -200,13 +204,13 @@ class StepModel:
                 raise InputError(f"model.stepwise={each!r}: choose of {', '.join(COSTS)}")
         if self.layer.tokens % self.seq_len:
             raise InputError(
-                f"model.layer.tokens={self.layer.tokens} are no whole sequences of model.seq_len={self.seq_len}: choose a "
+                f"model.layer.tokens={self.layer.tokens} are not whole sequences of model.seq_len={self.seq_len}: choose a "
                 "multiple"
             )
 
     @property
     def moe_layers(self) -> int:
-        """MoE layers; the last block has one."""
+        """Number of MoE layers; the last block has one."""
         return -(-self.num_layers // self.moe_every) if self.sparse_layers is None else self.sparse_layers
 
     @property
@@ -216,7 +220,7 @@ class StepModel:
 
     @property
     def scores(self) -> float:
-        """Operations per token and block where queries meet keys and values."""
+        """Operations per token and block between queries, keys and values."""
         return self.score_operations or 2 * 2 * self.seq_len * self.layer.dim / 2
 
     @property
@@ -226,7 +230,7 @@ class StepModel:
 
     @property
     def dense_parameters(self) -> float:
-        """Parameters outside the experts; the router's among them."""
+        """Parameters outside the experts, routers included."""
         dim = self.layer.dim
         blocks = self.num_layers * self.attention + self.moe_layers * dim * self.layer.num_experts
         dense = (self.num_layers - self.moe_layers) * self.layer.matrices * dim * self.inner

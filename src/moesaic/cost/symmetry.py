@@ -1,11 +1,11 @@
-"""`Digits` and `Box`: ranks as numbers of several digits, so that what one rank sends is known without listing all ranks.
+"""`Digits` and `Box`: ranks as mixed-radix numbers, to count what one rank sends without listing all ranks.
 
-Every axis of a mesh, every node and every switch cuts the ranks into equal runs. Where these runs nest, they are the digits
-of the rank's number in a mixed radix, each axis is some of the digits, and the pieces that a layout holds on a rank are a
-box: some digits fixed to the rank's, the others free. How many pieces two ranks share is then a product over digits, and
-depends only on which digits of the two are equal. So peers fall into classes, and a movement among 100,000 ranks costs as
-much as one among a hundred. The steps of a peer schedule tie the origin's digits of ep to the expert's; those are counted by
-differences.
+Every axis of a mesh, every node and every switch cuts the ranks into equal runs. If these runs nest, they are the
+digits of the rank's number in a mixed radix. Each axis is then a set of digits. The pieces that a layout holds on a
+rank form a box: some digits are fixed to the rank's, the others are free. The number of pieces that two ranks share is
+a product over digits and depends only on which digits of the two are equal. So peers fall into classes, and a movement
+among 100,000 ranks costs as much as one among a hundred. The steps of a peer schedule tie the origin's digits of ep to
+the expert's; those are counted by differences.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from moesaic.program.task import FLOWS, Layout
 
 
 class UnlikeError(Exception):
-    """One rank cannot stand for the others.
+    """Raised if one rank cannot stand for the others.
 
     Args:
-        reason: in what they differ; a clause after "in which".
-        advice: what to choose so that it can.
+        reason: how the ranks differ; a clause that follows "in which".
+        advice: what to choose so that one rank can stand for the others.
     """
 
     def __init__(self, reason: str, advice: str = "axes that divide one another") -> None:
@@ -38,14 +38,14 @@ class UnlikeError(Exception):
 
 @dataclass(frozen=True)
 class Pairs:
-    """Classes of (source, target): sources are the ranks of the first block, targets stand for others like them."""
+    """Classes of (source, target) pairs. Sources are the ranks of the first block; a target stands for others like it."""
 
     source: np.ndarray
     """(n,) ranks."""
     target: np.ndarray
     """(n,) ranks."""
     count: np.ndarray
-    """(n,) how many targets each stands for."""
+    """(n,) number of targets that each target stands for."""
 
 
 class Digits:
@@ -53,8 +53,8 @@ class Digits:
 
     Args:
         grid: the mesh.
-        cuts: lengths of further runs of ranks to be told apart: those behind a switch, those of a step.
-        block: ranks that stand for all blocks of so many, whole nodes; None for those of a node.
+        cuts: lengths of further runs of ranks to distinguish, such as those behind a switch or those of a step.
+        block: size of the block of ranks that stands for all blocks, in whole nodes; None: one node.
 
     Raises:
         UnlikeError: if the runs do not nest.
@@ -65,12 +65,12 @@ class Digits:
         self.per_node = grid.ranks_per_node or grid.world
         self.block = block or self.per_node
         inner = grid.etp if grid.innermost == "etp" else grid.ep
-        etp_at = 1 if grid.innermost == "etp" else grid.ep
+        etp_stride = 1 if grid.innermost == "etp" else grid.ep
         runs = {
             1,
             grid.tp,
             inner,
-            etp_at * grid.etp_inner,
+            etp_stride * grid.etp_inner,
             grid.ep * grid.etp,
             self.per_node,
             self.block,
@@ -89,7 +89,7 @@ class Digits:
         return ranks[:, None] // self.strides % self.sizes
 
     def within(self, low: int, high: int) -> frozenset[int]:
-        """Return the digits that count runs from a length of `low` to below `high`."""
+        """Return the digits whose runs are at least `low` and less than `high` long."""
         return frozenset(np.flatnonzero((self.strides >= low) & (self.strides < high)).tolist())
 
     def axis(self, axis: Axis) -> frozenset[int]:
@@ -111,15 +111,16 @@ class Digits:
         return self.within(1, self.per_node)
 
     def product(self, digits: Iterable[int]) -> int:
-        """Return how many values some digits have together."""
+        """Return the number of values that some digits have together."""
         return int(np.prod(self.sizes[sorted(digits)], dtype=np.int64)) if digits else 1
 
     def pairs(self, group: frozenset[int], listed: frozenset[int] = frozenset()) -> Pairs:
-        """Return the classes of pairs within groups: digits inside a block one by one, others equal or different.
+        """Return the classes of pairs within groups. Digits inside a block are listed value by value, others as equal
+        or different.
 
         Args:
             group: digits in which members of a group differ.
-            listed: digits to be told apart value by value.
+            listed: further digits to list value by value.
         """
         sources, inside = np.arange(self.block), self.within(1, self.block)
         offsets, counts = [], []
@@ -139,13 +140,13 @@ class Digits:
             np.array(offsets, dtype=np.int64).reshape(len(offsets), -1), (len(sources), 1)
         )
         target = digits @ self.strides
-        other = target != source
-        return Pairs(source[other], target[other], np.tile(counts, len(sources))[other].astype(np.float64))
+        is_other = target != source
+        return Pairs(source[is_other], target[is_other], np.tile(counts, len(sources))[is_other].astype(np.float64))
 
 
 @dataclass(frozen=True)
 class Box:
-    """The pieces of a layout on a rank: dimensions of origin and expert, and which of them are free."""
+    """The pieces of a layout on a rank: the digits of origin and of expert, and which of them are free."""
 
     origin: frozenset[int]
     expert: frozenset[int]
@@ -154,12 +155,12 @@ class Box:
 
     @property
     def fixed(self) -> frozenset[int]:
-        """The digits on which ranks that hold the same pieces agree."""
+        """Digits that are equal on all ranks that hold the same pieces."""
         return (self.origin - self.free_origin) | (self.expert - self.free_expert)
 
 
 def box_of(digits: Digits, layout: Layout) -> Box:
-    """Return the pieces that a layout holds."""
+    """Return the box of the pieces that a layout holds."""
     flow = FLOWS[layout.flow]
     spread = digits.axes(layout.spread) | (digits.axis("tp") if layout.whole_tp else frozenset())
     origin = frozenset(range(len(digits.sizes))) if flow.origins is None else digits.axes(flow.origins)
@@ -169,12 +170,12 @@ def box_of(digits: Digits, layout: Layout) -> Box:
 
 
 def steps_of(digits: Digits, layout: Layout) -> frozenset[int]:
-    """Return the digits of ep that count the groups of a step; () without steps."""
+    """Return the digits of ep that number the groups of a step; () without steps."""
     if layout.step is None:
         return frozenset()
-    at = digits.grid.etp if digits.grid.innermost == "etp" else 1
-    size = digits.grid.ep // layout.step[1]
-    return digits.axis("ep") & digits.within(at * size, digits.grid.world)
+    stride = digits.grid.etp if digits.grid.innermost == "etp" else 1
+    group_size = digits.grid.ep // layout.step[1]
+    return digits.axis("ep") & digits.within(stride * group_size, digits.grid.world)
 
 
 def pieces_of_step(
@@ -183,35 +184,36 @@ def pieces_of_step(
     step: tuple[int, int],
     before: Box,
     after: Box,
-    s: np.ndarray,
-    t: np.ndarray,
+    source_digits: np.ndarray,
+    target_digits: np.ndarray,
 ) -> np.ndarray:
-    """Return for each pair how many (group of the origin, group of the expert's home) its rows have."""
+    """Return, for each pair, the number of (group of the origin, group of the expert's home) combinations among its
+    rows."""
     order = sorted(ahead)
     radix = np.concatenate([[1], np.cumprod(digits.sizes[order])[:-1]]).astype(np.int64)
-    possible = np.ones(len(s), dtype=bool)
+    possible = np.ones(len(source_digits), dtype=bool)
     bases, offsets = [], []
     for free_before, free_after in (
         (before.free_origin, after.free_origin),
         (before.free_expert, after.free_expert),
     ):
-        base, offset = np.zeros(len(s), dtype=np.int64), np.zeros(1, dtype=np.int64)
+        base, offset = np.zeros(len(source_digits), dtype=np.int64), np.zeros(1, dtype=np.int64)
         for digit, weight in zip(order, radix):
             if digit in free_before and digit in free_after:
                 offset = (offset[:, None] + weight * np.arange(digits.sizes[digit])).reshape(-1)
                 continue
-            base += weight * (t if digit in free_before else s)[:, digit]
+            base += weight * (target_digits if digit in free_before else source_digits)[:, digit]
             if digit not in free_before and digit not in free_after:
-                possible &= s[:, digit] == t[:, digit]
+                possible &= source_digits[:, digit] == target_digits[:, digit]
         bases.append(base)
         offsets.append(offset)
-    apart = np.bincount(((offsets[1][:, None] - offsets[0]) % step[1]).reshape(-1), minlength=step[1])
-    found: np.ndarray = possible * apart[(step[0] - bases[1] + bases[0]) % step[1]]
-    return found
+    num_differences = np.bincount(((offsets[1][:, None] - offsets[0]) % step[1]).reshape(-1), minlength=step[1])
+    pieces: np.ndarray = possible * num_differences[(step[0] - bases[1] + bases[0]) % step[1]]
+    return pieces
 
 
 class GroupPlaces(NodeMap):
-    """Where the ranks of one group stand, by arithmetic.
+    """The places of the ranks of one group, computed by arithmetic.
 
     Args:
         digits: of the mesh.
@@ -223,11 +225,11 @@ class GroupPlaces(NodeMap):
         self._upper = self._radix(sorted(group - digits.local))
         self._lower = self._radix(sorted(group & digits.local))
         self.nodes = [[]] * digits.product(group - digits.local)
-        self._rest = 0
+        self._base = 0
 
     def of(self, member: int) -> GroupPlaces:
-        """Return the places of the group of a rank."""
-        self._rest = member - self._value(member, self._upper, True) - self._value(member, self._lower, True)
+        """Switch to the group that contains a rank, and return self."""
+        self._base = member - self._value(member, self._upper, True) - self._value(member, self._lower, True)
         return self
 
     @property
@@ -236,30 +238,32 @@ class GroupPlaces(NodeMap):
         return True
 
     def node(self, rank: int) -> int:
-        """Return a rank's node, counted within the group."""
+        """Return the number of a rank's node within the group."""
         return self._value(rank, self._upper, False)
 
     def local(self, rank: int) -> int:
-        """Return a rank's place among the group's ranks on its node."""
+        """Return a rank's index among the group's ranks on its node."""
         return self._value(rank, self._lower, False)
 
     def rank(self, node: int, local: int) -> int:
-        """Return the rank at a place."""
-        found = self._rest
+        """Return the rank with an index on a node."""
+        rank = self._base
         for number, radix in ((node, self._upper), (local, self._lower)):
             for stride, size, _ in radix:
                 number, digit = divmod(number, size)
-                found += digit * stride
-        return found
+                rank += digit * stride
+        return rank
 
     def _radix(self, digits: list[int]) -> list[tuple[int, int, int]]:
-        """Return (stride among ranks, size, stride among the members) of digits."""
-        found, at = [], 1
+        """Return (stride among ranks, size, stride among the members) of each digit."""
+        radix, member_stride = [], 1
         for digit in digits:
             stride, size = int(self._digits.strides[digit]), int(self._digits.sizes[digit])
-            found.append((stride, size, at))
-            at *= size
-        return found
+            radix.append((stride, size, member_stride))
+            member_stride *= size
+        return radix
 
     def _value(self, rank: int, radix: list[tuple[int, int, int]], in_ranks: bool) -> int:
-        return sum(rank // stride % size * (stride if in_ranks else at) for stride, size, at in radix)
+        return sum(
+            rank // stride % size * (stride if in_ranks else member_stride) for stride, size, member_stride in radix
+        )

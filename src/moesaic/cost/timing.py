@@ -1,7 +1,7 @@
-"""`AbstractTiming`: when a program's tasks run on one machine, given their rows and messages.
+"""`AbstractTiming`: predicts when a program's tasks run on one machine, given their rows and messages.
 
-The simulator (`simulate.py`) finds the rows and messages. Two leaves turn them into times with the same events: `SpecTiming`
-by the description of a cluster, `ProfileTiming` (`profile_simulate.py`) by what was measured of a machine.
+The simulator (`simulate.py`) derives the rows and messages. Two subclasses turn them into times with the same events:
+`SpecTiming` from a cluster's description, `ProfileTiming` (`profile_simulate.py`) from measurements of a machine.
 """
 
 from __future__ import annotations
@@ -24,38 +24,39 @@ from moesaic.program.timeline import Span, Timeline, chunk_of
 
 @dataclass(frozen=True)
 class Simulated:
-    """A program laid out in time on a cluster."""
+    """The simulated run of a program on a cluster."""
 
     timeline: Timeline
-    """Of the rank that ends last."""
+    """Timeline of the rank that ends last."""
     ends: np.ndarray
-    """(actors,) seconds until each rank has ended; one entry if one stands for all."""
+    """(actors,) seconds until each rank has ended; one entry if one rank stands for all."""
     compute_seconds: float
-    """Computing of the rank that computes most."""
+    """Seconds of computation of the rank that computes most."""
     link_seconds: dict[str, float]
-    """Seconds that links are taken at their full rate, by name; those that are not used left out."""
+    """Seconds for which each link is busy at its full rate, by name; unused links are left out."""
     lane_seconds: dict[str, float]
-    """Seconds that a rank's movements take one after the other on each lane, start-up included, if nothing else uses
-    their links; of the busiest rank."""
+    """Seconds of a rank's movements on each lane, one after the other, start-up included, if nothing else uses their
+    links; of the busiest rank."""
 
     @property
     def seconds(self) -> float:
-        """Until the last rank has ended."""
+        """Seconds until the last rank has ended."""
         return float(self.ends.max())
 
     @property
     def communication_seconds(self) -> float:
-        """Seconds below which the movements alone cannot go: those of the busiest link or lane."""
+        """Lower bound on the seconds of the movements alone: the busiest link or lane."""
         return max([0.0, *self.link_seconds.values(), *self.lane_seconds.values()])
 
     @property
     def limit(self) -> float:
-        """Seconds below which no order of these tasks can go: the movements', or the busiest rank's computing."""
+        """Lower bound on the seconds of any order of these tasks: the movements, or the computation of the busiest rank."""
         return max(self.compute_seconds, self.communication_seconds)
 
     @property
     def bottleneck(self) -> str:
-        """What sets the limit: "compute", a link's name, or where no link is full for long enough, a lane's start-up."""
+        """Name of what sets `limit`: "compute", a link, or, if no link is busy for long enough, the start-up costs of a
+        lane."""
         if self.compute_seconds >= self.communication_seconds:
             return "compute"
         link = max(self.link_seconds, key=lambda name: self.link_seconds[name], default="")
@@ -64,30 +65,30 @@ class Simulated:
 
 
 class AbstractTiming(ABC):
-    """When a program's tasks run on one machine."""
+    """Predicts when a program's tasks run on one machine."""
 
     @property
     @abstractmethod
     def around_seconds(self) -> float:
-        """What a layer takes before its forward program; 0 where nobody measured it."""
+        """Seconds that a layer takes before its forward program; 0 if not measured."""
 
     @property
     @abstractmethod
     def starts_early(self) -> bool:
-        """Whether a part of a movement's bytes may be through before the last rank has come to it."""
+        """Whether part of a movement's bytes may have crossed a link before the last rank has reached the movement."""
 
     @property
     def collectives(self) -> Mapping[str, Fit]:
-        """Lines that somebody measured, as `ClusterProfile.collectives`; empty where nobody did."""
+        """Measured lines, as in `ClusterProfile.collectives`; empty if not measured."""
         return {}
 
     @property
     def ranks_apart(self) -> int:
-        """Ranks up to which each is told apart, and each message by itself, under an even workload too."""
+        """Number of ranks up to which each rank and each message is simulated separately, even under an even workload."""
         return 0
 
     def passes(self, passes: Sequence[tuple[Program, AbstractVolumes]], dtype: str) -> list[Simulated]:
-        """Return a layer's passes laid out in time, each from the end of the one before.
+        """Simulate a layer's passes, each from the end of the one before.
 
         Args:
             passes: forward and backward program, each with its rows and messages.
@@ -99,22 +100,23 @@ class AbstractTiming(ABC):
     def run(
         self, program: Program, volumes: AbstractVolumes, dtype: str, known: Mapping[str, float] | None = None
     ) -> Simulated:
-        """Return the program laid out in time.
+        """Simulate a program.
 
         Args:
             program: forward or backward, in the order of issue.
             volumes: rows and messages of its tasks.
             dtype: of the products.
-            known: seconds of computing of tasks, by name, that are not worked out here.
+            known: compute seconds of some tasks, by name, to use in place of computed ones.
         """
 
 
 class SpecTiming(AbstractTiming):
-    """Times by the description of a cluster.
+    """Timing from the description of a cluster.
 
     Args:
-        cluster: rates of devices and links, and what the host takes for a task and for a message.
-        late: (ranks,) seconds by which each rank begins late; None: nobody does. It needs every rank apart.
+        cluster: rates of devices and links, and the host's costs per task and per message.
+        late: (ranks,) seconds by which each rank starts late; None: all ranks start at 0. Requires that every rank is
+            simulated separately.
     """
 
     def __init__(self, cluster: ClusterSpec, *, late: np.ndarray | None = None) -> None:
@@ -143,21 +145,21 @@ class SpecTiming(AbstractTiming):
             compute *= speeds.min() / speeds[devices % len(speeds)]
         issue = np.full(shape, host.task_us * 1e-6)
         movements = movements_of(program, volumes)
-        in_a_message = {number for bundle in bundles(program) for number in bundle[1:]}
-        for number, parts in enumerate(movements):
-            for moved in parts if number not in in_a_message else ():
-                issue[number, list(moved.actors)] += moved.posts * host.message_us * 1e-6
+        in_earlier_message = {number for bundle in bundles(program) for number in bundle[1:]}
+        for number, moved in enumerate(movements):
+            for movement in moved if number not in in_earlier_message else ():
+                issue[number, list(movement.actors)] += movement.posts * host.message_us * 1e-6
         events = Events(graph_of(program, host_runs_compute=host.runs_compute), issue, compute, movements)
         events.run(self._late)
         computing = np.array([task.lane is Lane.COMPUTE for task in program.tasks], dtype=bool)
         if self._cluster.device.contention:
-            moving = np.array([bool(parts) for parts in movements], dtype=bool)
+            moving = np.array([bool(moved) for moved in movements], dtype=bool)
             events.stretch(1 + self._cluster.device.contention * events.shared_part(computing, moving))
         return account(program, volumes, movements, events, compute[computing].sum(axis=0))
 
 
 def put_known(compute: np.ndarray, program: Program, known: Mapping[str, float] | None) -> None:
-    """Write the seconds that are known over those that were worked out, (tasks, actors)."""
+    """Overwrite computed seconds, (tasks, actors), with the known ones."""
     for number, task in enumerate(program.tasks if known else ()):
         compute[number] = (known or {}).get(task.name, compute[number])
 
@@ -170,15 +172,15 @@ def account(
     computing: np.ndarray,
     at_most: float = float("inf"),
 ) -> Simulated:
-    """Return what a run of a program's events says.
+    """Summarize the events of a program after their run.
 
     Args:
-        program: that ran.
-        volumes: of its tasks.
+        program: the program that ran.
+        volumes: rows and messages of its tasks.
         movements: of each task.
         events: after the run.
         computing: (actors,) seconds that each actor computes.
-        at_most: no link, lane or device is taken for longer than so many seconds.
+        at_most: upper bound in seconds on the busy time of any link, lane or device.
     """
     slots = {slot.name: slot for slot in program.slots}
     ends = events.ends.max(axis=0) if len(program.tasks) else np.zeros(volumes.num_actors)
@@ -197,18 +199,18 @@ def account(
 
 
 def _links(volumes: AbstractVolumes, movements: list[list[Movement]]) -> dict[str, float]:
-    """Return the seconds that each link is taken in all."""
-    taken = np.zeros(volumes.topology.num_links)
-    for moved in (each for parts in movements for each in parts):
-        taken[moved.load.links] += moved.load.seconds
-    return {volumes.topology.names[link]: float(taken[link]) for link in np.flatnonzero(taken).tolist()}
+    """Return the total seconds for which each link is busy."""
+    busy = np.zeros(volumes.topology.num_links)
+    for movement in (part for of_task in movements for part in of_task):
+        busy[movement.load.links] += movement.load.seconds
+    return {volumes.topology.names[link]: float(busy[link]) for link in np.flatnonzero(busy).tolist()}
 
 
 def _lanes(program: Program, volumes: AbstractVolumes, movements: list[list[Movement]]) -> dict[str, float]:
-    """Return the seconds of each lane's movements one after the other, on the rank where that is most."""
+    """Return the seconds of each lane's movements one after the other, on the rank with the largest sum."""
     spent: dict[str, np.ndarray] = {}
-    for task, parts in zip(program.tasks, movements):
-        for moved in parts:
+    for task, of_task in zip(program.tasks, movements):
+        for movement in of_task:
             lane = spent.setdefault(task.lane.value, np.zeros(volumes.num_actors))
-            lane[list(moved.actors)] += moved.load.alone
+            lane[list(movement.actors)] += movement.load.alone
     return {lane: float(seconds.max()) for lane, seconds in spent.items()}

@@ -1,12 +1,12 @@
-"""`Topology`: a cluster's links as a graph, and what messages put on them.
+"""`Topology`: a cluster's links as a graph, and the load that messages put on them.
 
-Every directed link has a number. `loads` routes messages and adds up, per link, the seconds that the link is taken: bytes
-over its rate, and its start-up cost per message. A movement alone takes its slowest link's seconds (FasterMoE, PPoPP 2022,
-eq. 2: the largest traffic over bandwidth), plus the latency of its longest way.
+Every directed link has a number. `loads` routes messages and adds up, per link, the seconds for which the link is busy:
+bytes over its rate, plus its start-up cost per message. A movement alone takes the seconds of its slowest link
+(FasterMoE, PPoPP 2022, eq. 2: the largest traffic over bandwidth), plus the latency of its longest path.
 
-Folded, a topology has the links of one block of ranks only, a node or all nodes behind a switch, for workloads in which all
-blocks do the same: a message counts at its ends' places within their blocks, and a link above the block carries what all
-blocks below it send.
+A folded topology has only the links of one block of ranks: a node, or all nodes behind a switch. It serves workloads in
+which all blocks do the same. A message then counts at the places of its two ranks within their blocks, and a link above
+the block carries the messages of all blocks below it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from moesaic.errors import InputError
 
 @dataclass(frozen=True)
 class Load:
-    """What some messages put on the links."""
+    """The load of a set of messages on the links."""
 
     links: np.ndarray
-    """(n,) numbers of the links that are used, ascending."""
+    """(n,) numbers of the links in use, ascending."""
     seconds: np.ndarray
-    """(n,) how long each is taken at its full rate."""
+    """(n,) seconds for which each link is busy at its full rate."""
     messages: np.ndarray
-    """(n,) messages on each."""
+    """(n,) messages on each link."""
     latency: float
-    """Seconds of the longest way, paid once."""
+    """Seconds of latency on the longest path, paid once."""
 
     @property
     def alone(self) -> float:
@@ -39,13 +39,13 @@ class Load:
 
 
 class Topology:
-    """The links of a cluster, and which rank sits where.
+    """The links of a cluster, and the device of each rank.
 
     Args:
         spec: the cluster.
-        world: ranks in use.
-        ranks_per_node: ranks on each node, on its first devices; None: all ranks are on one node.
-        block: keep the links of one block of so many consecutive ranks, whole nodes; None keeps them all.
+        world: number of ranks in use.
+        ranks_per_node: ranks on each node, which use its first devices; None: all ranks are on one node.
+        block: keep only the links of one block of this many consecutive ranks (whole nodes); None keeps all links.
 
     Raises:
         InputError: if the ranks do not fit the cluster.
@@ -60,17 +60,17 @@ class Topology:
         self._nodes = self.block // self.ranks_per_node
         self._devices = self._nodes * spec.devices_per_node
         self.names: list[str] = []
-        """Of the links, by number."""
+        """Name of each link, by number."""
         seconds_per_byte: list[float] = []
-        into: set[int] = set()
+        inbound: set[int] = set()
         self._levels: list[tuple[Link, int]] = []
         for link in spec.links:
             self._levels.append((link, len(self.names)))
-            for unit in range(self._units(link)):
+            for unit in range(self._num_units(link)):
                 rate = self._rate(link, unit)
-                into |= set() if link.shared else {len(self.names) + 1}
-                for word in (link.name,) if link.shared else (f"{link.name} out", f"{link.name} in"):
-                    self.names.append(f"{word} {unit}" if self._units(link) > 1 else word)
+                inbound |= set() if link.shared else {len(self.names) + 1}
+                for name in (link.name,) if link.shared else (f"{link.name} out", f"{link.name} in"):
+                    self.names.append(f"{name} {unit}" if self._num_units(link) > 1 else name)
                     seconds_per_byte.append(1 / rate)
         self._peers = len(self.names)
         for _ in range(self._nodes):
@@ -80,115 +80,130 @@ class Topology:
         self._ports = len(self.names)
         if spec.host.messages == "in_turn":
             for rank in range(self.block):
-                for where in ("", " inside its node"):
-                    self.names += [f"sends of rank {rank}{where}", f"receives of rank {rank}{where}"]
+                for suffix in ("", " inside its node"):
+                    self.names += [f"sends of rank {rank}{suffix}", f"receives of rank {rank}{suffix}"]
                     seconds_per_byte += [0.0, 0.0]
         self.seconds_per_byte = np.array(seconds_per_byte)
-        self.arrives = np.isin(np.arange(len(self.names)), list(into))
-        """(links,) bool: whether a message comes in over a link, after it has gone out over others."""
+        self.arrives = np.isin(np.arange(len(self.names)), list(inbound))
+        """(links,) bool: whether messages arrive over the link, after leaving over others."""
 
     @property
     def num_links(self) -> int:
-        """Directed links, and where messages go in turn, the ranks' ports."""
+        """Number of directed links, including the ports of ranks if a rank sends its messages one after the other."""
         return len(self.names)
 
     def loads(self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, messages: np.ndarray) -> Load:
-        """Return what messages put on the links.
+        """Return the load of messages on the links.
 
         Args:
             source: (n,) ranks.
-            target: (n,) ranks, each another than its source.
-            num_bytes: (n,) of all messages of an entry together.
-            messages: (n,) how many messages an entry stands for, fractions allowed.
+            target: (n,) ranks, each different from its source.
+            num_bytes: (n,) bytes of all messages of an entry together.
+            messages: (n,) number of messages that an entry stands for; may be fractional.
         """
         if not len(source):
             return Load(np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0), 0.0)
         (seconds, on_link), latency, slowest = self._route(source, target, num_bytes, messages)
         if self._ports < len(self.names):
-            # Movements of which no message leaves a node have ports of their own, beside those of the others.
-            here, there = (self.devices_of(ranks) // self.spec.devices_per_node for ranks in (source, target))
-            first = self._ports + (0 if (here != there).any() else 2)
-            for side, ranks in ((0, source), (1, target)):
-                at = first + 4 * (ranks % self.block) + side
-                seconds += np.bincount(at, weights=slowest, minlength=len(seconds))
-                on_link += np.bincount(at, weights=messages, minlength=len(seconds))
+            # Movements that stay inside nodes use separate ports.
+            source_nodes, target_nodes = (
+                self.devices_of(ends) // self.spec.devices_per_node for ends in (source, target)
+            )
+            first_port = self._ports + (0 if (source_nodes != target_nodes).any() else 2)
+            for side, ends in ((0, source), (1, target)):
+                ports = first_port + 4 * (ends % self.block) + side
+                seconds += np.bincount(ports, weights=slowest, minlength=len(seconds))
+                on_link += np.bincount(ports, weights=messages, minlength=len(seconds))
         links = np.flatnonzero(seconds)
         return Load(links, seconds[links], on_link[links], float(latency.max()))
 
     def _route(
         self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, messages: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (2, links) seconds and messages, the latency of each entry's way, and the seconds of its slowest link."""
+        """Return (2, links) seconds and messages, the latency of each entry's path, and the seconds of its slowest link."""
         total = np.zeros((2, len(self.names)))
         latency, slowest = np.zeros(len(source)), np.zeros(len(source))
-        a, b = self.devices_of(source), self.devices_of(target)
-        nodes = a // self.spec.devices_per_node, b // self.spec.devices_per_node
+        source_devices, target_devices = self.devices_of(source), self.devices_of(target)
+        nodes = source_devices // self.spec.devices_per_node, target_devices // self.spec.devices_per_node
         inside = nodes[0] == nodes[1]
         on_tree = np.ones(len(source), dtype=bool)
         for number, peer in enumerate(self.spec.peers):
-            for way, (x, y) in enumerate((peer.devices, peer.devices[::-1])):
-                here = inside & (a % self.spec.devices_per_node == x) & (b % self.spec.devices_per_node == y)
-                first = self._peers + nodes[0][here] % self._nodes * 2 * len(self.spec.peers)
-                spent = num_bytes[here] * 8e-9 / peer.gbps + messages[here] * peer.message_us * 1e-6
-                at = first + 2 * number + way + np.zeros(int(here.sum()), dtype=np.int64)
-                np.add.at(total[0], at, spent)
-                np.add.at(total[1], at, messages[here])
-                latency[here] += peer.latency_us * 1e-6
-                slowest[here] = np.maximum(slowest[here], spent)
-                on_tree &= ~here
+            for direction, (first_end, second_end) in enumerate((peer.devices, peer.devices[::-1])):
+                on_peer = (
+                    inside
+                    & (source_devices % self.spec.devices_per_node == first_end)
+                    & (target_devices % self.spec.devices_per_node == second_end)
+                )
+                first = self._peers + nodes[0][on_peer] % self._nodes * 2 * len(self.spec.peers)
+                seconds = num_bytes[on_peer] * 8e-9 / peer.gbps + messages[on_peer] * peer.message_us * 1e-6
+                at = first + 2 * number + direction + np.zeros(int(on_peer.sum()), dtype=np.int64)
+                np.add.at(total[0], at, seconds)
+                np.add.at(total[1], at, messages[on_peer])
+                latency[on_peer] += peer.latency_us * 1e-6
+                slowest[on_peer] = np.maximum(slowest[on_peer], seconds)
+                on_tree &= ~on_peer
         for link, first in self._levels:
-            used = on_tree & self._uses(link, a, b, inside)
+            used = on_tree & self._uses(link, source_devices, target_devices, inside)
             if not used.any():
                 continue
-            times = self._times(link)
-            for side, devices in enumerate((a[used],) if link.shared else (a[used], b[used])):
-                at = first + self._unit(link, devices) * (1 if link.shared else 2) + side
-                each = self.seconds_per_byte[at]
+            num_blocks = self._num_blocks(link)
+            for side, devices in enumerate(
+                (source_devices[used],) if link.shared else (source_devices[used], target_devices[used])
+            ):
+                at = first + self._unit_of(link, devices) * (1 if link.shared else 2) + side
+                byte_seconds = self.seconds_per_byte[at]
                 if link.sizes:
-                    on_each = np.bincount(at, weights=num_bytes[used] * times)
-                    each = each / np.interp(np.log(on_each[at]), np.log(link.sizes), link.size_share)
+                    link_bytes = np.bincount(at, weights=num_bytes[used] * num_blocks)
+                    byte_seconds = byte_seconds / np.interp(np.log(link_bytes[at]), np.log(link.sizes), link.size_share)
                 if link.users:
-                    units, which = np.unique(at, return_inverse=True)
-                    crowd = np.array([len({*a[used][at == one], *b[used][at == one]}) for one in units])[which]
-                    each = each / np.interp(crowd, link.users, link.users_share)
-                each, message = _by_connections(link, at, each, messages[used] * times)
-                spent = num_bytes[used] * each + messages[used] * message
-                np.add.at(total[0], at, spent * times)
-                np.add.at(total[1], at, messages[used] * times)
-                slowest[used] = np.maximum(slowest[used], spent)
+                    units, inverse = np.unique(at, return_inverse=True)
+                    num_users = np.array(
+                        [
+                            len({*source_devices[used][at == one_link], *target_devices[used][at == one_link]})
+                            for one_link in units
+                        ]
+                    )[inverse]
+                    byte_seconds = byte_seconds / np.interp(num_users, link.users, link.users_share)
+                byte_seconds, message_seconds = _by_connections(link, at, byte_seconds, messages[used] * num_blocks)
+                seconds = num_bytes[used] * byte_seconds + messages[used] * message_seconds
+                np.add.at(total[0], at, seconds * num_blocks)
+                np.add.at(total[1], at, messages[used] * num_blocks)
+                slowest[used] = np.maximum(slowest[used], seconds)
             latency[used] += link.latency_us * 1e-6
         return total, latency, slowest
 
     def devices_of(self, ranks: np.ndarray) -> np.ndarray:
-        """Return on which devices of the cluster ranks are."""
+        """Return the device of the cluster that each rank uses."""
         return ranks // self.ranks_per_node * self.spec.devices_per_node + ranks % self.ranks_per_node
 
-    def _uses(self, link: Link, a: np.ndarray, b: np.ndarray, inside: np.ndarray) -> np.ndarray:
+    def _uses(
+        self, link: Link, source_devices: np.ndarray, target_devices: np.ndarray, inside: np.ndarray
+    ) -> np.ndarray:
         if link.units:
             of_node, per_node = np.array(link.units), self.spec.devices_per_node
-            differ = of_node[a // per_node] != of_node[b // per_node]
+            differ = of_node[source_devices // per_node] != of_node[target_devices // per_node]
         else:
-            differ = a // link.devices != b // link.devices
+            differ = source_devices // link.devices != target_devices // link.devices
         used = ~differ if link.shared else differ
         if link.carries == "inside":
             return used & inside
         return used & ~inside if link.carries == "outside" else used
 
-    def _unit(self, link: Link, devices: np.ndarray) -> np.ndarray:
-        """Return which of a level's links each device is behind."""
+    def _unit_of(self, link: Link, devices: np.ndarray) -> np.ndarray:
+        """Return the number of the level's link that each device is behind."""
         per_node = self.spec.devices_per_node
         if link.units:
             return np.array(link.units)[devices // per_node]
         units: np.ndarray = devices % self._devices // link.devices if self._folded else devices // link.devices
         return units
 
-    def _units(self, link: Link) -> int:
+    def _num_units(self, link: Link) -> int:
         if link.units:
             return 1 + max(link.units)
         return -(-(self._devices if self._folded else self.spec.world) // link.devices)
 
-    def _times(self, link: Link) -> int:
-        """Return how many blocks' messages one of the links carries."""
+    def _num_blocks(self, link: Link) -> int:
+        """Return the number of blocks whose messages one of these links carries."""
         if not self._folded:
             return 1
         return max(1, min(link.devices // self._devices, self.world // self.block))
@@ -197,35 +212,35 @@ class Topology:
         share = link.fabric_share(-(-self.world // self.ranks_per_node))
         if not self._folded or len(link.gbps) == 1:
             return link.rate(unit) * share
-        return min(link.gbps[unit :: self._units(link)]) * 1e9 / 8 * share
+        return min(link.gbps[unit :: self._num_units(link)]) * 1e9 / 8 * share
 
 
 def _by_connections(
-    link: Link, at: np.ndarray, each: np.ndarray, messages: np.ndarray
+    link: Link, at: np.ndarray, byte_seconds: np.ndarray, messages: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the seconds of a byte and of a message, (n,), as the connections that are open on a link make them.
+    """Return the seconds per byte and per message, (n,) both, given the connections that are open on each link.
 
     Args:
-        link: which kind.
-        at: (n,) numbers of the links that are used.
-        each: (n,) seconds of a byte at the link's rate.
-        messages: (n,) on each, a connection each.
+        link: the level.
+        at: (n,) numbers of the links in use.
+        byte_seconds: (n,) seconds per byte at the link's rate.
+        messages: (n,) messages on each link, each on a connection of its own.
     """
-    usual = np.full(len(at), link.message_us * 1e-6)
+    message_seconds = np.full(len(at), link.message_us * 1e-6)
     if not link.connection_us and not link.connection_gbps:
-        return each, usual
-    _, which = np.unique(at, return_inverse=True)
-    count = np.maximum(np.bincount(which, weights=messages), 1)[which]
+        return byte_seconds, message_seconds
+    _, inverse = np.unique(at, return_inverse=True)
+    count = np.maximum(np.bincount(inverse, weights=messages), 1)[inverse]
     if link.connection_gbps:
-        each = np.maximum(each, 8e-9 / (count * link.connection_gbps))
-    return each, usual + count * link.connection_us * 1e-6
+        byte_seconds = np.maximum(byte_seconds, 8e-9 / (count * link.connection_gbps))
+    return byte_seconds, message_seconds + count * link.connection_us * 1e-6
 
 
 def check_fit(spec: ClusterSpec, world: int, ranks_per_node: int | None) -> int:
-    """Return the ranks per node.
+    """Return the number of ranks per node, after checking that a mesh fits a cluster.
 
     Raises:
-        InputError: if a mesh does not fit a cluster.
+        InputError: if it does not fit.
     """
     per_node = world if ranks_per_node is None else ranks_per_node
     if per_node > spec.devices_per_node:

@@ -1,8 +1,8 @@
-"""What a layer is asked to do: `Workload`; and routing to try plans on: counts with and without skew, seeded.
+"""`Workload`: the sizes of an MoE layer and its tokens; and seeded routing counts, even or skewed, to try plans on.
 
-Routing is random in every real run; a plan that is best under even counts may not be under skewed ones. Counts say how
-many copies each data-parallel group sends to each expert; per-sample counts also tell which sample wants which expert,
-which is what moving samples (NetMoE) lives on.
+Routing is random in every real run, and a plan that is best under even counts may not be best under skewed ones. Counts
+say how many copies each data-parallel group sends to each expert. Per-sample counts also say which sample uses which
+expert, which sample placement (NetMoE) exploits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moesaic.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One MoE layer and the tokens that it gets."""
+    """One MoE layer and its tokens."""
 
     tokens: int
     """Tokens per data-parallel group."""
@@ -33,20 +33,20 @@ class Workload:
     hidden: int
     """Inner width of one expert."""
     matrices: int = 3
-    """Of an expert: 3 for SwiGLU, 2 for a plain one."""
+    """Matrices per expert: 3 for SwiGLU, 2 for plain experts."""
     dtype: Dtype = "bf16"
-    """Of activations, weights and products."""
+    """Dtype of activations, weights and products."""
     products: Dtype | None = None
-    """Of products, where their numbers are cast to narrower ones; None: as activations."""
+    """Dtype of products if their inputs are cast to narrower numbers; None: `dtype`."""
     capacity_factor: float = 1.0
-    """Rows per expert over the mean load, sent and computed whether filled or not, as padding layers do."""
+    """Rows per expert over the mean load. All of them are sent and computed whether filled or not, as padding layers do."""
     groups: int = 1
-    """Groups of consecutive experts; a token's experts are of `top_groups` of them."""
+    """Number of groups of consecutive experts; a token's experts are in `top_groups` of them."""
     top_groups: int = 1
-    """As of `groups`."""
+    """Number of groups that contain a token's experts."""
     visits: tuple[tuple[int, float], ...] = ()
-    """Where it is known on how many of so many nodes, or places of ep, a token has an expert: (number, mean), a token counted
-    once per chunk; of others it is estimated."""
+    """Known visits as (n, mean): the mean number of n nodes, or n ep ranks, on which a token has an expert, a token
+    counted once per chunk. For other n the mean is estimated."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "num_experts", "top_k", "dim", "hidden", "matrices", "groups", "top_groups"):
@@ -72,7 +72,7 @@ class Workload:
 
     @property
     def reachable(self) -> int:
-        """Experts of the groups that a token uses."""
+        """Experts in the groups that a token uses."""
         return self.num_experts // self.groups * self.top_groups
 
     @property
@@ -82,18 +82,19 @@ class Workload:
 
 
 def uniform_counts(groups: int, workload: Workload) -> np.ndarray:
-    """Return even counts, (groups, num_experts) int64; what does not divide goes to the first experts."""
+    """Return even counts, (groups, num_experts) int64; a remainder goes to the first experts."""
     return _rounded(np.full((groups, workload.num_experts), 1 / workload.num_experts), workload)
 
 
 def zipf_counts(groups: int, workload: Workload, *, exponent: float, seed: int) -> np.ndarray:
-    """Return counts in which the i-th busiest expert has a share of 1 / i^exponent, the same expert everywhere.
+    """Return counts in which the i-th busiest expert has a share proportional to 1 / i^exponent, with the same order in
+    every group.
 
     Args:
         groups: data-parallel groups.
-        workload: of each.
+        workload: of each group.
         exponent: 0 is even; 1 gives the busiest of 16 experts 4.7 times the mean.
-        seed: of the experts' order.
+        seed: for the order of the experts.
     """
     check_not_negative("exponent", exponent)
     shares = 1.0 / np.arange(1, workload.num_experts + 1) ** exponent
@@ -102,13 +103,16 @@ def zipf_counts(groups: int, workload: Workload, *, exponent: float, seed: int) 
 
 
 def dirichlet_counts(groups: int, workload: Workload, *, concentration: float, seed: int) -> np.ndarray:
-    """Return counts whose shares are drawn from a Dirichlet distribution, for each group apart: all together they are even.
+    """Return counts whose shares are drawn from a Dirichlet distribution for each group; their expected sum over groups
+    is even.
 
     Args:
-        groups: data-parallel groups; or samples, each of which likes experts of its own (NetMoE), of `workload.tokens` tokens.
-        workload: of each.
-        concentration: of every expert; large is even, 1 uniform over all shares, small leaves a few experts to each group.
-        seed: of the draw.
+        groups: data-parallel groups, or samples of `workload.tokens` tokens, each of which prefers its own experts
+            (NetMoE).
+        workload: of each group.
+        concentration: per expert. Large values are even, 1 is uniform over all shares, small values leave each group a
+            few experts.
+        seed: for the draw.
     """
     check_above_zero("concentration", concentration)
     shares = np.random.default_rng(seed).dirichlet(np.full(workload.num_experts, concentration), size=groups)
@@ -119,7 +123,7 @@ def read_counts(path: Path) -> np.ndarray:
     """Read recorded counts, (groups, num_experts) int64, from an .npy or .csv file.
 
     Raises:
-        InputError: if the file is missing, of another kind, or holds anything but whole numbers of at least 0.
+        InputError: if the file is missing, of another type, or contains anything but whole numbers of at least 0.
     """
     if path.suffix not in (".npy", ".csv"):
         raise InputError(f"counts {path}: unknown kind of file, use .npy or .csv")
@@ -139,17 +143,17 @@ def read_counts(path: Path) -> np.ndarray:
 
 
 def imbalance(counts: np.ndarray) -> float:
-    """Return the load of the busiest expert over the mean."""
+    """Return the load of the busiest expert over the mean load."""
     loads = counts.sum(axis=0)
     return float(loads.max() / loads.mean())
 
 
 def _rounded(shares: np.ndarray, workload: Workload) -> np.ndarray:
-    """Return whole counts near shares of the copies, each row adding up to all of them (largest remainders)."""
+    """Return whole counts near shares of the copies; each row sums to all copies (largest remainders)."""
     total = round(workload.copies)
     exact = shares * total
     counts = np.floor(exact).astype(np.int64)
-    for row, (whole, want) in enumerate(zip(counts, exact)):
-        missing = total - int(whole.sum())
-        counts[row, np.argsort(whole - want, kind="stable")[:missing]] += 1
+    for row, (row_counts, row_exact) in enumerate(zip(counts, exact)):
+        missing = total - int(row_counts.sum())
+        counts[row, np.argsort(row_counts - row_exact, kind="stable")[:missing]] += 1
     return counts

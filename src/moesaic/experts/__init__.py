@@ -1,4 +1,4 @@
-"""Expert feed-forward networks. They own weights and multiply; they never communicate and never route."""
+"""Expert feed-forward networks. They hold weights and compute products; they never communicate or route."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ExpertsFactory = Callable[[int, int, int], AbstractExperts]
 """Builds experts from (dim, hidden, num_experts)."""
 
 GPT_OSS = Clamp(limit=7.0, alpha=1.702, offset=1.0)
-"""The numbers of clamped SwiGLU in gpt-oss."""
+"""The constants of clamped SwiGLU in gpt-oss."""
 
 EXPERTS: dict[str, ExpertsFactory] = {
     "swiglu": GatedExperts,

@@ -1,8 +1,8 @@
-"""A layer's experts: what the layer asks of them, and the built-in ones, whose weights are stacked, so that one grouped product
-serves all experts and one tensor shards over them.
+"""The interface of a layer's experts, and the built-in experts. Their weights are stacked: one grouped product computes all
+experts, and one tensor is sharded over them.
 
-Gate and up of gated experts are one parameter, (experts, 2, hidden, dim): the bytes of Hugging Face's `gate_up_proj`, of which
-both are views. A split of the hidden width, over ranks or for a message, is a plain one of its third dimension.
+Gated experts store gate and up in one parameter, (experts, 2, hidden, dim), with the same bytes as Hugging Face's
+`gate_up_proj`; gate and up are views of it. Ranks and messages split the hidden width, which is the third dimension.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ from moesaic.kernels.work import ExpertWork
 Weights = tuple[Tensor, ...]
 """Parameters of experts, in the order of `AbstractExperts.names`."""
 DeferredWgrad = list[Callable[[], None]]
-"""What is to be done before the gradients of split parameters are read."""
+"""Functions to call before the gradients of split parameters are read."""
 Runner = Callable[[Tensor, Tensor | None, Weights, Weights], Tensor]
 """(rows, routing weights, split parameters, common parameters) -> rows."""
 
 
 @dataclass(frozen=True)
 class ExpertCall:
-    """Rows at experts, and the parameters that multiply them."""
+    """The rows of one call, sorted by expert, and the parameters of the experts."""
 
     sharded: Weights
     """Parameters of the experts that have rows, whole or a shard of their hidden width."""
     common: Weights
     """Parameters that all shards of an expert hold."""
     rows: Tensor
-    """(R, dim), expert after expert."""
+    """(R, dim), sorted by expert."""
     gates: Tensor | None
     """(R,) routing weights; None for weights of 1."""
     ends: Tensor
     """(num_experts,) int32, one past the last row of each expert."""
     shards: int = 1
-    """How many shards of an expert there are; their results will be summed."""
+    """Number of shards of each expert, whose results will be summed."""
 
 
 class AbstractExperts(nn.Module, ABC):
     """All experts of a layer, run over rows that are sorted by expert.
 
-    A leaf says what it computes from weights that are given (`compute`), since on a mesh the weights of a call may be
-    gathered ones. `run` and `gradients` are the same without autograd, for one expert task of a program.
+    A subclass defines `compute`, which takes the weights as arguments, since on a mesh the weights of a call may be gathered
+    from other ranks. `run` and `gradients` are forward and backward without autograd, for the expert tasks of a program.
 
     Args:
         dim: width of a token, in and out.
-        num_experts: how many experts there are.
+        num_experts: number of experts.
     """
 
     def __init__(self, dim: int, num_experts: int) -> None:
@@ -107,7 +107,7 @@ class AbstractExperts(nn.Module, ABC):
         return unpermute(out, permutation, dtype=x.dtype)
 
     def reset_parameters(self) -> None:
-        """Draw the weights and biases anew, as a new layer has them; here by the `reset_parameters` of the modules inside."""
+        """Initialise weights and biases as in a new layer; by default with the `reset_parameters` of the modules inside."""
         for module in self.modules():
             reset = getattr(module, "reset_parameters", None)
             if module is not self and callable(reset):
@@ -115,39 +115,42 @@ class AbstractExperts(nn.Module, ABC):
 
     @abstractmethod
     def init_normal(self, std: float, out_std: float) -> None:
-        """Draw the weights anew, as a model wants them, and set biases to zero; modules of a user stay as they are.
+        """Draw the weights from normal distributions and set biases to zero. Modules of the user's own stay as they are.
 
         Args:
-            std: deviation of the matrices that read the token.
-            out_std: deviation of the matrices that write the result.
+            std: standard deviation of the matrices that read the token.
+            out_std: standard deviation of the matrices that write the result.
         """
 
     @abstractmethod
     def pack(self, sharded: Weights) -> Tensor:
-        """Return the split parameters as rows, expert after expert, hidden unit after hidden unit, to be sent."""
+        """Return the split parameters as rows to send, sorted by expert, then by hidden unit."""
 
     @abstractmethod
     def unpack(self, rows: Tensor, num_experts: int) -> Weights:
-        """Return the split parameters of experts from their rows; the inverse of `pack`."""
+        """Return the split parameters of `num_experts` experts from their rows; the inverse of `pack`."""
 
     def first(self, sharded: Weights, num_experts: int) -> Weights:
         """Return the split parameters of the first experts of `sharded`, as views."""
         return tuple(parameter[:num_experts] for parameter in sharded)
 
     def shard_dim(self, name: str) -> int | None:
-        """Return the dimension along which a split parameter splits over etp; None where it does not."""
+        """Return the dimension along which etp splits a parameter; None if etp does not split it."""
         return None
 
     @abstractmethod
     def num_units(self, sharded: Weights) -> int:
-        """Return how many rows of `pack` one expert has."""
+        """Return how many rows `pack` makes of one expert."""
 
     def sizes(self, sharded: Weights, dtype: torch.dtype) -> ExpertSizes:
-        """Return what experts hold in a call; here what one of them saves for the gradient of two rows, and as much again.
+        """Return the sizes from which the memory of a call is computed. By default they are measured.
+
+        The measurement runs one expert on two rows and counts what autograd saves; the backward pass is assumed to need twice
+        the forward pass.
 
         Args:
             sharded: split parameters.
-            dtype: of the products.
+            dtype: dtype of the products.
         """
         width, units = self.pack(self.first(sharded, 1)).shape[1], self.num_units(sharded)
         inside = self._saved(sharded)
@@ -157,7 +160,7 @@ class AbstractExperts(nn.Module, ABC):
         )  # fmt: skip
 
     def _saved(self, sharded: Weights) -> int:
-        """Return the numbers per row that autograd keeps of one expert, parameters left out."""
+        """Return how many numbers per row autograd saves for one expert, not counting parameters."""
         weights = tuple(weight.detach().requires_grad_() for weight in self.first(sharded, 1))
         known, found = {weight.untyped_storage().data_ptr() for weight in weights}, dict[int, int]()
 
@@ -181,11 +184,11 @@ class AbstractExperts(nn.Module, ABC):
         """Run the experts with their own weights.
 
         Args:
-            rows: (R, dim), expert after expert; with `run`, whatever that takes.
+            rows: (R, dim), sorted by expert; with `run`, the rows that `run` takes.
             weight: (R,) routing weights, or None for weights of 1.
             ends: (num_experts,) int32, one past the last row of each expert; None only with `run`.
-            run: runs them elsewhere or otherwise, on a mesh. It is called in here, where wrappers such as FSDP have
-                gathered the parameters.
+            run: computes the result instead, for example on a mesh. It is called in here because wrappers such as FSDP have
+                gathered the parameters by now.
 
         Returns:
             (R, dim), or what `run` returns.
@@ -196,16 +199,16 @@ class AbstractExperts(nn.Module, ABC):
         return self.compute(ExpertCall(*self.weights_in(compute_dtype(rows.dtype, rows.device)), rows, weight, ends))
 
     def weights(self) -> tuple[Weights, Weights]:
-        """Return the parameters of `names`; of DTensors, this rank's part."""
+        """Return the parameters of `names`; of a DTensor, this rank's part."""
         sharded, common = self.names
         return tuple(map(self._local, sharded)), tuple(map(self._local, common))
 
     def weights_in(self, dtype: torch.dtype) -> tuple[Weights, Weights]:
-        """Return `weights`, those that are multiplied as they stand in the dtype of a call's products; here as they are."""
+        """Return `weights`, with those that enter products cast to `dtype`; by default nothing is cast."""
         return self.weights()
 
     def begin_step(self) -> None:
-        """Take note that an optimizer step begins: parameters stay as they will be until the next one."""
+        """Prepare for a new optimizer step, during which the parameters do not change."""
 
     def _local(self, name: str) -> Tensor:
         owner, _, leaf = name.rpartition(".")
@@ -217,9 +220,9 @@ class AbstractExperts(nn.Module, ABC):
 
     @torch.no_grad()
     def run(self, call: ExpertCall) -> tuple[Tensor, Weights]:
-        """Return the result of `compute`, and what `gradients` wants to have kept, always equally many tensors.
+        """Return the result of `compute` and what `gradients` needs, always the same number of tensors.
 
-        Here it is the state of the random generators, so that an expert with dropout computes the same again.
+        By default these are the states of the random generators, so that a recomputation draws the same dropout.
         """
         rows = call.rows
         states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(rows.device)] if rows.is_cuda else [])
@@ -228,14 +231,14 @@ class AbstractExperts(nn.Module, ABC):
     def gradients(
         self, call: ExpertCall, kept: Weights, dy: Tensor, deferred_wgrad: DeferredWgrad | None = None
     ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
-        """Return the gradients of rows, gates, split and common parameters; here by computing the result again.
+        """Return the gradients of rows, gates, split and common parameters; by default by recomputing the result.
 
         Args:
             call: as for `run`.
-            kept: what `run` returned.
+            kept: the second result of `run`.
             dy: (R, dim), gradient of the result.
-            deferred_wgrad: where this may leave what still has to be done for the split parameters' gradients, so that rows
-                can leave before; None: all is done on return.
+            deferred_wgrad: a list to which this may append deferred work for the split parameters' gradients, so that the
+                rows' gradient can be sent first. None: all gradients are complete on return.
         """
         rows, cut = call.rows, 1 + len(call.sharded)
         leaves = [leaf.detach().requires_grad_() for leaf in (rows, *call.sharded, *call.common)]
@@ -252,12 +255,12 @@ class AbstractExperts(nn.Module, ABC):
 
 
 def _side_by_side(x: Tensor) -> Tensor:
-    """Return the tensor itself where its numbers lie side by side, else one like it: generators draw others into views."""
+    """Return the tensor if it is contiguous, else an empty one of its shape: generators draw other numbers into views."""
     return x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype of the products for rows of a dtype on a device: autocast's where it is on, else that of the rows."""
+    """Return the dtype of products with rows of a dtype on a device: autocast's if it is enabled, else that of the rows."""
     if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
         return torch.get_autocast_dtype(device.type)
     return dtype
@@ -269,7 +272,7 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: object) -> TypeIs[DTensor]:
-    """Whether a tensor is a `DTensor`. For a plain one PyTorch's package for them, which takes a second, is not imported."""
+    """Return whether a tensor is a `DTensor`. A plain tensor does not trigger the import of torch's DTensor package (1 s)."""
     if type(tensor) in (Tensor, nn.Parameter):
         return False
     from torch.distributed.tensor import DTensor
@@ -278,26 +281,26 @@ def is_dtensor(tensor: object) -> TypeIs[DTensor]:
 
 
 class StackedExperts(AbstractExperts):
-    """What built-in experts share: matrices that read the token, an activation, one matrix that writes the result.
+    """Base of the built-in experts: matrices that read the token, an activation, and one matrix that writes the result.
 
     Args:
         dim: width of a token.
         hidden: inner width of one expert.
-        num_experts: how many experts there are.
+        num_experts: number of experts.
         bias: add biases.
-        device: where parameters are made; None for torch's default device.
-        dtype: the dtype of the parameters; None for torch's default dtype.
+        device: device on which the parameters are created; None for torch's default device.
+        dtype: dtype of the parameters; None for torch's default dtype.
     """
 
     ups: tuple[str, ...]
-    """Names of the matrices that read the token; the bias of w1 is b1. Two, w1 and w3, are one parameter, w13, with b13."""
+    """Names of the matrices that read the token; w1's bias is b1. Two of them, w1 and w3, are one parameter, w13, with b13."""
     w2: nn.Parameter
     activation: str
-    """Between the products; of two matrices that read the token the first, activated, gates the second."""
+    """The activation between the products. If two matrices read the token, the activated first product gates the second."""
     clamp: Clamp | None = None
-    """Of clamped SwiGLU; None for others."""
+    """The clamp of clamped SwiGLU; None for other experts."""
     kernel: str = "auto"
-    """What computes them: a name in `kernels.pick.TIERS`, or auto for what the device runs."""
+    """The kernel of the matrix products: a name in `kernels.pick.TIERS`, or "auto" to choose one for the device."""
 
     def __init__(
         self,
@@ -335,18 +338,18 @@ class StackedExperts(AbstractExperts):
 
     @property
     def paired(self) -> tuple[str, ...]:
-        """Names of the parameters whose second dimension is gate and up; none without a gate."""
+        """Names of the parameters whose second dimension is (gate, up); () for experts without a gate."""
         return () if len(self.ups) == 1 else (self._up, _bias_of(self._up))
 
     def begin_step(self) -> None:
-        """Drop what was cast in the step before, and keep what will be cast in this one."""
+        """Drop the casts of the previous step, and start to keep those of this one."""
         self._casts = {name: _KeptCast(self.get_parameter(name)) for names in self.names for name in names}
 
     def weights_in(self, dtype: torch.dtype) -> tuple[Weights, Weights]:
-        """Return the parameters in a dtype, in training cast once in each optimizer step that `begin_step` tells of.
+        """Return the parameters in a dtype. In training, each is cast once per optimizer step, after `begin_step` was called.
 
-        A parameter that was changed since, by a checkpoint that was loaded for instance, is cast anew. Parameters that FSDP
-        gathers for a call are not kept, since it frees them between calls (`shard_over_data` gathers them in a dtype).
+        A parameter that was changed since, for example by loading a checkpoint, is cast again. Parameters that FSDP gathers
+        for a call are not kept, since FSDP frees them between calls (`shard_over_data` can gather them in `dtype`).
         """
         sharded, common = self.names
         return tuple(self._cast(name, dtype) for name in sharded), tuple(self._cast(name, dtype) for name in common)
@@ -356,7 +359,7 @@ class StackedExperts(AbstractExperts):
         if parameter.dtype == dtype or torch.compiler.is_compiling() or not (self.training and torch.is_grad_enabled()):
             return parameter.to(dtype)
         kept = self._casts.get(name)
-        # A graph that is replayed casts what it then finds.
+        # A captured graph must cast the values that the parameter has at each replay.
         is_captured = parameter.is_cuda and torch.cuda.is_current_stream_capturing()
         if kept is None or kept.parameter is not self._parameters[name] or is_captured:
             return parameter.to(dtype)
@@ -366,7 +369,7 @@ class StackedExperts(AbstractExperts):
         return cast
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is kept for a step: a copy has parameters of its own."""
+        """Leave out the casts of this step, since a copy has parameters of its own."""
         return {**self.__dict__, "_casts": {}}
 
     @torch.no_grad()
@@ -404,7 +407,7 @@ class StackedExperts(AbstractExperts):
         return expert_ffn(replace(work, dispatch=permutation.dispatch, gates_first=weight_first), x.dtype)
 
     def run(self, call: ExpertCall) -> tuple[Tensor, Weights]:
-        """Run; kept is what the matrices that read the token give."""
+        """Run the experts, and keep the pre-activations, which the matrices that read the token produce."""
         out, pre = run_experts(self._work(call))
         return out, (pre,)
 
@@ -424,7 +427,7 @@ class StackedExperts(AbstractExperts):
         return found.x, found.gates, (up, found.down, *up_bias), d_common
 
     def _work(self, call: ExpertCall) -> ExpertWork:
-        """Return one call as the kernels take it."""
+        """Return one call in the form that the kernels take."""
         up, down, up_bias = self._together(call.sharded)
         return ExpertWork(
             x=call.rows,
@@ -451,14 +454,14 @@ class StackedExperts(AbstractExperts):
         return ExpertSizes.stacked(self.dim, self.num_units(sharded), matrices, dtype.itemsize, bias=self.bias)
 
     def pack(self, sharded: Weights) -> Tensor:
-        """Return (num_experts * hidden, columns): a hidden unit's row of every matrix, and its biases."""
+        """Return (num_experts * hidden, columns). A row holds one hidden unit's entries of every matrix, and its biases."""
         up, down, bias = self._together(sharded)
         columns = [up.transpose(1, 2).flatten(2), down.transpose(1, 2)]
         columns += [] if bias is None else [bias.transpose(1, 2)]
         return torch.cat(columns, dim=2).flatten(0, 1)
 
     def unpack(self, rows: Tensor, num_experts: int) -> Weights:
-        """Return the parameters from rows of `pack`, as views."""
+        """Return the parameters from the rows of `pack`, as views."""
         ups = len(self.ups)
         widths = [ups * self.dim, self.dim, *([ups] if self.bias else [])]
         up, down, *biases = rows.view(num_experts, -1, sum(widths)).split(widths, dim=2)
@@ -467,7 +470,7 @@ class StackedExperts(AbstractExperts):
         return (up, down.transpose(1, 2), *biases)
 
     def _together(self, sharded: Weights) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return what reads the token, (experts, 1 or 2, hidden, dim), what writes, and the biases of what reads."""
+        """Return up, (experts, 1 or 2, hidden, dim), down, and the biases of up."""
         up, down, *biases = sharded
         bias = biases[0] if biases else None
         if len(self.ups) > 1:
@@ -477,16 +480,16 @@ class StackedExperts(AbstractExperts):
 
 @dataclass
 class _KeptCast:
-    """A parameter in the dtype of a step's products."""
+    """A parameter cast to the dtype of a step's products."""
 
     parameter: nn.Parameter
     version: int = 0
-    """Of the parameter when it was cast."""
+    """The parameter's version when it was cast."""
     cast: Tensor | None = None
 
 
 class _Cast(torch.autograd.Function):
-    """A parameter in another dtype that was cast before; its gradient is the parameter's."""
+    """A parameter in another dtype, cast earlier. The gradient goes to the parameter."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, cast: Tensor) -> Tensor:
@@ -501,7 +504,7 @@ class _Cast(torch.autograd.Function):
 class PlainExperts(StackedExperts):
     """Two matrices: `act(x @ w1.T + b1) @ w2.T + b2`; biases are (num_experts, hidden) and (num_experts, dim).
 
-    Arguments are those of `StackedExperts`, and one more.
+    The other arguments are those of `StackedExperts`.
 
     Args:
         activation: a key of `ACTIVATIONS`: "gelu", "gelu_tanh", "relu", "relu2" (relu squared) or "silu".
@@ -525,17 +528,17 @@ class PlainExperts(StackedExperts):
 
 
 class GatedExperts(StackedExperts):
-    """Three matrices: `(act(x @ w1.T + b1) * (x @ w3.T + b3)) @ w2.T + b2`, with silu SwiGLU; the names are Mixtral's.
+    """Three matrices: `(act(x @ w1.T + b1) * (x @ w3.T + b3)) @ w2.T + b2`. With silu this is SwiGLU; names are Mixtral's.
 
-    The parameters are w13, (num_experts, 2, hidden, dim), w2, (num_experts, dim, hidden), and with biases b13, (num_experts,
-    2, hidden), and b2; w1, w3, b1 and b3 are views. Arguments are those of `StackedExperts`, and two more.
+    The parameters are w13, (num_experts, 2, hidden, dim), and w2, (num_experts, dim, hidden). With biases there are also b13,
+    (num_experts, 2, hidden), and b2. w1, w3, b1 and b3 are views. The other arguments are those of `StackedExperts`.
 
     Args:
         activation: a key of `ACTIVATIONS`.
-        clamp: makes it clamped SwiGLU, as in gpt-oss; see `Clamp`.
+        clamp: clamps gate and up, as in gpt-oss ("clamped SwiGLU"); see `Clamp`.
 
     Raises:
-        InputError: for an activation that is unknown, or a clamp of another one than silu.
+        InputError: for an unknown activation, or a clamp with an activation other than silu.
     """
 
     ups = ("w1", "w3")
@@ -566,28 +569,28 @@ class GatedExperts(StackedExperts):
 
     @property
     def w3(self) -> Tensor:
-        """(num_experts, hidden, dim): what is gated, a view of `w13`."""
+        """(num_experts, hidden, dim): the matrix whose product is gated, a view of `w13`."""
         return self.w13.select(1, 1)
 
     @property
     def b1(self) -> Tensor | None:
-        """(num_experts, hidden): the gate's bias, a view of `b13`; None where there is none."""
+        """(num_experts, hidden): the gate's bias, a view of `b13`; None without biases."""
         return None if self.b13 is None else self.b13.select(1, 0)
 
     @property
     def b3(self) -> Tensor | None:
-        """(num_experts, hidden): the bias of what is gated, a view of `b13`; None where there is none."""
+        """(num_experts, hidden): the bias of the gated product, a view of `b13`; None without biases."""
         return None if self.b13 is None else self.b13.select(1, 1)
 
 
 def _cast_to(dtype: torch.dtype, call: ExpertCall) -> ExpertCall:
-    """Return a call whose rows and parameters have a dtype."""
+    """Return a call with rows and parameters cast to a dtype."""
     sharded, common = (tuple(weight.to(dtype) for weight in weights) for weights in (call.sharded, call.common))
     return replace(call, sharded=sharded, common=common, rows=call.rows.to(dtype))
 
 
 def _known(activation: str) -> str:
-    """Return the name of an activation, if there is one of this name."""
+    """Return the name of an activation, after a check that it is known."""
     if activation not in ACTIVATIONS:
         raise InputError(f"activation={activation!r} is unknown: choose one of {', '.join(ACTIVATIONS)}")
     return activation

@@ -14,19 +14,19 @@ from moesaic.experts.experts import AbstractExperts, ExpertCall, Weights
 
 
 class ModuleExperts(AbstractExperts):
-    """One module per expert, run one after the other.
+    """One module per expert, run one after another.
 
-    An expert without a token still runs, on zero rows: its parameters then get zero gradients rather than none, and
-    wrappers that wait for every gradient do not hang. It needs the row counts on the host, hence one sync per call.
+    An expert without tokens still runs, on zero rows. Then its parameters get zero gradients instead of none, and wrappers
+    that wait for every gradient do not hang. Row counts are needed on the host, which costs one sync per call.
 
     Args:
-        factory: called once per expert; each module maps (rows, dim) to (rows, dim), for zero rows too. All of them have
-            parameters of the same names and shapes.
+        factory: called once per expert; returns a module that maps (rows, dim) to (rows, dim), for zero rows too. All modules
+            must have parameters of the same names and shapes.
         dim: width of a token.
-        num_experts: how many experts there are.
+        num_experts: number of experts.
 
     Raises:
-        InputError: for modules with different parameters.
+        InputError: if modules have different parameters.
     """
 
     def __init__(self, factory: Callable[[], nn.Module], dim: int, num_experts: int) -> None:
@@ -42,7 +42,7 @@ class ModuleExperts(AbstractExperts):
         return tuple(name for name, _ in self.named_parameters()), ()
 
     def init_normal(self, std: float, out_std: float) -> None:
-        """Leave the modules as `factory` made them."""
+        """Keep the initialisation that `factory` chose."""
 
     def compute(self, call: ExpertCall) -> Tensor:
         ends, modules = call.ends.tolist(), list(self.experts.children())
@@ -60,11 +60,11 @@ class ModuleExperts(AbstractExperts):
         return out if call.gates is None else out * call.gates.to(out.dtype).unsqueeze(1)
 
     def keep_only(self, experts: range, copies: int) -> None:
-        """Drop the modules of experts that live on other ranks; the others keep their names.
+        """Drop the modules of experts that live on other ranks. The others keep their names.
 
         Args:
-            experts: the experts that stay.
-            copies: ranks that keep the same ones; `copies_of` tells it of each parameter.
+            experts: the experts to keep.
+            copies: number of ranks that keep the same experts; `copies_of` returns it for each parameter.
         """
         named = dict(self.experts.named_children())
         self.experts = nn.ModuleDict({str(e): named[str(e)] for e in experts})
@@ -78,21 +78,21 @@ class ModuleExperts(AbstractExperts):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._mark()  # copies of parameters have no attributes
+        self._mark()  # attributes of parameters are not copied
 
     def first(self, sharded: Weights, num_experts: int) -> Weights:
-        """Return the parameters of the first experts: as many each as one module has."""
+        """Return the parameters of the first experts. `sharded` has the parameters of one module after those of another."""
         return sharded[: num_experts * sum(1 for _ in next(self.experts.children()).parameters())]
 
     def num_units(self, sharded: Weights) -> int:
-        """Return 1: an expert travels whole."""
+        """Return 1: an expert is sent as one row."""
         return 1
 
     def pack(self, sharded: Weights) -> Tensor:
-        """Return (num_experts, parameters of one): each expert's parameters, one after the other.
+        """Return (num_experts, parameters of one): each expert's parameters, flattened into one row.
 
         Raises:
-            InputError: if the modules have buffers, which would stay behind, or no parameters.
+            InputError: if the modules have no parameters, or have buffers, which would not be sent.
         """
         module = next(self.experts.children())
         each = sum(1 for _ in module.parameters())
@@ -105,7 +105,7 @@ class ModuleExperts(AbstractExperts):
         return torch.stack([torch.cat([parameter.reshape(-1) for parameter in row]) for row in rows])
 
     def unpack(self, rows: Tensor, num_experts: int) -> Weights:
-        """Return the parameters from rows of `pack`, as views."""
+        """Return the parameters from the rows of `pack`, as views."""
         shapes = [parameter.shape for parameter in next(self.experts.children()).parameters()]
         sizes = [shape.numel() for shape in shapes]
         return tuple(part.view(shape) for row in rows for part, shape in zip(row.split(sizes), shapes))

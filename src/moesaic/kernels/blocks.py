@@ -59,16 +59,16 @@ class Blocks:
 
     def __init__(self, work: ExpertWork, wide: int, narrow: int) -> None:
         row_bytes = (wide * work.hidden + narrow * work.x.shape[1]) * work.x.element_size()
-        limit = max(CACHE_BYTES // max(row_bytes, 1), MIN_ROWS)
+        max_rows = max(CACHE_BYTES // max(row_bytes, 1), MIN_ROWS)
         self.all: list[RowBlock] = []
         self.sizes: list[int] = []
         segments: list[Segment] = []
         sizes: list[int] = []
         self.counts = counts(work.ends)
         for expert, rows in enumerate(self.counts):
-            for start in range(0, rows, limit):
-                size = min(limit, rows - start)
-                if sum(sizes) + size > limit:
+            for start in range(0, rows, max_rows):
+                size = min(max_rows, rows - start)
+                if sum(sizes) + size > max_rows:
                     self._close(segments, sizes)
                     segments, sizes = [], []
                 segments.append(Segment(expert, len(self.sizes) + len(sizes), start == 0))
@@ -76,7 +76,7 @@ class Blocks:
         self._close(segments, sizes)
         self._rows = [block.rows for block in self.all]
         self.most_rows = max(self._rows, default=0)
-        self.each = torch.arange(self.most_rows, device=work.x.device)
+        self.row_numbers = torch.arange(self.most_rows, device=work.x.device)
         """`arange` of the rows of the largest block."""
 
     def cut(self, rows: Tensor) -> Sequence[Tensor]:
@@ -152,7 +152,7 @@ class Source:
         self._x = x
         self._token = None if work.dispatch is None else blocks.cut(work.dispatch.token)
         self._rows = blocks.cut(x) if work.dispatch is None else ()
-        self._each = blocks.each
+        self._row_numbers = blocks.row_numbers
 
     def take(self, block: RowBlock, scratch: Scratch, weight: Tensor | None = None) -> BlockRows:
         """Return the rows of a block: gathered tokens, or a view if there is neither a dispatch nor a weight.
@@ -175,7 +175,7 @@ class Source:
             torch.index_select(self._x, 0, token, out=out.rows)
             return out
         bags = torch.ops.aten._embedding_bag_forward_only(
-            self._x, token, self._each[: block.rows], False, 0, False, weight
+            self._x, token, self._row_numbers[: block.rows], False, 0, False, weight
         )
         return BlockRows.of(bags[0], block)
 
@@ -202,22 +202,22 @@ class Results:
             self._total = x.new_zeros(x.shape, dtype=accumulate_dtype(x.dtype))
             self._scratch = Scratch(blocks, dim, x)
             self._tokens = blocks.cut(work.dispatch.token)
-            self._weights_of = None if weights is None else blocks.cut(weights)
+            self._weight_blocks = None if weights is None else blocks.cut(weights)
         else:
             self._rows = empty((work.num_rows, dim), x.dtype, x.device)
-            self._rows_of = blocks.cut(self._rows)
+            self._row_blocks = blocks.cut(self._rows)
 
     def of(self, block: RowBlock) -> BlockRows:
         """Return the memory into which the results of a block are to be written."""
-        return self._scratch.of(block) if self._rows is None else BlockRows.of(self._rows_of[block.index], block)
+        return self._scratch.of(block) if self._rows is None else BlockRows.of(self._row_blocks[block.index], block)
 
     def finish(self, block: RowBlock) -> None:
         """Process the written results of a block; called once per block, in order."""
         if self._total is None:
             return
         rows = self._scratch.of(block).rows
-        if self._weights_of is not None:
-            rows.mul_(self._weights_of[block.index].unsqueeze(1))
+        if self._weight_blocks is not None:
+            rows.mul_(self._weight_blocks[block.index].unsqueeze(1))
         self._total.index_add_(0, self._tokens[block.index], rows.to(self._total.dtype))
 
     def summed(self, dtype: torch.dtype) -> Tensor:

@@ -29,28 +29,28 @@ from moesaic.kernels.work import ExpertWork, Gradients, Wanted
 @torch.no_grad()
 def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Run the experts; see `ExpertKernel.forward`."""
-    x, before, after = work.x, work.before, work.after
+    x, input_weights, result_weights = work.x, work.input_weights, work.result_weights
     blocks = Blocks(work, 1, 1)
     pre = empty((work.up.shape[1], work.num_rows, work.hidden), x.dtype, x.device)
-    results = Results(work, blocks, after)
-    source, weights = Source(x, work, blocks), None if before is None else blocks.cut(before)
-    pre_of = [blocks.cut(part) for part in pre.unbind()]
+    results = Results(work, blocks, result_weights)
+    source, weight_blocks = Source(x, work, blocks), None if input_weights is None else blocks.cut(input_weights)
+    pre_blocks = [blocks.cut(part) for part in pre.unbind()]
     matrices = [part.unbind() for part in work.up.transpose(2, 3).unbind(1)]
     biases: list[Sequence[Tensor] | None] = [None] * len(matrices)
     if work.up_bias is not None:
         biases = [part.unbind() for part in work.up_bias.unbind(1)]
     ups = list(zip(matrices, map(blocks.segments, pre.unbind()), biases))
     down = work.down.transpose(1, 2).unbind()
-    taken, wide = Scratch(blocks, x.shape[1], x), Scratch(blocks, work.hidden, x)
+    input_scratch, hidden_scratch = Scratch(blocks, x.shape[1], x), Scratch(blocks, work.hidden, x)
     for block in blocks.all:
-        read = source.take(block, taken, None if weights is None else weights[block.index])
-        hidden = wide.of(block)
-        for segment, rows in zip(block.segments, read.segments):
-            for up, pre_at, bias in ups:
-                rows_product(rows, up[segment.expert], pre_at[segment.index])
+        inputs = source.take(block, input_scratch, None if weight_blocks is None else weight_blocks[block.index])
+        hidden = hidden_scratch.of(block)
+        for segment, rows in zip(block.segments, inputs.segments):
+            for up, pre_segments, bias in ups:
+                rows_product(rows, up[segment.expert], pre_segments[segment.index])
                 if bias is not None:
-                    pre_at[segment.index].add_(bias[segment.expert])
-        hidden_rows_into([part[block.index] for part in pre_of], work.activation, hidden.rows, clamp=work.clamp)
+                    pre_segments[segment.index].add_(bias[segment.expert])
+        hidden_rows_into([part[block.index] for part in pre_blocks], work.activation, hidden.rows, clamp=work.clamp)
         for segment, rows, out in zip(block.segments, hidden.segments, results.of(block).segments):
             rows_product(rows, down[segment.expert], out)
             if work.down_bias is not None:
@@ -68,8 +68,8 @@ def backward(work: ExpertWork, pre: Tensor, dy: Tensor, wanted: Wanted) -> Gradi
     """Compute the gradients; see `ExpertKernel.backward`."""
     run = _Backward(work, pre, dy, wanted)
     for block in run.blocks.all:
-        run.work_on(block)
-    return run.found()
+        run.run_block(block)
+    return run.gradients()
 
 
 class _Backward:
@@ -81,48 +81,48 @@ class _Backward:
         self.blocks = blocks = Blocks(work, 1 + work.up.shape[1], 2)
         self.pre = [blocks.cut(part) for part in pre.reshape(work.up.shape[1], work.num_rows, work.hidden).unbind()]
         self.x, self.dy = Source(x, work, blocks), Source(dy, work, blocks)
-        before, after = work.before, work.after
-        self.before = None if before is None else blocks.cut(before)
-        self.after = None if after is None else blocks.cut(after)
+        input_weights, result_weights = work.input_weights, work.result_weights
+        self.input_weights = None if input_weights is None else blocks.cut(input_weights)
+        self.result_weights = None if result_weights is None else blocks.cut(result_weights)
         self.up, self.down = work.up.unbind(), work.down.unbind()
         self.hidden, self.d_pre = Scratch(blocks, work.hidden, x), Scratch(blocks, pre.shape[1], x)
-        self.taken, self.weighted = (Scratch(blocks, x.shape[1], x) for _ in range(2))
+        self.gathered, self.weighted = (Scratch(blocks, x.shape[1], x) for _ in range(2))
         wants_gates = wanted.gates and work.gates is not None
         self.d_gates = x.new_empty(work.num_rows) if wants_gates else None
-        self.d_gates_of = None if self.d_gates is None else blocks.cut(self.d_gates)
-        self.weighs_early = after is not None and (not wants_gates or _can_divide_by(after))
+        self.d_gate_blocks = None if self.d_gates is None else blocks.cut(self.d_gates)
+        self.weighs_early = result_weights is not None and (not wants_gates or _can_divide_by(result_weights))
         reaches_rows = wanted.x or (wants_gates and work.gates_first)
-        self.d_rows = Results(work, blocks, before) if reaches_rows else None
+        self.d_rows = Results(work, blocks, input_weights) if reaches_rows else None
         weights = (work.up, work.up_bias, work.down, work.down_bias)
         self.d_up, self.d_up_bias, self.d_down, self.d_down_bias = (
-            empty(each.shape, each.dtype, each.device) if wanted.weights and each is not None else None
-            for each in weights
+            empty(weight.shape, weight.dtype, weight.device) if wanted.weights and weight is not None else None
+            for weight in weights
         )
-        self.d_up_of = () if self.d_up is None else self.d_up.flatten(1, 2).unbind()
-        self.d_down_of = () if self.d_down is None else self.d_down.unbind()
+        self.d_up_by_expert = () if self.d_up is None else self.d_up.flatten(1, 2).unbind()
+        self.d_down_by_expert = () if self.d_down is None else self.d_down.unbind()
         may_wait = wanted.deferred_wgrad and work.dispatch is None  # otherwise gathering x overwrites the gathered dy
         self.last = blocks.all[-1] if blocks.all and may_wait else None
-        self.left: list[tuple[BlockRows, BlockRows, Sequence[Tensor], RowBlock]] = []
-        self._clear_idle()
+        self.deferred: list[tuple[BlockRows, BlockRows, Sequence[Tensor], RowBlock]] = []
+        self._zero_idle_experts()
 
-    def work_on(self, block: RowBlock) -> None:
+    def run_block(self, block: RowBlock) -> None:
         """Compute the gradients of one block of rows."""
         parts = [part[block.index] for part in self.pre]
         hidden, d_pre = self.hidden.of(block), self.d_pre.of(block)
-        first, kept = d_pre, None
+        d_first, gate = d_pre, None
         if len(parts) > 1:
-            half, kept = self.work.halves(d_pre.rows)
-            first = BlockRows.of(half, block)
-        hidden_rows_into(parts, self.work.activation, hidden.rows, kept, self.work.clamp)
-        self._through_down(block, hidden, first)
-        hidden_gradient_into(parts, self.work.activation, first.rows, kept, self.work.clamp)
-        self._through_up(block, d_pre)
+            first_rows, gate = self.work.halves(d_pre.rows)
+            d_first = BlockRows.of(first_rows, block)
+        hidden_rows_into(parts, self.work.activation, hidden.rows, gate, self.work.clamp)
+        self._down_gradients(block, hidden, d_first)
+        hidden_gradient_into(parts, self.work.activation, d_first.rows, gate, self.work.clamp)
+        self._up_gradients(block, d_pre)
 
-    def found(self) -> Gradients:
+    def gradients(self) -> Gradients:
         """Return the gradients, once all blocks are done."""
         work = self.work
-        if not self.left:  # free the scratch memory before the tokens' gradients are allocated
-            for scratch in (self.hidden, self.d_pre, self.taken, self.weighted):
+        if not self.deferred:  # free the scratch memory before the tokens' gradients are allocated
+            for scratch in (self.hidden, self.d_pre, self.gathered, self.weighted):
                 scratch.free()
         return Gradients(
             x=self.d_rows.summed(work.x.dtype) if self.d_rows is not None and self.wanted.x else None,
@@ -131,73 +131,75 @@ class _Backward:
             up_bias=self.d_up_bias,
             down=self.d_down,
             down_bias=self.d_down_bias,
-            finish=partial(_finish, self.left) if self.left else None,
+            finish=partial(_write_deferred, self.deferred) if self.deferred else None,
         )
 
-    def _write(self, a: BlockRows, b: BlockRows, out: Sequence[Tensor], block: RowBlock) -> None:
+    def _write_wgrad(self, a: BlockRows, b: BlockRows, out: Sequence[Tensor], block: RowBlock) -> None:
         """Write a block's weight gradients `a.T @ b` now or, for the last block, when `Gradients.finish` is called."""
         if block is self.last:
-            self.left.append((a, b, out, block))
+            self.deferred.append((a, b, out, block))
         else:
-            _products(a, b, out, block)
+            _accumulate_products(a, b, out, block)
 
-    def _through_down(self, block: RowBlock, hidden: BlockRows, grad: BlockRows) -> None:
+    def _down_gradients(self, block: RowBlock, hidden: BlockRows, grad: BlockRows) -> None:
         """Compute the gradients of the down projection and of routing weights after it; write that of `hidden` to `grad`.
 
         Routing weights are applied in the gather of dy, where they cost nothing. The gradient of a weight is then the dot
         product of two rows, of which one has the weight as a factor, divided by the weight. If some weight is too small to
         divide by, the weights are applied after the dot products instead.
         """
-        weight = None if self.after is None else self.after[block.index]
-        early = weight if self.weighs_early else None
-        dy = self.dy.take(block, self.taken, early)
+        weight = None if self.result_weights is None else self.result_weights[block.index]
+        gather_weight = weight if self.weighs_early else None
+        dy = self.dy.take(block, self.gathered, gather_weight)
         for segment, rows, out in zip(block.segments, dy.segments, grad.segments):
             rows_product(rows, self.down[segment.expert], out)
-        if weight is not None and self.d_gates_of is not None:
-            dots, d_gates = self._dots_with_results(block, dy, hidden, grad), self.d_gates_of[block.index]
-            if early is None:
+        if weight is not None and self.d_gate_blocks is not None:
+            dots, d_gates = self._dots_with_results(block, dy, hidden, grad), self.d_gate_blocks[block.index]
+            if gather_weight is None:
                 d_gates.copy_(dots)
             else:
-                torch.div(dots, early, out=d_gates)
-        if weight is not None and early is None:
+                torch.div(dots, gather_weight, out=d_gates)
+        if weight is not None and gather_weight is None:
             column, weighted = weight.unsqueeze(1), self.weighted.of(block)
             grad.rows.mul_(column)
             torch.mul(dy.rows, column, out=weighted.rows)
             dy = weighted
         if self.d_down is not None:
-            self._write(dy, hidden, self.d_down_of, block)
+            self._write_wgrad(dy, hidden, self.d_down_by_expert, block)
         if self.d_down_bias is not None:
-            _column_sums(dy, self.d_down_bias, block)
+            _accumulate_sums(dy, self.d_down_bias, block)
 
     def _dots_with_results(self, block: RowBlock, dy: BlockRows, hidden: BlockRows, grad: BlockRows) -> Tensor:
         """Return the dot product of each row of dy with the expert's unweighted result: (rows,)."""
-        dots = dot_rows(grad.rows, hidden.rows, self.blocks.each[: block.rows])
+        dots = dot_rows(grad.rows, hidden.rows, self.blocks.row_numbers[: block.rows])
         if self.work.down_bias is not None:
             for segment, rows, out in zip(block.segments, dy.segments, dots.split(block.sizes)):
                 out += vector_product(rows, self.work.down_bias[segment.expert])
         return dots
 
-    def _through_up(self, block: RowBlock, d_pre: BlockRows) -> None:
+    def _up_gradients(self, block: RowBlock, d_pre: BlockRows) -> None:
         """Compute the gradients of the up projection, of the input rows and of routing weights before them."""
-        read = self.x.take(block, self.taken)
+        inputs = self.x.take(block, self.gathered)
         if self.d_rows is not None:
             d_rows = self.d_rows.of(block)
             for segment, rows, out in zip(block.segments, d_pre.segments, d_rows.segments):
                 # flatten copies weights that are not contiguous: those from other ranks, or interleaved by a checkpoint.
                 rows_product(rows, self.up[segment.expert].flatten(0, 1), out)
-            if self.before is not None and self.d_gates_of is not None:
-                self.d_gates_of[block.index].copy_(dot_rows(d_rows.rows, read.rows, self.blocks.each[: block.rows]))
+            if self.input_weights is not None and self.d_gate_blocks is not None:
+                self.d_gate_blocks[block.index].copy_(
+                    dot_rows(d_rows.rows, inputs.rows, self.blocks.row_numbers[: block.rows])
+                )
             self.d_rows.finish(block)
-        if self.before is not None:
+        if self.input_weights is not None:
             weighted = self.weighted.of(block)
-            torch.mul(read.rows, self.before[block.index].unsqueeze(1), out=weighted.rows)
-            read = weighted
+            torch.mul(inputs.rows, self.input_weights[block.index].unsqueeze(1), out=weighted.rows)
+            inputs = weighted
         if self.d_up is not None:
-            self._write(d_pre, read, self.d_up_of, block)
+            self._write_wgrad(d_pre, inputs, self.d_up_by_expert, block)
         if self.d_up_bias is not None:
-            _column_sums(d_pre, self.d_up_bias.flatten(1), block)
+            _accumulate_sums(d_pre, self.d_up_bias.flatten(1), block)
 
-    def _clear_idle(self) -> None:
+    def _zero_idle_experts(self) -> None:
         """Set the gradients of experts without rows to zero."""
         gradients = [self.d_up, self.d_up_bias, self.d_down, self.d_down_bias]
         idle = [expert for expert, rows in enumerate(self.blocks.counts) if not rows]
@@ -208,10 +210,10 @@ class _Backward:
 
 
 @torch.no_grad()
-def _finish(left: list[tuple[BlockRows, BlockRows, Sequence[Tensor], RowBlock]]) -> None:
+def _write_deferred(deferred: list[tuple[BlockRows, BlockRows, Sequence[Tensor], RowBlock]]) -> None:
     """Write the deferred weight gradients."""
-    while left:
-        _products(*left.pop())
+    while deferred:
+        _accumulate_products(*deferred.pop())
 
 
 def _can_divide_by(weights: Tensor) -> bool:
@@ -221,13 +223,13 @@ def _can_divide_by(weights: Tensor) -> bool:
     return float(weights.abs().min()) >= SMALLEST_DIVISOR
 
 
-def _products(a: BlockRows, b: BlockRows, out: Sequence[Tensor], block: RowBlock) -> None:
+def _accumulate_products(a: BlockRows, b: BlockRows, out: Sequence[Tensor], block: RowBlock) -> None:
     """Write each expert's `a.T @ b`, or add it to the result of the expert's earlier blocks."""
     for segment, a_rows, b_rows in zip(block.segments, a.segments, b.segments):
         sum_product(a_rows, b_rows, out[segment.expert], adds=not segment.is_first)
 
 
-def _column_sums(rows: BlockRows, out: Tensor, block: RowBlock) -> None:
+def _accumulate_sums(rows: BlockRows, out: Tensor, block: RowBlock) -> None:
     for segment, part in zip(block.segments, rows.segments):
         if segment.is_first:
             torch.sum(part, 0, out=out[segment.expert])

@@ -56,16 +56,19 @@ def encoding(expert_TK: Tensor, num_experts: int, capacity: int) -> Encoding:
     rank = torch.empty_like(expert)
     rank[order] = torch.arange(len(expert), device=device) - (counts.cumsum(0) - counts)[expert[order]]
     place = torch.where(rank < capacity, expert * capacity + rank, places)
-    taken, by_place = place.sort(stable=True)
+    sorted_place, by_place = place.sort(stable=True)
     token = (torch.arange(len(expert), device=device) % max(tokens, 1))[by_place]
-    starts = torch.searchsorted(taken, torch.arange(places + 1, device=device))
+    starts = torch.searchsorted(sorted_place, torch.arange(places + 1, device=device))
     place_TK = place.view(top_k, tokens).t().contiguous()
-    kept, ordered = place_TK < places, place_TK.sort(1).values
-    lengths = kept.sum(1)
+    is_kept, sorted_place_TK = place_TK < places, place_TK.sort(1).values
+    lengths = is_kept.sum(1)
     to_tokens = Dispatch(
-        token=place_TK, by_token=ordered[ordered < places], starts=lengths.cumsum(0) - lengths, per_token=None
+        token=place_TK,
+        by_token=sorted_place_TK[sorted_place_TK < places],
+        starts=lengths.cumsum(0) - lengths,
+        per_token=None,
     )
-    num_kept = taken[taken < places].shape[0]
+    num_kept = sorted_place[sorted_place < places].shape[0]
     to_places = Dispatch(token=place_TK, by_token=token[:num_kept], starts=starts[:-1], per_token=None)
     return Encoding(num_experts, capacity, place_TK, to_places, to_tokens)
 
@@ -129,9 +132,9 @@ class _Decode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         rows, gates = ctx.saved_tensors
-        sent = sum_rows(grad.contiguous(), ctx.form.to_places)
+        d_places = sum_rows(grad.contiguous(), ctx.form.to_places)
         d_gates = None
         if ctx.needs_input_grad[1]:
-            dots = torch.cat([dot_rows(sent, rows.contiguous()).to(gates.dtype), gates.new_zeros(1)])
+            dots = torch.cat([dot_rows(d_places, rows.contiguous()).to(gates.dtype), gates.new_zeros(1)])
             d_gates = dots[ctx.form.place]
-        return sent.mul_(_weights(gates, ctx.form).to(sent.dtype).unsqueeze(1)), d_gates, None
+        return d_places.mul_(_weights(gates, ctx.form).to(d_places.dtype).unsqueeze(1)), d_gates, None

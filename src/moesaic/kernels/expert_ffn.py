@@ -29,7 +29,7 @@ def expert_ffn(work: ExpertWork, out_dtype: torch.dtype | None = None) -> Tensor
     Returns:
         (T, D), or (R, D) without `work.dispatch`.
     """
-    tensors, settings = _flat(work)
+    tensors, settings = _flatten(work)
     y: Tensor = _ExpertFfn.apply(settings, work.x.dtype if out_dtype is None else out_dtype, *tensors)
     return y
 
@@ -53,7 +53,7 @@ def expert_gradients(work: ExpertWork, pre: Tensor, dy: Tensor, *, deferred_wgra
     )
 
 
-CALL = (
+CALL_SCHEMA = (
     "Tensor x, Tensor? gates, Tensor? token, Tensor? by_token, Tensor? starts, "
     "Tensor ends, Tensor up, Tensor? up_bias, Tensor down, Tensor? down_bias, "
     "int per_token, bool has_unsent, str activation, float[] clamp, bool gates_first, str kernel"
@@ -62,22 +62,22 @@ CALL = (
 varies; `clamp` is empty for None."""
 
 
-def _flat(work: ExpertWork) -> tuple[list[Tensor | None], tuple[Any, ...]]:
-    """Flatten a call into its tensors and its settings, both in the order of `CALL`."""
-    sent = work.dispatch
-    indices = [None] * 3 if sent is None else [sent.token, sent.by_token, sent.starts]
+def _flatten(work: ExpertWork) -> tuple[list[Tensor | None], tuple[Any, ...]]:
+    """Flatten a call into its tensors and its settings, both in the order of `CALL_SCHEMA`."""
+    dispatch = work.dispatch
+    indices = [None] * 3 if dispatch is None else [dispatch.token, dispatch.by_token, dispatch.starts]
     tensors = [work.x, work.gates, *indices, work.ends, work.up, work.up_bias, work.down, work.down_bias]
-    of_tokens = (0, False) if sent is None else (sent.per_token or 0, sent.has_unsent)
+    dispatch_settings = (0, False) if dispatch is None else (dispatch.per_token or 0, dispatch.has_unsent)
     clamp = [] if work.clamp is None else work.clamp.numbers
-    return tensors, (*of_tokens, work.activation, clamp, work.gates_first, work.kernel)
+    return tensors, (*dispatch_settings, work.activation, clamp, work.gates_first, work.kernel)
 
 
-def _work(
+def _unflatten(
     x: Tensor, gates: Tensor | None, token: Tensor | None, by_token: Tensor | None, starts: Tensor | None, ends: Tensor,
     up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None, per_token: int, has_unsent: bool,
     activation: str, clamp: Sequence[float], gates_first: bool, kernel: str,
 ) -> ExpertWork:  # fmt: skip
-    """Rebuild the call that `_flat` flattened."""
+    """Rebuild the call that `_flatten` flattened."""
     dispatch = None
     if token is not None:
         assert by_token is not None
@@ -93,19 +93,19 @@ def _work(
 
 
 @torch.library.custom_op(
-    "moesaic::expert_forward", mutates_args=(), schema=f"({CALL}, ScalarType out_dtype) -> (Tensor, Tensor)"
+    "moesaic::expert_forward", mutates_args=(), schema=f"({CALL_SCHEMA}, ScalarType out_dtype) -> (Tensor, Tensor)"
 )
 def expert_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the result of a call, in `out_dtype`, and its pre-activations."""
     *call, out_dtype = arguments
-    work = _work(*call)
+    work = _unflatten(*call)
     return expert_kernel(work.x.device, work.kernel).forward(work, out_dtype)
 
 
 @expert_forward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     *call, out_dtype = arguments
-    work = _work(*call)
+    work = _unflatten(*call)
     rows = work.x if work.dispatch is None else work.dispatch.token
     pre = work.x.new_empty(rows.shape[0], work.up.shape[1] * work.up.shape[2])
     return work.x.new_empty(work.x.shape, dtype=out_dtype), pre
@@ -120,7 +120,7 @@ def _(x, gates, token, by_token, starts, ends, up, up_bias, down, *_, **__) -> i
 @torch.library.custom_op(
     "moesaic::expert_backward",
     mutates_args=(),
-    schema=f"({CALL}, Tensor pre, Tensor dy, bool wants_x, bool wants_gates, bool wants_weights) -> Tensor[]",
+    schema=f"({CALL_SCHEMA}, Tensor pre, Tensor dy, bool wants_x, bool wants_gates, bool wants_weights) -> Tensor[]",
 )
 def expert_backward(*arguments: Any) -> list[Tensor]:
     """Return the gradients of x, gates, up, up_bias, down and down_bias.
@@ -128,16 +128,18 @@ def expert_backward(*arguments: Any) -> list[Tensor]:
     Unwanted gradients of x and gates are empty tensors. Those of absent biases, and unwanted ones of parameters, are left out.
     """
     *call, pre, dy, wants_x, wants_gates, wants_weights = arguments
-    work, wanted = _work(*call), Wanted(x=wants_x, gates=wants_gates, weights=wants_weights)
-    found = expert_kernel(work.x.device, work.kernel).backward(work, pre, dy.to(work.x.dtype).contiguous(), wanted)
-    d_x, d_gates = (work.x.new_empty(0) if each is None else each for each in (found.x, found.gates))
-    return [d_x, d_gates, *found.weights]
+    work, wanted = _unflatten(*call), Wanted(x=wants_x, gates=wants_gates, weights=wants_weights)
+    gradients = expert_kernel(work.x.device, work.kernel).backward(work, pre, dy.to(work.x.dtype).contiguous(), wanted)
+    d_x, d_gates = (
+        work.x.new_empty(0) if gradient is None else gradient for gradient in (gradients.x, gradients.gates)
+    )
+    return [d_x, d_gates, *gradients.weights]
 
 
 @expert_backward.register_fake
 def _(*arguments: Any) -> list[Tensor]:
     *call, _pre, _dy, wants_x, wants_gates, wants_weights = arguments
-    work = _work(*call)
+    work = _unflatten(*call)
     x, gates = work.x, work.gates
     d_x = x.new_empty(x.shape if wants_x else (0,))
     d_gates = gates.new_empty(gates.shape) if gates is not None and wants_gates else x.new_empty(0)
@@ -169,16 +171,18 @@ class _ExpertFfn(torch.autograd.Function):
         y, pre = expert_forward(*tensors, *settings, out_dtype)
         ctx.settings = settings
         ctx.save_for_backward(*tensors, pre)
-        found: Tensor = y
-        return found
+        result: Tensor = y
+        return result
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, pre = ctx.saved_tensors
         wants_x, wants_gates, *_, up, up_bias, down, down_bias = ctx.needs_input_grad[2:]
         wants_weights = any((up, up_bias, down, down_bias))
-        found = expert_backward(*tensors, *ctx.settings, pre, dy, wants_x, wants_gates, wants_weights)
-        d_x, d_gates, *d_weights = found
+        gradients = expert_backward(*tensors, *ctx.settings, pre, dy, wants_x, wants_gates, wants_weights)
+        d_x, d_gates, *d_weights = gradients
         weights = iter(d_weights)
-        of_weights = [next(weights) if wants_weights and each is not None else None for each in tensors[-4:]]
-        return None, None, d_x if wants_x else None, d_gates if wants_gates else None, *[None] * 4, *of_weights
+        d_parameters = [
+            next(weights) if wants_weights and is_needed is not None else None for is_needed in tensors[-4:]
+        ]
+        return None, None, d_x if wants_x else None, d_gates if wants_gates else None, *[None] * 4, *d_parameters

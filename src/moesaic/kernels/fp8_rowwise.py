@@ -21,12 +21,12 @@ def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Multiply each expert's rows by its matrix: (R, K) x (E, K, N) -> (R, N) bfloat16; undefined from row `ends[-1]` on."""
     if not len(x):
         return x.new_empty(0, w.shape[2])
-    rows, of_rows = rounded(x)
-    matrices, of_matrices = rounded(w.transpose(1, 2))
-    found: Tensor = torch._scaled_grouped_mm(
-        rows, matrices.transpose(1, 2), of_rows, of_matrices, offs=ends, out_dtype=torch.bfloat16
+    rows, row_scales = rounded(x)
+    matrices, matrix_scales = rounded(w.transpose(1, 2))
+    product: Tensor = torch._scaled_grouped_mm(
+        rows, matrices.transpose(1, 2), row_scales, matrix_scales, offs=ends, out_dtype=torch.bfloat16
     )
-    return found
+    return product
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:

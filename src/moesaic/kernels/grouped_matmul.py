@@ -70,8 +70,8 @@ def _(x, w, ends, **_) -> int:  # type: ignore[no-untyped-def]
 def outer_products(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """Return each expert's `dy.T @ x` over its own rows: (R, N), (R, K) -> (E, N, K); zeros for an expert without rows."""
     if len(x) and _is_supported(dy, x):
-        found: Tensor = F.grouped_mm(_packed(dy).t(), _packed(x), offs=ends)
-        return found if dy.device.type == "cpu" else found.masked_fill_(has_no_rows(ends), 0)
+        gradient: Tensor = F.grouped_mm(_packed(dy).t(), _packed(x), offs=ends)
+        return gradient if dy.device.type == "cpu" else gradient.masked_fill_(has_no_rows(ends), 0)
     if _has_kernel(x):
         products: Tensor = triton_products().outer_products_any(dy, x, ends)
         return products

@@ -46,8 +46,8 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether the allocator supports it (glibc does).
     """
-    change = _function("mallopt", ctypes.c_int, ctypes.c_int)
-    return change is not None and all([change(_M_MMAP_THRESHOLD, 2**30), change(_M_TRIM_THRESHOLD, 2**31 - 1)])
+    mallopt = _function("mallopt", ctypes.c_int, ctypes.c_int)
+    return mallopt is not None and all([mallopt(_M_MMAP_THRESHOLD, 2**30), mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)])
 
 
 @functools.cache
@@ -56,7 +56,7 @@ def _madvise() -> Callable[..., int] | None:
     return _function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def _function(name: str, *types: type) -> Callable[..., int] | None:
+def _function(name: str, *argtypes: type) -> Callable[..., int] | None:
     """Return a function of the C library that returns an int; None if it is missing or the system is not Linux."""
     if not sys.platform.startswith("linux"):
         return None
@@ -64,12 +64,12 @@ def _function(name: str, *types: type) -> Callable[..., int] | None:
         function = getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError):
         return None
-    function.argtypes, function.restype = types, ctypes.c_int
-    found: Callable[..., int] = function
-    return found
+    function.argtypes, function.restype = argtypes, ctypes.c_int
+    typed: Callable[..., int] = function
+    return typed
 
 
 def uploaded(numbers: np.ndarray, device: torch.device) -> Tensor:
     """Copy numbers from the host to a device, without waiting for a GPU."""
-    there = torch.from_numpy(numbers)
-    return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.to(device)
+    tensor = torch.from_numpy(numbers)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

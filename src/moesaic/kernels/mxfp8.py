@@ -24,15 +24,15 @@ def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Multiply each expert's rows by its matrix: (R, K) x (E, K, N) -> (R, N) bfloat16; undefined from row `ends[-1]` on."""
     if not len(x):
         return x.new_empty(0, w.shape[2])
-    rows, of_rows = rounded(x)
-    matrices, of_matrices = rounded(w.transpose(1, 2))
-    placed = of_rows.new_zeros(-(-len(x) // TILE) * TILE + len(ends) * TILE, of_rows.shape[1])
-    placed[_places(ends, len(x))] = of_rows
-    found: Tensor = torch._scaled_grouped_mm(
-        rows, matrices.transpose(1, 2), swizzled(placed), swizzled(of_matrices).flatten(1), offs=ends,
+    rows, row_scales = rounded(x)
+    matrices, matrix_scales = rounded(w.transpose(1, 2))
+    tiled_scales = row_scales.new_zeros(-(-len(x) // TILE) * TILE + len(ends) * TILE, row_scales.shape[1])
+    tiled_scales[_tiled_rows(ends, len(x))] = row_scales
+    product: Tensor = torch._scaled_grouped_mm(
+        rows, matrices.transpose(1, 2), swizzled(tiled_scales), swizzled(matrix_scales).flatten(1), offs=ends,
         out_dtype=torch.bfloat16,
     )  # fmt: skip
-    return found
+    return product
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ def swizzled(scales: Tensor) -> Tensor:
     return order.reshape(padded.shape).view(torch.float8_e8m0fnu)
 
 
-def _places(ends: Tensor, num_rows: int) -> Tensor:
+def _tiled_rows(ends: Tensor, num_rows: int) -> Tensor:
     """Return the row of the tiled scales that each row's scales occupy, (R,); each expert starts a new tile."""
     sizes = ends.diff(prepend=ends.new_zeros(1))
     tiles = (sizes + TILE - 1) // TILE * TILE

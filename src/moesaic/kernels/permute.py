@@ -67,26 +67,26 @@ def sort_by_expert(
     if kind_of(expert.device) == "triton":
         from moesaic.kernels.triton.rows.sort import sort
 
-        order, row, _ = (each.long() for each in sort(expert, len(counts)))
+        order, row_of_copy, _ = (indices.long() for indices in sort(expert, len(counts)))
     else:
         narrow = expert.to(torch.int16) if len(counts) < 2**15 else expert  # sorts in half the time of int64
-        order, row = narrow.argsort(stable=True), None
-    of_rows = token.index_select(0, order)
+        order, row_of_copy = narrow.argsort(stable=True), None
+    row_tokens = token.index_select(0, order)
     if rows_per_token is None:
-        by_token = of_rows.argsort(stable=True)
-        per_token = torch.zeros(num_tokens, dtype=torch.int64, device=token.device)
-        starts = per_token.scatter_add_(0, token, torch.ones_like(token)).cumsum(0)
+        by_token = row_tokens.argsort(stable=True)
+        zeros = torch.zeros(num_tokens, dtype=torch.int64, device=token.device)
+        starts = zeros.scatter_add_(0, token, torch.ones_like(token)).cumsum(0)
         starts = starts.roll(1).index_fill(0, starts.new_zeros(min(num_tokens, 1)), 0)
     else:
-        by_token = row
+        by_token = row_of_copy
         if by_token is None:
-            each = torch.arange(len(order), device=order.device)
-            by_token = torch.empty_like(order).scatter_(0, order, each)
+            position = torch.arange(len(order), device=order.device)
+            by_token = torch.empty_like(order).scatter_(0, order, position)
         starts = torch.arange(num_tokens, device=order.device) * rows_per_token
     if has_unsent:
         by_token = by_token.masked_fill(by_token >= counts.sum(), -1)
     dispatch = Dispatch(
-        token=of_rows, by_token=by_token, starts=starts, per_token=rows_per_token, has_unsent=has_unsent
+        token=row_tokens, by_token=by_token, starts=starts, per_token=rows_per_token, has_unsent=has_unsent
     )
     return Permutation(order, counts, dispatch)
 
@@ -132,28 +132,28 @@ def sum_rows(
     """
     dtype = rows.dtype if dtype is None else dtype
     weights = None if weights is None else weights.to(rows.dtype)
-    num_tokens, accumulate = len(dispatch.starts), accumulate_dtype(rows.dtype)
+    num_tokens, sum_dtype = len(dispatch.starts), accumulate_dtype(rows.dtype)
     if kind_of(rows.device) == "cpu":
-        of_bag = None if weights is None else weights.index_select(0, dispatch.by_token).to(dtype)
+        bag_weights = None if weights is None else weights.index_select(0, dispatch.by_token).to(dtype)
         summed: Tensor = F.embedding_bag(
-            dispatch.by_token, rows.to(dtype), dispatch.starts, mode="sum", per_sample_weights=of_bag
+            dispatch.by_token, rows.to(dtype), dispatch.starts, mode="sum", per_sample_weights=bag_weights
         )
         return summed
     if kind_of(rows.device) == "triton" and rows.dtype != torch.float64 and dtype != torch.float64:
         from moesaic.kernels.triton.rows.permute import sum_tokens
 
         return sum_tokens(rows, dispatch.by_token, dispatch.starts, weights, dispatch.per_token or 0, dtype)
-    by_token = rows.index_select(0, dispatch.by_token.clamp_min(0) if dispatch.has_unsent else dispatch.by_token)
-    by_token = by_token.to(accumulate)
+    token_rows = rows.index_select(0, dispatch.by_token.clamp_min(0) if dispatch.has_unsent else dispatch.by_token)
+    token_rows = token_rows.to(sum_dtype)
     if weights is not None:
-        by_token *= weights.index_select(0, dispatch.by_token.clamp_min(0)).unsqueeze(1)
+        token_rows *= weights.index_select(0, dispatch.by_token.clamp_min(0)).unsqueeze(1)
     if dispatch.has_unsent:
-        by_token.masked_fill_(dispatch.by_token.unsqueeze(1) < 0, 0.0)
+        token_rows.masked_fill_(dispatch.by_token.unsqueeze(1) < 0, 0.0)
     if dispatch.per_token is not None:
-        return by_token.view(num_tokens, dispatch.per_token, rows.shape[1]).sum(1).to(dtype)
+        return token_rows.view(num_tokens, dispatch.per_token, rows.shape[1]).sum(1).to(dtype)
     ends = torch.cat([dispatch.starts[1:], dispatch.starts.new_full((min(num_tokens, 1),), len(rows))])
     lengths = ends - dispatch.starts  # correct by construction; a check would wait for the device
-    return torch.segment_reduce(by_token, "sum", lengths=lengths, unsafe=True, initial=0.0).to(dtype)
+    return torch.segment_reduce(token_rows, "sum", lengths=lengths, unsafe=True, initial=0.0).to(dtype)
 
 
 class _Permute(torch.autograd.Function):
@@ -179,7 +179,7 @@ class _Unpermute(torch.autograd.Function):
         return grad.to(ctx.rows_dtype).index_select(0, ctx.dispatch.token), None, None
 
 
-def dot_rows(a: Tensor, b: Tensor, each: Tensor | None = None) -> Tensor:
+def dot_rows(a: Tensor, b: Tensor, row_numbers: Tensor | None = None) -> Tensor:
     """Return the dot product of each row of `a` with the same row of `b`: (R,).
 
     On a CPU this is the kernel for the gradient of an `embedding_bag`'s weights. It writes no (R, H) product and takes half the
@@ -188,12 +188,14 @@ def dot_rows(a: Tensor, b: Tensor, each: Tensor | None = None) -> Tensor:
     Args:
         a: (R, H).
         b: (R, H).
-        each: `arange(R)` if the caller has it already; saves making it.
+        row_numbers: `arange(R)` if the caller has it already; saves making it.
     """
     if a.device.type != "cpu":
         return (a * b).sum(1)
     if a.dtype == torch.float16:
         return (a.float() * b.float()).sum(1).to(a.dtype)
-    each = torch.arange(len(a)) if each is None else each
-    dots: Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(a, b, each, each, each, 0)
+    row_numbers = torch.arange(len(a)) if row_numbers is None else row_numbers
+    dots: Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(
+        a, b, row_numbers, row_numbers, row_numbers, 0
+    )
     return dots

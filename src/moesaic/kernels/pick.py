@@ -104,16 +104,16 @@ def require(work: ExpertWork, name: str, majors: tuple[int, ...], multiple: int)
     Raises:
         InputError: the device, the dtype or a width is not supported.
     """
-    device, instead = work.x.device, f"; kernel={AUTO!r} runs here"
-    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
-    if major not in majors:
-        wanted = " or ".join(f"{each}.x" for each in majors)
-        raise InputError(f"kernel={name!r} needs a GPU of compute capability {wanted}, got {device}{instead}")
+    device, advice = work.x.device, f"; kernel={AUTO!r} runs here"
+    device_major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+    if device_major not in majors:
+        versions = " or ".join(f"{major}.x" for major in majors)
+        raise InputError(f"kernel={name!r} needs a GPU of compute capability {versions}, got {device}{advice}")
     if work.x.dtype != torch.bfloat16:
-        raise InputError(f"kernel={name!r} multiplies bfloat16, got {work.x.dtype}: use autocast{instead}")
+        raise InputError(f"kernel={name!r} multiplies bfloat16, got {work.x.dtype}: use autocast{advice}")
     if work.x.shape[1] % multiple or work.hidden % multiple:
         sizes = f"dim {work.x.shape[1]} and hidden {work.hidden}"
-        raise InputError(f"kernel={name!r} needs multiples of {multiple} as widths, got {sizes}{instead}")
+        raise InputError(f"kernel={name!r} needs multiples of {multiple} as widths, got {sizes}{advice}")
 
 
 def triton_products() -> Any:

@@ -40,16 +40,16 @@ def rows_product(rows: Tensor, matrix: Tensor, out: Tensor) -> None:
         matrix: (K, N), with contiguous rows or contiguous columns.
         out: (R, N), written.
     """
-    if _widens(rows):
+    if _needs_float32(rows):
         out.copy_(rows.float() @ matrix.float())
         return
-    cut = _cut(rows, matrix.shape)
-    if not cut:
+    num_onednn = _num_onednn_rows(rows, matrix.shape)
+    if not num_onednn:
         torch.mm(rows, matrix, out=out)
         return
-    out[:cut].copy_(_by_onednn(rows[:cut], matrix.t()))
-    if cut < rows.shape[0]:
-        torch.mm(rows[cut:], matrix, out=out[cut:])
+    out[:num_onednn].copy_(_by_onednn(rows[:num_onednn], matrix.t()))
+    if num_onednn < rows.shape[0]:
+        torch.mm(rows[num_onednn:], matrix, out=out[num_onednn:])
 
 
 def sum_product(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> None:
@@ -61,29 +61,29 @@ def sum_product(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> Non
         out: (M, N), written.
         adds: add to `out` instead of overwriting it.
     """
-    if _widens(a):
-        found = a.t().float() @ b.float()
-        out.copy_(found.add_(out) if adds else found)
+    if _needs_float32(a):
+        product = a.t().float() @ b.float()
+        out.copy_(product.add_(out) if adds else product)
         return
-    cut = _cut(a, out.shape)
-    if not cut:
+    num_onednn = _num_onednn_rows(a, out.shape)
+    if not num_onednn:
         if adds:
             out.addmm_(a.t(), b)
         else:
             torch.mm(a.t(), b, out=out)
         return
-    found = _by_onednn(a[:cut].t(), b[:cut].t())
+    product = _by_onednn(a[:num_onednn].t(), b[:num_onednn].t())
     if adds:
-        out.add_(found)
+        out.add_(product)
     else:
-        out.copy_(found)
-    if cut < a.shape[0]:
-        out.addmm_(a[cut:].t(), b[cut:])
+        out.copy_(product)
+    if num_onednn < a.shape[0]:
+        out.addmm_(a[num_onednn:].t(), b[num_onednn:])
 
 
 def vector_product(rows: Tensor, vector: Tensor) -> Tensor:
     """Return `rows @ vector`: (R, K) x (K,) -> (R,)."""
-    return (rows.float() @ vector.float()).to(rows.dtype) if _widens(rows) else torch.mv(rows, vector)
+    return (rows.float() @ vector.float()).to(rows.dtype) if _needs_float32(rows) else torch.mv(rows, vector)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -95,7 +95,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         bias: (N,), or None.
     """
     is_plain = type(x) is Tensor and type(weight) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()
-    if not is_plain or not x.is_contiguous() or not _cut(x, weight.shape):
+    if not is_plain or not x.is_contiguous() or not _num_onednn_rows(x, weight.shape):
         return F.linear(x, weight, bias)
     y: Tensor = _Linear.apply(x, weight)
     return y if bias is None else y + bias
@@ -123,27 +123,27 @@ class _Linear(torch.autograd.Function):
         return d_x, d_weight
 
 
-def _widens(rows: Tensor) -> bool:
+def _needs_float32(rows: Tensor) -> bool:
     """Return whether the rows have to be multiplied as float32: float16 rows on a CPU."""
     return rows.dtype == torch.float16 and rows.device.type == "cpu"
 
 
-def _cut(rows: Tensor, matrix: torch.Size) -> int:
+def _num_onednn_rows(rows: Tensor, matrix: torch.Size) -> int:
     """Return how many of the rows oneDNN gets in a product with a matrix of this shape; 0 if oneDNN is not used."""
     is_large = rows.dtype == torch.float32 and rows.shape[0] * matrix.numel() >= FEWEST
-    if not is_large or min(matrix) < NARROWEST or not _suits(rows.device.type):
+    if not is_large or min(matrix) < NARROWEST or not _uses_onednn(rows.device.type):
         return 0
     return rows.shape[0] - rows.shape[0] % STEP
 
 
-def _suits(device: str) -> bool:
+def _uses_onednn(device: str) -> bool:
     return device == "cpu" and bool(torch.backends.mkldnn.enabled) and onednn_is_faster()
 
 
 def _by_onednn(rows: Tensor, transposed: Tensor) -> Tensor:
     """Return `rows @ transposed.T`."""
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(rows, transposed, None, "none", [], "")
-    return found
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, transposed, None, "none", [], "")
+    return product
 
 
 @functools.cache
@@ -159,12 +159,12 @@ def onednn_is_faster() -> bool:
         return False
 
 
-def _is_zen_5(described: Path) -> bool:
+def _is_zen_5(cpuinfo: Path) -> bool:
     """Return whether a file in the format of /proc/cpuinfo describes an AMD processor of Zen 5 or later."""
     try:
-        lines = described.read_text(encoding="utf-8").split("\n\n", maxsplit=1)[0].splitlines()
+        lines = cpuinfo.read_text(encoding="utf-8").split("\n\n", maxsplit=1)[0].splitlines()
     except OSError:
         return False
-    said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    family = said.get("cpu family", "")
-    return said.get("vendor_id") == "AuthenticAMD" and family.isdecimal() and int(family) >= ZEN_5
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    family = fields.get("cpu family", "")
+    return fields.get("vendor_id") == "AuthenticAMD" and family.isdecimal() and int(family) >= ZEN_5

@@ -15,16 +15,16 @@ from moesaic.kernels.whole_batch import by_products
 
 def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Multiply each expert's rows by its matrix: (R, K) x (E, K, N) -> (R, N)."""
-    found: Tensor = gemm(
+    product: Tensor = gemm(
         x, w, cu_seqlens_m=F.pad(ends, (1, 0)), tuned=False
     )  # tuning would time kernels in a training step
-    return found
+    return product
 
 
 def outer_products(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """Return each expert's `dy.T @ x` over its own rows: (R, N), (R, K) -> (E, N, K); zeros for an expert without rows."""
-    found: Tensor = gemm(dy.t(), x, cu_seqlens_k=F.pad(ends, (1, 0)), tuned=False)
-    return found.masked_fill_(has_no_rows(ends), 0)
+    products: Tensor = gemm(dy.t(), x, cu_seqlens_k=F.pad(ends, (1, 0)), tuned=False)
+    return products.masked_fill_(has_no_rows(ends), 0)
 
 
 forward, backward = by_products("quack", (9, 10), 8, rows_times, outer_products)

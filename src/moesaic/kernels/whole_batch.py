@@ -24,19 +24,19 @@ GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 @torch.no_grad()
 def forward(work: ExpertWork, out_dtype: torch.dtype, rows_times: GroupedProduct = rows_times) -> tuple[Tensor, Tensor]:
     """Run the experts; see `ExpertKernel.forward`."""
-    read = _taken(work.x, work)
-    if work.before is not None:
-        read = read * work.before.unsqueeze(1)
-    pre = rows_times(read, work.up.flatten(1, 2).transpose(1, 2), work.ends)
+    inputs = _gathered(work.x, work)
+    if work.input_weights is not None:
+        inputs = inputs * work.input_weights.unsqueeze(1)
+    pre = rows_times(inputs, work.up.flatten(1, 2).transpose(1, 2), work.ends)
     if work.up_bias is not None:
-        pre += _per_row(work.up_bias.flatten(1), work)
+        pre += _bias_per_row(work.up_bias.flatten(1), work)
     hidden = hidden_rows(work.halves(pre), work.activation, work.clamp)
     results = rows_times(hidden, work.down.transpose(1, 2), work.ends)
     if work.down_bias is not None:
-        results = results + _per_row(work.down_bias, work)
+        results = results + _bias_per_row(work.down_bias, work)
     if work.dispatch is not None:
-        return sum_rows(results, work.dispatch, weights=work.after, dtype=out_dtype), pre
-    return (results if work.after is None else results * work.after.unsqueeze(1)).to(out_dtype), pre
+        return sum_rows(results, work.dispatch, weights=work.result_weights, dtype=out_dtype), pre
+    return (results if work.result_weights is None else results * work.result_weights.unsqueeze(1)).to(out_dtype), pre
 
 
 @torch.no_grad()
@@ -49,41 +49,41 @@ def backward(
     outer_products: GroupedProduct = outer_products,
 ) -> Gradients:
     """Compute the gradients; see `ExpertKernel.backward`."""
-    dy_rows = _taken(dy, work).contiguous()
-    hidden, d_pre, parts = pre.new_empty(len(pre), work.hidden), torch.empty_like(pre), work.halves(pre)
-    first, *gate = work.halves(d_pre)
-    kept = gate[0] if gate else None
-    hidden_rows_into(parts, work.activation, hidden, kept, work.clamp)
+    dy_rows = _gathered(dy, work).contiguous()
+    hidden, d_pre, pre_parts = pre.new_empty(len(pre), work.hidden), torch.empty_like(pre), work.halves(pre)
+    d_first, *gate = work.halves(d_pre)
+    gate_rows = gate[0] if gate else None
+    hidden_rows_into(pre_parts, work.activation, hidden, gate_rows, work.clamp)
     grad = rows_times(dy_rows, work.down, work.ends)
     d_gates = None
-    if work.after is not None:
+    if work.result_weights is not None:
         if wanted.gates:
             d_gates = dot_rows(grad, hidden)
             if work.down_bias is not None:
-                d_gates = d_gates + (dy_rows * _per_row(work.down_bias, work)).sum(1)
-        torch.mul(grad, work.after.unsqueeze(1), out=first)
-        dy_rows = dy_rows * work.after.unsqueeze(1)
+                d_gates = d_gates + (dy_rows * _bias_per_row(work.down_bias, work)).sum(1)
+        torch.mul(grad, work.result_weights.unsqueeze(1), out=d_first)
+        dy_rows = dy_rows * work.result_weights.unsqueeze(1)
     else:
-        first.copy_(grad)
-    hidden_gradient_into(parts, work.activation, first, kept, work.clamp)
-    read, d_rows = _taken(work.x, work), None
-    if wanted.x or (wanted.gates and work.before is not None):
+        d_first.copy_(grad)
+    hidden_gradient_into(pre_parts, work.activation, d_first, gate_rows, work.clamp)
+    inputs, d_rows = _gathered(work.x, work), None
+    if wanted.x or (wanted.gates and work.input_weights is not None):
         d_rows = rows_times(d_pre, work.up.flatten(1, 2), work.ends)
-    if work.before is not None:
+    if work.input_weights is not None:
         if d_rows is not None:
-            d_gates = dot_rows(d_rows, read) if wanted.gates else None
-            d_rows = d_rows * work.before.unsqueeze(1)
-        read = read * work.before.unsqueeze(1)
+            d_gates = dot_rows(d_rows, inputs) if wanted.gates else None
+            d_rows = d_rows * work.input_weights.unsqueeze(1)
+        inputs = inputs * work.input_weights.unsqueeze(1)
     if d_rows is not None and work.dispatch is not None:
         d_rows = sum_rows(d_rows, work.dispatch)
     weights = wanted.weights
     return Gradients(
         x=d_rows if wanted.x else None,
         gates=None if d_gates is None or work.gates is None else of_sent(d_gates, work).to(work.gates.dtype),
-        up=outer_products(d_pre, read, work.ends).view(work.up.shape) if weights else None,
-        up_bias=_sums(d_pre, work).view(work.up_bias.shape) if weights and work.up_bias is not None else None,
+        up=outer_products(d_pre, inputs, work.ends).view(work.up.shape) if weights else None,
+        up_bias=_sum_per_expert(d_pre, work).view(work.up_bias.shape) if weights and work.up_bias is not None else None,
         down=outer_products(dy_rows, hidden, work.ends) if weights else None,
-        down_bias=_sums(dy_rows, work) if weights and work.down_bias is not None else None,
+        down_bias=_sum_per_expert(dy_rows, work) if weights and work.down_bias is not None else None,
     )
 
 
@@ -102,11 +102,11 @@ def by_products(
         outer_products: the tier's wgrad product.
     """
 
-    def checked(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def checked_forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         require(work, name, majors, multiple)
         return forward(work, out_dtype, rows_times)
 
-    return checked, partial(backward, rows_times=rows_times, outer_products=outer_products)
+    return checked_forward, partial(backward, rows_times=rows_times, outer_products=outer_products)
 
 
 def of_sent(d_gates: Tensor, work: ExpertWork) -> Tensor:
@@ -117,17 +117,17 @@ def of_sent(d_gates: Tensor, work: ExpertWork) -> Tensor:
     return d_gates.masked_fill(row >= work.ends[-1], 0.0)
 
 
-def _taken(x: Tensor, work: ExpertWork) -> Tensor:
+def _gathered(x: Tensor, work: ExpertWork) -> Tensor:
     return x if work.dispatch is None else x.index_select(0, work.dispatch.token)
 
 
-def _per_row(biases: Tensor, work: ExpertWork) -> Tensor:
+def _bias_per_row(biases: Tensor, work: ExpertWork) -> Tensor:
     """Return the bias of each row's expert: (E, width) -> (R, width)."""
     row = torch.arange(work.num_rows, dtype=work.ends.dtype, device=work.ends.device)
     return biases.index_select(0, torch.searchsorted(work.ends, row, right=True).clamp_max(len(biases) - 1))
 
 
-def _sums(rows: Tensor, work: ExpertWork) -> Tensor:
+def _sum_per_expert(rows: Tensor, work: ExpertWork) -> Tensor:
     """Return the sum of each expert's rows, (E, width), in a fixed order."""
     counts = work.ends.long().diff(prepend=work.ends.new_zeros(1).long())
     return torch.segment_reduce(rows, "sum", lengths=counts, axis=0, unsafe=True, initial=0)

@@ -72,12 +72,12 @@ class ExpertWork:
         return pre.chunk(self.up.shape[1], 1)
 
     @property
-    def before(self) -> Tensor | None:
+    def input_weights(self) -> Tensor | None:
         """(R,) weights that multiply the experts' inputs, in the rows' dtype; None if no weights do."""
         return self._weights() if self.gates_first else None
 
     @property
-    def after(self) -> Tensor | None:
+    def result_weights(self) -> Tensor | None:
         """(R,) weights that multiply the experts' results, in the rows' dtype; None if no weights do."""
         return None if self.gates_first else self._weights()
 
@@ -112,8 +112,8 @@ class Gradients:
     @property
     def weights(self) -> list[Tensor]:
         """The computed gradients of parameters, in the order of `ExpertWork`."""
-        found = [self.up, self.up_bias, self.down, self.down_bias]
-        return [gradient for gradient in found if gradient is not None]
+        gradients = [self.up, self.up_bias, self.down, self.down_bias]
+        return [gradient for gradient in gradients if gradient is not None]
 
 
 def counts(ends: Tensor) -> list[int]:

@@ -1,1 +1,1 @@
-"""Models built on the layer: what the trainer trains."""
+"""Language models with MoE layers, for `moesaic train`."""

@@ -1,4 +1,4 @@
-"""What mixes positions: attention of every kind of block, and a short causal convolution in front of it."""
+"""The layers that mix positions: attention for every kind of block, and a short convolution in front of it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from moesaic.plan.model_shape import ROPE, BlockConfig
 
 
 class KeyValueCache:
-    """What decoding keeps of one block: keys and values, (batch, heads, positions, width), and the last inputs of
-    its convolution, (batch, its width - 1, dim)."""
+    """The decoding state of one block: keys and values, (batch, heads, positions, width), and the last inputs of its
+    convolution, (batch, convolution width - 1, dim)."""
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
@@ -21,11 +21,11 @@ class KeyValueCache:
 
     @property
     def length(self) -> int:
-        """Positions seen."""
+        """The number of cached positions."""
         return 0 if self.keys is None else self.keys.shape[2]
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append new positions and return all of them."""
+        """Append keys and values of new positions; return those of all positions."""
         if self.keys is not None and self.values is not None:
             keys, values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
         self.keys, self.values = keys, values
@@ -33,12 +33,14 @@ class KeyValueCache:
 
 
 class Attention(nn.Module):
-    """Multi-head attention. Under tensor parallelism a rank computes the heads that its shards of the projections hold.
+    """Multi-head attention. Under tensor parallelism a rank computes the heads in its shards of the projections.
 
     Args:
-        block: heads of keys and values, widths, positions, norms, biases, dropout.
-        causal: a position sees itself and the earlier ones.
-        cross: queries are of x, keys and values of another sequence.
+        dim: width of the hidden states.
+        num_heads: number of query heads.
+        block: options of the block: key-value heads, head widths, positions, norms, biases, dropout.
+        causal: let each position attend only to itself and to earlier positions.
+        cross: compute keys and values from another sequence than the queries.
     """
 
     frequencies: Tensor
@@ -75,13 +77,13 @@ class Attention(nn.Module):
         memory: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend.
+        """Return the attention output, (batch, positions, dim).
 
         Args:
             x: (batch, positions, dim).
-            cache: earlier positions; x continues them.
-            memory: (batch, keys, dim), what cross attention reads.
-            mask: (batch, keys) bool, False for keys that nobody sees; where attention is not causal.
+            cache: keys and values of earlier positions, which x continues; extended by those of x.
+            memory: (batch, keys, dim), the sequence that cross attention attends to.
+            mask: (batch, keys) bool, False for keys that no position attends to; ignored by causal attention.
         """
         q, k, v = self._project(x, x if memory is None else memory)
         if self.q_norm is not None and self.k_norm is not None:
@@ -130,12 +132,15 @@ class Attention(nn.Module):
 
 
 class ShortConv(nn.Module):
-    """`y_t = x_t + sum_k w_k * x_{t-k}` for k from 1 to `width - 1`, or 1, -1, 2, -2 and so on where it is not causal; starts
-    as the identity.
+    """A short convolution over positions, initialised to the identity.
+
+    It computes `y_t = x_t + sum_k w_k * x_{t-k}`. k runs from 1 to `width - 1` if causal; otherwise through 1, -1, 2, -2 and so
+    on, `width - 1` numbers.
 
     Args:
-        width: positions that an output sees, its own included.
-        causal: they are its own and those before it.
+        dim: width of the hidden states.
+        width: number of positions that an output depends on, including its own.
+        causal: use only the output's own position and earlier ones.
     """
 
     def __init__(self, dim: int, width: int, *, causal: bool = True) -> None:
@@ -148,8 +153,9 @@ class ShortConv(nn.Module):
 
         Args:
             x: (batch, positions, dim).
-            cache: has what came before x, where it is causal; zeros where nothing did.
-            mask: (batch, positions) bool, False for positions that are zeros to the others.
+            cache: holds the inputs of the last positions before x, for a causal convolution; updated. Without earlier inputs
+                x is padded with zeros.
+            mask: (batch, positions) bool, False for positions that other positions read as zeros.
         """
         reach, after, length = max(self.offsets), -min(*self.offsets, 0), x.shape[1]
         if cache is not None and cache.recent is not None:

@@ -1,7 +1,7 @@
-"""The configuration of a language model: what its builder reads and a checkpoint is compared against.
+"""The configuration of a language model, from which it is built and with which its checkpoints are compared.
 
-What decides a step's time and memory is `plan/model_shape.py`; routing is added here. Nothing here imports torch before a
-capacity or a loss is made, so that `moesaic train --help` needs none.
+`plan/model_shape.py` has the fields that decide the time and memory of a step; this module adds those of routing. Torch is only
+imported when a capacity or a loss is made, so `moesaic train --help` does not need it.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ LOSSES: dict[str, tuple[str, dict[str, str]]] = {
     "importance": ("Importance", {}),
     "z_loss": ("ZLoss", {}),
 }
-"""The auxiliary losses by their `name`: a class of `routing/losses.py` and its options."""
+"""For the name of each auxiliary loss: its class in `routing/losses.py` and the options of that class."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(MoEShape):
-    """The MoE layers of a model; sizes, activation and capacity as of `MoEShape`."""
+    """The MoE layers of a model; `MoEShape` has their sizes, activation and capacity."""
 
     router: str = "softmax"
-    """Who chooses the experts: softmax, switch, sigmoid, noisy, cosine, group_limited, gshard, base, expert_choice, hash or
-    topology (docs/layer.md). Its options stand behind it by their names: sigmoid:bias_rate=0.01,
+    """The router: softmax, switch, sigmoid, noisy, cosine, group_limited, gshard, base, expert_choice, hash or topology
+    (docs/layer.md). Options follow as name=value after colons: sigmoid:bias_rate=0.01 or
     group_limited:num_groups=8:top_groups=4."""
     losses: tuple[str, ...] = ("load_balance:0.01",)
-    """The auxiliary losses, each by its name in the metrics with its coefficient. load_balance is taken over a micro-batch,
-    load_balance_sequence over each sequence, load_balance_global_batch over all ranks and micro-batches of a step; importance;
-    z_loss:0.001 keeps the router's logits small."""
+    """The auxiliary losses, each as name:coefficient. load_balance is computed over a micro-batch, load_balance_sequence over
+    each sequence, load_balance_global_batch over all ranks and micro-batches of a step. Others are importance, and z_loss,
+    which keeps the router's logits small (z_loss:0.001)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,17 +58,17 @@ class MoEConfig(MoEShape):
 
     @property
     def router_name(self) -> str:
-        """The router without its options."""
+        """The name of the router, without its options."""
         return self.router.partition(":")[0]
 
     @property
     def router_options(self) -> dict[str, int | float | bool | str]:
-        """Options of the router by its argument names."""
+        """The options of the router, by the names of the router's arguments."""
         pairs = (word.partition("=") for word in self.router.split(":")[1:])
         return {name: _value(text) for name, _, text in pairs}
 
     def make_capacity(self) -> AbstractCapacity:
-        """Return the capacity rule that the fields describe."""
+        """Make the capacity rule that the fields describe."""
         from moesaic.routing.capacity import Capacity, Dropless
 
         rule = self.capacity_rule
@@ -83,7 +83,7 @@ class MoEConfig(MoEShape):
         )
 
     def make_losses(self) -> tuple[AbstractLoss, ...]:
-        """Return the auxiliary losses whose coefficient is not 0."""
+        """Make the auxiliary losses, except those with a coefficient of 0."""
         from moesaic.routing import losses
 
         made = []
@@ -94,10 +94,10 @@ class MoEConfig(MoEShape):
         return tuple(made)
 
     def coefficients(self) -> dict[str, float]:
-        """Return the coefficient of each loss that `losses` names.
+        """Return the coefficient of each loss in `losses`, by name.
 
         Raises:
-            InputError: for what names no loss, one twice, or a coefficient that cannot be.
+            InputError: a loss is unknown or given twice, or a coefficient is not a number of at least 0.
         """
         found = {}
         for text in self.losses:
@@ -114,13 +114,13 @@ class MoEConfig(MoEShape):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ModelShape):
-    """A transformer; sizes as of `ModelShape`."""
+    """A transformer; `ModelShape` has its sizes."""
 
     conv_width: int = 4
-    """Positions that the short convolution in front of each block sees, its own included: in a decoder those before it, in an
-    encoder those around it; 1 for none."""
+    """Width of the short convolution in front of each block, in positions: those up to the current one in a decoder, those
+    around it in an encoder; 1 for no convolution."""
     moe: MoEConfig = field(default_factory=MoEConfig)
-    """The sparse layers."""
+    """The MoE layers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -128,7 +128,7 @@ class ModelConfig(ModelShape):
 
 
 def _value(text: str) -> int | float | bool | str:
-    """Return what an option's text says: true or false, a number, or the text itself."""
+    """Parse the value of an option: true or false, a number, or else the text itself."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):

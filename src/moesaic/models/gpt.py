@@ -1,8 +1,8 @@
-"""Language models of one composable block, whose feed-forward layer is dense or an MoE layer.
+"""Language models built from one configurable block with a dense or MoE feed-forward layer.
 
-`GPT` is one stack of blocks. `EncoderDecoder` has two: the first half of a sequence is the source, the second half what it
-becomes; id 0 pads both halves, begins the second and ends what is written in it, so that one array of ids holds a pair.
-`generate` samples from a trained decoder, token by token, with a key-value cache.
+`GPT` is one stack of blocks. `EncoderDecoder` has two: it maps the first half of each sequence, the source, to the second half,
+the target. Token id 0 pads both halves, starts the target and ends it, so one array of ids holds a pair. `generate` samples
+from a trained decoder, token by token, with a key-value cache.
 """
 
 from __future__ import annotations
@@ -31,21 +31,24 @@ from moesaic.runtime.routing_cache import checkpoint
 
 @dataclass(frozen=True)
 class GPTOutput:
-    """What a forward pass returns."""
+    """The result of a forward pass."""
 
     logits: Tensor
     """(batch, positions, vocab_size)."""
     loss: Tensor | None
     """(): mean cross-entropy in nats per token over the targets that are not -1; None without targets."""
     routings: list[Routing]
-    """One per MoE layer, in order, without graphs."""
+    """The routing of each MoE layer, in order, detached from autograd."""
 
 
 class Dense(nn.Module):
-    """A dense feed-forward layer: the built-in experts with one expert.
+    """A dense feed-forward layer, made of built-in experts with one expert.
 
     Args:
+        dim: width of the hidden states.
+        hidden: inner width.
         kind: a key of `EXPERTS`.
+        bias: add biases.
     """
 
     def __init__(self, dim: int, hidden: int, kind: str, bias: bool = False) -> None:
@@ -63,7 +66,7 @@ class Dense(nn.Module):
         parameters = dict(self.expert.named_parameters())
         if not any(isinstance(parameter, DTensor) for parameter in parameters.values()):
             return self.expert(x_TD, None, ends).view(x.shape)
-        # Split over ranks: each computes with its part of the inner width, and the caller sums.
+        # The weights are sharded: each rank computes with its part of the inner width, and the caller sums.
         parts = {name: local_part(parameter) for name, parameter in parameters.items()}
         if "b2" in parts:
             parts["b2"] = part_of_sum(parameters["b2"])
@@ -72,11 +75,14 @@ class Dense(nn.Module):
 
 
 NORMS: dict[str, type[Norm] | type[LayerNorm]] = {"rms": Norm, "layer": LayerNorm, "post_layer": LayerNorm}
-"""What normalises, by `BlockConfig.norm`."""
+"""The class of norms for each value of `BlockConfig.norm`."""
 
 
 class TransformerBlock(nn.Module):
-    """A short convolution, attention, cross attention (some blocks lack one), a dense or sparse feed-forward layer."""
+    """A short convolution, attention, cross attention and a dense or MoE feed-forward layer.
+
+    The convolution and cross attention are optional.
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -120,13 +126,13 @@ class TransformerBlock(nn.Module):
         return self.add(x, self.ffn_norm, moe), found[0]
 
     def attend(self, x: Tensor, cache: KeyValueCache | None, mask: Tensor | None = None) -> Tensor:
-        """Return what stands in front of the next layer's norm: (batch, positions, dim), as x is."""
+        """Apply the convolution and self-attention: (batch, positions, dim) -> the same shape."""
         if self.conv is not None:
             x = self.conv(x, cache, None if self.attention.causal else mask)
         return self.add(x, self.attention_norm, partial(self.attention, cache=cache, mask=mask))
 
     def add(self, x: Tensor, norm: nn.Module, layer: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the residual stream behind a layer."""
+        """Apply a layer with its norm and add its output to the residual stream `x`."""
         y = layer(x if self.post_norm else norm(x))
         x = x + (F.dropout(y, self.dropout, self.training) if self.dropout else y)
         return norm(x) if self.post_norm else x
@@ -143,22 +149,23 @@ class LearnedPositions(nn.Embedding):
 
 
 def without_graph(routing: Routing) -> Routing:
-    """Return a record without a graph: FSDP would start its backward pass at every output of a block that has one."""
+    """Detach a routing from autograd: FSDP would start its backward pass at every block output that has a graph."""
     return replace(routing, weight=routing.weight.detach())
 
 
 class GPT(nn.Module):
-    """A language model of one stack of blocks: a decoder (GPT), or an encoder that predicts hidden tokens (BERT).
+    """A language model with one stack of blocks: a decoder (GPT), or an encoder that predicts masked tokens (BERT).
 
-    Weights are drawn from N(0, 0.02), those that write to the residual stream from N(0, 0.02 / sqrt(2 * num_layers))
-    as GPT-2 does. Routers and experts draw their own with these deviations (`init_normal`).
+    Weights are drawn from N(0, 0.02), and matrices that write to the residual stream from N(0, 0.02 / sqrt(2 * num_layers)), as
+    in GPT-2. Routers and experts draw their own weights with these deviations (`init_normal`).
 
     Args:
+        config: the configuration of the model.
         vocab_size: rows of the embedding, which is also the output matrix unless `config.block.tied` is false.
     """
 
     block: ClassVar[type[TransformerBlock]] = TransformerBlock
-    """What its blocks are."""
+    """The class of the model's blocks."""
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
@@ -176,7 +183,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw all matrices anew; see the class."""
+        """Draw all weights anew, as described in the class docstring."""
         std = 0.02
         into_residual = std / math.sqrt(2 * self.config.num_layers)
         for module in self.modules():
@@ -195,13 +202,14 @@ class GPT(nn.Module):
         mask: Tensor | None = None,
         caches: list[KeyValueCache] | None = None,
     ) -> GPTOutput:
-        """Predict the next token at every position; an encoder the token that belongs there.
+        """Predict the next token at every position (decoder) or the masked tokens (encoder).
 
         Args:
             tokens: (batch, positions) int64.
             targets: (batch, positions) int64, -1 where there is nothing to predict.
-            mask: (batch, positions) bool, False for padding, which is kept out of routing and, in an encoder, of attention.
-            caches: one per block when decoding; tokens continue what they hold. Activations are then kept, never recomputed.
+            mask: (batch, positions) bool, False for padding, which is excluded from routing and, in an encoder, from attention.
+            caches: a cache per block for decoding; `tokens` continue the cached positions. Activations are then not
+                recomputed.
         """
         x = embed(self, tokens, 0 if caches is None else caches[0].length)
         x, routings = self.run_blocks(range(len(self.blocks)), x, tokens, mask, caches)
@@ -221,7 +229,7 @@ class GPT(nn.Module):
         caches: list[KeyValueCache] | None = None,
         **more: Any,
     ) -> tuple[Tensor, list[Routing]]:
-        """Run blocks by their indices, one after another; arguments as of a block, and a cache per block of the model."""
+        """Run the blocks with these indices in order. `caches` has one per block of the model; others are passed to blocks."""
         routings: list[Routing] = []
         for index in layers:
             block = self.blocks[index]
@@ -240,8 +248,8 @@ class GPT(nn.Module):
         cache: KeyValueCache | None,
         **more: Any,
     ) -> tuple[Tensor, Routing | None]:
-        """Run a block, without keeping its activations where the model recomputes them; arguments as of the block."""
-        # A recomputation would extend the cache a second time.
+        """Run a block, with activation checkpointing if the config asks for it; arguments are those of the block."""
+        # Recomputation would extend the cache a second time.
         recompute = self.config.checkpoint_activations and cache is None and torch.is_grad_enabled()
         run = partial(checkpoint, block) if recompute else block
         result: tuple[Tensor, Routing | None] = run(x, tokens, mask, cache, **more)
@@ -257,11 +265,11 @@ class GPT(nn.Module):
         return token_loss(logits, targets)
 
     def num_parameters(self) -> int:
-        """Return how many parameters the model has."""
+        """Return the number of parameters."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def num_active_parameters(self) -> int:
-        """Return how many parameters one token passes: all but the experts that it is not routed to."""
+        """Return the number of parameters that are used for one token: all but those of experts that it is not routed to."""
         total = self.num_parameters()
         for module in self.modules():
             if isinstance(module, MoE):
@@ -271,8 +279,13 @@ class GPT(nn.Module):
 
 
 def embed(model: Any, tokens: Tensor, start: int = 0) -> Tensor:
-    """Return what enters the blocks of a GPT, or of a part that begins one, (batch, positions, dim); the first position is
-    `start`."""
+    """Return the input of the first block, (batch, positions, dim).
+
+    Args:
+        model: a `GPT`, or the first pipeline stage of one.
+        tokens: (batch, positions) int64.
+        start: the number of the first position.
+    """
     x = model.embedding(tokens)
     x = model.embedding_norm(x if model.positions is None else model.positions(x, start))
     dropout = model.config.block.dropout
@@ -286,16 +299,16 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def flops_per_token(config: ModelConfig, active_parameters: int, length: int) -> float:
-    """Return the floating-point operations of one token, forward and backward, at `length` positions.
+    """Return the FLOPs of one token, forward and backward, in a sequence of `length` positions.
 
-    Six per active parameter (Kaplan et al. 2020, section 2.1; the embedding counts once, as output matrix) and
+    They are six per active parameter (Kaplan et al. 2020, section 2.1; the embedding counts once, as output matrix) plus
     12 * num_layers * dim * length / 2 for causal attention.
     """
     return 6.0 * active_parameters + 6.0 * config.num_layers * config.dim * length
 
 
 def make_moe(dim: int, config: MoEConfig) -> MoE:
-    """Build the MoE layer that a config describes."""
+    """Build the MoE layer for a configuration."""
     return MoE(
         dim,
         config.hidden,
@@ -321,18 +334,20 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> list[list[int]]:
-    """Return the ids that continue each prompt, `num_tokens` of each.
+    """Sample `num_tokens` token ids that continue each prompt.
 
-    The rows read and write one position at a time together, so that prompts of any lengths need no padding; each draws for
-    itself, so that what else is in the batch does not matter while all fit the context. When it is full, the later half of
-    it is read again as a fresh context.
+    All prompts advance together by one position at a time, so prompts of different lengths need no padding. Each prompt has its
+    own random generator, so its result does not depend on the rest of the batch while all fit the context. When the context is
+    full, its second half is read again as a new context.
 
     Args:
-        model: a decoder, in evaluation mode.
-        prompts: at least one id each.
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: sample among the so many likeliest tokens; None among all.
+        model: a decoder in evaluation mode.
+        prompts: token ids, at least one per prompt.
+        num_tokens: tokens to sample per prompt.
+        temperature: divides the logits; 0 always takes the likeliest token.
+        top_k: sample among this many likeliest tokens; None for all tokens.
         top_p: sample among the likeliest tokens that together have this probability.
+        seed: seed of each prompt's random generator.
     """
     device = model.embedding.weight.device
     generators = [torch.Generator(device="cpu").manual_seed(seed) for _ in prompts]
@@ -360,7 +375,7 @@ def _draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float, g
         return int(logits.argmax())
     if top_k is not None and top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
-    probabilities = ((logits - logits.max()).double() / temperature).softmax(-1)  # no temperature overflows it
+    probabilities = ((logits - logits.max()).double() / temperature).softmax(-1)  # small temperatures do not overflow
     if top_p < 1:
         found, order = probabilities.sort(descending=True, stable=True)
         probabilities[order[found.cumsum(0) - found >= top_p]] = 0
@@ -368,14 +383,15 @@ def _draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float, g
 
 
 PADDING = 0
-"""The id that pads, begins and ends."""
+"""The token id that pads sequences, and starts and ends targets."""
 
 
 class EncoderDecoder(GPT):
-    """A Transformer that maps one sequence to another; the first half of its blocks is the encoder.
+    """A transformer that maps one sequence to another. The first half of its blocks is the encoder.
 
     Args:
-        vocab_size: rows of the embedding, which both halves use.
+        config: the configuration of the model.
+        vocab_size: rows of the embedding, which encoder and decoder share.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
@@ -391,16 +407,15 @@ class EncoderDecoder(GPT):
         mask: Tensor | None = None,
         caches: list[KeyValueCache] | None = None,
     ) -> GPTOutput:
-        """Predict the second half of each sequence from the first.
+        """Predict the second half of each sequence, the target, from the first half, the source.
 
         Args:
-            tokens: (batch, positions) int64, padded by 0; at most `seq_len` positions, the first `seq_len / 2` the source.
-            targets: (batch, positions) int64, the next token at each position; those of the source and of padding do not count.
-            mask: is made of the padding; None.
-            caches: None: decoding reads its own tokens again.
+            tokens: (batch, positions) int64, padded with 0; at most `seq_len` positions. The first `seq_len / 2` are the
+            source. targets: (batch, positions) int64, the next token at each position; the source and padding do not count.
+            mask: must be None; it is derived from the padding. caches: must be None; decoding runs all tokens again.
 
         Returns:
-            logits of the second half.
+            The logits have the positions of the second half.
         """
         if mask is not None or caches is not None:
             raise InputError("an encoder_decoder takes neither mask nor caches: pad with id 0, pass all tokens")
@@ -418,14 +433,14 @@ class EncoderDecoder(GPT):
         return GPTOutput(logits, loss, routings + more)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean over sequences of the mean over their targets that are not -1: no mesh changes it."""
+        """Return the mean over sequences of each one's mean loss over targets that are not -1; the same on every mesh."""
         precise = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
         losses = F.cross_entropy(precise, targets.flatten(), ignore_index=-1, reduction="none").view(targets.shape)
         return (losses.sum(1) / (targets != -1).sum(1).clamp_min(1)).mean()
 
 
 def _told(written: Tensor) -> Tensor:
-    """Return which positions of the second half have a next token: the first, and those that are not padding."""
+    """Return which positions of the target half have a next token: the first position, and those that are not padding."""
     told = written != PADDING
     told[:, :1] = True
     return told
@@ -433,18 +448,18 @@ def _told(written: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def translate(model: EncoderDecoder, sources: list[list[int]]) -> list[list[int]]:
-    """Return the likeliest next token again and again for each source, until id 0 or the end of the second half.
+    """Translate each source greedily, until the model predicts id 0 or the target half is full.
 
     Args:
-        model: in evaluation mode.
-        sources: ids, cut to half of `seq_len`.
+        model: a model in evaluation mode.
+        sources: token ids, each truncated to half of `seq_len`.
     """
     half = model.config.seq_len // 2
     rows = [[*source[:half], *[PADDING] * (half - len(source[:half])), PADDING] for source in sources]
     tokens = torch.tensor(rows, device=model.embedding.weight.device)
     for _ in range(half - 1):
         following = model(tokens).logits[:, -1:].argmax(-1)
-        # What ended stays at its end.
+        # Targets that have ended get padding.
         following[(tokens[:, half + 1 :] == PADDING).any(1)] = PADDING
         tokens = torch.cat([tokens, following], 1)
         if bool((tokens[:, half + 1 :] == PADDING).any(1).all()):
@@ -454,5 +469,5 @@ def translate(model: EncoderDecoder, sources: list[list[int]]) -> list[list[int]
 
 
 def make_language_model(config: ModelConfig, vocab_size: int) -> GPT:
-    """Build the model that a configuration describes."""
+    """Build the model for a configuration."""
     return (EncoderDecoder if config.block.kind == "encoder_decoder" else GPT)(config, vocab_size)

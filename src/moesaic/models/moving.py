@@ -1,6 +1,6 @@
-"""A GPT whose samples change home between its MoE layers (NetMoE): the same model, wrapped where samples meet ranks.
+"""A GPT that moves samples between ranks at its MoE layers (sample placement, NetMoE).
 
-Parameters and their names are those of `GPT`, so checkpoints fit both.
+Its parameters have the names of `GPT`'s, so both load each other's checkpoints.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moesaic.runtime.balance.residual import Residual
 
 
 class MovingBlock(TransformerBlock):
-    """A block whose MoE layer may take its samples to other ranks, and the residual with them."""
+    """A block with an MoE layer that may move samples to other ranks, together with their residual stream."""
 
     def forward(
         self,
@@ -47,22 +47,22 @@ class MovingBlock(TransformerBlock):
             token_ids=tokens,
             return_routing=True,
         )
-        return y.clone(), without_graph(routing)  # FSDP's hooks are lost where somebody changes a view in place
+        return y.clone(), without_graph(routing)  # FSDP's hooks are lost if a view is changed in place
 
 
 class MovingGPT(GPT):
-    """A GPT that moves samples between ranks in training; in evaluation ranks may have different numbers of them."""
+    """A GPT that moves samples between ranks in training. In evaluation ranks may have different numbers of samples."""
 
     block = MovingBlock
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__(config, vocab_size)
         self.relocator: Relocator | None = None
-        """Decides where samples go; None: each rank keeps its own."""
+        """Decides where samples go; None if each rank keeps its own samples."""
 
     @property
     def trip(self) -> SampleTrip | None:
-        """The forward pass of training that runs or ran last; None where samples stay."""
+        """The sample movements of the current or last training forward pass; None if samples do not move."""
         return self.relocator.trip if self.training and self.relocator is not None else None
 
     def forward(
@@ -73,7 +73,10 @@ class MovingGPT(GPT):
         mask: Tensor | None = None,
         caches: list[KeyValueCache] | None = None,
     ) -> GPTOutput:
-        """Predict the next token at every position; see `GPT.forward`. Logits are of the samples that are here at the end."""
+        """Predict the next token at every position; see `GPT.forward`.
+
+        The logits are those of the samples that are on this rank after the last layer.
+        """
         if self.training and self.relocator is not None:
             if caches is not None:
                 raise InputError(
@@ -94,7 +97,7 @@ class MovingGPT(GPT):
         cache: KeyValueCache | None,
         **more: Any,
     ) -> tuple[Tensor, Routing | None]:
-        """Run a block on the samples that are here; those of an MoE layer go on from there."""
+        """Run a block on the samples that are currently on this rank; an MoE layer may move them to other ranks."""
         trip = self.trip
         if trip is not None and isinstance(block.ffn, MoE):
             assert tokens is not None
@@ -106,7 +109,7 @@ class MovingGPT(GPT):
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy; see `GPT.loss`.
 
-        Where other ranks' samples are here, each counts as in the mean of its own rank: the mean over ranks is the same.
+        A moved sample is weighted as in the mean of its home rank, so the mean over ranks does not change.
         """
         trip = self.trip
         if trip is None or trip.homes.same_as(trip.home):

@@ -1,7 +1,7 @@
-"""Layers that tensor parallelism splits, and the logits of a vocabulary that it splits: each rank computes with its part.
+"""Layers with weights that tensor parallelism may shard, and the logits of a sharded vocabulary.
 
-They compute on plain tensors; the sums and copies around them belong to whoever splits them. (DTensor arithmetic would do
-both, slower on a CPU, and its view rules never return for an empty batch in torch 2.13.)
+Each rank computes with its own shard, on plain tensors. The code that shards the weights adds the sums and copies around the
+layers. (DTensor arithmetic would do both, but it is slower on a CPU, and its view rules hang for an empty batch in torch 2.13.)
 """
 
 from __future__ import annotations
@@ -17,30 +17,33 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 
 class StackedLinear(nn.Module):
-    """`count` linear maps, computed in one product.
+    """`count` linear maps of the same input, computed in one product.
 
-    Queries, keys and values in one flat matrix would be cut across by tensor parallelism; stacked, its second dimension
-    splits into heads.
+    The weight is stacked, (count, out_features, in_features), so that tensor parallelism can shard its second dimension by
+    heads. Shards of one flat matrix of queries, keys and values would cut across them.
 
     Args:
-        bias: add biases, which start at zero.
+        count: the number of maps.
+        in_features: width of the input.
+        out_features: output width of each map.
+        bias: add biases, initialised to zero.
     """
 
     def __init__(self, count: int, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
-        bound = 1 / math.sqrt(in_features)  # as nn.Linear starts
+        bound = 1 / math.sqrt(in_features)  # the initialisation of nn.Linear
         self.weight = nn.Parameter(torch.empty(count, out_features, in_features).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.zeros(count, out_features)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (..., in_features) to (..., count, out_features), of which a rank computes the part that its shard has."""
+        """Map (..., in_features) to (..., count, out_features); with a sharded weight, only to this rank's out_features."""
         weight = local_part(self.weight)
         bias = None if self.bias is None else local_part(self.bias).flatten()
         return F.linear(x, weight.flatten(0, 1), bias).unflatten(-1, weight.shape[:2])
 
 
 class RowLinear(nn.Linear):
-    """`nn.Linear`. Where the weight is split over its inputs, the result is a part of a sum, with its part of the bias."""
+    """`nn.Linear`. If the weight is sharded by its inputs, the result is a partial sum that includes a share of the bias."""
 
     def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else part_of_sum(self.bias)
@@ -48,10 +51,10 @@ class RowLinear(nn.Linear):
 
 
 class Norm(nn.RMSNorm):
-    """`nn.RMSNorm`, which the ranks of a mesh may apply to positions or heads of their own: its gradient is then summed."""
+    """`nn.RMSNorm` that ranks may apply to different positions or heads; its weight gradient is then summed over ranks."""
 
     different_over: DeviceMesh | None = None
-    """Over which ranks what is normalised is split; None for not at all."""
+    """The mesh of ranks that normalise different positions or heads; None if all ranks normalise the same."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight if self.different_over is None else use_differently(self.weight, self.different_over)
@@ -59,10 +62,10 @@ class Norm(nn.RMSNorm):
 
 
 class LayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm`, the same."""
+    """`nn.LayerNorm` that ranks may apply to different positions or heads, like `Norm`."""
 
     different_over: DeviceMesh | None = None
-    """As of `Norm`."""
+    """See `Norm.different_over`."""
 
     def forward(self, input: Tensor) -> Tensor:
         if self.different_over is None:
@@ -72,32 +75,32 @@ class LayerNorm(nn.LayerNorm):
 
 
 def part_of_sum(bias: Tensor) -> Tensor:
-    """Return what a rank adds of a bias: its share, where the ranks that split the weight sum their outputs."""
-    if not isinstance(bias, DTensor):  # beside a whole weight
+    """Return the part of a bias that a rank adds: an equal share if ranks sum their outputs, else the whole bias."""
+    if not isinstance(bias, DTensor):  # the weight is not sharded
         return bias
     return bias.to_local(grad_placements=[Partial()]) / bias.device_mesh.size()
 
 
 def use_differently(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return `x`, which the ranks of a mesh have alike and use differently: its gradient is the sum of theirs."""
+    """Return `x`, which is the same on all ranks of a mesh; sum its gradient over the ranks, which use it differently."""
     whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     return whole.to_local(grad_placements=[Partial()])
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor, differentiable; other tensors as they are."""
+    """Return this rank's shard of a DTensor, differentiable, or any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def unembed(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the logits of all tokens of the vocabulary.
+    """Return the logits of the whole vocabulary.
 
     Args:
         x: (batch, positions, dim), the same on all ranks that share the embedding.
-        weight: (vocab_size, dim); where it is split, by its rows, a DTensor of one mesh dimension.
+        weight: (vocab_size, dim); if sharded, a DTensor over one mesh dimension that is sharded by rows.
 
     Returns:
-        (batch, positions, vocab_size), the same on all those ranks.
+        (batch, positions, vocab_size), the same on all these ranks.
     """
     if not isinstance(weight, DTensor):
         return F.linear(x, weight)
@@ -108,7 +111,7 @@ def unembed(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class GatherVocabulary(torch.autograd.Function):
-    """All ranks' logits from each rank's part; as all use them alike, a rank's gradient is its part of theirs."""
+    """Gathers the logits of all ranks. All ranks use them identically, so backward takes a rank's own part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, mesh: DeviceMesh, vocab_size: int) -> Tensor:

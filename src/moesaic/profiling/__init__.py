@@ -1,1 +1,1 @@
-"""What `moesaic profile` measures on this machine: links, host, products, and the layers that its fits are checked on."""
+"""Measurements of `moesaic profile` on this machine: links, host, products, and the layers that check its fits."""

@@ -1,4 +1,4 @@
-"""Expert products by rows, copies and codecs, in processor time while all ranks compute; and a rank's memory."""
+"""Measures expert products by rows, copies and codecs in processor time while all ranks compute, and a rank's memory."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from moesaic.kernels.codecs import AbstractCodec, codec_named
 from moesaic.profiling.together import gathered
 
 ROWS = (1, 4, 16, 64, 256, 1024)
-"""Per expert."""
+"""Rows per expert that are timed."""
 DIM, HIDDEN, EXPERTS_HELD = 256, 512, 2
-"""Of the experts that are timed: SwiGLU."""
+"""Sizes of the timed SwiGLU experts."""
 COPIED_ROWS = 2048
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -32,14 +32,14 @@ def products(dtypes: tuple[str, ...], repeats: int, barrier: Callable[[], object
 
 
 def copy_bytes_per_second(repeats: int, barrier: Callable[[], object]) -> float:
-    """Return the rate of putting rows in another order: bytes read plus bytes written."""
+    """Return the rate of permuting rows: bytes read plus bytes written per second of processor time."""
     rows = torch.ones(COPIED_ROWS, DIM)
     order = torch.randperm(COPIED_ROWS, generator=torch.Generator().manual_seed(0))
     return 2 * rows.nbytes / median_seconds(lambda: rows.index_select(0, order), repeats, barrier)
 
 
 def codecs(repeats: int, barrier: Callable[[], object]) -> dict[str, float]:
-    """Return how fast every codec encodes and decodes once."""
+    """Return, by codec, the bytes of rows that are encoded and decoded per second of processor time."""
     rows = torch.randn(COPIED_ROWS // 4, DIM, generator=torch.Generator().manual_seed(0))
     rates = {}
     for name in CODECS:
@@ -53,53 +53,53 @@ def _code(codec: AbstractCodec, rows: torch.Tensor) -> None:
 
 
 def memory_gib(ranks_per_node: int) -> float:
-    """Return a rank's part of this machine's memory."""
+    """Return a rank's share of this machine's memory, in GiB."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30 / ranks_per_node
 
 
 def median_seconds(function: Callable[[], object], repeats: int, barrier: Callable[[], object]) -> float:
-    """Return the median processor time of a function, the mean over ranks; short ones run several times a repeat."""
+    """Return the median processor time of a function, mean over ranks. Short functions run several times per repeat."""
     function()
     start = time.thread_time()
     function()
-    times = max(1, min(50, int(2e-3 / max(time.thread_time() - start, 1e-6))))
+    calls = max(1, min(50, int(2e-3 / max(time.thread_time() - start, 1e-6))))
     barrier()
-    mine = []
+    own_times = []
     for _ in range(repeats):
         start = time.thread_time()
-        for _ in range(times):
+        for _ in range(calls):
             function()
-        mine.append((time.thread_time() - start) / times)
-    return statistics.fmean(statistics.median(each) for each in gathered(mine))
+        own_times.append((time.thread_time() - start) / calls)
+    return statistics.fmean(statistics.median(rank_times) for rank_times in gathered(own_times))
 
 
 def _rate(rows: int, dtype: torch.dtype, repeats: int, barrier: Callable[[], object]) -> float:
-    once, operations = expert_step(rows, dtype, (DIM, HIDDEN, EXPERTS_HELD))
-    return operations / median_seconds(once, repeats, barrier)
+    step, operations = expert_step(rows, dtype, (DIM, HIDDEN, EXPERTS_HELD))
+    return operations / median_seconds(step, repeats, barrier)
 
 
 def expert_step(
     rows: int, dtype: torch.dtype, sizes: tuple[int, int, int], device: str = "cpu"
 ) -> tuple[Callable[[], None], int]:
-    """Return what runs SwiGLU experts forward and backward, and the operations of its products.
+    """Return a function that runs SwiGLU experts forward and backward, and the operations of its products.
 
     Args:
-        rows: of each expert.
+        rows: rows of each expert.
         dtype: of rows and weights.
         sizes: dim, hidden, experts.
-        device: that runs them.
+        device: device of the experts.
     """
-    dim, _, held = sizes
+    dim, _, num_experts = sizes
     experts = EXPERTS["swiglu"](*sizes)
     sharded_names, _ = experts.names
     sharded = tuple(getattr(experts, name).detach().to(device, dtype) for name in sharded_names)
-    tokens = torch.randn(rows * held, dim, device=device).to(dtype)  # a GPU's clock falls less with constants
-    gates = torch.ones(rows * held, device=device)
-    ends = torch.arange(1, held + 1, dtype=torch.int32, device=device) * rows
+    tokens = torch.randn(rows * num_experts, dim, device=device).to(dtype)  # a GPU's clock falls less with constants
+    gates = torch.ones(rows * num_experts, device=device)
+    ends = torch.arange(1, num_experts + 1, dtype=torch.int32, device=device) * rows
     call = ExpertCall(sharded, (), tokens, gates, ends)
 
-    def once() -> None:
+    def step() -> None:
         out, kept = experts.run(call)
         experts.gradients(call, kept, out)
 
-    return once, 3 * 2 * rows * sum(weight.numel() for weight in sharded)
+    return step, 3 * 2 * rows * sum(weight.numel() for weight in sharded)

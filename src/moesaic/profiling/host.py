@@ -1,8 +1,8 @@
-"""Processor time of whole layers on the real transport, and how much longer it takes while all ranks of a machine compute.
+"""Measures the processor time of whole layers on the real transport, and how much it stretches while all ranks compute.
 
-The layers that the host is calibrated on have small shapes and every kind of task; they are never those of a benchmark. Parts
-of a layer are measured with a stand-in for others: experts that compute nothing, so that figures are of everything that is not
-a product of matrices, and a router of forced balance, under which plans differ and loads do not.
+The layers that calibrate the host have small shapes and every kind of task; they are never the layers of a benchmark.
+Two stand-ins isolate parts of a layer: experts that compute nothing, so that times contain everything but matrix
+products, and a router with forced balance, under which plans differ and loads do not.
 """
 
 from __future__ import annotations
@@ -34,82 +34,87 @@ from moesaic.routing.routing import Choice, Scores
 
 
 def _ignore(flops: float) -> None:
-    """Hear of operations and do nothing."""
+    """Do nothing."""
 
 
 @final
 class IdleExperts(AbstractExperts):
-    """Experts of two matrices with real parameters, which really travel where a plan gathers them, and no products.
+    """Experts with two real matrices that compute nothing. Plans that gather weights really send these matrices.
 
-    A result is the rows themselves; gradients of rows are those of the result, all others are zero.
+    The result is the rows themselves. Gradients of rows are those of the result; all other gradients are zero.
 
     Args:
         dim: width of a token.
         hidden: inner width of one expert.
-        num_experts: how many experts there are.
-        told: called with the floating-point operations of every forward and backward pass that is not computed: 2 per row
-            and matrix element forward, 4 backward.
+        num_experts: number of experts.
+        on_flops: called in every forward and backward pass with the floating-point operations that it skips: 2 per row and
+            matrix element forward, 4 backward.
     """
 
-    def __init__(self, dim: int, hidden: int, num_experts: int, *, told: Callable[[float], object] = _ignore) -> None:
+    def __init__(
+        self, dim: int, hidden: int, num_experts: int, *, on_flops: Callable[[float], object] = _ignore
+    ) -> None:
         super().__init__(dim, num_experts)
         self.w1 = nn.Parameter(torch.zeros(num_experts, hidden, dim))
         self.w2 = nn.Parameter(torch.zeros(num_experts, dim, hidden))
-        self._told = told
+        self._on_flops = on_flops
         with torch.device("meta"):
-            self._like = (PlainExperts(dim, hidden, num_experts),)  # in a tuple: it is no part of this module
+            self._plain = (
+                PlainExperts(dim, hidden, num_experts),
+            )  # in a tuple, so that it does not become a submodule
 
     @property
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return self._like[0].names
+        return self._plain[0].names
 
     def shard_dim(self, name: str) -> int | None:
-        return self._like[0].shard_dim(name)
+        return self._plain[0].shard_dim(name)
 
     def init_normal(self, std: float, out_std: float) -> None:
-        """Leave the weights as they are: nobody multiplies by them."""
+        """Leave the weights at zero, since no product reads them."""
 
     def num_units(self, sharded: Weights) -> int:
-        return self._like[0].num_units(sharded)
+        return self._plain[0].num_units(sharded)
 
     def pack(self, sharded: Weights) -> Tensor:
-        return self._like[0].pack(sharded)
+        return self._plain[0].pack(sharded)
 
     def unpack(self, rows: Tensor, num_experts: int) -> Weights:
-        return self._like[0].unpack(rows, num_experts)
+        return self._plain[0].unpack(rows, num_experts)
 
     def compute(self, call: ExpertCall) -> Tensor:
-        self._told(2 * self._products(call))
+        self._on_flops(2 * self._products(call))
         return call.rows
 
     def run(self, call: ExpertCall) -> tuple[Tensor, Weights]:
-        """Return the rows as they are; nothing is kept."""
+        """Return the rows unchanged, and nothing to keep for backward."""
         return self.compute(call), ()
 
     def gradients(
         self, call: ExpertCall, kept: Weights, dy: Tensor, deferred_wgrad: DeferredWgrad | None = None
     ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
-        """Return the gradients as they are; a backward pass has twice the operations of a forward one."""
-        self._told(4 * self._products(call))
+        """Return the result's gradients as the rows' gradients. A backward pass counts twice the operations of a
+        forward pass."""
+        self._on_flops(4 * self._products(call))
         d_gates = None if call.gates is None else torch.zeros_like(call.gates)
         return dy, d_gates, tuple(map(torch.zeros_like, call.sharded)), ()
 
     def _products(self, call: ExpertCall) -> float:
-        """Return the multiplications of all rows: by every matrix of an expert, or of the shard of one."""
+        """Return the number of multiplications for all rows, by every matrix of an expert or of a shard of one."""
         return len(call.rows) * sum(matrix[0].numel() for matrix in call.sharded)
 
 
 class BalancedRouter(AbstractRouter):
-    """Sends copies by a drawn pattern that depends on the number of tokens alone; the weights are `1 / top_k`.
+    """Routes copies by a random pattern that depends only on the number of tokens; all routing weights are `1 / top_k`.
 
-    Tokens come in blocks of `num_experts`. Within a block the first choices are a permutation of the experts, and the
-    other choices the same permutation moved on by offsets that are drawn per block: every choice is balanced, no token
-    chooses an expert twice, and over many blocks each pair of experts meets equally often.
+    Tokens form blocks of `num_experts`. Within a block the first choices are a permutation of the experts. The other
+    choices are the same permutation shifted by offsets drawn per block. So every choice is balanced, no token chooses
+    an expert twice, and over many blocks each pair of experts meets equally often.
 
     Args:
         dim: width of a token (not read).
-        num_experts: how many experts there are.
-        seed: of the pattern.
+        num_experts: number of experts.
+        seed: seed of the pattern.
     """
 
     def __init__(self, dim: int, num_experts: int, *, seed: int = 0) -> None:
@@ -133,41 +138,34 @@ class BalancedRouter(AbstractRouter):
 
 @functools.lru_cache
 def visits(num_tokens: int, top_k: int, num_experts: int, seed: int, chunks: int = 1) -> tuple[tuple[int, float], ...]:
-    """Return on how many places a token of the pattern has an expert, for every number of places, as `Workload.visits`.
-
-    Args:
-        num_tokens: as of `balanced_choice`, and so are `top_k`, `num_experts` and `seed`.
-        top_k: choices of a token.
-        num_experts: how many experts there are.
-        seed: of the pattern.
-        chunks: into so many parts each expert's copies are cut; a token counts once per part.
-    """
+    """Return the mean number of ep ranks on which a token of the pattern has an expert, for every number of ep ranks,
+    as in `Workload.visits`."""
     expert = balanced_choice(num_tokens, top_k, num_experts, seed).expert.view(num_tokens, top_k)
-    place = torch.zeros(num_tokens, num_experts, dtype=torch.int64).scatter_(1, expert, 1)
-    part = ((place.cumsum(0).gather(1, expert) - 1) * chunks) // (num_tokens * top_k // num_experts)
-    found = []
+    is_chosen = torch.zeros(num_tokens, num_experts, dtype=torch.int64).scatter_(1, expert, 1)
+    chunk = ((is_chosen.cumsum(0).gather(1, expert) - 1) * chunks) // (num_tokens * top_k // num_experts)
+    means = []
     for places in (each for each in range(1, num_experts + 1) if num_experts % each == 0):
-        there = torch.zeros(num_tokens, places * chunks)
-        there.scatter_(1, expert // (num_experts // places) * chunks + part, 1.0)
-        found.append((places, float(there.sum(1).mean())))
-    return tuple(found)
+        is_present = torch.zeros(num_tokens, places * chunks)
+        is_present.scatter_(1, expert // (num_experts // places) * chunks + chunk, 1.0)
+        means.append((places, float(is_present.sum(1).mean())))
+    return tuple(means)
 
 
 def balanced_choice(num_tokens: int, top_k: int, num_experts: int, seed: int) -> Choice:
-    """Return the copies of a number of tokens, token after token.
+    """Return the copies of `num_tokens` tokens in the pattern of `BalancedRouter`, token after token.
 
     Raises:
-        InputError: if the tokens are no whole number of blocks of `num_experts`.
+        InputError: if `num_tokens` is not a multiple of `num_experts`.
     """
-    blocks, rest = divmod(num_tokens, num_experts)
-    if rest:
+    blocks, remainder = divmod(num_tokens, num_experts)
+    if remainder:
         raise InputError(
             f"{num_tokens} tokens do not spread evenly over num_experts={num_experts}: give a multiple of it"
         )
     generator = torch.Generator().manual_seed(seed)
     first = torch.rand(blocks, num_experts, generator=generator).argsort(1)
-    moved = torch.rand(blocks, num_experts - 1, generator=generator).argsort(1)[:, : top_k - 1] + 1
-    offsets = torch.cat([torch.zeros(blocks, 1, dtype=torch.int64), moved], dim=1)
+    shifts = torch.rand(blocks, num_experts - 1, generator=generator).argsort(1)[:, : top_k - 1] + 1
+    offsets = torch.cat([torch.zeros(blocks, 1, dtype=torch.int64), shifts], dim=1)
     expert = (first.unsqueeze(2) + offsets.unsqueeze(1)) % num_experts
     return Choice(
         token=torch.arange(num_tokens).repeat_interleave(top_k),
@@ -178,59 +176,62 @@ def balanced_choice(num_tokens: int, top_k: int, num_experts: int, seed: int) ->
 
 
 SPIN_SECONDS = 0.02
-"""Of processor time, for the sharing of cores: several time slices of a scheduler."""
+"""Seconds of processor time per repeat when the sharing of cores is measured: several time slices of a scheduler."""
 
 
 @dataclass(frozen=True)
 class CalibrationStep:
-    """What one calibration took, per repeat, over all ranks."""
+    """Measured times of one calibration layer, per repeat, over all ranks."""
 
     processor: tuple[float, ...]
-    """Seconds of processor time of a rank, all threads, the mean over ranks."""
+    """Seconds of processor time of a rank, all threads, mean over ranks."""
     wall: tuple[float, ...]
     """Seconds from the first rank's start to the last one's end."""
 
 
 def host_steps(
-    found: Sequence[Calibration],
+    layers: Sequence[Calibration],
     transport: AbstractTransport,
     repeats: int,
     barrier: Callable[[], object],
     progress: Callable[[float], object],
 ) -> list[tuple[Calibration, CalibrationStep]]:
-    """Time layers whose experts compute nothing, all in turn; all ranks call it together and get the same.
+    """Time layers whose experts compute nothing, in turns. All ranks call it together and get the same result.
 
     Args:
-        found: the layers.
+        layers: the layers.
         transport: between the ranks.
-        repeats: of each layer's step, after a first one in which it is worked out what rows go where.
-        barrier: lets all ranks go at one moment.
-        progress: told the share that is done.
+        repeats: timed steps per layer, after a first step that computes the layouts.
+        barrier: releases all ranks at one moment.
+        progress: called with the share that is done.
     """
-    layers: dict[object, _Layer] = {}
-    for each in found:
-        key = (each.mesh, each.workload)
-        if key not in layers:
-            layers[key] = _Layer(each, transport)
-    taken: list[list[tuple[float, float, float]]] = [[] for _ in found]
+    built: dict[object, _Layer] = {}
+    for calibration in layers:
+        key = (calibration.mesh, calibration.workload)
+        if key not in built:
+            built[key] = _Layer(calibration, transport)
+    spans: list[list[tuple[float, float, float]]] = [[] for _ in layers]
     gc.collect()
     for repeat in range(-1, repeats):
-        for number, each in enumerate(found):
-            progress((repeat + 1 + number / len(found)) / (repeats + 1))
+        for number, calibration in enumerate(layers):
+            progress((repeat + 1 + number / len(layers)) / (repeats + 1))
             barrier()
             start, before = time.monotonic(), time.process_time()
-            layers[each.mesh, each.workload].step(each)
+            built[calibration.mesh, calibration.workload].step(calibration)
             if repeat >= 0:
-                taken[number].append((start, time.monotonic(), time.process_time() - before))
-    everyone = gathered(taken)
-    return [(each, _over_ranks([of_rank[number] for of_rank in everyone])) for number, each in enumerate(found)]
+                spans[number].append((start, time.monotonic(), time.process_time() - before))
+    of_all_ranks = gathered(spans)
+    return [
+        (calibration, _over_ranks([of_rank[number] for of_rank in of_all_ranks]))
+        for number, calibration in enumerate(layers)
+    ]
 
 
 def _over_ranks(spans: list[list[tuple[float, float, float]]]) -> CalibrationStep:
-    """Return what a step took, from each rank's (start, end, processor seconds) per repeat."""
+    """Return the times of a step, from each rank's (start, end, processor seconds) per repeat."""
     return CalibrationStep(
-        processor=tuple(statistics.fmean(span[2] for span in each) for each in zip(*spans)),
-        wall=tuple(max(span[1] for span in each) - min(span[0] for span in each) for each in zip(*spans)),
+        processor=tuple(statistics.fmean(span[2] for span in repeat) for repeat in zip(*spans)),
+        wall=tuple(max(span[1] for span in repeat) - min(span[0] for span in repeat) for repeat in zip(*spans)),
     )
 
 
@@ -250,8 +251,8 @@ class _Layer:
         self.x = torch.ones(first.tokens, workload.dim).requires_grad_()
         self._dy = torch.ones(first.tokens, workload.dim)
 
-    def step(self, each: Calibration) -> None:
-        self.layer.use_plan(each.compiled)
+    def step(self, calibration: Calibration) -> None:
+        self.layer.use_plan(calibration.compiled)
         self.layer(self.x).backward(self._dy)
         self.x.grad = None
         for parameter in self.layer.parameters():
@@ -259,20 +260,20 @@ class _Layer:
 
 
 def sharing(repeats: int, barrier: Callable[[], object]) -> tuple[float, ...]:
-    """Return how much longer a rank takes for its processor time while all ranks compute, per repeat; at least 1."""
-    mine = []
+    """Return wall-clock over processor time of a rank while all ranks compute, per repeat, mean over ranks; at least 1."""
+    own_ratios = []
     for _ in range(repeats):
         barrier()
         start, before, count = time.monotonic(), time.thread_time(), 0
         while time.thread_time() - before < SPIN_SECONDS:
             count += sum(range(1000)) > 0
-        mine.append((time.monotonic() - start) / (time.thread_time() - before))
-    return tuple(max(1.0, statistics.fmean(each)) for each in zip(*gathered(mine)))
+        own_ratios.append((time.monotonic() - start) / (time.thread_time() - before))
+    return tuple(max(1.0, statistics.fmean(ratios)) for ratios in zip(*gathered(own_ratios)))
 
 
 EXPERTS_PER_RANK = 2
 SHAPES = ((32, 32, 2), (256, 32, 4), (256, 1024, 2))
-"""dim, hidden, tokens per rank and expert: little of everything; wide rows; heavy weights."""
+"""(dim, hidden, tokens per rank and expert): everything small; wide rows; large weights."""
 PLANS = (
     Plan(),
     Plan(chunks=4),
@@ -285,40 +286,40 @@ PLANS = (
     Plan(schedule="s3", chunks=2, all_to_all="hier3d"),
     Plan(all_to_all="multicast", chunks=2),
 )
-"""Kinds of tasks in different proportions; those that do not fit a mesh are left out."""
+"""Plans with tasks of all kinds in different proportions. Plans that do not fit a mesh are skipped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """One layer under one plan."""
+    """A calibration layer: one workload under one plan."""
 
     name: str
-    """Shown where it fails."""
+    """Name, for error messages and files."""
     compiled: Compiled
     mesh: Grid
-    """On which the layer is spread; the plan's own may factor etp."""
+    """Mesh of the layer; the plan's own grid may factor etp."""
     workload: Workload
 
     @property
     def tokens(self) -> int:
-        """Of a tensor group."""
+        """Tokens of a tensor-parallel group."""
         return self.workload.tokens
 
     @property
     def routed(self) -> Workload:
-        """The workload, with what is known of how the balanced router routes it."""
+        """The workload with the known visits of the balanced router."""
         tokens = self.tokens // (self.mesh.tp if self.compiled.routes_slices else 1)
         chunks = self.compiled.plan.chunks
         return replace(self.workload, visits=visits(tokens, self.workload.top_k, self.workload.num_experts, 0, chunks))
 
 
 def calibrations(world: int, ranks_per_node: int) -> Iterator[Calibration]:
-    """Yield the layers for a number of ranks, shape by shape."""
+    """Yield the calibration layers for a number of ranks, shape by shape."""
     num_experts = EXPERTS_PER_RANK * world
-    for (dim, hidden, each), grid in itertools.product(SHAPES, _grids(world, ranks_per_node)):
+    for (dim, hidden, per_expert), grid in itertools.product(SHAPES, _grids(world, ranks_per_node)):
         workload = Workload(
-            tokens=each * num_experts * grid.tp, num_experts=num_experts, top_k=min(2, num_experts), dim=dim, hidden=hidden,
-            matrices=2, dtype="fp32",
+            tokens=per_expert * num_experts * grid.tp, num_experts=num_experts, top_k=min(2, num_experts), dim=dim,
+            hidden=hidden, matrices=2, dtype="fp32",
         )  # fmt: skip
         seen: set[bytes] = set()
         for plan in PLANS:

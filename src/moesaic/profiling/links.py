@@ -1,5 +1,6 @@
-"""What links take: movements and collectives as the library's own transport makes them, timed over sizes, inside nodes, between
-nodes and over all ranks, one sender and all at once.
+"""Times movements and collectives with the library's own transport, over sizes and spans of ranks.
+
+The spans are the ranks inside nodes, the ranks between nodes, and all ranks. Movements have one sender, or all at once.
 """
 
 from __future__ import annotations
@@ -18,50 +19,56 @@ from moesaic.cost.fit import Fit, fit
 from moesaic.profiling.together import gathered
 
 MESSAGE_SIZES = (2048, 8192, 32768, 131072, 524288)
-"""Bytes of one message."""
+"""Message sizes in bytes."""
 
 
 @dataclass(frozen=True)
 class TimedMovements:
-    """Movements of one kind over sizes."""
+    """Timed movements of one kind over sizes."""
 
     num_bytes: tuple[float, ...]
-    """That each rank sends in a movement."""
+    """Bytes that each rank sends in a movement."""
     seconds: tuple[tuple[float, ...], ...]
-    """Per size, repeats, from the first rank's start to the last one's end."""
+    """By size and repeat, seconds from the first rank's start to the last rank's end."""
     messages: int
-    """That each rank sends in a movement, and receives."""
+    """Messages that each rank sends, and receives, in a movement."""
 
 
 def movements(
     transport: AbstractTransport, to: Sequence[int], source: Sequence[int], repeats: int, barrier: Callable[[], object]
 ) -> TimedMovements:
-    """Time movements; all ranks call it together and get the same.
+    """Time movements. All ranks call it together and get the same result.
 
     Args:
-        transport: this rank's.
-        to: ranks that this one sends to.
-        source: ranks that send to this one.
-        repeats: of each size, after one more.
-        barrier: lets all ranks go at one moment.
+        transport: this rank's transport.
+        to: ranks that this rank sends to.
+        source: ranks that send to this rank.
+        repeats: timed repeats of each size, after one untimed.
+        barrier: releases all ranks at one moment.
     """
-    most = max(len(each[0]) for each in gathered([tuple(to)]))
-    taken = []
+    num_messages = max(len(peers[0]) for peers in gathered([tuple(to)]))
+    seconds = []
     for size in MESSAGE_SIZES:
-        out = {peer: torch.zeros(size, dtype=torch.uint8) for peer in to}
-        into = {peer: torch.empty(size, dtype=torch.uint8) for peer in source}
-        mine = []
+        send_buffers = {peer: torch.zeros(size, dtype=torch.uint8) for peer in to}
+        receive_buffers = {peer: torch.empty(size, dtype=torch.uint8) for peer in source}
+        own_spans = []
         for repeat in range(-1, repeats):
             tag = transport.take_tags(1)
             barrier()
             start = time.monotonic()
             if to or source:
-                transport.wait(transport.issue(Transfer(transport.rank, tag, out, into)))
+                transport.wait(transport.issue(Transfer(transport.rank, tag, send_buffers, receive_buffers)))
             if repeat >= 0:
-                mine.append((start, time.monotonic()))
-        spans = zip(*gathered(mine))
-        taken.append(tuple(max(end for _, end in each) - min(start for start, _ in each) for each in spans))
-    return TimedMovements(tuple(float(size * most) for size in MESSAGE_SIZES), tuple(taken), most)
+                own_spans.append((start, time.monotonic()))
+        seconds.append(_elapsed(own_spans))
+    return TimedMovements(tuple(float(size * num_messages) for size in MESSAGE_SIZES), tuple(seconds), num_messages)
+
+
+def _elapsed(own_spans: list[tuple[float, float]]) -> tuple[float, ...]:
+    """Return, per repeat, the seconds from the first rank's start to the last rank's end, from this rank's (start, end)."""
+    return tuple(
+        max(end for _, end in of_ranks) - min(start for start, _ in of_ranks) for of_ranks in zip(*gathered(own_spans))
+    )
 
 
 def partners(rank: int, world: int, ranks_per_node: int, *, inside: bool) -> tuple[int, ...]:
@@ -71,7 +78,7 @@ def partners(rank: int, world: int, ranks_per_node: int, *, inside: bool) -> tup
 
 
 SIZES = (1 << 14, 1 << 16, 1 << 18, 1 << 19, 1 << 20, 1 << 21)
-"""Bytes, counted as nccl-tests does: of the tensor that a rank puts in, of an all-gather the one that it gets."""
+"""Bytes as nccl-tests counts them: of a rank's input tensor, or of its output tensor in an all-gather."""
 Peers = tuple[int, ...]
 
 
@@ -86,59 +93,60 @@ COLLECTIVES: dict[str, Callable[[AbstractTransport, Peers, Tensor], object]] = {
     "reduce_scatter": reduce_scatter_sum,
     "all_reduce": all_reduce_sum,
 }
-"""What is timed over every span of ranks."""
+"""Collectives that are timed over every span of ranks."""
 
 
 def spans(rank: int, world: int, ranks_per_node: int) -> dict[str, Peers]:
-    """Return the groups that a rank is in, by what they span: its node, its place on every node, and all ranks.
+    """Return a rank's groups by what they span: its node, the ranks with its place on every node, and all ranks.
 
-    Groups of one rank are left out, and all ranks where these are one of the others.
+    Groups of one rank are left out. So is "everywhere" if it equals another group.
     """
     node, place = divmod(rank, ranks_per_node)
-    found = {
+    groups = {
         "inside": tuple(range(node * ranks_per_node, (node + 1) * ranks_per_node)),
         "outside": tuple(range(place, world, ranks_per_node)),
         "everywhere": tuple(range(world)),
     }
     if ranks_per_node in (1, world):
-        del found["everywhere"]
-    return {span: peers for span, peers in found.items() if len(peers) > 1}
+        del groups["everywhere"]
+    return {span: peers for span, peers in groups.items() if len(peers) > 1}
 
 
 def all_to_all_gathered(transport: AbstractTransport, inside: Peers, tensor: Tensor) -> Tensor:
-    """Exchange shares with all ranks, node by node, and gather inside this node what one node sent while the next sends: SAA.
+    """Run an all-to-all over all ranks, node by node, overlapped with an all-gather inside this node (SAA).
 
-    Shi et al. (Parm, INFOCOM 2024), section IV-C: the simultaneous all-to-all and all-gather, without the sums and the experts.
+    While one node's shares arrive, those of the node before are gathered inside this node: the simultaneous all-to-all
+    and all-gather of Shi et al. (Parm, INFOCOM 2024), section IV-C, without the sums and the experts.
 
     Args:
-        transport: this rank's.
-        inside: ranks of its node, which the gather is over; all nodes have as many.
-        tensor: numbers of one dim, as many on all ranks, divisible by them.
+        transport: this rank's transport.
+        inside: ranks of this rank's node, over which the all-gather runs; all nodes have equally many.
+        tensor: one-dimensional, of equal length on all ranks, divisible by the number of ranks.
 
     Returns:
-        (ranks of the node, world, n): what each rank, of the second dim, sent to each of this node.
+        (ranks of the node, world, n): the share that each rank (second dim) sent to each rank of this node.
     """
-    each, rank = len(inside), transport.rank
-    nodes, node = transport.world // each, rank // each
+    ranks_per_node, rank = len(inside), transport.rank
+    nodes, node = transport.world // ranks_per_node, rank // ranks_per_node
     tag, shares = transport.take_tags(2 * nodes), tensor.view(transport.world, -1)
-    whole = shares.new_empty(each, *shares.shape)
-    mine = whole[rank % each]
-    mine[rank] = shares[rank]
+    whole = shares.new_empty(ranks_per_node, *shares.shape)
+    received = whole[rank % ranks_per_node]
+    received[rank] = shares[rank]
     exchanges, gathers = [], []
     for phase in range(nodes):
-        to, source = ((node + way * phase) % nodes * each for way in (1, -1))
-        sends = {peer: shares[peer] for peer in range(to, to + each) if peer != rank}
-        receives = {peer: mine[peer] for peer in range(source, source + each) if peer != rank}
-        exchanges.append((source, transport.issue(Transfer(rank, tag + phase, sends, receives))))
-    for phase, (source, exchange) in enumerate(exchanges):
+        first_target, first_source = ((node + direction * phase) % nodes * ranks_per_node for direction in (1, -1))
+        sends = {peer: shares[peer] for peer in range(first_target, first_target + ranks_per_node) if peer != rank}
+        receives = {peer: received[peer] for peer in range(first_source, first_source + ranks_per_node) if peer != rank}
+        exchanges.append((first_source, transport.issue(Transfer(rank, tag + phase, sends, receives))))
+    for phase, (first_source, exchange) in enumerate(exchanges):
         transport.wait(exchange)
-        arrived = {peer: whole[peer % each, source : source + each] for peer in inside}
+        arrived = {peer: whole[peer % ranks_per_node, first_source : first_source + ranks_per_node] for peer in inside}
         others = [peer for peer in inside if peer != rank]
-        passed = Transfer(
+        transfer = Transfer(
             rank, tag + nodes + phase, dict.fromkeys(others, arrived[rank]), {peer: arrived[peer] for peer in others},
             lane="intra",
         )  # fmt: skip
-        gathers.append(transport.issue(passed))
+        gathers.append(transport.issue(transfer))
     for gather in gathers:
         transport.wait(gather)
     return whole
@@ -147,16 +155,18 @@ def all_to_all_gathered(transport: AbstractTransport, inside: Peers, tensor: Ten
 def collectives(
     transport: AbstractTransport, ranks_per_node: int, repeats: int, barrier: Callable[[], object]
 ) -> dict[str, Fit]:
-    """Time every collective over every span and fit its line; all ranks call it together and get the same.
+    """Time every collective over every span and fit a line to its times. All ranks call it together and get the same
+    result.
 
     Args:
-        transport: this rank's.
+        transport: this rank's transport.
         ranks_per_node: ranks of each machine.
-        repeats: of each size, after one more.
-        barrier: lets all ranks go at one moment.
+        repeats: timed repeats of each size, after one untimed.
+        barrier: releases all ranks at one moment.
 
     Returns:
-        "all_gather inside" and the like to a line over `SIZES`; "saa everywhere" where several nodes have several ranks.
+        a line over `SIZES` by collective and span, such as "all_gather inside"; with "saa everywhere" if several nodes
+            have several ranks each.
     """
     groups = spans(transport.rank, transport.world, ranks_per_node)
     timed: dict[str, Callable[[Tensor], object]] = {
@@ -166,21 +176,20 @@ def collectives(
     }
     if "everywhere" in groups:
         timed["saa everywhere"] = partial(all_to_all_gathered, transport, groups["inside"])
-    found = {}
-    for what, run in timed.items():
+    lines = {}
+    for name, run in timed.items():
         seconds = []
         for size in SIZES:
-            whole = torch.zeros(size // 4 // transport.world * transport.world, device=transport.device)
-            mine = []
+            tensor = torch.zeros(size // 4 // transport.world * transport.world, device=transport.device)
+            own_spans = []
             for repeat in range(-1, repeats):
                 barrier()
                 start = time.monotonic()
-                run(whole)
-                if whole.is_cuda:
+                run(tensor)
+                if tensor.is_cuda:
                     torch.cuda.synchronize()
                 if repeat >= 0:
-                    mine.append((start, time.monotonic()))
-            taken = zip(*gathered(mine))
-            seconds.append([max(end for _, end in each) - min(start for start, _ in each) for each in taken])
-        found[what] = fit(SIZES, seconds, what=what)
-    return found
+                    own_spans.append((start, time.monotonic()))
+            seconds.append(_elapsed(own_spans))
+        lines[name] = fit(SIZES, seconds, what=name)
+    return lines

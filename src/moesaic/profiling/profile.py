@@ -1,6 +1,7 @@
-"""`moesaic profile`: measures the machine that its ranks run on and checks the fits on what they have not seen.
+"""`moesaic profile`: measures the machine that its ranks run on, fits a profile, and checks it on held-out
+measurements.
 
-What was timed can be written to a file, so that another fit can be made of the same times.
+The measured times can be written to a file, so that another fit can use the same times.
 """
 
 from __future__ import annotations
@@ -30,25 +31,25 @@ from moesaic.profiling.links import TimedMovements, collectives, movements, part
 from moesaic.profiling.together import hold_still, latest, start_together
 
 NO_TIME = 1e30
-"""Operations per second of products that take no time, as the calibration layers' do."""
+"""Operations per second of products that take no time, such as those of the calibration layers."""
 REPEATS_OF_LAYERS = 3
-"""So many times as often as everything else a layer is timed: ranks that share cores make its time vary by a tenth."""
+"""Factor on the number of repeats for layers, since their time varies by a tenth when ranks share cores."""
 Progress = Callable[[str, float], None]
-"""Told what is measured now, and the share of all that is done."""
+"""Called with the current measurement's name and the share of all measurements that is done."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredMachine:
-    """Everything that was timed, the same on all ranks; the profile is fitted to it."""
+    """All measured times, equal on all ranks. The profile is fitted to them."""
 
     ranks_per_node: int
     world: int
     steps: list[tuple[Calibration, CalibrationStep]]
     sharing: tuple[float, ...]
     links: dict[str, TimedMovements]
-    """inside and outside with all senders, "inside, one" and "outside, one" with one pair."""
+    """Keys: "inside" and "outside" with all senders, "inside, one" and "outside, one" with one pair."""
     rest: ClusterProfile
-    """Products, codecs, copies, memory and collectives; no links yet."""
+    """Profile with products, codecs, copies, memory and collectives, but no links yet."""
 
 
 def measure(
@@ -58,26 +59,26 @@ def measure(
     progress: Progress,
     transport_name: TransportName = "auto",
 ) -> MeasuredMachine:
-    """Measure; all ranks call it together.
+    """Measure this machine. All ranks call it together.
 
     Args:
         ranks_per_node: ranks on each machine.
-        repeats: of everything.
-        dtypes: of the products: fp32, bf16.
-        progress: told on every rank.
-        transport_name: what carries the messages.
+        repeats: repeats of every measurement.
+        dtypes: dtypes of the products: fp32, bf16.
+        progress: called on every rank.
+        transport_name: transport of the messages.
     """
     transport = open_transport(name=transport_name)
     barrier = start_together(latest) if dist.is_initialized() else lambda: None
     progress("products, copies and codecs", 0.0)
-    rest = ClusterProfile(
+    profile = ClusterProfile(
         products=products(dtypes, repeats, barrier),
         codecs=codecs(repeats, barrier),
         copy_bytes_per_second=copy_bytes_per_second(repeats, barrier),
         memory_gib=memory_gib(ranks_per_node),
     )
     progress("sharing of cores", 0.1)
-    shared = sharing(repeats, barrier)
+    sharing_ratios = sharing(repeats, barrier)
     links: dict[str, TimedMovements] = {}
     for inside in (True, False):
         name, peers = (
@@ -88,50 +89,50 @@ def measure(
             continue
         progress(f"messages {name} nodes", 0.12 if inside else 0.2)
         links[name] = movements(transport, peers, peers, repeats, barrier)
-        end = 1 if inside else ranks_per_node  # rank 0 sends to it and hears nothing: a shared medium shows
-        to, source = (end,) * (transport.rank == 0), (0,) * (transport.rank == end)
+        target = 1 if inside else ranks_per_node  # rank 0 only sends, so a shared medium shows
+        to, source = (target,) * (transport.rank == 0), (0,) * (transport.rank == target)
         links[f"{name}, one"] = movements(transport, to, source, repeats, barrier)
     progress("collectives", 0.28)
     lines = collectives(transport, ranks_per_node, repeats, barrier)
-    found = list(calibrations(transport.world, ranks_per_node))
+    layers = list(calibrations(transport.world, ranks_per_node))
     steps = host_steps(
-        found,
+        layers,
         transport,
         REPEATS_OF_LAYERS * repeats,
         barrier,
-        lambda share: progress(f"{len(found)} layers", 0.45 + 0.55 * share),
+        lambda share: progress(f"{len(layers)} layers", 0.45 + 0.55 * share),
     )
     return MeasuredMachine(
-        ranks_per_node=ranks_per_node, world=transport.world, steps=steps, sharing=shared, links=links,
-        rest=replace(rest, collectives=lines),
+        ranks_per_node=ranks_per_node, world=transport.world, steps=steps, sharing=sharing_ratios, links=links,
+        rest=replace(profile, collectives=lines),
     )  # fmt: skip
 
 
 def measure_still(
     ranks_per_node: int, repeats: int, dtypes: tuple[str, ...], transport_name: TransportName = "auto"
 ) -> MeasuredMachine:
-    """Measure on ranks that are each held on one core, as the benchmarks of the model are; see `hold_still`."""
+    """Measure on ranks that are each bound to one core, as in the cost model's benchmarks; see `hold_still`."""
     hold_still(dist.get_rank())
     return measure(ranks_per_node, repeats, dtypes, lambda what, share: None, transport_name)
 
 
 def profile_of(measured: MeasuredMachine) -> ClusterProfile:
-    """Fit a profile to what was measured, and check it on what was held out.
+    """Fit a profile to the measured times, and check it on the held-out ones.
 
     Raises:
-        InputError: where the times are noise.
+        InputError: if the times are too noisy.
     """
-    shared = statistics.median(measured.sharing)
-    rough = _with_links(measured, HostCosts(sharing=shared))[0]
+    sharing_ratio = statistics.median(measured.sharing)
+    rough = _with_links(measured, HostCosts(sharing=sharing_ratio))[0]
     simulator = profiled_simulator(rough)
-    samples = [Sample(_features(simulator, each), step.processor) for each, step in measured.steps]
-    host = fit_host(samples, shared)
+    samples = [Sample(_features(simulator, calibration), step.processor) for calibration, step in measured.steps]
+    host = fit_host(samples, sharing_ratio)
     profile, link_error = _with_links(measured, host.costs)
     layers = [
         TimedLayer(
-            forward=each.compiled.forward, backward=each.compiled.backward, grid=each.compiled.grid,
-            workload=each.routed, seconds=statistics.median(step.wall), virtual_flops=NO_TIME,
-        ) for each, step in measured.steps
+            forward=calibration.compiled.forward, backward=calibration.compiled.backward, grid=calibration.compiled.grid,
+            workload=calibration.routed, seconds=statistics.median(step.wall), virtual_flops=NO_TIME,
+        ) for calibration, step in measured.steps
     ]  # fmt: skip
     calibrated, layer_error = calibrate(profile, layers)
     return replace(
@@ -150,92 +151,93 @@ def profile_of(measured: MeasuredMachine) -> ClusterProfile:
 
 
 def layer_errors(profile: ClusterProfile, measured: MeasuredMachine) -> tuple[float, ...]:
-    """Return how far predicted times of the calibration layers are off, as shares; three quarters of them were fitted to."""
+    """Return the errors of predicted times of the calibration layers, as shares. Three quarters of the layers were
+    fitted to."""
     simulator = profiled_simulator(profile, virtual_flops=NO_TIME)
-    found = []
-    for each, step in measured.steps:
-        compiled = each.compiled
-        predicted = simulator.layer_seconds(compiled.forward, compiled.backward, each.routed, compiled.grid)
-        found.append(predicted / statistics.median(step.wall) - 1)
-    return tuple(found)
+    errors = []
+    for calibration, step in measured.steps:
+        compiled = calibration.compiled
+        predicted = simulator.layer_seconds(compiled.forward, compiled.backward, calibration.routed, compiled.grid)
+        errors.append(predicted / statistics.median(step.wall) - 1)
+    return tuple(errors)
 
 
-def _features(simulator: Simulator, each: Calibration) -> np.ndarray:
+def _features(simulator: Simulator, calibration: Calibration) -> np.ndarray:
     total = layer_features()
-    for program in (each.compiled.forward, each.compiled.backward):
-        volumes = simulator.volumes(program, each.routed, each.compiled.grid)
+    for program in (calibration.compiled.forward, calibration.compiled.backward):
+        volumes = simulator.volumes(program, calibration.routed, calibration.compiled.grid)
         total += host_features(program, volumes, movements_of(program, volumes)).mean(axis=1).sum(axis=0)
     assert total.shape == (len(FEATURES),)
     return total
 
 
 def _with_links(measured: MeasuredMachine, host: HostCosts) -> tuple[ClusterProfile, float]:
-    """Return a profile with these host costs and the links' fits, and the worst error on held-out sizes."""
-    found: dict[str, LinkCosts] = {}
+    """Return a profile with these host costs and with fitted links, and the largest error on held-out sizes."""
+    links: dict[str, LinkCosts] = {}
     worst = 0.0
     for name in ("inside", "outside"):
-        moved = measured.links.get(name)
-        if moved is None:
+        all_senders = measured.links.get(name)
+        if all_senders is None:
             continue
-        one, error = fit_link(*_timed(measured.links[f"{name}, one"]), f"one sender {name} nodes")
-        every, other_error = fit_link(*_timed(moved), f"all senders {name} nodes")
-        found[name] = LinkCosts(
-            latency_seconds=max(one.latency - host.task - host.message - host.transfer, 0.0),
-            credit_seconds=one.credit,
-            all_senders=every.bytes_per_second,
-            one_sender=one.bytes_per_second,
+        one_fit, one_error = fit_link(*_timed(measured.links[f"{name}, one"]), f"one sender {name} nodes")
+        all_fit, all_error = fit_link(*_timed(all_senders), f"all senders {name} nodes")
+        links[name] = LinkCosts(
+            latency_seconds=max(one_fit.latency - host.task - host.message - host.transfer, 0.0),
+            credit_seconds=one_fit.credit,
+            all_senders=all_fit.bytes_per_second,
+            one_sender=one_fit.bytes_per_second,
         )
-        worst = max(worst, error, other_error)
+        worst = max(worst, one_error, all_error)
     nodes = measured.world // measured.ranks_per_node
     profile = replace(
         measured.rest,
         nodes=nodes,
         ranks_per_node=measured.ranks_per_node,
         host=host,
-        inside=found.get("inside", LinkCosts()),
-        outside=found.get("outside", LinkCosts()),
+        inside=links.get("inside", LinkCosts()),
+        outside=links.get("outside", LinkCosts()),
     )
     return profile, worst
 
 
-def _timed(moved: TimedMovements) -> tuple[Sequence[float], Sequence[Sequence[float]]]:
-    return moved.num_bytes, moved.seconds
+def _timed(timed: TimedMovements) -> tuple[Sequence[float], Sequence[Sequence[float]]]:
+    return timed.num_bytes, timed.seconds
 
 
 def write_measured(measured: MeasuredMachine, path: Path) -> None:
-    """Write all times; of the calibration layers their names, by which this version knows what they are."""
+    """Write all measured times. Calibration layers are written by name, from which the same version rebuilds them."""
     table = {
         "world": measured.world,
         "ranks_per_node": measured.ranks_per_node,
         "sharing": measured.sharing,
-        "links": {name: asdict(each) for name, each in measured.links.items()},
+        "links": {name: asdict(timed) for name, timed in measured.links.items()},
         "rest": asdict(measured.rest),
-        "steps": {each.name: asdict(step) for each, step in measured.steps},
+        "steps": {calibration.name: asdict(step) for calibration, step in measured.steps},
     }
     path.write_text(json.dumps(table) + "\n", encoding="utf-8")
 
 
 def read_measured(path: Path) -> MeasuredMachine:
-    """Read what `write_measured` wrote.
+    """Read a file that `write_measured` wrote.
 
     Raises:
-        InputError: if the file is none, or has other calibration layers than this version.
+        InputError: if the file is not such a file, or has other calibration layers than this version.
     """
     table = read_table(path)
     if "steps" not in table or "world" not in table:
-        raise InputError(f"{path}: holds no times of a machine: take them anew")
-    found = list(calibrations(table["world"], table["ranks_per_node"]))
-    if [each.name for each in found] != list(table["steps"]):
+        raise InputError(f"{path}: contains no measured times: measure again")
+    layers = list(calibrations(table["world"], table["ranks_per_node"]))
+    if [calibration.name for calibration in layers] != list(table["steps"]):
         raise InputError(f"{path}: has other calibration layers than this version: measure again")
-    steps = [tuple(map(tuple, (each["processor"], each["wall"]))) for each in table["steps"].values()]
+    times_of_steps = [tuple(map(tuple, (step["processor"], step["wall"]))) for step in table["steps"].values()]
     return MeasuredMachine(
         ranks_per_node=table["ranks_per_node"],
         world=table["world"],
-        steps=[(each, CalibrationStep(*times)) for each, times in zip(found, steps)],
+        steps=[(calibration, CalibrationStep(*times)) for calibration, times in zip(layers, times_of_steps)],
         sharing=tuple(table["sharing"]),
         links={
-            name: TimedMovements(tuple(each["num_bytes"]), tuple(map(tuple, each["seconds"])), each["messages"])
-            for name, each in table["links"].items()
+            name: TimedMovements(tuple(timed["num_bytes"]), tuple(map(tuple, timed["seconds"])), timed["messages"])
+            for name, timed in table["links"].items()
         },
         rest=override(ClusterProfile(), table["rest"], source=str(path)),
     )

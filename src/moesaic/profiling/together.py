@@ -1,10 +1,11 @@
-"""Ranks that are measured: held still, started at one moment, and told what the others measured.
+"""Controls the ranks of a measurement: binds them to cores, starts them at one moment, and exchanges what they
+measured.
 
-Ranks that share cores are held still so that no thread of theirs interrupts another when it wakes up. Gloo's thread tries the
-lock of a connection and polls again at once if it does not get it. Where it has interrupted the thread that holds the lock, on
-the same core, it polls until the next tick of the clock: on a kernel of 250 Hz every small exchange then takes up to 4 ms in
-place of 0.3. Under the batch policy a thread that wakes up waits until the running one waits or its time is over, and the lock
-is free by then.
+Ranks that share cores are bound under the batch policy so that none of their threads preempts another when it wakes up.
+Gloo's thread tries the lock of a connection and polls again at once if the lock is taken. If this thread has preempted
+the thread that holds the lock, on the same core, it polls until the next tick of the clock. On a kernel of 250 Hz,
+every small exchange then takes up to 4 ms rather than 0.3 ms. Under the batch policy, a thread that wakes up waits
+until the running one blocks or has used its time slice, and the lock is free by then.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import torch.distributed as dist
 
 
 def hold_still(rank: int) -> None:
-    """Bind this process's threads to one of the cores that it may use, under the batch policy; Linux only, else nothing.
+    """Bind this process's threads to one of its cores, under the batch policy. Linux only; elsewhere nothing happens.
 
     Args:
-        rank: of this process; rank r takes core r modulo their number.
+        rank: rank of this process; rank r gets core r modulo the number of cores.
     """
     if not hasattr(os, "sched_setaffinity"):
         return
@@ -33,20 +34,20 @@ def hold_still(rank: int) -> None:
 
 
 def start_together(latest: Callable[[float], float], lead_seconds: float = 0.002) -> Callable[[], None]:
-    """Return a barrier that lets all ranks go at one moment, and the links drain before it.
+    """Return a barrier that releases all ranks at one moment, after the links have drained.
 
-    A plain barrier's last message crosses the slow links too, and ranks leave it milliseconds apart: as long as a small
-    all-to-all takes.
+    After a plain barrier, whose last message crosses the slow links too, ranks start milliseconds apart: as long as a
+    small all-to-all takes.
 
     Args:
-        latest: from each rank's number to the largest of all ranks: an all-reduce.
-        lead_seconds: from the latest arrival to the start; the agreement must have reached all ranks by then.
+        latest: an all-reduce: takes each rank's number and returns the largest of all ranks.
+        lead_seconds: from the latest arrival to the start; the agreement must reach all ranks in this time.
     """
 
     def barrier() -> None:
         moment = latest(time.monotonic()) + lead_seconds
-        deferred_wgrad = latest(time.monotonic())  # when the last rank knew the moment: a slow agreement puts it off
-        moment = max(moment, deferred_wgrad + lead_seconds)
+        all_informed = latest(time.monotonic())  # when the last rank knew the moment; a slow agreement postpones it
+        moment = max(moment, all_informed + lead_seconds)
         time.sleep(max(moment - time.monotonic(), 0.0))
 
     return barrier
@@ -59,10 +60,10 @@ def latest(moment: float) -> float:
     return float(number)
 
 
-def gathered(mine: list) -> list[list]:
-    """Return what every rank brings, by rank."""
+def gathered(own: list) -> list[list]:
+    """Return the lists of all ranks, by rank."""
     if not dist.is_initialized():
-        return [mine]
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
+        return [own]
+    of_all_ranks: list = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all_ranks, own)
+    return of_all_ranks

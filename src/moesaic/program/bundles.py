@@ -26,14 +26,14 @@ def side_by_side(program: Program) -> Program:
         program: the program, in the order in which it is to run.
     """
     slots = {slot.name: slot for slot in program.slots}
-    leader = {number: _leader(program, number, slots) for number in range(len(program.tasks))}
+    leaders = {number: _leader(program, number, slots) for number in range(len(program.tasks))}
     followers: dict[int, list[Task]] = {}
-    for number, place in leader.items():
-        if place is not None:
-            followers.setdefault(place, []).append(program.tasks[number])
+    for number, leader_number in leaders.items():
+        if leader_number is not None:
+            followers.setdefault(leader_number, []).append(program.tasks[number])
     tasks: list[Task] = []
     for number, task in enumerate(program.tasks):
-        if leader[number] is None:
+        if leaders[number] is None:
             tasks += [*followers.get(number, ()), task]
     return replace(program, tasks=tuple(tasks))
 
@@ -46,11 +46,11 @@ def _leader(program: Program, number: int, slots: dict[str, Slot]) -> int | None
     small = program.tasks[number]
     if not _is_move(small) or slots[small.writes[0]].kind not in _SMALL:
         return None
-    for place, task in enumerate(program.tasks[number + 1 :], number + 1):
-        if _needs(task, small):
+    for other_number, other in enumerate(program.tasks[number + 1 :], number + 1):
+        if _needs(other, small):
             return None
-        if _leads(task, slots) and _same_way(small, task, slots):
-            return place
+        if _may_lead(other, slots) and _same_route(small, other, slots):
+            return other_number
     return None
 
 
@@ -61,34 +61,34 @@ def bundles(program: Program) -> tuple[tuple[int, ...], ...]:
     another one writes.
     """
     slots = {slot.name: slot for slot in program.slots}
-    found: list[tuple[int, ...]] = []
+    finished: list[tuple[int, ...]] = []
     open_bundle: list[int] = []
     for number, task in enumerate(program.tasks):
-        if open_bundle and not _joins(task, [program.tasks[place] for place in open_bundle], slots):
-            found.append(tuple(open_bundle))
+        if open_bundle and not _may_join(task, [program.tasks[member] for member in open_bundle], slots):
+            finished.append(tuple(open_bundle))
             open_bundle = []
         open_bundle.append(number)
         if not (_is_move(task) and slots[task.writes[0]].kind in _SMALL):
-            found.append(tuple(open_bundle))
+            finished.append(tuple(open_bundle))
             open_bundle = []
-    return (*found, tuple(open_bundle)) if open_bundle else tuple(found)
+    return (*finished, tuple(open_bundle)) if open_bundle else tuple(finished)
 
 
-def _joins(task: Task, bundle: list[Task], slots: dict[str, Slot]) -> bool:
+def _may_join(task: Task, bundle: list[Task], slots: dict[str, Slot]) -> bool:
     """Return whether a task may be sent together with the small movements of a bundle."""
     kind = slots[task.writes[0]].kind
     waits = any(_needs(task, other) for other in bundle)
-    return not waits and _same_way(bundle[0], task, slots) and _is_move(task) and kind in (*_SMALL, *_LARGE)
+    return not waits and _same_route(bundle[0], task, slots) and _is_move(task) and kind in (*_SMALL, *_LARGE)
 
 
-def _same_way(small: Task, task: Task, slots: dict[str, Slot]) -> bool:
+def _same_route(small: Task, task: Task, slots: dict[str, Slot]) -> bool:
     """Return whether two movements use the same links in the same direction, with rows of the same chunk."""
-    ways = [(t.op, t.lane, t.group, t.stage, slots[t.writes[0]].layout.step) for t in (small, task)]
-    chunks = [slots[t.writes[0]].layout.chunk for t in (small, task)]
-    return ways[0] == ways[1] and (chunks[0] == chunks[1] or None in chunks)
+    routes = [(move.op, move.lane, move.group, move.stage, slots[move.writes[0]].layout.step) for move in (small, task)]
+    chunks = [slots[move.writes[0]].layout.chunk for move in (small, task)]
+    return routes[0] == routes[1] and (chunks[0] == chunks[1] or None in chunks)
 
 
-def _leads(task: Task, slots: dict[str, Slot]) -> bool:
+def _may_lead(task: Task, slots: dict[str, Slot]) -> bool:
     """Return whether small movements may be sent together with a task."""
     return _is_move(task) and slots[task.writes[0]].kind in _LARGE
 

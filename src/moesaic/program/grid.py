@@ -141,8 +141,8 @@ class Grid:
             axes: axes of one view. () gives the rank alone.
         """
         if (rank, axes) not in self._groups:
-            found = self._find_group(rank, axes)
-            self._groups.update({(member, axes): found for member in found})
+            members = self._find_group(rank, axes)
+            self._groups.update({(member, axes): members for member in members})
         return self._groups[(rank, axes)]
 
     def kinds_of_groups(self, axes: tuple[Axis, ...]) -> list[tuple[int, ...]]:
@@ -152,12 +152,12 @@ class Grid:
         repeats after `period` ranks. Groups over dp or edp reach further, so all of them are returned.
         """
         reaches_far = not {"dp", "edp"}.isdisjoint(axes)
-        found, seen = [], set[int]()
+        groups, seen = [], set[int]()
         for rank in range(self.world if reaches_far else self.period):
             if rank not in seen:
-                found.append(self.group(rank, axes))
-                seen.update(found[-1])
-        return found
+                groups.append(self.group(rank, axes))
+                seen.update(groups[-1])
+        return groups
 
     @property
     def period(self) -> int:
@@ -169,13 +169,13 @@ class Grid:
     def spans(self) -> dict[Axis, tuple[int, int]]:
         """For each axis that does not refer to nodes: the rank difference between neighbours, and that difference times
         the axis's size."""
-        inner = self.etp if self.innermost == "etp" else self.ep
-        etp_at, ep_at = (1, inner) if self.innermost == "etp" else (inner, 1)
-        shards = etp_at * self.etp_inner
+        inner_size = self.etp if self.innermost == "etp" else self.ep
+        etp_stride, ep_stride = (1, inner_size) if self.innermost == "etp" else (inner_size, 1)
+        outer_stride = etp_stride * self.etp_inner
         return {
             "dp": (self.tp, self.world), "tp": (1, self.tp), "edp": (self.ep * self.etp, self.world),
-            "ep": (ep_at, ep_at * self.ep), "etp": (etp_at, etp_at * self.etp),
-            "etp_outer": (shards, etp_at * self.etp), "etp_inner": (etp_at, shards),
+            "ep": (ep_stride, ep_stride * self.ep), "etp": (etp_stride, etp_stride * self.etp),
+            "etp_outer": (outer_stride, etp_stride * self.etp), "etp_inner": (etp_stride, outer_stride),
         }  # fmt: skip
 
     @cached_property
@@ -183,15 +183,19 @@ class Grid:
         return {}
 
     def _find_group(self, rank: int, axes: tuple[Axis, ...]) -> tuple[int, ...]:
-        view = next((v for v in VIEWS if set(axes) <= set(v)), None)
+        view = next((candidate for candidate in VIEWS if set(axes) <= set(candidate)), None)
         assert view is not None, f"{axes} are not axes of one view"
         if view == BY_NODE:
             replica = self.ep * self.etp
             first = rank // replica * replica
             ranks = range(self.world) if "edp" in axes else range(first, first + replica)
             fixed = [(axis, self.coordinate(rank, axis)) for axis in view if axis not in axes]
-            return tuple(each for each in ranks if all(self.coordinate(each, axis) == place for axis, place in fixed))
-        found = [rank - sum(self.coordinate(rank, axis) * self.spans[axis][0] for axis in axes)]
+            return tuple(
+                member
+                for member in ranks
+                if all(self.coordinate(member, axis) == coordinate for axis, coordinate in fixed)
+            )
+        members = [rank - sum(self.coordinate(rank, axis) * self.spans[axis][0] for axis in axes)]
         for start, end in (self.spans[axis] for axis in axes):
-            found = [each + step for each in found for step in range(0, end, start)]
-        return tuple(sorted(found))
+            members = [member + step for member in members for step in range(0, end, start)]
+        return tuple(sorted(members))

@@ -57,11 +57,11 @@ class PlacedIndex(AbstractLayoutIndex):
             return self._of_all_calls.pieces(layout, rank)
         key = (layout, rank)
         if key not in self._pieces:
-            every = self._of_all_calls.pieces(layout, rank)
-            here = self._targets()[0][every.origin, every.chunk] == rank
-            number = every.number[here]
-            parts = (every.origin[here], every.expert[here], every.chunk[here])
-            self._pieces[key] = Pieces(number, *parts, np.argsort(number, kind="stable"))
+            all_pieces = self._of_all_calls.pieces(layout, rank)
+            is_home = self._targets()[0][all_pieces.origin, all_pieces.chunk] == rank
+            number = all_pieces.number[is_home]
+            indices = (all_pieces.origin[is_home], all_pieces.expert[is_home], all_pieces.chunk[is_home])
+            self._pieces[key] = Pieces(number, *indices, np.argsort(number, kind="stable"))
         return self._pieces[key]
 
     def sent(self, move: Move, rank: int) -> Matched:
@@ -74,8 +74,8 @@ class PlacedIndex(AbstractLayoutIndex):
 
     def held(self, layout: Layout) -> Held:
         """Return which pieces slots of a layout hold on each rank. A placed piece is on the new home of its sample only."""
-        found = self._of_all_calls.held(layout)
-        return replace(found, homes=self._targets()[0]) if isinstance(layout, Placed) else found
+        held = self._of_all_calls.held(layout)
+        return replace(held, homes=self._targets()[0]) if isinstance(layout, Placed) else held
 
     def tokens_later(self, copies: Layout, rank: int) -> np.ndarray | None:
         """Return by how many rows each sample's tokens moved from its slot at the origin to its slot at the new home.
@@ -97,12 +97,12 @@ class PlacedIndex(AbstractLayoutIndex):
         if (move, rank) in self._matched:
             return self._matched[(move, rank)]
         members = self.grid.group(rank, move.group)
-        mine, wanted = self.pieces(move.source, rank), self.pieces(move.target, rank).number
+        source_pieces, target_numbers = self.pieces(move.source, rank), self.pieces(move.target, rank).number
         sent, received = [], []
         for peer in members:
-            where = find(mine, self.pieces(move.target, peer).number)
-            sent.append((peer, where[where >= 0]))
-            received.append((peer, np.flatnonzero(find(self.pieces(move.source, peer), wanted) >= 0)))
+            positions = find(source_pieces, self.pieces(move.target, peer).number)
+            sent.append((peer, positions[positions >= 0]))
+            received.append((peer, np.flatnonzero(find(self.pieces(move.source, peer), target_numbers) >= 0)))
         self._matched[(move, rank)] = matched(sent), matched(received)
         return self._matched[(move, rank)]
 

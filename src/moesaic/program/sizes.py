@@ -95,8 +95,7 @@ class Held:
     """(origins, chunks) int64: the only rank that holds these pieces. None: no such restriction."""
 
     def by(self, origin: np.ndarray, expert: np.ndarray, chunk: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return which ranks hold which of the given pieces, as pairs (rank, position among these pieces), (pairs,)
-        int64 each.
+        """Return (rank, position among the given pieces) of every rank that holds one of them, (pairs,) int64 each.
 
         Args:
             origin, expert, chunk: (n,) each, of the given pieces.
@@ -104,29 +103,31 @@ class Held:
         piece = np.arange(len(origin)) if self.inside is None else np.flatnonzero(self.inside[origin, expert])
         axes = [(self.origins, origin), (self.experts, expert), (self.chunks, chunk)]
         for table, number in axes:
-            somebody = np.logical_or.reduce(table, axis=0)
-            if not somebody.all():
-                piece = piece[somebody[number[piece]]]
+            is_held = np.logical_or.reduce(table, axis=0)
+            if not is_held.all():
+                piece = piece[is_held[number[piece]]]
         if self.homes is not None:
             rank = self.homes[origin[piece], chunk[piece]]
         elif self._kinds is not None:  # look up by origin and set of experts together
             kind_of_rank, kind_of_expert = self._kinds
             num_kinds = int(kind_of_rank.max()) + 1
             ranks = np.argsort(kind_of_rank, kind="stable")
-            held, at = np.nonzero(self.origins[ranks].T)
-            ranks = ranks[at]
-            holders = np.bincount(held * num_kinds + kind_of_rank[ranks], minlength=self.origins.shape[1] * num_kinds)
+            origin_held, order = np.nonzero(self.origins[ranks].T)
+            ranks = ranks[order]
+            holders = np.bincount(
+                origin_held * num_kinds + kind_of_rank[ranks], minlength=self.origins.shape[1] * num_kinds
+            )
             pair = origin[piece] * num_kinds + kind_of_expert[expert[piece]]
-            found = runs((np.cumsum(holders) - holders)[pair], holders[pair])
-            rank, piece, axes = ranks[found], np.repeat(piece, holders[pair]), axes[2:]
+            selected = runs((np.cumsum(holders) - holders)[pair], holders[pair])
+            rank, piece, axes = ranks[selected], np.repeat(piece, holders[pair]), axes[2:]
         else:  # look up on the axis that leaves the fewest candidate ranks
-            each = [table.sum(0) for table, _ in axes]
-            counts = [count[number[piece]] for count, (_, number) in zip(each, axes)]
-            fewest = min(range(3), key=lambda axis: int(counts[axis].sum()))
-            table, number = axes.pop(fewest)
-            starts = (np.cumsum(each[fewest]) - each[fewest])[number[piece]]
+            ranks_per_index = [table.sum(0) for table, _ in axes]
+            counts = [count[number[piece]] for count, (_, number) in zip(ranks_per_index, axes)]
+            smallest = min(range(3), key=lambda axis: int(counts[axis].sum()))
+            table, number = axes.pop(smallest)
+            starts = (np.cumsum(ranks_per_index[smallest]) - ranks_per_index[smallest])[number[piece]]
             ranks = np.nonzero(table.T)[1]
-            rank, piece = ranks[runs(starts, counts[fewest])], np.repeat(piece, counts[fewest])
+            rank, piece = ranks[runs(starts, counts[smallest])], np.repeat(piece, counts[smallest])
         for table, number in axes:
             if table.all():
                 continue
@@ -141,18 +142,18 @@ class Held:
 
         None if an expert belongs to several sets.
         """
-        kinds, of_rank = np.unique(self.experts, axis=0, return_inverse=True)
-        return None if (kinds.sum(0) > 1).any() else (of_rank.ravel(), kinds.argmax(0))
+        kinds, kind_of_rank = np.unique(self.experts, axis=0, return_inverse=True)
+        return None if (kinds.sum(0) > 1).any() else (kind_of_rank.ravel(), kinds.argmax(0))
 
     @cached_property
-    def _alike(self) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _distinct_sets(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """The different sets of experts that ranks hold, (experts, sets) float64, with the number of each rank's set,
         (ranks,).
 
         The second entry is the same for chunks.
         """
-        found = (np.unique(table, axis=0, return_inverse=True) for table in (self.experts, self.chunks))
-        return [(sets.T.astype(np.float64), of_rank.ravel()) for sets, of_rank in found]
+        uniques = (np.unique(table, axis=0, return_inverse=True) for table in (self.experts, self.chunks))
+        return [(sets.T.astype(np.float64), set_of_rank.ravel()) for sets, set_of_rank in uniques]
 
     def sums(self, rows: np.ndarray) -> np.ndarray:
         """Return the number of rows that each rank holds, (ranks,) float64 with whole numbers. Not defined if pieces
@@ -165,12 +166,12 @@ class Held:
         """
         assert self.homes is None, "pieces that have homes are held one by one"
         table = rows.astype(np.float64) if self.inside is None else (rows * self.inside[:, :, None]).astype(np.float64)
-        (of_experts, experts), (of_chunks, chunks) = self._alike
+        (expert_sets, expert_set), (chunk_sets, chunk_set) = self._distinct_sets
         # (origins, chunks, sets of experts), then (origins, sets of experts, sets of chunks)
-        per_origin = (table.swapaxes(1, 2) @ of_experts).swapaxes(1, 2) @ of_chunks
+        per_origin = (table.swapaxes(1, 2) @ expert_sets).swapaxes(1, 2) @ chunk_sets
         rank, origin = np.nonzero(self.origins)
-        held = per_origin[origin, experts[rank], chunks[rank]]
-        return np.bincount(rank, held, len(self.origins))
+        rows_held = per_origin[origin, expert_set[rank], chunk_set[rank]]
+        return np.bincount(rank, rows_held, len(self.origins))
 
 
 class AbstractLayoutIndex(ABC):
@@ -219,16 +220,16 @@ class AbstractLayoutIndex(ABC):
 
     def local_experts(self, rank: int) -> range:
         """Return the experts stored on a rank."""
-        each = self.num_experts // self.grid.ep
-        first = self.grid.coordinate(rank, "ep") * each
-        return range(first, first + each)
+        num_local = self.num_experts // self.grid.ep
+        first = self.grid.coordinate(rank, "ep") * num_local
+        return range(first, first + num_local)
 
     def node_experts(self, rank: int) -> range:
         """Return the experts of which a shard is stored on a rank's node, within the rank's replica of the experts."""
         grid = self.grid
         mates = [peer for peer in grid.group(rank, ("ep", "etp")) if grid.node_of(peer) == grid.node_of(rank)]
-        held = [self.local_experts(peer) for peer in mates]
-        return range(min(experts.start for experts in held), max(experts.stop for experts in held))
+        local = [self.local_experts(peer) for peer in mates]
+        return range(min(experts.start for experts in local), max(experts.stop for experts in local))
 
     def experts(self, layout: Layout, rank: int) -> np.ndarray:
         """Return the second index of a layout's pieces: experts, nodes (node_tokens), ep ranks (rank_tokens), or 0
@@ -236,8 +237,8 @@ class AbstractLayoutIndex(ABC):
         if layout.flow == "node_tokens" and layout.experts == "node":
             return np.array([self.grid.coordinate(rank, "node")])
         if layout.flow == "rank_tokens" and layout.experts != "all":
-            held = self.experts(replace(layout, flow="copies"), rank)
-            return np.unique(held // (self.num_experts // self.grid.ep))
+            experts = self.experts(replace(layout, flow="copies"), rank)
+            return np.unique(experts // (self.num_experts // self.grid.ep))
         if layout.chunk == "near":
             mates = [mate for mate in self.grid.group(rank, ("node",)) if self._shard(mate) == self._shard(rank)]
             return np.unique([self.local_experts(mate) for mate in mates])
@@ -261,11 +262,11 @@ class AbstractLayoutIndex(ABC):
         """Return whether a movement leaves all rows of a rank where they are, for any counts."""
         key = (move, rank)
         if key not in self._stays:
-            out, back = self.sent(move, rank), self.received(move, rank)
-            held = [len(self.pieces(layout, rank).number) for layout in (move.source, move.target)]
-            all_here = out.peers == back.peers == (rank,) and held == [len(out.places), len(back.places)]
-            depends = {move.source.chunk, move.target.chunk}.intersection(("near", "here"))
-            self._stays[key] = all_here and not depends and np.array_equal(out.places, back.places)
+            sent, received = self.sent(move, rank), self.received(move, rank)
+            counts = [len(self.pieces(layout, rank).number) for layout in (move.source, move.target)]
+            all_stay = sent.peers == received.peers == (rank,) and counts == [len(sent.places), len(received.places)]
+            depends_on_counts = {move.source.chunk, move.target.chunk}.intersection(("near", "here"))
+            self._stays[key] = all_stay and not depends_on_counts and np.array_equal(sent.places, received.places)
         return self._stays[key]
 
 
@@ -345,44 +346,54 @@ class LayoutIndex(AbstractLayoutIndex):
     def _match(self, move: Move, rank: int) -> None:
         """Compute the sent and received pieces of all ranks that exchange with `rank`."""
         members = self.grid.group(rank, move.group)
-        ends = self._exchanged(move, members)
-        for table, mine, peer, places in (
-            (self._sent, ends.source, ends.target, ends.there), (self._received, ends.target, ends.source, ends.here),
-        ):  # fmt: skip
-            order = np.lexsort((peer, mine))
-            cuts = np.searchsorted(mine[order], np.arange(len(members) + 1))
+        exchanged = self._exchanged(move, members)
+        for table, own, peer, places in (
+            (self._sent, exchanged.source, exchanged.target, exchanged.source_place),
+            (self._received, exchanged.target, exchanged.source, exchanged.target_place),
+        ):
+            order = np.lexsort((peer, own))
+            cuts = np.searchsorted(own[order], np.arange(len(members) + 1))
             for number, member in enumerate(members):
-                of = order[cuts[number] : cuts[number + 1]]
+                selected = order[cuts[number] : cuts[number + 1]]
                 starts = (
-                    np.flatnonzero(np.diff(peer[of], prepend=-1, append=-1)) if len(of) else np.zeros(1, dtype=np.int64)
+                    np.flatnonzero(np.diff(peer[selected], prepend=-1, append=-1))
+                    if len(selected)
+                    else np.zeros(1, dtype=np.int64)
                 )
-                peers = tuple(members[each] for each in peer[of][starts[:-1]].tolist())
-                table[(move, member)] = Matched(peers, starts, places[of])
+                peers = tuple(members[index] for index in peer[selected][starts[:-1]].tolist())
+                table[(move, member)] = Matched(peers, starts, places[selected])
 
     def _exchanged(self, move: Move, members: tuple[int, ...]) -> _Exchanged:
         """Match the pieces of a group of ranks, with one sort of all pieces that they hold."""
-        held = [self.pieces(move.source, member).number for member in members]
-        wants = [self.pieces(move.target, member).number for member in members]
-        holder, target = (np.repeat(np.arange(len(members)), list(map(len, lists))) for lists in (held, wants))
-        place, here = (np.concatenate([np.arange(len(each)) for each in lists]) for lists in (held, wants))
-        number, wanted = np.concatenate(held), np.concatenate(wants)
+        held_numbers = [self.pieces(move.source, member).number for member in members]
+        wanted_numbers = [self.pieces(move.target, member).number for member in members]
+        holder, target = (
+            np.repeat(np.arange(len(members)), list(map(len, lists))) for lists in (held_numbers, wanted_numbers)
+        )
+        source_place, target_place = (
+            np.concatenate([np.arange(len(piece_numbers)) for piece_numbers in lists])
+            for lists in (held_numbers, wanted_numbers)
+        )
+        number, wanted = np.concatenate(held_numbers), np.concatenate(wanted_numbers)
         # Sorted by piece, then rank: the lowest rank that holds a piece comes first.
         keys = number * len(members) + holder
         order = np.argsort(keys, kind="stable")
-        keys, number, holder, place = keys[order], number[order], holder[order], place[order]
+        keys, number, holder, source_place = keys[order], number[order], holder[order], source_place[order]
         first, end = (np.searchsorted(number, wanted, side=side) for side in ("left", "right"))
         missing = np.unique(target[first == end]).tolist()
-        assert not missing, f"ranks {[members[each] for each in missing]} want pieces that no rank of their group holds"
+        assert not missing, (
+            f"ranks {[members[index] for index in missing]} want pieces that no rank of their group holds"
+        )
         if move.reduce:
             count = end - first
-            at = runs(first, count)
-            target, here = np.repeat(target, count), np.repeat(here, count)
+            position = runs(first, count)
+            target, target_place = np.repeat(target, count), np.repeat(target_place, count)
         elif len(keys):  # the target's own piece, else the lowest rank's
-            own = np.minimum(np.searchsorted(keys, wanted * len(members) + target), len(keys) - 1)
-            at = np.where(keys[own] == wanted * len(members) + target, own, first)
+            own_position = np.minimum(np.searchsorted(keys, wanted * len(members) + target), len(keys) - 1)
+            position = np.where(keys[own_position] == wanted * len(members) + target, own_position, first)
         else:
-            at = first
-        return _Exchanged(holder[at], target, place[at], here)
+            position = first
+        return _Exchanged(holder[position], target, source_place[position], target_place)
 
     def _chunks(self, layout: Layout, rank: int) -> np.ndarray:
         if not FLOWS[layout.flow].is_cut:
@@ -408,10 +419,10 @@ class LayoutIndex(AbstractLayoutIndex):
 
     def _ahead(self, origin: np.ndarray, expert: np.ndarray, groups: int) -> np.ndarray:
         """Return by how many of the `groups` groups of ep ranks each expert's home follows the origin, cyclically."""
-        each = self.grid.ep // groups
-        at = np.array([self.grid.coordinate(rank, "ep") for rank in range(self.grid.world)])
+        ranks_per_group = self.grid.ep // groups
+        ep_rank = np.array([self.grid.coordinate(rank, "ep") for rank in range(self.grid.world)])
         home = expert // (self.num_experts // self.grid.ep)
-        return (home // each - at[origin] // each) % groups
+        return (home // ranks_per_group - ep_rank[origin] // ranks_per_group) % groups
 
 
 class _Exchanged(NamedTuple):
@@ -419,9 +430,9 @@ class _Exchanged(NamedTuple):
 
     source: np.ndarray
     target: np.ndarray
-    there: np.ndarray
+    source_place: np.ndarray
     """Position in the source's slot."""
-    here: np.ndarray
+    target_place: np.ndarray
     """Position in the target's slot."""
 
 
@@ -436,17 +447,17 @@ def find(held: Pieces, wanted: np.ndarray) -> np.ndarray:
     """Return the position of each wanted piece among the held ones, -1 for pieces that are not held."""
     if not len(held.number):
         return np.full(len(wanted), -1)
-    place = np.searchsorted(held.number, wanted, sorter=held.sorter)
-    index = held.sorter[np.minimum(place, len(held.number) - 1)]
+    position = np.searchsorted(held.number, wanted, sorter=held.sorter)
+    index = held.sorter[np.minimum(position, len(held.number) - 1)]
     return np.where(held.number[index] == wanted, index, -1)
 
 
 def matched(splits: list[tuple[int, np.ndarray]]) -> Matched:
     """Return the pieces per peer as one `Matched`, without the peers that have none."""
-    given = [(peer, places) for peer, places in splits if len(places)]
-    starts = np.cumsum([0, *(len(places) for _, places in given)])
-    places = np.concatenate([np.zeros(0, dtype=np.int64), *(places for _, places in given)])
-    return Matched(tuple(peer for peer, _ in given), starts, places)
+    non_empty = [(peer, places) for peer, places in splits if len(places)]
+    starts = np.cumsum([0, *(len(places) for _, places in non_empty)])
+    places = np.concatenate([np.zeros(0, dtype=np.int64), *(places for _, places in non_empty)])
+    return Matched(tuple(peer for peer, _ in non_empty), starts, places)
 
 
 @dataclass(frozen=True)
@@ -498,9 +509,9 @@ class MovedRows:
         """Return the number of rows sent from `source[i]` to `target[i]` for each pair of ranks, (pairs,) int64."""
         if not len(self.rows):
             return np.zeros(len(source), dtype=np.int64)
-        pairs, wanted = self.source * self.world + self.target, source * self.world + target
-        place = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
-        return np.where(pairs[place] == wanted, self.rows[place], 0)
+        pairs, wanted_pairs = self.source * self.world + self.target, source * self.world + target
+        position = np.minimum(np.searchsorted(pairs, wanted_pairs), len(pairs) - 1)
+        return np.where(pairs[position] == wanted_pairs, self.rows[position], 0)
 
     def on_legs(self, legs: np.ndarray) -> MovedRows:
         """Return the rows that each rank sends in one hop.
@@ -512,31 +523,31 @@ class MovedRows:
         return moved_rows(self.world, legs[2] * self.world + legs[3], self.between(legs[0], legs[1]))
 
 
-def _at(ascending: np.ndarray, place: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+def _stands_at(ascending: np.ndarray, position: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Return whether `ascending` has each wanted number at the given position, (n,) bool."""
     if not len(ascending):
         return np.zeros(len(wanted), dtype=bool)
-    found: np.ndarray = ascending[np.minimum(place, len(ascending) - 1)] == wanted
-    return found
+    is_there: np.ndarray = ascending[np.minimum(position, len(ascending) - 1)] == wanted
+    return is_there
 
 
 def _among(ascending: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Return whether each wanted number occurs in `ascending`, (n,) bool."""
-    return _at(ascending, np.searchsorted(ascending, wanted), wanted)
+    return _stands_at(ascending, np.searchsorted(ascending, wanted), wanted)
 
 
 def moved_rows(world: int, pairs: np.ndarray, rows: np.ndarray) -> MovedRows:
     """Return rows summed by pair of ranks. A pair is source * world + target."""
-    some = (rows > 0) & (pairs % (world + 1) != 0)
-    pairs, rows = pairs[some], rows[some]
+    is_sent = (rows > 0) & (pairs % (world + 1) != 0)
+    pairs, rows = pairs[is_sent], rows[is_sent]
     if world * world <= 8 * len(pairs):  # a table of all pairs is smaller than sorting these
         table = np.bincount(pairs, weights=rows, minlength=world * world)
-        found = np.flatnonzero(table)
-        summed = table[found]
+        distinct = np.flatnonzero(table)
+        summed = table[distinct]
     else:
-        found, number = np.unique(pairs, return_inverse=True)
-        summed = np.bincount(number, weights=rows, minlength=len(found))
-    return MovedRows(world, found // world, found % world, summed.astype(np.int64))
+        distinct, number = np.unique(pairs, return_inverse=True)
+        summed = np.bincount(number, weights=rows, minlength=len(distinct))
+    return MovedRows(world, distinct // world, distinct % world, summed.astype(np.int64))
 
 
 @dataclass(frozen=True)
@@ -619,11 +630,11 @@ class CallSizes:
         self._parts: dict[tuple[Layout, Layout, int], Runs] = {}
         self._ends: dict[tuple[Layout, int], np.ndarray] = {}
         self._helped: dict[int, np.ndarray] = {}
-        self._near: dict[int, np.ndarray] = {}
+        self._needed_on_node: dict[int, np.ndarray] = {}
         self._outgoing: dict[tuple[Move, int], Splits] = {}
         self._incoming: dict[tuple[Move, int], Splits] = {}
         self._moved: dict[Move, MovedRows] = {}
-        self._some: dict[tuple[Flow, bool], tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = {}
+        self._pieces_of_flow: dict[tuple[Flow, bool], tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = {}
         self._holders: dict[tuple[Layout, bool], tuple[np.ndarray, np.ndarray]] = {}
 
     def helped(self, rank: int) -> np.ndarray:
@@ -641,18 +652,18 @@ class CallSizes:
         if layout.chunk == "here":
             return np.flatnonzero(self.helped(rank))
         experts = self.shapes.experts(layout, rank)
-        return experts[self._wanted(layout, rank)[experts]] if layout.chunk == "near" else experts
+        return experts[self._needs_weights(layout, rank)[experts]] if layout.chunk == "near" else experts
 
-    def _wanted(self, layout: Layout, rank: int) -> np.ndarray:
+    def _needs_weights(self, layout: Layout, rank: int) -> np.ndarray:
         """Return the experts whose weights replicated copies need on the rank ("here") or its node ("near"),
         (num_experts,) bool."""
         if layout.chunk == "here":
             return self.helped(rank)
-        if rank not in self._near:
+        if rank not in self._needed_on_node:
             shard = self.grid.coordinate(rank, "etp")
-            mates = [m for m in self.grid.group(rank, ("local",)) if self.grid.coordinate(m, "etp") == shard]
-            self._near[rank] = np.any([self.helped(mate) for mate in mates], axis=0)
-        return self._near[rank]
+            mates = [mate for mate in self.grid.group(rank, ("local",)) if self.grid.coordinate(mate, "etp") == shard]
+            self._needed_on_node[rank] = np.any([self.helped(mate) for mate in mates], axis=0)
+        return self._needed_on_node[rank]
 
     def num_held(self, layout: Layout, rank: int) -> int:
         """Return the number of experts of which a slot of this layout has rows or weights on a rank."""
@@ -678,7 +689,7 @@ class CallSizes:
             offsets = np.zeros(len(pieces.number) + 1, dtype=np.int64)
             rows = self._rows[layout.flow][pieces.origin, pieces.expert, pieces.chunk]
             if layout.chunk in ("near", "here") and layout.flow in ("weights", "bias"):
-                rows = rows * self._wanted(layout, rank)[pieces.expert]
+                rows = rows * self._needs_weights(layout, rank)[pieces.expert]
             np.cumsum(rows, out=offsets[1:])
             self._offsets[key] = offsets
         return self._offsets[key]
@@ -698,11 +709,11 @@ class CallSizes:
         """
         experts = self.shapes.held(layout).experts
         first, num_experts = experts.argmax(1), experts.shape[1]
-        most = int((num_experts - experts[:, ::-1].argmax(1) - first).max())
+        width = int((num_experts - experts[:, ::-1].argmax(1) - first).max())
         rank, piece = self._held_by(layout, by_expert=True)
         _, expert, _, rows = self._pieces(layout, by_expert=True)
-        found = np.bincount(rank * most + expert[piece] - first[rank], rows[piece], self.grid.world * most)
-        return found.astype(np.int64).reshape(self.grid.world, most)
+        table = np.bincount(rank * width + expert[piece] - first[rank], rows[piece], self.grid.world * width)
+        return table.astype(np.int64).reshape(self.grid.world, width)
 
     def ends(self, layout: Layout, rank: int) -> np.ndarray:
         """Return one past the last row of each expert in a slot of copies, (experts of the layout,) int64."""
@@ -757,20 +768,23 @@ class CallSizes:
         world, rows = self.grid.world, self._pieces(move.source)[3]
         group = np.array([self.grid.group(rank, move.group)[0] for rank in range(world)])
         (holder, held), (target, wanted) = (self._held_by(layout) for layout in (move.source, move.target))
-        want = group[target] * len(rows) + wanted
+        wanted_keys = group[target] * len(rows) + wanted
         # Sorted by piece, then by holder.
-        pairs = np.sort((group[holder] * len(rows) + held) * world + holder)
-        have, holder = np.divmod(pairs, world)
+        held_by_rank = np.sort((group[holder] * len(rows) + held) * world + holder)
+        held_keys, holder = np.divmod(held_by_rank, world)
         if not move.reduce:  # the target's own piece, else the lowest rank's
-            others = ~_among(pairs, want * world + target)
-            target, wanted, want = target[others], wanted[others], want[others]
-            lowest = np.flatnonzero(np.diff(have, prepend=-1))
-            have, holder = have[lowest], holder[lowest]
-        first = np.searchsorted(have, want)
-        end = np.searchsorted(have, want, side="right") if move.reduce else first + _at(have, first, want)
+            foreign = ~_among(held_by_rank, wanted_keys * world + target)
+            target, wanted, wanted_keys = target[foreign], wanted[foreign], wanted_keys[foreign]
+            lowest = np.flatnonzero(np.diff(held_keys, prepend=-1))
+            held_keys, holder = held_keys[lowest], holder[lowest]
+        first = np.searchsorted(held_keys, wanted_keys)
+        if move.reduce:
+            end = np.searchsorted(held_keys, wanted_keys, side="right")
+        else:
+            end = first + _stands_at(held_keys, first, wanted_keys)
         # Replicated weights that no rank needs are not sent.
-        asked_for = {move.source.chunk, move.target.chunk}.intersection(("near", "here"))
-        assert asked_for or (first < end).all(), "ranks want pieces that no rank of their group holds"
+        may_be_unneeded = {move.source.chunk, move.target.chunk}.intersection(("near", "here"))
+        assert may_be_unneeded or (first < end).all(), "ranks want pieces that no rank of their group holds"
         count = end - first
         return holder[runs(first, count)] * world + np.repeat(target, count), np.repeat(rows[wanted], count)
 
@@ -784,13 +798,15 @@ class CallSizes:
         """
         flow = layout.flow
         by_expert = by_expert or flow in ("weights", "bias")
-        if (flow, by_expert) not in self._some:
-            each = 1 if by_expert or not FLOWS[flow].is_per_expert else self.num_experts // self.grid.ep
+        if (flow, by_expert) not in self._pieces_of_flow:
+            experts_per_home = 1 if by_expert or not FLOWS[flow].is_per_expert else self.num_experts // self.grid.ep
             rows = self._rows[flow]
-            together = rows.reshape(len(rows), -1, each, rows.shape[2]).sum(2) if each > 1 else rows
-            origin, home, chunk = np.nonzero(together)
-            self._some[flow, by_expert] = origin, home * each, chunk, together[origin, home, chunk]
-        return self._some[flow, by_expert]
+            merged = rows
+            if experts_per_home > 1:
+                merged = rows.reshape(len(rows), -1, experts_per_home, rows.shape[2]).sum(2)
+            origin, home, chunk = np.nonzero(merged)
+            self._pieces_of_flow[flow, by_expert] = origin, home * experts_per_home, chunk, merged[origin, home, chunk]
+        return self._pieces_of_flow[flow, by_expert]
 
     def _held_by(self, layout: Layout, *, by_expert: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Return which ranks hold which of `_pieces`, as pairs (rank, position in `_pieces`), (pairs,) int64 each."""
@@ -798,9 +814,9 @@ class CallSizes:
             origin, expert, chunk, _ = self._pieces(layout, by_expert=by_expert)
             rank, piece = self.shapes.held(layout).by(origin, expert, chunk)
             if layout.chunk in ("near", "here") and layout.flow in ("weights", "bias"):
-                tables = np.stack([self._wanted(layout, each) for each in range(self.grid.world)])
-                wanted = tables[rank, expert[piece]]
-                rank, piece = rank[wanted], piece[wanted]
+                tables = np.stack([self._needs_weights(layout, member) for member in range(self.grid.world)])
+                is_needed = tables[rank, expert[piece]]
+                rank, piece = rank[is_needed], piece[is_needed]
             self._holders[layout, by_expert] = rank, piece
         return self._holders[layout, by_expert]
 
@@ -816,7 +832,9 @@ class CallSizes:
         if theirs.chunk in ("near", "here") and theirs.flow in ("weights", "bias"):
             experts = self.shapes.pieces(mine, rank).expert[matched.places]
             cuts = zip(matched.peers, matched.starts[:-1], matched.starts[1:])
-            sizes = sizes * np.concatenate([self._wanted(theirs, peer)[experts[a:b]] for peer, a, b in cuts])
+            sizes = sizes * np.concatenate(
+                [self._needs_weights(theirs, peer)[experts[start:end]] for peer, start, end in cuts]
+            )
         ends = [0, *sizes.cumsum()[matched.starts[1:] - 1].tolist()] if len(sizes) else [0]
         counts = tuple(end - start for start, end in pairwise(ends))
         is_whole = matched.in_order and ends[-1] == offsets[-1]
@@ -824,19 +842,19 @@ class CallSizes:
 
     def _find_bases(self, tokens: Layout, copies: Layout, rank: int) -> np.ndarray:
         """Return the base of each piece of the copies; see `token_bases`."""
-        of_copies, later = self.shapes.pieces(copies, rank), self.shapes.tokens_later(copies, rank)
+        copy_pieces, later = self.shapes.pieces(copies, rank), self.shapes.tokens_later(copies, rank)
         if later is not None:
             return later
-        held = self.shapes.pieces(tokens, rank)
-        if copies.whole_tp or tokens.whole_tp or len(held.number) == 1:
-            return np.zeros(len(of_copies.number), dtype=np.int64)
+        token_pieces = self.shapes.pieces(tokens, rank)
+        if copies.whole_tp or tokens.whole_tp or len(token_pieces.number) == 1:
+            return np.zeros(len(copy_pieces.number), dtype=np.int64)
         if tokens.flow in ONCE:
             grid = self.grid
-            stop = (
-                of_copies.expert if copies.flow == "rank_tokens" else of_copies.expert // (self.num_experts // grid.ep)
-            )
-            to = stop if tokens.flow == "rank_tokens" else stop // (grid.ep // grid.nodes_per_replica)
-            place = find(held, self.shapes.number(of_copies.origin, to, of_copies.chunk))
+            ep_rank = copy_pieces.expert
+            if copies.flow != "rank_tokens":
+                ep_rank = ep_rank // (self.num_experts // grid.ep)
+            destination = ep_rank if tokens.flow == "rank_tokens" else ep_rank // (grid.ep // grid.nodes_per_replica)
+            position = find(token_pieces, self.shapes.number(copy_pieces.origin, destination, copy_pieces.chunk))
         else:
-            place = np.searchsorted(held.origin, of_copies.origin)
-        return self.offsets(tokens, rank)[:-1][place]
+            position = np.searchsorted(token_pieces.origin, copy_pieces.origin)
+        return self.offsets(tokens, rank)[:-1][position]

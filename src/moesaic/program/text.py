@@ -79,7 +79,7 @@ def from_text(text: str) -> Program:
             elif words[0] == "task":
                 tasks.append(_read_task(line))
             else:
-                raise ValueError(f"{words[0]!r} is no kind of line")
+                raise ValueError(f"{words[0]!r} is not a kind of line")
         except InputError:
             raise
         except (ValueError, IndexError) as error:
@@ -112,20 +112,22 @@ def _read_header(words: list[str]) -> str:
 
 
 def _read_slot(words: list[str]) -> Slot:
-    rest = words[3:]
+    remaining = words[3:]
     states = []
-    while rest and (":" in rest[0] or rest[0] == "-"):
-        word = rest.pop(0)
+    while remaining and (":" in remaining[0] or remaining[0] == "-"):
+        word = remaining.pop(0)
         if word != "-":
             axis, value = word.split(":")
             states.append((_one_of(AXES, axis, "axis"), State(value)))
-    layout = (Placed if "placed" in rest else Layout)(
-        flow=_one_of(FLOWS, rest[0], "flow"),
-        spread=() if rest[2] == "own" else _axes(rest[2]),
-        whole_tp="whole-tp" in rest,
-        experts=_one_of(WHICH, rest[rest.index("at") + 1], "place of experts") if "at" in rest else "all",
-        chunk=_chunk(rest[rest.index("chunk") + 1]) if "chunk" in rest else None,
-        step=_step(rest[rest.index("step") + 1]) if "step" in rest else None,
+    layout = (Placed if "placed" in remaining else Layout)(
+        flow=_one_of(FLOWS, remaining[0], "flow"),
+        spread=() if remaining[2] == "own" else _axes(remaining[2]),
+        whole_tp="whole-tp" in remaining,
+        experts=_one_of(WHICH, remaining[remaining.index("at") + 1], "place of experts")
+        if "at" in remaining
+        else "all",
+        chunk=_chunk(remaining[remaining.index("chunk") + 1]) if "chunk" in remaining else None,
+        step=_step(remaining[remaining.index("step") + 1]) if "step" in remaining else None,
     )
     return Slot(name=words[1], kind=Kind(words[2]), layout=layout, state=tuple(states))
 
@@ -135,7 +137,7 @@ def _read_task(line: str) -> Task:
     words = head.split()
     powers = [int(power) for power in re.findall(r"\^(-?\d+)", tail)]
     extras = dict(re.findall(r"(\w+)=(\S+)", tail))
-    of = tuple(extras["of"].split("/")) if "of" in extras else None
+    ends = tuple(extras["of"].split("/")) if "of" in extras else None
     return Task(
         name=words[1],
         op=Op(words[2]),
@@ -149,7 +151,7 @@ def _read_task(line: str) -> Task:
         link=extras.get("link", ""),
         codec=extras.get("codec", ""),
         hop=int(extras.get("hop", 0)),
-        of=(of[0], of[1]) if of else None,
+        of=(ends[0], ends[1]) if ends else None,
     )
 
 
@@ -157,7 +159,7 @@ def _one_of(names: Iterable[T], word: str, what: str) -> T:
     for name in names:
         if word == name:
             return name
-    raise ValueError(f"{word!r} is no {what}")
+    raise ValueError(f"{word!r} is not a known {what}")
 
 
 def _axes(words: str) -> tuple[Axis, ...]:

@@ -63,8 +63,8 @@ class Timeline:
     def busy(self) -> dict[Lane, float]:
         """Fraction of the makespan during which each lane is busy. Lanes without tasks are left out."""
         total = self.makespan or 1.0
-        found = {lane: self.on(lane) for lane in LANES}
-        return {lane: _length(spans) / total for lane, spans in found.items() if spans}
+        spans_by_lane = {lane: self.on(lane) for lane in LANES}
+        return {lane: _length(spans) / total for lane, spans in spans_by_lane.items() if spans}
 
     @property
     def communication(self) -> float:
@@ -79,7 +79,11 @@ class Timeline:
             return 1.0
         computing = self.on(Lane.COMPUTE)
         moving = [span for lane in MOVING for span in self.on(lane)]
-        hidden = sum(max(0.0, min(a.end, b.end) - max(a.start, b.start)) for a in moving for b in computing)
+        hidden = sum(
+            max(0.0, min(move.end, compute.end) - max(move.start, compute.start))
+            for move in moving
+            for compute in computing
+        )
         return hidden / total
 
 
@@ -121,11 +125,11 @@ def place(free: Free, lane: Lane, seconds: float, ready: float, host_runs_comput
         ready: when everything that the task reads is available.
         host_runs_compute: see `lay_out`.
     """
-    at = resource(lane, host_runs_compute)
+    index = resource(lane, host_runs_compute)
     issued = max(free[THREAD], ready) if host_runs_compute or lane is Lane.HOST else free[THREAD]
-    start = max(issued, ready, free[at])
+    start = max(issued, ready, free[index])
     after = [issued, *free[1:]]
-    after[at] = start + seconds
+    after[index] = start + seconds
     return (after[0], after[1], after[2], after[3]), start
 
 
@@ -140,7 +144,7 @@ def durations(program: Program, seconds: Mapping[str, float]) -> list[float]:
     Raises:
         InputError: if a duration is missing, negative or not finite.
     """
-    found = []
+    lengths = []
     for task in program.tasks:
         length = seconds.get(task.name)
         if length is None:
@@ -151,8 +155,8 @@ def durations(program: Program, seconds: Mapping[str, float]) -> list[float]:
             raise InputError(
                 f"durations of {program.name}: task {task.name} takes {length} s: give a finite number of at least 0"
             )
-        found.append(float(length))
-    return found
+        lengths.append(float(length))
+    return lengths
 
 
 def chunk_of(task: Task, slots: Mapping[str, Slot]) -> int | None:

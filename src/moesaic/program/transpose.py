@@ -36,20 +36,20 @@ def transpose(program: Program) -> Program:
     not kept; the backward program gathers them again. A slot with several readers gets one cotangent per reader and a
     task that adds them.
     """
-    work = _Transposition(program)
+    transposition = _Transposition(program)
     for task in _fetches(program):
-        work.slots.update({name: program.slot(name) for name in task.writes})
-        work.tasks.append(task)
+        transposition.slots.update({name: program.slot(name) for name in task.writes})
+        transposition.tasks.append(task)
     for task in reversed(program.tasks):
         if any(_flows(program, name) for name in task.writes):
-            work.add(task)
-    kept = saved(program)
-    work.slots.update({name: program.slot(name) for name in kept})
+            transposition.add(task)
+    saved_names = saved(program)
+    transposition.slots.update({name: program.slot(name) for name in saved_names})
     return Program(
         name=f"{program.name}{SUFFIX}",
-        slots=tuple(work.slots.values()),
-        tasks=tuple(work.tasks),
-        inputs=tuple(map(cotangent, program.outputs)) + kept,
+        slots=tuple(transposition.slots.values()),
+        tasks=tuple(transposition.tasks),
+        inputs=tuple(map(cotangent, program.outputs)) + saved_names,
         outputs=tuple(cotangent(name) for name in program.inputs if _flows(program, name)),
     )
 
@@ -67,7 +67,9 @@ class _Transposition:
     def add(self, task: Task) -> None:
         """Append the transpose of a task, and the sums of cotangents that are complete with it."""
         differentiable = [name for name in task.reads if _flows(self.program, name)]
-        others = task.reads if task.op is Op.EXPERT else tuple(n for n in task.reads if n not in differentiable)
+        others = (
+            task.reads if task.op is Op.EXPERT else tuple(name for name in task.reads if name not in differentiable)
+        )
         self.tasks.append(
             replace(
                 task,

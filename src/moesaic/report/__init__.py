@@ -1,1 +1,1 @@
-"""The report about one or more runs: numbers (`summary`), charts (`charts`, `layers`) and the page (`page`)."""
+"""HTML reports: on runs (`page`, from `summary`, `charts` and `balance`), plans (`plan_page`) and programs (`gantt`)."""

@@ -1,9 +1,9 @@
-"""The balance view of a run: load per rank before and after, what was decided in each layer, and the bytes that moved for it.
+"""Sections of a report about balancing: load per rank without and with it, each layer's decisions, and the bytes moved.
 
-For runs whose layers have an arbiter, or whose samples move. Numbers are those of the first rank's metrics, which all
-ranks share: counts are told to everybody, and decisions come from counts.
+They exist for runs with an arbiter or with moving samples. The numbers come from the first rank's metrics; they hold for all
+ranks, since ranks exchange their counts and decide from these.
 
-The section about plans that changed while a run trained says what ran, what was tried, what was decided and why.
+A further section lists the changes of plan during training: the plans tried, the decisions and their reasons.
 """
 
 from __future__ import annotations
@@ -34,41 +34,41 @@ from moesaic.train.metrics import read_metrics
 
 BEFORE, AFTER = "#9aa1ac", "#3a6ea5"
 ALONE_COLOUR = "#e5e7eb"
-"""Of calls that were left alone, in the picture of decisions."""
+"""Colour of calls that were left alone, in the chart of decisions."""
 MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceLines:
-    """What the lines of a run's metrics say of balance."""
+    """The entries about balancing in a run's metrics; each field has one element per line of metrics."""
 
     steps: tuple[int, ...]
     decision_shares: tuple[float, ...]
-    """Time that deciding took, over that of the training steps."""
+    """Time spent on decisions, divided by the time of the training steps."""
     layers: tuple[tuple[dict[str, Any], ...], ...]
-    """Per line, what each MoE layer did, as `train/balance.py` writes it; empty for a layer that decided nothing."""
+    """Each MoE layer's table as written by `train/balance.py`; empty for a layer that decided nothing."""
 
     @property
     def counts(self) -> Counter[str]:
         """How often each option was chosen."""
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for layers in self.layers:
             for layer in layers:
-                found.update(layer.get("options", {}))
-        return found
+                counts.update(layer.get("options", {}))
+        return counts
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Everything that was chosen, what is left alone first, then the commonest."""
+        """All options that were chosen, most frequent first, with "alone" in front."""
         counts = self.counts
         return tuple(sorted(counts, key=lambda name: (name != "alone", -counts[name], name)))
 
     def mean(self, name: str) -> list[float]:
-        """Return a number's mean over the layers that have it, per line; 0 where none has."""
+        """Return, per line, a number's mean over the layers that have it; 0 if no layer has it."""
         return [_mean([float(layer[name]) for layer in layers if name in layer], 0.0) for layers in self.layers]
 
     def busiest(self, name: str) -> list[float]:
-        """Return the busiest place's rows over the mean, mean over the layers, per line; 1 is balance."""
+        """Return, per line, the busiest rank's rows relative to the mean, averaged over the layers; 1 is balanced."""
         return [
             _mean([max(shares) for layer in layers if (shares := _shares(layer.get(name)))], 1.0)
             for layers in self.layers
@@ -80,86 +80,90 @@ def _mean(values: Sequence[float], empty: float) -> float:
 
 
 def _shares(rows: Sequence[float] | None) -> list[float]:
-    """Return each place's rows over the mean; empty where there are none."""
-    return [each * len(rows) / sum(rows) for each in rows] if rows and sum(rows) > 0 else []
+    """Return each rank's rows relative to the mean; empty if there are no rows."""
+    return [place_rows * len(rows) / sum(rows) for place_rows in rows] if rows and sum(rows) > 0 else []
 
 
 def balance_section(run: RunSummary, colour: str) -> Section | None:
-    """Return the section about what moved because routing is skewed; None for a run where nothing was decided."""
-    found = balance_of(read_metrics(run.folder))
-    if found is None:
+    """Return the section about balancing of skewed routing; None for a run without such decisions."""
+    entries = balance_of(read_metrics(run.folder))
+    if entries is None:
         return None
-    drawn = [
+    pictures = [
         Picture(
             "Load of the busiest rank",
-            "Over the mean, mean over the layers; 1 is balance.",
-            busiest_rank(found),
+            "Relative to the mean load, averaged over the layers; 1 is balanced.",
+            busiest_rank(entries),
         ),
-        Picture("Bytes that moved", "Per call, forward and backward, mean over the layers.", bytes_moved(found)),
+        Picture("Bytes that moved", "Per call, forward and backward, averaged over the layers.", bytes_moved(entries)),
     ]
-    layer = most_skewed(found)
-    for name, when in (("rows_alone", "if left alone"), ("rows", "as decided")):
+    layer = most_skewed(entries)
+    for name, suffix in (("rows_alone", "if left alone"), ("rows", "as decided")):
         if layer is not None:
-            title = f"Load per rank of layer {layer}, {when}"
-            caption = "The layer with the most skew; copies that each rank of ep computes, over the mean."
-            drawn.append(Picture(title, caption, load_per_rank(found, layer, name)))
-    chosen = Picture("Decisions", "What each layer ran most since the line before.", decisions(found))
+            title = f"Load per rank of layer {layer}, {suffix}"
+            caption = "The layer with the most skew: copies that each ep rank computes, relative to the mean."
+            pictures.append(Picture(title, caption, load_per_rank(entries, layer, name)))
+    options_picture = Picture(
+        "Decisions", "The option that each layer ran most often since the previous line of metrics.", decisions(entries)
+    )
     return Section(
         title="Balance of",
         run=run.name,
         colour=colour,
-        text=told(found),
-        blocks=[PictureGrid(drawn), legend(found.options), PictureGrid([chosen]), table(found)],
+        text=in_words(entries),
+        blocks=[PictureGrid(pictures), legend(entries.options), PictureGrid([options_picture]), table(entries)],
     )
 
 
 def balance_of(lines: Sequence[dict[str, Any]]) -> BalanceLines | None:
-    """Return what a run's metrics say of balance; None where nothing was decided."""
-    found = [line for line in lines if line.get("kind") == "train" and isinstance(line.get("balance"), dict)]
-    if not found:
+    """Return the entries about balancing in a run's metrics; None if there are none."""
+    train_lines = [line for line in lines if line.get("kind") == "train" and isinstance(line.get("balance"), dict)]
+    if not train_lines:
         return None
     return BalanceLines(
-        steps=tuple(int(line["step"]) for line in found),
-        decision_shares=tuple(float(line["balance"]["decision_share"]) for line in found),
-        layers=tuple(tuple(line["balance"]["layers"]) for line in found),
+        steps=tuple(int(line["step"]) for line in train_lines),
+        decision_shares=tuple(float(line["balance"]["decision_share"]) for line in train_lines),
+        layers=tuple(tuple(line["balance"]["layers"]) for line in train_lines),
     )
 
 
-def busiest_rank(found: BalanceLines) -> go.Figure:
-    """Draw the busiest place's load over the mean, if calls were left alone and as it was decided."""
-    made = figure(STEP, "busiest rank / mean", height=300, legend=True, rangemode="normal")
-    if any("rows" in layer for layers in found.layers for layer in layers):
-        made.add_trace(line("left alone", found.steps, found.busiest("rows_alone"), BEFORE, width=2.2, showlegend=True))
-        made.add_trace(line("as decided", found.steps, found.busiest("rows"), AFTER, width=2.2, showlegend=True))
-    return made
+def busiest_rank(entries: BalanceLines) -> go.Figure:
+    """Draw the busiest rank's load relative to the mean, for calls left alone and as decided."""
+    chart = figure(STEP, "busiest rank / mean", height=300, legend=True, rangemode="normal")
+    if any("rows" in layer for layers in entries.layers for layer in layers):
+        chart.add_trace(
+            line("left alone", entries.steps, entries.busiest("rows_alone"), BEFORE, width=2.2, showlegend=True)
+        )
+        chart.add_trace(line("as decided", entries.steps, entries.busiest("rows"), AFTER, width=2.2, showlegend=True))
+    return chart
 
 
-def load_per_rank(found: BalanceLines, layer: int, name: str) -> go.Figure:
-    """Draw each place's load over the mean of a layer, places by steps.
+def load_per_rank(entries: BalanceLines, layer: int, name: str) -> go.Figure:
+    """Draw a heatmap of each rank's load relative to the mean in one layer, over steps.
 
     Args:
-        found: the lines.
-        layer: its number.
-        name: "rows_alone" or "rows".
+        found: the entries about balancing.
+        layer: number of the layer.
+        name: "rows_alone" for the load without balancing, "rows" for the load as decided.
     """
     steps, columns = [], []
-    for step, layers in thinned(found):
+    for step, layers in thinned(entries):
         shares = _shares(layers[layer].get(name))
         if shares:
             steps.append(step)
-            columns.append([rounded(each) for each in shares])
+            columns.append([rounded(share) for share in shares])
     return load_heatmap(steps, columns, "rank of ep", height=240)
 
 
-def decisions(found: BalanceLines) -> go.Figure:
-    """Draw which option each layer ran most since the line before, layers by steps; the page has the legend."""
-    names = found.options
-    made = figure(STEP, "MoE layer", height=max(160, 90 + 26 * len(found.layers[0])))
+def decisions(entries: BalanceLines) -> go.Figure:
+    """Draw a heatmap of the option that each layer ran most often since the previous line. The page shows its legend."""
+    names = entries.options
+    chart = figure(STEP, "MoE layer", height=max(160, 90 + 26 * len(entries.layers[0])))
     if not names:
-        return made
+        return chart
     colours = option_colours(names)
     steps, chosen = [], []
-    for step, layers in thinned(found):
+    for step, layers in thinned(entries):
         steps.append(step)
         chosen.append([_commonest(layer) for layer in layers])
     number = {name: place for place, name in enumerate(names)}
@@ -169,7 +173,7 @@ def decisions(found: BalanceLines) -> go.Figure:
         for edge in (place / len(names), (place + 1) / len(names))
     ]
     rows = list(zip(*chosen))
-    made.add_trace(
+    chart.add_trace(
         go.Heatmap(
             x=steps, y=list(range(len(rows))), z=[[number.get(name) for name in row] for row in rows], zmin=-0.5,
             zmax=len(names) - 0.5, colorscale=scale, showscale=False, xgap=0.5, ygap=2,
@@ -177,14 +181,14 @@ def decisions(found: BalanceLines) -> go.Figure:
             hovertemplate="step %{x}<br>layer %{y}<br>%{text}<extra></extra>",
         )
     )  # fmt: skip
-    made.update_layout(hovermode="closest")
-    made.update_yaxes(autorange="reversed", showgrid=False, tickformat="d", dtick=1)
-    return made
+    chart.update_layout(hovermode="closest")
+    chart.update_yaxes(autorange="reversed", showgrid=False, tickformat="d", dtick=1)
+    return chart
 
 
-def bytes_moved(found: BalanceLines) -> go.Figure:
-    """Draw the mebibytes that a call moves: tokens, weights, and what placement of samples adds or saves."""
-    made = figure(STEP, "MiB per call, all ranks", height=300, legend=True)
+def bytes_moved(entries: BalanceLines) -> go.Figure:
+    """Draw the MiB that a call moves: tokens with and without balancing, experts' weights, and samples."""
+    chart = figure(STEP, "MiB per call, all ranks", height=300, legend=True)
     for name, title, colour in (
         ("token_bytes_alone", "tokens, left alone", BEFORE),
         ("token_bytes", "tokens", AFTER),
@@ -192,57 +196,57 @@ def bytes_moved(found: BalanceLines) -> go.Figure:
         ("sample_bytes_across", "samples, between nodes", RUN_COLOURS[2]),
         ("sample_bytes_inside", "samples, inside nodes", RUN_COLOURS[3]),
     ):
-        if any(name in layer for layers in found.layers for layer in layers):
-            values = [each / MEBIBYTE for each in found.mean(name)]
-            made.add_trace(line(title, found.steps, values, colour, width=2.0, showlegend=True))
-    return made
+        if any(name in layer for layers in entries.layers for layer in layers):
+            values = [value / MEBIBYTE for value in entries.mean(name)]
+            chart.add_trace(line(title, entries.steps, values, colour, width=2.0, showlegend=True))
+    return chart
 
 
 def option_colours(names: Sequence[str]) -> dict[str, str]:
-    """Return a colour per option; leaving alone is pale."""
+    """Return a colour per option; pale for "alone"."""
     others = [name for name in names if name != "alone"]
-    return {"alone": ALONE_COLOUR} | {name: RUN_COLOURS[at % len(RUN_COLOURS)] for at, name in enumerate(others)}
+    return {"alone": ALONE_COLOUR} | {name: RUN_COLOURS[index % len(RUN_COLOURS)] for index, name in enumerate(others)}
 
 
-def thinned(found: BalanceLines) -> list[tuple[int, tuple[dict[str, Any], ...]]]:
-    """Return (step, layers) of at most `MOST_COLUMNS` lines, evenly spread, the last one among them."""
-    every = -(-len(found.steps) // MOST_COLUMNS) or 1
-    last = len(found.steps) - 1
-    return [(found.steps[at], found.layers[at]) for at in range(last % every, last + 1, every)]
+def thinned(entries: BalanceLines) -> list[tuple[int, tuple[dict[str, Any], ...]]]:
+    """Return (step, layers) of at most `MOST_COLUMNS` lines, evenly spread and including the last."""
+    stride = -(-len(entries.steps) // MOST_COLUMNS) or 1
+    last = len(entries.steps) - 1
+    return [(entries.steps[index], entries.layers[index]) for index in range(last % stride, last + 1, stride)]
 
 
-def most_skewed(found: BalanceLines) -> int | None:
-    """Return the layer whose busiest place would have had most over the mean; None where no layer says so."""
+def most_skewed(entries: BalanceLines) -> int | None:
+    """Return the layer with the largest load of the busiest rank without balancing; None if no layer has this number."""
     most: dict[int, float] = {}
-    for layers in found.layers:
+    for layers in entries.layers:
         for number, layer in enumerate(layers):
             if shares := _shares(layer.get("rows_alone")):
                 most[number] = most.get(number, 0.0) + max(shares)
     return max(most, key=lambda number: most[number]) if most else None
 
 
-def told(found: BalanceLines) -> str:
-    """Return in one sentence what was decided, and what deciding took."""
-    counts, calls = found.counts, found.counts.total()
+def in_words(entries: BalanceLines) -> str:
+    """Return a text about the decisions and the share of time that they took."""
+    counts, calls = entries.counts, entries.counts.total()
     if not calls:
         return "Samples moved between the MoE layers; nothing else was decided."
-    shares = ", ".join(f"{name} {percent(counts[name] / calls)}" for name in found.options)
-    deciding = sum(found.decision_shares) / len(found.decision_shares)
+    shares = ", ".join(f"{name} {percent(counts[name] / calls)}" for name in entries.options)
+    deciding = sum(entries.decision_shares) / len(entries.decision_shares)
     return f"Of {calls} calls: {shares}. Deciding took {percent(deciding)} of the steps' time."
 
 
 def legend(names: Sequence[str]) -> Legend:
-    """Return the options' colours."""
+    """Return the legend of the chart of decisions."""
     return Legend([Key(name, colour, is_thick=True) for name, colour in option_colours(names).items() if name in names])
 
 
-def table(found: BalanceLines) -> Table:
-    """Return each layer's last line."""
+def table(entries: BalanceLines) -> Table:
+    """Return a table with each layer's numbers from the last line."""
     heads = (
         "At the end", "Options", "Busiest alone", "Busiest", "Copies replicated", "Samples moved", "Deciding, ms",
     )  # fmt: skip
     rows = []
-    for number, layer in enumerate(found.layers[-1]):
+    for number, layer in enumerate(entries.layers[-1]):
         options = ", ".join(f"{name} x {times}" for name, times in layer.get("options", {}).items()) or "none"
         busy = (_shares(layer.get(name)) for name in ("rows_alone", "rows"))
         cells = [
@@ -261,19 +265,19 @@ def _commonest(layer: dict[str, Any]) -> str:
 
 
 SHOWN = 40
-"""Decisions in the table, the last ones."""
+"""Largest number of decisions in the table; the last ones are shown."""
 
 
 def plans_section(run: RunSummary) -> Section | None:
-    """Return the section about plans that changed while a run trained; None where no plan changed by itself."""
-    found = [line["plan"] for line in read_metrics(run.folder) if isinstance(line.get("plan"), dict)]
-    if not found:
+    """Return the section about automatic changes of plan during a run; None if the run did not choose plans automatically."""
+    plans = [line["plan"] for line in read_metrics(run.folder) if isinstance(line.get("plan"), dict)]
+    if not plans:
         return None
-    last = found[-1]
-    told = (
+    last = plans[-1]
+    text = (
         f"{last['switches']} changes of plan, {percent(last['explored_share'])} of the steps on trial; at the end "
         f"{last['running']} runs."
     )
-    rows = [(str(step), why, str(bucket), plan) for each in found for step, why, bucket, plan in each["decisions"]]
+    rows = [(str(step), why, str(bucket), plan) for entry in plans for step, why, bucket, plan in entry["decisions"]]
     table = Table(("Step", "Why", "Load", "Plan from then on"), rows[-SHOWN:])
-    return Section(title="Plans of", run=run.name, text=told, blocks=[table])
+    return Section(title="Plans of", run=run.name, text=text, blocks=[table])

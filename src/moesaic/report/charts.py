@@ -1,7 +1,8 @@
-"""Charts of runs: those that compare runs (loss, speed, optimisation, balance as the mean over the layers), and those of one
-run's MoE layers (a line per layer, and the load of every expert over time).
+"""Draws the charts of runs.
 
-Each leaves out runs that lack the number; the page leaves out charts without a run.
+Some charts compare runs: loss, speed, optimisation, and balance as the mean over the layers. Others show one run's MoE layers:
+a line per layer, and the load of every expert over time. A chart leaves out runs that lack its number; the page leaves out
+empty charts.
 """
 
 from __future__ import annotations
@@ -29,82 +30,84 @@ from moesaic.report.summary import LayerSeries, RunSummary, Series, mean_over_la
 
 STEP = "optimizer step"
 MOST_COLUMNS = 200
-"""Columns of a heatmap; neighbouring intervals are added up beyond that."""
+"""Largest number of columns of a heatmap. If there are more steps, the loads of neighbouring ones are added up."""
 LOAD_COLOURS = ((0.0, "#8c510a"), (0.25, "#d8b365"), (0.5, "#f5f5f5"), (0.75, "#67a9cf"), (1.0, "#2166ac"))
-"""Brown below the mean load, white at it, blue above: told apart without red and green."""
+"""Brown for less than the mean load, white for the mean, blue for more; colour-blind readers can distinguish them."""
 
 
 def loss_unit(runs: Sequence[RunSummary]) -> str:
-    """Return the unit of losses over steps: a token is a byte unless a run has another tokenizer."""
+    """Return the unit of losses over steps: nats/byte if every run's tokens are bytes, else nats/token."""
     return "nats/byte" if all(run.val_loss == run.val_nats_per_byte for run in runs) else "nats/token"
 
 
 def loss_over_steps(runs: Sequence[RunSummary]) -> go.Figure:
     """Draw training loss (thin) and validation loss (markers) over steps.
 
-    The axis starts out without the first steep drop, which would flatten all that follows.
+    The initial axis excludes the first steep drop, which would flatten the rest of the curve.
     """
-    made = figure(STEP, f"loss ({loss_unit(runs)})", height=340, legend=True)
+    chart = figure(STEP, f"loss ({loss_unit(runs)})", height=340, legend=True)
     for index, run in enumerate(runs):
-        made.add_trace(
+        chart.add_trace(
             line(f"{run.name}, training", run.loss.steps, run.loss.values, run_colour(index), width=1, opacity=0.55)
         )
     for index, run in enumerate(runs):
         if run.val_loss:
-            made.add_trace(_validation(f"{run.name}, validation", run.val_loss.steps, run.val_loss.values, index))
-    made.update_yaxes(range=_loss_range(runs))
+            chart.add_trace(_validation(f"{run.name}, validation", run.val_loss.steps, run.val_loss.values, index))
+    chart.update_yaxes(range=_loss_range(runs))
     if len(runs) in (2, 3) and all(len(run.name) <= 30 // len(runs) for run in runs):  # a row for each kind of loss
-        made.update_layout(legend={"entrywidth": 0.98 / len(runs), "entrywidthmode": "fraction"})
-    return made
+        chart.update_layout(legend={"entrywidth": 0.98 / len(runs), "entrywidthmode": "fraction"})
+    return chart
 
 
 def validation_over_time(runs: Sequence[RunSummary]) -> go.Figure:
-    """Draw validation loss over training time: what a step costs counts here."""
+    """Draw validation loss over training time, which takes the cost of a step into account."""
     unit, length = time_unit(max(run.training_seconds for run in runs))
-    made = figure(f"training time ({unit})", "validation loss (nats/byte)", height=340, legend=True)
+    chart = figure(f"training time ({unit})", "validation loss (nats/byte)", height=340, legend=True)
     for index, run in enumerate(runs):
         if run.val_nats_per_byte:
             times = [second / length for second in run.val_seconds.values]
-            made.add_trace(_validation(run.name, times, run.val_nats_per_byte.values, index))
-    made.update_xaxes(rangemode="tozero", hoverformat=".1f")
-    return made
+            chart.add_trace(_validation(run.name, times, run.val_nats_per_byte.values, index))
+    chart.update_xaxes(rangemode="tozero", hoverformat=".1f")
+    return chart
 
 
 def speed(runs: Sequence[RunSummary]) -> list[Picture]:
     """Draw speed, optimisation and auxiliary losses over steps, a line per run."""
     names = dict.fromkeys(name for run in runs for name in run.auxiliary)
-    found = [
+    pictures = [
         Picture(title, caption, _per_run(runs, pick, axis, rangemode="tozero", **options))
         for title, caption, axis, pick, options in OVER_STEPS
     ]
-    for trace in found[-1].figure.data[1:]:  # the learning rates of runs are often the same
+    for trace in pictures[-1].figure.data[1:]:  # equal learning rates would hide each other
         trace.line.dash = "dash"
     for name in names:
         words = name.replace("_", " ")
-        made = _per_run(runs, partial(_auxiliary, name), words)
-        found.append(Picture(f"Auxiliary loss: {words}", "Before its coefficient, mean over the MoE layers.", made))
-    return found
+        chart = _per_run(runs, partial(_auxiliary, name), words)
+        pictures.append(
+            Picture(f"Auxiliary loss: {words}", "Before its coefficient, averaged over the MoE layers.", chart)
+        )
+    return pictures
 
 
 OVER_STEPS: tuple[tuple[str, str, str, Callable[[RunSummary], Series], dict[str, str]], ...] = (
-    ("Throughput", "Training tokens per second since the line before.", "tokens/s",
+    ("Throughput", "Training tokens per second since the previous line of metrics.", "tokens/s",
      lambda run: run.tokens_per_second, {"tickformat": "~s"}),
     ("MFU", "The model's FLOPs over the matmul peak measured at the start.", "MFU (% of matmul peak)",
      lambda run: run.mfu, {"tickformat": "~%"}),
     ("Gradient norm", "Over all parameters, before clipping.", "gradient norm", lambda run: run.grad_norm, {}),
     ("Learning rate", "Linear warm-up, then a cosine.", "learning rate", lambda run: run.lr, {"exponentformat": "power"}),
 )  # fmt: skip
-"""Title, caption, axis, series and look of the charts about speed and optimisation; the learning rate is the last."""
+"""(title, caption, axis title, series, axis options) of the charts about speed and optimisation; the learning rate is last."""
 BALANCE: tuple[tuple[str, str, str, Callable[[LayerSeries], Series], dict[str, str]], ...] = (
-    ("MaxVio", "Largest load over mean load, minus 1; 0 is balance.", "MaxVio", lambda layer: layer.max_violation, {}),
+    ("MaxVio", "Largest load over mean load, minus 1; 0 is balanced.", "MaxVio", lambda layer: layer.max_violation, {}),
     ("Churn", "Tokens of a fixed probe batch whose experts changed in one optimizer step.", "churn (% of tokens)",
      lambda layer: layer.churn, {"tickformat": "~%"}),
 )  # fmt: skip
-"""The same of the charts about the balance of MoE layers."""
+"""(title, caption, axis title, series, axis options) of the charts about the balance of MoE layers."""
 
 
 def comparison(runs: Sequence[RunSummary]) -> list[Picture]:
-    """Draw how balanced runs are over steps, the mean over their MoE layers."""
+    """Draw the balance of runs over steps, averaged over their MoE layers."""
     return [
         Picture(title, caption, _per_run(runs, partial(_mean, pick), f"mean {axis}", rangemode="tozero", **options))
         for title, caption, axis, pick, options in BALANCE
@@ -112,7 +115,7 @@ def comparison(runs: Sequence[RunSummary]) -> list[Picture]:
 
 
 def balance_of_layers(run: RunSummary) -> list[Picture]:
-    """Draw how balanced a run is, a line per layer and their mean."""
+    """Draw the balance of a run over steps: a line per layer, and their mean."""
     return [
         Picture(title, caption, _per_layer(run, pick, axis, with_mean=True, height=300, **options))
         for title, caption, axis, pick, options in BALANCE
@@ -120,16 +123,16 @@ def balance_of_layers(run: RunSummary) -> list[Picture]:
 
 
 def experts_of_layers(run: RunSummary) -> list[Picture]:
-    """Draw what became of a run's experts and copies, a line per layer, in small charts."""
+    """Draw dead experts, dropped copies, load entropy and needed capacity of a run: small charts with a line per layer."""
     dead = max(max(layer.dead_experts.values, default=0) for layer in run.layers)
     dropped = max(max(layer.dropped_share.values, default=0) for layer in run.layers)
     whole = {"dtick": 1} if dead < 6 else {}
     rows: list[tuple[str, str, str, Callable[[LayerSeries], Series], dict[str, Any]]] = [
-        ("Dead experts", "Chosen by no token since the line before.", "dead experts",
+        ("Dead experts", "Chosen by no token since the previous line.", "dead experts",
          lambda layer: layer.dead_experts, {"range": _from_zero_to(dead or 1), "tickformat": "d", **whole}),
         ("Dropped copies", "For lack of capacity.", "dropped (% of copies)",
          lambda layer: layer.dropped_share, {"range": _from_zero_to(dropped or 0.01), "tickformat": "~%"}),
-        ("Load entropy", "1 is balance, 0 one expert for all.", "entropy of the load",
+        ("Load entropy", "1: balanced; 0: one expert gets all tokens.", "entropy of the load",
          lambda layer: layer.entropy, {"rangemode": "normal"}),
         ("Needed capacity factor", "The smallest that drops nothing.", "capacity factor",
          lambda layer: layer.needed_capacity_factor, {"rangemode": "normal"}),
@@ -140,11 +143,11 @@ def experts_of_layers(run: RunSummary) -> list[Picture]:
 
 
 def expert_loads(steps: Sequence[int], loads: Sequence[Sequence[float]]) -> go.Figure:
-    """Draw each expert's load over the mean load of a layer, experts by steps.
+    """Draw a heatmap of each expert's load relative to the layer's mean load, over steps.
 
     Args:
-        steps: at which loads were written.
-        loads: (steps, experts).
+        steps: the steps at which loads were written.
+        loads: (steps, experts), copies per expert or any multiple of them.
     """
     steps, shares = load_shares(steps, loads)
     num_experts = len(shares[0]) if shares else 0
@@ -154,18 +157,18 @@ def expert_loads(steps: Sequence[int], loads: Sequence[Sequence[float]]) -> go.F
 def load_heatmap(
     steps: Sequence[int], shares: Sequence[Sequence[float | None]], what: str, *, height: int
 ) -> go.Figure:
-    """Draw loads over the mean load, places by steps; 1 is balance.
+    """Draw a heatmap of loads relative to the mean load, over steps; 1 is balanced.
 
     Args:
-        steps: of the columns.
-        shares: (steps, places); None where there was no load.
-        what: a place is, "expert" say.
-        height: of the chart, in pixels.
+        steps: the steps, one per column.
+        shares: (steps, rows): the relative loads; None for a step without load.
+        what: what a row stands for, such as "expert".
+        height: height of the chart in pixels.
     """
-    made = figure(STEP, what, height=height)
+    chart = figure(STEP, what, height=height)
     if not shares:
-        return made
-    made.add_trace(
+        return chart
+    chart.add_trace(
         go.Heatmap(
             x=list(steps),
             y=list(range(len(shares[0]))),
@@ -184,19 +187,20 @@ def load_heatmap(
             },
         )
     )
-    made.update_layout(hovermode="closest")
-    made.update_yaxes(autorange="reversed", showgrid=False, tickformat="d")
-    return made
+    chart.update_layout(hovermode="closest")
+    chart.update_yaxes(autorange="reversed", showgrid=False, tickformat="d")
+    return chart
 
 
 def load_shares(
     steps: Sequence[int], loads: Sequence[Sequence[float]], most_columns: int = MOST_COLUMNS
 ) -> tuple[list[int], list[list[float | None]]]:
-    """Return steps and, per step, each expert's load over the mean; None where there was no load at all.
+    """Return steps and, per step, each expert's load relative to the mean; None for a step without load.
 
     Args:
-        steps, loads: as for `expert_loads`.
-        most_columns: how many steps to return at most; the loads of neighbours are added up.
+        steps: see `expert_loads`.
+        loads: see `expert_loads`.
+        most_columns: largest number of steps to return. If there are more, the loads of neighbouring steps are added up.
     """
     group = -(-len(loads) // most_columns) or 1
     ends: list[int] = []
@@ -210,13 +214,13 @@ def load_shares(
 
 
 def legend(run: RunSummary) -> Legend:
-    """Return the layers' colours, and that of their mean."""
+    """Return the legend of the layers and, if there are several, of their mean."""
     keys = [Key(f"layer {number}", colour) for number, colour in enumerate(layer_colours(len(run.layers)))]
     return Legend([*keys, Key("mean", INK, is_thick=True)] if len(keys) > 1 else keys)
 
 
 def table(run: RunSummary) -> Table:
-    """Return each layer's figures at the end."""
+    """Return a table with each layer's last numbers."""
     heads = ("At the end", "MaxVio", "Entropy", "Needed capacity factor", "Dead experts", "Dropped", "Churn")
     rows = [
         (
@@ -234,7 +238,7 @@ def table(run: RunSummary) -> Table:
 
 
 def _from_zero_to(most: float) -> list[float]:
-    """Return an axis whose line does not hide a curve at zero."""
+    """Return an axis range that starts a little below zero, so that the axis does not hide a curve at zero."""
     return [-0.04 * most, 1.08 * most]
 
 
@@ -247,19 +251,19 @@ def _per_layer(
     height: int = 230,
     **y_axis: Any,
 ) -> go.Figure:
-    """Draw one thin line per layer in the layers' colours, and the mean in ink; the page has the legend."""
-    made = figure(STEP, title, height=height, **{"rangemode": "tozero", **y_axis})
+    """Draw a thin line per layer and, with `with_mean`, their mean in `INK`. The page shows the legend."""
+    chart = figure(STEP, title, height=height, **{"rangemode": "tozero", **y_axis})
     picked = [pick(layer) for layer in run.layers]
     for index, (series, colour) in enumerate(zip(picked, layer_colours(len(picked)))):
-        made.add_trace(line(f"layer {index}", series.steps, series.values, colour, width=1.4))
+        chart.add_trace(line(f"layer {index}", series.steps, series.values, colour, width=1.4))
     mean = mean_over_layers(picked)
     if with_mean and len(picked) > 1:
-        made.add_trace(line("mean", mean.steps, mean.values, INK, width=2.6))
+        chart.add_trace(line("mean", mean.steps, mean.values, INK, width=2.6))
     if not with_mean:
-        made.update_layout(font_size=11.5, margin={"l": 48, "r": 12})
-        made.update_xaxes(nticks=5)
-        made.update_yaxes(nticks=5)
-    return made
+        chart.update_layout(font_size=11.5, margin={"l": 48, "r": 12})
+        chart.update_xaxes(nticks=5)
+        chart.update_yaxes(nticks=5)
+    return chart
 
 
 def _auxiliary(name: str, run: RunSummary) -> Series:
@@ -271,13 +275,13 @@ def _mean(pick: Callable[[LayerSeries], Series], run: RunSummary) -> Series:
 
 
 def _per_run(runs: Sequence[RunSummary], pick: Callable[[RunSummary], Series], title: str, **y_axis: str) -> go.Figure:
-    """Draw one line per run that has the number; runs keep their colours."""
-    made = figure(STEP, title, height=270, legend=len(runs) > 1, **y_axis)
+    """Draw one line for each run that has the number. A run has the same colour in all charts."""
+    chart = figure(STEP, title, height=270, legend=len(runs) > 1, **y_axis)
     for index, run in enumerate(runs):
         series = pick(run)
         if series:
-            made.add_trace(line(run.name, series.steps, series.values, run_colour(index), showlegend=True))
-    return made
+            chart.add_trace(line(run.name, series.steps, series.values, run_colour(index), showlegend=True))
+    return chart
 
 
 def _validation(name: str, x: Sequence[float], y: Sequence[float], index: int) -> go.Scatter:
@@ -286,7 +290,7 @@ def _validation(name: str, x: Sequence[float], y: Sequence[float], index: int) -
 
 
 def _loss_range(runs: Sequence[RunSummary]) -> list[float] | None:
-    """Return an axis from below the smallest loss to the largest first validation loss; None leaves it automatic."""
+    """Return an axis range from below the smallest loss to above the largest first validation loss; None for automatic."""
     first = [run.val_loss.values[0] for run in runs if len(run.val_loss) > 2]
     if not first:
         return None

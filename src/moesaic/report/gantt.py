@@ -1,8 +1,8 @@
-"""Gantt charts: of programs, a row per lane and a bar per task, coloured by chunk; of a whole step; a page that holds several.
+"""Draws Gantt charts of programs and of whole training steps, and writes a page with several of them.
 
-A step's chart has every block of the first micro-batch, forward and backward, and what follows it, in the order in which a rank
-runs them. Movements of an MoE layer lie beside its computing as its programs' timelines have them; parts that nothing hides
-come one after the other.
+A program's chart has a row per lane and a bar per task, coloured by chunk. A step's chart has every block of the first
+micro-batch, forward and backward, then the rest of the step, in the order in which a rank runs them. An MoE layer's
+communication overlaps its computation as in its programs' timelines; parts without overlap follow each other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moesaic.program.timeline import LANES, Span, Timeline
 from moesaic.report.style import Drawn, Picture, figure, page_text, rounded, run_colour, write_text
 
 WHOLE = "#9aa1ac"
-"""Colour of tasks that work on no chunk, or on several."""
+"""Colour of tasks that belong to no chunk, or to several."""
 _ROW = 58
 """Height of a lane, in pixels."""
 
@@ -31,35 +31,37 @@ def gantt(timeline: Timeline, until: float | None = None) -> go.Figure:
     """Draw a timeline.
 
     Args:
-        timeline: what to draw.
-        until: seconds at the end of the axis, so that charts compare; None for the timeline's own end.
+        timeline: the timeline.
+        until: end of the time axis in seconds, to give several charts one scale; None for the timeline's end.
     """
     end = until or timeline.makespan
     unit, length = unit_of(end)
     rows = [lane for lane in LANES if timeline.on(lane)]
     height = 96 + _ROW * max(len(rows), 1)
-    made = figure(f"time ({unit})", "", height=height, legend=True, categoryorder="array")
+    chart = figure(f"time ({unit})", "", height=height, legend=True, categoryorder="array")
     chunks = sorted({span.chunk for span in timeline.spans}, key=lambda chunk: (chunk is not None, chunk or 0))
     for chunk in chunks:
-        made.add_trace(_bars(chunk, [span for span in timeline.spans if span.chunk == chunk], length))
+        chart.add_trace(_bars(chunk, [span for span in timeline.spans if span.chunk == chunk], length))
     names = [lane.value for lane in reversed(rows)]
-    made.update_yaxes(categoryarray=names, showgrid=False, nticks=None, range=[-0.5, len(names) - 0.5])
-    made.update_xaxes(range=[0, rounded(end / length) or 1], showgrid=True)
-    made.update_layout(barmode="overlay", bargap=0.25, hovermode="closest", uniformtext={"mode": "hide", "minsize": 11})
-    return made
+    chart.update_yaxes(categoryarray=names, showgrid=False, nticks=None, range=[-0.5, len(names) - 0.5])
+    chart.update_xaxes(range=[0, rounded(end / length) or 1], showgrid=True)
+    chart.update_layout(
+        barmode="overlay", bargap=0.25, hovermode="closest", uniformtext={"mode": "hide", "minsize": 11}
+    )
+    return chart
 
 
 def write_gantt(timelines: Mapping[str, Timeline], path: Path) -> Path:
-    """Write a page with one chart below the other over the same length of time, forward and backward say; returns its path.
+    """Write a page with several charts, such as forward and backward, on one time scale, and return its path.
 
-    The file holds everything that it shows and loads nothing.
+    The page is self-contained and loads nothing.
 
     Args:
-        timelines: by title, in the order in which they are shown.
-        path: of the file.
+        timelines: the timelines by title, in the order in which to show them.
+        path: the file to write.
 
     Raises:
-        InputError: if there is nothing to draw, or the file cannot be written.
+        InputError: there is no timeline, or the file cannot be written.
     """
     if not timelines:
         raise InputError(f"{path}: no timeline to draw: give at least one")
@@ -70,21 +72,21 @@ def write_gantt(timelines: Mapping[str, Timeline], path: Path) -> Path:
 
 
 def unit_of(seconds: float) -> tuple[str, float]:
-    """Return the unit to show up to so many seconds in, and its length in seconds."""
+    """Return the unit in which to show times up to `seconds`, and the unit's length in seconds."""
     if seconds >= 1:
         return "s", 1.0
     return ("ms", 1e-3) if seconds >= 1e-3 else ("µs", 1e-6)
 
 
 def in_words(timeline: Timeline) -> str:
-    """Return what the chart shows in a line: its length, how busy the lanes are, how much communication is hidden."""
+    """Return a one-line summary of a timeline: its length, how busy the lanes are, and how much communication is hidden."""
     unit, length = unit_of(timeline.makespan)
     busy = ", ".join(f"{lane.value} {share:.0%}" for lane, share in timeline.busy.items())
     line = f"{timeline.program}: {timeline.makespan / length:.4g} {unit}"
     if busy:
         line += f"; busy: {busy}"
     if timeline.communication:
-        line += f"; {timeline.overlap:.0%} of the communication behind computation"
+        line += f"; {timeline.overlap:.0%} of the communication is hidden behind computation"
     return line
 
 
@@ -115,47 +117,49 @@ ROWS = {
     Lane.INTRA: "links inside nodes",
     Lane.INTER: "links between nodes",
 }
-"""What a chart of a step calls lanes."""
+"""Lane -> its row in a step's chart."""
 COMPUTING, WAITING = ROWS[Lane.COMPUTE], "waiting for parameters"
 
 
 class Bar(NamedTuple):
-    """Something that goes on."""
+    """A bar in a step's chart: one activity of a rank."""
 
     row: str
     part: str
-    """Of the step."""
+    """The part of the step, which determines the colour and the legend's entry."""
     what: str
+    """Description that is shown on hover."""
     start: float
     """Seconds from the start of the step."""
     end: float
 
 
 def bars_of(job: Job, best: Found, timelines: Mapping[str, Timeline]) -> list[Bar]:
-    """Return the first micro-batch block by block, the others as one bar, and the optimizer; the last one ends with the step.
+    """Return the bars of a step: the first micro-batch block by block, all others as one bar, then the optimizer.
 
     Args:
-        job: what is trained.
-        best: a step.
-        timelines: of its MoE layers' programs, "forward" and "backward".
+        job: the training job.
+        best: the plan, with the predicted times of a step's parts.
+        timelines: the timelines of the MoE layers' programs, "forward" and "backward".
     """
-    found, count = list(_micro_batch(job, best, timelines)), job.accumulation
-    each = found[-1].end
+    bars, count = list(_micro_batch(job, best, timelines)), job.accumulation
+    seconds_each = bars[-1].end
     if count > 1:
-        found.append(Bar(COMPUTING, "further micro-batches", f"{count - 1} more like the first", each, count * each))
-    end = count * each
-    rest = {"optimizer": best.estimate.parts.get("optimizer", 0.0)}
-    return found + [Bar(COMPUTING, name, name, end, end + seconds) for name, seconds in rest.items() if seconds]
+        what = f"{count - 1} more like the first"
+        bars.append(Bar(COMPUTING, "further micro-batches", what, seconds_each, count * seconds_each))
+    end = count * seconds_each
+    after = {"optimizer": best.estimate.parts.get("optimizer", 0.0)}
+    return bars + [Bar(COMPUTING, name, name, end, end + seconds) for name, seconds in after.items() if seconds]
 
 
 def _micro_batch(job: Job, best: Found, timelines: Mapping[str, Timeline]) -> Iterator[Bar]:
-    """Yield the bars of the first micro-batch, in the order of their ends."""
+    """Yield the bars of the first micro-batch, in the order in which a rank runs them."""
     model, count = job.model, job.accumulation
     again, blocks = int(model.checkpoint_activations), range(model.num_layers)
     sparse = sum(map(model.is_sparse, blocks))
     once = {name: seconds / count for name, seconds in best.estimate.parts.items()}
     waits = once.get("parameters", 0.0) / (2 * len(blocks))
-    # A backward pass takes twice a forward one, and computes it again where it must.
+    # A backward pass takes twice as long as a forward pass. Under activation checkpointing, the forward pass runs again.
     of_block = once["attention"] / (3 + again) / len(blocks)
     of_dense = once.get("dense", 0.0) / (3 + again) / max(len(blocks) - sparse, 1)
     of_shared = once.get("shared experts", 0.0) / (3 + again) / sparse
@@ -202,11 +206,11 @@ def _micro_batch(job: Job, best: Found, timelines: Mapping[str, Timeline]) -> It
         else:
             yield from one("dense", f"dense layer {what}", 2 * of_dense)
         yield from one("attention", f"attention {what}", 2 * of_block)
-        yield from one("parameters", f"behind block {block}", waits, WAITING)
+        yield from one("parameters", f"after block {block}", waits, WAITING)
 
 
 def _busy(timeline: Timeline) -> Iterator[tuple[str, float, float]]:
-    """Yield when each row of a program is busy, spans that touch as one; rows in order, their ends ascending."""
+    """Yield (row, start, end) of each interval in which a row of a program is busy. Adjoining spans are merged."""
     for row in dict.fromkeys(ROWS.values()):
         spans = sorted(
             (span.start, span.end) for span in timeline.spans if ROWS[span.lane] == row and span.end > span.start
@@ -223,30 +227,30 @@ def _busy(timeline: Timeline) -> Iterator[tuple[str, float, float]]:
 
 
 def step_gantt(bars: Iterable[Bar]) -> go.Figure:
-    """Draw bars; what is seen first is the first micro-batch, a double click shows the whole step."""
-    found = list(bars)
-    first = [bar for bar in found if bar.part not in ("further micro-batches", "optimizer")]
-    until, end = max(bar.end for bar in first), max(bar.end for bar in found)
+    """Draw the bars of a step. The axis first shows the first micro-batch; a double click shows the whole step."""
+    all_bars = list(bars)
+    first = [bar for bar in all_bars if bar.part not in ("further micro-batches", "optimizer")]
+    until, end = max(bar.end for bar in first), max(bar.end for bar in all_bars)
     unit, length = unit_of(until)
-    rows = [row for row in (*dict.fromkeys(ROWS.values()), WAITING) if any(bar.row == row for bar in found)]
-    made = figure(f"time ({unit})", "", height=110 + 46 * len(rows), legend=True, categoryorder="array")
-    for number, part in enumerate(dict.fromkeys(bar.part for bar in found)):
-        of = [bar for bar in found if bar.part == part]
+    rows = [row for row in (*dict.fromkeys(ROWS.values()), WAITING) if any(bar.row == row for bar in all_bars)]
+    chart = figure(f"time ({unit})", "", height=110 + 46 * len(rows), legend=True, categoryorder="array")
+    for number, part in enumerate(dict.fromkeys(bar.part for bar in all_bars)):
+        part_bars = [bar for bar in all_bars if bar.part == part]
         colour = WHOLE if part == "further micro-batches" else run_colour(number)
-        made.add_trace(
+        chart.add_trace(
             go.Bar(
                 name=part,
                 orientation="h",
-                y=[bar.row for bar in of],
-                base=[rounded(bar.start / length) for bar in of],
-                x=[rounded((bar.end - bar.start) / length) for bar in of],
-                text=[bar.what for bar in of],
+                y=[bar.row for bar in part_bars],
+                base=[rounded(bar.start / length) for bar in part_bars],
+                x=[rounded((bar.end - bar.start) / length) for bar in part_bars],
+                text=[bar.what for bar in part_bars],
                 textposition="none",
                 hovertemplate="%{text}<br>from %{base:.4g}, takes %{x:.4g}<extra></extra>",
                 marker={"color": colour},
             )
         )
-    made.update_yaxes(categoryarray=rows[::-1], showgrid=False, nticks=None)
-    made.update_xaxes(range=[0, rounded(min(1.05 * until, end) / length)], showgrid=True)
-    made.update_layout(barmode="overlay", bargap=0.25, hovermode="closest")
-    return made
+    chart.update_yaxes(categoryarray=rows[::-1], showgrid=False, nticks=None)
+    chart.update_xaxes(range=[0, rounded(min(1.05 * until, end) / length)], showgrid=True)
+    chart.update_layout(barmode="overlay", bargap=0.25, hovermode="closest")
+    return chart

@@ -1,6 +1,6 @@
-"""The page about runs: words, cards, charts, and what balancing and the planner did. And the page about a routing trace.
+"""Writes the HTML report about runs (summary, charts, decisions of balancing and planner) and the page about a routing trace.
 
-Pages load nothing from elsewhere.
+Pages are self-contained: they load nothing.
 """
 
 from __future__ import annotations
@@ -41,22 +41,23 @@ from moesaic.traces.trace import Trace, steps_in_words
 
 
 def write_report(run_folders: Sequence[Path], out: Path | None = None) -> Path:
-    """Write the page about the runs; returns its path.
+    """Write the report about the runs and return its path.
 
     Args:
-        out: the file; None for report.html in the first run's folder.
+        run_folders: the runs' folders.
+        out: the file to write; None for report.html in the first run's folder.
 
     Raises:
-        InputError: if a folder is no run, or the file cannot be written.
+        InputError: a folder holds no run, or the file cannot be written.
     """
     return write_page(read_runs(run_folders), out)
 
 
 def write_page(runs: Sequence[RunSummary], out: Path | None = None) -> Path:
-    """Write the page about runs that have been read; returns its path.
+    """Write the report about runs that have been read, and return its path.
 
     Raises:
-        InputError: if the file cannot be written, or a run holds what no run writes.
+        InputError: the file cannot be written, or a run's files hold values that no run writes.
     """
     with telling_damage(runs[0].folder):
         text = Page(runs).text()
@@ -64,7 +65,7 @@ def write_page(runs: Sequence[RunSummary], out: Path | None = None) -> Path:
 
 
 class Page:
-    """Builds the text of one page."""
+    """Builds the HTML of one report."""
 
     def __init__(self, runs: Sequence[RunSummary]) -> None:
         self.runs = runs
@@ -103,7 +104,7 @@ class Page:
             ),
             Picture(
                 "Validation loss over training time",
-                "What a step costs counts here. Evaluation time is left out.",
+                "Takes the time of a step into account. Evaluation time is not counted.",
                 charts.validation_over_time(self.runs),
             ),
         ]
@@ -112,7 +113,7 @@ class Page:
         maps = [
             Picture(
                 f"Load of layer {number}",
-                "Each expert's load over the mean.",
+                "Each expert's load relative to the mean.",
                 charts.expert_loads(layer.load_steps, layer.loads),
             )
             for number, layer in enumerate(run.layers)
@@ -132,7 +133,7 @@ class Page:
         )
 
     def _configuration(self) -> list[dict[str, Any]]:
-        """Return the tables of the configuration: the fields that differ, and all."""
+        """Return the tables of the configuration: the fields that differ between runs (if any), and all fields."""
         tables = [flattened(run.config) for run in self.runs]
         fields = list(dict.fromkeys(name for table in tables for name in table))
         rows = {name: [table.get(name, NONE) for table in tables] for name in fields}
@@ -145,7 +146,7 @@ class Page:
 
 
 def flattened(table: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return a nested configuration as dotted names and texts."""
+    """Return a nested configuration as a flat one: dotted name -> value as text."""
     flat: dict[str, str] = {}
     for name, value in table.items():
         if isinstance(value, dict):
@@ -159,24 +160,26 @@ def flattened(table: dict[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def _section(title: str, found: Sequence[Picture]) -> list[Section]:
-    """Return the section of these charts; none where none of them has a line."""
-    return [Section(title=title, blocks=[PictureGrid(found)])] if any(chart.figure.data for chart in found) else []
+def _section(title: str, pictures: Sequence[Picture]) -> list[Section]:
+    """Return a list with the section of these charts; empty if all charts are empty."""
+    return (
+        [Section(title=title, blocks=[PictureGrid(pictures)])] if any(chart.figure.data for chart in pictures) else []
+    )
 
 
 MOST_HEATMAPS = 12
-"""Layers whose experts are drawn; of deeper models as many, evenly spread."""
+"""Largest number of layers for which the experts' loads are drawn; of deeper models, this many are chosen, evenly spread."""
 
 
 def write_trace_page(trace: Trace, loads: Sequence[LayerLoad], path: Path) -> Path:
-    """Write the page; returns its path.
+    """Write the page about a routing trace and return its path.
 
     Raises:
-        InputError: if the file cannot be written.
+        InputError: the file cannot be written.
     """
     shown = drawn_layers(len(loads))
     pictures = [
-        Picture("MaxVio", "Largest load over mean load, minus 1; 0 is balance.", violations(trace.steps, loads)),
+        Picture("MaxVio", "Largest load over mean load, minus 1; 0 is balanced.", violations(trace.steps, loads)),
         *(
             Picture(
                 f"Load of the experts, layer {load.layer}",
@@ -186,38 +189,40 @@ def write_trace_page(trace: Trace, loads: Sequence[LayerLoad], path: Path) -> Pa
             for load in (loads[number] for number in shown)
         ),
     ]
-    left_out = "" if len(shown) == len(loads) else f" Drawn are {len(shown)} of {len(loads)} layers."
+    left_out = "" if len(shown) == len(loads) else f" The charts show {len(shown)} of {len(loads)} layers."
     lead = f"{trace_in_words(trace)}.{left_out}"
     title = Path(trace.name).name
     return write_text(page_text("charts.html", Drawn(), what="trace", title=title, lead=lead, charts=pictures), path)
 
 
 def violations(steps: Sequence[int], loads: Sequence[LayerLoad]) -> go.Figure:
-    """Draw MaxVio over steps, a thin line per layer and their mean in ink."""
-    made = figure("optimizer step", "MaxVio", height=320, legend=True, rangemode="tozero")
+    """Draw MaxVio over steps: a thin line per layer, and the mean of the layers in `INK`."""
+    chart = figure("optimizer step", "MaxVio", height=320, legend=True, rangemode="tozero")
     series = [Series(tuple(steps), load.max_violation) for load in loads]
-    for load, each, colour in zip(loads, series, layer_colours(len(loads))):
+    for load, of_layer, colour in zip(loads, series, layer_colours(len(loads))):
         name = f"layer {load.layer}"
-        made.add_trace(line(name, each.steps, each.values, colour, width=1.4, showlegend=len(loads) <= MOST_HEATMAPS))
+        chart.add_trace(
+            line(name, of_layer.steps, of_layer.values, colour, width=1.4, showlegend=len(loads) <= MOST_HEATMAPS)
+        )
     if len(series) > 1:
         mean = mean_over_layers(series)
-        made.add_trace(line("mean", mean.steps, mean.values, INK, width=2.6, showlegend=True))
-    return made
+        chart.add_trace(line("mean", mean.steps, mean.values, INK, width=2.6, showlegend=True))
+    return chart
 
 
 def trace_in_words(trace: Trace) -> str:
-    """Return what a trace holds in a line."""
+    """Return a one-line description of a trace."""
     shape = trace.shape
-    held = "every token's experts" if trace.holds == "tokens" else "counts"
+    contents = "every token's experts" if trace.holds == "tokens" else "counts"
     micro = f" x {shape.accumulation} micro-batches" if shape.accumulation > 1 else ""
     return (
-        f"{held} of {shape.num_layers} MoE layers with {shape.num_experts} experts, {shape.top_k} per token; steps "
+        f"{contents} of {shape.num_layers} MoE layers with {shape.num_experts} experts, {shape.top_k} per token; steps "
         f"{steps_in_words(trace.steps)}{micro} of {shape.sequences} sequences of {shape.seq_len} tokens"
     )
 
 
 def drawn_layers(count: int) -> list[int]:
-    """Return which of so many layers get a picture of their experts."""
+    """Return which of `count` layers get a heatmap of their experts."""
     if count <= MOST_HEATMAPS:
         return list(range(count))
     return sorted({round(place * (count - 1) / (MOST_HEATMAPS - 1)) for place in range(MOST_HEATMAPS)})

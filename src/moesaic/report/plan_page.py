@@ -1,4 +1,4 @@
-"""The page about a plan: what was said, where a step's time goes, one layer as a Gantt chart, memory, and the roofline."""
+"""Writes the page about a plan: the answer in words, a step's time by part, one layer as Gantt chart, memory, and roofline."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from moesaic.report.style import INK, Drawn, Picture, figure, line, page_text, r
 
 
 def write_plan_page(
-    title: str, told: Sequence[str], job: Job, result: Result, cluster: ClusterSpec, timelines: Mapping[str, Timeline],
+    title: str, answer: Sequence[str], job: Job, result: Result, cluster: ClusterSpec, timelines: Mapping[str, Timeline],
     path: Path,
 ) -> Path:  # fmt: skip
-    """Write the page; returns its path. The file holds everything that it shows and loads nothing.
+    """Write the page about a plan and return its path. The page is self-contained and loads nothing.
 
     Args:
-        title: of the page.
-        told: the answer in sentences.
-        job: what is trained.
-        result: the ranking.
-        cluster: on what.
-        timelines: of the best plan's programs, "forward" and "backward".
-        path: of the file.
+        title: title of the page.
+        answer: the planner's answer, in sentences.
+        job: the training job.
+        result: the ranking of plans.
+        cluster: the cluster on which the job runs.
+        timelines: the timelines of the best plan's programs, "forward" and "backward".
+        path: the file to write.
 
     Raises:
-        InputError: if the file cannot be written.
+        InputError: the file cannot be written.
     """
     best, until = result.best, max(timeline.makespan for timeline in timelines.values())
     layer = job.step_model(cluster, best.grid.dp).layer
     pictures = [
         Picture(
             "One step of the best plan",
-            f"Block by block, the first micro-batch of {job.accumulation}; drag to look closer, double click for all of it.",
+            f"The first micro-batch of {job.accumulation}, block by block. Drag to zoom in, double-click for the whole step.",
             step_gantt(bars_of(job, best, timelines)),
         ),
-        Picture("One step", "Seconds by part, of the best plans.", stacked(
-            {_name(found): found.estimate.parts for found in result.ranking},
+        Picture("One step", "Seconds by part of the step, for the best plans.", stacked(
+            {_name(candidate): candidate.estimate.parts for candidate in result.ranking},
             "seconds",
         )),
         *(
@@ -56,61 +56,72 @@ def write_plan_page(
             for name, timeline in timelines.items()
         ),
         Picture(
-            "Memory of a rank", f"GiB by what holds it; the line is what a device has, {cluster.device.memory_gib:g}.",
+            "Memory of a rank", f"GiB by use; the line marks the device's memory, {cluster.device.memory_gib:g} GiB.",
             stacked(
-                {_name(each): {what: size / GIB for what, size in vars(each.memory).items()} for each in result.ranking},
+                {
+                    _name(candidate): {use: size / GIB for use, size in vars(candidate.memory).items()}
+                    for candidate in result.ranking
+                },
                 "GiB", limit=cluster.device.memory_gib,
             ),
         ),
         Picture(
             "Roofline of products",
-            "What a device reaches by the rows of a product: at most its memory's rate times the operations that a byte of "
-            "weights serves, and the rate that products were seen to reach. The dot is an expert of the best plan.",
+            "The device's rate over the rows of a product: bounded by memory bandwidth times operations per byte of weights, "
+            "and by the best measured rate. The dot is an expert of the best plan.",
             roofline(best, cluster, layer),
         ),
     ]  # fmt: skip
-    lead = " · ".join(told)
+    lead = " · ".join(answer)
     return write_text(page_text("charts.html", Drawn(), what="plan", title=title, lead=lead, charts=pictures), path)
 
 
 def stacked(bars: Mapping[str, Mapping[str, float]], unit: str, *, limit: float | None = None) -> go.Figure:
-    """Draw bars of parts that add up."""
-    made = figure(unit, "", height=140 + 34 * len(bars), legend=True)
+    """Draw stacked bars.
+
+    Args:
+        bars: name of a bar -> name of a part -> value.
+        unit: unit of the values.
+        limit: where to draw a vertical line; None for no line.
+    """
+    chart = figure(unit, "", height=140 + 34 * len(bars), legend=True)
     for number, part in enumerate(dict.fromkeys(part for parts in bars.values() for part in parts)):
         values = [rounded(parts.get(part, 0.0)) for parts in bars.values()]
-        made.add_trace(go.Bar(name=part, orientation="h", y=list(bars), x=values, marker={"color": run_colour(number)}))
-    made.update_yaxes(autorange="reversed", nticks=None)
-    made.update_layout(barmode="stack", hovermode="closest")
+        chart.add_trace(
+            go.Bar(name=part, orientation="h", y=list(bars), x=values, marker={"color": run_colour(number)})
+        )
+    chart.update_yaxes(autorange="reversed", nticks=None)
+    chart.update_layout(barmode="stack", hovermode="closest")
     if limit is not None:
-        made.add_vline(x=limit, line={"color": INK, "width": 2, "dash": "dash"})
-    return made
+        chart.add_vline(x=limit, line={"color": INK, "width": 2, "dash": "dash"})
+    return chart
 
 
 def roofline(best: Found, cluster: ClusterSpec, layer: Workload) -> go.Figure:
-    """Draw the rate of an expert's products by its rows: bounds, what the device reaches, and where the plan's experts are."""
+    """Draw the rate of an expert's matrix products over its rows: the upper bound, the rate reached, and the plan's experts."""
     rates = rates_of(cluster, layer.products or layer.dtype)
     work = float(layer.matrices * layer.dim * layer.hidden / best.grid.etp)
-    here = best.grid.dp * layer.copies / layer.num_experts / best.grid.edp
+    plan_rows = best.grid.dp * layer.copies / layer.num_experts / best.grid.edp
 
     def reached(rows: np.ndarray) -> np.ndarray:
         seconds = rates.product_seconds(rows, 2 * work, work * layer.element_bytes)
-        found: np.ndarray = rows * 2 * work / seconds / 1e12
-        return found
+        rate: np.ndarray = rows * 2 * work / seconds / 1e12
+        return rate
 
-    rows = np.geomspace(1, max(8192.0, 2 * here), 60)
-    made = figure("rows of an expert", "TFLOP/s", height=340, legend=True, type="log")
-    made.update_xaxes(type="log")
+    rows = np.geomspace(1, max(8192.0, 2 * plan_rows), 60)
+    chart = figure("rows of an expert", "TFLOP/s", height=340, legend=True, type="log")
+    chart.update_xaxes(type="log")
     memory = np.minimum(2 * rows * rates.memory / layer.element_bytes, rates.flops) / 1e12
-    made.add_trace(line("memory and the best rate", rows.tolist(), memory.tolist(), run_colour(6), width=1.2))
-    made.add_trace(line("reached", rows.tolist(), reached(rows).tolist(), run_colour(0), width=2.4))
+    chart.add_trace(line("memory and the best rate", rows.tolist(), memory.tolist(), run_colour(6), width=1.2))
+    chart.add_trace(line("reached", rows.tolist(), reached(rows).tolist(), run_colour(0), width=2.4))
     if cluster.device.peak_tflops:
         ends = [float(rows[0]), float(rows[-1])]
-        made.add_trace(line("data sheet", ends, [cluster.device.peak_tflops] * 2, run_colour(1), width=1.2))
-    at = float(reached(np.array([here]))[0])
-    made.add_trace(line(f"experts of the best plan, {here:,.0f} rows", [here], [at], INK))
-    return made
+        chart.add_trace(line("data sheet", ends, [cluster.device.peak_tflops] * 2, run_colour(1), width=1.2))
+    plan_rate = float(reached(np.array([plan_rows]))[0])
+    chart.add_trace(line(f"experts of the best plan, {plan_rows:,.0f} rows", [plan_rows], [plan_rate], INK))
+    return chart
 
 
-def _name(found: Found) -> str:
-    unit, length = unit_of(found.seconds)
-    return f"{name_of(found.grid)}, {plan_in_words(found.plan)}: {found.seconds / length:.4g} {unit}"
+def _name(candidate: Found) -> str:
+    unit, length = unit_of(candidate.seconds)
+    return f"{name_of(candidate.grid)}, {plan_in_words(candidate.plan)}: {candidate.seconds / length:.4g} {unit}"

@@ -1,7 +1,7 @@
-"""What all pages share: the look of their charts, the parts that they are made of, and how one is written.
+"""Shared by all pages: the style of charts, the building blocks of pages, and writing a page.
 
-A page is a self-contained HTML file with plotly.js inside, which loads nothing. The templates are in `templates/`; jinja2
-escapes whatever they show.
+A page is a self-contained HTML file that includes plotly.js and loads nothing. The templates are in `templates/`; jinja2
+escapes all values that they show.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from moesaic import __version__
 from moesaic.errors import InputError
 
 RUN_COLOURS = ("#3a6ea5", "#d9772b", "#2f8f6f", "#b8478a", "#8a6d1f", "#4fa8c9", "#5b5f6b")
-"""One per run, in the order of the command line; distinct in lightness, so that colour-blind readers tell them apart."""
+"""Colours of runs, in the order of the command line. They differ in lightness, so that colour-blind readers can tell them."""
 RUN_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross")
-"""One per run, beside the colour."""
+"""Markers of runs, used in addition to the colours."""
 INK = "#1f2937"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 GRID = "#e8ebf0"
@@ -64,16 +64,16 @@ TEMPLATE = go.layout.Template(
         "yaxis": _AXIS,
     }
 )
-"""The look of every chart."""
+"""The style of every chart."""
 
 
 def run_colour(index: int) -> str:
-    """Return the colour of the run at a place of the command line."""
+    """Return the colour of the run with this index on the command line."""
     return RUN_COLOURS[index % len(RUN_COLOURS)]
 
 
 def layer_colours(num_layers: int) -> list[str]:
-    """Return a colour per MoE layer, dark to light with depth, readable without telling red from green."""
+    """Return a colour per MoE layer, from dark to light with depth, without red and green that could be confused."""
     if num_layers == 1:
         return ["#46327e"]
     places = [0.08 + 0.7 * index / (num_layers - 1) for index in range(num_layers)]
@@ -81,17 +81,17 @@ def layer_colours(num_layers: int) -> list[str]:
 
 
 def figure(x_title: str, y_title: str, *, height: int = 300, legend: bool = False, **y_axis: Any) -> go.Figure:
-    """Return an empty chart with titled axes; `y_axis` goes to the vertical axis."""
-    made = go.Figure(layout={"template": TEMPLATE, "height": height, "showlegend": legend})
-    made.update_xaxes(title_text=x_title)
-    made.update_yaxes(title_text=y_title, **y_axis)
-    return made
+    """Return an empty chart with titled axes; `y_axis` holds options of the vertical axis."""
+    chart = go.Figure(layout={"template": TEMPLATE, "height": height, "showlegend": legend})
+    chart.update_xaxes(title_text=x_title)
+    chart.update_yaxes(title_text=y_title, **y_axis)
+    return chart
 
 
 def line(
     name: str, x: Sequence[float], y: Sequence[float], colour: str, *, width: float = 1.6, **options: Any
 ) -> go.Scatter:
-    """Return a line with a name from the outside world; a single point is drawn as a marker."""
+    """Return a line for a chart. Escapes its name, which may be user input; a single point becomes a marker."""
     mode = options.pop("mode", "lines")
     return go.Scatter(
         name=html.escape(name, quote=False),
@@ -105,12 +105,12 @@ def line(
 
 
 def rounded(value: float) -> float:
-    """Return six significant digits: all that a chart shows, at half the size of the page."""
+    """Round to six significant digits, which suffice for a chart and halve the size of the page."""
     return float(f"{value:.6g}")
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """Return the unit to show up to so many seconds in, and its length in seconds."""
+    """Return the unit in which to show times up to `seconds`, and the unit's length in seconds."""
     if seconds < 600:
         return "s", 1.0
     return ("min", 60.0) if seconds < 3 * 3600 else ("h", 3600.0)
@@ -118,7 +118,7 @@ def time_unit(seconds: float) -> tuple[str, float]:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture with its title and a caption."""
+    """A chart with a title and a caption."""
 
     title: str
     caption: str
@@ -127,16 +127,16 @@ class Picture:
 
 @dataclass(frozen=True)
 class PictureGrid:
-    """Charts beside each other; those without a line are left out."""
+    """Charts in rows. Empty charts are left out."""
 
     charts: Sequence[Picture]
     shape: str = ""
-    """Empty: two in a row; quarter: four."""
+    """CSS class: empty for two charts per row, "quarter" for four."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """A colour of a legend."""
+    """An entry of a legend: a colour and its meaning."""
 
     name: str
     colour: str
@@ -145,14 +145,14 @@ class Key:
 
 @dataclass(frozen=True)
 class Legend:
-    """What colours mean."""
+    """A legend above charts."""
 
     keys: Sequence[Key]
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text; the first cell of each is its head."""
+    """A table of text; the first cell of each row is the row's head."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -160,38 +160,44 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of a page under a title."""
+    """A section of a page."""
 
     title: str
     run: str = ""
-    """The run that it is about, behind the title."""
+    """Name of the run that the section describes, shown after the title; empty for none."""
     colour: str = ""
-    """Of the run; empty for none."""
+    """Colour of that run; empty for none."""
     text: str = ""
     blocks: Sequence[PictureGrid | Legend | Table] = ()
 
 
 class Drawn:
-    """The charts of a page, in the order in which it shows them."""
+    """The charts of a page, in order."""
 
     def __init__(self) -> None:
         self.figures: dict[str, go.Figure] = {}
 
     def add(self, figure: go.Figure) -> str:
-        """Return the id of the element that a figure is drawn into."""
+        """Add a figure, and return the id of the HTML element into which it is drawn."""
         name = f"chart-{len(self.figures) + 1}"
         self.figures[name] = figure
         return name
 
     def as_json(self) -> Markup:
-        """Return the charts as the members of a JavaScript object."""
-        text = ",\n".join(f'"{name}": {plotly.io.to_json(made)}' for name, made in self.figures.items())
-        assert "</" not in text  # plotly writes < as an escape, so that no name can end the script
+        """Return the charts as members of a JavaScript object: element id -> figure."""
+        text = ",\n".join(f'"{name}": {plotly.io.to_json(chart)}' for name, chart in self.figures.items())
+        assert "</" not in text  # plotly escapes <, so that no name can close the script element
         return Markup(text)
 
 
 def page_text(template: str, drawn: Drawn, **content: Any) -> str:
-    """Return a whole HTML file."""
+    """Return the HTML of a page.
+
+    Args:
+        template: file name of the template.
+        drawn: collects the charts that the template shows.
+        **content: variables of the template.
+    """
     pages = Environment(
         loader=PackageLoader("moesaic.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
@@ -201,10 +207,10 @@ def page_text(template: str, drawn: Drawn, **content: Any) -> str:
 
 
 def write_text(text: str, path: Path) -> Path:
-    """Write a page; returns its path.
+    """Write a page, with missing parent folders, and return its path.
 
     Raises:
-        InputError: if the path is a folder, or cannot be written.
+        InputError: the path is a folder, or cannot be written.
     """
     if path.is_dir():
         raise InputError(f"{path}: is a folder: name a file, {path / 'page.html'} say")

@@ -1,10 +1,13 @@
-"""What a run folder says, as series, headline numbers and words, and which rank, or which link between ranks, holds a run up.
-Reads two files and needs neither torch nor plotly.
+"""Reads a run folder and summarises it: series, headline numbers, sentences, and the ranks or links that slow the run down.
 
-For stragglers a line of metrics holds for each rank, since the line before: `seconds` of training steps, `compute` seconds
-that its programs worked, and `waited`, seconds that they waited for each other rank's messages. Who works longer than the
-others is slow. Who does not, but is waited for by all, comes late from elsewhere. Whom one rank alone waits for stands behind
-a slow link.
+Reads config.json and metrics.jsonl only, and needs neither torch nor plotly.
+
+To find stragglers, each line of metrics has three times per rank, since the previous line: `seconds` of the training steps,
+`compute` seconds in which the rank's programs worked, and `waited` seconds in which they waited for each other rank.
+
+- A rank that computes longer than the others is slow.
+- A rank that does not, but for which all others wait, is delayed by something outside the programs.
+- If only one rank waits for another, the link between the two is slow.
 """
 
 from __future__ import annotations
@@ -25,56 +28,60 @@ from moesaic.errors import InputError
 from moesaic.train.metrics import read_metrics
 
 LINES = 20
-"""Lines of metrics that count, the last ones."""
+"""Number of lines of metrics, the last ones, that are used to find stragglers."""
 SLOWER, WAITS, APART = 1.2, 0.1, 3.0
-"""A rank is slow from so many times what ranks usually compute. A wait counts from this share of the steps. A link is slow from
-so many times what others wait."""
+"""Thresholds for stragglers: a slow rank's compute time relative to the median of the others; the share of the steps from
+which a wait counts; a slow link's wait relative to the median of the other links."""
 
 
 def stragglers(lines: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a phrase for each slow rank and each slow link."""
-    found = [line["ranks"] for line in lines if _is_sound(line.get("ranks"))]
-    found = [each for each in found if len(each["compute"]) == len(found[-1]["compute"])][-LINES:]
-    if not found or len(found[0]["compute"]) < 2:
+    """Return a phrase for each slow rank, late rank and slow link."""
+    tables = [line["ranks"] for line in lines if _is_sound(line.get("ranks"))]
+    tables = [table for table in tables if len(table["compute"]) == len(tables[-1]["compute"])][-LINES:]
+    if not tables or len(tables[0]["compute"]) < 2:
         return []
-    seconds, compute, waited = (np.sum([each[name] for each in found], 0) for name in ("seconds", "compute", "waited"))
-    return _of(float(np.mean(seconds)), compute, waited)
+    seconds, compute, waited = (
+        np.sum([table[name] for table in tables], 0) for name in ("seconds", "compute", "waited")
+    )
+    return _phrases(float(np.mean(seconds)), compute, waited)
 
 
-def _of(seconds: float, compute: np.ndarray, waited: np.ndarray) -> list[str]:
-    world, said = len(compute), []
+def _phrases(seconds: float, compute: np.ndarray, waited: np.ndarray) -> list[str]:
+    world, phrases = len(compute), []
     slow: set[int] = set()
     for rank in range(world):
         usual = median(np.delete(compute, rank))
         if compute[rank] > SLOWER * usual and compute[rank] - usual > WAITS / 2 * seconds:
             slow.add(rank)
-            said.append(
-                f"rank {rank} is slow: its programs work {compute[rank] / usual:.1f} times as long as those of other ranks, by "
-                "more tokens of its experts or by a slower processor"
+            phrases.append(
+                f"rank {rank} is slow: its programs work {compute[rank] / usual:.1f} times as long as those of other ranks, "
+                "because its experts get more tokens or its processor is slower"
             )
-    for late in range(world):
-        of_others = [waited[rank, late] for rank in range(world) if rank != late]
-        if late not in slow and world > 2 and min(of_others) > WAITS * seconds:
-            slow.add(late)
-            said.append(
-                f"rank {late} comes late: all others wait for it for {min(of_others) / seconds:.0%} of the steps, though its "
+    for awaited in range(world):
+        waits = [waited[rank, awaited] for rank in range(world) if rank != awaited]
+        if awaited not in slow and world > 2 and min(waits) > WAITS * seconds:
+            slow.add(awaited)
+            phrases.append(
+                f"rank {awaited} comes late: all others wait for it for {min(waits) / seconds:.0%} of the steps, though its "
                 "programs work no longer than theirs"
             )
     for rank in range(world):
         for peer in range(world):
-            other = [waited[a, b] for a in range(world) for b in range(world) if a != b and {a, b} != {rank, peer}]
-            usual = median(other) if other else 0.0
+            other_waits = [
+                waited[a, b] for a in range(world) for b in range(world) if a != b and {a, b} != {rank, peer}
+            ]
+            usual = median(other_waits) if other_waits else 0.0
             is_slow = waited[rank, peer] > max(WAITS * seconds, APART * usual)
             if rank != peer and not {rank, peer} & slow and is_slow and waited[rank, peer] >= waited[peer, rank]:
-                said.append(
+                phrases.append(
                     f"the link from rank {peer} to rank {rank} is slow: rank {rank} waits for its messages for "
                     f"{waited[rank, peer] / seconds:.0%} of the steps"
                 )
-    return said
+    return phrases
 
 
 def _is_sound(ranks: Any) -> bool:
-    """Whether what stands in a line are times of as many ranks each."""
+    """Whether the times in a line are numbers, for the same number of ranks each."""
     try:
         shapes = [np.asarray(ranks[name], dtype=float).shape for name in ("seconds", "compute", "waited")]
     except (KeyError, TypeError, ValueError):
@@ -87,7 +94,7 @@ _TRAIN_KEYS = ("kind", "step", "loss", "grad_norm", "lr", "tokens_per_second", "
 
 @dataclass(frozen=True)
 class Series:
-    """A number over optimizer steps; lines without the number are left out."""
+    """A number over optimizer steps. Lines of metrics without the number are left out."""
 
     steps: tuple[int, ...] = ()
     """The steps."""
@@ -110,7 +117,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSeries:
-    """One MoE layer over time; each value covers the steps since the line before."""
+    """Series of one MoE layer. Each value covers the steps since the previous line of metrics."""
 
     max_violation: Series
     """MaxVio: largest load over mean load, minus 1."""
@@ -119,7 +126,7 @@ class LayerSeries:
     dropped_share: Series
     """Dropped copies over all copies."""
     entropy: Series
-    """Entropy of the load over that of a balanced one."""
+    """Entropy of the load, relative to the entropy of a balanced load."""
     needed_capacity_factor: Series
     """The smallest capacity factor that drops nothing."""
     churn: Series
@@ -137,7 +144,7 @@ class RunSummary:
     """A run: its series and its headline numbers."""
 
     name: str
-    """The folder's name, with as many parent folders as it takes to tell the runs apart."""
+    """The folder's name, with as many parent folders as make it unique among the runs."""
     folder: Path
     """The run folder."""
     config: dict[str, Any]
@@ -163,11 +170,11 @@ class RunSummary:
     val_seconds: Series
     """Training seconds at each evaluation."""
     auxiliary: dict[str, Series]
-    """Losses that balance the experts, before their coefficients, mean over the layers."""
+    """Auxiliary losses by name, before their coefficients, averaged over the layers."""
     layers: tuple[LayerSeries, ...]
-    """The MoE layers; none for a dense run."""
+    """The MoE layers; empty for a dense run."""
     stragglers: tuple[str, ...]
-    """A phrase for each rank and each link that holds the run up."""
+    """A phrase for each rank and each link that slows the run down."""
 
     @property
     def best_val(self) -> float | None:
@@ -176,7 +183,7 @@ class RunSummary:
 
     @property
     def total_tokens(self) -> int | None:
-        """Tokens trained on, None if the configuration does not tell."""
+        """Number of tokens trained on; None if the configuration lacks the sizes."""
         try:
             config = self.config
             return int(self.steps * config["batch_size"] * config["accumulation"] * config["model"]["seq_len"])
@@ -202,7 +209,7 @@ class RunSummary:
         return sum(layer.dropped for layer in self.layers) / copies if copies else None
 
     def headline(self) -> dict[str, Any]:
-        """Return the headline numbers as plain data for JSON; None where the run has no such number."""
+        """Return the headline numbers as data for JSON, with None for numbers that the run does not have."""
         numbers = {
             "name": self.name,
             "folder": str(self.folder),
@@ -224,10 +231,10 @@ class RunSummary:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunSummary]:
-    """Summarise runs, in the given order, under names that tell them apart.
+    """Summarise runs, in the given order, with unique names.
 
     Raises:
-        InputError: if a folder is missing, is no run, is given twice, or its files are damaged.
+        InputError: a folder is missing, holds no run, is given twice, or its files are damaged.
     """
     whole = [folder.resolve() for folder in folders]
     for folder, path in zip(folders, whole):
@@ -237,7 +244,7 @@ def read_runs(folders: Sequence[Path]) -> list[RunSummary]:
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:
-    """Return for each path its last part, or as many last parts as no other path shares."""
+    """Return for each path its last component, preceded by as many further ones as make the name unique."""
     names = []
     for folder in folders:
         others = [other.parts for other in folders if other != folder]
@@ -249,14 +256,18 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
 
 
 def summarise(folder: Path, name: str) -> RunSummary:
-    """Read one run folder.
+    """Read and summarise one run folder.
+
+    Args:
+        folder: the run folder.
+        name: the name to show for the run.
 
     Raises:
-        InputError: if it is missing, is no run, or its files are damaged.
+        InputError: the folder is missing, holds no run, or its files are damaged.
     """
     try:
         is_there = folder.is_dir()
-    except OSError:  # a name that no folder can have
+    except OSError:  # the name is not valid for a folder
         is_there = False
     if not is_there:
         raise InputError(f"{folder}: no such folder: name the folder that moesaic train wrote")
@@ -270,10 +281,12 @@ def summarise(folder: Path, name: str) -> RunSummary:
 
 @contextmanager
 def telling_damage(folder: Path) -> Iterator[None]:
-    """A stretch that works on what a run's files hold, which may be any JSON whose lines have a kind and a step.
+    """Turn errors from damaged values in a run's files into InputError.
+
+    The files are only known to be JSON, with lines that have a kind and a step.
 
     Raises:
-        InputError: if a value is not of the kind that a run writes.
+        InputError: the code inside the context failed on a value of an unexpected kind.
     """
     try:
         yield
@@ -329,8 +342,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _series(lines: Sequence[dict[str, Any]], key: str) -> Series:
-    found = [(line["step"], float(line[key])) for line in lines if _is_number(line.get(key))]
-    return Series(tuple(step for step, _ in found), tuple(value for _, value in found))
+    points = [(line["step"], float(line[key])) for line in lines if _is_number(line.get(key))]
+    return Series(tuple(step for step, _ in points), tuple(value for _, value in points))
 
 
 def _layer(train: Sequence[dict[str, Any]], with_layers: Sequence[dict[str, Any]], index: int) -> LayerSeries:
@@ -355,10 +368,10 @@ def _layer(train: Sequence[dict[str, Any]], with_layers: Sequence[dict[str, Any]
 
 
 def mean_over_layers(series: Sequence[Series]) -> Series:
-    """Return the mean of the layers' values at every step that all of them have."""
+    """Return the mean of several series, at the steps that all of them have."""
     if not series:
         return Series()
-    tables = [dict(zip(one.steps, one.values)) for one in series]
+    tables = [dict(zip(series_of_layer.steps, series_of_layer.values)) for series_of_layer in series]
     steps = tuple(step for step in series[0].steps if all(step in table for table in tables))
     return Series(steps, tuple(fmean(table[step] for table in tables) for step in steps))
 
@@ -375,12 +388,12 @@ def _finite_or_none(value: Any) -> Any:
 
 
 NONE = "—"
-"""Shown where a run has no such number."""
+"""Shown instead of a number that a run does not have."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """One headline number for every run, in their order."""
+    """One headline number, with its value for each run in order."""
 
     title: str
     values: tuple[str, ...]
@@ -388,13 +401,13 @@ class Card:
 
 
 def in_words(runs: Sequence[RunSummary]) -> list[str]:
-    """Return sentences: how good each run is, the best first; how fast; how balanced; which ranks and links hold it up."""
+    """Return sentences about the runs' losses (the best run first), their speed, balance, and slow ranks and links."""
     held_up = [f"{run.name}: {each}." for run in runs for each in run.stragglers]
     return [_quality(runs), _speed(runs), *[_balance(run) for run in runs if run.layers], *held_up]
 
 
 def cards(runs: Sequence[RunSummary]) -> list[Card]:
-    """Return the headline cards; those about experts only if a run has MoE layers."""
+    """Return the headline cards. Cards about experts are included only if a run has MoE layers."""
     found = [
         _card(runs, "Validation loss", lambda run: number(run.val_nats_per_byte.last, "{:.3f}"), "nats/byte, last"),
         _card(runs, "Best validation", lambda run: number(run.best_val, "{:.3f}"), "nats/byte, lowest"),
@@ -414,12 +427,12 @@ def cards(runs: Sequence[RunSummary]) -> list[Card]:
 
 
 def number(value: float | None, form: str) -> str:
-    """Return a number in a format, or a dash."""
+    """Return a number in a format; a dash for None."""
     return NONE if value is None else form.format(value)
 
 
 def percent(share: float | None) -> str:
-    """Return a share as a percentage of two or three digits: 31 %, 3.1 %, 0.31 %."""
+    """Return a share as a percentage with two or three significant digits: 31 %, 3.1 %, 0.31 %."""
     if share is None:
         return NONE
     value = 100 * share
@@ -428,7 +441,7 @@ def percent(share: float | None) -> str:
 
 
 def amount(value: float | None) -> str:
-    """Return a count of three digits: 812, 9.21 k, 2.05 M."""
+    """Return a count with three significant digits: 812, 9.21 k, 2.05 M."""
     if value is None:
         return NONE
     for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
@@ -439,7 +452,7 @@ def amount(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in the units a person would say: 48 s, 2 min 11 s, 5 h 03 min."""
+    """Return a duration in readable units: 48 s, 2 min 11 s, 5 h 03 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
@@ -486,15 +499,15 @@ def _quality(runs: Sequence[RunSummary]) -> str:
 
 
 def _speed(runs: Sequence[RunSummary]) -> str:
-    told = []
+    phrases = []
     for run in runs:
         text = f"{run.name} trained for {duration(run.training_seconds)}"
         if run.tokens_per_second.median is not None:
             text += f" at {run.tokens_per_second.median:,.0f} tokens/s"
         if run.mfu.median is not None:
             text += f" ({percent(run.mfu.median)} MFU)"
-        told.append(text)
-    return _listed(told) + "."
+        phrases.append(text)
+    return _listed(phrases) + "."
 
 
 def _balance(run: RunSummary) -> str:

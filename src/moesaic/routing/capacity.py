@@ -99,7 +99,7 @@ class Capacity(AbstractCapacity):
             raise InputError(f'scope={self.scope!r} is unknown: write scope="mesh" or scope="rank"')
         if self.padded and (self.fit or self.scope != "rank"):
             raise InputError(
-                'a padded capacity must be known beforehand: write Capacity.fixed(f, scope="rank", padded=True)'
+                'a padded capacity must be known in advance: write Capacity.fixed(f, scope="rank", padded=True)'
             )
 
     @classmethod
@@ -163,7 +163,7 @@ def as_capacity(capacity: AbstractCapacity | float, name: str) -> AbstractCapaci
     if isinstance(capacity, Real) and not isinstance(capacity, bool):
         return Capacity.fixed(float(capacity))
     raise InputError(
-        f"MoE: {name}={capacity!r} is no capacity: write Dropless(), Capacity.fixed(1.25), or a number such as 1.25"
+        f"MoE: {name}={capacity!r} is not a capacity: write Dropless(), Capacity.fixed(1.25), or a number such as 1.25"
     )
 
 

@@ -32,7 +32,7 @@ CHUNKS = 4
 """The number of chunks for whose visits and stops a message has room; counts of more chunks are exchanged separately."""
 ANNOUNCES = -1
 """The first number of a message that announces the length of the next message. In other messages it is a number of tokens."""
-CALLS = "call the layer alike on every rank"
+CALLS = "call the layer identically on every rank"
 """The advice in an error message if ranks call a layer differently."""
 SEQUENCES = "pad the batch with sequences whose mask is False, or choose another level of LoadBalance"
 """The advice in an error message if ranks have different numbers of sequences."""
@@ -381,8 +381,8 @@ class Peers:
         wrong = [rank for rank, row in zip(ranks, digests) if bool((row != digests[0]).any())]
         calls = "" if together else f", or call the layer with another {', '.join(self._settings)},"
         raise InputError(
-            f"ranks {wrong} run another plan or mesh{calls} than rank {ranks[0]}: give every rank the same plan, and the same "
-            "settings to what replicates"
+            f"ranks {wrong} run another plan or mesh{calls} than rank {ranks[0]}: give every rank the same plan, and its "
+            "replication policy the same settings"
         )
 
 

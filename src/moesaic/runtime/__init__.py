@@ -1,1 +1,1 @@
-"""What happens around a running layer: the routing cache that replays routing, and expert telemetry."""
+"""Running layers: programs, messages, expert parallelism, routing replay for checkpointing, and expert telemetry."""

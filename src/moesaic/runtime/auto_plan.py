@@ -1,14 +1,14 @@
-"""Layers of a mesh that find their plan, or the order of its tasks, while they train, by measured times.
+"""Chooses the plan of a mesh's layers, or the order of their tasks, from times measured during training.
 
-`plan="auto"` goes by the times of whole steps. After two steps the first rank searches candidates for the layers' sizes;
-nothing needs to be known of the links. Then every candidate runs for a few steps, all layers under the same one, and the
-ranks agree on what the slowest of them took. The plan table (`plan/table.py`) says when to switch, which moves no weight.
-Plans are equivalent, so times decide what runs and not what is computed.
+`plan="auto"` compares times of whole steps. After two steps, the first rank searches candidate plans for the layers' sizes; the
+links need not be known. Then every candidate runs for a few steps, all layers under the same one, and the ranks agree on the
+slowest rank's time. The plan table (`plan/table.py`) decides when to switch, which moves no weight. Plans are equivalent, so
+times decide only how a layer runs, not what it computes.
 
-`Plan(order="exact")` where nothing is known of the cluster goes by what tasks take. Layers begin with the order of a middling
-layer. After a step, `TIMED` steps run every task alone: what it sends has arrived before the next one begins, and all ranks
-begin it together. Then the ranks agree on what the slowest of them took, and all go over to the order that is best by these
-times. An order decides when tasks run and not what they compute.
+`Plan(order="exact")` uses times of tasks if the cluster is unknown. Layers start with the order for a medium-sized layer. After
+one step, `TIMED` steps run every task separately: its messages must arrive before the next task starts, and all ranks start it
+together. Then the ranks agree on the slowest rank's times and switch to the order that is best by them. An order changes only
+when tasks run, not what they compute.
 """
 
 from __future__ import annotations
@@ -43,24 +43,25 @@ from moesaic.runtime.routing_cache import is_recomputing
 from moesaic.runtime.tasks import TaskClock
 
 PLANS = 7
-"""Candidates beside the plan that layers begin with: a race of eight takes 52 steps."""
+"""Number of candidates besides the first plan: a race of eight takes 52 steps."""
 WARM_UP = 2
-"""Steps before any is timed."""
+"""Number of steps before the first timed one."""
 PERIOD = 8
-"""Steps of which a GPU's mean is told once the plan is found: reading its time waits for it."""
+"""After the race, a GPU's step time is averaged over this many steps, since reading it waits for the GPU."""
 RACE = TableSettings(race=True)
-"""How a table learns that begins with assumptions."""
+"""Settings of a plan table that starts with assumed times."""
 LOG = logging.getLogger("moesaic")
 Self = TypeVar("Self", bound="AbstractStepChooser")
 
 
 class AbstractStepChooser(ABC):
-    """Chooses the plan of all layers on a mesh that asked for it, between steps, on all ranks alike. Get it with `of`.
+    """Changes the plan of a mesh's layers between steps, identically on all ranks. Get it with `of`.
 
-    A step ends where an optimizer has stepped and a layer is called again with gradients. All ranks step together.
+    Only layers that joined are changed. A step ends when a layer is called with gradients for the first time after an
+    optimizer stepped. All ranks step together.
 
     Args:
-        mesh: of the layers.
+        mesh: the mesh of the layers.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -77,7 +78,7 @@ class AbstractStepChooser(ABC):
 
     @classmethod
     def of(cls: type[Self], mesh: Mesh) -> Self:
-        """Return the one of a mesh."""
+        """Return the chooser of a mesh, created at the first call."""
         found: Self = mesh.shared.setdefault(cls, None) or cls(mesh)
         mesh.shared[cls] = found
         return found
@@ -85,13 +86,13 @@ class AbstractStepChooser(ABC):
     def join(
         self, on_mesh: ExpertParallel, experts: AbstractExperts, hidden: int, parameters: Callable[[], Iterable[Tensor]]
     ) -> None:
-        """Take a layer in. What was found before is forgotten: it was found for other layers.
+        """Add a layer. Earlier results are dropped, since they were measured for other layers.
 
         Args:
-            on_mesh: how the layer runs; it tells `begin` of each of its calls.
-            experts: its experts.
-            hidden: inner width of one of them, whole.
-            parameters: those of the layer, when asked: wrappers put others in their place.
+            on_mesh: the layer's state on the mesh; it calls `begin` before each call.
+            experts: the layer's experts.
+            hidden: inner width of one whole expert.
+            parameters: returns the layer's parameters. Called late, since wrappers replace parameters.
         """
         if self._grid.world == 1:
             return
@@ -105,19 +106,19 @@ class AbstractStepChooser(ABC):
 
     @abstractmethod
     def _forget(self) -> None:
-        """Forget what was found."""
+        """Drop earlier results."""
 
     @abstractmethod
     def _end_step(self) -> None:
-        """A step has ended, the next one begins; `_steps` counts it already."""
+        """Called between two steps; `_steps` already counts the step that ended."""
 
     def begin(self, tokens: int, top_k: int, dtype: torch.dtype) -> None:
-        """Hear of a call that begins; the first one after an optimizer step may go over to another plan.
+        """Called before each call of a layer. The first call after an optimizer step may switch to another plan.
 
         Args:
-            tokens: of this rank's tensor group.
+            tokens: tokens of this rank's tensor-parallel group.
             top_k: experts per token.
-            dtype: of the rows that travel.
+            dtype: dtype of the rows that are sent.
         """
         if not torch.is_grad_enabled() or is_recomputing():
             return
@@ -128,7 +129,7 @@ class AbstractStepChooser(ABC):
             self._end_step()
 
     def _note_step(self, optimizer: Optimizer) -> None:
-        """Hear of an optimizer's step; those of optimizers that hold none of the layers' trained parameters do not count."""
+        """Called after an optimizer's step. It counts only if the optimizer has any of the layers' trained parameters."""
         if optimizer not in self._ours:
             trained = {id(each) for found in self._parameters for each in found() if each.requires_grad}
             held = {id(each) for group in optimizer.param_groups for each in group["params"]}
@@ -136,7 +137,7 @@ class AbstractStepChooser(ABC):
         self._stepped = self._stepped or self._ours[optimizer]
 
     def _members(self) -> Iterator[tuple[ExpertParallel, AbstractExperts, dict[str, int]]]:
-        """Yield the layers that are still there, and still want to be chosen for."""
+        """Yield the layers that still exist and still take their plan from this object."""
         for of_layer, of_experts, sizes in self._layers:
             on_mesh, experts = of_layer(), of_experts()
             if on_mesh is not None and experts is not None and on_mesh.auto == self.begin:
@@ -149,11 +150,11 @@ def _note_step(chooser: AbstractStepChooser | None, optimizer: Optimizer) -> Non
 
 
 class AutoPlan(AbstractStepChooser):
-    """Chooses the plan of all layers on a mesh that asked for it. Get it with `AutoPlan.of`.
+    """Chooses the plan of all layers on a mesh that have the plan "auto". Get it with `AutoPlan.of`.
 
     Args:
-        mesh: of the layers.
-        clock: seconds now, on this rank.
+        mesh: the mesh of the layers.
+        clock: returns the current time in seconds on this rank.
     """
 
     def __init__(self, mesh: Mesh, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -163,9 +164,9 @@ class AutoPlan(AbstractStepChooser):
         self._untold = 0
         self._since = 0.0
         self.table: PlanTable | None = None
-        """None until the candidates are known."""
+        """The plan table; None until candidates were searched."""
         self.said: list[str] = []
-        """A line for each time that a plan was found."""
+        """The log lines, one for each finished race."""
 
     def _forget(self) -> None:
         self.table = None
@@ -199,7 +200,7 @@ class AutoPlan(AbstractStepChooser):
         return self.clock()
 
     def _candidates(self, first: Plan) -> tuple[list[Plan], Callable[[float], list[float]]]:
-        """Return plans and their predicted seconds, as the first rank finds them; the first is the one that runs."""
+        """Return candidate plans and their predicted seconds, as searched by the first rank. The current plan comes first."""
         found: dict[str, Any] = {}
         if self._transport.rank == 0:
             tokens, top_k, element_bytes = self._call
@@ -215,7 +216,7 @@ class AutoPlan(AbstractStepChooser):
         return [override(Plan(), each, source="plan auto") for each in told["plans"]], lambda _: told["seconds"]
 
     def _first_says(self, value: dict[str, Any]) -> dict[str, Any]:
-        """Return what the first rank brings."""
+        """Return the first rank's value."""
         device, text = self._transport.device, torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
         length = broadcast(self._transport, self._everyone, torch.tensor([len(text)], device=device), 0)
         text = text if self._transport.rank == 0 else torch.zeros(int(length), dtype=torch.uint8)
@@ -224,7 +225,7 @@ class AutoPlan(AbstractStepChooser):
         return told
 
     def _switch(self, table: PlanTable, number: int) -> None:
-        """Run all layers under a plan from now on; layers that are alike share one compiled plan."""
+        """Run all layers under a plan from now on. Layers with and without biases get one compiled plan each."""
         on_cpu = self._transport.device.type == "cpu"
         for on_mesh, experts, _ in self._members():
             key = (number, bool(experts.names[1]))
@@ -247,16 +248,16 @@ class AutoPlan(AbstractStepChooser):
 
 
 UNTIMED = 1
-"""Steps before tasks are timed."""
+"""Number of steps before tasks are timed."""
 TIMED = 3
-"""Steps whose tasks run alone; of all their calls the median counts."""
+"""Number of steps that time tasks; the median over all their calls is used."""
 
 
 class MeasuredOrder(AbstractStepChooser):
-    """Searches the order of all layers on a mesh that asked for it. Get it with `MeasuredOrder.of`.
+    """Searches the task order of all layers on a mesh that have an order by assumed times. Get it with `MeasuredOrder.of`.
 
     Args:
-        mesh: of the layers.
+        mesh: the mesh of the layers.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -267,7 +268,7 @@ class MeasuredOrder(AbstractStepChooser):
     def join(
         self, on_mesh: ExpertParallel, experts: AbstractExperts, hidden: int, parameters: Callable[[], Iterable[Tensor]]
     ) -> None:
-        """Take a layer in, unless its programs change from call to call: plans that replicate or have a memory budget."""
+        """Add a layer, unless its programs differ between calls, as under plans that replicate or have a memory budget."""
         if not on_mesh.compiled.replicates and on_mesh.compiled.again is None:
             super().join(on_mesh, experts, hidden, parameters)
 
@@ -287,7 +288,7 @@ class MeasuredOrder(AbstractStepChooser):
                 on_mesh.use(self._found[digest], experts)
 
     def _searched(self, compiled: Compiled, clock: TaskClock) -> Compiled:
-        """Return the plan in the best order by the ranks' clocks; in the one that it has, where a task did not run."""
+        """Return the plan in its best order by the ranks' times; in its present order if any task never ran."""
         names = [(p.name, task.name) for p in (compiled.forward, compiled.backward) for task in p.tasks]
         mine = torch.tensor([median(clock.seconds.get(name, [math.inf])) for name in names], dtype=torch.float64)
         agreed = all_reduce_max(self._transport, self._everyone, mine.to(self._transport.device)).tolist()

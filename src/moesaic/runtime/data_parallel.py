@@ -1,12 +1,12 @@
-"""Data parallelism around a layer: the gradients over a mesh without FSDP, and the ranks of a layer that no mesh spreads.
+"""Data parallelism around a layer: averaging gradients over a mesh without FSDP, and the ranks that train a layer on no mesh.
 
-On a mesh a local backward pass leaves dense gradients that belong to the rank's data-parallel group, and expert gradients that
-are sums over all tokens of one copy of the experts. With a loss that is a mean over each group's tokens, the global gradient is
-the dense sum over dp and the expert sum over edp, both divided by dp: no factor depends on ep, etp or tp.
+On a mesh, a local backward pass produces dense gradients for the rank's data-parallel group. Expert gradients are sums over all
+tokens of one copy of the experts. If the loss is a mean over each group's tokens, the global gradient is the dense sum over dp
+and the expert sum over edp, both divided by dp. No factor depends on ep, etp or tp.
 
-Where no mesh spreads a layer, each rank under DDP or FSDP2 has tokens of its own (`DataRanks`). What spans the tokens of all of
-them is summed over them: the load that a router adapts to, the counts of a loss over the global batch. Summing one rank's
-copies several times (over a tensor parallel dimension, say) changes neither.
+If a layer is on no mesh, each rank under DDP or FSDP2 has tokens of its own (`DataRanks`). Quantities over all tokens are then
+summed over these ranks: the load that a router adapts to, and the counts of a loss over the global batch. Counting the copies
+of a rank several times (over a tensor-parallel dimension, for example) changes neither.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from moesaic.experts.experts import is_dtensor
 from moesaic.program.grid import Axis
 
 BUCKET_BYTES = 32 * 2**20
-"""Gradients that travel together, at most, unless one alone has more: a message for each would cost its latency."""
+"""Largest size of a bucket of gradients, unless a single gradient is larger. One message per gradient would cost its latency
+each."""
 
 
 def expert_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of all experts that are spread over a mesh; a shared expert is a dense layer and not among them."""
+    """Yield the parameters of all experts that are spread over a mesh. Shared experts are left out: they are dense layers."""
     for part in module.modules():
         if isinstance(part, AbstractExperts) and part.is_spread:
             yield from part.parameters()
@@ -39,12 +40,13 @@ def expert_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 
 @torch.no_grad()
 def average_gradients(module: nn.Module, mesh: Mesh) -> None:
-    """Make the gradients of a module those of the mean over all ranks' tokens; call it once, before the optimizer step.
+    """Make the gradients of a module those of the mean over all ranks' tokens. Call it once, before the optimizer step.
 
-    All ranks call it. Parameters without a gradient on this rank count as zero, so ranks need not agree on them.
+    All ranks call it together. A parameter without a gradient on this rank counts as zero, so ranks need not agree on which
+    parameters have one.
 
     Args:
-        module: its MoE layers are on the mesh; nothing in it is wrapped by FSDP or DDP, which do this themselves.
+        module: a module with its MoE layers on the mesh and no part wrapped by FSDP or DDP, which average by themselves.
         mesh: the ranks.
     """
     of_experts = {id(parameter) for parameter in expert_parameters(module)}
@@ -67,7 +69,7 @@ def average_gradients(module: nn.Module, mesh: Mesh) -> None:
 
 
 def _average(gradients: list[Tensor], axis: Axis, mesh: Mesh) -> None:
-    """Sum gradients of one dtype over an axis, all in one message to each rank, and divide them by dp, in place."""
+    """Sum gradients of one dtype over an axis, in one all-reduce, and divide them by dp, in place."""
     joined = gradients[0].flatten() if len(gradients) == 1 else torch.cat([each.flatten() for each in gradients])
     summed = all_reduce_sum(mesh.transport, mesh.grid.group(mesh.rank, (axis,)), joined) / mesh.grid.dp
     for gradient, found in zip(gradients, summed.split([each.numel() for each in gradients])):
@@ -75,22 +77,22 @@ def _average(gradients: list[Tensor], axis: Axis, mesh: Mesh) -> None:
 
 
 Group = dist.ProcessGroup | Literal["auto"] | None
-"""The ranks that train a layer together; "auto" to find them, None for this process alone."""
+"""The ranks that train a layer together: a process group, "auto" to detect them, or None for this process alone."""
 
 
 class DataRanks:
-    """What one layer knows of them. A copy of it, or what is read from a file, starts to look for them anew."""
+    """The ranks that train one layer on tokens of their own. Copied or unpickled, it forgets them and detects them anew."""
 
     def __init__(self) -> None:
         self._groups: tuple[dist.ProcessGroup, ...] | None = None
         self._is_given = False
 
     def settle(self, group: Group, parameters: Iterable[nn.Parameter] = ()) -> None:
-        """Take the ranks that are given, or look for them.
+        """Set the ranks, or detect them from the parameters.
 
         Args:
-            group: what the user says; "auto" leaves what was said before.
-            parameters: the parameters of the layer; those that FSDP2 has split tell the ranks.
+            group: the user's argument; "auto" keeps an earlier group that was given.
+            parameters: the layer's parameters; FSDP2's sharded ones have a device mesh of the ranks.
         """
         if group != "auto":
             self._groups, self._is_given = () if group is None else (group,), True
@@ -101,21 +103,21 @@ class DataRanks:
                     return
 
     def note_wrapper(self) -> None:
-        """Take the ranks of the DDP whose forward pass runs, if one does."""
+        """Take the ranks of the DDP wrapper that is in its forward pass, if any."""
         if self._groups is None and _world() > 1 and not torch.compiler.is_compiling():
             wrapper = DistributedDataParallel._get_active_ddp_module()
             if wrapper is not None:
                 self._groups = (wrapper.process_group,)
 
     def total(self, counts: Tensor, of: str) -> Tensor:
-        """Return the sum over the ranks; all of them call this together.
+        """Return the sum over the ranks. All of them call this together.
 
         Args:
             counts: (n,) int64 of this rank.
-            of: what the counts are for, for a message.
+            of: the use of the counts, for the error message.
 
         Raises:
-            InputError: if there are several processes and nobody said which of them train the layer.
+            InputError: if there are several processes, and it is unknown which of them train the layer.
         """
         if _world() == 1:
             return counts
@@ -138,7 +140,7 @@ class DataRanks:
 
 
 def wrapped_by_ddp(model: nn.Module) -> dict[nn.Module, dist.ProcessGroup]:
-    """Return the modules inside a DDP that `model` is or has, with its process group."""
+    """Return the process group of each module that is wrapped by DDP in `model`."""
     wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     return {module: wrapper.process_group for wrapper in wrappers for module in wrapper.modules()}
 

@@ -1,8 +1,8 @@
-"""A layer's dispatch, experts and combine with DeepEP in place of the programs: its kernels move tokens, one row per token and
-rank, between GPUs.
+"""A layer's dispatch, experts and combine with DeepEP instead of programs: its kernels move tokens between GPUs, one row per
+token and rank.
 
-Optional: looked for, never required. Written to the interface of its `ElasticBuffer` (version 2); it has not run on GPUs here,
-a test runs it against an imitation of that interface. Backward of dispatch is combine, and the other way round.
+DeepEP is an optional package. The code uses the interface of its `ElasticBuffer` (version 2). It has not run on GPUs here; a
+test runs it against an imitation of that interface. The backward pass of dispatch is combine, and vice versa.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moesaic.routing.route import Routed
 
 
 def missing() -> str:
-    """Return why DeepEP cannot run here; "" if it can."""
+    """Return the reason why DeepEP cannot run here; "" if it can."""
     if importlib.util.find_spec("deep_ep") is None:
         return "the package deep_ep is not installed"
     if not torch.cuda.is_available():
@@ -36,16 +36,16 @@ def missing() -> str:
 
 @dataclass(frozen=True)
 class DispatchRoute:
-    """The way that the rows of one dispatch took. It keeps its buffer alive, whatever later calls use."""
+    """The route of one dispatch, for combine and the backward pass. It keeps its buffer alive when later calls use another."""
 
     buffer: Any
-    """The `ElasticBuffer` that dispatched."""
+    """The `ElasticBuffer` of the dispatch."""
     handle: Any
-    """What the buffer returned."""
+    """The handle that the buffer returned."""
 
     def again(self, x: Tensor) -> Tensor:
         """Send other rows of the same tokens: (tokens, dim) bfloat16 -> (R, dim)."""
-        # num_sms is said because DeepEP 2.0 and 2.1 compute a default from num_experts before they read it off the handle.
+        # num_sms is passed because DeepEP 2.0 and 2.1 compute a default from num_experts before they read it off the handle.
         rows, _, _, _, event = self.buffer.dispatch(
             x, handle=self.handle, num_sms=self.handle.num_sms, async_with_compute_stream=True
         )
@@ -53,7 +53,7 @@ class DispatchRoute:
         return rows
 
     def back(self, rows: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the sums of rows, and of weights where there are any, at the origins."""
+        """Return the sums of rows, and of weights if there are any, at their origins."""
         sums, weights, event = self.buffer.combine(
             rows, handle=self.handle, topk_weights=weight, async_with_compute_stream=True
         )
@@ -63,24 +63,24 @@ class DispatchRoute:
 
 @dataclass
 class Received:
-    """Tokens that have at least one expert on this rank."""
+    """The tokens that have at least one expert on this rank."""
 
     x: Tensor
     """(R, dim), differentiable."""
     expert: Tensor
-    """(R, top_k) int64: the rank's own expert, -1 for one elsewhere."""
+    """(R, top_k) int64: expert on this rank, or -1 for an expert of another rank."""
     weight: Tensor
     """(R, top_k) float32 routing weights, differentiable."""
     sent: DispatchRoute
-    """What combine needs."""
+    """The route back, for combine."""
 
 
 class DeepEP:
-    """Dispatch and combine within a group. All layers of a mesh share one, and so its buffers: get it with `DeepEP.of`.
+    """Dispatch and combine within a group. All layers of a mesh share one object and its buffers; get it with `DeepEP.of`.
 
-    There is one buffer for each (dim, top_k), as large as the largest call so far. Opening one takes all ranks of the group;
-    they agree on when, since all of them pass the same `most_tokens`. A buffer that became too small goes once the last call
-    that used it has run backward.
+    There is one buffer for each (dim, top_k), large enough for the largest call so far. All ranks of the group open a buffer
+    together; they agree on when, since all of them pass the same `most_tokens`. A buffer that became too small is freed after
+    the backward pass of the last call that used it.
 
     Args:
         group: the process group over ep.
@@ -90,11 +90,11 @@ class DeepEP:
         self._group = group
         self._module = importlib.import_module("deep_ep")
         self._buffers: dict[tuple[int, int], tuple[int, Any]] = {}
-        """By (dim, top_k): for how many tokens of each rank there is room, and the buffer."""
+        """By (dim, top_k): the number of tokens per rank for which there is room, and the buffer."""
 
     @classmethod
     def of(cls, mesh: Mesh) -> DeepEP:
-        """Return the one over a mesh's ep; only where the package is installed."""
+        """Return the object for a mesh's ep group. The package must be installed."""
         if cls not in mesh.shared:
             mesh.shared[cls] = cls(mesh.sparse["ep"].get_group())
         found: DeepEP = mesh.shared[cls]
@@ -107,8 +107,8 @@ class DeepEP:
             x: (tokens, dim) bfloat16.
             expert: (tokens, top_k) int64, -1 for a dropped copy.
             weight: (tokens, top_k) float32.
-            num_experts: how many experts the layer has.
-            most_tokens: how many tokens any rank of the group has at most, the same on all of them.
+            num_experts: number of experts of the layer.
+            most_tokens: largest number of tokens of any rank of the group, the same on all of them.
         """
         key = (x.shape[1], expert.shape[1])
         if self._buffers.get(key, (-1, None))[0] < most_tokens:
@@ -173,10 +173,10 @@ class _Combine(torch.autograd.Function):
 
 
 def run_by_deepep(deepep: DeepEP, experts: AbstractExperts, x_TD: Tensor, routed: Routed) -> Tensor:
-    """Dispatch, run and combine: (tokens, dim) -> (tokens, dim).
+    """Run dispatch, experts and combine: (tokens, dim) -> (tokens, dim).
 
     Raises:
-        InputError: for tokens that are not computed in bfloat16, or a router in which tokens do not choose.
+        InputError: if the tokens' products are not in bfloat16, or the router is not one in which each token chooses top_k.
     """
     if compute_dtype(x_TD.dtype, x_TD.device) is not torch.bfloat16:
         raise InputError("plan.all_to_all=deepep moves bfloat16: train with --precision bfloat16, or choose multicast")

@@ -1,15 +1,14 @@
-"""The executor: one rank's run of a program, and a layer's dispatch, experts and combine as one differentiable function.
+"""The executor runs programs on one rank, and wraps a layer's dispatch, experts and combine in one differentiable function.
 
-A program is walked through once to find its steps in order (`script_of`, kept). `interpret` runs them as a generator that stops
-where it needs other ranks: it yields a `Transfer` to issue, and a `Handle` to wait for, only when the data is read, so that
-whatever the program's order puts in between overlaps. The same generator runs on every transport; `drive` is what feeds it on
-one that blocks.
+`script_of` turns a program into an ordered list of steps, once. `interpret` runs the steps as a generator that pauses where it
+needs other ranks: it yields a `Transfer` to issue, or a `Handle` to wait for. It waits only when the data is read, so tasks in
+between overlap with the messages. The same generator runs on every transport; `drive` feeds it on a blocking transport.
 
-A slot is freed once nothing is left to read it, so that a rank holds what is under way and not all that it ever had. No
-variable of the generator may hold a value meanwhile: it would live until the loop comes round again.
+A slot is freed once no later step reads it, which keeps a rank's memory small. Therefore no variable of the generator may hold
+a value between steps: the value would live until the next iteration.
 
-`run_program` is one autograd Function per call, with its state on the call: several layers in flight, nested layers, gradient
-accumulation and recomputation do not meet. Parameters are inputs, so hooks and FSDP see them."""
+`run_program` is one autograd Function per call, with its state on the call. So several layers in flight, nested layers,
+gradient accumulation and recomputation do not interfere. Parameters are inputs, so hooks and FSDP see them."""
 
 from __future__ import annotations
 
@@ -48,32 +47,32 @@ from moesaic.runtime.tasks import (
 
 @dataclass(frozen=True, kw_only=True)
 class TaskGroup:
-    """Tasks that start together."""
+    """Tasks that start together: one task, or a bundle of movements."""
 
     number: int
-    """Of the first task in the program: tags are counted by it."""
+    """The place of the first task in the program, which is also the offset of its tag."""
     tasks: tuple[Task, ...]
-    """One, or movements that travel as one."""
+    """One task, or movements whose rows are sent in one message per peer."""
     moves: tuple[Move, ...]
-    """Of tasks that are movements, one each."""
+    """The movements of those tasks that are movements, one each."""
     reads: tuple[str, ...]
-    """Of all tasks."""
+    """Slots that the tasks read."""
     unread: tuple[str, ...]
-    """Slots that nothing reads any more and nobody wants."""
+    """Slots that can be freed after this step: no later step reads them, and they are not returned."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """A program, ready to be run any number of times."""
+    """A program's steps, ready to run any number of times."""
 
     slots: Mapping[str, Slot]
-    """By name."""
+    """The program's slots by name."""
     steps: tuple[TaskGroup, ...]
-    """In order."""
+    """The steps, in order."""
 
     @cached_property
     def slowest(self) -> TransportLane:
-        """The lane whose messages are waited for longest: between nodes, where any cross."""
+        """The lane whose messages take longest: "inter" if any message crosses nodes, else "intra"."""
         lanes = {transport_lane(step.tasks[0]) for step in self.steps if step.tasks[0].op in (Op.MOVE, Op.HOP)}
         return "inter" if "inter" in lanes else "intra"
 
@@ -83,8 +82,8 @@ def script_of(program: Program, wanted: frozenset[str] | None) -> Script:
     """Return a program's script.
 
     Args:
-        program: what is to run.
-        wanted: slots that are returned in the end; None for all of them.
+        program: the program to run.
+        wanted: slots that the run returns; None for all of them.
     """
     slots = {slot.name: slot for slot in program.slots}
     numbers = bundles(program)
@@ -103,7 +102,7 @@ def script_of(program: Program, wanted: frozenset[str] | None) -> Script:
 
 
 def _last_read(splits: Sequence[Sequence[Task]], wanted: frozenset[str] | None) -> list[list[str]]:
-    """Return after each step which slots are read, or written, for the last time and not wanted."""
+    """Return, for each step, the slots that are read or written there for the last time and are not wanted."""
     found: list[list[str]] = [[] for _ in splits]
     if wanted is None:
         return found
@@ -114,7 +113,7 @@ def _last_read(splits: Sequence[Sequence[Task]], wanted: frozenset[str] | None) 
             if task.op in (Op.EXPERT, Op.EXPERT_GRAD):
                 last[kept(task.name)] = number
     for name, number in last.items():
-        if name not in wanted and name != "w":  # stored anyway, and any movement of weights looks at their shape
+        if name not in wanted and name != "w":  # "w" is stored anyway, and every movement of weights reads its shape
             found[number].append(name)
     return found
 
@@ -124,12 +123,12 @@ Steps = Generator[Transfer | Handle, Handle | None, Environment]
 
 @dataclass(frozen=True)
 class _Arriving:
-    """A slot that is under way."""
+    """A slot that is being received."""
 
     flight: Handle | None
-    """Of its messages, which other slots may travel in; None where there are none."""
+    """The transfer of its messages, which may carry other slots too; None if there are no messages."""
     settle: Callable[[], Value | Packets]
-    """Makes the slot's value of what arrived."""
+    """Builds the slot's value from the received messages."""
 
 
 def interpret(
@@ -138,16 +137,16 @@ def interpret(
     """Run a program for one rank.
 
     Args:
-        program: what to run.
-        values: the inputs of the program by name; each is freed like any slot, where nobody else holds it.
+        program: the program to run.
+        values: the inputs of the program by name. Each is freed like any slot, unless the caller still references it.
         call: rank, sizes and experts.
-        wanted: slots that are returned; every other one is freed after its last reading. None: all, and nothing is freed.
+        wanted: slots to return; every other slot is freed after it is last read. None: return all slots and free none.
 
     Yields:
-        a `Transfer`, answered by its `Handle`; a `Handle` to wait for.
+        a `Transfer`, to which the driver answers with a `Handle`; or a `Handle` to wait for.
 
     Returns:
-        the values of the slots that are wanted.
+        the values of the wanted slots.
     """
     script = script_of(program, None if wanted is None else frozenset(wanted))
     environment: Environment = dict(values)
@@ -159,10 +158,10 @@ def interpret(
         flight = arriving[name].flight
         if flight is not None:
             if flight.transfer.lane == script.slowest:
-                call.finish()  # while the messages are on their way
+                call.finish()  # while the messages are in flight
             yield flight
         landed = [name] if flight is None else [each for each, other in arriving.items() if other.flight is flight]
-        for each in landed:  # all that came in the same messages, so that nothing holds their buffers any longer
+        for each in landed:  # all slots of these messages, so that no reference to the buffers remains
             value = arriving.pop(each).settle()
             if isinstance(value, Packets):
                 packets[each] = value
@@ -201,7 +200,7 @@ def _depart(
     arriving: dict[str, _Arriving],
     call: Call,
 ) -> Generator[Transfer | Handle, Handle | None, None]:
-    """Issue a transfer; what it brings is added to what is under way, or to the environment where nothing has to move."""
+    """Issue a transfer and add its slots to `arriving`. Slots whose rows stay on this rank go to the environment at once."""
     task, tag = step.tasks[0], call.first_tag + step.number
     settles: Sequence[Callable[[], Value | Packets]]
     if task.op is Op.MOVE:
@@ -220,7 +219,7 @@ def _depart(
 def _compute(
     task: Task, slots: Mapping[str, Slot], environment: Environment, packets: dict[str, Packets], call: Call
 ) -> None:
-    """Run a task that needs no other rank."""
+    """Run a task that needs no other rank, and store its result."""
     if task.op is Op.PACK:
         packets[task.writes[0]] = pack(task, slots, rows(environment[task.reads[0]]), call)
     elif task.op is Op.UNPACK:
@@ -231,7 +230,7 @@ def _compute(
 
 
 def drive(steps: Steps, transport: AbstractTransport) -> Environment:
-    """Run one rank to its end on a transport that blocks, as each process of a real world does."""
+    """Run one rank's program to its end on a blocking transport, as in a process of its own."""
     answer: Handle | None = None
     while True:
         started = perf_counter()
@@ -248,28 +247,28 @@ def drive(steps: Steps, transport: AbstractTransport) -> Environment:
         else:
             answer = transport.wait(request)
             transport.note_wait(request.transfer, perf_counter() - now)
-        del request  # its messages need not live until the next one
+        del request  # so that its messages are freed before the next request
 
 
 Layout = list[tuple[str, int | None]]
-"""Slots in the order of their tensors; None for one tensor, else how many."""
+"""For each slot: its name, and the number of tensors in its value; None for a single tensor instead of a tuple."""
 
 
 @dataclass
 class LayerRun:
-    """One call of a layer on one rank."""
+    """One rank's run of one call of a layer: the compiled plan, the transport, and the call's inputs."""
 
     compiled: Compiled
     transport: AbstractTransport
     call: Call
-    """Its tags are those of the forward program."""
+    """The inputs of the call, with the forward program's tags."""
     indices: Mapping[str, Tensor]
     """The program's INDEX inputs by name."""
     backward_tag: int = 0
-    """First tag of the backward program."""
+    """The first tag of the backward program."""
 
     def take_tags(self) -> None:
-        """Take the tags of both programs; all ranks do so for the same calls in the same order."""
+        """Reserve the tags of both programs. All ranks do so for the same calls in the same order."""
         forward, backward = (len(program.tasks) for program in (self.compiled.forward, self.compiled.backward))
         self.call.first_tag = self.transport.take_tags(forward + backward)
         self.backward_tag = self.call.first_tag + forward
@@ -278,14 +277,14 @@ class LayerRun:
 def run_program(run: LayerRun, x: Tensor, gates: Tensor, sharded: Weights, common: Weights) -> Tensor:
     """Run dispatch, experts and combine: (tokens, dim) -> (tokens, dim); differentiable.
 
-    All ranks call it in the same order, those without a token too.
+    All ranks call it in the same order, including ranks without tokens.
 
     Args:
         run: the call.
         x: (tokens, dim), the program's `x`.
         gates: (rows, 1) routing weights, in the order of the program's `gates`.
-        sharded: this rank's shards of its experts' parameters.
-        common: what its shards hold in common with the other shards.
+        sharded: the parameters of this rank's experts that etp splits: this rank's shards.
+        common: the parameters that all shards of an expert have in common.
     """
     y: Tensor = RunProgram.apply(run, torch.is_grad_enabled(), len(sharded), x, gates, *sharded, *common)
     return y
@@ -298,7 +297,7 @@ class RunProgram(torch.autograd.Function):
     def forward(
         ctx: Any, run: LayerRun, has_grad: bool, num_sharded: int, x: Tensor, gates: Tensor, *weights: Tensor
     ) -> Tensor:
-        """Run the forward program; keep what the backward one reads, if there will be one."""
+        """Run the forward program, and keep what the backward program reads if there will be a backward pass."""
         names = kept_names(run.compiled.logical) if has_grad and any(ctx.needs_input_grad) else ()
         inputs = inputs_of(run, x, gates, weights[:num_sharded], weights[num_sharded:])
         bring_tables(run, x.device)
@@ -308,8 +307,8 @@ class RunProgram(torch.autograd.Function):
         ctx.run, ctx.was_run = run, False
         y = environment["y"]
         assert isinstance(y, Tensor)
-        # No view, since FSDP2's hooks are lost where somebody changes one in place. Nothing that is saved shares its memory:
-        # every program ends with a combine, which writes anew.
+        # `.data` instead of a view, since FSDP2's hooks are lost when a view is changed in place. No saved tensor shares its
+        # memory: every program ends with a combine, which allocates its result.
         return y.data
 
     @staticmethod
@@ -317,16 +316,16 @@ class RunProgram(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Run the backward program."""
         run: LayerRun = ctx.run
-        if ctx.was_run:  # a peer may still receive what the backward pass before this one sent
+        if ctx.was_run:  # a peer may still be receiving messages of the previous backward pass of this graph
             run = replace(run, backward_tag=run.transport.take_tags(len(run.compiled.backward.tasks)))
         ctx.was_run = True
         kept_values = by_name(ctx.saved_tensors, ctx.layout)
-        ctx.maybe_clear_saved_tensors()  # unless the graph is retained nothing else holds them any more
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained, nothing else references them
         return None, None, None, *run_backward(run, kept_values, dy)
 
 
 def bring_tables(run: LayerRun, device: torch.device) -> None:
-    """Bring all that both programs of a call read of its sizes to its device, in one copy."""
+    """Copy all tables that both programs of a call read to the device, in one transfer."""
     if device.type != "cpu":
         scripts = (script_of(program, None) for program in (run.compiled.forward, run.compiled.backward))
         tasks = ((task, script.slots) for script in scripts for step in script.steps for task in step.tasks)
@@ -343,26 +342,26 @@ def inputs_of(run: LayerRun, x: Tensor, gates: Tensor, sharded: Weights, common:
 
 @lru_cache(maxsize=256)
 def kept_names(logical: Program) -> tuple[str, ...]:
-    """Return what the backward program of a plan's logical program reads: slots, and the expert tasks' activations."""
+    """Return what a plan's backward program reads: slots, and the expert tasks' activations."""
     experts = [task.name for task in logical.tasks if task.op is Op.EXPERT]
     return *saved(logical), *map(kept, experts)
 
 
 def run_forward(run: LayerRun, program: Program, inputs: Environment, wanted: Collection[str]) -> Environment:
-    """Run the forward program of a call, or a part of it; returns what is wanted of its values: slots, and kept activations."""
+    """Run a call's forward program, or a part of it, and return the wanted slots and activations."""
     return drive(interpret(program, inputs, run.call, wanted), run.transport)
 
 
 def run_backward(run: LayerRun, values: Environment, dy: Tensor) -> tuple[Tensor, ...]:
-    """Run the backward program from what was kept and dy, (tokens, dim); returns the gradients of x, gates, and all parameters.
-    `values` is emptied, so that each is freed on the way."""
+    """Run the backward program from the kept values and dy, (tokens, dim); return the gradients of x, gates and all parameters.
+    `values` is emptied, so that each value can be freed as soon as it was read."""
     program = run.compiled.backward
     values[cotangent("y")] = dy.contiguous()
     call = replace(run.call, first_tag=run.backward_tag)
     call.known.update(run.call.known)
-    run.call.known.clear()  # unless the graph is retained nothing needs it any more
+    run.call.known.clear()  # unless the graph is retained, nothing needs it any more
     given = dict(values)
-    values.clear()  # a caller's frame may still hold it
+    values.clear()  # a caller's frame may still hold the dict
     steps = interpret(program, given, call, program.outputs)
     del given
     found = drive(steps, run.transport)
@@ -374,7 +373,7 @@ def run_backward(run: LayerRun, values: Environment, dy: Tensor) -> tuple[Tensor
 
 
 def flattened(values: Environment, names: Sequence[str]) -> tuple[list[Tensor], Layout]:
-    """Return the tensors of some slots in one list, and how it is cut."""
+    """Return the tensors of some slots in one list, and the layout from which `by_name` restores them."""
     flat: list[Tensor] = []
     layout: Layout = []
     for name in names:
@@ -386,7 +385,7 @@ def flattened(values: Environment, names: Sequence[str]) -> tuple[list[Tensor], 
 
 
 def by_name(flat: Sequence[Tensor], layout: Layout) -> Environment:
-    """Return slots by name; the inverse of `flattened`."""
+    """Return the slots by name; the inverse of `flattened`."""
     parts = iter(flat)
     return {
         name: next(parts) if length is None else tuple(next(parts) for _ in range(length)) for name, length in layout

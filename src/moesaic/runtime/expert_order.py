@@ -1,8 +1,8 @@
-"""Which expert of a layer is where, once experts have moved: the map between an expert's number and its slot.
+"""The map between an expert's number and its slot, for layers whose experts have moved between ranks.
 
-Routers, losses, counts, traces and checkpoints know experts by their numbers. Programs, replication policies and
-budgets know slots: slot s belongs to place s // (slots per place) of ep, and expert e starts in slot e. Only what
-stands between the two asks here.
+Routers, losses, counts, traces and checkpoints identify experts by number. Programs, replication policies and budgets use
+slots: slot s belongs to place s // (slots per place) of ep, and expert e starts in slot e. Only code between the two uses this
+map.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from moesaic.routing.routing import Routing
 
 
 class ExpertOrder:
-    """The order of one layer's experts on a mesh, and the load that was seen of them.
+    """The order of one layer's experts on a mesh, and the load that was recorded for each expert.
 
     Args:
-        num_experts: how many experts the layer has.
+        num_experts: number of experts of the layer.
     """
 
     def __init__(self, num_experts: int) -> None:
         self.experts: np.ndarray = np.arange(num_experts)
         """(num_experts,) int64: the expert in each slot, the same on all ranks."""
         self.watches = False
-        """Whether `note` adds up."""
+        """Whether `note` records loads."""
         self._slot: Tensor | None = None
         self._seen: dict[int, Tensor] = {}
 
     @property
     def is_plain(self) -> bool:
-        """Whether every expert is in the slot of its number."""
+        """Whether every expert e is in slot e."""
         return self._slot is None
 
     def change(self, experts: np.ndarray) -> None:
-        """Take another order; moving the weights is the caller's part.
+        """Change the order. The caller moves the weights.
 
         Args:
             experts: (num_experts,) int64: the expert in each slot.
 
         Raises:
-            InputError: if it is no permutation.
+            InputError: if it is not a permutation.
         """
         check_order(experts, len(self.experts))
         self.experts = np.array(experts, dtype=np.int64)
@@ -55,7 +55,7 @@ class ExpertOrder:
         self._slot = None if plain else torch.from_numpy(np.append(np.argsort(self.experts), len(self.experts)))
 
     def slots(self, experts: Tensor) -> Tensor:
-        """Return the slot of each expert, int64 as they are; that of no expert is none."""
+        """Return the slot of each expert, int64. The number that means "no expert" stays as it is."""
         if self._slot is None:
             return experts
         if self._slot.device != experts.device:
@@ -67,7 +67,7 @@ class ExpertOrder:
         return counts if self._slot is None else counts[..., self.experts]
 
     def in_slots(self, routing: Routing) -> Routing:
-        """Return a routing to slots in place of experts; its counts are by slot too."""
+        """Return a routing with slots instead of experts; its counts are per slot too."""
         if self._slot is None:
             return routing
         at = torch.from_numpy(self.experts).to(routing.counts.device)
@@ -76,7 +76,7 @@ class ExpertOrder:
         )
 
     def routed(self, routed: Routed) -> Routed:
-        """Return what the route stage returned with the choice and the routing by slot; counts of the record stay."""
+        """Return the route stage's result with slots in its choice and its routing; counts of the record stay per expert."""
         if self._slot is None:
             return routed
         choice = routed.record.choice
@@ -84,7 +84,7 @@ class ExpertOrder:
         return routed._replace(routing=self.in_slots(routed.routing), record=record)
 
     def note(self, record: RoutingRecord) -> None:
-        """Add a call's copies to what was seen, on the device, without a sync; nothing where nobody watches."""
+        """Add a call's copies to the recorded load, on the device, without a sync. Does nothing unless `watches` is set."""
         if not self.watches or record.by_rank is None:
             return
         ranks = len(record.by_rank)
@@ -93,7 +93,7 @@ class ExpertOrder:
     def take(self, grid: Grid) -> np.ndarray:
         """Return the copies that each rank had for each expert since the last `take`, (world, num_experts) float64.
 
-        Where the ranks of a tensor group route the same tokens, each is given an equal share of them.
+        If the ranks of a tensor-parallel group route the same tokens, each rank gets an equal share of the copies.
 
         Args:
             grid: the mesh.
@@ -106,7 +106,7 @@ class ExpertOrder:
         return found
 
     def guard(self, experts: nn.Module) -> None:
-        """Let the experts' `state_dict` and `load_state_dict` refuse to mix up experts that are not in their slots."""
+        """Make the experts' `state_dict` and `load_state_dict` raise InputError while experts are not in their own slots."""
         experts.register_state_dict_pre_hook(self._refuse)
         experts.register_load_state_dict_pre_hook(self._refuse)
 

@@ -1,6 +1,6 @@
-"""An MoE layer on a mesh: routing that agrees over the ranks, then the compiled programs.
+"""Runs an MoE layer on a mesh: routes tokens in agreement with the other ranks, then runs the compiled programs.
 
-What decides, call by call, which programs run is a call policy; `PlainCalls` decides nothing.
+A call policy (`AbstractCallPolicy`) decides for each call which programs run. `PlainCalls` always runs those of the plan.
 """
 
 from __future__ import annotations
@@ -43,22 +43,24 @@ from moesaic.runtime.tasks import Call, Codecs, Indices, Meter, TaskClock, known
 T = TypeVar("T")
 
 NUMBERS = 6
-"""Numbers that every rank tells the others with a call's counts, under every plan: ranks that brought different plans must be
-able to tell so."""
+"""How many numbers a call policy sends to the other ranks together with a call's counts. It is the same under every plan, so
+that ranks with different plans can still detect the difference."""
 
 
 class Chosen(NamedTuple):
-    """What a call runs."""
+    """What a call policy decided for one call."""
 
     compiled: Compiled
     replicated: np.ndarray | None = None
-    """(world, num_experts, ep) int64: copies that helpers compute; None where the programs replicate nothing."""
+    """(world, num_experts, ep) int64: copies that helpers compute; None if the programs replicate nothing."""
     run_slices: Callable[[UncutCall, Tensor, Tensor, Weights, Weights], Tensor] | None = None
-    """Runs the call slice by slice, from x, gates, split and common parameters; None where the call runs as a whole."""
+    """Runs the call slice by slice, given x, gates, split and common parameters; None if the call runs as a whole."""
 
 
 class AbstractCallPolicy(ABC):
-    """Decides for the calls of one layer under one plan; alike on all ranks, from what all of them know.
+    """Decides how each call of one layer runs under one plan.
+
+    All ranks decide identically, since decisions use only data that all ranks have.
 
     Args:
         compiled: the compiled plan of the layer.
@@ -67,45 +69,45 @@ class AbstractCallPolicy(ABC):
     def __init__(self, compiled: Compiled) -> None:
         self.compiled = compiled
         self.meter: Meter | None = None
-        """Takes the time of the experts' tasks; None where nothing is decided by it."""
+        """Times the tasks of the experts; None if no decision depends on their time."""
         self.speeds: tuple[float, ...] = ()
-        """Of the ranks' products, as all of them heard last; () where nobody measures them."""
+        """Speed of each rank's matrix products, as last exchanged between the ranks; () if speeds are not measured."""
 
     @property
     def digest(self) -> bytes:
-        """16 bytes that two ranks share if they run the same programs and decide alike."""
+        """16 bytes that are equal on two ranks if they run the same programs and decide identically."""
         return self.compiled.digest
 
     def tell(self) -> Sequence[float]:
-        """Return what to tell the other ranks with the counts of the call that begins, `NUMBERS` numbers."""
+        """Return the `NUMBERS` numbers that this rank sends to the others together with the counts of the next call."""
         return (0.0,) * NUMBERS
 
     def refuse_padding(self) -> None:
-        """Raise InputError if decisions need the counts of a call, which no rank has under a padded capacity."""
+        """Raise InputError if decisions need a call's counts, which no rank has under a padded capacity."""
         return
 
     @abstractmethod
     def choose(self, record: RoutingRecord, call: CountedCall) -> Chosen:
-        """Return what a call runs.
+        """Return how a call runs.
 
         Args:
-            record: the record of the call's routing; a recomputation has the record of its forward pass.
-            call: what all ranks know of it.
+            record: the record of the call's routing. A recomputation has the record of its forward pass.
+            call: the counts of the call, which all ranks have.
         """
 
     @abstractmethod
     def timed(self, record: RoutingRecord, chosen: Chosen, program: Callable[[], Tensor]) -> Tensor:
-        """Run a call's program and return its result; a policy that learns takes the time.
+        """Run a call's program and return its result. Policies that learn from times measure it here.
 
         Args:
             record: the record of the call's routing, after `choose`.
-            chosen: what `choose` returned.
-            program: runs it; it may be broken off in a recomputation, when all is there that the backward pass wants.
+            chosen: the result of `choose`.
+            program: runs the program. A recomputation may abort it once it has produced all that the backward pass needs.
         """
 
 
 class PlainCalls(AbstractCallPolicy):
-    """Every call runs the plan's programs, whatever its counts."""
+    """Runs the plan's programs in every call, whatever the call's counts."""
 
     def choose(self, record: RoutingRecord, call: CountedCall) -> Chosen:
         return Chosen(self.compiled)
@@ -116,48 +118,48 @@ class PlainCalls(AbstractCallPolicy):
 
 @dataclass(frozen=True)
 class UncutCall:
-    """A call of a layer that does not run as a whole: what it takes to run it slice by slice."""
+    """A call of a layer that is to run slice by slice, with the data to do so."""
 
     whole: LayerRun
-    """The call; its sizes, indices and tags are those of no slice."""
+    """The run of the whole call. Its sizes, indices and tags are not those of any slice."""
     origins: tuple[int, ...]
-    """The ranks whose rows this rank's routing has: its own, or those of its tensor group."""
+    """The ranks that own the rows of this rank's routing: this rank alone, or all ranks of its tensor-parallel group."""
     token: Tensor
-    """(rows,) int64: each row's token, expert after expert."""
+    """(rows,) int64: each row's token, sorted by expert."""
     expert: Tensor
     """(rows,) int64: each row's expert, ascending."""
     find: Callable[[Tensor, Tensor], NodeTokens] | None
-    """Under multicast, finds the node tokens of this rank's own rows, from their tokens and experts; None under other plans."""
+    """Finds the node tokens of this rank's own rows from their tokens and experts, under multicast; None under other plans."""
     sizes: Callable[[np.ndarray | None, np.ndarray, NodeTokens | None], CallSizes]
-    """From replicated copies, copies and node tokens to sizes."""
+    """Returns the call's sizes, given replicated copies, copies and node tokens."""
 
 
 @dataclass(frozen=True)
 class _Way:
-    """What a layer keeps of one plan: nothing here is as large as a weight."""
+    """A compiled plan and the objects that a layer keeps for it. Their memory is small compared with a weight."""
 
     compiled: Compiled
     peers: Peers
     deepep: DeepEP | None
     calls: AbstractCallPolicy
-    """Decides what a call runs."""
+    """Decides how each call runs."""
 
 
 class ExpertParallel:
-    """How one layer runs on a mesh under a plan. All ranks make it together.
+    """Runs one layer on a mesh under a plan. All ranks create it together.
 
     Args:
         grid: the mesh.
         transport: the transport between the ranks.
-        plan: the choices, compiled for this mesh or not yet.
-        experts: the experts of the layer, whole.
+        plan: the plan, compiled for this mesh or not compiled.
+        experts: the experts of the layer, not sharded yet.
         weight_first: multiply by the routing weight before the expert.
-        calls_under: returns the policy that decides for the layer's calls under a compiled plan.
-        settings, weights: what all ranks must bring alike; see `fitting`.
-        deepep: returns what DeepEP keeps for all layers of the mesh; called under plans with deepep alone.
+        calls_under: returns the call policy for a compiled plan.
+        settings, weights: settings and weights that must be the same on all ranks; see `fitting`.
+        deepep: returns the DeepEP state that all layers of the mesh share; called only under plans with deepep.
 
     Raises:
-        InputError: if the plan does not fit the mesh; on every rank, if they brought different plans or layers.
+        InputError: if the plan does not fit the mesh; on every rank, if plans or layers differ between ranks.
     """
 
     def __init__(
@@ -176,12 +178,12 @@ class ExpertParallel:
         self._mesh, self.transport, self.rank = grid, transport, transport.rank
         self.num_experts, self._calls_under = experts.num_experts, calls_under
         self.codecs: Codecs = known_codec
-        """What encodes rows; a benchmark may put others in their place that lay messages out alike."""
+        """Returns the codec of a name. A benchmark may substitute codecs with the same message layout."""
         self.auto: Callable[[int, int, torch.dtype], None] | None = None
-        """Hears of every call (tokens of the tensor group, experts per token, dtype) and chooses the plan; None where that is
-        given."""
+        """Called before every call with (tokens of the tensor-parallel group, experts per token, dtype) to choose the plan.
+        None if the plan is fixed."""
         self.clock: TaskClock | None = None
-        """Takes the time of every task, each alone; None where nobody asks."""
+        """Times every task separately; None if tasks are not timed."""
         self._order: ExpertOrder | None = None
         self._weight_first = weight_first
         self._tensor_group = grid.group(self.rank, ("tp",))
@@ -195,11 +197,11 @@ class ExpertParallel:
         self._enter(way)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ExpertParallel:
-        """Return how a copy of the layer runs: over the same connections, by the same plans, with nothing learnt yet."""
+        """Return the state of a copy of the layer: the same connections and plans, with freshly initialised call policies."""
         other = object.__new__(ExpertParallel)
         memo[id(self)] = other
         other.__dict__.update(self.__dict__)
-        other.auto = other.clock = None  # it goes on under the plan that it has
+        other.auto = other.clock = None  # the copy keeps its present plan
         other._order = copy.deepcopy(self._order, memo)
         other._ways = {key: other._prepare(way.compiled, way.deepep) for key, way in self._ways.items()}
         other._enter(next(way for way in other._ways.values() if way.compiled is self.compiled))
@@ -209,11 +211,11 @@ class ExpertParallel:
         """Run under another plan from the next call on; see `MoE.use_plan`.
 
         Args:
-            plan: the choices; what was made for them is kept, so that coming back costs a look-up.
+            plan: the new plan. Its compiled state is kept, so switching back to it is a look-up.
             experts: the experts of the layer.
 
         Raises:
-            InputError: if the plan does not fit the layer, or wants process groups that the layer does not have.
+            InputError: if the plan does not fit the layer, or needs process groups that the layer does not have.
         """
         way = self._ways.get(_key(plan))
         if way is None:
@@ -244,13 +246,13 @@ class ExpertParallel:
 
     @property
     def order(self) -> ExpertOrder:
-        """Which expert is where; kept from when somebody first asks, since experts move only where somebody does."""
+        """The slot of each expert. Created at the first access, since experts move only if some code asks for their order."""
         if self._order is None:
             self._order = ExpertOrder(self.num_experts)
         return self._order
 
     def note(self, record: RoutingRecord) -> None:
-        """Add a call's copies to what the order of the experts has seen, if anybody may move them."""
+        """Add a call's copies to the loads that `order` records, if `order` was ever accessed."""
         if self._order is not None:
             self._order.note(record)
 
@@ -260,7 +262,7 @@ class ExpertParallel:
 
     @property
     def loss_share(self) -> int:
-        """What a loss over all ranks' tokens is multiplied by, since gradients are averaged over data-parallel groups."""
+        """Factor for a loss over all ranks' tokens, which compensates for averaging gradients over data-parallel groups."""
         return self.grid.dp
 
     def route(
@@ -274,12 +276,12 @@ class ExpertParallel:
         batch: TokenInfo,
         replay: RoutingRecord | None,
     ) -> Routed:
-        """Route this rank's tokens: under S1 its slice of the tensor group's, else all of them; see `route`."""
+        """Route this rank's tokens: under S1, its slice of the tensor-parallel group's tokens, else all; see `route`."""
         dtype = compute_dtype(x_TD.dtype, x_TD.device)
         if self.auto is not None and replay is None:
             self.auto(len(x_TD), top_k, dtype)
         settings = {"dtype": dtype, "top_k": top_k, "capacity": capacity, "losses": losses}
-        if any(loss.needs_sequences for loss in losses):  # sums per sequence are told with the counts
+        if any(loss.needs_sequences for loss in losses):  # sums per sequence are exchanged with the counts
             settings["sequences"] = batch.num_sequences
         if self.peers.call_with({f"call.{name}": value for name, value in settings.items()}):
             self._agreed = False
@@ -311,11 +313,11 @@ class ExpertParallel:
             )
 
     def route_chosen(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Routed:
-        """Route this rank's tokens to experts that somebody else has chosen; under S1 its slice of the tensor group's.
+        """Route this rank's tokens to experts that the caller chose; under S1, its slice of the tensor-parallel group's tokens.
 
         Args:
-            x_TD: all tokens of the tensor group.
-            expert_TK: (tokens, K) int64; alike on all ranks of the group, as x_TD and weight_TK are.
+            x_TD: all tokens of the tensor-parallel group.
+            expert_TK: (tokens, K) int64. x_TD, expert_TK and weight_TK are the same on all ranks of the group.
             weight_TK: (tokens, K) routing weights; every rank of the group gets their whole gradient.
         """
         dtype = compute_dtype(x_TD.dtype, x_TD.device)
@@ -329,13 +331,13 @@ class ExpertParallel:
         return route_chosen(expert_TK, weight_TK, self.num_experts, self.peers)
 
     def run_experts(self, experts: AbstractExperts, x_TD: Tensor, routed: Routed, padded_rows: int | None) -> Tensor:
-        """Dispatch, run and combine: (tokens, dim) -> (tokens, dim).
+        """Run dispatch, experts and combine: (tokens, dim) -> (tokens, dim).
 
         Args:
             experts: the experts of the layer.
-            x_TD: all tokens of the tensor group.
-            routed: what `route` returned.
-            padded_rows: what `padded_rows` returned.
+            x_TD: all tokens of the tensor-parallel group.
+            routed: the result of `route`.
+            padded_rows: the result of `padded_rows`.
         """
         if self._deepep is not None:
             by_slot = routed if self._order is None else self._order.routed(routed)
@@ -387,10 +389,10 @@ class ExpertParallel:
     def _copies(
         self, routed: Routed, routing: Routing, padded_rows: int | None
     ) -> tuple[Tensor, Tensor, Tensor, NodeTokens | None]:
-        """Return tokens, slots and weights of this rank's copies, slot after slot, and the node tokens that were told already;
-        `routing` is that of `routed`, to slots."""
+        """Return token, slot and weight of each of this rank's copies, sorted by slot, and the node tokens if their counts were
+        exchanged already. `routing` is the routing of `routed`, with slots for experts."""
         order, node_tokens = self.peers.order(routing.expert), None
-        if routing.has_unsent and padded_rows is None:  # they come last
+        if routing.has_unsent and padded_rows is None:  # unsent copies come last
             assert routed.record.gathered is not None
             order = order[: int(routed.record.gathered.sent_on_host[self.peers.place].sum())]
         token, expert, gates = (t.index_select(0, order) for t in (routing.token, routing.expert, routing.weight))
@@ -403,15 +405,15 @@ class ExpertParallel:
         return token, expert, gates, node_tokens
 
     def padded_rows(self, capacity: AbstractCapacity, num_tokens: int, top_k: int) -> int | None:
-        """Return the rows that this rank's routing sends each expert under a padded capacity; None under others.
+        """Return how many rows this rank's routing sends to each expert under a padded capacity; None under other capacities.
 
         Args:
             capacity: the capacity of the call.
-            num_tokens: how many tokens the tensor group has, equally many on all ranks.
+            num_tokens: number of tokens of the tensor-parallel group, the same on all ranks.
             top_k: experts per token.
 
         Raises:
-            InputError: for a plan whose sizes depend on the routing, or tokens that do not split over tp.
+            InputError: if the plan's sizes depend on the routing, or the tokens do not split over tp.
         """
         if not isinstance(capacity, Capacity) or not capacity.is_padded:
             return None
@@ -437,8 +439,10 @@ class ExpertParallel:
 
     @staticmethod
     def refuse_ddp(parameters: Iterable[nn.Parameter]) -> None:
-        """Raise InputError if the DDP whose forward pass runs takes parameters of experts that are spread over a mesh, of which
-        every rank has its own, for copies of the same."""
+        """Raise InputError if the DDP module that is now in its forward pass does not ignore these parameters.
+
+        They belong to experts that are spread over a mesh, so they differ between ranks, but DDP would take them for copies.
+        """
         if torch.compiler.is_compiling():
             return
         wrapper = DistributedDataParallel._get_active_ddp_module()
@@ -449,7 +453,8 @@ class ExpertParallel:
             )
 
     def _draw(self, router: AbstractRouter, x_TD: Tensor) -> Tensor | None:
-        """Draw the noise of all tokens of the tensor group, the same on each of its ranks; where none is, no seed."""
+        """Draw the router's noise for all tokens of the tensor-parallel group, the same on each rank. Without noise, no seed is
+        sent."""
         if self.grid.tp == 1 or router.draw(0, x_TD.device) is None:
             return router.draw(len(x_TD), x_TD.device)
         seed = torch.randint(2**62, (1,))
@@ -459,8 +464,10 @@ class ExpertParallel:
             return router.draw(len(x_TD), x_TD.device)
 
     def _check_digests(self, routed: Routed, *, together: bool = True) -> None:
-        """Raise InputError, on every rank, unless all run the same programs, and a recomputation those of its forward pass;
-        `together` says whether all ranks do this in this call."""
+        """Raise InputError on every rank if ranks run different programs, or a recomputation runs others than its forward pass.
+
+        `together` says whether all ranks check in this call.
+        """
         assert routed.record.gathered is not None
         digests = routed.record.gathered.digests_on_host
         if not (digests == self.peers.digest.numpy()).all():
@@ -487,7 +494,7 @@ class ExpertParallel:
         )
 
     def _told(self, node_tokens: NodeTokens) -> NodeTokens:
-        """Return node tokens with every rank's counts, which all ranks tell each other now unless they did before."""
+        """Return node tokens with the counts of every rank, which are exchanged now unless they were before."""
         if node_tokens.of_all is not None:
             return node_tokens
         told = all_gather(self.transport, tuple(range(self.grid.world)), node_tokens.counts)
@@ -496,7 +503,7 @@ class ExpertParallel:
     def _uncut(
         self, work: LayerRun, tokens: np.ndarray, routing: tuple[Tensor, Tensor], num_tokens: int, units: int
     ) -> UncutCall:
-        """Return a call that is to run slice by slice; `routing` is token and expert of this rank's rows."""
+        """Return the data of a call that runs slice by slice; `routing` is token and expert of this rank's rows."""
         compiled = work.compiled
         alone = compiled.routes_slices or compiled.is_redundant
         find = partial(_find, self.num_experts, compiled, num_tokens=num_tokens) if compiled.is_multicast else None
@@ -507,7 +514,7 @@ class ExpertParallel:
         return UncutCall(work, (self.rank,) if alone else self._tensor_group, *routing, find, bind)
 
     def _node_tokens(self, token: Tensor, expert: Tensor, num_tokens: int, num_copies: int) -> NodeTokens:
-        """Find the visits of the copies that this rank sends, which are `num_copies`."""
+        """Find the node tokens of the `num_copies` copies that this rank sends."""
         if not self.compiled.routes_slices and self.grid.tp > 1:
             counts_E = count(expert, None, self.num_experts)
             start_E = counts_E.cumsum(0) - counts_E
@@ -524,12 +531,12 @@ def _find(num_experts: int, compiled: Compiled, token: Tensor, expert: Tensor, n
 
 
 def _key(plan: Plan | Compiled) -> Plan | bytes:
-    """Return what a plan is found by again."""
+    """Return the key of a plan in the table of known plans."""
     return plan if isinstance(plan, Plan) else plan.digest
 
 
 def counts_of(record: RoutingRecord, compiled: Compiled) -> tuple[np.ndarray, np.ndarray]:
-    """Return copies (world, experts) and tokens (world,) of every rank, from the exchanged record of a call's routing."""
+    """Return copies (world, experts) and tokens (world,) of every rank, from the exchanged counts of a call's routing."""
     grid = compiled.grid
     assert record.gathered is not None
     copies, tokens = record.gathered.sent_on_host, record.gathered.on_host[:, 1].astype(np.int64)
@@ -543,30 +550,36 @@ def counts_of(record: RoutingRecord, compiled: Compiled) -> tuple[np.ndarray, np
 
 
 def even_counts(compiled: Compiled, num_experts: int, num_tokens: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the same where every rank routes `num_tokens` and sends each expert `rows`; nothing comes from the device."""
+    """Return `counts_of` for the case that every rank routes `num_tokens` tokens and sends each expert `rows` rows.
+
+    Nothing is read from the device.
+    """
     grid = compiled.grid
     ranks = 1 if compiled.is_redundant or compiled.routes_slices else grid.tp
     return np.full((grid.world, num_experts), rows // ranks), np.full(grid.world, num_tokens // ranks)
 
 
 def _cut(counts: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
-    """Return the share that each rank of a tensor group has of its group's runs."""
+    """Return how much of its tensor-parallel group's rows each rank takes."""
     return counts * (place + 1) // size - counts * place // size
 
 
 def pad_copies(gates: Tensor, token: Tensor, expert: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Give every expert the same number of rows; the empty ones have no token (-1) and weight 0.
+    """Pad every expert's copies to the same number of rows; padding rows have token -1 and weight 0.
 
     Args:
-        gates: (copies,) differentiable, expert after expert.
+        gates: (copies,) routing weights, sorted by expert; differentiable.
         token: (copies,) int64.
-        expert: (copies,) int64, at most `rows` copies each; `num_experts` for copies that nobody takes.
-        num_experts: how many experts the layer has.
-        rows: rows per expert in what is returned, gates and tokens, (num_experts * rows,).
+        expert: (copies,) int64, each expert at most `rows` times; `num_experts` for copies that no expert takes.
+        num_experts: number of experts of the layer.
+        rows: rows per expert after padding.
+
+    Returns:
+        (gates, tokens), each (num_experts * rows,).
     """
     counts_E = count(expert, None, num_experts + 1)
     start_E = counts_E.cumsum(0) - counts_E
-    last = num_experts * rows  # one more row, for copies that nobody takes, is cut off
+    last = num_experts * rows  # copies that no expert takes go to one more row, which is cut off
     row = (expert * rows + torch.arange(len(expert), device=expert.device) - start_E[expert]).clamp_max(last)
     padded = gates.new_zeros(last + 1).scatter(0, row, gates)[:last]
     return padded, token.new_full((last + 1,), -1).scatter(0, row, token)[:last]
@@ -574,7 +587,7 @@ def pad_copies(gates: Tensor, token: Tensor, expert: Tensor, num_experts: int, r
 
 @contextmanager
 def shared_parameters(module: nn.Module, transport: AbstractTransport, group: tuple[int, ...]) -> Iterator[None]:
-    """Let a module's parameters be used on different tokens by the ranks of a group: their gradients are summed."""
+    """Sum the gradients of a module's parameters over a group of ranks that use the module on different tokens."""
     held = [(part, name, value) for part in module.modules() for name, value in part._parameters.items()]
     try:
         for part, name, value in held:
@@ -588,5 +601,5 @@ def shared_parameters(module: nn.Module, transport: AbstractTransport, group: tu
 
 @torch.compiler.disable(reason="a MoE layer on a mesh runs programs over connections: compile without fullgraph")
 def outside_graphs(function: Callable[..., T], *args: object) -> T:
-    """Call a function and return its result; `torch.compile` leaves it out of its graphs."""
+    """Call a function and return its result, outside of the graphs of `torch.compile`."""
     return function(*args)

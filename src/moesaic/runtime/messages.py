@@ -1,9 +1,9 @@
-"""What a rank sends and receives: movements, bundles of movements, and the packets of lowered movements.
+"""The messages that a rank sends and receives: movements, bundles of movements, and packets of lowered movements.
 
-A movement gathers rows into the messages that leave, and puts the rows that arrive in their places. A row is copied once on
-each side: into the message of its peer, where several slots may stand one behind the other, and out of the message that
-arrived. Movements that start together travel as one message per peer (`Bundle`). Movements that an all-to-all algorithm or
-a codec has been put into are packed, travel in hops, and are unpacked (`Packets`).
+A movement gathers rows into outgoing messages, and puts arriving rows in their places. A row is copied once on each side: into
+the message to its peer, which may hold several slots one after another, and out of the message that arrived. Movements that
+start together send one message per peer (`Bundle`). If a movement was lowered to an all-to-all algorithm or has a codec, its
+rows are packed, sent in hops, and unpacked (`Packets`).
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from moesaic.runtime.tasks import Call, Environment, Indices, Value, move_of, pl
 
 @dataclass(frozen=True)
 class PendingMove:
-    """What one movement takes from a rank and brings to it."""
+    """What one rank sends and receives in one movement."""
 
     value: Tensor
-    """(rows, width): the slot that is read."""
+    """(rows, width): the value of the slot that is read."""
     outgoing: Splits
     incoming: Splits
     sums: bool
-    """Several peers send what is added up."""
+    """Whether rows of several peers are summed."""
     finish: Callable[[list[Tensor]], Value]
-    """From the rows of each peer in the order of `incoming`, or all of them as one part, to the slot that is written."""
+    """Builds the written slot from the rows of each peer in the order of `incoming`, or from all of them as one part."""
 
 
 def _exchange(task: Task, move: Move, slots: Mapping[str, Slot], environment: Environment, call: Call) -> PendingMove:
-    """Return what the movement of a task takes from this rank and brings to it."""
+    """Return what this rank sends and receives in the movement of a task."""
     source, target = slots[task.reads[0]], slots[task.writes[0]]
     sizes, rank = call.sizes, call.rank
     outgoing, incoming = sizes.outgoing(move, rank), sizes.incoming(move, rank)
     value = _as_rows(source, environment, call, travels=bool(outgoing.runs.total))
-    # States tell of sums over axes of size 1 too. Rows of tokens all arrive, so as many as there are arrive once each.
+    # States also mark sums over axes of size 1. If as many token rows arrive as the slot has, each arrives exactly once.
     sums = move.reduce and not incoming.is_whole
     if sums and target.layout.flow not in ("weights", "bias"):
         sums = incoming.runs.total != sizes.num_rows(target.layout, rank)
@@ -56,7 +56,7 @@ def _exchange(task: Task, move: Move, slots: Mapping[str, Slot], environment: En
 
     def finish(parts: list[Tensor]) -> Value:
         if move.reduce and not incoming.runs.total:
-            return ()  # nobody has computed anything for this rank's experts: no gradient, rather than one of zeros
+            return ()  # no rank computed rows for this rank's experts: return no gradient instead of zeros
         if none_held is not None:
             return none_held
         return call.experts.unpack(_put(move, incoming, call, sums, parts), experts)
@@ -72,8 +72,11 @@ def start(
     call: Call,
     tag: int,
 ) -> tuple[Transfer, list[Callable[[], Value]]]:
-    """Return the transfer that carries movements as one message per peer, and for each what makes its slot once it has
-    landed. `tasks` and `moves` are the same movements; their rows are read from the environment."""
+    """Return the transfer that sends movements as one message per peer, and for each a function that builds its slot.
+
+    The functions are called once the messages have arrived. `tasks` and `moves` describe the same movements, whose rows are
+    read from the environment.
+    """
     exchanges = [_exchange(*each, slots, environment, call) for each in zip(tasks, moves)]
     rank, lane, indices = call.rank, transport_lane(tasks[0]), call.indices
     if len(exchanges) == 1:
@@ -99,7 +102,7 @@ def _read(
     sums: bool,
     finish: Callable[[list[Tensor]], Value],
 ) -> Value:
-    """Return the slot that a movement of a bundle writes. (No closure: it would keep what was sent until then.)"""
+    """Return the slot that a movement of a bundle writes. (A closure of `start` would keep the sent tensors alive.)"""
     if not sums:
         return arriving.read(filled, number, dtype, in_place=True)
     rows = arriving.read(filled, number, dtype, in_place=False)
@@ -107,7 +110,7 @@ def _read(
 
 
 def _put(move: Move, incoming: Splits, call: Call, sums: bool, parts: list[Tensor]) -> Tensor:
-    """Return the slot that is written, of what came and what stayed; no copy where that is the slot already."""
+    """Return the written slot from the received rows and those that stayed; without a copy if they are the slot already."""
     if incoming.is_whole and len(parts) == 1:
         return parts[0]
     return placed(parts, incoming.runs, call.sizes.num_rows(move.target, call.rank), sums, call.indices)
@@ -116,10 +119,10 @@ def _put(move: Move, incoming: Splits, call: Call, sums: bool, parts: list[Tenso
 def _alone(
     exchange: PendingMove, rank: int, indices: Indices
 ) -> tuple[dict[int, Tensor], dict[int, Tensor], Callable[[], Value]]:
-    """Return messages by peer, buffers by peer, and what makes the slot, of a movement by itself.
+    """Return messages by peer, buffers by peer, and a function that builds the slot, for a single movement.
 
-    All messages are cut from one tensor, which is the value itself where its rows leave in order. All buffers are cut from
-    one too, with the rows that stay copied to their place in it: it is the slot where rows arrive in order.
+    All messages are parts of one tensor, which is the value itself if its rows are sent in order. All buffers are parts of one
+    tensor too, into which the rows that stay are copied. If rows arrive in order, that tensor is the slot.
     """
     value, outgoing, incoming = exchange.value, exchange.outgoing, exchange.incoming
     leaving = value if outgoing.is_whole and value.is_contiguous() else take(value, outgoing.runs, indices)
@@ -130,7 +133,7 @@ def _alone(
     receives = _to_others(parts, rank)
     kept = sends.pop(rank, None)
     if rank in parts and kept is not None:
-        if exchange.sums:  # added up peer after peer, so that 16-bit rows are widened part by part
+        if exchange.sums:  # parts are added peer by peer, so that 16-bit rows are widened one part at a time
             parts[rank] = kept
         else:
             parts[rank].copy_(kept)
@@ -139,16 +142,16 @@ def _alone(
 
 
 def _to_others(messages: Mapping[int, Tensor], rank: int) -> dict[int, Tensor]:
-    """Return the messages that have bytes and go to, or come from, other ranks."""
+    """Return the messages that are not empty and whose peer is another rank."""
     return {peer: message for peer, message in messages.items() if peer != rank and message.numel()}
 
 
 def _as_rows(slot: Slot, environment: Environment, call: Call, *, travels: bool) -> Tensor:
-    """Return a slot's value as rows to be sent. Of weights that do not travel, only what tells the width of a row."""
+    """Return a slot's value as rows to send. For weights that are not sent, return no rows, only the right width."""
     value = environment[slot.name]
     if slot.kind is Kind.INDEX:
         assert isinstance(value, Tensor)
-        return value.int()  # `INDEX_BYTES` wide
+        return value.int()  # `INDEX_BYTES` per number
     if slot.kind is not Kind.WEIGHT:
         assert isinstance(value, Tensor)
         return value
@@ -161,16 +164,16 @@ def _as_rows(slot: Slot, environment: Environment, call: Call, *, travels: bool)
 
 
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""What messages are counted in, by the bytes of the smallest number in them."""
+"""The integer dtype in which messages are addressed, by the element size of their smallest dtype."""
 
 
 class Bundle:
-    """One side of a bundle at a rank: what leaves, or what arrives.
+    """One side of a bundle of movements at a rank: its outgoing messages, or its incoming ones.
 
     Args:
         splits: the rows of each movement, by peer.
-        values: (rows, width) of each movement, of this side or the other one, since only width and dtype count; not kept.
-        indices: of the call.
+        values: (rows, width) of each movement. Only width and dtype are used, so either side's will do; not kept.
+        indices: the call's index tensors.
     """
 
     def __init__(self, splits: Sequence[Splits], values: Sequence[Tensor], indices: Indices) -> None:
@@ -193,7 +196,7 @@ class Bundle:
         self._size = at
 
     def buffer(self) -> tuple[Tensor, dict[int, Tensor]]:
-        """Return memory for all messages, and each peer's part of it."""
+        """Allocate memory for all messages; return it with each peer's part of it."""
         memory = torch.empty(self._size, dtype=self._unit, device=self._device)
         return memory, dict(zip(self._peers, memory.split(self._cuts)[::2]))
 
@@ -209,7 +212,7 @@ class Bundle:
         if split.runs.total:
             source = np.zeros(
                 self._size // width, dtype=np.int64
-            )  # of what comes to stand between messages nobody reads
+            )  # the rows between the messages are padding, which no rank reads
             source[self._places(self._widest) // width] = split.runs.rows
             units = values[self._widest].contiguous().view(self._unit)
             torch.index_select(units, 0, torch.from_numpy(source), out=memory.view(-1, width))
@@ -223,9 +226,9 @@ class Bundle:
 
         Args:
             memory: all messages.
-            number: which movement of the bundle is read.
+            number: the place of the movement in the bundle.
             dtype: the dtype of its rows.
-            in_place: return the rows as they stand in the slot that is written, rather than peer after peer.
+            in_place: return the rows in the order of the written slot instead of peer by peer.
         """
         split, width = self.splits[number], self._widths[number]
         if memory.device.type != "cpu":
@@ -245,7 +248,7 @@ class Bundle:
         return units.view(dtype)
 
     def _messages(self, memory: Tensor, number: int) -> list[Tensor]:
-        """Return each peer's part of a movement, peer after peer, in numbers of the memory."""
+        """Return each peer's part of a movement, peer by peer, as slices of `memory`."""
         split, begins = self.splits[number], self._begins[number]
         return [
             memory.narrow(0, begins[peer], count * self._widths[number])
@@ -253,14 +256,14 @@ class Bundle:
         ]
 
     def _places(self, number: int) -> np.ndarray:
-        """Return where each row of a movement starts, peer after peer, in numbers of the memory."""
+        """Return the offset in memory, in units, at which each row of a movement starts, peer by peer."""
         split, width = self.splits[number], self._widths[number]
         counts = np.array(split.counts, dtype=np.int64)
         begins = np.array([self._begins[number][peer] for peer in split.peers], dtype=np.int64)
         return np.repeat(begins - (counts.cumsum() - counts) * width, counts) + np.arange(split.runs.total) * width
 
     def _numbers(self, number: int, places: np.ndarray) -> Tensor:
-        """Return where each number of rows stands that start at `places`."""
+        """Return the offset in memory of every unit of the rows that start at `places`."""
         width = self._widths[number]
         return torch.from_numpy(places if width == 1 else (places[:, None] + np.arange(width)).reshape(-1))
 
@@ -271,14 +274,14 @@ Pair = tuple[int, int]
 
 @dataclass
 class Packets:
-    """Messages at a rank, encoded; a rank's message to itself stands in `own`, as rows."""
+    """Encoded messages at a rank. The rank's message to itself is in `own`, as rows."""
 
     dim: int
     dtype: torch.dtype
     device: torch.device
     codec: str
     items: dict[Pair, Tensor] = field(default_factory=dict)
-    """(bytes,) uint8 each."""
+    """Encoded messages by source and target, each (bytes,) uint8."""
     own: Tensor | None = None
 
 
@@ -298,7 +301,7 @@ def pack(task: Task, slots: Mapping[str, Slot], value: Tensor, call: Call) -> Pa
 def start_hop(
     task: Task, slots: Mapping[str, Slot], held: list[Packets], call: Call, tag: int
 ) -> tuple[Transfer, Callable[[], Packets]]:
-    """Return the transfer of a hop, in which the packets that go to a peer are one message, and what cuts what arrived."""
+    """Return the transfer of a hop, with one message of packets per peer, and a function that splits what arrived."""
     arriving = Packets(held[0].dim, held[0].dtype, held[0].device, held[0].codec)
     at_hand = {pair: item for packets in held for pair, item in packets.items.items()}
     codec, move = call.codecs(arriving.codec), move_of(task, slots)
@@ -322,7 +325,7 @@ def start_hop(
 
 
 def _cut(arriving: Packets, receives: Mapping[int, Tensor], order: Mapping[int, Sequence[tuple[Pair, int]]]) -> Packets:
-    """Return packets with those that came in messages; `order` has each message's packets and their bytes."""
+    """Return `arriving` with the packets of the received messages; `order` has each message's packets and their bytes."""
     for peer, packets in order.items():
         parts = receives[peer].split([size for _, size in packets])
         arriving.items.update({pair: part for (pair, _), part in zip(packets, parts)})
@@ -330,7 +333,7 @@ def _cut(arriving: Packets, receives: Mapping[int, Tensor], order: Mapping[int, 
 
 
 def unpack(task: Task, slots: Mapping[str, Slot], held: list[Packets], call: Call) -> Tensor:
-    """Decode what arrived and put it in place; rows that several ranks sent are summed in the order of the ranks."""
+    """Decode what arrived and put it in place. Rows from several ranks are summed in the order of the ranks."""
     codec, first, move = call.codecs(task.codec or "none"), held[0], move_of(task, slots)
     items = {pair: item for packets in held for pair, item in packets.items.items()}
     incoming = call.sizes.incoming(move, call.rank)
@@ -347,7 +350,7 @@ def unpack(task: Task, slots: Mapping[str, Slot], held: list[Packets], call: Cal
 
 @lru_cache(maxsize=4096)
 def _legs(link: str, grid: Grid, group: tuple[Axis, ...], rank: int, hop: int) -> tuple[tuple[Pair, Leg], ...]:
-    """Return the packets that leave or reach a rank in a hop, with their legs, by source, then target."""
+    """Return the packets that leave or reach a rank in a hop, with their legs, sorted by source, then target."""
     ranks = grid.group(rank, group)
     places = NodeMap(grid, ranks)
     found = []

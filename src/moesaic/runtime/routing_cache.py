@@ -1,14 +1,14 @@
-"""Activation checkpointing that replays the recorded routing and never routes again.
+"""Activation checkpointing that replays the recorded routing instead of routing again.
 
-A recomputed router may pick another expert than the first pass did: noise, nondeterministic kernels, a bias that moved
-in between. Shapes then differ, or gradients are silently wrong. So the first pass writes each layer's discrete decisions
-to a routing cache and the recomputation reads them back. Use `checkpoint(block, x)` in place of torch's, or pass
+A recomputed router may choose other experts than the first pass, because of noise, nondeterministic kernels, or a bias that
+changed in between. Then shapes differ, or gradients are silently wrong. So the first pass writes each layer's discrete
+decisions to a routing cache, and the recomputation reads them. Use `checkpoint(block, x)` instead of torch's, or pass
 `context_fn=partial(replay_contexts, block)` to any code that calls torch's non-reentrant checkpoint.
 
-Under `torch.compile` a checkpointed call is a graph break: the block runs eagerly, what surrounds it is compiled.
-(A lambda as `context_fn`, and `fullgraph=True`, make dynamo raise.) In the block, compile what holds no MoE layer, such as
-attention: a compiled MoE layer has one graph that records and one that replays, which save different tensors, and
-torch's checkpoint refuses that.
+Under `torch.compile` a checkpointed call is a graph break: the block runs eagerly, and the code around it is compiled.
+(A lambda as `context_fn`, and `fullgraph=True`, make dynamo raise.) Inside the block, compile only parts without MoE layers,
+such as attention. A compiled MoE layer has one graph that records and another that replays. They save different tensors,
+which torch's checkpoint refuses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moesaic.routing.route import RoutingRecord
 
 
 class Cached(NamedTuple):
-    """A record, and the random generators around the call it is of."""
+    """A routing record, with the states of the random generators before and after its call."""
 
     record: RoutingRecord
     before: tuple[Tensor, ...]
@@ -35,11 +35,11 @@ class Cached(NamedTuple):
 class RoutingCache:
     """The routing records of one checkpointed call: per layer, in call order.
 
-    A replay draws no noise, so what draws after the layer (dropout, say) would find the generators elsewhere than in the
-    first pass. Where the checkpoint has put them back, as torch's does by default, a replay moves them on.
+    A replay draws no noise, so code after the layer (dropout, for example) would draw other random numbers than in the first
+    pass. If the checkpoint has restored the generators, as torch's does by default, a replay therefore advances them.
 
     Args:
-        outer: the routing cache of the surrounding checkpoint, for each layer that is in one.
+        outer: for each layer inside another checkpoint, the routing cache of that checkpoint.
     """
 
     def __init__(self, outer: dict[RoutingCached, RoutingCache]) -> None:
@@ -50,18 +50,18 @@ class RoutingCache:
 
     @property
     def is_replaying(self) -> bool:
-        """True during a recomputation."""
+        """Whether a recomputation is running."""
         return self._position is not None
 
     def write(self, layer: RoutingCached, record: RoutingRecord) -> None:
-        """Append a record of the first pass, to the surrounding routing caches that record too."""
+        """Append a record of the first pass, here and to those surrounding routing caches that are recording."""
         self._records.setdefault(layer, []).append(Cached(record, self._before[layer], _generators()))
         outer = self._outer.get(layer)
         if outer is not None and not outer.is_replaying:
             outer.write(layer, record)
 
     def read(self, layer: RoutingCached) -> RoutingRecord | None:
-        """Return the layer's next record, from the innermost routing cache that replays; None in a first pass."""
+        """Return the layer's next record from the innermost routing cache that is replaying; None in a first pass."""
         if self._position is None:
             self._before[layer] = _generators()
             outer = self._outer.get(layer)
@@ -74,16 +74,16 @@ class RoutingCache:
         return record
 
     def start_replay(self) -> None:
-        """Rewind; a routing cache may be replayed any number of times (`retain_graph`, several backward passes)."""
+        """Rewind. A routing cache may be replayed any number of times (`retain_graph`, several backward passes)."""
         self._position = {}
 
     def stop_replay(self) -> None:
-        """Leave the replay."""
+        """End the replay."""
         self._position = None
 
 
 class RoutingCached(nn.Module):
-    """A module whose routing goes onto a routing cache while one is set, which is for the length of a context only."""
+    """A module that records its routing on `routing_cache` while one is set, which is only the case inside a context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def replay_contexts(module: nn.Module) -> tuple[AbstractContextManager[None], Ab
     """Return the contexts of the first pass and of the recomputation, for `context_fn` of torch's checkpoint.
 
     Args:
-        module: what is checkpointed; every MoE layer in it records and replays.
+        module: the checkpointed module; every MoE layer in it records and replays.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, RoutingCached)]
     routing_cache = RoutingCache({layer: layer.routing_cache for layer in layers if layer.routing_cache is not None})
@@ -102,9 +102,9 @@ def replay_contexts(module: nn.Module) -> tuple[AbstractContextManager[None], Ab
 
 
 def checkpoint(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run `module(*args, **kwargs)` without keeping its activations; backward runs it again, with the same routing.
+    """Run `module(*args, **kwargs)` without keeping its activations; backward recomputes it with the same routing.
 
-    Under `torch.compile` the block runs eagerly, between two graphs; see the module's docstring.
+    Under `torch.compile` the block runs eagerly, between two graphs; see the docstring of this file.
 
     Args:
         module: the block to checkpoint.
@@ -112,15 +112,15 @@ def checkpoint(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         **kwargs: its keyword arguments.
 
     Returns:
-        What the module returns.
+        The module's result.
     """
     return torch_checkpoint(module, *args, use_reentrant=False, context_fn=partial(replay_contexts, module), **kwargs)
 
 
 def is_recomputing() -> bool:
-    """Return whether torch's non-reentrant checkpoint runs a forward pass once more, for the backward pass under way.
+    """Return whether torch's non-reentrant checkpoint is recomputing a forward pass, for the current backward pass.
 
-    A reentrant checkpoint has no gradients in its first pass, and computes with them in backward for the first time.
+    (The first pass of a reentrant checkpoint has no gradients; the one in the backward pass is the first with gradients.)
     """
     if torch._C._current_graph_task_id() == -1:
         return False
@@ -130,13 +130,13 @@ def is_recomputing() -> bool:
 
 @torch.library.custom_op("moesaic::count_in_graph", mutates_args=("counts",))
 def count_in_graph(counts: Tensor, requested: Tensor) -> None:
-    """Add a call's copies per expert to those of the step, (num_experts,) int64, unless the graph runs in a recomputation."""
+    """Add a call's copies per expert to the step's counts, (num_experts,) int64, unless the graph runs in a recomputation."""
     if not is_recomputing():
         counts += requested
 
 
 def _generators() -> tuple[Tensor, ...]:
-    """Return the states of the random generators: the CPU's, and the current GPU's where one is in use."""
+    """Return the states of the random generators: the CPU's, and the current GPU's if CUDA is in use."""
     return (torch.get_rng_state(), *((torch.cuda.get_rng_state(),) if torch.cuda.is_initialized() else ()))
 
 
@@ -147,12 +147,12 @@ def _set_generators(states: tuple[Tensor, ...]) -> None:
 
 
 class _Caching(AbstractContextManager[None]):
-    """Layers record on a routing cache, or replay it. It can be entered again: one recomputation runs per autograd graph task.
+    """Makes layers record on a routing cache, or replay it. It is reentrant: each autograd graph task runs a recomputation.
 
     Args:
-        layers: every one that is checkpointed.
-        routing_cache: of the checkpointed call.
-        replays: they replay.
+        layers: all checkpointed layers.
+        routing_cache: the routing cache of the checkpointed call.
+        replays: replay instead of recording.
     """
 
     def __init__(self, layers: list[RoutingCached], routing_cache: RoutingCache, *, replays: bool) -> None:

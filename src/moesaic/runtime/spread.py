@@ -1,6 +1,6 @@
-"""Spreading a layer over a mesh: whether the plan fits, whether all ranks bring the same, and which shard a rank keeps.
+"""Spreading a layer over a mesh: checks that the plan fits and that all ranks agree, and shards the experts.
 
-All of it is found out before anything of the layer is sent. One storage layout serves every plan.
+All checks run before anything of the layer is sent. One storage layout serves every plan.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ def fitting(
     settings: Mapping[str, object] | None = None,
     weights: Mapping[str, str] | None = None,
 ) -> Compiled:
-    """Return the compiled plan of a layer. All ranks call it together.
+    """Return the compiled plan of a layer, after a comparison with the other ranks. All ranks call this together.
 
     Args:
-        plan: the choices, compiled or not yet.
+        plan: the plan, compiled or not.
         grid: the mesh of the layer.
         transport: the transport between the ranks.
         experts: the experts of the layer.
-        settings: settings of the layer by name, which all ranks must have alike.
-        weights: for each tensor, by name, what ranks compare it by.
+        settings: settings of the layer by name, which must be the same on all ranks.
+        weights: for each tensor, by name, a text that must be the same on all ranks; see `described`.
 
     Raises:
-        InputError: on every rank, if ranks brought different plans, meshes, settings or weights; if the plan does not fit the
-            mesh, or was compiled for another one or for experts with other parameters; if a codec's package is missing on any
-            rank.
+        InputError: on every rank, if plans, meshes, settings or weights differ between ranks; if the plan does not fit the
+            mesh, or was compiled for another mesh or for experts with other parameters; if a codec's package is missing on
+            any rank.
     """
     choices = plan if isinstance(plan, Plan) else plan.plan
     fields: dict[str, object] = {f"mesh.{name}": value for name, value in asdict(grid).items()}
@@ -67,10 +67,10 @@ def fitting(
 
 
 def compiled_for(plan: Plan | Compiled, grid: Grid, transport: AbstractTransport, experts: AbstractExperts) -> Compiled:
-    """Return the compiled plan of a layer, as this rank finds it by itself; nothing is sent. Arguments are as for `fitting`.
+    """Return the compiled plan of a layer, without communication. The arguments are those of `fitting`.
 
     Raises:
-        InputError: as `fitting` does, but for what only a comparison of ranks shows.
+        InputError: in those cases of `fitting` that do not need a comparison of ranks.
     """
     choices = plan if isinstance(plan, Plan) else plan.plan
     for codec in (choices.codec, choices.backward_codec):
@@ -101,24 +101,24 @@ def _is_installed(codec: str) -> bool:
 ADVICE = (
     "give every rank the same weights (seed alike before the layer is made), or call parallelize(..., broadcast=True)"
 )
-"""What an error says where weights differ."""
+"""Advice in the error for weights that differ."""
 _WORDS = 65536
-"""So many words of 8 bytes are hashed at a time: little memory, and few steps."""
+"""Number of 8-byte words that are hashed at a time: few enough to need little memory, enough to need few steps."""
 _ODD = -7046029254386353131
 """A multiplier without small factors: 2**64 over the golden ratio, as a signed number."""
 
 
 def described(module: nn.Module, *, values: bool) -> dict[str, str]:
-    """Return name to dtype and shape of a module's parameters and persistent buffers, and a hash of the values.
+    """Return dtype, shape and (optionally) a hash of each of a module's parameters and persistent buffers, by name.
 
-    Tensors on the meta device have no values; neither have those that are not asked for.
+    Tensors on the meta device are never hashed.
 
     Args:
-        module: whole, not sharded.
-        values: hash them.
+        module: a module that is not sharded.
+        values: whether to hash the values.
 
     Raises:
-        InputError: for weights that are sharded already.
+        InputError: for weights that are already sharded.
     """
     found = {}
     for name, tensor in module.state_dict().items():
@@ -130,9 +130,9 @@ def described(module: nn.Module, *, values: bool) -> dict[str, str]:
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """Return 16 hexadecimal digits that differ, all but surely, for tensors of different bits; computed where it lies.
+    """Return a hash of 16 hexadecimal digits, computed on the tensor's device. Different bits almost surely differ in it.
 
-    A polynomial in odd multipliers modulo 2**64: one word that differs is always noticed.
+    It is a polynomial in odd multipliers modulo 2**64: a difference in a single word is always detected.
     """
     data = as_bytes(tensor.detach().contiguous())
     words = F.pad(data, (0, -len(data) % 8)).view(torch.int64) if len(data) % 8 else data.view(torch.int64)
@@ -146,9 +146,9 @@ def fingerprint(tensor: Tensor) -> str:
 
 @torch.no_grad()
 def take_first(module: nn.Module, transport: AbstractTransport) -> None:
-    """Give a module the first rank's parameters and persistent buffers, in place; those on the meta device stay as they are.
+    """Give all ranks the first rank's parameters and persistent buffers, in place. Tensors on the meta device are unchanged.
 
-    Names, dtypes and shapes are the same on all ranks.
+    Names, dtypes and shapes must be the same on all ranks.
     """
     everyone = tuple(range(transport.world))
     for tensor in module.state_dict().values():
@@ -157,17 +157,17 @@ def take_first(module: nn.Module, transport: AbstractTransport) -> None:
 
 
 def shard_experts(experts: AbstractExperts, grid: Grid, rank: int, device_mesh: DeviceMesh | None) -> None:
-    """Keep this rank's shard of every parameter, in place.
+    """Keep only this rank's shard of every parameter, in place.
 
     Args:
-        experts: whole, with the same values on all ranks.
+        experts: not sharded, with the same values on all ranks.
         grid: the mesh.
-        rank: the rank whose shard stays.
-        device_mesh: dims ("ep", "etp"): parameters become DTensors on it, sharded over ep on the expert dimension and
-            over etp on the hidden one. None: plain tensors.
+        rank: the rank whose shard is kept.
+        device_mesh: a mesh with dimensions ("ep", "etp"), on which parameters become DTensors: sharded over ep on the
+            expert dimension and over etp on the hidden one. None: parameters become plain tensors.
 
     Raises:
-        InputError: if the experts do not split so.
+        InputError: if the experts do not split evenly.
     """
     _check_shards(experts, grid)
     experts.is_spread = True
@@ -188,8 +188,8 @@ def shard_experts(experts: AbstractExperts, grid: Grid, rank: int, device_mesh: 
                 placements: list[Placement] = [Shard(0), Replicate() if dim is None else Shard(dim)]
                 value = DTensor.from_local(value, device_mesh, placements, run_check=False)
             setattr(experts, name, nn.Parameter(value, requires_grad=whole.requires_grad))
-    # Other trainers see by these that a parameter is not the same on all data-parallel ranks: DeepSpeed and Megatron-Core read
-    # `allreduce`, and DeepSpeed in `group_name` over how many ranks it is spread.
+    # These attributes tell other trainers that a parameter differs between data-parallel ranks: DeepSpeed and Megatron-Core
+    # read `allreduce`, and DeepSpeed reads from `group_name` over how many ranks the parameter is spread.
     for parameter in experts.parameters():
         parameter.allreduce = False  # type: ignore[attr-defined]
         parameter.group_name = f"ep_size_{grid.ep * grid.etp}"  # type: ignore[attr-defined]

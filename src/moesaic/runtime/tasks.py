@@ -1,10 +1,10 @@
-"""The tasks of a program that need no other rank, and what one rank brings to a run of it.
+"""The tasks of a program that need no other rank, and the state of one rank's run of a program.
 
-`Call` holds what a rank brings: sizes, experts and tags. `Environment` holds the values of the run. `compute` runs a task.
+`Call` holds the inputs of a run: sizes, experts and tags. `Environment` holds the values of its slots. `compute` runs a task.
 
-The host knows which rows move as runs (`Runs`): some hundred numbers for a whole call, where there are many thousand rows.
-`Indices` makes the rows where they are needed: on a CPU by numpy; a GPU gets the runs of all tasks of a call in one copy from
-pinned memory, for which nobody waits, and makes row after row there.
+The host describes the rows that move as runs of consecutive rows (`Runs`): some hundred numbers for many thousand rows.
+`Indices` expands runs into row numbers where they are needed. On a CPU numpy does this. A GPU gets the runs of all tasks of a
+call in one asynchronous copy from pinned memory and expands them itself.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from moesaic.routing.capacity import count
 from moesaic.routing.peers import stable_order
 
 Value = Tensor | Weights
-"""Of a slot: rows, or parameters of experts."""
+"""The value of a slot: rows, or parameters of experts."""
 Environment = dict[str, Value]
-"""Slots by name. What an expert task keeps for its gradient stands under `kept(task)`."""
+"""Slot values by name. Under `kept(task)` it also has what an expert task saves for its gradient."""
 Slots = Mapping[str, Slot]
 Codecs = Callable[[str], AbstractCodec]
-"""From a codec's name to what encodes."""
+"""Returns the codec of a name."""
 
 
 Meter = Callable[[int, torch.device], AbstractContextManager[None]]
-"""Watches a task while it runs: so many products of a row with an expert, on a device."""
+"""Returns a context manager that times a task, given its number of (row, expert) products and the device."""
 
 
 @lru_cache(maxsize=64)
 def known_codec(name: str) -> AbstractCodec:
-    """Return the codec of that name with its default options, made once."""
+    """Return the codec of that name with its default options, created once."""
     return codec_named(name)
 
 
 class Indices:
-    """What was made for one call; kept for those that come after with the same sizes. A table is known by its object."""
+    """Index tensors of one call, cached by the identity of their table. Calls of the same sizes can share them."""
 
     def __init__(self) -> None:
         self._tables: dict[int, tuple[Runs | np.ndarray, Tensor]] = {}
@@ -63,7 +63,7 @@ class Indices:
         self._inverse: dict[int, Tensor] = {}
 
     def bring(self, tables: Iterable[Runs | np.ndarray], device: torch.device) -> None:
-        """Bring tables to a device that are not there yet, as one; nothing on a CPU."""
+        """Copy those tables that are not yet on the device, all in one transfer. On a CPU this does nothing."""
         if device.type == "cpu":
             return
         new = {id(table): table for table in tables if id(table) not in self._tables}
@@ -74,7 +74,7 @@ class Indices:
         self._tables |= {key: (table, numbers) for (key, table), numbers in zip(new.items(), there)}
 
     def of(self, runs: Runs, device: torch.device) -> Tensor:
-        """Return the rows of runs: (total,), int32 on a GPU, int64 on a CPU."""
+        """Return the row numbers of runs: (total,), int32 on a GPU, int64 on a CPU."""
         if device.type == "cpu":
             return torch.from_numpy(runs.rows)
         if not runs.total:
@@ -89,7 +89,7 @@ class Indices:
         return self._rows[id(runs)]
 
     def inverse(self, runs: Runs, device: torch.device) -> Tensor:
-        """Return at which place each row stands, where the runs are a permutation; types as for `of`."""
+        """Return the inverse of runs that form a permutation: the position of each row. The dtypes are those of `of`."""
         if device.type == "cpu":
             inverse = np.empty_like(runs.rows)
             inverse[runs.rows] = np.arange(runs.total)
@@ -103,7 +103,7 @@ class Indices:
         return self._inverse[id(runs)]
 
     def numbers(self, table: np.ndarray, device: torch.device) -> Tensor:
-        """Return a table as it is, int32."""
+        """Return a table on the device, unexpanded, as int32."""
         if device.type == "cpu":
             return torch.from_numpy(table.astype(np.int32))
         self.bring([table], device)
@@ -115,25 +115,25 @@ def _as_numbers(table: Runs | np.ndarray) -> np.ndarray:
 
 
 class TaskClock:
-    """What the tasks of programs take on this rank, each alone.
+    """Times the tasks of programs on this rank, one at a time.
 
     Args:
-        transport: between the ranks, which begin every task together.
+        transport: the transport between the ranks, which start every task together.
     """
 
     def __init__(self, transport: AbstractTransport) -> None:
         self._transport = transport
         self._everyone = tuple(range(transport.world))
         self.seconds: dict[tuple[str, str], list[float]] = {}
-        """Of each call, by the names of program and task."""
+        """Durations of every call, by (program name, task name)."""
 
     def start(self) -> float:
-        """Wait for the other ranks, and return the time."""
+        """Wait for the other ranks, and return the current time."""
         all_reduce_max(self._transport, self._everyone, torch.zeros(1, device=self._transport.device))
         return self._now()
 
     def stop(self, program: Program, tasks: Sequence[Task], since: float) -> None:
-        """Take down what tasks took whose messages are there; those whose messages travel as one share the time evenly."""
+        """Record the time that tasks took until now, after their messages arrived. Tasks of one bundle share it evenly."""
         each = (self._now() - since) / len(tasks)
         for task in tasks:
             self.seconds.setdefault((program.name, task.name), []).append(each)
@@ -146,53 +146,53 @@ class TaskClock:
 
 @dataclass
 class Call:
-    """What one rank brings to one run of a program."""
+    """The inputs of one rank for one run of a program."""
 
     rank: int
     sizes: CallSizes
     experts: AbstractExperts
-    """Computes; the weights come through the program."""
+    """Computes the expert tasks. The weights come from the program's slots."""
     first_tag: int = 0
-    """Tags of this run's movements start here; runs in flight at once need ranges apart."""
+    """The first tag of this run's movements. Runs that are in flight at the same time need disjoint tag ranges."""
     weight_first: bool = False
     """Multiply by the routing weight before the expert rather than after it."""
     has_empty_rows: bool = False
-    """Some rows have no token: their index is negative."""
+    """Whether some rows have no token; their index is negative."""
     may_defer_wgrad: bool = True
-    """Products for weights may wait until the rows' gradient is on its way, and what they read is held until then."""
+    """Whether wgrad may be deferred until the rows' gradient is being sent. Its inputs stay in memory until then."""
     codecs: Codecs = known_codec
-    """What encodes, by name; whatever it returns lays messages out as the codec of that name does."""
+    """Returns the codec of a name. Every codec must have the message layout of the built-in codec of that name."""
     meter: Meter | None = None
-    """Takes the time of the experts' tasks; None where nobody asks."""
+    """Times the experts' tasks; None if they are not timed."""
     indices: Indices = field(default_factory=Indices, repr=False, compare=False)
-    """Of the rows that move, on the device that computes; a call of the same sizes may have the same ones."""
+    """Index tensors of the rows that move, on the computing device. Calls of the same sizes may share them."""
     clock: TaskClock | None = None
-    """Takes the time of every task, each alone; None where nobody asks."""
+    """Times every task separately; None if tasks are not timed."""
     known: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What tasks have worked out from counts and indices, for those that come after them, the backward pass among them. A
-    call that is made from another one by `replace` starts without."""
+    """Results that tasks derived from counts and indices, for later tasks, including those of the backward pass. `replace` does
+    not copy them to a new call."""
     deferred_wgrad: dict[str, DeferredWgrad] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """By slots of weights' gradients: what is left to do before they are read."""
+    """Deferred wgrad by slot of the weights' gradient. It must run before the slot is read."""
 
     def metered(self, rows: int, device: torch.device) -> AbstractContextManager[None]:
-        """Watch a task of the experts."""
+        """Return a context manager that times a task of the experts."""
         return nullcontext() if self.meter is None else self.meter(rows, device)
 
     def finish(self, names: Iterable[str] | None = None) -> None:
-        """Do what is left for some slots, or for all."""
+        """Run the deferred wgrad of some slots, or of all."""
         for name in list(self.deferred_wgrad) if names is None else names:
             for work in self.deferred_wgrad.pop(name, ()):
                 work()
 
 
 def move_of(task: Task, slots: Slots) -> Move:
-    """Return the movement that a task is, or is a part of."""
+    """Return the movement that a task performs, wholly or in part."""
     source, target = (slots[name] for name in task.of or (task.reads[0], task.writes[0]))
     return Move(source.layout, target.layout, task.group, reduces(source, target))
 
 
 def tables(task: Task, slots: Slots, call: Call) -> Iterator[Runs | np.ndarray]:
-    """Yield what a task of a program reads of the sizes of a call, as `Indices` brings it to a device."""
+    """Yield the tables of the call's sizes that a task reads, to be copied to the device by `Indices.bring`."""
     sizes, rank = call.sizes, call.rank
     if task.op in (Op.MOVE, Op.PACK, Op.UNPACK):
         move = move_of(task, slots)
@@ -215,7 +215,7 @@ def tables(task: Task, slots: Slots, call: Call) -> Iterator[Runs | np.ndarray]:
 
 
 def kept(task_name: str) -> str:
-    """Return where an expert task's activations stand in the environment; a gradient task has the same place."""
+    """Return the name under which the environment keeps an expert task's activations. Its gradient task has the same name."""
     return f"{task_name.removesuffix(_COTANGENT)}*"
 
 
@@ -223,7 +223,7 @@ def rows(value: Value) -> Tensor:
     """Return a slot's value as rows.
 
     Raises:
-        TypeError: if it holds parameters.
+        TypeError: if the slot holds parameters.
     """
     if not isinstance(value, Tensor):
         raise TypeError("a task reads rows where the slot holds parameters")
@@ -234,7 +234,7 @@ _COTANGENT = "'"
 
 
 def compute(task: Task, slots: Slots, environment: Environment, call: Call) -> Environment:
-    """Run a task that needs no other rank; returns what it writes."""
+    """Run a task that needs no other rank, and return the slots that it writes."""
     reads = [environment[name] for name in task.reads]
     if task.op is Op.EXPERT:
         return _expert(task, slots, reads, call)
@@ -246,32 +246,33 @@ def compute(task: Task, slots: Slots, environment: Environment, call: Call) -> E
 
 
 def transport_lane(task: Task) -> TransportLane:
-    """Return the lane of the transport that a movement takes."""
+    """Return the transport lane of a movement."""
     return "intra" if task.lane is Lane.INTRA else "inter"
 
 
 def take(value: Tensor, runs: Runs, indices: Indices) -> Tensor:
-    """Return some rows of a value, contiguous; the value itself where these are all its rows in order."""
+    """Return some rows of a value, contiguous. If they are all of its rows in order, the value itself is returned."""
     if value.is_contiguous() and runs.are_all_of(len(value)):
         return value
     return value.index_select(0, indices.of(runs, value.device))
 
 
 def placed(parts: Sequence[Tensor], runs: Runs, num_rows: int, sums: bool, indices: Indices) -> Tensor:
-    """Return rows put in their places, which are all filled; with `sums` rows of one place are summed in order.
+    """Return rows in their target places, which are all filled. With `sums`, rows with the same place are summed in order.
 
-    16-bit rows are summed in float32. Rows that come in order are returned as they are.
+    16-bit rows are summed in float32. Rows that are already in order are returned without a copy.
 
     Args:
         parts: tensors of rows, at least one.
-        runs: the places of the rows of all parts.
-        num_rows: how many rows the result has.
-        sums: rows of several parts may have one place, of one part each its own: no two are added to it at a time.
-        indices: of the call.
+        runs: the target places of the rows of all parts.
+        num_rows: number of rows of the result.
+        sums: rows of different parts may have the same place. Within one part all places differ, so its rows can be added at
+            once.
+        indices: the call's index tensors.
     """
     if runs.are_all_of(num_rows):
         return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-    if not sums and len(parts) == 1:  # to gather takes a quarter of the time of putting row after row in its place
+    if not sums and len(parts) == 1:  # a gather takes a quarter of the time of a row-by-row scatter
         return parts[0].index_select(0, indices.inverse(runs, parts[0].device))
     cuts = indices.of(runs, parts[0].device).split([len(part) for part in parts])
     dtype = torch.promote_types(parts[0].dtype, torch.float32) if sums else parts[0].dtype
@@ -311,7 +312,7 @@ def _rows_task(task: Task, slots: Slots, reads: list[Tensor], call: Call) -> lis
 
 
 def _sum(values: list[Value]) -> Value:
-    """Add rows, or parameters one by one, of which () stands for none."""
+    """Add rows, or parameters one by one. () stands for no parameters."""
     if all(isinstance(value, Tensor) for value in values):
         return _added(list(map(rows, values)))
     given = [value for value in (parameters(value) for value in values) if value]
@@ -319,7 +320,7 @@ def _sum(values: list[Value]) -> Value:
 
 
 def _added(values: list[Tensor]) -> Tensor:
-    """Return the sum of tensors, of 16-bit ones by way of float32, which a stack's sum does by itself."""
+    """Return the sum of tensors. 16-bit ones are accumulated in float32, as torch's sum over a stack does by itself."""
     if values[0].element_size() < 4:
         return torch.stack(values).sum(0)
     out = values[0] + values[1] if len(values) > 1 else values[0]
@@ -329,7 +330,7 @@ def _added(values: list[Tensor]) -> Tensor:
 
 
 def _indexed(tokens: str, index: str, slots: Slots, value: Tensor, call: Call) -> Indexed:
-    """Return each copy's token as a row of the tokens' slot; worked out once for dispatch, combine and backward."""
+    """Return each copy's token as a row of the tokens' slot, cached for dispatch, combine and backward."""
     layout = slots[tokens].layout
     key = (layout, slots[index].layout, value.data_ptr(), len(value))
     found: Indexed | None = call.known.get(key)
@@ -344,7 +345,7 @@ def _expert(task: Task, slots: Slots, reads: list[Value], call: Call) -> Environ
     tokens, gates = rows(reads[0]), rows(reads[1]).squeeze(1)
     sharded, common = _weights(reads[2:])
     ends, shards = _ends(slots[task.reads[0]], tokens, call), _shards(slots[task.reads[0]], call)
-    if not len(ends):  # a rank that helps nobody
+    if not len(ends):  # a rank that computes for no expert
         return {task.writes[0]: tokens, kept(task.name): ()}
     if call.weight_first:
         tokens = tokens * gates.to(tokens.dtype).unsqueeze(1)
@@ -385,7 +386,7 @@ def _weights(values: list[Value]) -> tuple[Weights, Weights]:
 
 
 def parameters(value: Value) -> Weights:
-    """Return parameters as a tuple: what an expert's shards hold in common travels as one tensor."""
+    """Return parameters as a tuple. Those that an expert's shards have in common are sent as one tensor."""
     return (value,) if isinstance(value, Tensor) else value
 
 
@@ -394,37 +395,37 @@ def _ends(slot: Slot, tokens: Tensor, call: Call) -> Tensor:
 
 
 def _shards(slot: Slot, call: Call) -> int:
-    """Return how many shards of an expert see a slot's rows."""
+    """Return how many shards of an expert process a slot's rows."""
     assert slot.kind is Kind.ROWS
     return math.prod(call.sizes.grid.size(axis) for axis, state in slot.state if state is State.REPLICATED)
 
 
 class Indexed:
-    """Each row's token, and what follows from it; made once per call of a layer.
+    """The token of each row, and index tensors derived from it. Built once per call of a layer.
 
     Args:
-        index: (rows, 1) int64 as the program has it, counting tokens of each row's origin; negative for a row without token. It
-            is kept, so that whoever looks this up by its address finds no other index there.
-        bases: where the tokens of each row's origin start.
-        num_tokens: how many tokens all origins have.
-        indices: of the call.
+        index: (rows, 1) int64, the program's index: it numbers the tokens of each row's origin, and is negative for a row
+            without a token. It is kept alive, because callers cache this object by the tensor's address.
+        bases: for each row, the first row of its origin's tokens.
+        num_tokens: number of tokens of all origins.
+        indices: the call's index tensors.
         has_empty: some rows may have no token.
     """
 
     def __init__(self, index: Tensor, bases: Runs, num_tokens: int, indices: Indices, *, has_empty: bool) -> None:
         self.index, self.num_tokens = index, num_tokens
         self.is_full = index >= 0 if has_empty else None
-        """(rows, 1) bool: which rows have a token; None for all."""
+        """(rows, 1) bool: which rows have a token; None if all have."""
         self.places = index.squeeze(1).clamp_min(0) if has_empty else index.squeeze(1)
-        """(rows,): each row's token among all tokens; of a row without token any."""
+        """(rows,): each row's token among all tokens; arbitrary for rows without a token."""
         if bases.starts.any():
             self.places = self.places + indices.of(bases, index.device)
 
     def sum(self, rows: Tensor) -> Tensor:
         """Return the sum of each token's rows, in their order: (rows, width) -> (num_tokens, width).
 
-        16-bit rows are summed in float32. Others are on a CPU bags of rows, for which torch needs a quarter of the time that
-        it takes to add row after row in its place. On a GPU that would add in any order.
+        16-bit rows are summed in float32. On a CPU, other rows are summed by torch's embedding bags, which take a quarter of
+        the time of `index_add_`. On a GPU `index_add_` would add in a nondeterministic order.
         """
         accumulate = torch.promote_types(rows.dtype, torch.float32)
         if self.num_tokens and len(rows) and (rows.device.type != "cpu" or rows.dtype == accumulate):

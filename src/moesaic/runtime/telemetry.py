@@ -1,6 +1,6 @@
-"""Expert telemetry: what a layer's load looks like, in numbers a person can follow.
+"""Expert telemetry: statistics of a layer's load.
 
-Counts are of token copies before capacity, padding excluded, so that the figures describe the router and not the drops.
+Counts are of token copies before capacity, without padding, so that they describe the router and not the drops.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ class LoadStatistics:
     """The load of one layer over some tokens."""
 
     tokens_per_expert: list[int]
-    """Copies that chose each expert."""
+    """Number of copies that chose each expert."""
     max_violation: float = 0.0
-    """MaxVio: the largest load over the mean load, minus 1 (Wang et al. 2024, section 4.1); 0 is balance."""
+    """MaxVio: the largest load over the mean load, minus 1 (Wang et al. 2024, section 4.1); 0 if balanced."""
     variation: float = 0.0
     """Coefficient of variation: standard deviation (population) over mean."""
     dead_experts: int = 0
-    """Experts without a copy."""
+    """Number of experts without a copy."""
     entropy: float = 0.0
-    """Entropy of the load over that of a balanced one: 1 is balance, 0 is one expert taking all."""
+    """Entropy of the load over that of a balanced load: 1 if balanced, 0 if one expert gets all copies."""
     needed_capacity_factor: float = 0.0
     """The smallest capacity factor that would drop nothing."""
     dropped: int = 0
-    """Copies that were dropped."""
+    """Number of dropped copies."""
     nonfinite: int = 0
-    """Copies whose routing weight was NaN or infinite; see `Routing.nonfinite`."""
+    """Number of copies whose routing weight was NaN or infinite; see `Routing.nonfinite`."""
     capacity: int | None = None
-    """Rows that an expert may take, as the last call asked for; None when dropless."""
+    """Rows that an expert may take, in the last call; None if dropless."""
     padded_capacity: int | None = None
-    """Rows that every rank sends each expert where the capacity is padded; None elsewhere."""
+    """Rows that every rank sends to each expert under a padded capacity; None under other capacities."""
 
     @classmethod
     def of(cls, tokens_per_expert: Sequence[int], dropped: int = 0) -> LoadStatistics:
-        """Compute the statistics of a load; all zero for no copies at all."""
+        """Return the statistics of a load; all zero if there are no copies."""
         load = [int(count) for count in tokens_per_expert]
         total, num_experts = sum(load), len(load)
         if total == 0:
@@ -83,7 +83,7 @@ class LoadMeter:
                 total += counts
 
     def take(self) -> list[LoadStatistics]:
-        """Return the statistics per layer since the last `take`, and start anew."""
+        """Return the statistics per layer since the last `take`, and reset the sums."""
         statistics = [
             replace(
                 LoadStatistics.of(requested.tolist(), int(dropped)),
@@ -105,7 +105,7 @@ def expert_sets(routing: Routing) -> Tensor:
     """Return which experts each token uses, (tokens, num_experts) bool."""
     used = torch.zeros(routing.num_tokens, routing.num_experts + 1, dtype=torch.bool, device=routing.token.device)
     used[routing.token, routing.expert] = True
-    return used[:, : routing.num_experts]  # the last column is of copies that nobody takes
+    return used[:, : routing.num_experts]  # the last column is for copies that no expert takes
 
 
 def churn(before: Tensor, after: Tensor) -> float:

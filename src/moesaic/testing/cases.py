@@ -121,7 +121,7 @@ class Case:
         home = np.arange(self.num_experts) // (self.num_experts // self.grid.ep)
         return Replicated(random_replication(self.grid, home, np.random.default_rng(self.seed)))
 
-    def lies_on(self, micro: int, group: int) -> tuple[int, int]:
+    def batch_shape(self, micro: int, group: int) -> tuple[int, int]:
         """Return the shape of a group's micro-batch without dim: (sequences, length)."""
         return self.sequences, self.lengths[micro][group]
 
@@ -156,7 +156,7 @@ def draw_case(seed: int, refusals: Refusals | None = None, *, world: int | None 
         grid, plan = _draw_grid(rng, size), draw_plan(rng)
         grid = _with_levels(random.Random(f"levels {seed}"), grid, plan)
         try:
-            compile_plan(_soon_ordered(plan), grid)
+            compile_plan(_ordered_early(plan), grid)
             for codec in (plan.codec, plan.backward_codec):
                 codec_named(codec)
         except InputError:
@@ -167,7 +167,7 @@ def draw_case(seed: int, refusals: Refusals | None = None, *, world: int | None 
         return _with_budget(random.Random(f"budget {seed}"), _with_moves(random.Random(f"moves {seed}"), case))
 
 
-def _soon_ordered(plan: Plan) -> Plan:
+def _ordered_early(plan: Plan) -> Plan:
     """Return the plan with order "early": legal on the same meshes, since every order is, but compiled without a search."""
     return replace(plan, order="early")
 
@@ -211,9 +211,9 @@ def draw_plan(rng: random.Random) -> Plan:
     )
 
 
-def _others(names: Any, *known: str) -> list[Any]:
+def _others(names: Any, *excluded: str) -> list[Any]:
     """Return the values of a `Literal` type without those in `known`."""
-    return [name for name in get_args(names) if name not in known]
+    return [name for name in get_args(names) if name not in excluded]
 
 
 def _mostly(rng: random.Random, usual: T, others: Sequence[T]) -> T:
@@ -283,7 +283,7 @@ def _with_placement(rng: random.Random, case: Case) -> Case:
     elif not (plan.replicates or case.capacity.is_padded) and rng.random() < 0.3:
         plan = replace(plan, replication="arbiter")
     try:
-        compile_plan(_soon_ordered(plan), case.grid)
+        compile_plan(_ordered_early(plan), case.grid)
     except InputError:
         return case
     longest = max(1, *(length for of_groups in case.lengths for length in of_groups))
@@ -330,14 +330,14 @@ def _draw_capacity(rng: random.Random) -> AbstractCapacity:
 
 def _draw_losses(rng: random.Random) -> tuple[AbstractLoss, ...]:
     level = rng.choice(["micro_batch", "sequence", "global_batch"])
-    every: list[AbstractLoss] = [LoadBalance(0.7, level=level), Importance(0.3), ZLoss(0.2)]  # type: ignore[arg-type]
-    return tuple(rng.sample(every, rng.choice([0, 1, 2, 3])))
+    losses: list[AbstractLoss] = [LoadBalance(0.7, level=level), Importance(0.3), ZLoss(0.2)]  # type: ignore[arg-type]
+    return tuple(rng.sample(losses, rng.choice([0, 1, 2, 3])))
 
 
 def random_replication(grid: Grid, home: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Return a random number of replicated copies per (rank, expert, helper), (world, num_experts, ep) int64.
 
-    The numbers may exceed the copies that exist; see `as_far_as_there_are`.
+    The numbers may exceed the copies that exist; see `limited_to_existing`.
 
     Args:
         grid: the mesh.
@@ -350,7 +350,7 @@ def random_replication(grid: Grid, home: np.ndarray, rng: np.random.Generator) -
     return replicated
 
 
-def as_far_as_there_are(load: CallLoad, replicated: np.ndarray) -> np.ndarray:
+def limited_to_existing(load: CallLoad, replicated: np.ndarray) -> np.ndarray:
     """Return the table limited to the copies that exist, earlier helpers first."""
     before = np.cumsum(replicated, axis=2) - replicated
     cut: np.ndarray = np.minimum(replicated, np.maximum(load.copies[:, :, None] - before, 0))
@@ -383,7 +383,7 @@ class _Drawing(Arbitration):
         program = int(rng.integers(len(self.plans)))
         replicated = None
         if self.plans[program].replicates:
-            replicated = as_far_as_there_are(load, random_replication(load.grid, load.home, rng))
+            replicated = limited_to_existing(load, random_replication(load.grid, load.home, rng))
         return CallDecision(
             option=f"program {program}",
             program=program,
@@ -421,15 +421,15 @@ def small_router(name: str, num_experts: int, top_k: int) -> RouterFactory:
 @lru_cache(maxsize=1024)
 def fitting_top_k(name: str, num_experts: int) -> tuple[int, ...]:
     """Return every top_k with which a router can train, ascending; empty if no such router can be built."""
-    found = []
+    fitting = []
     with torch.random.fork_rng(devices=[]):
         for top_k in range(1, num_experts + 1):
             try:
                 small_router(name, num_experts, top_k)(DIM, num_experts).check(top_k)
             except InputError:
                 continue
-            found.append(top_k)
-    return tuple(found)
+            fitting.append(top_k)
+    return tuple(fitting)
 
 
 @lru_cache(maxsize=64)

@@ -90,15 +90,15 @@ def diagnose(case: Case, run: Callable[[Case], Ran], others: Sequence[Case] | No
         run: runs the case or a similar one, with the same bug.
         others: similar cases on other meshes; None for `relatives(case)`.
     """
-    found: list[Ran] = []
+    runs: list[Ran] = []
 
     def measure(other: Case) -> Factors:
-        found.append(run(other))
-        return factors_of(found[-1])
+        runs.append(run(other))
+        return factors_of(runs[-1])
 
     factors, causes = explain(case, list(relatives(case)) if others is None else others, sizes_of, measure)
-    wrong = failures(case, found[0].errors)
-    findings = (finding for quantity in wrong for finding in _findings(quantity, factors, causes, found[0]))
+    wrong = failures(case, runs[0].errors)
+    findings = (finding for quantity in wrong for finding in _findings(quantity, factors, causes, runs[0]))
     return Diagnosis(wrong, tuple(findings))
 
 
@@ -119,31 +119,31 @@ def factors_of(ran: Ran) -> dict[str, float | None]:
     """
     tolerance = max(ran.case.tolerance, 1e-9)
     pairs = _by_quantity(ran)
-    found: dict[str, float | None] = {}
+    factors: dict[str, float | None] = {}
     for quantity, of_quantity in pairs.items():
         name = NAMES[quantity]
-        _take(found, [name], _joined(of_quantity), tolerance)
+        _store_factors(factors, [name], _joined(of_quantity), tolerance)
         by_name: dict[str, list[Pair]] = {}
         for pair in of_quantity:
             by_name.setdefault(pair.name, []).append(pair)
         if quantity in ("expert gradient", "auxiliary loss", "counts"):
-            for own, same in by_name.items():
-                _take(found, [_part(quantity, own)], _joined(same), tolerance)
+            for name_in_quantity, pairs_of_name in by_name.items():
+                _store_factors(factors, [_part(quantity, name_in_quantity)], _joined(pairs_of_name), tolerance)
     if any(pairs.get(quantity) for quantity in ("router gradient", "input gradient")):
         parts = expect_parts(ran.case, ran.work)
         for quantity, sources in (("router gradient", _router_parts), ("input gradient", _input_parts)):
             if quantity in pairs:
-                _split(found, NAMES[quantity], pairs[quantity], sources(ran, parts), tolerance)
-    found |= _norm_factors(ran)
-    return found
+                _split(factors, NAMES[quantity], pairs[quantity], sources(ran, parts), tolerance)
+    factors |= _norm_factors(ran)
+    return factors
 
 
 def relatives(case: Case) -> Iterator[Case]:
     """Yield variants of a case with other meshes, and with other numbers of experts, choices, chunks and micro-batches."""
     tp, ep, etp = case.grid.tp, case.grid.ep, case.grid.etp
-    own = ((tp, ep, etp), (1, ep, etp), (tp, 1, etp), (tp, ep, 1), (tp, 2 * ep, 1), (2 * tp, ep, etp))
+    own_sizes = ((tp, ep, etp), (1, ep, etp), (tp, 1, etp), (tp, ep, 1), (tp, 2 * ep, 1), (2 * tp, ep, etp))
     seen = {case}
-    for sizes in dict.fromkeys((*own, *OTHER_SIZES)):
+    for sizes in dict.fromkeys((*own_sizes, *OTHER_SIZES)):
         for world in (4, 6, 8, 2, 3):
             other = _on_mesh(case, world, *sizes)
             if other is not None and other not in seen:
@@ -191,13 +191,13 @@ def _fits(case: Case) -> bool:
 
 
 def _by_quantity(ran: Ran) -> dict[str, list[Pair]]:
-    found: dict[str, list[Pair]] = {}
+    pairs: dict[str, list[Pair]] = {}
     for rank, result in enumerate(ran.results):
         for pair in pairs_of(ran.case, ran.work, ran.expected, rank, result):
             if pair.expected is None and pair.actual is None:
                 continue
-            found.setdefault(pair.quantity, []).append(pair)
-    return found
+            pairs.setdefault(pair.quantity, []).append(pair)
+    return pairs
 
 
 def _joined(pairs: Sequence[Pair]) -> tuple[Tensor, list[Tensor]] | None:
@@ -206,26 +206,26 @@ def _joined(pairs: Sequence[Pair]) -> tuple[Tensor, list[Tensor]] | None:
     for pair in pairs:
         like = pair.expected if pair.expected is not None else pair.actual
         assert like is not None
-        both = [torch.zeros_like(like) if value is None else value for value in (pair.actual, pair.expected)]
-        if both[0].shape != both[1].shape:
+        values = [torch.zeros_like(like) if value is None else value for value in (pair.actual, pair.expected)]
+        if values[0].shape != values[1].shape:
             return None
-        actual.append(both[0].detach().double().flatten())
-        expected.append(both[1].detach().double().flatten())
+        actual.append(values[0].detach().double().flatten())
+        expected.append(values[1].detach().double().flatten())
     return torch.cat(actual), [torch.cat(expected)]
 
 
-def _take(
-    found: dict[str, float | None],
+def _store_factors(
+    store: dict[str, float | None],
     names: Sequence[str],
     values: tuple[Tensor, list[Tensor]] | None,
     tolerance: float,
 ) -> bool:
-    """Fit the factors of parts, store them in `found` under `names`, and return whether factors fit.
+    """Fit the factors of parts, store them in `store` under `names`, and return whether factors fit.
 
     Parts that are zero are left out, since their factors cannot be known.
     """
     if values is None:
-        found.update(dict.fromkeys(names))
+        store.update(dict.fromkeys(names))
         return False
     actual, parts = values
     present = [(name, part) for name, part in zip(names, parts) if len(part) and float(part.abs().max()) > 0]
@@ -233,14 +233,14 @@ def _take(
     if factors is None and not present:
         return False
     known: list[float | None] = [None] * len(present) if factors is None else [*factors]
-    found.update(zip((name for name, _ in present), known))
+    store.update(zip((name for name, _ in present), known))
     return factors is not None
 
 
 def _split(
-    found: dict[str, float | None], name: str, pairs: Sequence[Pair], by_pair: list[dict[str, Tensor]], tolerance: float
+    store: dict[str, float | None], name: str, pairs: Sequence[Pair], by_pair: list[dict[str, Tensor]], tolerance: float
 ) -> None:
-    """Store in `found` the factors of a gradient's parts, with all auxiliary losses as one part or, if none fit, separately."""
+    """Store in `store` the factors of a gradient's parts, with all auxiliary losses as one part or, if none fit, separately."""
     joined = _joined(pairs)
     if joined is None or sum(part.numel() for parts in by_pair for part in list(parts.values())[:1]) != len(joined[0]):
         return
@@ -253,10 +253,10 @@ def _split(
     for parts in (together, columns):
         factors: dict[str, float | None] = {}
         names = [_of_source(name, source) for source in parts]
-        if _take(factors, names, (joined[0], list(parts.values())), tolerance):
-            found.update(factors)
+        if _store_factors(factors, names, (joined[0], list(parts.values())), tolerance):
+            store.update(factors)
             return
-    found.update(dict.fromkeys(names))
+    store.update(dict.fromkeys(names))
 
 
 def _router_parts(ran: Ran, parts: Parts) -> list[dict[str, Tensor]]:
@@ -277,21 +277,21 @@ def _norm_factors(ran: Ran) -> dict[str, float | None]:
         return {}
     gradients = ran.expected.gradients
     of_experts = sum(float(g.square().sum()) for n, g in gradients.items() if g is not None and n.startswith("experts"))
-    name, off = NAMES["gradient norm"], norm**2 - ran.expected.norm**2
+    name, excess = NAMES["gradient norm"], norm**2 - ran.expected.norm**2
     parts = {
         name: ran.expected.norm**2,
         _of_source(name, "the experts"): of_experts,
         _of_source(name, "all others"): ran.expected.norm**2 - of_experts,
     }
-    return {part: (square + off) / square for part, square in parts.items() if square > 0}
+    return {part: (square + excess) / square for part, square in parts.items() if square > 0}
 
 
 def _findings(quantity: str, factors: Factors, causes: dict[str, Cause], ran: Ran) -> list[Finding]:
     """Return the findings for a wrong quantity: one for the whole if it has a single factor, else one for each part."""
     whole = NAMES[quantity]
     if quantity == "gradient norm":  # take a part whose factor is explained
-        found = [Finding(name, cause) for name, cause in causes.items() if name.startswith(whole)]
-        return [finding for finding in found if finding.factor][:1] or [Finding(whole, None)]
+        candidates = [Finding(name, cause) for name, cause in causes.items() if name.startswith(whole)]
+        return [finding for finding in candidates if finding.factor][:1] or [Finding(whole, None)]
     if factors.get(whole) is not None:
         return [Finding(whole, causes[whole])] if whole in causes else []
     pairs = [pair for pair in _by_quantity(ran).get(quantity, []) if _is_wrong(pair, ran.case.tolerance)]

@@ -65,12 +65,12 @@ def call_placed(
         **options: options of the layer's call.
     """
     module = layer if relocator is None else MovingMoE(layer)
-    run = partial(checkpoint, module) if recompute else module
+    call = partial(checkpoint, module) if recompute else module
     if relocator is None:
-        y, routing = run(x, return_routing=True, **options)
+        y, routing = call(x, return_routing=True, **options)
         return y, routing
     trip = relocator.start([Following(layer.router, layer.top_k)], *x.shape[:2])
-    y, routing = run(x, move=trip.next(), return_routing=True, **options)
+    y, routing = call(x, move=trip.next(), return_routing=True, **options)
     return trip.take_home(y), routing
 
 
@@ -108,7 +108,7 @@ def place_anew(case: Case, layer: MoE, mesh: Mesh) -> Callable[[], None]:
 def random_homes(grid: Grid, slots: int, rng: np.random.Generator) -> Homes:
     """Return a random placement of samples in which each stays within the ranks of its replica of the experts."""
     rank = np.repeat(np.arange(grid.world), slots)
-    for replica in {grid.group(each, ("ep", "etp")) for each in range(grid.world)}:
+    for replica in {grid.group(member, ("ep", "etp")) for member in range(grid.world)}:
         members = np.flatnonzero(np.isin(rank, replica))
         rank[members] = rng.permutation(rank[members])
     return Homes.of_ranks(rank, grid.world)
@@ -318,22 +318,22 @@ def pairs_of(case: Case, work: CaseData, expected: Expected, rank: int, result: 
             yield Pair("auxiliary loss", name, result.losses[micro].get(name), value)
     if expected.evaluated is not None:
         yield Pair("evaluation", "", result.evaluated, expected.evaluated[group])
-    of_step = [sum(of_expert) for of_expert in zip(*expected.requested)]
-    yield Pair("counts", "step", *_counts(result.step_counts, of_step))
+    step_counts = [sum(of_expert) for of_expert in zip(*expected.requested)]
+    yield Pair("counts", "step", *_counts(result.step_counts, step_counts))
     for name, buffer in expected.buffers.items():
         yield Pair("router state", name, result.buffers[name], buffer)
     if result.norm is not None:
         norms = torch.tensor([result.norm, expected.norm], dtype=torch.float64)
         yield Pair("gradient norm", "", norms[0], norms[1])
     for name, whole in expected.gradients.items():
-        kind, own = name.split(".")[0], name.split(".")[-1]
+        kind, parameter = name.split(".")[0], name.split(".")[-1]
         if kind == "experts" and case.experts == "modules":
             if name in result.gradients:
                 yield Pair("expert gradient", name, result.gradients[name], whole)
         elif kind == "experts":
-            dim = work.layer.experts.shard_dim(own)
-            mine = None if whole is None else shard_of(whole, case.grid, rank, dim)
-            yield Pair("expert gradient", name, result.gradients[name], mine)
+            dim = work.layer.experts.shard_dim(parameter)
+            own_shard = None if whole is None else shard_of(whole, case.grid, rank, dim)
+            yield Pair("expert gradient", name, result.gradients[name], own_shard)
         else:
             yield Pair(f"{kind} gradient", name, result.gradients[name], whole)
 

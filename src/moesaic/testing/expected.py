@@ -50,10 +50,12 @@ class Travel:
         for group, count in enumerate(tokens):
             start = sum(tokens[:group])
             for expert in range(case.num_experts):
-                run = [token for token, e in copies if e == expert and start <= token < start + count]
-                for place, token in enumerate(run):
-                    of, at = (count, token - start) if slices else (len(run), place)
-                    tp = next(t for t in range(grid.tp) if of * t // grid.tp <= at < of * (t + 1) // grid.tp)
+                chosen = [token for token, e in copies if e == expert and start <= token < start + count]
+                for place, token in enumerate(chosen):
+                    length, position = (count, token - start) if slices else (len(chosen), place)
+                    tp = next(
+                        t for t in range(grid.tp) if length * t // grid.tp <= position < length * (t + 1) // grid.tp
+                    )
                     origin[(token, expert)] = group * grid.tp + tp
         return cls(case, origin)
 
@@ -72,8 +74,8 @@ def coded_output(twin: MoE, x_TD: Tensor, sent: Sequence[Copy], travel: Travel) 
         origin, row = travel.origin[(token, expert)], x_TD[token]
         for shard in range(shards):
             crosses = travel.target(origin, expert, shard) != origin
-            seen = _Coded.apply(row, plan.codec, plan.backward_codec) if crosses else row
-            part = _shard_output(twin, expert, shard, shards, seen, weight)
+            received = _Coded.apply(row, plan.codec, plan.backward_codec) if crosses else row
+            part = _shard_output(twin, expert, shard, shards, received, weight)
             part = _Coded.apply(part, plan.codec, plan.backward_codec) if crosses else part
             rows.append(part)
     tokens = torch.tensor([copy.token for copy in sent for _ in range(shards)], dtype=torch.int64)
@@ -104,15 +106,15 @@ class _Coded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, row: Tensor, codec: str, backward_codec: str) -> Tensor:
         ctx.codec = backward_codec
-        return _there_and_back(row, codec)
+        return _round_trip(row, codec)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _there_and_back(gradient, ctx.codec), None, None
+        return _round_trip(gradient, ctx.codec), None, None
 
 
-def _there_and_back(row: Tensor, name: str) -> Tensor:
+def _round_trip(row: Tensor, name: str) -> Tensor:
     codec, rows = codec_named(name), row.detach().unsqueeze(0)
     return codec.decode(codec.encode(rows), 1, rows.shape[1], rows.dtype).squeeze(0).clone()
 
@@ -157,26 +159,27 @@ def expect(case: Case, work: CaseData) -> Expected:
     leaves = [[batch.x.detach().double().clone().requires_grad_() for batch in of_groups] for of_groups in work.batches]
     total, passes, evaluated = torch.zeros((), dtype=torch.float64), [], None
     for micro, (share, xs, batches) in enumerate(zip(work.shares, leaves, work.batches)):
-        done = _pass(case, twin, xs, batches)
-        passes.append(done)
+        result = _pass(case, twin, xs, batches)
+        passes.append(result)
         cotangents = torch.cat([batch.dy.double().flatten(0, 1) for batch in batches])
-        total = total + share * ((done.y * cotangents).sum() / case.grid.dp + done.loss)
-        twin.step_counts += torch.tensor(done.requested)
+        total = total + share * ((result.y * cotangents).sum() / case.grid.dp + result.loss)
+        twin.step_counts += torch.tensor(result.requested)
         if case.evaluate and micro == 0:
             evaluated = _evaluate(case, twin, xs, batches)
     flat = [x for xs in leaves for x in xs]
-    wanted = [*flat, *twin.parameters()]
-    found = torch.autograd.grad(total + 0 * sum(x.sum() for x in flat), wanted, allow_unused=True)
-    gradients: dict[str, Tensor | None] = dict(zip((name for name, _ in twin.named_parameters()), found[len(flat) :]))
-    dx = iter(found)
+    variables = [*flat, *twin.parameters()]
+    flat_grads = torch.autograd.grad(total + 0 * sum(x.sum() for x in flat), variables, allow_unused=True)
+    names = [name for name, _ in twin.named_parameters()]
+    gradients: dict[str, Tensor | None] = dict(zip(names, flat_grads[len(flat) :]))
+    dx = iter(flat_grads)
     twin.finish_step()
     return Expected(
-        outputs=[_by_group(done.y.detach(), batches) for done, batches in zip(passes, work.batches)],
+        outputs=[_by_group(result.y.detach(), batches) for result, batches in zip(passes, work.batches)],
         input_gradients=[[case.grid.dp * next(dx) for _ in xs] for xs in leaves],
         gradients=gradients,
-        losses=[{name: value.detach() for name, value in done.losses.items()} for done in passes],
-        requested=[done.requested for done in passes],
-        sent=[[sum(e == expert for _, e in done.rows) for expert in range(case.num_experts)] for done in passes],
+        losses=[{name: value.detach() for name, value in result.losses.items()} for result in passes],
+        requested=[result.requested for result in passes],
+        sent=[[sum(e == expert for _, e in result.rows) for expert in range(case.num_experts)] for result in passes],
         evaluated=evaluated,
         buffers=dict(twin.router.named_buffers()),
         norm=float(sum(g.square().sum() for g in gradients.values() if g is not None) ** 0.5),
@@ -196,23 +199,23 @@ def expect_parts(case: Case, work: CaseData) -> Parts:
         routed, computed, shared = (
             [batch.x.detach().double().clone().requires_grad_() for batch in batches] for _ in range(3)
         )
-        done = _pass(case, twin, routed, batches, computed, shared)
+        result = _pass(case, twin, routed, batches, computed, shared)
         cotangents = torch.cat([batch.dy.double().flatten(0, 1) for batch in batches])
-        totals = {"the outputs": (done.y * cotangents).sum() / case.grid.dp}
-        totals |= {loss.name: loss.coefficient * done.losses[loss.name] for loss in twin.losses}
+        totals = {"the outputs": (result.y * cotangents).sum() / case.grid.dp}
+        totals |= {loss.name: loss.coefficient * result.losses[loss.name] for loss in twin.losses}
         of_groups: list[dict[str, Tensor]] = [{} for _ in batches]
         for source, total in totals.items():
             leaves = [*routed, *computed, *shared]
-            wanted = [*leaves, *weights.values()]
-            zero = 0 * sum(leaf.sum() for leaf in wanted)
-            found = torch.autograd.grad(share * total + zero, wanted, retain_graph=True)
-            for name, gradient in zip(weights, found[len(leaves) :]):
+            variables = [*leaves, *weights.values()]
+            zero = 0 * sum(leaf.sum() for leaf in variables)
+            flat_grads = torch.autograd.grad(share * total + zero, variables, retain_graph=True)
+            for name, gradient in zip(weights, flat_grads[len(leaves) :]):
                 router[name][source] = router[name].get(source, 0) + gradient
             uses = ("the routing weights", "the experts", "the shared expert") if source == "the outputs" else (source,)
             for number, use in enumerate(uses):
                 for group, gradients in enumerate(of_groups):
-                    gradients[use] = case.grid.dp * found[number * len(batches) + group]
-        twin.step_counts += torch.tensor(done.requested)
+                    gradients[use] = case.grid.dp * flat_grads[number * len(batches) + group]
+        twin.step_counts += torch.tensor(result.requested)
         inputs.append(of_groups)
     return Parts(router, inputs)
 
@@ -234,8 +237,9 @@ def _pass(
         to_experts: separate leaves with the values of `xs`, which receive the experts' gradient; None for `xs` themselves.
         to_shared: separate leaves that receive the shared expert's gradient; None for `xs` themselves.
     """
-    x_TD, seen_TD, common_TD = (
-        torch.cat([x.flatten(0, 1) for x in (xs if way is None else way)]) for way in (xs, to_experts, to_shared)
+    x_TD, to_experts_TD, to_shared_TD = (
+        torch.cat([x.flatten(0, 1) for x in (xs if leaves is None else leaves)])
+        for leaves in (xs, to_experts, to_shared)
     )
 
     def coded(twin: MoE, x_TD: Tensor, sent: Sequence[Copy]) -> Tensor:
@@ -254,8 +258,8 @@ def _pass(
         noise=_noise(case, twin, batches),
         domains=_slices(case, batches),
         output=None if case.plan.is_lossless or not case.is_exact else coded,
-        to_experts=seen_TD,
-        to_shared=common_TD,
+        to_experts=to_experts_TD,
+        to_shared=to_shared_TD,
     )
 
 
@@ -279,8 +283,8 @@ def _noise(case: Case, twin: MoE, batches: Sequence[GroupBatch]) -> Tensor | Non
             if case.grid.tp > 1:
                 torch.manual_seed(int(torch.randint(2**62, (1,))))
             drawn.append(twin.router.draw(batch.x.shape[:2].numel(), torch.device("cpu")))
-    found = [noise for noise in drawn if noise is not None]
-    return torch.cat(found) if found else None
+    noises = [noise for noise in drawn if noise is not None]
+    return torch.cat(noises) if noises else None
 
 
 def _sequence_of(batches: Sequence[GroupBatch]) -> Tensor:
@@ -309,6 +313,6 @@ def shard_of(whole: Tensor, grid: Grid, rank: int, dim: int | None) -> Tensor:
         rank: the rank.
         dim: the dimension that etp splits; None if etp splits none.
     """
-    each = len(whole) // grid.ep
-    part = whole[grid.coordinate(rank, "ep") * each :][:each]
+    per_rank = len(whole) // grid.ep
+    part = whole[grid.coordinate(rank, "ep") * per_rank :][:per_rank]
     return part if dim is None else part.chunk(grid.etp, dim)[grid.coordinate(rank, "etp")]

@@ -125,9 +125,9 @@ def fit(actual: Tensor, parts: Sequence[Tensor], tolerance: float) -> list[float
     if int(torch.linalg.matrix_rank(scaled, rtol=1e-9)) < len(parts):
         return None
     factors = torch.linalg.lstsq(scaled, actual.double().unsqueeze(1)).solution.squeeze(1) / lengths
-    left = float((columns @ factors - actual.double()).abs().max())
+    residual = float((columns @ factors - actual.double()).abs().max())
     largest = max(float(columns.sum(1).abs().max()), float(actual.abs().max()))
-    return factors.tolist() if left <= tolerance * largest else None
+    return factors.tolist() if residual <= tolerance * largest else None
 
 
 def is_right(factor: float | None) -> bool:
@@ -169,29 +169,29 @@ def explain(
         sizes_of: returns a setting's sizes, with the same names for every setting.
         measure: runs a setting and returns its factors. Settings on which it raises are skipped, except the first.
     """
-    found, runs, left = measure(first), 1, list(others)
+    factors, runs, remaining = measure(first), 1, list(others)
     sizes = sizes_of(first)
-    wrong = {what: factor for what, factor in found.items() if factor is not None and not is_right(factor)}
-    open_for = {what: _candidates(factor, sizes) for what, factor in wrong.items()}
-    while left and runs <= MOST_RUNS:
-        setting = max(left, key=lambda other: _told_apart(open_for, sizes_of(other)))
-        left.remove(setting)
-        if runs > 1 and not _told_apart(open_for, sizes_of(setting)):
+    wrong = {what: factor for what, factor in factors.items() if factor is not None and not is_right(factor)}
+    candidates_of = {what: _candidates(factor, sizes) for what, factor in wrong.items()}
+    while remaining and runs <= MOST_RUNS:
+        setting = max(remaining, key=lambda other: _num_distinguished(candidates_of, sizes_of(other)))
+        remaining.remove(setting)
+        if runs > 1 and not _num_distinguished(candidates_of, sizes_of(setting)):
             break
         try:
-            again = measure(setting)
+            measured = measure(setting)
         except Exception:  # a layer need not fit every mesh
             continue
         runs += 1
-        for what, candidates in open_for.items():
-            if what in again:
-                open_for[what] = _agreeing(candidates, again[what], sizes_of(setting))
+        for what, candidates in candidates_of.items():
+            if what in measured:
+                candidates_of[what] = _agreeing(candidates, measured[what], sizes_of(setting))
     causes = {}
-    for what, candidates in open_for.items():
-        named = [candidate for candidate in candidates if runs > 1 or candidate.names]  # constants need two runs
-        simplest = [candidate for candidate in named if len(candidate.names) <= max(len(named[0].names), 1)]
+    for what, candidates in candidates_of.items():
+        explanations = [c for c in candidates if runs > 1 or c.names]  # constants need two runs
+        simplest = [c for c in explanations if len(c.names) <= max(len(explanations[0].names), 1)]
         causes[what] = Cause(wrong[what], sizes, tuple(simplest[:MOST_NAMED]), runs)
-    return found, causes
+    return factors, causes
 
 
 def _candidates(factor: float, sizes: CallSizes) -> list[Product]:
@@ -201,25 +201,25 @@ def _candidates(factor: float, sizes: CallSizes) -> list[Product]:
     """
     if factor < CLOSE:
         return []
-    found = [p for p in products(list(sizes)) if _same(p.value(sizes), factor)]
-    single = [p for p in found if len(p.names) == 1]
-    whole = factor if factor > 1 else 1 / factor
-    number = [Product(number=factor)] if abs(whole - round(whole)) <= CLOSE else []
-    return [*single, *number, *found[len(single) :]]
+    matching = [product for product in products(list(sizes)) if _same(product.value(sizes), factor)]
+    single = [product for product in matching if len(product.names) == 1]
+    ratio = factor if factor > 1 else 1 / factor
+    constant = [Product(number=factor)] if abs(ratio - round(ratio)) <= CLOSE else []
+    return [*single, *constant, *matching[len(single) :]]
 
 
-def _told_apart(open_for: Mapping[str, Sequence[Product]], sizes: CallSizes) -> int:
+def _num_distinguished(candidates_of: Mapping[str, Sequence[Product]], sizes: CallSizes) -> int:
     """Return how many candidates predict another factor on a setting than the simplest candidate of the same quantity."""
-    return sum(not _agree(candidates[0], c, sizes) for candidates in open_for.values() for c in candidates[1:])
+    return sum(not _agree(candidates[0], c, sizes) for candidates in candidates_of.values() for c in candidates[1:])
 
 
 def _agreeing(candidates: Sequence[Product], factor: float | None, sizes: CallSizes) -> list[Product]:
     return [c for c in candidates if factor is not None and _same(c.value(sizes), factor)]
 
 
-def _agree(one: Product, other: Product, sizes: CallSizes) -> bool:
-    return _same(one.value(sizes), other.value(sizes))
+def _agree(first: Product, second: Product, sizes: CallSizes) -> bool:
+    return _same(first.value(sizes), second.value(sizes))
 
 
-def _same(one: float, other: float) -> bool:
-    return abs(one - other) <= CLOSE * max(abs(one), abs(other))
+def _same(first: float, second: float) -> bool:
+    return abs(first - second) <= CLOSE * max(abs(first), abs(second))

@@ -110,25 +110,24 @@ def certify_layer(
     """
     group = group or dist.group.WORLD
     assert group is not None, "start a process group first"
-    beside = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
-    found: list[Certified] = []
+    compare_group = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+    findings: list[Certified] = []
     is_over = False
     for situation in situations:
         asked, xs, dys = _draw(situation, group)
         run = partial(_run, make, asked, xs[group.rank()], dys[group.rank()])
-        ran, failed, is_over = attempted(run, beside, is_over=is_over)
+        results, failed, is_over = attempted(run, compare_group, is_over=is_over)
         if failed:
-            found.append(Certified(situation.name, "all", torch.inf, None, failed))
-        if ran is None:
+            findings.append(Certified(situation.name, "all", torch.inf, None, failed))
+        if results is None:
             continue
-        every: list[_Errors] = [{}] * group.size()
-        dist.all_gather_object(
-            every, _errors(ran, _Dense(asked, xs, dys, ran.normalizes), situation, beside), group=beside
-        )
-        for name in dict.fromkeys(name for each in every for name in each):
-            worst = max((each.get(name, (torch.inf, None)) for each in every), key=lambda pair: pair[0])
-            found.append(Certified(situation.name, name, *worst))
-    return found
+        errors_by_rank: list[_Errors] = [{}] * group.size()
+        own_errors = _errors(results, _Dense(asked, xs, dys, results.normalizes), situation, compare_group)
+        dist.all_gather_object(errors_by_rank, own_errors, group=compare_group)
+        for name in dict.fromkeys(name for errors in errors_by_rank for name in errors):
+            worst = max((errors.get(name, (torch.inf, None)) for errors in errors_by_rank), key=lambda pair: pair[0])
+            findings.append(Certified(situation.name, name, *worst))
+    return findings
 
 
 _Errors = dict[str, tuple[float, float | None]]
@@ -136,7 +135,7 @@ _Errors = dict[str, tuple[float, float | None]]
 
 
 @dataclass(frozen=True)
-class _Ran:
+class _LayerResults:
     """Results of one rank in one situation."""
 
     normalizes: bool
@@ -149,9 +148,9 @@ class _Ran:
     """The auxiliary loss, and the router's gradient of that loss alone."""
 
 
-def _run(make: MakeLayer, asked: Asked, tokens: Tensor, dy: Tensor) -> _Ran | None:
-    layer, other = make(asked), make(asked)
-    if layer is None or other is None:
+def _run(make: MakeLayer, asked: Asked, tokens: Tensor, dy: Tensor) -> _LayerResults | None:
+    layer, auxiliary_layer = make(asked), make(asked)
+    if layer is None or auxiliary_layer is None:
         return None
     x = tokens.clone().requires_grad_()
     y, loss = layer.run(x)
@@ -160,30 +159,32 @@ def _run(make: MakeLayer, asked: Asked, tokens: Tensor, dy: Tensor) -> _Ran | No
     router, experts = router.clone(), SwiGLUWeights(experts.w1.clone(), experts.w3.clone(), experts.w2.clone())
     dx, norm, auxiliary = torch.zeros_like(x) if x.grad is None else x.grad, layer.norm(), None
     if loss is not None:
-        again, loss = other.run(tokens.clone().requires_grad_())
+        other_y, loss = auxiliary_layer.run(tokens.clone().requires_grad_())
         assert loss is not None
-        (loss + 0 * again.sum()).backward()
-        auxiliary = loss.detach(), other.gradients()[0]
-    return _Ran(layer.normalizes(asked.top_k), y.detach(), dx, router, experts, norm, auxiliary)
+        (loss + 0 * other_y.sum()).backward()
+        auxiliary = loss.detach(), auxiliary_layer.gradients()[0]
+    return _LayerResults(layer.normalizes(asked.top_k), y.detach(), dx, router, experts, norm, auxiliary)
 
 
-def _errors(ran: _Ran, dense: _Dense, situation: LayerSituation, group: dist.ProcessGroup) -> _Errors:
+def _errors(results: _LayerResults, dense: _Dense, situation: LayerSituation, group: dist.ProcessGroup) -> _Errors:
     """Return this rank's errors in a situation, by quantity."""
     rank = group.rank()
     if situation.capacity is not None:
-        return {"capacity": (dense.capacity_error(ran.y, rank, situation.capacity), None)}
-    own = dense.experts.owned(group)
-    found = {
-        "output": _off([ran.y], [dense.ys[rank]]),
-        "tokens": _off([ran.dx], [dense.dxs[rank]]),
-        "router": _off([_summed(ran.router, group)], [dense.router]),
-        "experts": _off([ran.experts.w1, ran.experts.w3, ran.experts.w2], [own.w1, own.w3, own.w2]),
+        return {"capacity": (dense.capacity_error(results.y, rank, situation.capacity), None)}
+    own, names = dense.experts.owned(group), ("w1", "w3", "w2")
+    errors = {
+        "output": _relative_error([results.y], [dense.ys[rank]]),
+        "tokens": _relative_error([results.dx], [dense.dxs[rank]]),
+        "router": _relative_error([_sum_over_ranks(results.router, group)], [dense.router]),
+        "experts": _relative_error(
+            [getattr(results.experts, name) for name in names], [getattr(own, name) for name in names]
+        ),
     }
-    if ran.norm is not None:
-        found["gradient norm"] = _off([torch.tensor(ran.norm)], [dense.norm()])
-    if ran.auxiliary is not None:
-        found |= _auxiliary(*ran.auxiliary, dense, group)
-    return found
+    if results.norm is not None:
+        errors["gradient norm"] = _relative_error([torch.tensor(results.norm)], [dense.norm()])
+    if results.auxiliary is not None:
+        errors |= _auxiliary(*results.auxiliary, dense, group)
+    return errors
 
 
 def _auxiliary(value: Tensor, router: Tensor, dense: _Dense, group: dist.ProcessGroup) -> _Errors:
@@ -193,16 +194,17 @@ def _auxiliary(value: Tensor, router: Tensor, dense: _Dense, group: dist.Process
     """
     values = [torch.zeros((), dtype=torch.float64) for _ in range(group.size())]
     dist.all_gather(values, value.double(), group=group)
-    of_ranks, slopes, tried = torch.stack(values), _summed(router, group), {}
-    for whose, (wanted, gradient) in dense.auxiliary().items():
-        factor = float((of_ranks * wanted).sum() / (wanted * wanted).sum())
-        shares = (1.0, 1 / group.size()) if whose.endswith("all tokens") else (1.0,)
-        of_value = _off([of_ranks], [factor * wanted])[0]
-        of_slopes = [_off([slopes], [share * factor * gradient])[0] for share in shares]
-        is_number = not any(math.isnan(each) for each in (factor, of_value, *of_slopes))
-        tried[f"auxiliary loss over {whose}"] = (max(of_value, min(of_slopes)) if is_number else torch.inf, factor)
-    best = min(tried, key=lambda name: tried[name][0])
-    return {best: tried[best]}
+    values_by_rank, router_gradient, errors = torch.stack(values), _sum_over_ranks(router, group), {}
+    for scope, (expected, gradient) in dense.auxiliary().items():
+        factor = float((values_by_rank * expected).sum() / (expected * expected).sum())
+        shares = (1.0, 1 / group.size()) if scope.endswith("all tokens") else (1.0,)
+        value_error = _relative_error([values_by_rank], [factor * expected])[0]
+        gradient_errors = [_relative_error([router_gradient], [share * factor * gradient])[0] for share in shares]
+        is_number = not any(math.isnan(number) for number in (factor, value_error, *gradient_errors))
+        error = max(value_error, min(gradient_errors)) if is_number else torch.inf
+        errors[f"auxiliary loss over {scope}"] = (error, factor)
+    closest = min(errors, key=lambda name: errors[name][0])
+    return {closest: errors[closest]}
 
 
 class _Dense:
@@ -230,18 +232,18 @@ class _Dense:
 
     def norm(self) -> Tensor:
         """Return the norm of the gradient of all parameters, router and experts together."""
-        each = (self.router, self.experts.w1, self.experts.w3, self.experts.w2)
-        return torch.stack([tensor.square().sum() for tensor in each]).sum().sqrt()
+        gradients = (self.router, self.experts.w1, self.experts.w3, self.experts.w2)
+        return torch.stack([tensor.square().sum() for tensor in gradients]).sum().sqrt()
 
     def auxiliary(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return E * sum_e f_e P_e of each rank and the router's gradient summed over ranks, for each possible set of tokens.
 
         A rank without tokens has 0. f counts the copies of all choices or, as in GShard, only those of a token's first choice.
         """
-        own, everything = list(zip(self._xs, self._chosen)), (torch.cat(self._xs), torch.cat(self._chosen))
-        found = {}
-        for whose, sets in (("own tokens", own), ("all tokens", [everything] * len(own))):
-            for which, choices in ((whose, self._top_k), (f"first choices of {whose}", 1)):
+        per_rank, all_tokens = list(zip(self._xs, self._chosen)), (torch.cat(self._xs), torch.cat(self._chosen))
+        losses = {}
+        for scope, sets in (("own tokens", per_rank), ("all tokens", [all_tokens] * len(per_rank))):
+            for name, choices in ((scope, self._top_k), (f"first choices of {scope}", 1)):
                 router = self._router.clone().requires_grad_()
                 values = []
                 for x, chosen in sets:
@@ -251,19 +253,19 @@ class _Dense:
                     values.append(EXPERTS * (share * probs).sum())
                 torch.stack(values).sum().backward()
                 assert router.grad is not None
-                found[which] = (torch.stack(values).detach(), router.grad)
-        return found
+                losses[name] = (torch.stack(values).detach(), router.grad)
+        return losses
 
     def capacity_error(self, y: Tensor, rank: int, factor: float) -> float:
         """Return the error of the rows that were kept; inf if more or fewer rows were kept than fit."""
-        wanted, chosen = self.ys[rank], self._chosen[rank].flatten()
+        expected, chosen = self.ys[rank], self._chosen[rank].flatten()
         is_kept = (y != 0).any(1)
         room = -int(-factor * len(y) // EXPERTS)
         for expert in range(EXPERTS):
             of_expert = chosen == expert
             if int((is_kept & of_expert).sum()) != min(int(of_expert.sum()), room):
                 return torch.inf
-        return _off([y[is_kept]], [wanted[is_kept]])[0]
+        return _relative_error([y[is_kept]], [expected[is_kept]])[0]
 
 
 def _draw(situation: LayerSituation, group: dist.ProcessGroup) -> tuple[Asked, list[Tensor], list[Tensor]]:
@@ -281,13 +283,13 @@ def _draw(situation: LayerSituation, group: dist.ProcessGroup) -> tuple[Asked, l
     return asked, [normal(count, DIM) for count in counts], [normal(count, DIM) for count in counts]
 
 
-def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = tensor.detach().double()
     dist.all_reduce(total, group=group)
     return total
 
 
-def _off(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[float, float | None]:
+def _relative_error(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[float, float | None]:
     """Return the largest difference relative to the largest expected value, and the factor that explains it, if one does."""
     if [each.shape for each in actual] != [each.shape for each in expected]:
         return torch.inf, None

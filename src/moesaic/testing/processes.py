@@ -60,11 +60,11 @@ def run_on_gloo(jobs: Sequence[ProcessCase]) -> list[Ran]:
     """
     world = jobs[0].case.grid.world
     assert all(job.case.grid.world == world for job in jobs), "cases of one call have one world size"
-    found = on_ranks(world, _run_all, list(jobs), timeout_seconds=TIMEOUT_SECONDS)
+    results_by_rank = on_ranks(world, _run_all, list(jobs), timeout_seconds=TIMEOUT_SECONDS)
     works = [draw_workload(job.case) for job in jobs]
     return [
         Ran(job.case, work, expect(job.case, work), list(results))
-        for job, work, results in zip(jobs, works, zip(*found))
+        for job, work, results in zip(jobs, works, zip(*results_by_rank))
     ]
 
 
@@ -130,8 +130,8 @@ def _process(
     store = FileStore(str(Path(folder) / "store"), world)
     timeout = datetime.timedelta(seconds=timeout_seconds)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    found = function(*arguments)
-    (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(found))
+    result = function(*arguments)
+    (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(result))
     leave()
 
 
@@ -189,7 +189,7 @@ class Evidence:
 
 
 def gather_evidence(
-    seeds: Sequence[int], *, workers: int, gloo: bool, told: Callable[[str, int], None] = lambda what, number: None
+    seeds: Sequence[int], *, workers: int, gloo: bool, progress: Callable[[str, int], None] = lambda what, number: None
 ) -> Evidence:
     """Run the conformance suite.
 
@@ -197,10 +197,10 @@ def gather_evidence(
         seeds: seeds of the cases on loopback.
         workers: number of worker processes for the cases on loopback.
         gloo: run cases on processes too.
-        told: called with ("cases", cases done so far) and ("worlds", world sizes done so far) to report progress.
+        progress: called with ("cases", cases done so far) and ("worlds", world sizes done so far) to report progress.
     """
     evidence = Evidence()
-    evidence.summary = run_seeds(seeds, workers=workers, done=lambda summary: told("cases", summary.cases))
+    evidence.summary = run_seeds(seeds, workers=workers, progress=lambda summary: progress("cases", summary.cases))
     for world in WORLDS if gloo else ():
         cases = [draw_case(seed, world=world) for seed in range(GLOO_CASES[world])]
         for ran in run_on_gloo([ProcessCase(case) for case in cases]):
@@ -208,5 +208,5 @@ def gather_evidence(
                 reason = ", ".join(f"{quantity} {error:.1e}" for quantity, error in wrong.items())
                 evidence.gloo_failures.append(FailedCase(ran.case, f"on {world} processes: {reason}"))
         evidence.worlds[world] = len(cases)
-        told("worlds", len(evidence.worlds))
+        progress("worlds", len(evidence.worlds))
     return evidence

@@ -85,7 +85,7 @@ def reference(
         capacity = twin.capacity if twin.training or twin.eval_capacity is None else twin.eval_capacity
     x_TD = x.reshape(-1, twin.dim)
     length = len(x_TD) // math.prod(x.shape[:-2]) if x.numel() else 1
-    found = dense_pass(
+    result = dense_pass(
         twin,
         x_TD,
         top_k=top_k,
@@ -95,7 +95,7 @@ def reference(
         token_ids=None if token_ids is None else token_ids.reshape(-1),
         noise=twin.router.draw(len(x_TD), x.device),
     )
-    return replace(found, y=found.y.view(x.shape))
+    return replace(result, y=result.y.view(x.shape))
 
 
 def dense_pass(
@@ -194,7 +194,7 @@ def reference_choice(
     return (
         logits,
         probs,
-        [Copy(*at, weight) for at, weight in zip(places, weights_TK.flatten().unbind()) if valid[at[0]]],
+        [Copy(*place, weight) for place, weight in zip(places, weights_TK.flatten().unbind()) if valid[place[0]]],
     )
 
 
@@ -282,14 +282,14 @@ def reference_admission(copies: Sequence[Copy], limit: int | None, order: str = 
         best[token] = max(best.get(token, 0.0), float(weight.detach()))
     load: dict[int, int] = {}
     sent = []
-    turns = sorted(
+    in_order = sorted(
         enumerate(copies), key=lambda n: (n[1].slot, -best[n[1].token] if order == "score" else 0.0, n[1].token)
     )
-    for place, turn in turns:
+    for index, turn in in_order:
         if load.get(turn.expert, 0) < limit:
             load[turn.expert] = load.get(turn.expert, 0) + 1
-            sent.append(place)
-    return [copies[place] for place in sorted(sent)]
+            sent.append(index)
+    return [copies[index] for index in sorted(sent)]
 
 
 def reference_loss(

@@ -49,8 +49,8 @@ class SwiGLUWeights:
 
     def owned(self, group: dist.ProcessGroup) -> SwiGLUWeights:
         """Return this rank's experts. Ranks own contiguous, equal shares in the order of ranks."""
-        each = self.num_experts // group.size()
-        part = slice(group.rank() * each, (group.rank() + 1) * each)
+        per_rank = self.num_experts // group.size()
+        part = slice(group.rank() * per_rank, (group.rank() + 1) * per_rank)
         return SwiGLUWeights(self.w1[part], self.w3[part], self.w2[part])
 
 
@@ -186,15 +186,15 @@ def certify(
     assert group is not None, "start a process group first"
     # The comparison has a process group of its own: a rank that raises may leave messages of the experts pending. The group is
     # never destroyed, since a later group of the same ranks would take its name and find its stale addresses in the store.
-    beside = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
-    found, is_over = [], False
+    compare_group = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+    findings, is_over = [], False
     for situation in situations:
         drawn = _draw(situation, group.size(), num_experts, top_k, dim, hidden, dtype)
-        right = _dense(drawn, group)
-        results, failed, is_over = attempted(partial(_run, make, drawn, group), beside, is_over=is_over)
-        errors = dict.fromkeys(right, _NOTHING) if results is None else _compared(results, right, beside)
-        found += [Certified(situation.name, name, *errors[name], failed) for name in right]
-    return found
+        expected = _dense(drawn, group)
+        results, failed, is_over = attempted(partial(_run, make, drawn, group), compare_group, is_over=is_over)
+        errors = dict.fromkeys(expected, _NO_RESULT) if results is None else _compared(results, expected, compare_group)
+        findings += [Certified(situation.name, name, *errors[name], failed) for name in expected]
+    return findings
 
 
 def attempted(run: Callable[[], T], group: dist.ProcessGroup, *, is_over: bool) -> tuple[T | None, str, bool]:
@@ -217,14 +217,14 @@ def attempted(run: Callable[[], T], group: dist.ProcessGroup, *, is_over: bool) 
         result = run()
     except Exception as error:  # the code under test may raise anything, which is a finding
         failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    said: list[str] = [""] * group.size()
-    dist.all_gather_object(said, failed, group=group)
-    if len(set(said)) > 1:
-        return None, "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(said) if each), True
+    failures: list[str] = [""] * group.size()
+    dist.all_gather_object(failures, failed, group=group)
+    if len(set(failures)) > 1:
+        return None, "; ".join(f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure), True
     return result, failed, False
 
 
-_NOTHING = (torch.inf, None)
+_NO_RESULT = (torch.inf, None)
 
 
 @dataclass(frozen=True)
@@ -316,21 +316,25 @@ def _compared(
     actual: Mapping[str, list[Tensor]], right: Mapping[str, list[Tensor]], group: dist.ProcessGroup
 ) -> dict[str, tuple[float, float | None]]:
     """Return, over all ranks, each quantity's error and the factor that explains it, or None."""
-    found: dict[str, tuple[float, float | None]] = {}
+    errors: dict[str, tuple[float, float | None]] = {}
     for quantity, expected in right.items():
-        nothing = torch.zeros(0, dtype=torch.float64)
-        got = [each.detach().double() for each in actual[quantity]]
-        is_alike = [each.shape for each in got] == [each.shape for each in expected]
-        b = torch.cat([nothing, *(each.flatten() for each in expected)])
-        a = torch.cat([nothing, *(each.flatten() for each in got)]) if is_alike else torch.full_like(b, torch.inf)
+        empty = torch.zeros(0, dtype=torch.float64)
+        computed = [tensor.detach().double() for tensor in actual[quantity]]
+        has_same_shapes = [tensor.shape for tensor in computed] == [tensor.shape for tensor in expected]
+        b = torch.cat([empty, *(tensor.flatten() for tensor in expected)])
+        a = (
+            torch.cat([empty, *(tensor.flatten() for tensor in computed)])
+            if has_same_shapes
+            else torch.full_like(b, torch.inf)
+        )
         sums = torch.stack([(a * b).sum(), (b * b).sum()])
         dist.all_reduce(sums, group=group)
         factor = float(sums[0] / sums[1]) if sums[1] else 1.0
         largest = torch.stack([_largest(a - b), _largest(b), _largest(a - factor * b)])
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         error, scale, explained = largest.nan_to_num(nan=torch.inf).tolist()
-        found[quantity] = (error / (scale or 1.0), factor if explained <= 1e-3 * scale else None)
-    return found
+        errors[quantity] = (error / (scale or 1.0), factor if explained <= 1e-3 * scale else None)
+    return errors
 
 
 def _largest(values: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def disagreements(runs: list[Observed]) -> list[str]:
     by_rank: dict[int, list[Observed]] = {}
     for run in runs:
         by_rank.setdefault(run.call.rank, []).append(run)
-    found = set()
+    lines = set()
     for together in zip(*(by_rank[rank] for rank in sorted(by_rank))):
         grid, program = together[0].call.sizes.grid, together[0].program
         for slot in program.slots:
@@ -73,8 +73,8 @@ def disagreements(runs: list[Observed]) -> list[str]:
             for rank, other in _replicas(slot, grid):
                 first, second = (together[r].values.get(slot.name) for r in (rank, other))
                 if first is not None and second is not None and not _same(first, second):
-                    found.add(f"{program.name}: {slot.name} differs between ranks {rank} and {other}")
-    return sorted(found)
+                    lines.add(f"{program.name}: {slot.name} differs between ranks {rank} and {other}")
+    return sorted(lines)
 
 
 def same_axes(slot: Slot) -> list[Axis]:
@@ -138,25 +138,27 @@ class Summary:
             self.worst[quantity] = max(self.worst.get(quantity, 0.0), error)
 
 
-def run_seeds(seeds: Sequence[int], *, workers: int = 1, done: Callable[[Summary], None] = lambda _: None) -> Summary:
+def run_seeds(
+    seeds: Sequence[int], *, workers: int = 1, progress: Callable[[Summary], None] = lambda _: None
+) -> Summary:
     """Run the cases that `draw_case` draws from `seeds`.
 
     Args:
         seeds: one seed per case.
         workers: number of worker processes; 1 runs the cases in this process.
-        done: called with the results so far after every `PART` cases.
+        progress: called with the results so far after every `PART` cases.
     """
     total = Summary()
     parts = [seeds[start : start + PART] for start in range(0, len(seeds), PART)]
     if workers == 1:
         for part in parts:
             total.add(run_part(part))
-            done(total)
+            progress(total)
         return total
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         for future in as_completed([pool.submit(run_part, part) for part in parts]):
             total.add(future.result())
-            done(total)
+            progress(total)
     total.failures.sort(key=lambda failure: failure.case.seed)
     return total
 
@@ -186,11 +188,11 @@ def check_case(case: Case) -> tuple[Errors, str]:
     try:
         with observed() as runs:
             errors = run_case(case)
-        apart = disagreements(runs) if case.plan.is_lossless and case.replicates_bits else []
+        differing = disagreements(runs) if case.plan.is_lossless and case.replicates_bits else []
     except Exception as error:  # a bug may raise anything, and the suite must report it
         return {}, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     wrong = [f"{quantity} {error:.1e}" for quantity, error in failures(case, errors).items()]
-    return errors, ", ".join([*wrong, *apart[:3]])
+    return errors, ", ".join([*wrong, *differing[:3]])
 
 
 def looks_like(case: Case) -> list[str]:
@@ -205,15 +207,15 @@ def answers(case: Case) -> list[str]:
     """Return the means by which a case balances skewed routing, as names from `BALANCE`."""
     at_random = {} if case.by_policy else {"shadow": "replication at random", "arbiter": "arbiter at random"}
     replication = case.plan.replication
-    found = [at_random.get(replication, replication)] if case.plan.replicates else []
-    found += {"none": [], "random": ["samples anywhere"], "solved": ["samples by policy"]}[case.placement]
+    used = [at_random.get(replication, replication)] if case.plan.replicates else []
+    used += {"none": [], "random": ["samples anywhere"], "solved": ["samples by policy"]}[case.placement]
     holds = {
         "experts in random orders": case.experts_move,
         "memory budget": case.plan.memory_budget is not None,
         "weights to tokens (r)": case.plan.gather_weights is not None,
         "steps (peer groups)": case.plan.peer_groups > 1,
     }
-    return found + [name for name, is_so in holds.items() if is_so]
+    return used + [name for name, applies in holds.items() if applies]
 
 
 BALANCE = (
@@ -226,7 +228,7 @@ BALANCE = (
 def features(case: Case) -> list[str]:
     """Return the features of a case: `field=value`, or the name of a switch that is on."""
     plan = case.plan
-    found = [
+    present = [
         f"{name}={getattr(case, name)}"
         for name in ("router", "experts", "precision", "apply_weight", "sequences", "placement", "experts_move")
     ]
@@ -241,10 +243,10 @@ def features(case: Case) -> list[str]:
         "gather_weights",
         "replication",
     )
-    found += [f"{name}={getattr(plan, name)}" for name in names]
-    found += [f"{axis}={getattr(case.grid, axis)}" for axis in ("world", "tp", "ep", "etp", "innermost")]
-    found += [f"loss={loss.name}" for loss in case.losses]
-    found += [f"balance={answer}" for answer in answers(case)]
+    present += [f"{name}={getattr(plan, name)}" for name in names]
+    present += [f"{axis}={getattr(case.grid, axis)}" for axis in ("world", "tp", "ep", "etp", "innermost")]
+    present += [f"loss={loss.name}" for loss in case.losses]
+    present += [f"balance={answer}" for answer in answers(case)]
     switches = {
         "overlap_gather": plan.overlap_gather,
         "fuse": plan.fuse,
@@ -262,4 +264,4 @@ def features(case: Case) -> list[str]:
         "padded capacity": case.capacity.is_padded,
         "admission by score": case.capacity.admits_by_score,
     }
-    return found + [name for name, holds in switches.items() if holds]
+    return present + [name for name, holds in switches.items() if holds]

@@ -169,10 +169,10 @@ def _compared(
     xs, dys = ([torch.randn(n, dim, generator=generator, dtype=torch.float64) for n in counts] for _ in range(2))
     leaf = torch.cat(xs).requires_grad_()
     reference.zero_grad()
-    whole = reference(leaf)
-    ((whole * torch.cat(dys)).sum() / grid.dp).backward()
+    reference_y = reference(leaf)
+    ((reference_y * torch.cat(dys)).sum() / grid.dp).backward()
     assert leaf.grad is not None
-    right_y, right_dx = whole.detach().split(counts), (leaf.grad * grid.dp).split(counts)
+    expected_y, expected_dx = reference_y.detach().split(counts), (leaf.grad * grid.dp).split(counts)
     zeros = {name: torch.zeros_like(parameter) for name, parameter in reference.named_parameters()}
     gradients = zeros | {name: p.grad.clone() for name, p in reference.named_parameters() if p.grad is not None}
 
@@ -184,7 +184,7 @@ def _compared(
         (y * dys[group]).sum().backward()
         finish(layer, rank)
         where = f"on tp={grid.tp} ep={grid.ep} etp={grid.etp} of {grid.world} ranks, rank {rank.number}"
-        pairs = {"output": (y.detach(), right_y[group]), "gradient of the input": (x.grad, right_dx[group])}
+        pairs = {"output": (y.detach(), expected_y[group]), "gradient of the input": (x.grad, expected_dx[group])}
         pairs |= {f"gradient of {n}": (p.grad, shard(n, gradients, rank)) for n, p in layer.named_parameters()}
         return {
             what: Compared(where, torch.zeros_like(right) if actual is None else actual, right)

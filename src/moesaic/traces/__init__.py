@@ -1,1 +1,1 @@
-"""Routing traces: which experts tokens chose, as recorded in training or made up, in files and as loads."""
+"""Routing traces: the experts that tokens chose, recorded in training or synthetic; their files and statistics."""

@@ -1,6 +1,4 @@
-"""What a routing trace says when it is looked at: imbalance, how fast it moves, how much of it is in single sequences, and
-what is wrong with it (sums, top-k, layers and gaps). A trace without faults may be replayed.
-"""
+"""Statistics of a routing trace: imbalance, drift, within-sequence locality, and faults that prevent a replay."""
 
 from __future__ import annotations
 
@@ -14,26 +12,26 @@ from moesaic.traces.trace import Trace, steps_in_words
 
 @dataclass(frozen=True, kw_only=True)
 class LayerLoad:
-    """One MoE layer over the steps of a trace."""
+    """Statistics of one MoE layer over the steps of a trace."""
 
     layer: int
-    """From 0, MoE layers only."""
+    """The layer's number among the MoE layers, from 0."""
     max_violation: tuple[float, ...]
-    """MaxVio of each step, over its micro-batches together."""
+    """MaxVio of each step, its micro-batches added up."""
     busiest: tuple[int, ...]
     """The busiest expert of each step."""
     dead_experts: int
-    """Experts without a copy in the whole trace."""
+    """The number of experts without a copy in the whole trace."""
     drift: float
-    """Share of the copies that change their expert from one recorded step to the next, mean; see `drift`."""
+    """Mean share of the copies that change their expert from one recorded step to the next; see `drift`."""
     locality: float
-    """Within-sequence locality, mean over steps and micro-batches; see `locality`."""
+    """Mean within-sequence locality over steps and micro-batches; see `locality`."""
     shares: np.ndarray
-    """(steps, num_experts): share of the copies."""
+    """(steps, num_experts): each expert's share of the copies."""
 
 
 def layer_loads(trace: Trace) -> list[LayerLoad]:
-    """Return every layer's figures, in one pass over the trace."""
+    """Return the statistics of every layer, in one pass over the trace."""
     shape, steps = trace.shape, trace.steps
     loads = np.zeros((shape.num_layers, len(steps), shape.num_experts), dtype=np.int64)
     local = np.zeros((shape.num_layers, len(steps), shape.accumulation))
@@ -47,7 +45,7 @@ def layer_loads(trace: Trace) -> list[LayerLoad]:
 
 
 def max_violation(loads: np.ndarray) -> np.ndarray:
-    """Return MaxVio, the largest load over the mean load minus 1 (Wang et al. 2024, section 4.1); 0 without any load.
+    """Return MaxVio, the largest load over the mean load minus 1 (Wang et al. 2024, section 4.1); 0 if all loads are 0.
 
     Args:
         loads: (..., num_experts) copies.
@@ -61,9 +59,9 @@ def max_violation(loads: np.ndarray) -> np.ndarray:
 
 
 def drift(loads: np.ndarray) -> float:
-    """Return the mean distance of consecutive steps' loads: half the sum of the shares' differences, from 0 to 1.
+    """Return the mean distance of consecutive steps' loads: half the sum of the shares' absolute differences, from 0 to 1.
 
-    The noise of drawing tokens is part of it: about sqrt(num_experts / (pi * copies)) where nothing else changes.
+    The distance includes sampling noise, about sqrt(num_experts / (pi * copies)) for independently drawn copies.
 
     Args:
         loads: (steps, num_experts) copies.
@@ -74,17 +72,17 @@ def drift(loads: np.ndarray) -> float:
 
 
 def locality(samples: np.ndarray, top_k: int) -> float:
-    """Return how much of the choice of experts is a matter of the sequence: 0 if all have the same taste, 1 if each has
-    `top_k` experts of its own.
+    """Return how much the choice of experts depends on the sequence.
 
-    From the chance w that copies of two tokens of a sequence go to one expert, and the chance b that copies of two
-    sequences do: (w - b) / (1 / top_k - b), where 1 / top_k is the largest w there can be. With one expert per token it is the
-    intraclass correlation of a Dirichlet-multinomial (Mosimann 1962), 1 / (1 + c) if sequences draw their shares from
-    Dirichlet(c * q). An estimate may fall a little below 0.
+    It is 0 if all sequences choose from the same distribution, and 1 if each sequence has its own `top_k` experts. Let w be the
+    probability that copies of two tokens of one sequence have the same expert, and b the probability for copies of two
+    sequences. The locality is (w - b) / (1 / top_k - b), 1 / top_k being the largest possible w. For top_k = 1 it is the
+    intraclass correlation of a Dirichlet-multinomial (Mosimann 1962): 1 / (1 + c) if sequences draw their shares from
+    Dirichlet(c * q). Estimates may be slightly below 0.
 
     Args:
-        samples: (sequences, num_experts) copies; each token has all its `top_k`.
-        top_k: copies of a token.
+        samples: (sequences, num_experts) copies; no copies of a token are missing.
+        top_k: copies per token.
     """
     totals = samples.sum(axis=1, dtype=np.float64)
     squares = (samples.astype(np.float64) ** 2).sum()
@@ -115,12 +113,12 @@ def _layer(layer: int, loads: np.ndarray, local: float) -> LayerLoad:
 
 
 def faults(trace: Trace) -> list[str]:
-    """Return a line per kind of fault and layer, empty for none.
+    """Return one line per kind of fault and layer; an empty list if the trace can be replayed. The checks are:
 
-    sums    a sequence has `seq_len * top_k` copies
-    top-k   a token's experts differ
-    layers  each layer has copies, and as many as the others
-    gaps    steps follow each other at one distance
+    sums    every sequence has `seq_len * top_k` copies
+    top-k   the experts of a token are distinct
+    layers  every layer has copies
+    gaps    all steps are equally far apart
     """
     found = []
     for layer in range(trace.shape.num_layers):
@@ -130,7 +128,7 @@ def faults(trace: Trace) -> list[str]:
 
 
 def _of_layer(trace: Trace, layer: int) -> list[str]:
-    """Return the faults of one layer over all steps."""
+    """Return the faults of one layer."""
     shape, found = trace.shape, []
     wanted = shape.seq_len * shape.top_k
     short, twice, total, first = 0, 0, 0, ""
@@ -159,7 +157,7 @@ def _of_layer(trace: Trace, layer: int) -> list[str]:
 
 
 def _gaps(steps: list[int]) -> str:
-    """Return which steps are followed by a gap, in words; empty for none."""
+    """Describe the steps that are not followed at the usual distance; return an empty string if there are none."""
     distances = np.diff(steps)
     if not len(distances):
         return ""

@@ -1,11 +1,11 @@
-"""Routing made up: skewed, drifting, local to sequences, or of a given MaxVio. Seeded; for benchmarks and for trying plans.
+"""Synthetic routing with a given skew or MaxVio, drift and locality. It is seeded, for benchmarks and for comparing plans.
 
-popularity  Zipf: the i-th most popular expert has a share of 1 / i^skew, but no more than 1 / top_k, since a token
-            chooses an expert at most once. Which expert is the i-th follows from a latent value per expert that keeps
-            its distribution while it moves (an autoregressive process), so drift changes who is hot, not how hot.
-locality    every sequence draws its own shares from Dirichlet(c * popularity), scaled so that all sequences together have
-            the popularity that was asked for; c is solved for, so that `trace_load.locality` finds what was asked for.
-tokens      systematic sampling (Madow 1949): a token's top_k distinct experts, each with exactly its share.
+popularity  Zipf: the i-th most popular expert has a share proportional to 1 / i^skew, but at most 1 / top_k, since a token
+            chooses an expert at most once. Experts are ranked by latent values that follow a stationary autoregressive
+            process. Drift therefore changes which experts are popular, not how popular they are.
+locality    every sequence draws its own shares from Dirichlet(c * popularity). They are scaled to the given popularity over
+            all sequences. c is chosen for `load.locality` to measure the given locality.
+tokens      systematic sampling (Madow 1949) gives each token top_k distinct experts, each with exactly its share.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from moesaic.traces.load import locality
 from moesaic.traces.trace import Holds, Trace, TraceSegment, TraceShape
 
 TINY = 1e-4
-"""Of each sequence's shares, spread as the popularity is: so that shares can be scaled to any popularity."""
+"""The part of each sequence's shares that follows the popularity: no share is 0, so scaling can reach any popularity."""
 SOFTNESS = 0.1
-"""Of the ranks of drifting experts, in standard deviations of the latent values: neighbours change places over some steps."""
+"""How gradually drifting experts swap ranks, in standard deviations of the latent values: a swap takes several steps."""
 STEEPEST = 60.0
-"""Largest exponent that is tried: all but the top_k most popular experts get nothing then."""
+"""The largest Zipf exponent: with it only the top_k most popular experts get any copies."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticRouting:
-    """What routing to make up."""
+    """The parameters of a synthetic trace."""
 
     steps: int = 100
     """Optimizer steps."""
     num_layers: int = 1
-    """MoE layers; each has a popularity of its own."""
+    """MoE layers; popularity is drawn separately for each."""
     num_experts: int = 16
     """Experts per layer."""
     top_k: int = 2
@@ -44,20 +44,20 @@ class SyntheticRouting:
     seq_len: int = 256
     """Tokens per sequence."""
     groups: int = 1
-    """Data-parallel groups; must divide the sequences."""
+    """Data-parallel groups; their number must divide the number of sequences."""
     skew: float = 0.0
-    """Exponent of Zipf's law: 0 is even, 1 gives the most popular of 16 experts 4.7 times the mean."""
+    """Exponent of Zipf's law: 0 is even, 1 gives the most popular of 16 experts 4.7 times the mean load."""
     max_vio: float | None = None
-    """Largest load over mean load minus 1, instead of a skew: the exponent is solved for, in every step."""
+    """Largest load over mean load minus 1, in place of a skew; the exponent that gives it is computed in every step."""
     drift: float = 0.0
-    """How far popularity moves in a step: 0 never, 1 a fresh order of experts in every step."""
+    """How fast popularity changes: 0 for never, 1 for an independent order of experts in every step."""
     locality: float = 0.0
-    """How much of the choice is a matter of the sequence: 0 all have the same taste, towards 1 each has `top_k` experts of
-    its own; as far as few sequences can have that and the popularity too."""
+    """How much the choice of experts depends on the sequence: at 0 all sequences choose alike, near 1 each sequence has its own
+    `top_k` experts. Few sequences may not reach a high locality together with the given popularity."""
     tokens: bool = False
-    """Hold every token's experts, not only counts."""
+    """Record every token's experts instead of counts only."""
     seed: int = 0
-    """Of all draws."""
+    """Seed of all random draws."""
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.groups < 1 or self.sequences % self.groups:
@@ -84,7 +84,7 @@ class SyntheticRouting:
 
     @property
     def shape(self) -> TraceShape:
-        """Of the trace."""
+        """The sizes of the trace."""
         return TraceShape(
             num_layers=self.num_layers,
             num_experts=self.num_experts,
@@ -95,12 +95,12 @@ class SyntheticRouting:
 
 
 def make_trace(config: SyntheticRouting) -> Trace:
-    """Make a trace in memory."""
+    """Make a synthetic trace in memory."""
     return Trace.of(make_segment(config), "synthetic")
 
 
 def make_segment(config: SyntheticRouting) -> TraceSegment:
-    """Make the one segment of a trace, for `write_segment`."""
+    """Make a synthetic trace as one segment, for `write_segment`."""
     shape = config.shape
     holds: Holds = "tokens" if config.tokens else "counts"
     table = np.zeros((config.steps, *shape.table(holds)), dtype=shape.dtype(holds))
@@ -124,7 +124,7 @@ def popularity(places: np.ndarray, skew: float, top_k: int) -> np.ndarray:
     """Return the experts' shares of the copies, (num_experts,), none above 1 / top_k.
 
     Args:
-        places: (num_experts,) each expert's place in popularity, from 0; not whole where experts change places.
+        places: (num_experts,) each expert's rank by popularity, from 0; fractional while experts swap ranks.
         skew: exponent of Zipf's law.
         top_k: experts per token.
     """
@@ -132,10 +132,10 @@ def popularity(places: np.ndarray, skew: float, top_k: int) -> np.ndarray:
 
 
 def capped(shares: np.ndarray, top_k: int) -> np.ndarray:
-    """Return each row scaled to add up to 1 with no entry above 1 / top_k: what is above goes to the others in proportion.
+    """Scale each row to a sum of 1, and cap its entries at 1 / top_k; the other entries get the excess in proportion.
 
     Args:
-        shares: (rows, num_experts), not negative, at least `top_k` above 0 in each row.
+        shares: (rows, num_experts), not negative, with at least `top_k` positive entries in each row.
         top_k: experts per token.
     """
     limit = 1 / top_k
@@ -153,14 +153,14 @@ def capped(shares: np.ndarray, top_k: int) -> np.ndarray:
 
 
 def concentration(shares: np.ndarray, sequences: int, local: float, top_k: int, seed: int) -> float:
-    """Return the concentration of the Dirichlet distribution by which sequences have a locality; the nearest there is.
+    """Return the concentration of the Dirichlet distribution with which sequences come nearest to a given locality.
 
     Args:
-        shares: (num_experts,) of all sequences together.
-        sequences: of a micro-batch.
-        local: as `trace_load.locality` measures it.
+        shares: (num_experts,) the shares of all sequences together.
+        sequences: sequences per micro-batch.
+        local: the wanted value of `load.locality`.
         top_k: experts per token.
-        seed: of the draws that it is tried on.
+        seed: seed of the draws on which concentrations are tried.
     """
 
     def found(spread: float) -> float:
@@ -168,21 +168,21 @@ def concentration(shares: np.ndarray, sequences: int, local: float, top_k: int, 
         draws = range(-(-64 // sequences))
         return float(np.mean([locality(tastes(shares, sequences, spread, top_k, random) * 1e9, top_k) for _ in draws]))
 
-    # No bisection: with few sequences a concentration near 0 leaves none of the locality that a larger one has.
+    # A grid instead of bisection: with few sequences a concentration near 0 may give less locality than a larger one.
     return min(np.geomspace(0.01, 1000, 48).tolist(), key=lambda spread: abs(found(spread) - local))
 
 
 def tastes(
     shares: np.ndarray, sequences: int, spread: float | None, top_k: int, random: np.random.Generator
 ) -> np.ndarray:
-    """Return every sequence's shares, (sequences, num_experts), whose mean is `shares`.
+    """Draw the shares of each sequence, (sequences, num_experts). Their mean is `shares`.
 
     Args:
-        shares: (num_experts,) of all sequences together.
-        sequences: how many.
-        spread: concentration of the Dirichlet distribution; None for the same taste everywhere.
+        shares: (num_experts,) the shares of all sequences together.
+        sequences: the number of sequences.
+        spread: concentration of the Dirichlet distribution; None to give every sequence the same shares.
         top_k: experts per token; no share exceeds 1 / top_k.
-        random: draws them.
+        random: the random number generator.
     """
     if spread is None:
         return np.tile(shares, (sequences, 1))
@@ -193,16 +193,16 @@ def tastes(
 
 
 def dirichlet_capped(alpha: np.ndarray, rows: int, top_k: int, random: np.random.Generator) -> np.ndarray:
-    """Return draws from a Dirichlet distribution, (rows, num_experts), capped as `capped` does.
+    """Return draws from a Dirichlet distribution, (rows, num_experts), capped like `capped`.
 
-    In logarithms, since of small parameters all draws but the largest are 0 in floating point, and a cap needs the next
-    ones: log Gamma(a) is drawn as log Gamma(a + 1) + log(uniform) / a.
+    Draws are logarithms: with small parameters all entries but the largest would be 0 in floating point, and the cap needs the
+    next ones. log Gamma(a) is drawn as log Gamma(a + 1) + log(uniform) / a.
 
     Args:
-        alpha: (num_experts,) parameters.
-        rows: how many draws.
+        alpha: (num_experts,) parameters of the distribution.
+        rows: the number of draws.
         top_k: experts per token.
-        random: draws them.
+        random: the random number generator.
     """
     alpha = np.tile(np.maximum(alpha, 1e-12), (rows, 1))
     logs = np.log(random.standard_gamma(alpha + 1)) + np.log(random.random(alpha.shape)) / alpha
@@ -219,15 +219,15 @@ def dirichlet_capped(alpha: np.ndarray, rows: int, top_k: int, random: np.random
 
 
 def draw_tokens(shares: np.ndarray, tokens: int, top_k: int, random: np.random.Generator) -> np.ndarray:
-    """Return a sequence's choices, (tokens, top_k) int64, distinct within a token.
+    """Draw the experts of a sequence's tokens, (tokens, top_k) int64, distinct within a token.
 
-    Tokens' starting points are spread evenly, so that counts follow the shares to within a copy per expert and pair.
+    The tokens' starting points are evenly spread, so an expert's count differs from its share by less than two copies.
 
     Args:
-        shares: (num_experts,) of the sequence, none above 1 / top_k.
-        tokens: how many.
+        shares: (num_experts,) the shares of the sequence, none above 1 / top_k.
+        tokens: the number of tokens.
         top_k: experts per token.
-        random: draws them.
+        random: the random number generator.
     """
     order = random.permutation(len(shares))
     ends = np.cumsum(shares[order]) * top_k
@@ -240,7 +240,7 @@ def draw_tokens(shares: np.ndarray, tokens: int, top_k: int, random: np.random.G
 
 
 def _popularities(config: SyntheticRouting, random: np.random.Generator) -> Iterator[np.ndarray]:
-    """Yield the shares of every step."""
+    """Yield the experts' shares of the copies in every step."""
     latent = random.normal(size=config.num_experts)
     keep = np.sqrt(1 - config.drift**2)
     for _ in range(config.steps):
@@ -257,13 +257,13 @@ def _popularities(config: SyntheticRouting, random: np.random.Generator) -> Iter
 
 
 def _solved(places: np.ndarray, top_k: int, max_vio: float) -> np.ndarray:
-    """Return the shares of which the largest is `max_vio` above the mean."""
+    """Return Zipf shares with the given MaxVio, or the nearest if some experts are swapping ranks."""
 
     def violation(skew: float) -> float:
         return float(popularity(places, skew, top_k).max() * len(places) - 1)
 
     low, high = 0.0, STEEPEST
-    if violation(high) < max_vio:  # the limit itself, or experts that change places in this very step
+    if violation(high) < max_vio:  # max_vio is the limit itself, or experts swap ranks in this step
         return popularity(places, high, top_k)
     for _ in range(60):
         middle = (low + high) / 2

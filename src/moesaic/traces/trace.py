@@ -1,16 +1,14 @@
-"""`Trace`: which experts the tokens of a run chose, per layer and step. Numpy only: plans are tried on it without torch.
+"""Routing traces: the experts that the tokens of a run chose, per layer and step. Uses numpy only, so planning needs no torch.
 
-A trace is recorded by `moesaic train --routing record:counts`, or made up by `synthetic.py`.
-
-A trace is a folder of files: `.npz` segments, each whole by itself, so that a run that is killed loses the last one at most. A
-segment holds some steps of a run: a header (JSON: format, version, the shape of what was recorded, how it was recorded), the
-steps' numbers, and one table of the smallest integers that fit:
+A trace is recorded by `moesaic train --routing record:counts`, or made by `synthetic.py`. It is a folder of `.npz` segments.
+Each segment is complete by itself, so a run that is killed loses the last one at most. A segment holds some steps of a run: a
+header (JSON: format, version, sizes, source), the numbers of the steps, and one table in the smallest integer dtype that fits:
 
     counts   samples  (steps, accumulation, layers, sequences, num_experts)      copies of a sequence for an expert
     tokens   experts  (steps, accumulation, layers, sequences * seq_len, top_k)  a token's experts, best first
 
-Counts per rank follow from the first, since a rank has whole sequences, and the first follows from the second. A choice
-that its router held back (GShard's second one) is written as -1 - expert: nobody computes it, and a replay needs it.
+Experts give samples, and samples give counts per rank, since ranks have whole sequences. A choice that the router decided not
+to send (GShard's second expert) is stored as -1 - expert: it is not computed, but a replay needs it.
 """
 
 from __future__ import annotations
@@ -33,22 +31,22 @@ import numpy as np
 from moesaic.errors import InputError
 
 FOLDER = "routing"
-"""Of a run's trace, in the run folder."""
+"""The subfolder of a run folder that holds the run's trace."""
 PATTERN = "steps-*.npz"
-"""Names of segments in a folder."""
+"""The file names of segments."""
 
 
 def segment_name(first_step: int) -> str:
-    """Return the file name of the segment that starts with a step."""
+    """Return the file name of the segment that starts with this step."""
     return f"steps-{first_step:08d}.npz"
 
 
 class Trace:
-    """The choices of a run. Tables stay on the disk but for the one that was read last.
+    """The expert choices of a run. Of a trace on disk, only the table that was read last is in memory.
 
     Args:
-        parts: segments of one run in the order of their steps; of one on the disk its header.
-        name: for messages.
+        parts: the segments of one run in the order of their steps; a segment on disk is given by its header.
+        name: what error messages call the trace.
     """
 
     def __init__(self, parts: Sequence[TraceSegment | Header], name: str) -> None:
@@ -61,15 +59,19 @@ class Trace:
 
     @classmethod
     def of(cls, segment: TraceSegment, name: str = "in memory") -> Trace:
-        """Return the trace of one segment."""
+        """Return a trace of one segment."""
         return cls([segment], name)
 
     @classmethod
     def open(cls, path: Path) -> Trace:
-        """Open a trace: a file, a folder of segments, or the folder of a run that recorded one.
+        """Open a trace.
+
+        Args:
+            path: a segment, a folder of segments, or the folder of a run that recorded a trace.
 
         Raises:
-            InputError: if there is none, a segment is damaged, or segments are of different models.
+            InputError: there is no trace, a segment is damaged, two segments hold the same step, or segments differ in their
+                sizes.
         """
         headers = [read_header(segment) for segment in segments_of(path)]
         for header in headers[1:]:
@@ -84,33 +86,33 @@ class Trace:
 
     @property
     def steps(self) -> list[int]:
-        """The optimizer steps that it holds, each named by how many were taken before it."""
+        """The recorded optimizer steps, each by the number of steps taken before it."""
         return list(self._place)
 
     def samples(self, layer: int, step: int, micro: int = 0) -> np.ndarray:
-        """Return the copies that each sequence has for each expert, (sequences, num_experts) int64.
+        """Return the number of copies that each sequence has for each expert, (sequences, num_experts) int64.
 
         Args:
-            layer: MoE layer, from 0.
+            layer: number of the MoE layer, from 0.
             step: one of `steps`.
-            micro: micro-batch of the step.
+            micro: number of the micro-batch in the step, from 0.
         """
         table = self._table(layer, step, micro)
         return table.astype(np.int64) if self.holds == "counts" else samples_of(table, self.shape)
 
     def counts(self, layer: int, step: int, micro: int = 0, *, groups: int | None = None) -> np.ndarray:
-        """Return the copies that each data-parallel group has for each expert, (groups, num_experts) int64.
+        """Return the number of copies that each data-parallel group has for each expert, (groups, num_experts) int64.
 
-        That is what the simulator takes as counts. Without tensor parallelism each rank is a group.
+        These are the counts that the simulator reads. Without tensor parallelism each rank is a group.
 
         Args:
-            layer: MoE layer, from 0.
+            layer: number of the MoE layer, from 0.
             step: one of `steps`.
-            micro: micro-batch of the step.
-            groups: into how many groups the sequences are dealt, in their order; None for as many as the run had.
+            micro: number of the micro-batch in the step, from 0.
+            groups: the number of groups; each gets equally many consecutive sequences. None for the groups of the run.
 
         Raises:
-            InputError: if the sequences do not split into so many groups.
+            InputError: the number of groups does not divide the number of sequences.
         """
         wanted = self._parts[self._find(step)[0]].groups if groups is None else groups
         if wanted < 1 or self.shape.sequences % wanted:
@@ -120,10 +122,10 @@ class Trace:
         return self.samples(layer, step, micro).reshape(wanted, -1, self.shape.num_experts).sum(axis=1)
 
     def experts(self, layer: int, step: int, micro: int = 0) -> np.ndarray:
-        """Return every token's experts, best first, (sequences * seq_len, top_k); -1 - expert where it was not sent.
+        """Return every token's experts, best first, (sequences * seq_len, top_k); -1 - expert for choices that were not sent.
 
         Raises:
-            InputError: if the trace holds counts only.
+            InputError: the trace holds counts only.
         """
         if self.holds != "tokens":
             raise InputError(
@@ -132,7 +134,7 @@ class Trace:
         return self._table(layer, step, micro)
 
     def loads(self) -> np.ndarray:
-        """Return the copies for each expert, (steps, layers, num_experts) int64, micro-batches added up."""
+        """Return the number of copies for each expert, (steps, layers, num_experts) int64, micro-batches added up."""
         layers, micros = range(self.shape.num_layers), range(self.shape.accumulation)
         return np.array(
             [
@@ -142,7 +144,7 @@ class Trace:
         )
 
     def segments(self, source: dict[str, object] | None = None) -> Iterator[TraceSegment]:
-        """Yield the trace piece by piece, with its tables."""
+        """Yield the segments with their tables; each gets `source` in place of its own."""
         for number, part in enumerate(self._parts):
             yield TraceSegment(self.shape, self.holds, part.steps, self._read(number), part.groups, source or {})
 
@@ -169,10 +171,10 @@ class Trace:
 
 
 def segments_of(path: Path) -> list[Path]:
-    """Return the files of a trace, in their order.
+    """Return the segment files of a trace, sorted by name.
 
     Raises:
-        InputError: if a folder holds none.
+        InputError: the folder holds no segments.
     """
     if not path.is_dir():
         return [path]
@@ -187,7 +189,7 @@ def segments_of(path: Path) -> list[Path]:
 
 
 def samples_of(experts: np.ndarray, shape: TraceShape) -> np.ndarray:
-    """Count the copies that sequences have for experts, (sequences, num_experts) int64, from (tokens, top_k) experts."""
+    """Count the copies of each sequence for each expert: (tokens, top_k) experts -> (sequences, num_experts) int64."""
     sequence = np.arange(shape.tokens) // shape.seq_len
     cell = sequence[:, None] * shape.num_experts + experts.astype(np.int64)
     counted = np.bincount(cell[experts >= 0], minlength=shape.sequences * shape.num_experts)
@@ -195,7 +197,7 @@ def samples_of(experts: np.ndarray, shape: TraceShape) -> np.ndarray:
 
 
 def steps_in_words(steps: Sequence[int]) -> str:
-    """Return steps as runs, "0 to 49 and 60 to 99"."""
+    """Return steps as text: "0 to 49 and 60 to 99", or the number of steps and their range if there are many runs."""
     cuts = [place for place in range(1, len(steps)) if steps[place] != steps[place - 1] + 1]
     runs = [(steps[a], steps[b - 1]) for a, b in zip([0, *cuts], [*cuts, len(steps)])]
     words = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
@@ -205,7 +207,7 @@ def steps_in_words(steps: Sequence[int]) -> str:
 
 
 def differences(shape: TraceShape, other: TraceShape) -> list[str]:
-    """Return in which sizes two traces, or a trace and a model, differ: "num_experts=16 (not 64)"."""
+    """Return the sizes in which a trace differs from another trace or a model, each as "num_experts=16 (not 64)"."""
     pairs = zip(asdict(shape).items(), asdict(other).values())
     return [f"{name}={value} (not {others})" for (name, value), others in pairs if value != others]
 
@@ -223,28 +225,28 @@ def _require_same(first: Header, header: Header) -> None:
 
 FORMAT = "moesaic routing trace"
 VERSION = 1
-"""Of the files; a reader refuses newer ones."""
+"""The version of the segment format; newer files are refused."""
 Holds = Literal["counts", "tokens"]
 TABLES: dict[Holds, str] = {"counts": "samples", "tokens": "experts"}
-"""The name of the table in a segment."""
+"""The name of the table in a segment file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceShape:
-    """What decides the sizes of a trace. A model that replays it, and all its segments, have the same."""
+    """The sizes of a trace. All its segments have the same sizes, and so must a model that replays the trace."""
 
     num_layers: int
-    """MoE layers."""
+    """Number of MoE layers."""
     num_experts: int
-    """Experts of a layer."""
+    """Experts per layer."""
     top_k: int
     """Experts per token."""
     sequences: int
-    """Sequences of a micro-batch, over all ranks."""
+    """Sequences per micro-batch, over all ranks."""
     seq_len: int
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     accumulation: int = 1
-    """Micro-batches of a step."""
+    """Micro-batches per step."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -255,7 +257,7 @@ class TraceShape:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch, over all ranks."""
+        """Tokens per micro-batch, over all ranks."""
         return self.sequences * self.seq_len
 
     def table(self, holds: Holds) -> tuple[int, ...]:
@@ -264,11 +266,11 @@ class TraceShape:
         return (self.accumulation, self.num_layers, *last)
 
     def dtype(self, holds: Holds) -> np.dtype[Any]:
-        """Return the integers of a table; a sequence has at most `seq_len` copies for an expert."""
+        """Return the integer dtype of a table; a sequence has at most `seq_len` copies for an expert."""
         return np.min_scalar_type(self.seq_len if holds == "counts" else -self.num_experts)
 
     def bytes_per_step(self, holds: Holds) -> int:
-        """Return the bytes of a step's table, before the file is compressed."""
+        """Return the bytes of a step's table before compression."""
         return int(np.prod(self.table(holds))) * self.dtype(holds).itemsize
 
 
@@ -279,23 +281,23 @@ class TraceSegment:
     shape: TraceShape
     holds: Holds
     steps: np.ndarray
-    """(steps,) int64: optimizer steps taken before each one, ascending."""
+    """(steps,) int64, ascending: each step by the number of optimizer steps taken before it."""
     table: np.ndarray
     """(steps, *shape.table(holds))."""
     groups: int = 1
-    """Data-parallel groups of the run; each had as many consecutive sequences."""
+    """Data-parallel groups of the run; each had equally many consecutive sequences."""
     source: Mapping[str, Any] = field(default_factory=dict)
-    """Where it comes from: the mesh, the router; for people."""
+    """Origin of the trace, such as the mesh and the router; for information only."""
 
     def before(self, step: int) -> TraceSegment:
-        """Return the part before a step."""
+        """Return the steps before `step`."""
         kept = int(np.searchsorted(self.steps, step))
         return TraceSegment(self.shape, self.holds, self.steps[:kept], self.table[:kept], self.groups, self.source)
 
 
 @dataclass(frozen=True)
 class Header:
-    """What is known of a segment before its table is read."""
+    """A segment on disk without its table; see `TraceSegment` for the fields."""
 
     path: Path
     shape: TraceShape
@@ -307,10 +309,10 @@ class Header:
 
 
 def write_segment(segment: TraceSegment, path: Path) -> None:
-    """Write a segment: aside, flushed to the disk, then renamed, so that a file with its name is whole.
+    """Write a segment to a temporary file, flush it to disk and rename it to `path`, which is therefore always complete.
 
     Raises:
-        InputError: if it cannot be written; an earlier file of the name stays.
+        InputError: the file cannot be written; an earlier file at `path` is kept.
     """
     header = {
         "format": FORMAT, "version": VERSION, "shape": asdict(segment.shape), "holds": segment.holds,
@@ -336,10 +338,10 @@ def write_segment(segment: TraceSegment, path: Path) -> None:
 
 
 def read_header(path: Path) -> Header:
-    """Read what a segment is, without its table.
+    """Read the header of a segment, without its table.
 
     Raises:
-        InputError: if it is missing, damaged, no trace, or of a newer version.
+        InputError: the file is missing, damaged, not a trace, or of a newer version.
     """
     arrays = _read(path, ("header", "steps"))
     try:
@@ -377,7 +379,7 @@ def read_table(header: Header) -> np.ndarray:
     """Read a segment's table, (steps, *shape.table(holds)).
 
     Raises:
-        InputError: if it is damaged, or not what the header says.
+        InputError: the file is damaged, or the table does not fit the header.
     """
     path, shape, name = header.path, header.shape, TABLES[header.holds]
     table = _read(path, (name,))[name]
@@ -391,11 +393,11 @@ def read_table(header: Header) -> np.ndarray:
 
 
 def _read(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Read arrays of a file."""
+    """Read the named arrays of an `.npz` file."""
     try:
         with np.load(path, allow_pickle=False) as file:
             found = {name: file[name] for name in names}
-            # A member that is no array comes as bytes.
+            # numpy returns other members than arrays as bytes.
             if not all(isinstance(array, np.ndarray) for array in found.values()):
                 raise TypeError("a member is no array")
             return found

@@ -56,20 +56,21 @@ class MoesaicEP(EPImplementation):
         super().__init__(experts, ep_mesh, tp_mesh)
         reason = refusal(experts)
         if reason is None and gate_of(experts) is None:
-            reason = "has a gate or a norm of its own, which programs do not take to other ranks"
+            reason = "has its own gate or norm, which Moesaic's programs cannot run on other ranks"
         self.instead: AllToAllEP | None = None
         if reason is not None:
-            say(f"{type(experts).__name__} {reason}: its tokens go by transformers' all_to_all")
+            say(f"{type(experts).__name__} {reason}: its tokens are sent by transformers' own all-to-all")
             self.instead = AllToAllEP(experts, ep_mesh, tp_mesh)
             return
         tp = tp_mesh.size() if ep_mesh.size() % tp_mesh.size() == 0 else 1
         mesh = Mesh.from_device_mesh(ep_mesh, tp=tp)
         self.experts = FamilyExperts(experts, self.num_local_experts * ep_mesh.size())
         settings = {name: getattr(self.experts, name) for name in ("num_experts", "dim", "activation", "clamp", "bias")}
-        named = {f"experts.{name}": value for name, value in settings.items()} | {"whether plan is auto": plan is None}
+        compared = {f"experts.{name}": value for name, value in settings.items()}
+        compared["whether plan is auto"] = plan is None
         calls = partial(calls_under, policy=None, num_experts=self.experts.num_experts, dim=self.experts.dim)
         self.on_mesh = ExpertParallel(
-            mesh.grid, mesh.transport, plan or Plan(), self.experts, False, calls, settings=named
+            mesh.grid, mesh.transport, plan or Plan(), self.experts, False, calls, settings=compared
         )
         if plan is None:
             AutoPlan.of(mesh).join(self.on_mesh, self.experts, Matrices.of(experts).down.shape[2], experts.parameters)
@@ -105,8 +106,8 @@ def register_plan(name: str, plan: Plan | Compiled) -> None:
     Raises:
         InputError: transformers uses the name for another implementation, or `plan` is not a plan.
     """
-    known: Any = EPImplementationInterface()
-    if name in known and not isinstance(known[name], partial):
+    registry: Any = EPImplementationInterface()
+    if name in registry and not isinstance(registry[name], partial):
         raise InputError(f"ep_implementation={name!r} is taken: choose another name for the plan")
     if not isinstance(plan, Plan | Compiled):
         raise InputError(f"register_plan: a plan is a moesaic.Plan, not {type(plan).__name__}: write Plan(...)")
@@ -125,13 +126,13 @@ def use_plan(model: nn.Module, plan: Plan | Compiled) -> None:
     Raises:
         InputError: no experts of the model run with Moesaic's programs, or the plan does not fit their mesh.
     """
-    noted = [getattr(module, "_moesaic", None) for module in model.modules()]
-    found = [each for each in noted if isinstance(each, MoesaicEP)]
-    if not found:
+    attached = [getattr(module, "_moesaic", None) for module in model.modules()]
+    implementations = [each for each in attached if isinstance(each, MoesaicEP)]
+    if not implementations:
         raise InputError(
-            'use_plan: no experts of this model run by Moesaic: load it with ep_implementation="moesaic" and ep_size > 1'
+            'use_plan: no experts of this model run on Moesaic: load it with ep_implementation="moesaic" and ep_size > 1'
         )
-    for implementation in found:
+    for implementation in implementations:
         implementation.on_mesh.use(plan, implementation.experts)
         implementation.on_mesh.auto = None
 
@@ -145,11 +146,11 @@ def complete_sizes() -> None:
 
     @wraps(resolve)
     def resolved(config: Any) -> None:
-        is_said = config.fsdp_size is not None
+        is_given = config.fsdp_size is not None
         resolve(config)
-        known: Any = EPImplementationInterface()
-        chosen = known.get(config.ep_implementation)
-        if is_said or config.ep_size == 1 or getattr(chosen, "func", chosen) is not MoesaicEP:
+        registry: Any = EPImplementationInterface()
+        chosen = registry.get(config.ep_implementation)
+        if is_given or config.ep_size == 1 or getattr(chosen, "func", chosen) is not MoesaicEP:
             return
         world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
         config.fsdp_size = max(world // (config.tp_size * config.pp_size * config.dp_replicate_size), 1)

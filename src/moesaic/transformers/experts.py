@@ -85,7 +85,7 @@ def refusal(module: Any) -> str | None:
         if not isinstance(weight, Tensor):
             return f"has no tensor {name}"
         if weight.dtype not in FLOATS:
-            return f"has a {name} of {weight.dtype}, which Moesaic's kernels do not multiply"
+            return f"has a {name} of {weight.dtype}, which Moesaic's kernels do not support"
     return None
 
 
@@ -96,14 +96,14 @@ def gate_of(module: Any) -> Gate | None:
     """
     if not hasattr(module, "_moesaic_gate"):
         module._moesaic_gate = _recognised(module)
-    found: Gate | None = module._moesaic_gate
-    return found
+    gate: Gate | None = module._moesaic_gate
+    return gate
 
 
 @torch.no_grad()
 def _recognised(module: Any) -> Gate | None:
-    own = {id(parameter) for parameter in module._parameters.values()}
-    if module.has_post_expert_norm or any(id(each) not in own for each in module.parameters()):
+    own_ids = {id(parameter) for parameter in module._parameters.values()}
+    if module.has_post_expert_norm or any(id(each) not in own_ids for each in module.parameters()):
         return None  # a norm after the expert, or a gate with parameters
     points = torch.tensor([0.0, 0.01, 0.3, 1.0, 2.5, 6.0, 9.0, 30.0, 300.0], dtype=torch.float64, device="cpu")
     points = torch.cat([points, -points[1:]])
@@ -111,13 +111,13 @@ def _recognised(module: Any) -> Gate | None:
     if module.has_gate:
         pre = [gate, up]
         together = torch.cat(pre, 1) if module.is_concatenated else torch.stack(pre, 2).flatten(1)
-        found = module._apply_gate(together)
+        computed = module._apply_gate(together)
     else:
         pre = [points.reshape(1, -1)]
-        found = module.act_fn(pre[0])
+        computed = module.act_fn(pre[0])
     for candidate in _candidates(module):
         expected = hidden_rows(pre, candidate.activation, candidate.clamp)
-        if found.shape == expected.shape and torch.allclose(found.double(), expected, rtol=1e-6, atol=1e-6):
+        if computed.shape == expected.shape and torch.allclose(computed.double(), expected, rtol=1e-6, atol=1e-6):
             return candidate
     return None
 
@@ -125,8 +125,8 @@ def _recognised(module: Any) -> Gate | None:
 def _candidates(module: Any) -> Iterator[Gate]:
     """Yield the gates that a module may have, with limits and slopes that it stores under the usual attribute names."""
     yield from map(Gate, ACTIVATIONS)
-    kept = {name: getattr(module, name, None) for name in ("limit", "swiglu_limit", "alpha", "swiglu_alpha")}
-    numbers = {name: float(value) for name, value in kept.items() if isinstance(value, int | float) and value > 0}
+    values = {name: getattr(module, name, None) for name in ("limit", "swiglu_limit", "alpha", "swiglu_alpha")}
+    numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float) and value > 0}
     limits = [value for name, value in numbers.items() if name.endswith("limit")] if module.has_gate else []
     for limit in limits:
         for alpha in (1.0, *(value for name, value in numbers.items() if name.endswith("alpha"))):
@@ -187,15 +187,15 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     """
     reason = refusal(self)
     if reason is not None:
-        say(f"{type(self).__name__} {reason}: it runs transformers' own loop over experts")
-        own: Tensor = type(self).forward.__wrapped__(self, hidden_states, top_k_index, top_k_weights)
-        return own
+        say(f"{type(self).__name__} {reason}: transformers' own loop over experts runs instead")
+        output: Tensor = type(self).forward.__wrapped__(self, hidden_states, top_k_index, top_k_weights)
+        return output
     num_tokens, top_k = top_k_index.shape
     expert, weight = top_k_index.reshape(-1).long(), top_k_weights.reshape(-1)
     token = torch.arange(num_tokens, device=expert.device).repeat_interleave(top_k, output_size=len(expert))
     if self._is_expert_parallel:
-        here = (expert < self.num_experts).nonzero().squeeze(1)
-        token, expert, weight = (each.index_select(0, here) for each in (token, expert, weight))
+        local = (expert < self.num_experts).nonzero().squeeze(1)
+        token, expert, weight = (each.index_select(0, local) for each in (token, expert, weight))
     counts = count(expert, None, self.num_experts)
     permutation = sort_by_expert(token, expert, counts, num_tokens, None if self._is_expert_parallel else top_k)
     return run_tokens(self, hidden_states, weight, permutation)
@@ -252,12 +252,11 @@ class FamilyExperts(StackedExperts):
         self.is_spread = True
 
     def weights(self) -> tuple[Weights, Weights]:
-        found = Matrices.of(self._module[0])
-        common = () if found.down_bias is None else (found.down_bias,)
-        reading = [
-            each if len(self.ups) > 1 else each.squeeze(1) for each in (found.up, found.up_bias) if each is not None
-        ]
-        return (reading[0], found.down, *reading[1:]), common
+        matrices = Matrices.of(self._module[0])
+        common = () if matrices.down_bias is None else (matrices.down_bias,)
+        ups = [parameter for parameter in (matrices.up, matrices.up_bias) if parameter is not None]
+        reading = ups if len(self.ups) > 1 else [parameter.squeeze(1) for parameter in ups]
+        return (reading[0], matrices.down, *reading[1:]), common
 
     def weights_in(self, dtype: torch.dtype) -> tuple[Weights, Weights]:
         return self.weights()

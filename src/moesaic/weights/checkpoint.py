@@ -48,19 +48,19 @@ class Checkpoint:
         Raises:
             InputError: of the tensors that become one, only some have the state, or their counters differ.
         """
-        have, found = self.tensors[state], dict[str, Readable]()
+        sources, gathered = self.tensors[state], dict[str, Readable]()
         for name in layout.by_stored:
-            tensor = GatheredTensor(name, layout, self.layout, have)
-            there = [each for each in tensor.feeding if each in have]
-            if not there:
+            tensor = GatheredTensor(name, layout, self.layout, sources)
+            present = [source_name for source_name in tensor.source_names if source_name in sources]
+            if not present:
                 continue
-            counts = {have[each].read(()).tobytes() for each in there} if state == COUNTER else ()
-            if len(there) < len(tensor.feeding) or len(counts) > 1:
+            counts = {sources[source_name].read(()).tobytes() for source_name in present} if state == COUNTER else ()
+            if len(present) < len(tensor.source_names) or len(counts) > 1:
                 raise InputError(
-                    f"{state} is not the same for all of {naming(tensor.feeding)}, which become one tensor"
+                    f"{state} is not the same for all of {naming(tensor.source_names)}, which become one tensor"
                 )
-            found[name] = have[there[0]] if state == COUNTER else tensor
-        return found
+            gathered[name] = sources[present[0]] if state == COUNTER else tensor
+        return gathered
 
     def digests(self) -> dict[str, dict[str, Any]]:
         """Return SHA-256 hashes of all elements in the model's own order, which do not depend on the format.
@@ -73,18 +73,18 @@ class Checkpoint:
         return {state or "weights": self._digests(self.into(layout, state)) for state in self.tensors}
 
     def _digests(self, tensors: Mapping[str, Readable]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        digests: dict[str, Any] = {}
         for name in sorted(tensors):
             tensor, experts = tensors[name], self.model.experts_of(name)
             if experts is None or not tensor.shape:
-                found[name] = _updated(hashlib.sha256(), tensor, every(tensor.shape)).hexdigest()
+                digests[name] = _updated(hashlib.sha256(), tensor, every(tensor.shape)).hexdigest()
                 continue
-            each = found.setdefault(experts, [hashlib.sha256() for _ in range(tensor.shape[0])])
-            for expert, running in enumerate(each):
+            hashes = digests.setdefault(experts, [hashlib.sha256() for _ in range(tensor.shape[0])])
+            for expert, running in enumerate(hashes):
                 _updated(running, tensor, (range(expert, expert + 1), *every(tensor.shape[1:])))
         return {
-            name: [each.hexdigest() for each in entry] if isinstance(entry, list) else entry
-            for name, entry in found.items()
+            name: [running.hexdigest() for running in entry] if isinstance(entry, list) else entry
+            for name, entry in digests.items()
         }
 
 
@@ -92,8 +92,8 @@ def _updated(running: Any, tensor: Readable, region: tuple[range, ...]) -> Any:
     """Add a tensor's dtype and its elements in a region to a hash, buffer by buffer, and return the hash."""
     running.update(str(tensor.dtype).encode())
     for piece in pieces(tuple(len(dim) for dim in region), tensor.dtype.itemsize):
-        here = tuple(range(whole.start + dim.start, whole.start + dim.stop) for whole, dim in zip(region, piece))
-        running.update(tensor.read(here).data)
+        absolute = tuple(range(whole.start + dim.start, whole.start + dim.stop) for whole, dim in zip(region, piece))
+        running.update(tensor.read(absolute).data)
     return running
 
 
@@ -104,46 +104,47 @@ def format_of(folder: Path) -> str:
         InputError: the folder does not exist, or holds no checkpoint of a known format.
     """
     if not folder.is_dir():
-        raise InputError(f"{folder}: no folder there: name the one that holds the checkpoint")
-    found = [name for name, each in FORMATS.items() if each.finds(folder)]
-    if not found:
+        raise InputError(f"{folder}: no folder there: name the folder that holds the checkpoint")
+    names = [name for name, format in FORMATS.items() if format.finds(folder)]
+    if not names:
         raise InputError(f"{folder}: no checkpoint of {', '.join(FORMATS)} there: name the folder that holds its files")
-    return found[0]
+    return names[0]
 
 
-def open_checkpoint(folder: Path, name: str, model: Architecture) -> Checkpoint:
+def open_checkpoint(folder: Path, format_name: str, model: Architecture) -> Checkpoint:
     """Open the checkpoint in a folder and check that it holds exactly a model's tensors.
 
     Args:
         folder: the checkpoint's folder.
-        name: the format, a key of `FORMATS`.
+        format_name: the format, a key of `FORMATS`.
         model: the model that the checkpoint must hold.
 
     Raises:
         InputError: tensors are missing, unknown or of another shape. The message names them.
     """
-    format = FORMATS[name]
+    format = FORMATS[format_name]
     stored, others = format.read(folder)
     layout = Layout(format.blocks(model, stored), model.shapes, format.title)
-    weights = {str(format.called(each, None)): each for each in layout.shapes}
+    weights = {str(format.stored_name(name, None)): name for name in layout.shapes}
     missing = weights.keys() - stored.keys()
     if missing:
         raise InputError(f"{folder}: {len(missing)} tensors of the model are missing: {naming(missing)}")
-    found = Checkpoint(
-        model, layout, {None: {each: stored[place] for place, each in weights.items()}}, left_behind=others
-    )
-    for each in weights.values():
-        _check_shape(found, each, f"{folder}: {format.called(each, None)}")
-    rest = stored.keys() - weights.keys()
-    rest -= _states(found, format, stored)
+    tensors = {name: stored[stored_name] for stored_name, name in weights.items()}
+    checkpoint = Checkpoint(model, layout, {None: tensors}, left_behind=others)
+    for stored_name, name in weights.items():
+        _check_shape(checkpoint, name, f"{folder}: {stored_name}")
+    extra = stored.keys() - weights.keys()
+    extra -= _states(checkpoint, format, stored)
     unexpected = model.model._keys_to_ignore_on_load_unexpected or ()
     ignored = [re.compile(pattern) for pattern in (*unexpected, r"rotary_emb\.inv_freq$")]
-    known = {each for each in rest if each in model.tied or any(pattern.search(each) for pattern in ignored)}
-    if rest - known:
-        raise InputError(f"{folder}: {len(rest - known)} tensors are unknown to the model: {naming(rest - known)}")
-    found.left_behind += sorted(known)
-    found.tensors[None] = {each: format.kept(each, t, back=True) for each, t in found.tensors[None].items()}
-    return found
+    ignorable = {name for name in extra if name in model.tied or any(pattern.search(name) for pattern in ignored)}
+    if extra - ignorable:
+        raise InputError(
+            f"{folder}: {len(extra - ignorable)} tensors are unknown to the model: {naming(extra - ignorable)}"
+        )
+    checkpoint.left_behind += sorted(ignorable)
+    checkpoint.tensors[None] = {name: format.converted(name, t, to_model=True) for name, t in tensors.items()}
+    return checkpoint
 
 
 def _check_shape(checkpoint: Checkpoint, name: str, place: str) -> None:
@@ -153,22 +154,22 @@ def _check_shape(checkpoint: Checkpoint, name: str, place: str) -> None:
         return
     if name not in PADDED or shape[1:] != expected[1:] or shape[0] < expected[0]:
         raise InputError(
-            f"{place} is {list(shape)}, and the configuration makes it {list(expected)}: take the model's own"
+            f"{place} is {list(shape)}, and the configuration makes it {list(expected)}: use the model's own configuration"
         )
     checkpoint.left_behind.append(f"{name}: rows {expected[0]} to {shape[0] - 1}, which pad the vocabulary")
 
 
 def _states(checkpoint: Checkpoint, format: AbstractFormat, stored: Mapping[str, Readable]) -> set[str]:
     """Add the optimizer states that are stored to the checkpoint, and return their stored names."""
-    found = set()
+    stored_names = set()
     for name, shape in checkpoint.layout.shapes.items():
         for state in (*STATES, COUNTER):
-            place = format.called(name, state)
+            place = format.stored_name(name, state)
             if place is None or place not in stored:
                 continue
-            found.add(place)
+            stored_names.add(place)
             if stored[place].shape == (() if state == COUNTER else shape) or name in PADDED:
                 checkpoint.tensors.setdefault(state, {})[name] = stored[place]
             else:
                 checkpoint.left_behind.append(f"{place}: is {list(stored[place].shape)}, its parameter {list(shape)}")
-    return found
+    return stored_names

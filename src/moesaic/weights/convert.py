@@ -60,7 +60,7 @@ def convert(
     folder, target = Path(source), Path(out)
     for name in (to, source_format or to):
         if name not in FORMATS:
-            raise InputError(f"{name} is no format: choose of {', '.join(FORMATS)}")
+            raise InputError(f"{name} is not a format: choose one of {', '.join(FORMATS)}")
     require_room(target)
     came_from = source_format or format_of(folder)
     model = Architecture(read_config(folder, None if config is None else Path(config)))
@@ -69,7 +69,7 @@ def convert(
         before = upcycled(before, upcycle)
     layout = Layout(FORMATS[to].blocks(before.model, ()), before.model.shapes, FORMATS[to].title)
     tensors, unplaced = _named(before, layout, FORMATS[to])
-    size = sum(math.prod(each.shape) * each.dtype.itemsize for each in tensors.values())
+    size = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
     target.mkdir(parents=True, exist_ok=True)
     before.model.config.save_pretrained(target)
     FORMATS[to].write(target, tensors)
@@ -81,8 +81,10 @@ def convert(
         "source": {"folder": folder.name, "format": came_from}, "target": {"format": to},
         "left_behind": sorted(before.left_behind + unplaced), "upcycled": None if upcycle is None else vars(upcycle),
     }  # fmt: skip
-    run = size <= LOGITS_BYTES if logits is None else logits
-    receipt["logits"] = _compared(folder, before, after, target, upcycle is None, (came_from, to)) if run else None
+    compares_logits = size <= LOGITS_BYTES if logits is None else logits
+    receipt["logits"] = (
+        _compared(folder, before, after, target, upcycle is None, (came_from, to)) if compares_logits else None
+    )
     (target / RECEIPT).write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
     return receipt
 
@@ -93,11 +95,11 @@ def _named(before: Checkpoint, layout: Layout, format: AbstractFormat) -> tuple[
     unplaced = []
     for state in before.tensors:
         for name, tensor in before.into(layout, state).items():
-            place = format.called(name, state)
+            place = format.stored_name(name, state)
             if place is None:
                 unplaced.append(f"{state} of {name}")
             else:
-                named[place] = format.kept(name, tensor, back=False) if state is None else tensor
+                named[place] = format.converted(name, tensor, to_model=False) if state is None else tensor
     return named, unplaced
 
 
@@ -116,21 +118,23 @@ def _receipt(before: Checkpoint, after: Checkpoint) -> dict[str, Any]:
     Raises:
         InputError: they differ, because of a bug in this program or a fault of the disk.
     """
-    digests, again = before.digests(), after.digests()
-    places = {state: found for state, found in digests.items() if state in again}
-    for state, found in places.items():
-        odd = [name for name in found if found[name] != again[state].get(name)]
-        if odd:
-            raise InputError(f"{naming(odd)} of {state} differ from the source: do not use the output, convert again")
+    digests, digests_after = before.digests(), after.digests()
+    shared = {state: tables for state, tables in digests.items() if state in digests_after}
+    for state, tables in shared.items():
+        differing = [name for name in tables if tables[name] != digests_after[state].get(name)]
+        if differing:
+            raise InputError(
+                f"{naming(differing)} of {state} differ from the source: do not use the output, convert again"
+            )
     return {
         "moesaic": __version__,
         "model": after.model.config.model_type,
         "moments": {
-            state: {"in the source": len(found), "placed": len(places.get(state, ()))}
-            for state, found in digests.items()
+            state: {"in the source": len(tables), "placed": len(shared.get(state, ()))}
+            for state, tables in digests.items()
             if state != "weights"
         },
-        "sha256": places,
+        "sha256": shared,
     }
 
 
@@ -163,8 +167,8 @@ def _logits(hub: Path | None, checkpoint: Checkpoint) -> Tensor:
     if checkpoint.model.experts:
         model.set_experts_implementation("eager")  # the default implementation does not support float64
     tokens = (7 * torch.arange(TOKENS) + 1) % checkpoint.model.config.vocab_size
-    found: Tensor = model.eval()(input_ids=tokens[None]).logits
-    return found
+    logits: Tensor = model.eval()(input_ids=tokens[None]).logits
+    return logits
 
 
 def verify(out: str | Path) -> dict[str, Any]:
@@ -181,25 +185,25 @@ def verify(out: str | Path) -> dict[str, Any]:
     """
     folder = Path(out)
     if not (folder / RECEIPT).exists():
-        raise InputError(f"{folder / RECEIPT} is missing: no conversion ended here, convert again")
+        raise InputError(f"{folder / RECEIPT} is missing: no conversion finished here, convert again")
     format, digests = _read_receipt(folder / RECEIPT)
     checkpoint = open_checkpoint(folder, format, Architecture(read_config(folder, None)))
-    found = checkpoint.digests()
+    actual = checkpoint.digests()
     experts = 0
     for state, expected in digests.items():
         for name, digest in expected.items():
-            here = found.get(state, {}).get(name)
-            if here == digest:
+            actual_digest = actual.get(state, {}).get(name)
+            if actual_digest == digest:
                 experts += len(digest) if isinstance(digest, list) else 0
                 continue
-            which = ""
-            if isinstance(digest, list) and isinstance(here, list):
-                other = (i for i, pair in enumerate(zip(digest, here)) if pair[0] != pair[1])
-                which = f"expert {next(other, min(len(digest), len(here)))} of "
+            prefix = ""
+            if isinstance(digest, list) and isinstance(actual_digest, list):
+                differing = (i for i, pair in enumerate(zip(digest, actual_digest)) if pair[0] != pair[1])
+                prefix = f"expert {next(differing, min(len(digest), len(actual_digest)))} of "
             raise InputError(
-                f"{folder}: {which}{name} ({state}) is not what the receipt says: convert or fetch it again"
+                f"{folder}: {prefix}{name} ({state}) is not what the receipt says: convert or fetch it again"
             )
-    return {"tensors": sum(len(each) for each in found.values()), "experts": experts, "states": list(digests)}
+    return {"tensors": sum(len(each) for each in actual.values()), "experts": experts, "states": list(digests)}
 
 
 def _read_receipt(path: Path) -> tuple[str, dict[str, dict[str, Any]]]:
@@ -211,4 +215,4 @@ def _read_receipt(path: Path) -> tuple[str, dict[str, dict[str, Any]]]:
             return format, digests
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass
-    raise InputError(f"{path}: is no receipt of a conversion, or it is damaged: convert again")
+    raise InputError(f"{path}: is not a receipt of a conversion, or is damaged: convert again")

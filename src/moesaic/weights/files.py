@@ -71,17 +71,17 @@ class Part:
         try:
             with self.path.open("rb") as file, FakeTensorMode():
                 view: Any = _create_file_view(file, self.start, self.archive)
-                found: Any = torch.load(view, weights_only=True)
+                tensor: Any = torch.load(view, weights_only=True)
         except Exception as error:  # a damaged archive may raise anything
             reason = " ".join(str(error).split())
             raise InputError(f"{self.path}: byte {self.start}: is damaged ({reason:.200}): fetch it again") from error
-        if not isinstance(found, torch.Tensor) or tuple(found.shape) != self.sizes:
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != self.sizes:
             raise InputError(
-                f"{self.path}: byte {self.start} begins no tensor of {list(self.sizes)}: two checkpoints are mixed"
+                f"{self.path}: byte {self.start} holds no tensor of shape {list(self.sizes)}: two checkpoints are mixed"
             )
-        storage: Any = found.untyped_storage()
-        begin = self.start + storage._checkpoint_offset + int(found.storage_offset()) * found.dtype.itemsize
-        return begin, tuple(found.stride())
+        storage: Any = tensor.untyped_storage()
+        begin = self.start + storage._checkpoint_offset + int(tensor.storage_offset()) * tensor.dtype.itemsize
+        return begin, tuple(tensor.stride())
 
 
 @dataclass(frozen=True)
@@ -102,20 +102,20 @@ class Stored:
                 slice(_before(dim, start), _before(dim, start + size))
                 for dim, start, size in zip(whole, starts, part.sizes)
             ]
-            rows = [dim[here] for dim, here in zip(whole, inside)]
+            rows = [dim[local] for dim, local in zip(whole, inside)]
             if all(rows):
-                here = tuple(slice(row[0] - start, row[-1] - start + 1, row.step) for row, start in zip(rows, starts))
-                out[tuple(inside)] = _mapped(part, self.dtype)[here]
+                local = tuple(slice(row[0] - start, row[-1] - start + 1, row.step) for row, start in zip(rows, starts))
+                out[tuple(inside)] = _mapped(part, self.dtype)[local]
         return out.reshape([len(dim) for dim in at if isinstance(dim, range)])
 
 
 def require_room(target: Path) -> None:
     """Raise InputError unless `target` is an empty folder, or does not exist and can be created."""
-    for each in (target, *target.parents):
-        if each.exists() and not each.is_dir():
-            raise InputError(f"{each}: is there and no folder: choose another one")
+    for folder in (target, *target.parents):
+        if folder.exists() and not folder.is_dir():
+            raise InputError(f"{folder}: exists and is not a folder: choose another one")
     if target.exists() and any(target.iterdir()):
-        raise InputError(f"{target}: is there and not empty: choose another folder, or delete it")
+        raise InputError(f"{target}: is not empty: choose another folder, or delete it")
 
 
 def _before(dim: range, place: int) -> int:
@@ -149,19 +149,19 @@ def read_safetensors(folder: Path) -> dict[str, Stored]:
         paths = [folder / name for name in sorted(set(listed.values()))]
     elif len(paths) > 1:
         raise InputError(f"{folder / INDEX} is missing, and there are {len(paths)} safetensors files: fetch it")
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for path in paths:
         if not path.exists():
             raise InputError(f"{path} is missing: the index lists {len(paths)} files, fetch this one")
         for name, stored in _header(path).items():
             if listed is not None and listed.get(name) != path.name:
                 where = f"in {listed[name]}" if name in listed else "nowhere"
-                raise InputError(f"{path} holds {name}, which the index has {where}: two checkpoints are mixed")
-            found[name] = stored
-    gone = [] if listed is None else sorted(listed.keys() - found.keys())
-    if gone:
-        raise InputError(f"{folder / listed[gone[0]]} lacks {naming(gone)}: two checkpoints are mixed")  # type: ignore[index]
-    return found
+                raise InputError(f"{path} holds {name}, which the index lists {where}: two checkpoints are mixed")
+            tensors[name] = stored
+    missing = [] if listed is None else sorted(listed.keys() - tensors.keys())
+    if missing:
+        raise InputError(f"{folder / listed[missing[0]]} lacks {naming(missing)}: two checkpoints are mixed")  # type: ignore[index]
+    return tensors
 
 
 def _header(path: Path) -> dict[str, Stored]:
@@ -175,16 +175,18 @@ def _header(path: Path) -> dict[str, Stored]:
         except InputError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise InputError(f"{path}: is no safetensors file, or its beginning is damaged: fetch it again") from None
+            raise InputError(f"{path}: is not a safetensors file, or its header is damaged: fetch it again") from None
 
 
 def _stored(path: Path, name: str, entry: dict[str, Any], begin: int, size: int) -> Stored:
     """Return the tensor that an entry of a header describes; the tensors begin at byte `begin` of a file of `size` bytes."""
     if entry["dtype"] not in CODES:
-        raise InputError(f"{path}: {name} is {entry['dtype']}, quantized: convert weights that are not")
+        raise InputError(
+            f"{path}: {name} has the quantized dtype {entry['dtype']}: convert a checkpoint without quantization"
+        )
     shape, (start, end), dtype = tuple(entry["shape"]), entry["data_offsets"], CODES[entry["dtype"]]
     if not all(type(each) is int and each >= 0 for each in (*shape, start, end)):
-        raise ValueError("a size or a place is no whole number")
+        raise ValueError("a size or an offset is not a whole number")
     if begin + end > size:
         raise InputError(f"{path}: has {size:,} bytes and needs {begin + end:,} for {name}: fetch it again")
     if math.prod(shape) * dtype.itemsize != end - start:
@@ -199,11 +201,11 @@ def _index(path: Path) -> dict[str, str]:
         if all(
             name.endswith(".safetensors") and len(name) < 256 and Path(name).name == name for name in listed.values()
         ):
-            found: dict[str, str] = listed
-            return found
+            file_names: dict[str, str] = listed
+            return file_names
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass
-    raise InputError(f"{path}: is no index of safetensors files, or it is damaged: fetch it again")
+    raise InputError(f"{path}: is not an index of safetensors files, or is damaged: fetch it again")
 
 
 def write_safetensors(folder: Path, tensors: Mapping[str, Readable]) -> None:
@@ -218,13 +220,13 @@ def write_safetensors(folder: Path, tensors: Mapping[str, Readable]) -> None:
         files[-1][name] = tensor
         room -= size
     several, total = len(files) > 1, 0
-    placed: dict[str, str] = {}
-    for number, held in enumerate(files, 1):
+    file_of: dict[str, str] = {}
+    for number, shard in enumerate(files, 1):
         name = f"model-{number:05}-of-{len(files):05}.safetensors" if several else "model.safetensors"
-        placed |= dict.fromkeys(held, name)
-        total += _write_file(folder / name, held)
+        file_of |= dict.fromkeys(shard, name)
+        total += _write_file(folder / name, shard)
     if several:
-        index = {"metadata": {"total_size": total}, "weight_map": placed}
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
@@ -255,7 +257,9 @@ def read_dcp(folder: Path) -> tuple[dict[str, Stored], list[str]]:
     try:
         data = (folder / ".metadata").read_bytes()
     except OSError as error:
-        raise InputError(f"{folder / '.metadata'}: cannot be read ({error.strerror}): name the folder of it") from error
+        raise InputError(
+            f"{folder / '.metadata'}: cannot be read ({error.strerror}): name the folder that holds it"
+        ) from error
     metadata = read_list(data, str(folder / ".metadata"), others=others)
     parts: dict[str, list[Part]] = {name: [] for name in metadata.state_dict_metadata}
     sizes: dict[str, int] = {}
@@ -276,13 +280,13 @@ def read_dcp(folder: Path) -> tuple[dict[str, Stored], list[str]]:
                 f"{folder}: no part of {index.fqn} begins at {list(offsets)}: the list of tensors is damaged"
             )
         parts[index.fqn].append(Part(path, place.offset, offsets, extents[offsets], place.length))
-    found = {}
+    tensors = {}
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
         if sum(volume(every(part.sizes)) for part in parts[name]) < math.prod(entry.size):
             raise InputError(f"{folder}: parts of {name} are in no file: the checkpoint is incomplete")
-        found[name] = Stored(entry.properties.dtype, tuple(entry.size), tuple(parts[name]))
-    return found, others
+        tensors[name] = Stored(entry.properties.dtype, tuple(entry.size), tuple(parts[name]))
+    return tensors, others
 
 
 def write_dcp(folder: Path, tensors: Mapping[str, Readable]) -> None:

@@ -44,16 +44,14 @@ class Hub(AbstractFormat):
         for tensor, shape in model.shapes.items():
             used = [table for reverse, table in converters if reverse.rename_source_key(tensor)[1] is not None]
             kinds = {type(operation).__name__ for converter in used for operation in converter.operations}
-            made = revert_weight_conversion(model.model, {tensor: torch.empty(shape, device="meta")})
+            hub_tensors = revert_weight_conversion(model.model, {tensor: torch.empty(shape, device="meta")})
             if not kinds:
-                (name,) = made
+                (name,) = hub_tensors
                 yield StoredBlock(name, every(shape), tensor, every(shape))
-            elif kinds <= {"MergeModulelist", "Concatenate"} and len(made) % shape[0] == 0:
-                yield from _unstacked(tensor, shape, list(made))
+            elif kinds <= {"MergeModulelist", "Concatenate"} and len(hub_tensors) % shape[0] == 0:
+                yield from _unstacked(tensor, shape, list(hub_tensors))
             else:
-                raise InputError(
-                    f"the hub's names for {tensor} come about by {', '.join(sorted(kinds))}: not supported"
-                )
+                raise InputError(f"the hub's names for {tensor} result from {', '.join(sorted(kinds))}: not supported")
 
 
 def _unstacked(tensor: str, shape: tuple[int, ...], names: list[str]) -> Iterator[StoredBlock]:
@@ -91,7 +89,7 @@ class Moesaic(AbstractFormat):
     def write(self, folder: Path, tensors: Mapping[str, Readable]) -> None:
         write_dcp(folder / SHARDS, tensors)
 
-    def called(self, stored: str, state: str | None) -> str | None:
+    def stored_name(self, stored: str, state: str | None) -> str | None:
         return f"model.{stored}" if state is None else f"optimizer.{stored}.{state}"
 
     def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[StoredBlock]:

@@ -80,15 +80,15 @@ class StoredBlock:
                 return None
             at.append(shared)
         index = list(self.index)
-        mine = [i for i, dim in enumerate(self.at) if isinstance(dim, range)]
-        other = [i for i, dim in enumerate(self.index) if isinstance(dim, range)]
+        stored_dims = [i for i, dim in enumerate(self.at) if isinstance(dim, range)]
+        tensor_dims = [i for i, dim in enumerate(self.index) if isinstance(dim, range)]
         if self.transposed:
-            other[-2:] = reversed(other[-2:])
-        for i, j in zip(mine, other):
-            whole, there = self.at[i], self.index[j]
+            tensor_dims[-2:] = reversed(tensor_dims[-2:])
+        for i, j in zip(stored_dims, tensor_dims):
+            whole, target = self.at[i], self.index[j]
             assert isinstance(whole, range)
-            assert isinstance(there, range)
-            index[j] = _along(whole, at[i], there)
+            assert isinstance(target, range)
+            index[j] = _along(whole, at[i], target)
         return StoredBlock(self.stored, tuple(at), self.tensor, tuple(index), self.transposed)
 
 
@@ -108,12 +108,12 @@ def _meet(a: Dim, b: Dim) -> Dim | None:
     return fine[first:last] if first < last else None
 
 
-def _along(whole: range, part: Dim, there: range) -> Dim:
+def _along(whole: range, part: Dim, target: range) -> Dim:
     """Return the elements of `there` at the positions that the elements of `part` have in `whole`."""
     if isinstance(part, int):
-        return there[whole.index(part)]
+        return target[whole.index(part)]
     first, step = whole.index(part[0]), max(1, part.step // whole.step)
-    return there[first : first + (len(part) - 1) * step + 1 : step]
+    return target[first : first + (len(part) - 1) * step + 1 : step]
 
 
 def every(shape: Iterable[int]) -> tuple[range, ...]:
@@ -135,33 +135,33 @@ def pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[range, ...]]
     rows = max(1, BUFFER // max(1, math.prod(shape[inner + 1 :]) * itemsize))
     for outer in np.ndindex(*shape[:inner]):
         for start in range(0, shape[inner], rows):
-            here = range(start, min(start + rows, shape[inner]))
-            yield (*(range(i, i + 1) for i in outer), here, *every(shape[inner + 1 :]))
+            rows_here = range(start, min(start + rows, shape[inner]))
+            yield (*(range(i, i + 1) for i in outer), rows_here, *every(shape[inner + 1 :]))
 
 
 class BlockIndex:
     """Blocks by the name of their stored tensor and, for blocks of a single expert or layer, by its number."""
 
     def __init__(self) -> None:
-        self._held: dict[str, dict[int | None, list[StoredBlock]]] = defaultdict(lambda: defaultdict(list))
+        self._blocks: dict[str, dict[int | None, list[StoredBlock]]] = defaultdict(lambda: defaultdict(list))
 
     def add(self, block: StoredBlock) -> None:
         """Add a block to the index."""
-        single = block.at[0] if block.at and isinstance(block.at[0], int) else None
-        self._held[block.stored][single].append(block)
+        number = block.at[0] if block.at and isinstance(block.at[0], int) else None
+        self._blocks[block.stored][number].append(block)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._held)
+        return iter(self._blocks)
 
     def cuts(self, name: str, region: Region) -> Iterator[tuple[StoredBlock, StoredBlock]]:
         """Yield (block, the part of the block inside the region) for each block of a tensor that overlaps a region."""
-        held = self._held[name]
+        blocks = self._blocks[name]
         outer = region[0] if region else ()
-        for single in (*([outer] if isinstance(outer, int) else outer), None) if len(held) > 1 else list(held):
-            for block in held.get(single, ()):
-                found = block.cut(region)
-                if found is not None:
-                    yield block, found
+        for number in (*([outer] if isinstance(outer, int) else outer), None) if len(blocks) > 1 else list(blocks):
+            for block in blocks.get(number, ()):
+                part = block.cut(region)
+                if part is not None:
+                    yield block, part
 
 
 class Layout:
@@ -188,15 +188,13 @@ class Layout:
             self.by_tensor.add(block.flipped())
             sizes[block.tensor] += volume(block.index)
             ends = tuple(dim[-1] + 1 if isinstance(dim, range) else dim + 1 for dim in block.at)
-            known = self.shapes.get(block.stored, ends)
-            self.shapes[block.stored] = tuple(map(max, known, ends))
+            extent = self.shapes.get(block.stored, ends)
+            self.shapes[block.stored] = tuple(map(max, extent, ends))
         lost = [name for name, shape in shapes.items() if sizes[name] != math.prod(shape)]
         if lost:
             raise InputError(f"{title} has no place for {naming(lost)}: convert this model to another format")
         for name, shape in () if copies else self.shapes.items():
-            assert math.prod(shape) == sum(volume(found.at) for _, found in self.by_stored.cuts(name, every(shape))), (
-                name
-            )
+            assert math.prod(shape) == sum(volume(part.at) for _, part in self.by_stored.cuts(name, every(shape))), name
 
 
 def identity(shapes: Mapping[str, tuple[int, ...]]) -> Layout:
@@ -220,11 +218,11 @@ class GatheredTensor:
         return self.layout.shapes[self.name]
 
     @cached_property
-    def feeding(self) -> list[str]:
+    def source_names(self) -> list[str]:
         """Names of the source's stored tensors from which this tensor is gathered."""
-        mine = [found for _, found in self.layout.by_stored.cuts(self.name, every(self.shape))]
-        theirs = (block for each in mine for block, _ in self.source.by_tensor.cuts(each.tensor, each.index))
-        return list(dict.fromkeys(block.tensor for block in theirs))
+        own_parts = [part for _, part in self.layout.by_stored.cuts(self.name, every(self.shape))]
+        source_blocks = (block for own in own_parts for block, _ in self.source.by_tensor.cuts(own.tensor, own.index))
+        return list(dict.fromkeys(block.tensor for block in source_blocks))
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -233,40 +231,40 @@ class GatheredTensor:
         Raises:
             InputError: their dtypes differ.
         """
-        found = {self.tensors[name].dtype: name for name in self.feeding}
-        if len(found) != 1:
-            (one, first), (other, second), *_ = found.items()
+        dtypes = {self.tensors[name].dtype: name for name in self.source_names}
+        if len(dtypes) != 1:
+            (one, first), (other, second), *_ = dtypes.items()
             raise InputError(
                 f"{first} is {one}, {second} {other}, and both become {self.name}: give them one dtype first"
             )
-        return next(iter(found))
+        return next(iter(dtypes))
 
     def read(self, at: Region) -> np.ndarray:
         """Return the elements in a region, gathered from all blocks of the source that overlap it."""
         out = np.empty([len(dim) for dim in at if isinstance(dim, range)], integer(self.dtype))
-        for _, wanted in self.layout.by_stored.cuts(self.name, at):
-            for _, found in self.source.by_tensor.cuts(wanted.tensor, wanted.index):
-                place = wanted.flipped().cut(found.at)
-                assert place is not None
-                values = self.tensors[found.tensor].read(found.index)
-                if found.transposed != wanted.transposed:
+        for _, own_part in self.layout.by_stored.cuts(self.name, at):
+            for _, source_part in self.source.by_tensor.cuts(own_part.tensor, own_part.index):
+                target = own_part.flipped().cut(source_part.at)
+                assert target is not None
+                values = self.tensors[source_part.tensor].read(source_part.index)
+                if source_part.transposed != own_part.transposed:
                     values = values.swapaxes(-1, -2)
-                out[_within(place.index, at)] = values
+                out[_within(target.index, at)] = values
         return out
 
 
 def _within(places: Region, at: Region) -> tuple[Any, ...]:
     """Return the NumPy index of the region `places` within an array that holds the region `at`."""
-    found: list[int | slice] = []
+    index: list[int | slice] = []
     for place, dim in zip(places, at):
         if not isinstance(dim, range):
             continue
         if isinstance(place, int):
-            found.append(dim.index(place))
+            index.append(dim.index(place))
         else:
             first, last = dim.index(place[0]), dim.index(place[-1])
-            found.append(slice(first, last + 1, max(1, (last - first) // max(1, len(place) - 1))))
-    return tuple(found)
+            index.append(slice(first, last + 1, max(1, (last - first) // max(1, len(place) - 1))))
+    return tuple(index)
 
 
 def integer(dtype: torch.dtype) -> np.dtype[Any]:

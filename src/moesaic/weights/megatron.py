@@ -171,22 +171,22 @@ class Megatron(AbstractFormat):
         torch.save({"checkpoint_version": 3.0, "iteration": 0}, inside / "common.pt")
         (folder / "latest_checkpointed_iteration.txt").write_text("release", encoding="utf-8")
 
-    def kept(self, stored: str, tensor: Readable, *, back: bool) -> Readable:
+    def converted(self, stored: str, tensor: Readable, *, to_model: bool) -> Readable:
         if not stored.endswith("self_attention.out_norm.weight"):
             return tensor
 
         def make(at: Region) -> torch.Tensor:
             values = torch.from_numpy(tensor.read(at)).view(tensor.dtype)
-            moved = values + 1 if back else values - 1
-            if not back and not torch.equal(moved + 1, values):
+            moved = values + 1 if to_model else values - 1
+            if not to_model and not torch.equal(moved + 1, values):
                 raise InputError(
-                    f"{stored} is kept minus one, which {tensor.dtype} cannot undo: keep it in another format"
+                    f"{stored} is stored minus one, which {tensor.dtype} cannot undo: convert to another format"
                 )
             return moved
 
         return Made(tensor.dtype, tensor.shape, make)
 
-    def called(self, stored: str, state: str | None) -> str | None:
+    def stored_name(self, stored: str, state: str | None) -> str | None:
         if state == "step":
             return None  # Megatron keeps one step for all parameters, in another file
         return stored if state is None else f"optimizer.state.{state}.{stored}"
@@ -194,17 +194,17 @@ class Megatron(AbstractFormat):
     def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[StoredBlock]:
         layers: dict[int, set[str]] = {}
         for name in model.shapes:
-            if found := LAYER.fullmatch(name):
-                layers.setdefault(int(found[1]), set()).add(found[2])
-        alike = len({frozenset(held) for held in layers.values()}) == 1
+            if match := LAYER.fullmatch(name):
+                layers.setdefault(int(match[1]), set()).add(match[2])
+        uniform = len({frozenset(parts) for parts in layers.values()}) == 1
         if names:
-            alike = not any(name.startswith("decoder.layers.0.") for name in names)
+            uniform = not any(name.startswith("decoder.layers.0.") for name in names)
         latent = any("kv_a_proj_with_mqa" in name for name in model.shapes)
-        linear = {layer for layer, held in layers.items() if "linear_attn.A_log" in held}
+        linear = {layer for layer, parts in layers.items() if "linear_attn.A_log" in parts}
         sparse = {int(name.split(".")[2]) for name in model.experts}
 
         def rules(layer: int) -> Rules:
             attention = LINEAR_ATTENTION if layer in linear else LATENT_ATTENTION if latent else ATTENTION
             return {**attention, **(SPARSE if layer in sparse else DENSE)}
 
-        return by_rules(model, OUTSIDE, rules, "decoder.layers." if alike else "decoder.layers.{}.", stacked=alike)
+        return by_rules(model, OUTSIDE, rules, "decoder.layers." if uniform else "decoder.layers.{}.", stacked=uniform)

@@ -72,7 +72,7 @@ class Architecture:
             with torch.device("meta"):
                 self.model = transformers.AutoModelForCausalLM.from_config(config)
         except ValueError as error:
-            raise InputError(f"{config.model_type} is no language model of transformers: {error}") from error
+            raise InputError(f"{config.model_type} is not a causal language model of transformers: {error}") from error
         tied = set(self.model._tied_weights_keys or ()) if config.tie_word_embeddings else set()
         self.tied = tied
         """Names of tied weights, which share another name's tensor and are stored under that name only."""
@@ -102,45 +102,45 @@ class Architecture:
         whole, stem = self.whole(tensor), tensor.rpartition(".")[2].removesuffix("_bias")
         if stem != "gate_up_proj":
             return [replace(whole, name=f"{experts}.{stem.removesuffix('_proj')}{kind}")]
-        found = []
+        parts = []
         for number, name in enumerate(("gate", "up")):
             index = list(whole.index)
             dim = len(index) - 1 if whole.transposed or kind else 1
             both = index[dim]
             half = len(both) // 2
             index[dim] = both[number * half : (number + 1) * half] if module.is_concatenated else both[number::2]
-            found.append(replace(whole, name=f"{experts}.{name}{kind}", index=tuple(index)))
-        return found
+            parts.append(replace(whole, name=f"{experts}.{name}{kind}", index=tuple(index)))
+        return parts
 
 
-def read_config(folder: Path, named: Path | None) -> Any:
+def read_config(folder: Path, config_path: Path | None) -> Any:
     """Return the transformers configuration of a checkpoint.
 
     Args:
-        folder: the checkpoint's folder, whose config.json is read if `named` is None.
-        named: another config.json, or the folder of one.
+        folder: the checkpoint's folder, whose config.json is read if `config_path` is None.
+        config_path: another config.json, or the folder of one.
 
     Raises:
         InputError: there is no configuration, transformers does not know it, or its quantization is not in `METHODS`.
     """
-    place = named or folder
+    place = config_path or folder
     path = place / "config.json" if place.is_dir() else place
     if not path.exists():
-        raise InputError(f"{path}: no configuration there: name the model's config.json of transformers with --config")
+        raise InputError(f"{path}: no configuration there: name the model's transformers config.json with --config")
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         quantized = table.pop("quantization_config", None)  # weights are dequantized as they are read
         config = transformers.AutoConfig.for_model(**table)
     except Exception as error:  # transformers' checks may raise anything
-        said = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise InputError(
-            f"{path}: is no configuration that transformers {transformers.__version__} knows ({said:.80}): update "
+            f"{path}: is not a configuration that transformers {transformers.__version__} knows ({reason:.80}): update "
             "transformers, or name the model's config.json with --config"
         ) from error
     method = (quantized or {}).get("quant_method")
     if quantized and method not in METHODS:
         raise InputError(
-            f"{path}: the weights are quantized ({method}): load them with dequantize=True, save them, convert those"
+            f"{path}: the weights are quantized ({method}): load them with dequantize=True, save them and convert the result"
         )
     return config
 
@@ -172,11 +172,11 @@ class AbstractFormat(ABC):
             names: the names in the checkpoint that is read, for formats with several layouts; empty to write one.
         """
 
-    def kept(self, stored: str, tensor: Readable, *, back: bool) -> Readable:
+    def converted(self, stored: str, tensor: Readable, *, to_model: bool) -> Readable:
         """Convert a tensor's values from the model's to the format's or, with `back`, the reverse. Few tensors change."""
         return tensor
 
-    def called(self, stored: str, state: str | None) -> str | None:
+    def stored_name(self, stored: str, state: str | None) -> str | None:
         """Return the name in the checkpoint of a tensor or, with `state`, of its optimizer state; None if it is not stored."""
         return stored if state is None else None
 
@@ -217,14 +217,14 @@ def by_rules(
     for tensor in model.shapes:
         if tensor in outside:
             yield model.whole(tensor).block(outside[tensor], every(model.shapes[tensor]))
-        found = LAYER.fullmatch(tensor)
-        if found is None:
+        match = LAYER.fullmatch(tensor)
+        if match is None:
             continue
-        layer, key = int(found[1]), found[2]
-        known = rules(layer)
-        parts = [model.whole(tensor)] if key in known else model.parts(tensor)
+        layer, key = int(match[1]), match[2]
+        layer_rules = rules(layer)
+        parts = [model.whole(tensor)] if key in layer_rules else model.parts(tensor)
         for part in parts:
-            rule = known.get(part.name.split(".", 3)[3])
+            rule = layer_rules.get(part.name.split(".", 3)[3])
             if rule is None:
                 continue
             name, place = (rule, None) if isinstance(rule, str) else rule

@@ -40,26 +40,26 @@ def dequantized(stored: Mapping[str, Stored], folder: Path) -> dict[str, Readabl
     Raises:
         InputError: scales are missing, or do not fit the block size.
     """
-    found: dict[str, Readable] = {}
+    tensors: dict[str, Readable] = {}
     for name, tensor in stored.items():
         if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + SCALES in stored:
-            whole = name.removesuffix(BLOCKS)
+            weight = name.removesuffix(BLOCKS)
             experts, rows, groups, _ = tensor.shape
             shape = (experts, 32 * groups, rows)
-            found[whole] = Made(torch.bfloat16, shape, partial(_from_mxfp4, tensor, stored[whole + SCALES]))
+            tensors[weight] = Made(torch.bfloat16, shape, partial(_from_mxfp4, tensor, stored[weight + SCALES]))
         elif tensor.dtype == torch.float8_e4m3fn:
             scales = stored.get(name + FP8_SCALE)
             sizes = _block_size(folder)
             fits = scales is not None and scales.shape == tuple(-(-n // size) for n, size in zip(tensor.shape, sizes))
             if scales is None or not fits or scales.dtype != torch.float32:
                 raise InputError(
-                    f"{folder}: {name} is fp8 without scales of {list(sizes)} blocks in float32: load the model by "
-                    "transformers with dequantize=True, save it, convert that"
+                    f"{folder}: {name} is fp8 without scales of {list(sizes)} blocks in float32: load the model with "
+                    "transformers and dequantize=True, save it and convert the result"
                 )
-            found[name] = Made(torch.bfloat16, tensor.shape, partial(_from_fp8, tensor, scales, sizes))
+            tensors[name] = Made(torch.bfloat16, tensor.shape, partial(_from_fp8, tensor, scales, sizes))
         elif not _is_scale(name, stored):
-            found[name] = tensor
-    return found
+            tensors[name] = tensor
+    return tensors
 
 
 def _is_scale(name: str, stored: Mapping[str, Stored]) -> bool:

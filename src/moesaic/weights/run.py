@@ -70,11 +70,11 @@ def to_hub(trained: Trained) -> Any:
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     values = hub_values(trained.model)
     missing, unknown = model.load_state_dict(values, strict=False)
-    left = [name for name in missing if not (name == "lm_head.weight" and config.tie_word_embeddings)]
-    if left or unknown:
+    not_loaded = [name for name in missing if not (name == "lm_head.weight" and config.tie_word_embeddings)]
+    if not_loaded or unknown:
         raise InputError(
-            f"{trained.folder}: transformers {transformers.__version__} names its tensors otherwise, "
-            f"{(left + unknown)[0]} for one: install transformers of moesaic[transformers]"
+            f"{trained.folder}: transformers {transformers.__version__} has other names for the tensors, "
+            f"such as {(not_loaded + unknown)[0]}: install the version of moesaic[transformers]"
         )
     return model
 
@@ -106,7 +106,7 @@ def hub_config(shape: ModelConfig, vocab_size: int, where: str) -> Any:
     )
     for holds, what in reasons:
         if holds:
-            raise InputError(f"{where}: Mixtral and Qwen3-MoE have no place for {what}")
+            raise InputError(f"{where}: Mixtral and Qwen3-MoE do not support {what}")
     base, factor = block.rope or ROPE
     rope: dict[str, Any] = {"rope_type": "default" if factor == 1 else "linear", "rope_theta": base}
     common: dict[str, Any] = {
@@ -149,19 +149,19 @@ def hub_values(model: GPT) -> dict[str, Tensor]:
     values["lm_head.weight"] = (model.unembedding or model.embedding).weight
     for number, block in enumerate(model.blocks):
         assert isinstance(block, TransformerBlock)
-        at = f"model.layers.{number}"
-        values[f"{at}.input_layernorm.weight"] = block.attention_norm.weight
-        values[f"{at}.post_attention_layernorm.weight"] = block.ffn_norm.weight
-        values |= {f"{at}.self_attn.{name}": value for name, value in _attention(block.attention).items()}
+        prefix = f"model.layers.{number}"
+        values[f"{prefix}.input_layernorm.weight"] = block.attention_norm.weight
+        values[f"{prefix}.post_attention_layernorm.weight"] = block.ffn_norm.weight
+        values |= {f"{prefix}.self_attn.{name}": value for name, value in _attention(block.attention).items()}
         if isinstance(block.ffn, MoE):
             experts = block.ffn.experts
-            values[f"{at}.mlp.gate.weight"] = block.ffn.router.get_parameter("weight")
-            values[f"{at}.mlp.experts.gate_up_proj"] = experts.get_parameter("w13").flatten(1, 2)
-            values[f"{at}.mlp.experts.down_proj"] = experts.get_parameter("w2")
+            values[f"{prefix}.mlp.gate.weight"] = block.ffn.router.get_parameter("weight")
+            values[f"{prefix}.mlp.experts.gate_up_proj"] = experts.get_parameter("w13").flatten(1, 2)
+            values[f"{prefix}.mlp.experts.down_proj"] = experts.get_parameter("w2")
         else:
             names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
             values |= {
-                f"{at}.mlp.{theirs}.weight": getattr(block.ffn.expert, ours)[0] for theirs, ours in names.items()
+                f"{prefix}.mlp.{theirs}.weight": getattr(block.ffn.expert, ours)[0] for theirs, ours in names.items()
             }
     found: dict[str, Tensor] = {name: value.detach() for name, value in values.items()}
     return found
@@ -175,8 +175,8 @@ def _attention(attention: Attention) -> dict[str, Tensor]:
         assert attention.q is not None
         assert attention.kv is not None
         (q,), (k, v) = attention.q.weight, attention.kv.weight
-    found = {"q_proj.weight": q, "k_proj.weight": k, "v_proj.weight": v, "o_proj.weight": attention.out.weight}
+    weights = {"q_proj.weight": q, "k_proj.weight": k, "v_proj.weight": v, "o_proj.weight": attention.out.weight}
     for name, norm in (("q_norm", attention.q_norm), ("k_norm", attention.k_norm)):
         if norm is not None:
-            found[f"{name}.weight"] = norm.weight
-    return found
+            weights[f"{name}.weight"] = norm.weight
+    return weights

@@ -86,7 +86,7 @@ class Torchtitan(AbstractFormat):
     def write(self, folder: Path, tensors: Mapping[str, Readable]) -> None:
         write_dcp(folder, tensors)
 
-    def called(self, stored: str, state: str | None) -> str | None:
+    def stored_name(self, stored: str, state: str | None) -> str | None:
         return stored if state is None else f"optimizer.state.{stored}.{state}"
 
     def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[StoredBlock]:

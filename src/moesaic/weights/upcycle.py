@@ -53,14 +53,14 @@ INTO = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
 """Dense model type -> the sparse type that differs in its feed-forward layers only and normalises routing weights."""
 
 
-def _router(shape: tuple[int, ...], dtype: torch.dtype, how: Upcycling, layer: int) -> Made:
+def _router(shape: tuple[int, ...], dtype: torch.dtype, settings: Upcycling, layer: int) -> Made:
     """Return a router with rows from a normal distribution. All shards of one copy have the same row."""
 
     def make(at: Region) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(how.seed * 100_003 + layer)
-        copies = torch.randn(shape[0] // how.granularity, shape[1], generator=generator) * how.router_std
+        generator = torch.Generator().manual_seed(settings.seed * 100_003 + layer)
+        copies = torch.randn(shape[0] // settings.granularity, shape[1], generator=generator) * settings.router_std
         index = tuple(dim if isinstance(dim, int) else slice(dim.start, dim.stop, dim.step) for dim in at)
-        return copies.repeat_interleave(how.granularity, 0).to(dtype)[index]
+        return copies.repeat_interleave(settings.granularity, 0).to(dtype)[index]
 
     return Made(dtype, shape, make)
 
@@ -70,68 +70,68 @@ def _scaled(tensor: Readable, factor: int) -> Made:
     return Made(tensor.dtype, tensor.shape, lambda at: torch.from_numpy(tensor.read(at)).view(tensor.dtype) * factor)
 
 
-def upcycled(dense: Checkpoint, how: Upcycling) -> Checkpoint:
+def upcycled(dense: Checkpoint, settings: Upcycling) -> Checkpoint:
     """Return a sparse checkpoint that computes the same function as a dense one. Its tensors are read on demand only.
 
     Raises:
         InputError: the type of model has no sparse counterpart, or sizes do not divide.
     """
-    model = Architecture(_sparse_config(dense.model.config, how))
+    model = Architecture(_sparse_config(dense.model.config, settings))
     weights = dense.into(identity(dense.model.shapes))
     tensors: dict[str, Readable] = {}
     blocks: list[StoredBlock] = []
     for name, shape in model.shapes.items():
-        found = LAYER.fullmatch(name)
+        match = LAYER.fullmatch(name)
         if model.experts_of(name) is not None:
             for part in model.parts(name):
-                assert found is not None
+                assert match is not None
                 assert not part.transposed
-                which = part.name.rpartition(".")[2]
-                stored = f"model.layers.{found[1]}.mlp.{which}_proj.weight"
-                whole = weights[stored]
-                tensors[stored] = _scaled(whole, how.granularity) if which == "down" else whole
-                blocks += _shards(part, stored, whole.shape, how, cut=1 if which == "down" else 0)
+                matrix = part.name.rpartition(".")[2]
+                stored = f"model.layers.{match[1]}.mlp.{matrix}_proj.weight"
+                dense_weight = weights[stored]
+                tensors[stored] = _scaled(dense_weight, settings.granularity) if matrix == "down" else dense_weight
+                blocks += _shards(part, stored, dense_weight.shape, settings, cut=1 if matrix == "down" else 0)
             continue
         if name in weights:
             tensors[name] = weights[name]
         else:
-            assert found is not None, name
-            norm = weights[f"model.layers.{found[1]}.input_layernorm.weight"]
-            tensors[name] = _router(shape, norm.dtype, how, int(found[1]))
+            assert match is not None, name
+            norm = weights[f"model.layers.{match[1]}.input_layernorm.weight"]
+            tensors[name] = _router(shape, norm.dtype, settings, int(match[1]))
         blocks.append(StoredBlock(name, every(shape), name, every(shape)))
-    left = [f"{state}, an optimizer's, which experts have none of" for state in dense.tensors if state is not None]
+    dropped = [f"optimizer state {state}: upcycled weights have none" for state in dense.tensors if state is not None]
     layout = Layout(blocks, model.shapes, "the dense model", copies=True)
-    return Checkpoint(model, layout, {None: tensors}, left_behind=dense.left_behind + left)
+    return Checkpoint(model, layout, {None: tensors}, left_behind=dense.left_behind + dropped)
 
 
-def _shards(part: Part, stored: str, shape: tuple[int, ...], how: Upcycling, *, cut: int) -> Iterator[StoredBlock]:
+def _shards(part: Part, stored: str, shape: tuple[int, ...], settings: Upcycling, *, cut: int) -> Iterator[StoredBlock]:
     """Yield the blocks that give each expert its shard of a dense matrix: some rows or, if `cut` is 1, columns."""
-    width = shape[cut] // how.granularity
-    for expert in range(how.num_experts):
-        shard = expert % how.granularity
+    width = shape[cut] // settings.granularity
+    for expert in range(settings.num_experts):
+        shard = expert % settings.granularity
         at = list(every(shape))
         at[cut] = range(shard * width, (shard + 1) * width)
         yield StoredBlock(stored, tuple(at), part.tensor, (expert, *part.index[1:]))
 
 
-def _sparse_config(config: Any, how: Upcycling) -> Any:
+def _sparse_config(config: Any, settings: Upcycling) -> Any:
     """Return the configuration of the sparse model."""
     kind, table = INTO.get(config.model_type), config.to_dict()
     if kind is None:
-        raise InputError(
-            f"{config.model_type} is not upcycled: take a dense model of {', '.join(INTO)}, whose sparse siblings normalise"
-        )
+        raise InputError(f"{config.model_type} cannot be upcycled: take a dense model of type {', '.join(INTO)}")
     if table.get("attention_bias") or table.get("mlp_bias"):
-        raise InputError(f"{config.model_type} with biases in attention or mlp is not upcycled: {kind} has none")
-    if config.intermediate_size % how.granularity:
-        raise InputError(f"granularity={how.granularity}: must divide intermediate_size={config.intermediate_size}")
-    width = config.intermediate_size // how.granularity
+        raise InputError(f"{config.model_type} with biases in attention or mlp cannot be upcycled: {kind} has none")
+    if config.intermediate_size % settings.granularity:
+        raise InputError(
+            f"granularity={settings.granularity}: must divide intermediate_size={config.intermediate_size}"
+        )
+    width = config.intermediate_size // settings.granularity
     for name in ("model_type", "architectures", "transformers_version"):
         table.pop(name, None)
-    table |= {"num_experts_per_tok": how.top_k, "output_router_logits": False}
+    table |= {"num_experts_per_tok": settings.top_k, "output_router_logits": False}
     if kind == "mixtral":
-        table |= {"num_local_experts": how.num_experts, "intermediate_size": width}
+        table |= {"num_local_experts": settings.num_experts, "intermediate_size": width}
     else:
-        table |= {"num_experts": how.num_experts, "moe_intermediate_size": width, "norm_topk_prob": True}
+        table |= {"num_experts": settings.num_experts, "moe_intermediate_size": width, "norm_topk_prob": True}
         table |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
     return transformers.AutoConfig.for_model(kind, **table)

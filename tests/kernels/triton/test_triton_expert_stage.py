@@ -95,6 +95,6 @@ def test_what_has_no_kernel_runs_as_the_whole_batch_does(device):
         replace(work, down_bias=torch.randn(EXPERTS, DIM, device=device)),
         work_of(device, dtype=torch.float64),
     ):
-        assert not expert_stage.has_form_for(other)
+        assert not expert_stage.supports(other)
         assert torch.equal(expert_stage.forward(other, other.x.dtype)[0], whole_batch.forward(other, other.x.dtype)[0])
-    assert expert_stage.has_form_for(work)
+    assert expert_stage.supports(work)

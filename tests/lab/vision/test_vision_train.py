@@ -50,7 +50,11 @@ MESHES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("world", "names"),
-    [(2, list(MESHES)), (4, ["tp"]), pytest.param(4, ["ep"], marks=pytest.mark.random)],
+    [
+        (2, list(MESHES)),
+        pytest.param(4, ["tp"], marks=pytest.mark.random),
+        pytest.param(4, ["ep"], marks=pytest.mark.random),
+    ],
     ids=["2", "4", "4, without tp"],
 )
 def test_ranks_train_as_one_and_write_the_same_weights(tmp_path: Path, world: int, names: list[str]) -> None:

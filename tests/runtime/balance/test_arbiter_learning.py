@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from meshes import make_layer, step, tokens_of
 from torch import Tensor
 
+from helpers import thinned
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.replication.shadow import Shadow
 from moesaic.balance.selector import prepared
@@ -59,8 +61,7 @@ def noisy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("noisy")
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize(("grid", "recompute"), thinned(itertools.product(GRIDS, (False, True)), every=3))
 def test_ranks_that_measure_different_times_decide_alike_and_compute_the_same(
     grid: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

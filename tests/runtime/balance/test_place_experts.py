@@ -11,7 +11,7 @@ import torch
 from meshes import every_rank, make_layer, on_mesh, part_of, tokens_of
 from torch import Tensor
 
-from helpers import GivenOrders, pairwise
+from helpers import GivenOrders, pairwise, thinned
 from moesaic.balance.experts import AbstractExpertPlacer, Balanced, ExpertLoad, ExpertRates
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
@@ -137,7 +137,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", thinned(PLANS, every=3, start=1))
 def test_under_every_kind_of_plan(name: str) -> None:
     grid, plans = PLANS[name]
     assert_same_training(make_layer(losses=(LoadBalance(0.1),)), grid, plans, adamw)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers import pairwise
+from helpers import pairwise, thinned
 from moesaic.balance.samples import AbstractPlacer, Given, Homes, SampleLoad, TwoStage
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
@@ -221,43 +221,48 @@ def test_moving_samples_changes_nothing(placer: str, dropout: float, norm: str, 
 
 @pytest.mark.parametrize(
     "case",
-    [
-        Case(grid=SHARDS),
-        Case(grid=replace(SHARDS, innermost="ep"), plan=Plan(chunks=2, all_to_all="hier1d")),
-        Case(grid=COPIES, placer="two_stage"),
-        Case(grid=Grid(world=4), plan=Plan(chunks=2)),
-        Case(grid=Grid(world=1)),
-        Case(plan=Plan(chunks=2, peer_groups=2, all_to_all="hier2d", order="exact")),
-        Case(plan=Plan(chunks=5, all_to_all="pipelined", order="early")),
-        Case(shared=4, weight="before"),
-        Case(recompute=True, dropout=0.4, plan=Plan(chunks=2)),
-        Case(recompute=True, placer="two_stage", shared=4, norm="after"),
-        Case(ends_home=False),
-        Case(ends_home=False, placer="two_stage", dropout=0.4, grid=SHARDS),
-        Case(masked=True, recompute=True),
-        Case(masked=True, ends_home=False, sequences=True),
-        Case(bias=True, grid=SHARDS, dropout=0.4),
-        Case(rides=True),
-        Case(rides=True, norm="after", placer="two_stage"),
-        Case(rides=True, bias=True, recompute=True),
-        Case(rides=True, grid=SHARDS, plan=Plan(chunks=2)),
-        Case(rides=True, grid=SHARDS, norm="after", bias=True),
-        Case(rides=True, grid=replace(SHARDS, innermost="ep"), bias=True),
-        Case(rides=True, grid=COPIES, shared=4),
-        Case(rides=True, top_k=1),
-        Case(rides=True, weight="before"),
-        Case(rides=True, masked=True),
-        Case(rides=True, masked=True, top_k=1, recompute=True, grid=SHARDS, placer="two_stage"),
-        *(
-            Case(grid=grid, plan=plan, rides=rides, dropout=0.0 if rides else 0.4, ends_home=rides)
-            for grid, plan in HOME_FIRST
-            for rides in (True, False)
-        ),
-        Case(grid=TENSOR, placer="two_stage", masked=True, recompute=True, rides=True),
-        Case(grid=TENSOR, plan=Plan(chunks=2), norm="after", sequences=True, ends_home=False),
-        Case(grid=Grid(world=4, tp=4, ep=4, ranks_per_node=2), rides=True, masked=True, shared=4),
-        Case(grid=Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2), plan=Plan(chunks=2, peer_groups=2), rides=True),
-    ],
+    thinned(
+        [
+            Case(grid=SHARDS),
+            Case(grid=replace(SHARDS, innermost="ep"), plan=Plan(chunks=2, all_to_all="hier1d")),
+            Case(grid=COPIES, placer="two_stage"),
+            Case(grid=Grid(world=4), plan=Plan(chunks=2)),
+            Case(grid=Grid(world=1)),
+            Case(plan=Plan(chunks=2, peer_groups=2, all_to_all="hier2d", order="exact")),
+            Case(plan=Plan(chunks=5, all_to_all="pipelined", order="early")),
+            Case(shared=4, weight="before"),
+            Case(recompute=True, dropout=0.4, plan=Plan(chunks=2)),
+            Case(recompute=True, placer="two_stage", shared=4, norm="after"),
+            Case(ends_home=False),
+            Case(ends_home=False, placer="two_stage", dropout=0.4, grid=SHARDS),
+            Case(masked=True, recompute=True),
+            Case(masked=True, ends_home=False, sequences=True),
+            Case(bias=True, grid=SHARDS, dropout=0.4),
+            Case(rides=True),
+            Case(rides=True, norm="after", placer="two_stage"),
+            Case(rides=True, bias=True, recompute=True),
+            Case(rides=True, grid=SHARDS, plan=Plan(chunks=2)),
+            Case(rides=True, grid=SHARDS, norm="after", bias=True),
+            Case(rides=True, grid=replace(SHARDS, innermost="ep"), bias=True),
+            Case(rides=True, grid=COPIES, shared=4),
+            Case(rides=True, top_k=1),
+            Case(rides=True, weight="before"),
+            Case(rides=True, masked=True),
+            Case(rides=True, masked=True, top_k=1, recompute=True, grid=SHARDS, placer="two_stage"),
+            *(
+                Case(grid=grid, plan=plan, rides=rides, dropout=0.0 if rides else 0.4, ends_home=rides)
+                for grid, plan in HOME_FIRST
+                for rides in (True, False)
+            ),
+            Case(grid=TENSOR, placer="two_stage", masked=True, recompute=True, rides=True),
+            Case(grid=TENSOR, plan=Plan(chunks=2), norm="after", sequences=True, ends_home=False),
+            Case(grid=Grid(world=4, tp=4, ep=4, ranks_per_node=2), rides=True, masked=True, shared=4),
+            Case(
+                grid=Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2), plan=Plan(chunks=2, peer_groups=2), rides=True
+            ),
+        ],
+        every=3,
+    ),
     ids=str,
 )
 def test_so_it_is_with_every_option(case: Case) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from meshes import DIM, make_layer, tokens_of
 from torch import Tensor
 
+from helpers import thinned
 from moesaic.balance.samples import Given, Homes, Stay, TwoStage
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
@@ -88,13 +90,16 @@ def gpt_step(model: GPT, tokens: Tensor, targets: Tensor, mask: Tensor | None) -
     return output.loss.detach(), [routing.counts for routing in output.routings]
 
 
-@pytest.mark.parametrize("ends_home", [True, False])
+OPTIONS: list[dict[str, Any]] = [
+    {}, {"checkpoint_activations": True}, {"moe": {"router": "hash"}}, {"ffn": "moe:2", "moe": {"shared_hidden": 8}}
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"checkpoint_activations": True}, {"moe": {"router": "hash"}}, {"ffn": "moe:2", "moe": {"shared_hidden": 8}}],
+    ("options", "ends_home", "padded"),
+    thinned(itertools.product(OPTIONS, (True, False), (True, False)), every=3),
     ids=str,
 )
-@pytest.mark.parametrize("padded", [True, False])
 def test_a_language_model_computes_the_same(options: dict[str, Any], ends_home: bool, padded: bool) -> None:
     """Against the same mesh without placement: the mean loss, every gradient, every expert's load. Without padding the residual
     rides along."""

@@ -1,6 +1,6 @@
-"""Policies that replicate experts: which ranks compute copies of an expert that is not theirs, call by call."""
+"""Replication policies: for each call, which ranks help to compute the copies of other ranks' experts."""
 
 from __future__ import annotations
 
 NO_REPLICATION = "none"
-"""In place of the name of a policy that replicates experts."""
+"""The name that stands for no replication policy."""

@@ -1,9 +1,11 @@
-"""Replication within a budget of rows: what replicated weights leave of it, tables that fit, and what they cost beside slices.
+"""Replication within a memory budget, counted in rows: the room that weights leave, tables that fit, and their cost.
 
-A rank's memory has two peaks. While gradients of its experts are computed it holds each row three times (input, gradient of
-the result, gradient of the input) with their hidden numbers, and of a replicated expert weights and gradient. While weights or
-their gradients travel it holds at most two thirds of that per row, but messages for every helper, what it passes on,
-and at a home that replicates the packed weights and the sum of what comes back. A budget has to cover both, not their sum.
+A rank's memory has two peaks, and a budget must cover the larger one.
+
+    While the gradients of experts are computed, a rank holds each row three times (input, gradient of the result, gradient of
+    the input), the row's hidden activations, and the weights and gradient of each replicated expert.
+    While weights or their gradients travel, a rank holds at most two thirds of that per row. In addition it holds the messages
+    for every helper and those that it relays. A home that replicates also holds the packed weights and the summed gradients.
 """
 
 from __future__ import annotations
@@ -15,34 +17,34 @@ from moesaic.balance.replication.spill import Giving
 from moesaic.balance.replication.tables import Replications, full_table
 
 HELD = 2
-"""Times the memory of its weights that a replicated expert takes at a helper, or a rank that passes it on: weights and
-gradient, or what came and what goes on."""
+"""Memory of a replicated expert at a helper or relay, relative to the expert's weights: weights and gradient, or the message
+received and the message sent."""
 AT_HOME = 2
-"""The same of every expert of a home that replicates any: packed and gathered in the forward pass, what came back and
-the sum with its own gradient in the backward pass."""
+"""Memory of every expert of a home that replicates any, relative to the expert's weights: packed and gathered weights in the
+forward pass; received gradients and their sum with the home's own gradient in the backward pass."""
 EVEN = 1.25
-"""Over the mean: the load down to which replication is tried too where the budget allows more."""
+"""A load relative to the mean. Replication down to this load is tried too if the budget allows more."""
 MOST_TABLES = 4
-"""Numbers of slices for which tables are tried."""
+"""The largest number of slices for which tables are tried."""
 
 
 def rows_for_weights(load: CallLoad) -> int:
-    """Return how many rows need the memory of the weights of one shard of an expert.
+    """Return the number of rows that need as much memory as the weights of one shard of an expert.
 
-    A row counts as what is held of it at the peak: input, both gradients, and the hidden units of each matrix.
+    The memory of a row is that at the peak: input, both gradients, and the hidden units of each matrix.
     """
     matrices = ReplicationCosts().matrices
     return -(-load.units * load.dim * matrices // (3 * load.dim + matrices * load.units))
 
 
 def limits(replica: ReplicaLoad, helped: np.ndarray, budget: int) -> np.ndarray:
-    """Return the rows that each place may compute beside replicated weights, (ep,) int64; none or fewer where these
-    fill the budget.
+    """Return the rows that each place may compute in addition to replicated weights, (ep,) int64; 0 or negative if the weights
+    exceed the budget.
 
     Args:
-        replica: the load of one replica.
-        helped: (num_experts, ep) bool: which places are replicated an expert.
-        budget: rows at one rank's experts.
+        replica: the load of one replica of the experts.
+        helped: (num_experts, ep) bool, whether an expert is replicated to a place.
+        budget: most rows at the experts of one rank.
     """
     home, ep, size = replica.load.home, len(replica.origins), rows_for_weights(replica.load)
     replicates = np.bincount(home, weights=helped.any(1), minlength=ep) > 0
@@ -53,16 +55,16 @@ def limits(replica: ReplicaLoad, helped: np.ndarray, budget: int) -> np.ndarray:
 
 
 def within_budget(load: CallLoad, replicated: np.ndarray, budget: int, slices: int = 1) -> np.ndarray | None:
-    """Return a table of replicated copies with which a call fits a budget in so many slices; None where none is found.
+    """Return a table of replicated copies with which a call fits a budget in `slices` slices; None if the search finds none.
 
-    What a place has too much of is replicated on, of its largest expert, to the place that has most room: few experts
-    move much.
+    The excess copies of a place, of its largest expert, are replicated to the place with most room. Few experts thus move many
+    copies.
 
     Args:
-        load: of the call.
-        replicated: (world, num_experts, ep) int64, what a policy wants.
-        budget: copies that one rank may compute at once, with the weights that it holds.
-        slices: parts that the call may be run in, one after the other.
+        load: the load of the call.
+        replicated: (world, num_experts, ep) int64, the table that a policy decided on.
+        budget: the copies that one rank may compute at once, if its memory for replicated weights counts as copies too.
+        slices: number of parts in which the call may run, one after the other.
     """
     found, tables = replica_loads(load, ReplicationCosts()), []
     for replica in found:
@@ -74,7 +76,7 @@ def within_budget(load: CallLoad, replicated: np.ndarray, budget: int, slices: i
 
 
 def _fitted(replica: ReplicaLoad, given: np.ndarray, budget: int, slices: int) -> np.ndarray | None:
-    """Return what is replicated, (ep, num_experts, ep), so that each place has room for it; None where that is not found."""
+    """Return a table of replicated copies, (ep, num_experts, ep), that fits every place; None if the search finds none."""
     giving, weights = Giving(replica, given), slices * HELD * rows_for_weights(replica.load)
     for _ in range(giving.helped.size):
         room = slices * limits(replica, giving.helped, budget) - giving.loads
@@ -87,16 +89,16 @@ def _fitted(replica: ReplicaLoad, given: np.ndarray, budget: int, slices: int) -
 
 
 def fitting_tables(load: CallLoad, replicated: np.ndarray, budget: int, most: int) -> list[np.ndarray]:
-    """Return tables with which a call fits a budget in as few slices as tables are found for.
+    """Return tables with which a call fits a budget in the fewest slices for which the search finds any.
 
     Args:
-        load: of the call.
-        replicated: what a policy wants, as for `within_budget`; added to, or put aside.
+        load: the load of the call.
+        replicated: the table that a policy decided on, as for `within_budget`. Tables extend it, or start without it.
         budget: as for `within_budget`.
-        most: slices, at most.
+        most: the largest number of slices.
     """
     none, mean = np.zeros_like(replicated), load.copies.sum() / len(load.copies)
-    even = min(budget, int(np.ceil(mean * EVEN)))  # under a loose budget it pays to replicate more than must be
+    even = min(budget, int(np.ceil(mean * EVEN)))  # under a loose budget it pays to replicate more than necessary
     wanted = [(replicated, budget)] if replicated.any() else []
     wanted += [(none, budget), *([(none, even)] if even < budget else [])]
     for slices in range(1, min(most, MOST_TABLES) + 1):
@@ -108,15 +110,16 @@ def fitting_tables(load: CallLoad, replicated: np.ndarray, budget: int, most: in
 
 
 def seconds(load: CallLoad, costs: ReplicationCosts, replicated: np.ndarray, slices: int, repeated: float) -> float:
-    """Return the modelled time of a call in slices: weights travel for each, and what is not kept is dispatched and computed
-    again.
+    """Return the modelled seconds of a call in slices.
+
+    Weights travel for every slice. Slices that are not kept for the backward pass are dispatched and computed again.
 
     Args:
-        load: of the call.
-        costs: rates.
-        replicated: (world, num_experts, ep) int64.
-        slices: parts of the call; 1 for a whole one.
-        repeated: share of the busiest rank's rows in slices that are not kept.
+        load: the load of the call.
+        costs: rates of the cost model.
+        replicated: (world, num_experts, ep) int64, the table of replicated copies.
+        slices: number of slices of the call; 1 for a whole call.
+        repeated: share of the busiest rank's rows that are in slices that are not kept.
     """
     worst = 0.0
     for replica in replica_loads(load, costs):

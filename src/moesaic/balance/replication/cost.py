@@ -1,8 +1,8 @@
-"""What a layer's forward and backward pass take under given replication: the one model by which policies choose.
+"""The cost model of replication: the time of a layer's forward and backward pass, by which all policies choose.
 
-FasterMoE (He et al., PPoPP 2022), equations 7 and 8, corrected: tokens that stay at home cross no link, tokens that still
-travel are counted beside the weights, bytes are bytes, and links have the rates of their kind: those between the places that
-hold experts, worked out once.
+The model follows equations 7 and 8 of FasterMoE (He et al., PPoPP 2022), with corrections. Tokens that stay at home cross no
+link. Tokens that still travel are counted in addition to the weights. Bytes are counted as bytes. Each link has the rate of
+its kind; the links between the places that hold experts are computed once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moesaic.program.passes.replicate import relays
 
 
 def ranks_by_place(grid: Grid) -> np.ndarray:
-    """Return the rank of each shard of each place of ep of each copy of the experts, (edp, ep, etp) int64."""
+    """Return the rank at each coordinate (edp, ep, etp) of the experts' mesh, (edp, ep, etp) int64."""
     found = np.empty((grid.edp, grid.ep, grid.etp), dtype=np.int64)
     for rank in range(grid.world):
         found[tuple(grid.coordinate(rank, axis) for axis in ("edp", "ep", "etp"))] = rank
@@ -36,12 +36,13 @@ def nodes_of(grid: Grid) -> np.ndarray:
 
 
 def seconds_per_byte(machine: Machine, node: np.ndarray, node_links: tuple[float, ...] = ()) -> np.ndarray:
-    """Return the seconds of a byte from each place to each other one, (places, places); nothing within one.
+    """Return the seconds per byte from each place to each other place, (places, places); 0 within a place.
 
     Args:
-        machine: rates of one rank.
-        node: (places,) the node of each.
-        node_links: of each node's link to the others, over the machine's, of which the slower end counts; () for all alike.
+        machine: the rates of one rank.
+        node: (places,), the node of each place.
+        node_links: rate of each node's link to the other nodes, relative to the machine's; the slower end counts. () if all
+            nodes have the machine's rate.
     """
     link = np.array(node_links or (1.0,))[node % len(node_links or (1.0,))]
     between = machine.inter_gbps * np.minimum(link[:, None], link[None, :])
@@ -54,14 +55,14 @@ def seconds_per_byte(machine: Machine, node: np.ndarray, node_links: tuple[float
 def links_of_places(
     cluster: ClusterSpec, grid: Grid, places: tuple[tuple[int, ...], ...], *, weights: bool
 ) -> np.ndarray:
-    """Return the seconds that a byte from place to place takes of each link, (ep, ep, links).
+    """Return the seconds for which a byte from place to place occupies each link, (ep, ep, links).
 
     Args:
-        cluster: the links.
+        cluster: the cluster with the links.
         grid: the mesh.
-        places: ranks by place of ep.
-        weights: each shard sends its own, a byte of each; else a byte of rows, which every origin has a part of and which goes
-            to all shards.
+        places: the ranks of each place of ep.
+        weights: True for weights, of which each shard sends a byte to the same shard of the other place. False for rows, where
+            every rank of the place has an equal part of the byte and sends it to all shards.
 
     Raises:
         InputError: if the mesh does not fit the cluster.
@@ -79,11 +80,11 @@ def links_of_places(
 
 @lru_cache(maxsize=64)
 def relays_of(grid: Grid, places: tuple[tuple[int, ...], ...]) -> np.ndarray | None:
-    """Return the place by which the weights of each home come to each helper, (home, helper) int64; None where by none.
+    """Return the place that relays the weights of each home to each helper, (home, helper) int64; None without relays.
 
     Args:
         grid: the mesh.
-        places: ranks by place of ep.
+        places: the ranks of each place of ep.
     """
     if not relays(grid):
         return None
@@ -98,60 +99,62 @@ def relays_of(grid: Grid, places: tuple[tuple[int, ...], ...]) -> np.ndarray | N
 Seconds = TypeVar("Seconds", float, np.ndarray)
 LinkKind: TypeAlias = Literal["inside", "outside"]
 LinkTimes: TypeAlias = Mapping[LinkKind, tuple[float, ...]]
-"""How many times as fast each node's links inside, or to the other nodes, are as somebody said: one value for every node, or
-one for each; kinds that are left out are as said."""
+"""Measured rate over described rate of the links of each kind: one value for all nodes, or one value per node. Kinds that are
+left out have their described rates."""
 
 
 @dataclass(frozen=True)
 class CallLoad:
-    """What one call of a layer has to do."""
+    """The work of one call of a layer: its copies and the sizes of its rows and experts."""
 
     grid: Grid
     copies: np.ndarray
-    """(world, num_experts) int64: copies that each origin has for each expert."""
+    """(world, num_experts) int64: copies that each rank, as their origin, has for each expert."""
     num_experts: int
+    """Number of experts of the layer."""
     units: int
-    """Hidden units of one shard of an expert, as its weights are packed."""
+    """Hidden units of one shard of an expert in its packed weights."""
     dim: int
     """Width of a token."""
 
     @cached_property
     def home(self) -> np.ndarray:
-        """Place in ep of each expert, (num_experts,)."""
+        """(num_experts,): the place of ep that is each expert's home."""
         return np.arange(self.num_experts) // (self.num_experts // self.grid.ep)
 
     @cached_property
     def replicas(self) -> list[np.ndarray]:
-        """The origins whose copies one replica of the experts computes, by place in ep: per replica (ep, origins) int64."""
+        """For each replica of the experts, the ranks whose copies it computes, by place of ep: (ep, origins) int64 each."""
         return list(ranks_by_place(self.grid))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicationCosts:
-    """Rates, of one rank."""
+    """The rates of a machine and the sizes of a layer from which the cost of a call is computed."""
 
     machine: Machine = field(default_factory=Machine)
+    """Rates of one rank."""
     cluster: ClusterSpec | None = None
-    """Rates of every pair of ranks, links that several share, and products, in place of those of `machine`; that of a
-    measured `ClusterProfile` is `profile.to_cluster()`."""
+    """A cluster with rates of every pair of ranks, shared links and products, used instead of `machine`. For a measured
+    `ClusterProfile` it is `profile.to_cluster()`."""
     relays: bool = True
-    """Replicated weights go once to each node where the program sends them so (`program.passes.replicate.relays`).
-    False: the home sends them to each helper."""
+    """Send replicated weights once to each node if the program does so (`program.passes.replicate.relays`). False: the home
+    sends them to each helper."""
     element_bytes: int = 2
-    """Of activations and weights."""
+    """Bytes per element of activations and weights."""
     matrices: int = 3
-    """Of an expert: 3 for SwiGLU, 2 for a plain one."""
+    """Weight matrices of an expert: 3 for SwiGLU, 2 for a plain expert."""
     expert_us: float = 0.0
-    """Microseconds of the host for each expert that a place is replicated, forward and backward: packing, placing,
-    calls. Small where grouped products take all experts at once; the arbiter counts it."""
+    """Host time in microseconds, forward and backward, for each expert that is replicated to a place: packing, placing, calls.
+    Small if grouped products compute all experts at once. Only the arbiter counts it."""
     speeds: tuple[float, ...] = ()
-    """Of each rank's products, over that of the rates; () for what the cluster says, or all alike. Measured ones come from what
-    a rank's experts took in calls (`runtime/balance/clock.py`)."""
+    """Speed of each rank's products relative to the rates; () for the cluster's speeds or, without any, equal speeds. Measured
+    speeds come from the times of a rank's experts in calls (`runtime/balance/clock.py`)."""
     node_links: tuple[float, ...] = ()
-    """Of each node's link to the others, over what `machine` says, both ways; () for all alike. Those of a cluster are in its
-    description. Measured ones come from probes (`train/link_rates.py`)."""
+    """Rate of each node's link to the other nodes, in both directions, relative to `machine`; () if equal. Not used with a
+    cluster, which describes its own links. Measured rates come from probes (`train/link_rates.py`)."""
     backward: bool = True
-    """Count the backward pass too: twice the products, and everything that travelled travels again."""
+    """Count the backward pass too: twice the products, and every transfer again."""
 
     def __post_init__(self) -> None:
         for name in ("element_bytes", "matrices"):
@@ -161,9 +164,9 @@ class ReplicationCosts:
             self.cluster.device.tflops.of(self.dtype)
 
     def with_links(self, times: LinkTimes) -> ReplicationCosts:
-        """Return the rates where links inside nodes, or between them, are so many times as fast.
+        """Return the rates with links inside nodes, or between them, that are `times` times as fast.
 
-        A machine has one rate inside nodes: that of the node whose links are slowest.
+        A machine has only one rate inside nodes: that of the node with the slowest links.
         """
         machine, cluster = self.machine, self.cluster
         inside, outside = times.get("inside", (1.0,)), times.get("outside", (1.0,))
@@ -177,7 +180,7 @@ class ReplicationCosts:
 
     @property
     def dtype(self) -> str:
-        """Of products, by the bytes of an element."""
+        """The dtype of products, which follows from the bytes of an element."""
         return {2: "bf16", 4: "fp32", 8: "fp64"}.get(self.element_bytes, "fp8")
 
     @property
@@ -188,22 +191,22 @@ class ReplicationCosts:
 
 @dataclass(frozen=True)
 class ReplicaLinks:
-    """What of a replica stays the same from call to call: its places, and what bytes between them cost."""
+    """The places of one replica of the experts and the costs between them, which are the same in all calls."""
 
     grid: Grid
     origins: np.ndarray
-    """(ep, origins): ranks by place."""
+    """(ep, origins): the ranks of each place."""
     costs: ReplicationCosts
 
     @cached_property
     def nodes(self) -> np.ndarray:
-        """Node of each place, (ep,) int64."""
+        """(ep,) int64: the node of each place."""
         of_places: np.ndarray = nodes_of(self.grid)[self.origins[:, 0]]
         return of_places
 
     @cached_property
     def slowness(self) -> np.ndarray:
-        """Time of a copy at each place over that of the rates, of the slowest of its ranks, (ep,)."""
+        """(ep,): the time of a copy on the slowest rank of each place, relative to the rates."""
         costs = self.costs
         speeds = np.array(costs.speeds or (costs.cluster.speeds if costs.cluster is not None else ()) or (1.0,))
         of_places: np.ndarray = (1 / speeds[self.origins % len(speeds)]).max(1)
@@ -211,14 +214,15 @@ class ReplicaLinks:
 
     @cached_property
     def fair(self) -> np.ndarray:
-        """Share of all copies that each place computes if all take equally long, (ep,)."""
+        """(ep,): the share of all copies that each place computes if all places take equally long."""
         speed = 1 / self.slowness
         of_places: np.ndarray = speed / speed.sum()
         return of_places
 
     @cached_property
     def seconds_per_byte(self) -> np.ndarray:
-        """From place to place, (ep, ep); nothing within one. On a cluster, of a message alone on its slowest link."""
+        """(ep, ep): seconds per byte from place to place; 0 within a place. On a cluster, those of the slowest link on the way,
+        without other messages."""
         if self.costs.cluster is not None:
             alone: np.ndarray = self.row_links.max(2, initial=0.0)
             return alone
@@ -226,7 +230,7 @@ class ReplicaLinks:
 
     @cached_property
     def start_up(self) -> np.ndarray:
-        """Seconds that a message from place to place needs whatever its size, (ep, ep); none within a place."""
+        """(ep, ep): seconds per message from place to place, whatever its size; 0 within a place."""
         machine, node = self.costs.machine, self.nodes
         micro = np.where(node[:, None] == node[None, :], machine.intra_latency_us, machine.inter_latency_us)
         seconds: np.ndarray = micro * 1e-6 * (1 - np.eye(len(node)))
@@ -234,17 +238,18 @@ class ReplicaLinks:
 
     @cached_property
     def row_links(self) -> np.ndarray:
-        """Seconds that a byte of rows from place to place takes of each link, (ep, ep, links)."""
+        """(ep, ep, links): seconds for which a byte of rows from place to place occupies each link."""
         return self._links(weights=False)
 
     @cached_property
     def weight_links(self) -> np.ndarray:
-        """The same of a byte of weights; where places are single ranks both take the same way."""
+        """(ep, ep, links): the same for a byte of weights. If a place is a single rank, both take the same path."""
         return self.row_links if self.origins.shape[1] == 1 else self._links(weights=True)
 
     @cached_property
     def parts(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """`row_links`, and `weight_links`, where they are not 0: pair of places (from times ep, plus to), link, seconds."""
+        """The nonzero entries of `row_links`, and those of `weight_links`: pair of places (source * ep + target), link,
+        seconds."""
         found = []
         for links in (self.row_links, self.weight_links):
             by_pair = links.reshape(-1, links.shape[2])
@@ -253,7 +258,8 @@ class ReplicaLinks:
         return found
 
     def _links(self, *, weights: bool) -> np.ndarray:
-        """Without a cluster every place has a port out and one in."""
+        """Return the seconds of a byte on each link, (ep, ep, links). Without a cluster the links of a place are one port out
+        and one port in."""
         if self.costs.cluster is not None:
             return links_of_places(self.costs.cluster, self.grid, self.places, weights=weights)
         ep, rate = len(self.origins), self.seconds_per_byte
@@ -262,52 +268,53 @@ class ReplicaLinks:
 
     @cached_property
     def via(self) -> np.ndarray | None:
-        """The place on a helper's node that gets the weights of each home for it, (home, helper); None where none does."""
+        """(home, helper): the place on the helper's node that relays the weights of each home to the helper; None without
+        relays."""
         return relays_of(self.grid, self.places) if self.costs.relays else None
 
     @property
     def places(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks by place, plain."""
+        """The ranks of each place, as tuples."""
         return tuple(map(tuple, self.origins.tolist()))
 
 
 @dataclass(frozen=True)
 class ReplicaLoad:
-    """One replica's load by place in ep, and what moving a copy costs: what policies decide from."""
+    """The load of one replica of the experts by place of ep, with the cost model that policies use."""
 
     load: CallLoad
     links: ReplicaLinks
 
     @property
     def origins(self) -> np.ndarray:
-        """(ep, origins): ranks by place."""
+        """(ep, origins): the ranks of each place."""
         return self.links.origins
 
     @property
     def costs(self) -> ReplicationCosts:
-        """Rates."""
+        """The rates of the cost model."""
         return self.links.costs
 
     @cached_property
     def copies(self) -> np.ndarray:
-        """Copies that each place has for each expert, (ep, num_experts) int64."""
+        """(ep, num_experts) int64: copies that each place has for each expert."""
         found: np.ndarray = self.load.copies[self.origins].sum(1)
         return found
 
     @cached_property
     def seconds_per_copy(self) -> float:
-        """Of products, forward and backward."""
+        """Seconds of the products of one copy, forward and backward."""
         flops = 2 * self.load.dim * self.load.units * self.costs.matrices
         return flops * (3 if self.costs.backward else 1) / self.costs.flops_per_second
 
     @cached_property
     def row_bytes(self) -> int:
-        """Of one copy, one way."""
+        """Bytes of one copy, one way."""
         return self.load.dim * self.costs.element_bytes
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Of one shard of an expert, one way."""
+        """Bytes of the weights of one shard of an expert, one way."""
         return self.load.units * self.load.dim * self.costs.matrices * self.costs.element_bytes
 
     @property
@@ -317,12 +324,12 @@ class ReplicaLoad:
 
     @property
     def passes(self) -> int:
-        """How often what is dispatched crosses a link: out and back, and again for gradients."""
+        """How often a dispatched row crosses a link: to the expert and back, and again for gradients."""
         return 4 if self.costs.backward else 2
 
     def seconds(self, replicated: np.ndarray) -> float:
-        """Return the modelled time under (ep, num_experts, ep) int64 copies of a place for an expert that another place
-        computes."""
+        """Return the modelled seconds under a table of replicated copies, (ep, num_experts, ep) int64: copies of a place, for
+        an expert, that another place computes."""
         home = self.load.home
         computed = replicated.copy()
         computed[:, np.arange(self.load.num_experts), home] += self.copies - replicated.sum(2)
@@ -330,8 +337,11 @@ class ReplicaLoad:
         return self.seconds_of(rows, self.sent(replicated.sum(0) > 0))
 
     def sent(self, helped: np.ndarray) -> np.ndarray:
-        """Return how many experts' weights each place sends to each other one, (ep, ep) int64, where some places are replicated
-        an expert, (num_experts, ep) bool."""
+        """Return how many experts' weights each place sends to each other place, (ep, ep) int64.
+
+        Args:
+            helped: (num_experts, ep) bool, whether an expert is replicated to a place.
+        """
         ep = len(self.origins)
         by_home = helped.reshape(ep, -1, ep)
         straight: np.ndarray = by_home.sum(1)
@@ -348,26 +358,36 @@ class ReplicaLoad:
         return weights
 
     def seconds_of(self, rows: np.ndarray, weights: np.ndarray) -> float:
-        """Return the modelled time, from copies of place i that place j computes, (ep, ep), and experts whose weights place i
-        sends to place j, (ep, ep) as `sent` returns them."""
+        """Return the modelled seconds of a call.
+
+        Args:
+            rows: (ep, ep), copies of place i that place j computes.
+            weights: (ep, ep), experts whose weights place i sends to place j, as returned by `sent`.
+        """
         return self.closed_form(self.busiest(rows.sum(0)), self.fullest(rows, 0), self.fullest(weights, 1))
 
     def busiest(self, computed: np.ndarray) -> float:
-        """Return the copies of the place that takes longest, in copies of a rank that is as fast as the rates; (ep,) -> ()."""
+        """Return the load of the place that takes longest, in the copies that a rank of the described speed computes in that
+        time.
+
+        Args:
+            computed: (ep,), copies that each place computes.
+        """
         return float((computed * self.links.slowness).max())
 
     def limits(self, limit: float) -> np.ndarray:
-        """Return the copies that each place may compute, `limit` times what it had if all took equally long, (ep,) int64."""
+        """Return the copies that each place may compute, (ep,) int64: `limit` times its share if all places take equally
+        long."""
         found: np.ndarray = np.ceil(np.round(self.copies.sum() * self.links.fair * limit, 6)).astype(np.int64)
         return found
 
     def closed_form(self, computed: Seconds, rows: Seconds, weights: Seconds) -> Seconds:
-        """Return the modelled time of calls, one after the other: products, rows, weights.
+        """Return the modelled seconds of calls: the sum of products, transfer of rows and transfer of weights.
 
         Args:
             computed: copies at the busiest place, () or (calls,); see `busiest`.
-            rows: seconds that a byte of every row takes of the fullest link, of the same shape.
-            weights: the same of a byte of every expert's weights.
+            rows: seconds on the fullest link if each row were one byte, in the shape of `computed`.
+            weights: seconds on the fullest link if each expert's weights were one byte, in the shape of `computed`.
         """
         return self.compute_seconds(computed) + self.travel_seconds(rows) + self.fetch_seconds(weights)
 
@@ -376,19 +396,19 @@ class ReplicaLoad:
         return computed * self.seconds_per_copy
 
     def travel_seconds(self, rows: Seconds) -> Seconds:
-        """Return the seconds of rows on the fullest link, both ways; see `closed_form`."""
+        """Return the seconds of all transfers of rows on the fullest link; see `closed_form`."""
         return self.passes * self.row_bytes * rows
 
     def fetch_seconds(self, weights: Seconds) -> Seconds:
-        """Return the seconds of weights, and of their gradients, on the fullest link; see `closed_form`."""
+        """Return the seconds of weights and their gradients on the fullest link; see `closed_form`."""
         return self.passes / 2 * self.weight_bytes * weights
 
     def fullest(self, moved: np.ndarray, kind: int) -> float:
-        """Return the seconds that a byte each of what moves, (ep, ep), takes of the link where that is most.
+        """Return the seconds on the fullest link if every moved item were one byte.
 
         Args:
-            moved: what place i sends to place j.
-            kind: 0 for rows, 1 for weights.
+            moved: (ep, ep), items that place i sends to place j.
+            kind: 0 if the items are rows, 1 if they are weights.
         """
         if self.costs.cluster is None:
             spent = moved * self.seconds_per_byte
@@ -398,10 +418,10 @@ class ReplicaLoad:
 
 
 def replica_links(load: CallLoad, costs: ReplicationCosts) -> list[ReplicaLinks]:
-    """Return the links of every replica, for all calls on the mesh of this one."""
+    """Return the links of every replica of the experts, valid for all calls on the same mesh."""
     return [ReplicaLinks(load.grid, origins, costs) for origins in load.replicas]
 
 
 def replica_loads(load: CallLoad, costs: ReplicationCosts) -> list[ReplicaLoad]:
-    """Return the load of every replica."""
+    """Return the load of every replica of the experts."""
     return [ReplicaLoad(load, links) for links in replica_links(load, costs)]

@@ -1,10 +1,12 @@
-"""EPLB's redundant experts (DeepSeek-V3, section 3.4; the balancer that DeepSeek published): a policy to compare with, and one
-of the tables among which the arbiter chooses.
+"""EPLB's redundant experts (DeepSeek-V3, section 3.4; the balancer that DeepSeek published): a baseline, and one of the tables
+among which the arbiter chooses.
 
-Every place has room for a few redundant experts. One after the other goes to the expert with the largest load per copy of it;
-heaviest first, each is put on the place with the least load that has room and does not hold the expert. An expert's home and
-its redundant experts then share its token copies equally. EPLB also reorders experts, which is expert placement here, and
-decides from past statistics; here it sees the very counts of the call, which flatters it. What weights cost it does not ask.
+Every place has room for a few redundant experts. Each of these becomes a replica of the expert that has the largest load per
+replica. The replicas, heaviest first, go to the least loaded place that has room and does not hold the expert. An expert's
+home and its redundant experts then share the expert's token copies equally. EPLB ignores the cost of sending weights.
+
+EPLB also reorders experts, which is expert placement here. It decides from past statistics; this policy sees the counts of the
+call itself and so looks better than EPLB.
 """
 
 from __future__ import annotations
@@ -17,18 +19,18 @@ from moesaic.balance.replication.tables import Replications, from_origins
 
 
 class EPLB(AbstractReplicaPolicy):
-    """Redundant experts by load, one on each place."""
+    """A policy with one redundant expert on each place, chosen by load."""
 
     def replicated(self, replica: ReplicaLoad) -> Replications:
         return redundant(replica, 1)
 
 
 def redundant(replica: ReplicaLoad, each: int) -> Replications:
-    """Return what is replicated with so many redundant experts on each place, all copies of an expert shared equally.
+    """Return the replications with `each` redundant experts on each place; all holders of an expert share its copies equally.
 
     Args:
         replica: the load of one replica of the experts.
-        each: redundant experts of a place.
+        each: number of redundant experts per place.
     """
     holds = redundant_places(replica, np.full(len(replica.origins), each))
     share = replica.copies.sum(0) // holds.sum(1)
@@ -37,11 +39,11 @@ def redundant(replica: ReplicaLoad, each: int) -> Replications:
 
 
 def redundant_places(replica: ReplicaLoad, room: np.ndarray) -> np.ndarray:
-    """Return which places hold each expert, their own and redundant ones, (num_experts, ep) bool.
+    """Return which places hold each expert, as its home or as a redundant expert, (num_experts, ep) bool.
 
     Args:
         replica: the load of one replica of the experts.
-        room: (ep,) redundant experts that each place may hold.
+        room: (ep,), number of redundant experts that each place may hold.
     """
     loads, home, ep = replica.copies.sum(0), replica.load.home, len(replica.origins)
     held = replicas_by_load(loads, len(loads) + int(room.sum()), ep)
@@ -60,12 +62,14 @@ def redundant_places(replica: ReplicaLoad, room: np.ndarray) -> np.ndarray:
 
 
 def replicas_by_load(loads: np.ndarray, slots: int, ep: int) -> np.ndarray:
-    """Return how often each expert is held, (num_experts,) int64: once, then always one more of that with most per replica.
+    """Return the number of replicas of each expert, (num_experts,) int64.
+
+    Every expert has one; each further replica goes to the expert with the largest load per replica.
 
     Args:
-        loads: (num_experts,) copies of each expert.
-        slots: of all places together.
-        ep: places; none holds an expert twice.
+        loads: (num_experts,), the copies of each expert.
+        slots: number of replicas that all places together may hold.
+        ep: number of places; no place holds an expert twice.
     """
     held = np.ones(len(loads), dtype=np.int64)
     for _ in range(slots - len(loads)):
@@ -77,11 +81,11 @@ def replicas_by_load(loads: np.ndarray, slots: int, ep: int) -> np.ndarray:
 
 
 def from_tables(replica: ReplicaLoad, moved: np.ndarray) -> Replications:
-    """Return whose copies go where, those of the helper itself first.
+    """Return the replications, with origins, that give each helper its copies; a helper's own copies are taken first.
 
     Args:
         replica: the load of one replica of the experts.
-        moved: (num_experts, ep) int64 copies of each expert that each place computes as a helper.
+        moved: (num_experts, ep) int64, copies of each expert that each place computes as a helper.
     """
     experts = np.flatnonzero(moved.any(1))
     return from_origins(replica, replica.copies, experts, np.arange(len(replica.origins)), moved[experts])

@@ -1,10 +1,11 @@
-"""LAER-MoE's re-layout (ASPLOS 2026, section 4): each place computes so many experts, whichever they are; to compare with.
+"""LAER-MoE's re-layout (ASPLOS 2026, section 4), a baseline: each place computes a fixed number of experts, chosen per call.
 
-Its experts are fully sharded over all ranks and restored for every call, so where an expert is computed is decided anew each
-time: experts get replicas in proportion to their load, the heaviest replicas go to the least loaded places with room, and a
-token goes to a replica on its own node where there is one, evenly if there are several, else evenly to all. Here weights come
-from the experts' homes, and a place that computes an expert of its own fetches nothing; the busiest home sends more than one
-shard would. LAER-MoE decides from the call before; here it sees the call's own counts.
+In LAER-MoE, experts are fully sharded over all ranks and gathered for every call, so each call may compute an expert on
+different ranks. Experts get replicas in proportion to their load, and the heaviest replicas go to the least loaded places with
+room. The copies of a token are split evenly over the replicas on its own node or, if it has none, over all replicas.
+
+Here weights come from the experts' homes. A place fetches nothing for its own experts, but the busiest home sends more than a
+shard would. LAER-MoE decides from the counts of the previous call; this policy sees the counts of the call itself.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from moesaic.balance.replication.policy import AbstractReplicaPolicy
 from moesaic.balance.replication.tables import Replications
 
 ROOM = 2
-"""Experts that a place may compute, over those that it is the home of; all of the places' room is used."""
+"""Experts that a place computes, relative to the number of experts of which it is the home. All room is used."""
 
 
 class LAER(AbstractReplicaPolicy):
-    """A layout of experts per call."""
+    """A policy that chooses a new layout of the experts for every call."""
 
     def replicated(self, replica: ReplicaLoad) -> Replications:
         ep, home = len(replica.origins), replica.load.home
@@ -39,13 +40,13 @@ class LAER(AbstractReplicaPolicy):
 
 
 def layout(loads: np.ndarray, home: np.ndarray, ep: int, room: int) -> np.ndarray:
-    """Return which places compute each expert, (num_experts, ep) bool; every expert has one at least.
+    """Return which places compute each expert, (num_experts, ep) bool; every expert has at least one place.
 
     Args:
-        loads: (num_experts,) copies of each expert.
-        home: (num_experts,) the place of each, which wins among equally loaded ones.
-        ep: places.
-        room: experts that each may compute.
+        loads: (num_experts,), the copies of each expert.
+        home: (num_experts,), the home of each expert, which wins among equally loaded places.
+        ep: number of places.
+        room: number of experts that each place may compute.
     """
     held = replicas_by_load(loads, room * ep, ep)
     share, replicas = loads / held, np.repeat(np.arange(len(loads)), held)

@@ -1,7 +1,7 @@
-"""Least-loaded expert parallelism: no place computes more than a limit while another has room, at any cost; to compare with.
+"""Least-loaded expert parallelism, a baseline: no place computes more than a limit while another has room, at any cost.
 
-Copies go from the fullest place to the emptiest one, with the weights sent after them. `spill.py` is ours: the same greedy, to
-the limit that the cost model finds fastest.
+Copies go from the fullest place to the emptiest one, followed by the weights. `spill.py` is this library's variant: the same
+greedy algorithm, with the limit that is fastest by the cost model.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from moesaic.errors import InputError
 
 
 class LeastLoaded(AbstractReplicaPolicy):
-    """Lets no place compute more than a limit, wherever there is room, whatever it costs: for bounded memory.
+    """A policy for bounded memory: no place computes more than a limit as long as others have room, whatever the cost.
 
     Args:
-        limit: copies per place over the mean; at least 1.
-        budget: copies that one rank may compute, instead of `limit`; a load above all budgets together is spread evenly.
+        limit: most copies per place, relative to the mean; at least 1.
+        budget: most copies per rank, instead of `limit`. A load above the sum of all budgets is spread evenly.
     """
 
     def __init__(self, limit: float = 1.0, *, budget: int | None = None) -> None:

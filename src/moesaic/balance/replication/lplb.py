@@ -1,9 +1,9 @@
-"""LPLB's linear program (DeepSeek, published with its source): tokens flow along fixed edges to redundant experts.
+"""LPLB's linear program (DeepSeek, published as source code), a baseline: tokens flow along fixed edges to redundant experts.
 
-Who may help whom is fixed: a topology says of which place each place holds redundant experts, the heaviest ones of that place.
-How many copies flow along each of these edges, no more than the expert has in this call, is the solution of a linear program:
-the least load of the busiest place. LPLB's solver runs on the device in about 100 microseconds; this one is HiGHS through
-scipy, on the host. LPLB counts tokens alone, so weights and links cost nothing here either. Kept to be compared with.
+A topology fixes which places help each other: each place holds redundant experts of given other places, the heaviest ones of
+those. A linear program then chooses how many copies flow along each edge, up to the expert's copies in this call, to minimise
+the load of the busiest place. LPLB's solver runs on the device in about 100 microseconds; this one is HiGHS through scipy, on
+the host. LPLB counts only tokens, so weights and links cost nothing here either.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moesaic.balance.replication.tables import NOTHING, Replications
 
 
 class LPLB(AbstractReplicaPolicy):
-    """Flows along a torus: each place helps its neighbour in the node, and its mate on the next node."""
+    """A policy with flows along a torus: each place helps a neighbour in its node and a place on the next node."""
 
     def replicated(self, replica: ReplicaLoad) -> Replications:
         loads, home, ep = replica.copies.sum(0), replica.load.home, len(replica.origins)
@@ -37,10 +37,11 @@ class LPLB(AbstractReplicaPolicy):
 
 
 def torus(nodes: np.ndarray) -> list[np.ndarray]:
-    """Return the place that each place holds redundant experts of, (ep,) int64: a neighbour in its node, a mate on the next.
+    """Return the places of which each place holds redundant experts: its neighbours in the node, and the places on the next
+    node, (ep,) int64 each.
 
     Args:
-        nodes: (ep,) the node of each place.
+        nodes: (ep,), the node of each place.
     """
     places = np.arange(len(nodes))
     inside, across = places.copy(), places.copy()
@@ -53,12 +54,12 @@ def torus(nodes: np.ndarray) -> list[np.ndarray]:
 
 
 def least_busiest_flow(loads: np.ndarray, source: np.ndarray, target: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """Return the copies that flow along each edge, (edges,) int64, so that the busiest place has as few as can be.
+    """Return the copies that flow along each edge, (edges,) int64, to minimise the load of the busiest place.
 
     Args:
-        loads: (places,) copies that each place has.
-        source, target: (edges,) places.
-        most: (edges,) copies that may flow; edges that share an expert share no limit, since each has an expert of its own.
+        loads: (places,), the copies of each place before the flow.
+        source, target: (edges,), the places that each edge joins.
+        most: (edges,), the most copies that may flow along each edge. Edges share no limit, since each has its own expert.
     """
     from scipy.optimize import linprog
     from scipy.sparse import coo_array
@@ -68,7 +69,7 @@ def least_busiest_flow(loads: np.ndarray, source: np.ndarray, target: np.ndarray
     row = np.concatenate([source, target, np.arange(len(loads))])
     column = np.concatenate([edges, edges, np.full(len(loads), len(most))])
     balance = coo_array((np.concatenate([-ones, ones, -np.ones(len(loads))]), (row, column)))
-    cost = np.append(ones * 1e-6 / len(most), 1.0)  # of equally good flows the least
+    cost = np.append(ones * 1e-6 / len(most), 1.0)  # the small cost prefers the smallest of equally good flows
     limits = [*((0.0, float(each) / scale) for each in most), (0.0, None)]
     found = linprog(cost, A_ub=balance.tocsr(), b_ub=-loads / scale, bounds=limits, method="highs")
     flow: np.ndarray = np.floor(np.round(found.x[:-1] * scale, 6)).astype(np.int64)

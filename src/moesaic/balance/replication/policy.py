@@ -1,6 +1,6 @@
-"""The interface of replication policies: which copies another rank than their expert's home computes, from one call's counts.
+"""The interface of replication policies, which decide from a call's counts which copies helpers compute instead of the home.
 
-A policy decides and never acts; every rank calls it with the same counts and gets the same answer, so nobody waits.
+A policy only decides. Every rank calls it with the same counts and gets the same decision, so no rank waits for another.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from moesaic.program.grid import Grid
 
 
 class PolicyPlan(Protocol):
-    """A plan, as policies see it: a dataclass with these fields, of which `plan.Plan` says what they mean."""
+    """The part of a plan that policies read: a dataclass with these fields, which `plan.Plan` describes."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
     def replication(self) -> str:
-        """Name of the policy that replicates experts, or none."""
+        """Name of the replication policy, or "none"."""
 
     @property
     def replicates(self) -> bool:
-        """Whether there is such a policy."""
+        """Whether the plan names a replication policy."""
 
     @property
     def gather_weights(self) -> int | None:
-        """Shards of an expert that a token visits; None for all."""
+        """Shards of an expert that a token visits (r); None for all."""
 
     @property
     def peer_groups(self) -> int:
-        """Groups of neighbours that exchange one after the other."""
+        """Number of groups of neighbours that exchange one after the other."""
 
     @property
     def chunks(self) -> int:
-        """Parts that each run of copies is cut into."""
+        """Number of chunks into which each expert's copies are split."""
 
 
 AnyPlan = TypeVar("AnyPlan", bound=PolicyPlan)
@@ -49,7 +49,7 @@ AnyPlan = TypeVar("AnyPlan", bound=PolicyPlan)
 
 @dataclass(frozen=True, kw_only=True)
 class BarePlan:
-    """These choices alone, as a plan has them unless it is told otherwise."""
+    """A `PolicyPlan` with nothing but these choices, and the defaults of `plan.Plan`."""
 
     replication: str = NO_REPLICATION
     gather_weights: int | None = None
@@ -58,43 +58,44 @@ class BarePlan:
 
     @property
     def replicates(self) -> bool:
-        """Whether a policy replicates experts."""
+        """Whether `replication` names a policy."""
         return self.replication != NO_REPLICATION
 
 
 class AbstractReplicationPolicy(ABC):
-    """A policy."""
+    """The interface of a replication policy."""
 
     costs: ReplicationCosts | None = None
-    """The rates by which it decides, where it decides by rates."""
+    """The rates of the cost model; None if the policy uses none or the default rates."""
 
     @abstractmethod
     def decide(self, load: CallLoad) -> np.ndarray:
-        """Return which copies are replicated, (world, num_experts, ep) int64.
+        """Return the table of replicated copies, (world, num_experts, ep) int64.
 
-        Entry [o, e, h]: how many of the copies that origin o has for expert e the ranks at place h of ep compute; those at
-        the expert's home are never replicated. Deterministic: ties break by number.
+        Entry [o, e, h] is the number of copies that origin o has for expert e and that helper h, a place of ep, computes. The
+        entry of the expert's home is always 0. The decision is deterministic: the lowest index wins ties.
 
         Args:
-            load: the same on all ranks.
+            load: the load of the call, the same on all ranks.
         """
 
     def option_plans(self, plan: AnyPlan, grid: Grid) -> Iterable[AnyPlan]:
-        """Return the plans whose programs calls may run, if the policy chooses among several: first one that replicates
-        nothing, then one that replicates, then others, which are left out where they do not compile. Empty, as here: a call
-        runs the plan itself, or where the policy replicates nothing the plan without replication.
+        """Return the plans whose programs calls may run, if the policy chooses among several.
+
+        The first plan replicates nothing and the second replicates; further plans are left out if they do not compile. The
+        default is empty: a call runs the plan itself, or the plan without replication if the policy replicates nothing.
 
         Args:
-            plan: that names the policy.
+            plan: the plan that names the policy.
             grid: the mesh.
         """
         del plan, grid
         return ()
 
     def settings_text(self) -> str:
-        """Return its settings as text: what has to be the same on all ranks, so that they decide alike.
+        """Return the policy's settings as text, which ranks compare, since the settings must be the same on all ranks.
 
-        Numbers, words and records of them count; what a policy holds besides does not.
+        Only attributes that are numbers, strings, tuples, dictionaries or dataclasses are included.
         """
         plain = {
             name: value
@@ -105,11 +106,15 @@ class AbstractReplicationPolicy(ABC):
 
 
 class AbstractReplicaPolicy(AbstractReplicationPolicy):
-    """A policy that decides for each replica of the experts apart."""
+    """A policy that decides for each replica of the experts separately."""
 
     @abstractmethod
     def replicated(self, replica: ReplicaLoad) -> Replications:
-        """Return what is replicated between the places of one replica of the experts, whose load is given."""
+        """Return the copies to replicate between the places of one replica of the experts.
+
+        Args:
+            replica: the load of that replica.
+        """
 
     def decide(self, load: CallLoad) -> np.ndarray:
         found = replica_loads(load, self.costs or ReplicationCosts())
@@ -117,17 +122,17 @@ class AbstractReplicaPolicy(AbstractReplicationPolicy):
 
 
 class Replicated(AbstractReplicationPolicy):
-    """Replicates what it is told, whatever the load: for tests and replays.
+    """A policy with a fixed table, whatever the load, for tests and replays.
 
     Args:
-        replicated: (world, num_experts, ep) int64; more than there are copies is cut down.
+        replicated: (world, num_experts, ep) int64, the table; entries above a call's copies are reduced.
     """
 
     def __init__(self, replicated: np.ndarray) -> None:
         self.replicated = replicated
 
     def decide(self, load: CallLoad) -> np.ndarray:
-        """Return it, cut to the copies that there are, helpers in their order."""
+        """Return the table, reduced to the copies of the call; lower-numbered helpers get theirs first."""
         before = np.cumsum(self.replicated, axis=2) - self.replicated
         left = np.maximum(load.copies[:, :, None] - before, 0)
         return np.minimum(self.replicated, left)

@@ -1,8 +1,8 @@
-"""FasterMoE's rule for shadowing as printed (He et al., PPoPP 2022, section 4.1, Algorithm 1 with equation 8); to compare with.
+"""FasterMoE's shadowing rule as printed (He et al., PPoPP 2022, section 4.1, Algorithm 1 with equation 8), a baseline.
 
-Its cost forgets the tokens that still travel, and it stops at the first expert that does not help, so it may replicate what
-makes a layer slower, and nothing where two experts are equally hot. Loads are summed over origins, as the paper says; a
-released implementation summed over experts and never replicated anything.
+The rule's cost omits the tokens that still travel, so it may choose replicas that slow a layer down. It stops at the first
+expert that does not help, so it replicates nothing if two experts are equally hot. Loads are summed over origins, as in the
+paper; a released implementation summed over experts and never replicated anything.
 """
 
 from __future__ import annotations
@@ -18,35 +18,37 @@ from moesaic.balance.replication.tables import Replications
 
 @dataclass(frozen=True, kw_only=True)
 class ShadowRates:
-    """What equations 7 and 8 know of a layer: seconds, forward and backward together."""
+    """The rates of a layer in equations 7 and 8, in seconds, forward and backward together."""
 
     copy: float
-    """Of computing a copy."""
+    """Seconds to compute a copy."""
     trip: float
-    """Of sending a copy every way that it goes."""
+    """Seconds of all transfers of a copy."""
     weights: float
-    """Of sending an expert's weights and fetching their gradients."""
+    """Seconds to send an expert's weights and to fetch their gradients."""
 
     def unshadowed(self, computed: np.ndarray) -> float:
-        """Return the time without shadows (eq. 7): all copies travel, those that stay at home too.
+        """Return the seconds without shadows (eq. 7): all copies travel, including those that stay at home.
 
         Args:
-            computed: copies that each place computes.
+            computed: (places,), copies that each place computes.
         """
         return float(computed.max()) * (self.copy + self.trip)
 
     def shadowed(self, computed: np.ndarray, shadows: int) -> float:
-        """Return the time with shadows (eq. 8): no copy travels, and every shadow's weights do."""
+        """Return the seconds with shadows (eq. 8): no copy travels, but the weights of every shadow do."""
         return float(computed.max()) * self.copy + shadows * self.weights
 
 
 def shadows_of(copies: np.ndarray, home: np.ndarray, rates: ShadowRates) -> list[int]:
-    """Return the experts to shadow by Algorithm 1, hottest first: while equation 8 falls, starting from equation 7.
+    """Return the experts to shadow by Algorithm 1, hottest first, as long as the time of equation 8 falls.
+
+    The first comparison is with the time of equation 7.
 
     Args:
-        copies: (places, experts) copies of a place for an expert.
-        home: (experts,) the place of each.
-        rates: of the layer.
+        copies: (places, experts), copies of each place for each expert.
+        home: (experts,), the home of each expert.
+        rates: the rates of the layer.
     """
     computed = np.bincount(home, weights=copies.sum(0), minlength=len(copies))
     best = rates.unshadowed(computed)
@@ -63,10 +65,10 @@ def shadows_of(copies: np.ndarray, home: np.ndarray, rates: ShadowRates) -> list
 
 
 class Published(AbstractReplicaPolicy):
-    """Replicates experts to all places, hottest first, while equation 8 falls.
+    """A policy that replicates experts to all places, hottest first, as long as the time of equation 8 falls.
 
     Args:
-        costs: rates; None for those of `cost.Machine`.
+        costs: rates of the cost model; None for those of `cost.Machine`.
     """
 
     def __init__(self, costs: ReplicationCosts | None = None) -> None:

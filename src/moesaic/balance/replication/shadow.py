@@ -1,7 +1,8 @@
-"""Shadowing: hot experts' weights go to places that compute their own copies of them.
+"""Shadowing: places get the weights of hot experts and compute their own copies for these experts.
 
-Ours, after FasterMoE (He et al., PPoPP 2022), section 4.1, whose own rule is `published.py`: it counts the tokens that still
-travel, takes the best prefix of the hottest experts, and may replicate an expert to some places only.
+This is a variant of FasterMoE (He et al., PPoPP 2022), section 4.1; `published.py` has the paper's own rule. The variant
+counts the tokens that still travel, takes the best prefix of the hottest experts, and may replicate an expert to only some
+places.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from moesaic.balance.replication.tables import Replications, shadows
 
 
 class Shadow(AbstractReplicaPolicy):
-    """Every place computes its own copies of experts that are replicated to it.
+    """A policy under which a place computes all its own copies for the experts that are replicated to it.
 
     Args:
-        costs: rates; None for those of `cost.Machine`.
-        whole: replicate an expert to all places or to none, as the paper does.
-        at_most: experts that one place may be replicated at once; they need memory for weights and gradients.
+        costs: rates of the cost model; None for those of `cost.Machine`.
+        whole: replicate an expert to all places or to none, as in the paper.
+        at_most: most experts that may be replicated to one place, since they need memory for weights and gradients.
     """
 
     def __init__(self, costs: ReplicationCosts | None = None, *, whole: bool = False, at_most: int = 8) -> None:

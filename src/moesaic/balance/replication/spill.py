@@ -1,7 +1,8 @@
-"""Spilling: what overloads a place goes to places with room, with the weights sent after it, down to the limit that is fastest.
+"""Spilling: copies above a limit go from overloaded places to places with room, followed by the weights; the limit is the
+fastest by the cost model.
 
-As least-loaded expert parallelism does (`least_loaded.py`), from whatever origin; copies whose origin is the helper itself go
-first, since they need not travel.
+The algorithm is that of least-loaded expert parallelism (`least_loaded.py`). Copies of all origins may move; those of the
+helper itself move first, since they need not travel.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ from moesaic.balance.replication.policy import AbstractReplicaPolicy
 from moesaic.balance.replication.tables import Replications
 
 LIMITS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
-"""Copies per place, over what it would compute if all took equally long, that are tried as what a place may compute."""
+"""The limits that are tried: copies of a place relative to its share if all places take equally long."""
 MOST_HELPED = 8
-"""Experts that one place is replicated at most: it holds their weights until the backward pass, and their gradients in it."""
+"""Most experts that may be replicated to one place, which holds their weights until the backward pass, and then their
+gradients."""
 
 
 class Spill(AbstractReplicaPolicy):
-    """Spills down to the limit that is fastest by the cost model; to none, if nothing helps.
+    """A policy that spills down to the limit that is fastest by the cost model, or not at all if that is fastest.
 
     Args:
-        costs: rates; None for those of `cost.Machine`.
+        costs: rates of the cost model; None for those of `cost.Machine`.
     """
 
     def __init__(self, costs: ReplicationCosts | None = None) -> None:
@@ -39,13 +41,13 @@ def _nothing(replica: ReplicaLoad) -> np.ndarray:
 
 
 def overflow(replica: ReplicaLoad, most: int | np.ndarray) -> np.ndarray:
-    """Return what is replicated, (ep, num_experts, ep), so that no place computes more than `most` copies, if that can be.
+    """Return a table of replicated copies, (ep, num_experts, ep), under which no place computes more than `most` if possible.
 
-    The fullest place gives first, of its largest expert, to the emptiest place that may be replicated it.
+    The fullest place gives first. It gives copies of its largest expert to the emptiest place that may help.
 
     Args:
-        replica: the load of one replica.
-        most: copies of one place, or of each, (ep,).
+        replica: the load of one replica of the experts.
+        most: most copies per place, one number for all places or (ep,).
     """
     giving = Giving(replica, _nothing(replica))
     room = most - giving.loads
@@ -56,31 +58,31 @@ def overflow(replica: ReplicaLoad, most: int | np.ndarray) -> np.ndarray:
 
 
 class Giving:
-    """One greedy, step by step: a place replicates copies of its largest expert to the place that has most room.
+    """A greedy algorithm that replicates copies of a place's largest expert to the place with most room, step by step.
 
     Args:
-        replica: the load of one replica.
-        replicated: (ep, num_experts, ep) int64, to begin with.
+        replica: the load of one replica of the experts.
+        replicated: (ep, num_experts, ep) int64, the initial table.
     """
 
     def __init__(self, replica: ReplicaLoad, replicated: np.ndarray) -> None:
         self._home, self._places = replica.load.home, np.arange(len(replica.origins))
         self.replicated = replicated.copy()
-        """(ep, num_experts, ep) int64: copies of a place for an expert that another place computes."""
+        """(ep, num_experts, ep) int64: copies of a place, for an expert, that another place computes."""
         self._staying = replica.copies - replicated.sum(2)
         self.helped = replicated.sum(0) > 0
-        """(num_experts, ep) bool: which places are replicated an expert."""
+        """(num_experts, ep) bool: whether an expert is replicated to a place."""
         at_home = np.bincount(self._home, weights=self._staying.sum(0), minlength=len(self._places)).astype(np.int64)
         self.loads: np.ndarray = at_home + replicated.sum((0, 1))
         """(ep,) int64: copies that each place computes."""
 
     def give(self, giver: int, room: np.ndarray, weights: int = 0) -> bool:
-        """Replicate what a place has too much of, as far as one expert and one helper go; returns whether any was.
+        """Replicate the excess copies of a place, at most those of one expert to one helper, and return whether any moved.
 
         Args:
             giver: a place without room.
-            room: (ep,) int64: copies that each place may compute besides, below 0 where it has too many.
-            weights: copies whose room the weights of an expert take that a place is not replicated yet.
+            room: (ep,) int64, further copies that each place may compute; negative if it has too many.
+            weights: the memory of an expert's weights, as a number of copies, which a new replica takes from the helper's room.
         """
         own = np.flatnonzero(self._home == giver)
         expert = int(own[self._staying[:, own].sum(0).argmax()])
@@ -93,7 +95,7 @@ class Giving:
             return False
         staying, rest = self._staying[:, expert], amount
         others = [int(place) for place in np.argsort(-staying, kind="stable") if place != helper]
-        for place in (helper, *others):  # the helper's own tokens first, then of the places that have most
+        for place in (helper, *others):  # the helper's own tokens first, then those of the places with most of them
             moved = min(rest, int(staying[place]))
             staying[place] -= moved
             self.replicated[place, expert, helper] += moved

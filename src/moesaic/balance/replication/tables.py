@@ -1,8 +1,8 @@
-"""Tables of replicated copies made quickly: shadows, spilling, and both, without a loop over experts, ranks or copies.
+"""Fast construction of replication tables by shadowing and spilling, without loops over experts, ranks or copies.
 
-Shadows are FasterMoE's (He et al., PPoPP 2022, section 4.1), the best prefix of hot experts; spilling follows
-`replication/spill.py` (least-loaded expert parallelism). A decision at every call of a layer has to cost next to
-nothing, so all prefixes are judged at once, and givers meet helpers by laying excess and room end to end.
+Shadowing is FasterMoE's (He et al., PPoPP 2022, section 4.1) and takes the best prefix of hot experts. Spilling follows
+`replication/spill.py` (least-loaded expert parallelism). A decision in every call must cost almost nothing: all prefixes are
+evaluated at once, and givers are matched to helpers by laying excess and room end to end.
 """
 
 from __future__ import annotations
@@ -16,35 +16,36 @@ import numpy as np
 from moesaic.balance.replication.cost import ReplicaLoad
 
 DECIMALS = 12
-"""Of modelled seconds that are compared: ranks with other processors may differ in the last bits, and must decide alike."""
+"""Decimals to which modelled seconds are rounded before they are compared. Processors of different ranks may differ in the
+last bits, but all ranks must decide identically."""
 
 
 class Replications(NamedTuple):
-    """What is replicated, entry by entry; several entries may be of one origin, expert and helper."""
+    """A sparse table of replicated copies. Several entries may have the same origin, expert and helper."""
 
     origin: np.ndarray
-    """(n,) int64: place in ep of the copies."""
+    """(n,) int64: the place of ep from which the copies come."""
     expert: np.ndarray
-    """(n,) int64."""
+    """(n,) int64: the expert of the copies."""
     helper: np.ndarray
-    """(n,) int64: place in ep that computes them."""
+    """(n,) int64: the place of ep that computes the copies."""
     amount: np.ndarray
-    """(n,) int64: copies, above 0."""
+    """(n,) int64: the number of copies, above 0."""
 
     @classmethod
     def of(cls, table: np.ndarray) -> Replications:
-        """Return the entries of a table, (ep, num_experts, ep) int64."""
+        """Return the nonzero entries of a dense table, (ep, num_experts, ep) int64."""
         origin, expert, helper = np.nonzero(table)
         return cls(origin, expert, helper, table[origin, expert, helper])
 
     def table(self, num_experts: int, ep: int) -> np.ndarray:
-        """Return (ep, num_experts, ep) int64."""
+        """Return the dense table, (ep, num_experts, ep) int64."""
         replicated = np.zeros((ep, num_experts, ep), dtype=np.int64)
         np.add.at(replicated, (self.origin, self.expert, self.helper), self.amount)
         return replicated
 
     def joined(self, other: Replications) -> Replications:
-        """Return these and others."""
+        """Return the entries of both tables."""
         return Replications(*(np.concatenate(pair) for pair in zip(self, other)))
 
     @property
@@ -59,20 +60,20 @@ NOTHING = Replications(_NONE, _NONE, _NONE, _NONE)
 
 @dataclass(frozen=True)
 class Rows:
-    """Who computes what under a table."""
+    """The numbers of copies and weights that move between places under a table."""
 
     home: np.ndarray
-    """(ep, ep) int64: copies of place i that place j computes as their experts' home."""
+    """(ep, ep) int64: copies of place i that place j computes as the home of their experts."""
     replicated: np.ndarray
-    """(ep, ep) int64: that it computes for another home."""
+    """(ep, ep) int64: copies of place i that place j computes as a helper."""
     fetched: np.ndarray
-    """(ep, ep) int64: experts whose weights place i sends to place j, its own or passed on."""
+    """(ep, ep) int64: experts whose weights place i sends to place j, either its own weights or relayed ones."""
     held: int = 0
-    """Experts that the place which is replicated most of them is replicated."""
+    """The largest number of experts that are replicated to one place."""
 
 
 def rows_of(replica: ReplicaLoad, replicated: Replications) -> Rows:
-    """Return who computes what if `replicated` is replicated."""
+    """Return the copies and weights that move between places if `replicated` is applied."""
     home, ep = replica.load.home, len(replica.origins)
     each = replica.load.num_experts // ep
     at_home = replica.copies.reshape(ep, ep, each).sum(2)
@@ -91,14 +92,16 @@ def rows_of(replica: ReplicaLoad, replicated: Replications) -> Rows:
 def shadows(
     replica: ReplicaLoad, price: float = 0.0, *, at_most: int = 8, tries: int = 256, whole: bool = False
 ) -> Replications:
-    """Return the best prefix of the (expert, place) pairs, most copies first, in which a place computes its own copies.
+    """Return the shadows of the fastest prefix of the (expert, place) pairs, ordered by copies.
+
+    A shadow is an expert replicated to a place that then computes all its own copies for that expert.
 
     Args:
         replica: the load of one replica of the experts.
-        price: seconds that each expert costs besides, of the place that is replicated most.
-        at_most: experts that one place may be replicated.
-        tries: longest prefix that is looked at.
-        whole: an expert is replicated to all places or to none, as the paper does: fewer experts, more of each.
+        price: additional seconds per expert at the place to which most experts are replicated.
+        at_most: the most experts that may be replicated to one place.
+        tries: the length of the longest prefix that is tried.
+        whole: replicate an expert to all places or to none, as in the paper: fewer experts, with more copies each.
     """
     place, expert, most = _ranked(replica, at_most, tries, whole)
     if not len(place):
@@ -112,11 +115,11 @@ def shadows(
 
 
 def shadows_above(replica: ReplicaLoad, least: float, *, at_most: int = 8, whole: bool = False) -> Replications:
-    """Return the shadows of the (place, expert) pairs, or experts that are replicated whole, that have so many copies away.
+    """Return the shadows of all (place, expert) pairs with enough copies away from home; with `whole`, of all such experts.
 
     Args:
         replica, at_most, whole: as for `shadows`.
-        least: share of all copies, as `least_of` returns it.
+        least: the threshold, as a share of all copies; see `least_of`.
     """
     away, total = _away(replica), int(replica.copies.sum())
     if whole:
@@ -135,12 +138,13 @@ def shadows_above(replica: ReplicaLoad, least: float, *, at_most: int = 8, whole
 
 
 def least_of(replica: ReplicaLoad, shadows: Replications, *, whole: bool = False) -> float:
-    """Return the share of all copies from which pairs, or experts that are replicated whole, are shadowed:
-    halfway between the coldest that is and the hottest that is not.
+    """Return the share of all copies above which a pair (with `whole`, an expert) is shadowed.
+
+    The threshold is halfway between the coldest pair that is shadowed and the hottest pair that is not.
 
     Args:
         replica: the load of one replica of the experts.
-        shadows: a prefix that `shadows` found under it, with some entry.
+        shadows: the nonempty return value of the function `shadows` for this load.
         whole: as for `shadows`.
     """
     away, total = _away(replica), max(1, int(replica.copies.sum()))
@@ -152,12 +156,12 @@ def least_of(replica: ReplicaLoad, shadows: Replications, *, whole: bool = False
 
 
 def _away(replica: ReplicaLoad) -> np.ndarray:
-    """Return the copies that each place has for each expert of another one, (ep, num_experts) int64."""
+    """Return the copies that each place has for experts of other places, (ep, num_experts) int64; 0 for its own experts."""
     return np.where(np.arange(len(replica.origins))[:, None] == replica.load.home[None, :], 0, replica.copies)
 
 
 def _ranked(replica: ReplicaLoad, at_most: int, tries: int, whole: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the (place, expert) pairs in the order in which to replicate, and for every prefix the most experts of a place."""
+    """Return (place, expert) pairs in the order of replication, and for every prefix the most experts on one place."""
     away, ep = _away(replica), len(replica.origins)
     if whole:
         hottest = np.argsort(-away.sum(0), kind="stable")[:at_most]
@@ -170,7 +174,7 @@ def _ranked(replica: ReplicaLoad, at_most: int, tries: int, whole: bool) -> tupl
 
 
 def _fitting(place: np.ndarray, expert: np.ndarray, ep: int, at_most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the pairs that no place has too many of, and for every prefix of them the most experts of a place."""
+    """Return the first `at_most` pairs of each place, and for every prefix of these the most experts on one place."""
     held = np.cumsum(place[:, None] == np.arange(ep)[None, :], axis=0)[np.arange(len(place)), place]
     fits = held <= at_most
     most = np.concatenate([[0], np.maximum.accumulate(held[fits])])
@@ -178,7 +182,7 @@ def _fitting(place: np.ndarray, expert: np.ndarray, ep: int, at_most: int) -> tu
 
 
 def largest(values: np.ndarray, count: int) -> np.ndarray:
-    """Return where the largest values are, (count,) int64, largest first, of equal ones the first; all if there are fewer."""
+    """Return the indices of the `count` largest values (or of all, if fewer), largest first, equal values in index order."""
     if len(values) < 4 * count:
         return np.argsort(-values, kind="stable")[:count]
     least = np.partition(values, len(values) - count)[len(values) - count]
@@ -188,7 +192,8 @@ def largest(values: np.ndarray, count: int) -> np.ndarray:
 
 
 def _prefix_seconds(replica: ReplicaLoad, place: np.ndarray, expert: np.ndarray, amount: np.ndarray) -> np.ndarray:
-    """Return the seconds of every prefix, the empty one first, (n + 1,); weights go once to each node where they do so."""
+    """Return the modelled seconds of every prefix, (n + 1,), starting with the empty one. Relayed weights count once per
+    node."""
     ep, links, count = len(replica.origins), replica.links, len(place)
     owner = replica.load.home[expert]
     via = owner if links.via is None else links.via[owner, place]
@@ -214,13 +219,15 @@ def _prefix_seconds(replica: ReplicaLoad, place: np.ndarray, expert: np.ndarray,
 
 
 def spills(replica: ReplicaLoad, replicated: Replications, limit: float, *, near_first: bool = False) -> Replications:
-    """Return what places above a limit replicate besides, of their largest experts, to places with room, emptiest first.
+    """Return the further replications that bring places below a limit.
+
+    Places above the limit replicate their largest experts to places with room, the emptiest first.
 
     Args:
         replica: the load of one replica of the experts.
-        replicated: what is replicated already.
-        limit: copies that a place may compute, over what it would if all places took equally long.
-        near_first: to places on the same node first.
+        replicated: the copies that are replicated already.
+        limit: the copies that a place may compute, relative to its share if all places take equally long.
+        near_first: prefer places on the same node.
     """
     ep, home = len(replica.origins), replica.load.home
     staying = replica.copies.copy()
@@ -243,13 +250,13 @@ def spills(replica: ReplicaLoad, replicated: Replications, limit: float, *, near
 
 
 def spread(found: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> np.ndarray | None:
-    """Return the table of all origins, (world, num_experts, ep) int64; None if nothing is replicated.
+    """Return the table over all ranks, (world, num_experts, ep) int64; None if nothing is replicated.
 
-    What a place replicates out is shared among its ranks, first come first.
+    The replicated copies of a place are taken from its ranks in their order.
 
     Args:
-        found: the loads of the replicas.
-        replicated: between the places of each.
+        found: the loads of the replicas of the experts.
+        replicated: the replications between the places of each replica.
     """
     if all(each.is_empty for each in replicated):
         return None
@@ -272,7 +279,7 @@ def spread(found: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> 
 
 
 def full_table(found: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> np.ndarray:
-    """Return the same as `spread`, zeros where nothing is replicated: what a policy decides."""
+    """Return the table of `spread`, or zeros if nothing is replicated, as a policy's `decide` does."""
     load, table = found[0].load, spread(found, replicated)
     return np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64) if table is None else table
 
@@ -280,7 +287,7 @@ def full_table(found: Sequence[ReplicaLoad], replicated: Sequence[Replications])
 def _matched(
     replica: ReplicaLoad, staying: np.ndarray, loads: np.ndarray, places: np.ndarray, most: np.ndarray
 ) -> Replications:
-    """Return what the places above `most`, (ep,), among some replicate to the others of them."""
+    """Return the replications from those of `places` that are above `most`, (ep,), to the others of `places`."""
     excess, room = np.maximum((loads - most)[places], 0), np.maximum((most - loads)[places], 0)
     givers = places[np.argsort(-excess, kind="stable")]
     helpers = places[np.argsort(-room, kind="stable")]
@@ -302,14 +309,14 @@ def _matched(
 def from_origins(
     replica: ReplicaLoad, staying: np.ndarray, experts: np.ndarray, helpers: np.ndarray, replicated: np.ndarray
 ) -> Replications:
-    """Return whose copies are replicated: the helper's own first, the giver's own last.
+    """Return replications with their origins: the helper's own copies are taken first, those of the expert's home last.
 
     Args:
         replica: the load of one replica of the experts.
-        staying: (ep, num_experts) int64 copies that are not replicated.
-        experts: (k,) that are replicated.
-        helpers: (m,) places.
-        replicated: (k, m) copies of each that each helper computes.
+        staying: (ep, num_experts) int64, copies that are not replicated yet.
+        experts: (k,), the replicated experts.
+        helpers: (m,), the places that help.
+        replicated: (k, m), copies of each expert that each helper computes.
     """
     ep = len(replica.origins)
     own = np.minimum(replicated, staying[helpers][:, experts].T)
@@ -324,7 +331,7 @@ def from_origins(
 
 
 def _overlaps(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Return how much of each length of one row meets each of another, both laid end to end: (k, a), (k, b) to (k, a, b)."""
+    """Return the overlaps of two partitions of each row, (k, a, b), from the lengths of the parts, (k, a) and (k, b)."""
     ends, other_ends = first.cumsum(1)[:, :, None], second.cumsum(1)[:, None, :]
     starts = np.maximum(ends - first[:, :, None], other_ends - second[:, None, :])
     lengths: np.ndarray = np.maximum(np.minimum(ends, other_ends) - starts, 0)

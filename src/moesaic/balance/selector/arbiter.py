@@ -1,9 +1,9 @@
-"""The arbiter: for each call of a layer, whether tokens, weights or nothing special moves; it learns from what calls took.
+"""The arbiter: chooses for each call of a layer how tokens and weights move, and learns from the times of earlier calls.
 
-Every rank has the counts of all ranks after the one exchange of a call, and by the same message what earlier calls took on
-every rank. So all of them come to the same option without asking each other. The option with the least seconds runs, by the
-model corrected with what was measured, unless the last one is about as good; and as soon as nothing gains, the call is left
-alone again. Options that may well be faster are tried, now and then, until that is known.
+After the one exchange of a call, every rank has the counts of all ranks, and the times of earlier calls on all ranks. From
+these all ranks choose the same option without further messages. The fastest option runs, by the model corrected with measured
+times, unless the previous option is about as good. As soon as no option gains, calls are left alone again. Options that may be
+faster are tried from time to time until their times are known.
 """
 
 from __future__ import annotations
@@ -24,67 +24,67 @@ from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 
 JUMP = 0.15
-"""Change of the seconds per copy, as a share, from which all limits are tried again, not only neighbours of the last best."""
+"""Change of the seconds per copy, as a share, above which all limits are tried and not only neighbours of the last best one."""
 REST = 5
-"""Calls from one weighing of all options because the load changed to the next one, at least: a load that changes at every call
-is not weighed at every one. An odd number, since loads may take turns by fours."""
+"""Fewest calls between two comparisons of all options that a change of load causes; a load may change in every call. The number
+is odd, since loads may alternate with a period of four."""
 TRIALS = 8
-"""After so many trials, and so many more, the pause between them is twice as long."""
+"""Number of trials after which the pause between trials doubles."""
 RAREST = 5
-"""How often it gets twice as long: loads that are new after thousands of calls want trials too."""
+"""How often the pause doubles at most, since loads that are new after thousands of calls need trials too."""
 HOPELESS = 3.0
-"""Leaving alone is not even tried once where it is thought to take so many times the best: under such skew it may need memory
-that is not there."""
+"""Leaving a call alone is never tried if it is predicted to take this many times as long as the best option: under such skew
+memory may not suffice."""
 RIVAL, RIVALS = 0.2, 2
-"""By how much an option may seem slower than what was decided, as a share, and how many of them are weighed once more where a
-call's load moved."""
+"""The share by which a rival option may be predicted slower than the chosen one, and the most rivals that are compared again
+if the load of a call has changed."""
 UNANSWERED = 64
-"""Calls that may be under way without anybody having told yet what they took."""
+"""Most calls for whose times the arbiter waits."""
 
 
 @dataclass(frozen=True)
 class CallDecision:
-    """What was decided for a call, and from what."""
+    """The decision for a call, with the predictions on which it is based."""
 
     option: str
-    """Its name, as `options.name_of` gives it."""
+    """Name of the option, as returned by `options.name_of`."""
     program: int
-    """Which of the plans that were offered runs."""
+    """Index of the chosen plan among the plans of the arbiter."""
     replicated: np.ndarray | None
-    """(world, num_experts, ep) int64: copies that other ranks than their experts' homes compute; None for none."""
+    """(world, num_experts, ep) int64: the replicated copies; None if nothing is replicated."""
     seconds: Mapping[str, float]
-    """Of every option that was weighed, forward and backward: the model's, corrected by what was measured."""
+    """Seconds of every option that was compared, forward and backward, by the model corrected with measured times."""
     rows: tuple[tuple[int, ...], tuple[int, ...]]
-    """Copies that each place of ep computes, replica after replica: if the call is left alone, and as it was decided."""
+    """Copies that each place of ep computes, replica after replica: if the call is left alone, and by the decision."""
     token_bytes: tuple[int, int]
-    """Of tokens and their gradients that cross links: left alone, and as it was decided."""
+    """Bytes of tokens and their gradients that cross links: if the call is left alone, and by the decision."""
     weight_bytes: int
-    """Of weights and their gradients that cross links."""
+    """Bytes of weights and their gradients that cross links."""
     decision_seconds: float
-    """Processor time of deciding in the way of the call, and the time for which an earlier decision was waited for. What other
-    processes do on the same core meanwhile does not count."""
+    """Processor time of the decision that delays the call, plus the time of waiting for a decision that was still being
+    prepared. The time of other processes on the same core is not included."""
     weighing_seconds: float = 0.0
-    """What weighing for the next call took beside this one: processor time of a thread of its own."""
+    """Processor time of preparing the next call's decision, in a separate thread while this call runs."""
     is_trial: bool = False
-    """Whether the option ran to learn what it takes."""
+    """Whether the option ran to measure its time."""
 
     @property
     def copies_replicated(self) -> int:
-        """Copies that another rank computes."""
+        """Number of copies that helpers compute."""
         return 0 if self.replicated is None else int(self.replicated.sum())
 
 
 def decision_of(
     pick: Pick, alone: Option, ran: Option, seconds: Mapping[str, float], started: float | None = None
 ) -> CallDecision:
-    """Return what was decided for a call.
+    """Return the record of a call's decision.
 
     Args:
-        pick: what runs.
-        alone: the option of leaving it alone.
+        pick: the choice that runs.
+        alone: the option of leaving the call alone.
         ran: the option that runs.
-        seconds: of every option that was weighed.
-        started: on `time.thread_time`, if deciding began then.
+        seconds: the seconds of every option that was compared.
+        started: the `time.thread_time` at which the decision began; None if it did not delay the call.
     """
     return CallDecision(
         option=pick.choice.name,
@@ -101,29 +101,30 @@ def decision_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Arbiter(AbstractReplicationPolicy):
-    """How a layer's arbiter weighs options. Settings only: `start` makes one for a layer."""
+    """The settings of an arbiter, as a replication policy. `start` builds the arbiter of one layer."""
 
     costs: ReplicationCosts = field(default_factory=ReplicationCosts)
-    """Rates of the machine; `cost.Machine`'s unless a cluster or a profile gave others."""
+    """Rates of the cost model, from a cluster or a profile; by default those of `cost.Machine`."""
     margin: float = 0.05
-    """Leave an option only for one that is faster by this share; by more where few calls of either were measured, down to half
-    of it where many were."""
+    """Share by which another option must be faster to replace the previous one. The share is larger if few calls of the options
+    were measured, and falls to half of this value if many were."""
     memory: float = 0.25
-    """How much earlier calls count, 0 to below 1: each call's weight is this share of the next one's."""
+    """Weight of earlier calls, 0 to below 1: each call has this share of the weight of the next call."""
     part_us: float = 100.0
-    """Microseconds that each further part of a pass costs, for launching it, where a call goes step by step."""
+    """Microseconds to launch each further part of a pass, if a call runs step by step."""
     weigh_every: int = 17
-    """Calls of about the same load until all options are weighed again; between, only the last one's table is made anew."""
+    """Number of calls under similar loads until all options are compared again. In between, only the table of the last option
+    is built from each call's counts."""
     at_most: int = 8
-    """Experts that one place may be replicated for its own copies; they need memory for weights and gradients."""
+    """Most experts that may be replicated to one place as shadows; they need memory for weights and gradients."""
     factors: Mapping[str, float] = field(default_factory=dict)
-    """By option: what its modelled seconds are multiplied by, where a simulation says that the model is off."""
+    """By name of an option, the factor by which a simulation corrects its modelled seconds."""
     learn: bool = True
-    """Correct the model by what calls of the layer take, and try options that may be faster."""
+    """Correct the model by the measured times of calls, and try options that may be faster."""
     optimism: float = 0.3
-    """By how much an option that never ran may be faster than it is thought to be: one within that of the best is tried."""
+    """Share by which an option that never ran may be faster than predicted; it is tried if it might thus be the fastest."""
     trial_every: int = 1
-    """Calls from one of the first trials to the next, at least; it grows with each dozen of them."""
+    """Fewest calls from one of the first trials to the next; the pauses grow after every eight trials."""
 
     def __post_init__(self) -> None:
         for name in ("margin", "memory", "optimism"):
@@ -134,21 +135,21 @@ class Arbiter(AbstractReplicationPolicy):
                 raise InputError(f"arbiter.{name}={getattr(self, name)}: must be at least 1")
 
     def option_plans(self, plan: AnyPlan, grid: Grid) -> Iterator[AnyPlan]:
-        """Return the plans whose programs it chooses from: the plan alone, with replication, with other r, step by step."""
+        """Return the plans among which the arbiter chooses: without replication, with it, with other r, and step by step."""
         return option_plans(plan, grid)
 
     def start(self, plan: PolicyPlan, plans: Sequence[PolicyPlan]) -> Arbitration:
         """Return the arbiter of one layer.
 
         Args:
-            plan: of the layer.
-            plans: of the programs that it may run, the plan without replication first.
+            plan: the plan of the layer.
+            plans: the plans of the programs that the layer may run, the plan without replication first.
         """
         return Arbitration(self, plan, plans)
 
     def decide(self, load: CallLoad) -> np.ndarray:
-        """Return the cheapest table of replicated copies for a call alone, as replication policies do; (world,
-        num_experts, ep) int64."""
+        """Return the fastest table of replicated copies by the model, from this call's counts only, (world, num_experts, ep)
+        int64."""
         plan = BarePlan(replication="spill")
         replicated = Arbitration(self, plan, [BarePlan(), plan]).choose(load).replicated
         return np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64) if replicated is None else replicated
@@ -156,7 +157,7 @@ class Arbiter(AbstractReplicationPolicy):
 
 @dataclass(frozen=True)
 class _Asked:
-    """A call of which nobody told yet what it took."""
+    """A call that ran and for whose measured time the arbiter waits."""
 
     choice: CallChoice
     load: float
@@ -164,26 +165,27 @@ class _Asked:
 
 
 class Arbitration:
-    """The arbiter of one layer: what it decided last, and how options fared of late.
+    """The arbiter of one layer, with its last decision and the measured times of its options.
 
-    A call is decided in one of two ways. `choose` decides it at once, by the model. Else `pick` says what was decided for it
-    already and makes the tables; then `weigh` decides the next call, from this one's counts, while this one runs.
+    A call is decided in one of two ways. `choose` decides it at once, by the model. Alternatively `pick` returns the choice
+    that was prepared earlier, with tables for the call's counts; while the call runs, `weigh` then decides the next one from
+    these counts.
 
     Args:
-        settings: how it weighs.
-        plan: of the layer.
-        plans: of the programs that it may run, the plan without replication first.
+        settings: the settings of the arbiter.
+        plan: the plan of the layer.
+        plans: the plans of the programs that the layer may run, the plan without replication first.
     """
 
     goes_by_times = True
-    """Whether it may decide by measured times: `pick` and `weigh` in place of `choose`."""
+    """Whether the arbiter may decide by measured times, with `pick` and `weigh` instead of `choose`."""
 
     def __init__(self, settings: Arbiter, plan: PolicyPlan, plans: Sequence[PolicyPlan]) -> None:
         self.settings, self.plan, self.plans = settings, plan, tuple(plans)
         self.last = NO_CHANGE
-        """What was thought best last."""
+        """The choice that was predicted to be best last."""
         self.times = Times(settings.optimism)
-        """What was measured."""
+        """The measured times."""
         self.weigher = Weigher(
             plan, plans, settings.costs, at_most=settings.at_most, part_us=settings.part_us, factors=settings.factors,
         )  # fmt: skip
@@ -195,18 +197,18 @@ class Arbitration:
         self._weighed_at, self._change = 0.0, np.inf
         self._calls_until, self._since_change = 0, REST
         self.prepared: Prepared | None = None
-        """What the next call runs; None before the first one."""
+        """The prepared decision for the next call; None before the first call."""
         self._asked: dict[int, _Asked] = {}
         self._ran: set[int] = set()
 
     def choose(self, load: CallLoad) -> CallDecision:
         """Return the decision for a call, from its own counts and the model; the same on all ranks.
 
-        Where all ranks have alike to do, the call is left alone: what is best then the plan says already. The last option's
-        table is made anew as long as the load is about the one for which all options were weighed.
+        Under an even load the call is left alone, since the plan was chosen for that case. As long as the load is similar to
+        that of the last comparison of all options, only the table of the last option is built again.
 
         Args:
-            load: of the call.
+            load: the load of the call.
         """
         started, found = time.thread_time(), self.weigher.replica_loads(load)
         options = [self.weigher.alone(found)]
@@ -226,17 +228,17 @@ class Arbitration:
         return decision_of(pick, options[0], chosen, seconds, started)
 
     def offers(self, load: CallLoad) -> list[tuple[Option, np.ndarray | None]]:
-        """Return the options for a call, with the table that each replicates, (world, num_experts, ep) int64; decides
-        nothing."""
+        """Return all options for a call, each with its table of replicated copies, (world, num_experts, ep) int64, without
+        deciding."""
         found = self.weigher.replica_loads(load)
         options = self.weigher.all(found, self.weigher.alone(found), anew=True)
         return [(option, spread(found, option.replicated)) for option in options]
 
     def pick(self, load: CallLoad) -> Pick:
-        """Return what a call runs: what was decided during the one before it; the first one is decided here.
+        """Return the choice that was prepared during the previous call, fitted to this one. The first call is decided here.
 
         Args:
-            load: of the call.
+            load: the load of the call.
         """
         if self.prepared is None:
             found = self.weigher.replica_loads(load)
@@ -247,12 +249,12 @@ class Arbitration:
         return self.prepared.fit(load)
 
     def hear(self, told: Mapping[int, float], speeds: tuple[float, ...] = (), links: LinkTimes | None = None) -> None:
-        """Take down what earlier calls took; all ranks are told the same.
+        """Record the times of earlier calls, which are the same on all ranks.
 
         Args:
             told: by number of a call, its seconds, forward and backward, on the slowest rank.
-            speeds: of the ranks, where they were measured; () for what the costs say.
-            links: inside nodes or between them, how many times as fast as the costs say.
+            speeds: measured speeds of the ranks; () for those of the costs.
+            links: rates of links inside and between nodes, relative to the costs.
         """
         self.weigher.hear(speeds, links or {})
         for number, seconds in told.items():
@@ -261,15 +263,15 @@ class Arbitration:
                 self.times.note(asked.choice.name, asked.choice.program, asked.load, asked.modelled, seconds)
 
     def weigh(self, pick: Pick, *, call: int | None) -> CallDecision:
-        """Decide what the next call runs; all ranks with the same numbers.
+        """Prepare the decision for the next call, identically on all ranks, from the numbers of this call.
 
         Args:
-            pick: of this call.
-            call: its number; None if its time will not be known, since it ran something else or has no backward pass. The
-                next call is no trial then.
+            pick: the choice of this call.
+            call: the number of this call; None if its time will not be measured, because it ran something else or has no
+                backward pass. The next call is then no trial.
 
         Returns:
-            what was decided for this call.
+            the decision for this call.
         """
         started, found = time.thread_time(), self.weigher.replica_loads(pick.found[0].load)
         alone = self.weigher.alone(found)
@@ -282,12 +284,13 @@ class Arbitration:
         self._prepare(found, thought, load)
         machine, (name, program) = self.times.machine(), (pick.choice.name, pick.choice.program)
         corrected = {option: alone.seconds * machine * each for option, each in thought.items()}
-        corrected.setdefault(name, ran.seconds * machine * self.times.factor(name, program, load))  # no option any more
+        # An option that ran may not be among the options any more.
+        corrected.setdefault(name, ran.seconds * machine * self.times.factor(name, program, load))
         decision = decision_of(pick, alone, ran, corrected)
         return replace(decision, weighing_seconds=time.thread_time() - started)
 
     def _prepare(self, found: Sequence[ReplicaLoad], thought: Mapping[str, float], load: float) -> None:
-        """Prepare the next call, as far as that is possible without its counts."""
+        """Prepare the next call, as far as possible without its counts, for the predicted times of the options, `thought`."""
         if self._trial is not None:
             self.prepared = Prepared(self.weigher, self._trial, True, found)
             return
@@ -300,7 +303,7 @@ class Arbitration:
         self.prepared = Prepared(self.weigher, self.last, False, found, factors)
 
     def _ask(self, call: int | None, choice: CallChoice, load: float, modelled: float) -> None:
-        """Wait for what a call takes, unless it is the first one of its program, which makes what later ones find."""
+        """Register a call for the measurement of its time, unless it is the first call of its program, which has to warm up."""
         if call is None:
             return
         if choice.program in self._ran:
@@ -310,7 +313,7 @@ class Arbitration:
             del self._asked[next(iter(self._asked))]
 
     def _is_due(self, load: float) -> bool:
-        """Whether all options are to be weighed: for another load than last time, or after so many calls."""
+        """Return whether all options must be compared: after a change of load, or after `Arbiter.weigh_every` calls."""
         self._calls_until, self._since_change = self._calls_until - 1, self._since_change + 1
         self._change = abs(load - self._weighed_at) / self._weighed_at if self._weighed_at else np.inf
         changed = self._change > 2 * self.settings.margin and self._since_change >= REST
@@ -318,7 +321,7 @@ class Arbitration:
         return self._calls_until <= 0 or changed
 
     def _all(self, found: Sequence[ReplicaLoad], alone: Option) -> list[Option]:
-        """Return all options for a call, leaving it alone first."""
+        """Return all options for a call, first that of leaving the call alone."""
         options = self.weigher.all(found, alone, anew=self._change > JUMP)
         self._weighed_at, self._calls_until, self._change = _load_of(found, alone), self.settings.weigh_every, 0.0
         self._choices = {each.name: each.choice for each in options}
@@ -326,7 +329,7 @@ class Arbitration:
         return options
 
     def _again(self, found: Sequence[ReplicaLoad], alone: Option) -> Option | None:
-        """Return the last choice's option for this call; None if it was leaving alone, or has nothing left to replicate."""
+        """Return the option of the last choice for this call; None if that choice is `NO_CHANGE` or replicates nothing now."""
         replicated = self.weigher.tables(self.last.recipe, found)
         if self.last.name == ALONE or replicated is None:
             return None
@@ -335,15 +338,16 @@ class Arbitration:
     def _settle(
         self, seconds: Mapping[str, float], load: float, among: Collection[str] | None = None
     ) -> dict[str, float]:
-        """Decide what seems best: the last option unless another is faster by the margin, or it gains nothing any more.
+        """Set `last` to the best option: the previous one, unless another is faster by the margin or the previous one gains
+        nothing any more.
 
         Args:
-            seconds: modelled, of the options that were weighed for this call.
-            load: of the call, as `Times` wants it.
-            among: options that may be chosen; None for all that were weighed when all were.
+            seconds: modelled seconds of the options that were compared for this call.
+            load: the load of the call, as in `Times`.
+            among: the options that may be chosen; None for those of the last comparison of all options.
 
         Returns:
-            what each of them is thought to take, in units of leaving alone by the model.
+            the predicted time of each option that may be chosen, relative to the modelled time of leaving the call alone.
         """
         memory, margin = self.settings.memory, self.settings.margin
         now = {name: each / seconds[ALONE] if seconds[ALONE] else 1.0 for name, each in seconds.items()}
@@ -363,9 +367,10 @@ class Arbitration:
         return thought
 
     def _try(self, thought: Mapping[str, float], load: float, may_try: bool) -> None:
-        """Decide whether the next call is a trial."""
+        """Decide whether the next call is a trial, and of which option."""
         self._trial, self._since_trial = None, self._since_trial + 1
-        # Odd and even pauses, since loads may take turns; they double, so that what is never settled costs ever less.
+        # Pauses are alternately odd and even, since loads may alternate. They double, so that options whose times stay unclear
+        # cost ever less.
         pause = self.settings.trial_every + self._trials % 2 + 2 ** min(self._trials // TRIALS, RAREST) - 1
         if not may_try or self._since_trial < pause:
             return
@@ -382,5 +387,5 @@ class Arbitration:
 
 
 def _load_of(found: Sequence[ReplicaLoad], alone: Option) -> float:
-    """Return what tells loads apart: the seconds of a copy, which grow with skew, left alone."""
+    """Return a measure of a call's load: the modelled seconds per copy if the call is left alone, which grow with skew."""
     return alone.seconds / max(1, sum(int(replica.copies.sum()) for replica in found))

@@ -1,16 +1,15 @@
-"""What the arbiter weighs: the programs that a call may run, each with every table of replicated copies that is worth a look,
-and what the model says of it.
+"""The options among which the arbiter chooses: programs that a call may run, with replication tables and modelled times.
 
-The programs are those of the plan alone, with replication, with other r, and each step by step.
+The programs are those of the plan without replication, with replication, with other values of r, and each also step by step.
 
-A recipe says how a table is made, so that the next call's table can be made from its own counts without weighing anything.
-Options are few, and tables of different kinds: what the model cannot tell apart, a noisy machine cannot either, and trials of
-it are calls that are lost.
+A recipe describes how to build a table. By it the table of the next call is built from that call's own counts, without
+comparing options again. There are few options, with tables of different kinds: a noisy machine cannot distinguish what the
+model cannot, and every trial of such an option is a wasted call.
 
-The model is that of `replication/cost.py`, in closed form over the busiest place and link, so that it may be asked at every
-call, with what other options need: start-up of messages, weights that are gathered for adaptive r (Tutel, Hwang et al. 2023,
-section 4.1), and computing that goes on while the next part travels (FasterMoE, He et al. 2022, section 4.2). It ranks options;
-a simulation of each program may correct it by a factor.
+The model is that of `replication/cost.py`, a closed form over the busiest place and link that is cheap enough for every call.
+It is extended by what other options need: start-up times of messages, gathered weights for adaptive r (Tutel, Hwang et al.
+2023, section 4.1), and products that overlap with the transfer of the next part (FasterMoE, He et al. 2022, section 4.2). The
+model ranks options; factors from a simulation of each program may correct it.
 """
 
 from __future__ import annotations
@@ -45,16 +44,16 @@ from moesaic.balance.replication.tables import (
 from moesaic.program.grid import Grid
 
 ALONE = "alone"
-"""The plan as it is, nothing replicated."""
+"""The name of the option that runs the plan itself without replication ("leaving a call alone")."""
 
 
 def option_plans(plan: AnyPlan, grid: Grid) -> Iterator[AnyPlan]:
-    """Yield the plans whose programs the arbiter may run in a call, that of the plan itself first; some may not compile.
+    """Yield the plans whose programs the arbiter may run in a call, first the plan without replication. Some may not compile.
 
-    All move the same tokens from the same routing, so the choice may wait for the counts.
+    All programs move the same tokens from the same routing, so the choice can wait for the counts.
 
     Args:
-        plan: with `replication="arbiter"`.
+        plan: the plan with `replication="arbiter"`.
         grid: the mesh.
     """
     alone, replicates = replace(plan, replication=NO_REPLICATION), replace(plan, replication="spill")
@@ -70,7 +69,7 @@ def option_plans(plan: AnyPlan, grid: Grid) -> Iterator[AnyPlan]:
 
 
 def steps_of(grid: Grid) -> int:
-    """Return the groups of the smart schedule: a node's places of ep each, or where one node has them all, each its own."""
+    """Return the number of peer groups of FasterMoE's smart schedule: one per node, or one per place of ep on a single node."""
     nodes = grid.nodes_per_replica
     return nodes if nodes > 1 and grid.ep % nodes == 0 else grid.ep
 
@@ -80,8 +79,8 @@ def name_of(chosen: PolicyPlan, plan: PolicyPlan, policy: str = "") -> str:
 
     Args:
         chosen: one of `option_plans`.
-        plan: what it is an option of.
-        policy: whose table a program that replicates is given.
+        plan: the layer's plan.
+        policy: name of the policy that builds the table, if `chosen` replicates.
     """
     parts = ["steps"] if chosen.peer_groups != plan.peer_groups else []
     parts += [policy or "lend"] if chosen.replicates else []
@@ -90,41 +89,47 @@ def name_of(chosen: PolicyPlan, plan: PolicyPlan, policy: str = "") -> str:
 
 
 REDUNDANT = (1, 2)
-"""Redundant experts of each place that are tried: one, or two where weights are light."""
+"""The numbers of redundant experts per place that are tried; two may pay if weights are small."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a table is made: what of a decision stays as it is while loads change little."""
+    """The parameters from which a table is built. They stay valid as long as loads change little."""
 
     shadows: bool = False
-    """Let places compute their own copies of hot experts."""
+    """Whether places compute their own copies for hot experts."""
     whole: bool = False
-    """Replicate such an expert to all places or to none."""
+    """Whether a hot expert is replicated to all places or to none."""
     limit: float | None = None
-    """Spill what places have above so many times the mean; None for no spilling."""
+    """The load above which a place spills copies, relative to the place's share; None for no spilling."""
     near_first: bool = False
-    """Spill inside nodes first."""
+    """Whether copies are spilled inside nodes first."""
     redundant: int = 0
-    """Lay out so many redundant experts on each place, as EPLB does; 0 for none."""
+    """Number of redundant experts on each place, as in EPLB; 0 for none."""
     least: tuple[float, ...] = ()
-    """By replica: the share of all copies from which a pair, or an expert that is replicated whole, was worth it when this was
-    weighed; how many have so much, each call's counts say."""
+    """For each replica of the experts, the share of all copies above which a pair is shadowed (an expert, with `whole`); see
+    `tables.least_of`. It is set when options are compared. The counts of each call then decide how many pairs exceed it."""
 
     @property
     def policy(self) -> str:
-        """Its name; "" for one that replicates nothing."""
+        """Name of the policy; "" if the recipe replicates nothing."""
         if self.shadows:
             return "whole shadow" if self.whole else "shadow"
         return "redundant" if self.redundant else "spill" if self.limit is not None else ""
 
     @property
     def is_quick(self) -> bool:
-        """Whether a small table is made as quickly as shares of an earlier one are found."""
+        """Whether building a small table is as fast as scaling an earlier one."""
         return self.limit is None and not self.redundant
 
     def table(self, replica: ReplicaLoad, least: float, at_most: int) -> Replications:
-        """Return what it replicates between the places of a replica; `least` is that of the replica."""
+        """Return the replications between the places of one replica of the experts.
+
+        Args:
+            replica: the load of that replica.
+            least: the entry of `Recipe.least` for that replica.
+            at_most: most experts that may be replicated to a place as shadows.
+        """
         if self.redundant:
             return redundant(replica, self.redundant)
         if self.limit is not None:
@@ -136,50 +141,52 @@ class Recipe:
 
 @dataclass(frozen=True)
 class CallChoice:
-    """What a call runs."""
+    """The program and the recipe that a call runs."""
 
     name: str
+    """Name of the option, as returned by `name_of`."""
     program: int
+    """Index of the program's plan among the plans of the arbiter."""
     recipe: Recipe
 
 
 NO_CHANGE = CallChoice(ALONE, 0, Recipe())
-"""Leaving a call alone."""
+"""The choice that leaves a call alone."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way of running a call."""
+    """One way of running a call: a choice with its tables and modelled time."""
 
     choice: CallChoice
     replicated: tuple[Replications, ...]
-    """By replica of the experts."""
+    """The replications within each replica of the experts."""
     cost: Cost
     seconds: float
-    """By the model."""
+    """Modelled seconds of the call."""
 
     @property
     def name(self) -> str:
-        """Of the choice."""
+        """Name of the choice."""
         return self.choice.name
 
     @property
     def content(self) -> bytes:
-        """What options have in common that run the same program with the same tables."""
+        """A key that is equal for options that run the same program with the same tables."""
         columns = (column.tobytes() for replicated in self.replicated for column in replicated)
         return b"|".join([b"%d" % self.choice.program, *columns])
 
 
 class Weigher:
-    """Models the options of a layer's calls.
+    """The model of the options of a layer's calls.
 
     Args:
-        plan: of the layer.
-        plans: of the programs that it may run, the plan without replication first.
-        costs: rates.
-        at_most: experts that a place may be replicated for its own copies.
-        part_us: microseconds that each further part of a pass costs.
-        factors: by option, what its modelled seconds are multiplied by.
+        plan: the plan of the layer.
+        plans: the plans of the programs that the layer may run, the plan without replication first.
+        costs: rates of the cost model.
+        at_most: most experts that may be replicated to a place as shadows.
+        part_us: microseconds of each further part of a pass.
+        factors: by name of an option, the factor on its modelled seconds.
     """
 
     def __init__(
@@ -200,11 +207,11 @@ class Weigher:
         self._times: LinkTimes = {}
 
     def hear(self, speeds: tuple[float, ...], links: LinkTimes) -> None:
-        """Go by other speeds of ranks, and of links, from the next call on.
+        """Update the speeds of ranks and of links for the following calls.
 
         Args:
-            speeds: as `ReplicationCosts.speeds`; () for those that it goes by.
-            links: inside nodes or between them, over what the costs say at the start.
+            speeds: as `ReplicationCosts.speeds`; () to keep the present speeds.
+            links: rates of links inside and between nodes, relative to the initial costs.
         """
         speeds = speeds or self._costs.speeds
         if speeds != self._costs.speeds or links != self._times:
@@ -212,26 +219,27 @@ class Weigher:
             self._times = dict(links)
 
     def replica_loads(self, load: CallLoad) -> list[ReplicaLoad]:
-        """Return the load of each replica in a call; what stays the same from call to call is made once."""
+        """Return the load of each replica of the experts in a call. The links, which do not change, are computed once."""
         if self._links is None or self._links[0] != load.grid:
             self._links = (load.grid, replica_links(load, self._costs))
         return [ReplicaLoad(load, each) for each in self._links[1]]
 
     def alone(self, found: Sequence[ReplicaLoad]) -> Option:
-        """Return what leaving a call alone takes."""
+        """Return the option of leaving a call alone."""
         nothing = (NOTHING,) * len(found)
         return self._option(0, Recipe(), nothing, self._cost(found, nothing), found[0])
 
     def tables(self, recipe: Recipe, found: Sequence[ReplicaLoad]) -> tuple[Replications, ...] | None:
-        """Return what a recipe replicates in a call; None where it would replicate and finds nothing, which no program
-        wants."""
+        """Return the replications of a recipe in a call; None if the recipe should replicate but all its tables are empty."""
         each_least = recipe.least or (1.0,) * len(found)
         replicated = tuple(recipe.table(replica, least, self._at_most) for replica, least in zip(found, each_least))
         return None if recipe.policy and all(each.is_empty for each in replicated) else replicated
 
     def anew(self, recipe: Recipe, found: Sequence[ReplicaLoad]) -> tuple[Replications, ...] | None:
-        """Return what a recipe replicates under a load that is not the one for which it was weighed: as many shadows as are
-        worth it now. It takes longer than `tables`."""
+        """Return the replications of a recipe under a load unlike the one for which the recipe was made.
+
+        The number of shadows is chosen again. This takes longer than `tables`.
+        """
         if recipe.shadows:
             best = self._shadows(found, whole=recipe.whole)
             recipe = replace(recipe, least=_least_of(found, best, whole=recipe.whole))
@@ -244,18 +252,18 @@ class Weigher:
         found: Sequence[ReplicaLoad],
         alone: Option | None = None,
     ) -> Option:
-        """Return what a choice takes in a call, its tables made already."""
+        """Return the option of a choice whose tables have been built, with its cost in a call."""
         plan = self.plans[choice.program]
         cost = alone.cost if alone is not None and not choice.recipe.policy else self._cost(found, replicated)
         return self._option(choice.program, choice.recipe, replicated, self._program_cost(plan, cost, found), found[0])
 
     def all(self, found: Sequence[ReplicaLoad], alone: Option, *, anew: bool) -> list[Option]:
-        """Return the options for a call, leaving it alone first.
+        """Return all options for a call, first that of leaving the call alone.
 
         Args:
-            found: the call's loads, by replica.
-            alone: what leaving it alone takes.
-            anew: try all limits again, and not only neighbours of the last best.
+            found: the call's loads, by replica of the experts.
+            alone: the option of leaving the call alone.
+            anew: try all limits again, and not only the neighbours of the last best limit.
         """
         if anew:
             self._limit = None
@@ -286,14 +294,14 @@ class Weigher:
         return worst([replicated_cost(replica, each, self.plan.chunks) for replica, each in zip(found, replicated)])
 
     def _program_cost(self, plan: PolicyPlan, cost: Cost, found: Sequence[ReplicaLoad]) -> Cost:
-        """Return the cost under another r, if the plan has one."""
+        """Return the cost under the r of `plan`, given the cost under that of the layer's plan."""
         r = plan.gather_weights
         if r is None or r == self.plan.gather_weights:
             return cost
         return worst([gathered_cost(replica, cost, r) for replica in found])
 
     def _replications(self, found: Sequence[ReplicaLoad]) -> list[tuple[Recipe, tuple[Replications, ...], Cost]]:
-        """Return the best table of each policy that replicates anything."""
+        """Return the recipe, tables and cost of the best table of each policy, without policies that replicate nothing."""
         tried: dict[Recipe, tuple[Recipe, tuple[Replications, ...], Cost]] = {}
 
         def table(recipe: Recipe) -> tuple[Recipe, tuple[Replications, ...], Cost]:
@@ -320,13 +328,13 @@ class Weigher:
         return [each for each in kept if not all(replicated.is_empty for replicated in each[1])]
 
     def _shadows(self, found: Sequence[ReplicaLoad], *, whole: bool) -> tuple[Replications, ...]:
-        """Return the shadows that are worth what each expert costs the host besides."""
+        """Return the best shadows if the host time of each replicated expert is counted."""
         price = self._costs.expert_us * 1e-6
         return tuple(shadows(replica, price, at_most=self._at_most, whole=whole) for replica in found)
 
 
 def _least_of(found: Sequence[ReplicaLoad], shadows: Sequence[Replications], *, whole: bool) -> tuple[float, ...]:
-    """Return by replica from which share of all copies on something is shadowed; 1 for nothing."""
+    """Return, by replica of the experts, the threshold of `least_of`; 1 if nothing is shadowed."""
     return tuple(
         1.0 if each.is_empty else least_of(replica, each, whole=whole) for replica, each in zip(found, shadows)
     )
@@ -334,29 +342,29 @@ def _least_of(found: Sequence[ReplicaLoad], shadows: Sequence[Replications], *, 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Of a layer, forward and backward, on the busiest of its replicas."""
+    """The cost of a call, forward and backward, on the slowest replica of the experts."""
 
     compute: float
     """Seconds of products."""
     travel: float
-    """Seconds that tokens take of the fullest link."""
+    """Seconds of tokens on the fullest link."""
     fetch: float
-    """Seconds that weights and their gradients take of it."""
+    """Seconds of weights and their gradients on the fullest link."""
     rows: tuple[int, ...]
     """Copies that each place of ep computes, replica after replica."""
     token_bytes: int = 0
-    """That cross links, of all replicas."""
+    """Bytes of tokens that cross links, over all replicas."""
     weight_bytes: int = 0
-    """Likewise; gradients of weights included."""
+    """Bytes of weights and their gradients that cross links, over all replicas."""
 
     def seconds(self, parts: int) -> float:
-        """Return the modelled time if tokens travel in so many parts, each computed while the next one travels."""
+        """Return the modelled seconds if tokens travel in `parts` parts, each of which is computed while the next travels."""
         longer, shorter = max(self.compute, self.travel), min(self.compute, self.travel)
         return longer + shorter / parts + self.fetch
 
 
 def worst(costs: Sequence[Cost]) -> Cost:
-    """Return the cost of several replicas: the slowest one's times, everyone's bytes."""
+    """Return the cost of several replicas: the times of the slowest one, and the bytes of all."""
     slowest = max(costs, key=lambda each: each.seconds(1))
     return Cost(
         compute=slowest.compute,
@@ -373,15 +381,15 @@ def replicated_cost(replica: ReplicaLoad, replicated: Replications, chunks: int 
 
     Args:
         replica: the load of one replica of the experts.
-        replicated: between its places.
-        chunks: parts that the copies which stay at home travel in.
+        replicated: the replications between the places of that replica.
+        chunks: number of chunks in which the copies that are not replicated travel.
     """
     rows, shards, passes = rows_of(replica, replicated), replica.origins.shape[1], replica.passes
     messages = replica.links.start_up
     moved = rows.home + rows.replicated
     starts = messages * (chunks * (rows.home > 0) + (rows.replicated > 0))
     across = int(moved.sum() - np.trace(moved))
-    # Replicated copies travel behind those that stay, and their results behind theirs: the two do not share a link's time.
+    # Replicated copies, and their results, travel after the others, so the times of both on a link add up.
     travelling = replica.fullest(rows.home, 0) + replica.fullest(rows.replicated, 0)
     return Cost(
         compute=replica.compute_seconds(replica.busiest(moved.sum(0))),
@@ -400,8 +408,8 @@ def gathered_cost(replica: ReplicaLoad, alone: Cost, r: int) -> Cost:
 
     Args:
         replica: the load of one replica of the experts.
-        alone: its cost with r = etp.
-        r: shards that a token visits; 0: weights come to the tokens.
+        alone: the cost of that replica with r = etp.
+        r: number of shards that a token visits; 0 if weights travel to the tokens instead.
     """
     shards, each = replica.origins.shape[1], replica.load.num_experts // len(replica.origins)
     within = _within_place(replica)
@@ -417,7 +425,7 @@ def gathered_cost(replica: ReplicaLoad, alone: Cost, r: int) -> Cost:
             token_bytes=alone.token_bytes * r // shards,
             weight_bytes=weight_bytes,
         )
-    # Every rank fetches all shards of all experts of the replica and computes what is its own.
+    # Every rank fetches all shards of all experts of the replica and computes its own copies.
     own = replica.load.copies[replica.origins].sum(2)
     sent = shards * each * (1 - np.eye(len(replica.origins)))
     fetched = replica.weight_bytes * replica.fullest(sent, 1) + _fullest(shards * replica.links.start_up)
@@ -433,12 +441,14 @@ def gathered_cost(replica: ReplicaLoad, alone: Cost, r: int) -> Cost:
 
 
 def is_even(replica: ReplicaLoad, margin: float) -> bool:
-    """Whether nothing that depends on the counts can gain much: no place computes, sends or gets more than the margin above
-    the mean, and no expert's weights are fewer bytes than the tokens that one place sends it.
+    """Return whether a load is so even that replication cannot gain much.
+
+    That is so if no place computes, sends or receives more than the mean by `margin`, and if the weights of every expert are
+    more bytes than the tokens that any one place sends to the expert.
 
     Args:
         replica: the load of one replica of the experts.
-        margin: a share.
+        margin: a share of the mean.
     """
     home, ep = replica.load.home, len(replica.origins)
     away = replica.copies * (np.arange(ep)[:, None] != home[None, :])
@@ -451,12 +461,12 @@ def is_even(replica: ReplicaLoad, margin: float) -> bool:
 
 
 def _fullest(seconds: np.ndarray) -> float:
-    """Return what the place that sends or gets most needs, (ep, ep) -> ()."""
+    """Return the seconds of the place that sends or receives longest, from the seconds between places, (ep, ep)."""
     return float(max(seconds.sum(0).max(), seconds.sum(1).max()))
 
 
 def _within_place(replica: ReplicaLoad) -> float:
-    """Return the seconds of a byte between two ranks that hold shards of the same experts."""
+    """Return the seconds per byte between two ranks with shards of the same experts."""
     machine, grid = replica.costs.machine, replica.load.grid
     nodes = {grid.node_of(int(rank)) for rank in replica.origins[0]}
     return 8 / ((machine.intra_gbps if len(nodes) == 1 else machine.inter_gbps) * 1e9)

@@ -1,11 +1,13 @@
-"""What the next call of a layer runs, prepared while this one runs, so that the next one only fits it to its own counts.
+"""Prepared decisions: the choice and table of a layer's next call, prepared during a call and later fitted to the counts.
 
-To make a table of replicated copies takes milliseconds where ranks and experts are many. So all that can be known before the
-counts is done beforehand: which copies of which origin go to which helper, as shares of the counts of the call before (NetMoE
-and LAER-MoE decide from the call before too), and the memory of the table. What is left is one product per entry, in whole
-numbers, so that all ranks come to the same table. Small tables of shadows are made from the counts themselves, which is as
-quick, and so are those of a load that moved so much that the shares of the call before leave some place busier than they did
-then. Such a load is also weighed once more: what was about as good under the call before may be better now.
+With many ranks and experts, building a table of replicated copies takes milliseconds. Therefore everything that does not need
+the next call's counts is done in advance. The table is prepared as shares of the previous call's counts, by origin, expert and
+helper (NetMoE and LAER-MoE also decide from the previous call), and its memory is allocated. The call itself then computes one
+integer product per entry, so all ranks get the same table.
+
+Some tables are built from the call's own counts instead. Small tables of shadows are, since that is as fast. Tables of a load
+that has changed are too, if the shares of the previous call would leave some place busier than in that call. For such a load
+the best options are also compared again, since another one may be better now.
 """
 
 from __future__ import annotations
@@ -22,28 +24,30 @@ from moesaic.balance.replication.tables import DECIMALS, NOTHING, Replications, 
 from moesaic.balance.selector.options import NO_CHANGE, CallChoice, Weigher
 
 SMALL = 1024
-"""Counts of a call, ranks times experts, up to which shadows are found among them; to weigh anything once more takes as long as
-so small a call could gain by it."""
+"""The largest size of a call's counts, ranks times experts, for which shadows are chosen from the call's own counts. Comparing
+options again would take as long as such a small call could gain."""
 
 WORSE = 0.15
-"""Share of the mean load by which the busiest place may be busier than when its table was prepared."""
+"""Share of the mean load by which the busiest place may exceed its load at the time when the table was prepared."""
 
 
 @dataclass(frozen=True)
 class Pick:
-    """What a call runs, decided before its counts were known, and the table made from them."""
+    """A choice that was made before a call's counts were known, with the table built from the counts."""
 
     choice: CallChoice
     found: tuple[ReplicaLoad, ...]
+    """The call's loads, by replica of the experts."""
     table: np.ndarray | None
-    """What is replicated, (world, num_experts, ep) int64; None for nothing."""
+    """(world, num_experts, ep) int64: the replicated copies; None if nothing is replicated."""
     is_trial: bool = False
+    """Whether the choice runs to measure its time."""
     cells: np.ndarray | None = None
-    """(n,) int64: where the flat table may not be 0; None for everywhere."""
+    """(n,) int64: the only indices at which the flattened table may be nonzero; None for all indices."""
 
     @cached_property
     def replicated(self) -> tuple[Replications, ...]:
-        """By replica of the experts."""
+        """The replications within each replica of the experts."""
         if self.table is None:
             return (NOTHING,) * len(self.found)
         cells = np.flatnonzero(self.table) if self.cells is None else self.cells
@@ -60,15 +64,16 @@ class Pick:
 
 
 class Prepared:
-    """The next call's choice and table. `fit` is all that is done in the way of the call.
+    """The prepared choice and table of the next call, which itself only has to call `fit`.
 
     Args:
-        weigher: makes tables.
-        choice: what the next call runs.
-        is_trial: whether it is run to learn what it takes.
-        found: the loads of the call before.
-        factors: what is about as good, the choice first, and what the model's seconds of each are multiplied by; {} for the
-            choice alone. Where the load moved too much for the table, the fastest of them by its own counts runs.
+        weigher: builds tables and models options.
+        choice: the choice for the next call.
+        is_trial: whether the choice runs to measure its time.
+        found: the loads of the previous call, by replica of the experts.
+        factors: the choices that are about equally good, with `choice` first, and the factor on the modelled seconds of each.
+            If the load has changed too much for the table, the fastest of these by the call's own counts runs. None or {} for
+            `choice` only.
     """
 
     def __init__(
@@ -95,21 +100,21 @@ class Prepared:
             self._memory = np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
             self._memory.reshape(-1)[self._cells] = (
                 self._amounts
-            )  # written again by `fit`, in pages that are there by now
+            )  # `fit` overwrites these; writing now makes the system map the memory pages in advance
             text.update(self._cells.tobytes() + self._amounts.tobytes())
         self.digest = int.from_bytes(text.digest(), "big")
-        """A whole number below 2^48 that two ranks share if they prepared the same; exact as a float64."""
+        """An integer below 2^48, exact as a float64, which is equal on ranks that prepared the same."""
 
     @property
     def choices(self) -> tuple[CallChoice, ...]:
-        """What is decided, and what is weighed once more where the load moved."""
+        """The choice, and the choices with which it is compared again if the load has changed."""
         return tuple(self._factors)
 
     def fit(self, load: CallLoad) -> Pick:
-        """Return what a call runs.
+        """Return the choice and the table for a call.
 
         Args:
-            load: of the call.
+            load: the load of the call.
         """
         found = tuple(ReplicaLoad(load, links) for links in self._links)
         if not self.choice.recipe.policy:
@@ -127,7 +132,7 @@ class Prepared:
         )
 
     def _anew(self, found: tuple[ReplicaLoad, ...]) -> Pick:
-        """Return what runs where the load moved too much for the table."""
+        """Return the fastest of the prepared choices for a load that has changed too much for the prepared table."""
         made = {choice: self._weigher.anew(choice.recipe, found) for choice in self._factors}
         alone = self._weigher.alone(found)
         nothing = alone.replicated
@@ -142,7 +147,7 @@ class Prepared:
     def _picked(
         self, choice: CallChoice, found: tuple[ReplicaLoad, ...], replicated: tuple[Replications, ...] | None
     ) -> Pick:
-        """Return a choice with its tables; leaving alone where they are empty and it would replicate."""
+        """Return a choice with its tables, or that of leaving the call alone if a policy's tables are empty."""
         table = None if replicated is None else spread(found, replicated)
         is_whole = table is not None or not choice.recipe.policy
         return (
@@ -152,13 +157,13 @@ class Prepared:
         )
 
     def _fitted(self, load: CallLoad) -> np.ndarray | None:
-        """Return what each entry replicates, the same shares of the call's copies; None if the load moved too much for that."""
+        """Return the copies that each entry replicates by its prepared share; None if the load has changed too much."""
         now = load.copies.reshape(-1)[self._cells // load.grid.ep]
         amounts: np.ndarray = self._amounts * now // self._of
         return amounts if self._busiest_place(load, amounts) <= self._busiest + WORSE else None
 
     def _busiest_place(self, load: CallLoad, amounts: np.ndarray) -> float:
-        """Return the copies that the busiest place of ep computes under the entries, all replicas together, over the mean."""
+        """Return the load of the busiest place of ep under the entries, over all replicas, relative to the mean."""
         ep, experts = load.grid.ep, load.num_experts
         if self._places is None:
             self._places = load.home[self._cells // ep % experts], self._cells % ep
@@ -170,18 +175,18 @@ class Prepared:
         return float(((loads + moved) * slowness).max()) * ep / total if total else 0.0
 
     def _filled(self, load: CallLoad, amounts: np.ndarray) -> np.ndarray | None:
-        """Return the table with these entries; None for nothing."""
+        """Return the table with these amounts in the prepared cells; None if all are 0."""
         if not amounts.any():
             return None
         table, self._memory = self._memory, None
-        if table is None:  # asked for once more: the first call may still need its table
+        if table is None:  # `fit` was called before, and that call may still need its table
             table = np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
         table.reshape(-1)[self._cells] = amounts
         return table
 
 
 def _entries(found: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> tuple[np.ndarray, np.ndarray]:
-    """Return where the flat table of all origins is not 0, (n,) int64 ascending, and what is there."""
+    """Return the indices of the nonzero entries of the flattened table, (n,) int64 ascending, and their values."""
     load = found[0].load
     if any(replica.origins.shape[1] > 1 for replica in found):
         table = spread(found, replicated)

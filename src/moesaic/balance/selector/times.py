@@ -1,8 +1,9 @@
-"""What a layer's options really take: measured seconds over modelled ones, option by option, and what is worth a trial.
+"""Measured times of a layer's options, as ratios to the modelled times, and the choice of options that are worth a trial.
 
-Loads differ from call to call, so what is remembered is a ratio to the model. A ratio is an option's own, times what the
-machine makes everything take just now: how fast a machine is drifts, and an option that ran an hour ago must not look
-faster than the one that runs for that. An option counts as known only under about the load at which it ran.
+Loads differ from call to call, so ratios to the model are stored instead of seconds. A ratio is the product of the option's own
+factor and of a factor of the machine, common to all options. The speed of a machine drifts, and without the second factor an
+option that ran an hour ago might look faster for that reason alone. An option counts as known only for loads close to those
+under which it ran.
 """
 
 from __future__ import annotations
@@ -15,49 +16,52 @@ from dataclasses import dataclass, field
 from statistics import median
 
 KEPT = 32
-"""Measured calls of an option that are remembered; their median counts, so that one slow call decides nothing."""
+"""Number of measured calls that are kept per option; their median counts, which a single slow call hardly changes."""
 SETTLED = 8
-"""Measured calls after which an option's ratio is taken for its own, and what it deviates from it for the machine's doing."""
+"""Number of measured calls from which an option's ratio is taken as known, and deviations are attributed to the machine."""
 NEAR = 0.25
-"""Loads whose seconds per copy differ by no more than this share are about the same."""
+"""Loads count as close if their seconds per copy differ by no more than this share."""
 FOLLOW = 0.2
-"""How much of a call's surprise the machine is given the blame for."""
+"""Share of a call's deviation by which the factor of the machine is updated."""
 SAME = 0.05
-"""Loads that differ by no more than this share are not told apart at all."""
+"""Loads count as equal if their seconds per copy differ by no more than this share."""
 LEAP = 0.2
-"""Largest surprise, as a logarithm, that the machine is given any blame for."""
+"""Largest deviation, as a logarithm, that may update the factor of the machine; larger ones are clipped to it."""
 OUTLIER = 0.4
-"""Largest bad surprise, as a logarithm, that is believed of one call; nothing makes a call faster than it can be."""
+"""Largest slowdown, as a logarithm, that is stored for one call. Speedups are not limited, since no disturbance speeds up a
+call."""
 TRUST = 1.0
-"""Measured calls of an option that weigh as much as what options like it were off by."""
+"""The weight of the estimate from similar options, as a number of measured calls of the option itself."""
 SPREAD = 1.4
-"""Over the margin: what one call is taken to deviate by, as a share, while that is not known."""
+"""Assumed deviation of one call, relative to the margin, before enough calls have been measured."""
 ENOUGH = 4
-"""Measured calls of an option from which on their deviations say how noisy calls are."""
+"""Number of measured calls from which the deviations of an option are used to estimate the noise."""
 DEVIATION = 1.4826
-"""Standard deviation over median absolute deviation, of normal noise."""
+"""Ratio of the standard deviation to the median absolute deviation of normal noise."""
 DOUBT = 2.0
-"""Standard errors by which a measured option may be faster than it is thought to be."""
+"""Number of standard errors by which a measured option may be faster than estimated."""
 LEAST = 0.5
-"""Share of the margin that is left between options that were measured often."""
+"""Smallest margin between options, relative to the configured margin, however often they were measured."""
 MOST_TRIALS = 8
-"""Calls of an option under a load after which trying tells no more."""
+"""Number of calls of an option under a load from which the option is not tried again."""
 
 
 @dataclass
 class _Known:
+    """The measured and tried calls of one option."""
+
     program: int
     measured: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=KEPT))
-    """Load, and logarithm of the ratio to the model, less that of the machine."""
+    """For each measured call: its load, and the logarithm of its ratio to the model without the factor of the machine."""
     tried: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
-    """Loads under which it was tried, whether or not anything was measured."""
+    """The loads of the option's trials, whether or not they were measured."""
     summed: tuple[float, int, float] | None = None
-    """A load, how often it ran or was tried under about that, and the median of the logarithms; None after a change."""
+    """A load, the number of runs or trials under close loads, and the median of their logarithms; None if outdated."""
     off: list[float] | None = None
-    """What each measured call deviates by from the median of those under about its load; None after a change."""
+    """The return value of `deviations`; None if outdated."""
 
     def deviations(self) -> list[float]:
-        """Return what each measured call deviates by, as a logarithm, from the median of those under about its load."""
+        """Return the deviation of each measured call, as a logarithm, from the median of the calls under close loads."""
         if self.off is None:
             by_load = sorted(self.measured)
             loads, ratios = [load for load, _ in by_load], [ratio for _, ratio in by_load]
@@ -71,11 +75,11 @@ class _Known:
         return self.off
 
     def change(self) -> None:
-        """Forget what followed from the calls so far."""
+        """Discard the cached results after a change of `measured`."""
         self.summed = self.off = None
 
     def at(self, load: float) -> tuple[int, float]:
-        """Return how often it ran or was tried under about a load, and the median of its logarithms."""
+        """Return the number of runs or trials of the option under loads close to `load`, and the median of their logarithms."""
         if self.summed is None or abs(self.summed[0] - load) > SAME * load:
             near = [ratio for at, ratio in self.measured if _is_near(at, load)]
             ratios = near or [ratio for _, ratio in self.measured] or [0.0]
@@ -85,10 +89,10 @@ class _Known:
 
 
 class Times:
-    """Of one layer.
+    """The measured times of the options of one layer.
 
     Args:
-        optimism: by how much an option that never ran may be faster than it is thought to be, as a share.
+        optimism: the share by which an option that never ran may be faster than estimated.
     """
 
     def __init__(self, optimism: float) -> None:
@@ -97,18 +101,18 @@ class Times:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was measured yet."""
+        """Whether nothing has been measured yet."""
         return not any(each.measured for each in self._known.values())
 
     def note(self, name: str, program: int, load: float, modelled: float, measured: float) -> None:
-        """Take down how long a call took.
+        """Record the time of a call.
 
         Args:
-            name: of its option.
-            program: that ran.
-            load: of the call: modelled seconds per copy if it had been left alone.
-            modelled: seconds.
-            measured: seconds, of the slowest rank.
+            name: name of the option that ran.
+            program: index of the program that ran.
+            load: the load of the call, as the modelled seconds per copy if the call had been left alone.
+            modelled: modelled seconds.
+            measured: measured seconds on the slowest rank.
         """
         if modelled <= 0 or measured <= 0:
             return
@@ -117,36 +121,36 @@ class Times:
             self._machine = ratio
         surprise = ratio - self._machine - self._log_factor(name, program, load)
         known = self._known.setdefault(name, _Known(program))
-        if len(known.measured) >= SETTLED:  # before that the surprise is the option's own
+        if len(known.measured) >= SETTLED:  # before that, the deviation is attributed to the option
             self._machine += FOLLOW * min(max(surprise, -LEAP), LEAP)
         known.measured.append((load, ratio - self._machine - surprise + min(surprise, OUTLIER)))
         known.change()
 
     def try_out(self, name: str, program: int, load: float) -> None:
-        """Take down that an option is being tried, so that one whose calls are never measured is not tried for ever."""
+        """Record a trial of an option. Otherwise an option whose calls are never measured would be tried for ever."""
         known = self._known.setdefault(name, _Known(program))
         known.tried.append(load)
         known.summed = None
 
     def count(self, name: str, load: float) -> int:
-        """Return how often an option ran, or was tried, under about a load."""
+        """Return how often an option ran or was tried under loads close to `load`."""
         known = self._known.get(name)
         return 0 if known is None else known.at(load)[0]
 
     def ran(self, name: str) -> bool:
-        """Return whether an option ever ran, or was tried."""
+        """Return whether an option ever ran or was tried."""
         return name in self._known
 
     def factor(self, name: str, program: int, load: float) -> float:
-        """Return what an option's modelled seconds are to be multiplied by, to compare it with others.
+        """Return the factor on an option's modelled seconds for comparison with other options.
 
-        Of an option that never ran it is what others of its program were off by, the less the fewer they are, or else all
-        others; one that ran a few times only is not quite believed.
+        For an option that never ran, the factor is estimated from other options: those with the same program, mixed with all
+        others if there are few. For an option with few measured calls, that estimate is mixed with the option's own ratio.
         """
         return math.exp(self._log_factor(name, program, load))
 
     def _believed(self, name: str, load: float) -> float:
-        """Return how much faster an option would be if the few calls that were measured of it were quite believed."""
+        """Return the factor, at most 1, by which an option is faster if only its own measured calls count."""
         known = self._known.get(name)
         if known is None or not known.measured:
             return 1.0
@@ -161,7 +165,7 @@ class Times:
         alike = [each.at(load)[1] for each in others if each.program == program]
         rest = [each.at(load)[1] for each in others if each.program != program]
         prior = median(alike or rest) if others else None
-        if alike and rest:  # where one option is off, its program need not be
+        if alike and rest:  # a few options that are off need not mean that their program is
             prior = (len(alike) * median(alike) + TRUST * median(rest)) / (len(alike) + TRUST)
         if known is None or not count:
             return prior or 0.0
@@ -169,19 +173,20 @@ class Times:
         return own if prior is None else (count * own + TRUST * prior) / (count + TRUST)
 
     def machine(self) -> float:
-        """Return measured over modelled seconds that all options have in common of late."""
+        """Return the factor of the machine: the recent ratio of measured to modelled seconds that all options share."""
         return math.exp(self._machine)
 
     def noise(self) -> float | None:
-        """Return by which share one call deviates from the median of its option; None while no option was measured enough."""
+        """Return the standard deviation of one call from the median of its option, as a share; None before an option has
+        `ENOUGH` measured calls."""
         enough = (known for known in self._known.values() if len(known.measured) >= ENOUGH)
         found = [each for known in enough for each in known.deviations()]
         return DEVIATION * median(found) if found else None
 
     def margin(self, margin: float, name: str, other: str, load: float) -> float:
-        """Return by how much one option must be faster than another to replace it: the standard error of their difference.
+        """Return the share by which one option must be faster than another to replace it: the standard error of the difference.
 
-        Before anything was measured it is the margin itself, and it is never below `LEAST` of it.
+        Before anything has been measured this is `margin`, and it is never below `LEAST * margin`.
         """
         if self.is_empty:
             return margin
@@ -190,19 +195,19 @@ class Times:
         return max(spread * self._error(name, other, load), LEAST * margin)
 
     def _error(self, name: str, other: str, load: float) -> float:
-        """Return the standard error of the difference of two options, over the deviation of one call."""
+        """Return the standard error of the difference of two options, relative to the deviation of one call."""
         return math.sqrt(sum(1 / max(self.count(each, load), 0.5) for each in (name, other)))
 
     def worth_trying(self, seconds: Mapping[str, float], best: str, load: float) -> str | None:
-        """Return the option that may well be faster than the one that seems best; None if there is none.
+        """Return the option that is most likely to be faster than the best known one; None if no option may be.
 
-        One that never ran may be faster by the optimism; one that was measured by two standard errors of what calls deviate by,
-        so that quiet machines are done with trials early, and noisy ones do not take a lucky call for an answer.
+        An option that never ran may be faster by the optimism, a measured one by two standard errors of the noise. Quiet
+        machines thus finish their trials early, and noisy ones do not conclude anything from a single lucky call.
 
         Args:
-            seconds: that options are thought to take.
-            best: of them.
-            load: of the call.
+            seconds: the predicted seconds of each option.
+            best: the name of the best option.
+            load: the load of the call.
         """
         hopes, noise = {}, self.noise()
         for name, each in seconds.items():

@@ -130,10 +130,10 @@ def split(message: Tensor, layout: tuple[Part, ...]) -> list[Tensor]:
     parts, start = [], 0
     for part in layout:
         dtype, end = getattr(torch, part.dtype), start + int(part.num_bytes)
-        held = message[start:end]
-        if held.storage_offset() % dtype.itemsize or held.data_ptr() % dtype.itemsize:
-            held = held.clone()
-        parts.append(held.view(dtype).view(*map(int, part.shape)))
+        field = message[start:end]
+        if field.storage_offset() % dtype.itemsize or field.data_ptr() % dtype.itemsize:
+            field = field.clone()
+        parts.append(field.view(dtype).view(*map(int, part.shape)))
         start = end
     return parts
 

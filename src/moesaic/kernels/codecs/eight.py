@@ -84,11 +84,11 @@ class Fp8(AbstractCodec):
 
             fp8_encode(rows, *fields)
             return
-        scale, eighths = fields
+        scale, codes = fields
         values = rows.to(scale.dtype)
         scale.copy_(scales(block_max(values), FP8_LARGEST))
         scaled = values / per_value(scale, rows.shape[1])
-        eighths.copy_(scaled.clamp_(-FP8_LARGEST, FP8_LARGEST).nan_to_num_(0.0))
+        codes.copy_(scaled.clamp_(-FP8_LARGEST, FP8_LARGEST).nan_to_num_(0.0))
 
     def _read(self, fields: list[Tensor], num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
         if codes_by_triton(fields[0].device, dtype):
@@ -96,8 +96,8 @@ class Fp8(AbstractCodec):
 
             decoded: Tensor = decode(*fields, dtype)
             return decoded
-        scale, eighths = fields
-        return saturate(eighths.to(scale.dtype) * per_value(scale, dim), dtype)
+        scale, codes = fields
+        return saturate(codes.to(scale.dtype) * per_value(scale, dim), dtype)
 
     def _bound(self, rows: Tensor) -> Tensor:
         values = rows.to(compute_dtype(rows.dtype))

@@ -242,15 +242,15 @@ def whole_planes(sent: np.ndarray, bits: int) -> np.ndarray:
         (B,) int64.
     """
     places = np.arange(1, ZFP_BLOCK * ZFP_BLOCK + 1)
-    left = np.full(len(sent), bits, dtype=np.int64)
+    bits_left = np.full(len(sent), bits, dtype=np.int64)
     reached = np.zeros(len(sent), dtype=np.int64)
     planes = np.zeros(len(sent), dtype=np.int64)
     for place in reversed(range(sent.dtype.itemsize * 8)):
         is_set = (sent >> sent.dtype.type(place)) & sent.dtype.type(1) != 0
         is_new = is_set & (places > reached[:, None])
-        now = np.maximum(reached, (is_new * places).max(1))
-        is_last_new = (now == ZFP_BLOCK * ZFP_BLOCK) & (reached < ZFP_BLOCK * ZFP_BLOCK)
-        left -= now + is_new.sum(1) + (now < ZFP_BLOCK * ZFP_BLOCK) - is_last_new
-        planes += left >= 0
-        reached = now
+        reached_now = np.maximum(reached, (is_new * places).max(1))
+        is_last_new = (reached_now == ZFP_BLOCK * ZFP_BLOCK) & (reached < ZFP_BLOCK * ZFP_BLOCK)
+        bits_left -= reached_now + is_new.sum(1) + (reached_now < ZFP_BLOCK * ZFP_BLOCK) - is_last_new
+        planes += bits_left >= 0
+        reached = reached_now
     return planes

@@ -70,7 +70,7 @@ def default_tiles(work: ExpertWork) -> dict[str, Tile]:
     return {name: default_tile(shape, device) for name, shape in shapes(*sizes, gated=work.up.shape[1] == 2).items()}
 
 
-def has_form_for(work: ExpertWork) -> bool:
+def supports(work: ExpertWork) -> bool:
     """Return whether these kernels support this call."""
     is_plain = work.up_bias is None and work.down_bias is None and not work.gates_first
     return is_plain and work.x.dtype in DTYPES and work.activation in FORMS and work.clamp is None
@@ -85,7 +85,7 @@ def forward(work: ExpertWork, out_dtype: torch.dtype, tiles: Mapping[str, Tile] 
         out_dtype: dtype of the result.
         tiles: tiles by the names in `TILES`; None for the defaults.
     """
-    if not has_form_for(work):
+    if not supports(work):
         return whole_batch.forward(work, out_dtype)
     tile = default_tiles(work) if tiles is None else tiles
     token = _token(work)
@@ -107,7 +107,7 @@ def backward(
         wanted: which gradients to compute.
         tiles: tiles by the names in `TILES`; None for the defaults.
     """
-    if not has_form_for(work):
+    if not supports(work):
         return whole_batch.backward(work, pre, dy, wanted)
     tile = default_tiles(work) if tiles is None else tiles
     token, ends, d_gates, d_x = _token(work), work.ends, None, None
@@ -158,5 +158,5 @@ def _summed(rows: Tensor, work: ExpertWork, dtype: torch.dtype) -> Tensor:
     """Return the sum of each token's rows, or the rows themselves if the call has no dispatch."""
     if work.dispatch is None:
         return rows.to(dtype)
-    sent = work.dispatch
-    return sum_tokens(rows, sent.by_token, sent.starts, None, sent.per_token or 0, dtype)
+    dispatch = work.dispatch
+    return sum_tokens(rows, dispatch.by_token, dispatch.starts, None, dispatch.per_token or 0, dtype)

@@ -38,18 +38,18 @@ def int8_encode(rows: Tensor, scale: Tensor, integers: Tensor) -> None:
     )
 
 
-@torch.library.custom_op("moesaic::triton_fp8_encode", mutates_args=("scale", "eighths"))
-def fp8_encode(rows: Tensor, scale: Tensor, eighths: Tensor) -> None:
+@torch.library.custom_op("moesaic::triton_fp8_encode", mutates_args=("scale", "codes"))
+def fp8_encode(rows: Tensor, scale: Tensor, codes: Tensor) -> None:
     """Fill the fields of an `Fp8` message.
 
     Args:
         rows: (R, D) float16, bfloat16 or float32.
         scale: (R, ceil(D / 128)) float32, written.
-        eighths: (R, D) float8_e4m3fn, written.
+        codes: (R, D) float8_e4m3fn, written.
     """
     grid = (len(rows), triton.cdiv(scale.shape[1], BLOCKS))
     _fp8_encode_kernel[grid](
-        rows.contiguous(), scale, eighths.view(torch.uint8), rows.shape[1], scale.shape[1],
+        rows.contiguous(), scale, codes.view(torch.uint8), rows.shape[1], scale.shape[1],
         LARGEST=FP8_LARGEST, WIDTH=FP8_WIDTH, BLOCKS=BLOCKS,
     )  # fmt: skip
 
@@ -135,7 +135,7 @@ def _int8_encode_kernel(
 def _fp8_encode_kernel(
     rows: tl.tensor,
     scales: tl.tensor,
-    eighths: tl.tensor,
+    codes: tl.tensor,
     dim: tl.tensor,
     blocks: tl.tensor,
     LARGEST: tl.constexpr,
@@ -151,8 +151,8 @@ def _fp8_encode_kernel(
     scale = scale_of(largest, tl.min(is_finite.to(tl.int32), 1) == 1, LARGEST)
     tl.store(scales + row * blocks + block, scale, mask=block < blocks)
     scaled = tl.div_rn(value, tl.zeros((BLOCKS, WIDTH), tl.float32) + scale[:, None])
-    held = tl.where(scaled == scaled, tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST), float("nan"))
-    tl.store(eighths + row * dim + column, to_e4m3(held).to(tl.uint8), mask=column < dim)
+    clamped = tl.where(scaled == scaled, tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST), float("nan"))
+    tl.store(codes + row * dim + column, to_e4m3(clamped).to(tl.uint8), mask=column < dim)
 
 
 @triton.jit

@@ -106,21 +106,21 @@ def decode_kernel(
         word = tl.load(stream + block.to(tl.int64) * RATE + unit, mask=is_block, other=0).to(tl.int32)
         for place in tl.static_range(16):
             step = unit * 16 + place
-            got = (word >> place) & 1
-            header = tl.where(step < HEADER, header | (got << tl.minimum(step, 31)), header)
+            bit = (word >> place) & 1
+            header = tl.where(step < HEADER, header | (bit << tl.minimum(step, 31)), header)
             codes = ((header & 1) == 1) & (step >= HEADER) & (plane >= 0)
             is_known = codes & (known > 0)
             is_test = codes & (known == 0) & (searching == 0)
             is_search = codes & (known == 0) & (searching == 1)
-            is_last = (is_test & (got == 1) & (reached == 15)) | (is_search & (got == 0) & (reached == 14))
-            bits = tl.where(is_known, bits | (got << tl.maximum(reached - known, 0)), bits)
-            bits = tl.where(is_search & (got == 1), bits | (1 << reached), bits)
+            is_last = (is_test & (bit == 1) & (reached == 15)) | (is_search & (bit == 0) & (reached == 14))
+            bits = tl.where(is_known, bits | (bit << tl.maximum(reached - known, 0)), bits)
+            bits = tl.where(is_search & (bit == 1), bits | (1 << reached), bits)
             bits = tl.where(is_last, bits | (1 << 15), bits)
-            searching = tl.where(is_test & (got == 1) & (reached < 15), 1, searching)
-            searching = tl.where(is_search & (got == 1), 0, searching)
+            searching = tl.where(is_test & (bit == 1) & (reached < 15), 1, searching)
+            searching = tl.where(is_search & (bit == 1), 0, searching)
             known = tl.where(is_known, known - 1, known)
             reached = tl.where(is_last, 16, tl.where(is_search, reached + 1, reached))
-            is_done = is_last | (is_test & (got == 0)) | (is_known & (known == 0) & (reached == 16))
+            is_done = is_last | (is_test & (bit == 0)) | (is_known & (known == 0) & (reached == 16))
             at = planes + tl.maximum(plane, 0) * num_blocks + block
             tl.store(at, bits.to(tl.int16), mask=is_block & is_done)
             plane = tl.where(is_done, plane - 1, plane)
@@ -228,7 +228,7 @@ def lift(x: tl.tensor, BLOCKS: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def drop(x: tl.tensor, BLOCKS: tl.constexpr) -> tl.tensor:
+def unlift(x: tl.tensor, BLOCKS: tl.constexpr) -> tl.tensor:
     """Invert `lift`, except for the bits that it rounded away."""
     even, odd = tl.split(tl.reshape(x, (BLOCKS, 4, 2, 2)))
     x, z = tl.split(even)
@@ -313,8 +313,8 @@ def _values_kernel(
         bits = tl.load(planes + plane * num_blocks + block, mask=is_block, other=0).to(tl.int32)
         negabinary |= ((bits[:, None] >> sent_as[None, :]) & 1) << plane
     integers = tl.reshape((negabinary ^ NEGABINARY) - NEGABINARY, (BLOCKS, 4, 4))
-    integers = tl.permute(drop(tl.permute(integers, (0, 2, 1)), BLOCKS), (0, 2, 1))
-    integers = tl.reshape(drop(integers, BLOCKS), (BLOCKS, 16))
+    integers = tl.permute(unlift(tl.permute(integers, (0, 2, 1)), BLOCKS), (0, 2, 1))
+    integers = tl.reshape(unlift(integers, BLOCKS), (BLOCKS, 16))
     exponent = tl.load(exponents + block, mask=is_block, other=-127)
     is_zero = exponent == -127
     factor = power_of_two(tl.where(is_zero, 30, exponent) - 30)

@@ -19,10 +19,10 @@ class Linear(AbstractAllToAll):
 
     judges_layouts = True
 
-    def hops(self, places: NodeMap) -> tuple[Hop, ...]:
+    def hops(self, node_map: NodeMap) -> tuple[Hop, ...]:
         return (Hop(Lane.INTER),)
 
-    def path(self, places: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
+    def path(self, node_map: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
         return legs_of((0, source, target))
 
 
@@ -33,11 +33,11 @@ class Pipelined(AbstractAllToAll):
     long.
     """
 
-    def hops(self, places: NodeMap) -> tuple[Hop, ...]:
+    def hops(self, node_map: NodeMap) -> tuple[Hop, ...]:
         return Hop(Lane.INTER), Hop(Lane.INTRA)
 
-    def path(self, places: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
-        return legs_of((int(places.node(source) == places.node(target)), source, target))
+    def path(self, node_map: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
+        return legs_of((int(node_map.node(source) == node_map.node(target)), source, target))
 
 
 class Hier1D(AbstractAllToAll):
@@ -46,14 +46,14 @@ class Hier1D(AbstractAllToAll):
     The "hierarchical all-to-all" of Hetu (Nie et al., 2022): few large messages between nodes, through one rank's link.
     """
 
-    def hops(self, places: NodeMap) -> tuple[Hop, ...]:
+    def hops(self, node_map: NodeMap) -> tuple[Hop, ...]:
         return Hop(Lane.INTRA), Hop(Lane.INTER, (-1, 0)), Hop(Lane.INTRA, (0, 1))
 
-    def path(self, places: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
-        if places.node(source) == places.node(target):
+    def path(self, node_map: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
+        if node_map.node(source) == node_map.node(target):
             return legs_of((0, source, target))
-        mine, theirs = (places.rank(places.node(rank), 0) for rank in (source, target))
-        return legs_of((0, source, mine), (1, mine, theirs), (2, theirs, target))
+        leader, target_leader = (node_map.rank(node_map.node(rank), 0) for rank in (source, target))
+        return legs_of((0, source, leader), (1, leader, target_leader), (2, target_leader, target))
 
 
 class Hier2D(AbstractAllToAll):
@@ -67,22 +67,22 @@ class Hier2D(AbstractAllToAll):
     needs_even_nodes = True
     judges_layouts = True
 
-    def hops(self, places: NodeMap) -> tuple[Hop, ...]:
+    def hops(self, node_map: NodeMap) -> tuple[Hop, ...]:
         return Hop(Lane.INTRA), Hop(Lane.INTER, (-1, 0))
 
-    def path(self, places: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
-        mate = places.rank(places.node(source), places.local(target))
+    def path(self, node_map: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
+        mate = node_map.rank(node_map.node(source), node_map.local(target))
         return legs_of((0, source, mate), (1, mate, target))
 
-    def paths(self, places: NodeMap) -> dict[int, np.ndarray]:
-        ranks, at = np.array(places.ranks), np.array(places.nodes)
-        node, local = np.divmod(np.arange(len(ranks)), at.shape[1])  # ranks of a group are node-major
+    def paths(self, node_map: NodeMap) -> dict[int, np.ndarray]:
+        ranks, ranks_by_node = np.array(node_map.ranks), np.array(node_map.nodes)
+        node, local = np.divmod(np.arange(len(ranks)), ranks_by_node.shape[1])  # ranks of a group are node-major
         source, target = np.nonzero(~np.eye(len(ranks), dtype=bool))
-        mate = at[node[source], local[target]]
+        mate = ranks_by_node[node[source], local[target]]
         source, target = ranks[source], ranks[target]
         hops = (source, mate), (mate, target)
-        legs = {hop: np.stack([source, target, *ends])[:, ends[0] != ends[1]] for hop, ends in enumerate(hops)}
-        return {hop: each for hop, each in legs.items() if each.shape[1]}
+        legs = {number: np.stack([source, target, *leg])[:, leg[0] != leg[1]] for number, leg in enumerate(hops)}
+        return {number: legs_of_hop for number, legs_of_hop in legs.items() if legs_of_hop.shape[1]}
 
 
 class NaiveAggregation(AbstractAllToAll):
@@ -95,13 +95,13 @@ class NaiveAggregation(AbstractAllToAll):
     needs_even_nodes = True
     hops_by_node = True
 
-    def hops(self, places: NodeMap) -> tuple[Hop, ...]:
-        inside = range(len(places.nodes))
+    def hops(self, node_map: NodeMap) -> tuple[Hop, ...]:
+        inside = range(len(node_map.nodes))
         return *(Hop(Lane.INTRA) for _ in inside), Hop(Lane.INTER, (-1, *inside))
 
-    def path(self, places: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
-        node, last = places.node(target), len(places.nodes)
-        mate = places.rank(places.node(source), places.local(target))
+    def path(self, node_map: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
+        node, last = node_map.node(target), len(node_map.nodes)
+        mate = node_map.rank(node_map.node(source), node_map.local(target))
         return legs_of((node, source, mate), (last, mate, target))
 
 
@@ -114,15 +114,15 @@ class Hier3D(AbstractAllToAll):
 
     needs_even_nodes = True
 
-    def hops(self, places: NodeMap) -> tuple[Hop, ...]:
+    def hops(self, node_map: NodeMap) -> tuple[Hop, ...]:
         return Hop(Lane.INTRA), Hop(Lane.INTER, (-1, 0)), Hop(Lane.INTER, (-1, 0, 1))
 
-    def path(self, places: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
-        here, there = places.node(source), places.node(target)
-        mate = places.rank(here, places.local(target))
-        near = places.like(here, there, self.nodes_per_group(len(places.nodes)))
-        gate = places.rank(near, places.local(target))
-        return legs_of((0, source, mate), (1, mate, gate), (2, gate, target))
+    def path(self, node_map: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
+        source_node, target_node = node_map.node(source), node_map.node(target)
+        mate = node_map.rank(source_node, node_map.local(target))
+        relay_node = node_map.like(source_node, target_node, self.nodes_per_group(len(node_map.nodes)))
+        relay = node_map.rank(relay_node, node_map.local(target))
+        return legs_of((0, source, mate), (1, mate, relay), (2, relay, target))
 
     def nodes_per_group(self, nodes: int) -> int:
         return max(size for size in range(1, math.isqrt(nodes) + 1) if nodes % size == 0)

@@ -52,23 +52,23 @@ class AbstractAllToAll(ABC):
         return 1
 
     @abstractmethod
-    def hops(self, places: NodeMap) -> tuple[Hop, ...]:
+    def hops(self, node_map: NodeMap) -> tuple[Hop, ...]:
         """Return the hops, in an order in which they may be issued."""
 
     @abstractmethod
-    def path(self, places: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
+    def path(self, node_map: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
         """Return the legs of a packet between two different ranks, in order, without legs from a rank to itself."""
 
-    def paths(self, places: NodeMap) -> dict[int, np.ndarray]:
+    def paths(self, node_map: NodeMap) -> dict[int, np.ndarray]:
         """Return for each hop the legs of all packets: source and target of the packet, then of the leg, (4, packets) int64.
 
         Override it for an algorithm whose paths are a formula: computing them at once is faster for thousands of ranks.
         """
-        found: dict[int, list[tuple[int, int, int, int]]] = {}
-        for source, target in permutations(places.ranks, 2):
-            for leg in self.path(places, source, target):
-                found.setdefault(leg.hop, []).append((source, target, leg.source, leg.target))
-        return {hop: np.array(legs).T for hop, legs in found.items()}
+        by_hop: dict[int, list[tuple[int, int, int, int]]] = {}
+        for source, target in permutations(node_map.ranks, 2):
+            for leg in self.path(node_map, source, target):
+                by_hop.setdefault(leg.hop, []).append((source, target, leg.source, leg.target))
+        return {hop: np.array(legs).T for hop, legs in by_hop.items()}
 
 
 class NodeMap:
@@ -80,9 +80,13 @@ class NodeMap:
 
     def __init__(self, grid: Grid, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
-        self.nodes = [list(node) for _, node in groupby(ranks, grid.node_of)]
+        self.nodes = [list(ranks_of_node) for _, ranks_of_node in groupby(ranks, grid.node_of)]
         """The group's ranks on each node."""
-        self._at = {rank: (n, i) for n, node in enumerate(self.nodes) for i, rank in enumerate(node)}
+        self._positions = {
+            rank: (node_index, local)
+            for node_index, ranks_of_node in enumerate(self.nodes)
+            for local, rank in enumerate(ranks_of_node)
+        }
 
     @property
     def is_even(self) -> bool:
@@ -91,11 +95,11 @@ class NodeMap:
 
     def node(self, rank: int) -> int:
         """Return the index of a rank's node within the group."""
-        return self._at[rank][0]
+        return self._positions[rank][0]
 
     def local(self, rank: int) -> int:
         """Return a rank's position among the group's ranks on its node."""
-        return self._at[rank][1]
+        return self._positions[rank][1]
 
     def rank(self, node: int, local: int) -> int:
         """Return the rank at a position."""
@@ -111,24 +115,26 @@ def legs_by_hop(link: AbstractAllToAll, grid: Grid, group: tuple[Axis, ...]) -> 
 
     (4, packets) int64 each. A hop without packets is left out.
     """
-    found: dict[int, list[np.ndarray]] = {}
+    by_hop: dict[int, list[np.ndarray]] = {}
     kinds = grid.kinds_of_groups(group)
     for ranks in kinds:
         for hop, legs in link.paths(NodeMap(grid, ranks)).items():
-            found.setdefault(hop, []).append(legs)
-    again = np.arange(0, grid.world, sum(map(len, kinds)))
-    return {hop: (np.concatenate(legs, axis=1)[:, None] + again[:, None]).reshape(4, -1) for hop, legs in found.items()}
+            by_hop.setdefault(hop, []).append(legs)
+    shifts = np.arange(0, grid.world, sum(map(len, kinds)))
+    return {
+        hop: (np.concatenate(legs, axis=1)[:, None] + shifts[:, None]).reshape(4, -1) for hop, legs in by_hop.items()
+    }
 
 
 def check_link(link: AbstractAllToAll, name: str, grid: Grid, group: tuple[Axis, ...]) -> None:
     """Raise InputError if an algorithm cannot run within all groups over some axes with the same hops."""
-    places = [NodeMap(grid, ranks) for ranks in grid.kinds_of_groups(group)]
-    if link.needs_even_nodes and not all(each.is_even for each in places):
+    node_maps = [NodeMap(grid, ranks) for ranks in grid.kinds_of_groups(group)]
+    if link.needs_even_nodes and not all(node_map.is_even for node_map in node_maps):
         raise InputError(
             f"plan.all_to_all={name} needs equally many ranks of every group over {'+'.join(group)} on each node, "
             f"which nodes of {grid.ranks_per_node} ranks do not give: choose linear or pipelined"
         )
-    if len({link.hops(each) for each in places}) > 1:
+    if len({link.hops(node_map) for node_map in node_maps}) > 1:
         raise InputError(
             f"plan.all_to_all={name} needs every group over {'+'.join(group)} on equally many nodes, which nodes of "
             f"{grid.ranks_per_node} ranks do not give: choose linear or pipelined"

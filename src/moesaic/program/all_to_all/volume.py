@@ -59,17 +59,17 @@ def traffic(program: Program, sizes: CallSizes, node_of: Callable[[int], int]) -
     """
     slots = {slot.name: slot for slot in program.slots}
     codecs = {task.writes[0]: task.codec for task in program.tasks if task.op is Op.PACK}
-    found = []
+    entries = []
     for task in program.tasks:
         if task.op not in (Op.MOVE, Op.HOP):
             continue
         source, target = _ends(task, slots)
         rows, messages = [0, 0], [0, 0]
-        for a, b, count in messages_of(task, slots, sizes):
-            across = node_of(a) != node_of(b)
-            rows[across] += count
-            messages[across] += 1
-        found.append(
+        for sender, receiver, count in messages_of(task, slots, sizes):
+            crosses = node_of(sender) != node_of(receiver)
+            rows[crosses] += count
+            messages[crosses] += 1
+        entries.append(
             Traffic(
                 task=task.name,
                 collective=collective(program, task.name) if task.op is Op.MOVE else task.link,
@@ -82,7 +82,7 @@ def traffic(program: Program, sizes: CallSizes, node_of: Callable[[int], int]) -
                 across_messages=messages[1],
             )
         )
-    return found
+    return entries
 
 
 def _ends(task: Task, slots: dict[str, Slot]) -> tuple[Slot, Slot]:

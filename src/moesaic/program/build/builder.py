@@ -30,22 +30,24 @@ class Builder:
 
     def permute(self, tokens: str, index: str, name: str, layout: Layout, states: States | None = None) -> str:
         """Copy tokens to rows. Pass `states` if ranks with the same tokens take different rows."""
-        given = self._states(tokens) if states is None else states
-        return self._task(Op.PERMUTE, (tokens, index), name, Kind.ROWS, layout, given, Stage.DISPATCH)
+        row_states = self._states(tokens) if states is None else states
+        return self._task(Op.PERMUTE, (tokens, index), name, Kind.ROWS, layout, row_states, Stage.DISPATCH)
 
     def combine(self, rows: str, index: str, name: str, layout: Layout, states: States | None = None) -> str:
         """Sum rows to tokens. Pass `states` if ranks sum different rows into the same tokens."""
-        kind, given = Kind.TOKENS if layout.flow == "tokens" else Kind.ROWS, self._states(rows)
-        given = given if states is None else states
-        return self._task(Op.COMBINE, (rows, index), name, kind, layout, given, Stage.COMBINE)
+        kind = Kind.TOKENS if layout.flow == "tokens" else Kind.ROWS
+        summed_states = self._states(rows) if states is None else states
+        return self._task(Op.COMBINE, (rows, index), name, kind, layout, summed_states, Stage.COMBINE)
 
     def expert(self, rows: str, gates: str, name: str) -> str:
         """Run the experts. Rows and gates are replicated over etp, the results are partial sums over etp."""
         weights = [self.input("w", Kind.WEIGHT, Layout(flow="weights", experts="rank"), {})]
         if self._bias:
-            held = self.input("b", Kind.WEIGHT, Layout(flow="bias", experts="rank"), {"etp": State.IDENTICAL})
-            of_shards = Layout(flow="bias", experts="rank")
-            weights.append(self.move(held, "b_shards", of_shards, ("etp",), {"etp": State.REPLICATED}, Stage.DISPATCH))
+            bias = self.input("b", Kind.WEIGHT, Layout(flow="bias", experts="rank"), {"etp": State.IDENTICAL})
+            shard_layout = Layout(flow="bias", experts="rank")
+            weights.append(
+                self.move(bias, "b_shards", shard_layout, ("etp",), {"etp": State.REPLICATED}, Stage.DISPATCH)
+            )
         states = self._states(rows) | {"etp": State.PARTIAL}
         reads, layout = (rows, gates, *weights), self._slots[rows].layout
         return self._task(Op.EXPERT, reads, name, Kind.ROWS, layout, states, Stage.EXPERT)
@@ -125,11 +127,11 @@ def declare(
     build: Builder, tokens: Layout, copies: Layout, states: States, gate_states: States | None = None
 ) -> tuple[str, str, str]:
     """Declare the inputs of every schedule: tokens `x`, routing weights `gates`, and `index`, the token of each copy."""
-    of_gates = states if gate_states is None else gate_states
+    copy_states = states if gate_states is None else gate_states
     return (
         build.input("x", Kind.TOKENS, tokens, states),
-        build.input("gates", Kind.LANE, copies, of_gates),
-        build.input("index", Kind.INDEX, copies, of_gates),
+        build.input("gates", Kind.LANE, copies, copy_states),
+        build.input("index", Kind.INDEX, copies, copy_states),
     )
 
 

@@ -59,22 +59,22 @@ class Jobs:
         """
         reached, seconds, tails, thread = list(ends), self.seconds, self.tails, free[0]
         waiting: list[list[tuple[float, float, float]]] = [[] for _ in free]
-        for job, at in enumerate(self.resources):
+        for job, index in enumerate(self.resources):
             if done >> job & 1:
                 continue
-            head = free[at] if free[at] > thread else thread
+            head = free[index] if free[index] > thread else thread
             for other in self.before[job]:
                 if reached[other] > head:
                     head = reached[other]
             reached[job] = end = head + seconds[job]
             if end + tails[job] >= enough:
                 return end + tails[job]
-            waiting[at].append((head, seconds[job], tails[job]))
-        found = max(*free, *ends)
+            waiting[index].append((head, seconds[job], tails[job]))
+        bound = max(*free, *ends)
         for jobs in waiting:
-            if jobs and found < enough:
-                found = max(found, preemptive(jobs))
-        return found
+            if jobs and bound < enough:
+                bound = max(bound, preemptive(jobs))
+        return bound
 
 
 def jobs_of(program: Program, seconds: Mapping[str, float], host_runs_compute: bool) -> Jobs:
@@ -112,22 +112,22 @@ def preemptive(jobs: list[tuple[float, float, float]]) -> float:
     running: list[tuple[float, float]] = []
     """Jobs that may run: (-tail, seconds left)."""
     now = latest = 0.0
-    at = 0
+    position = 0
     head, seconds, tail = coming[0]
     while running or head < math.inf:
         if not running and head > now:
             now = head
         while head <= now:
             heapq.heappush(running, (-tail, seconds))
-            at += 1
-            head, seconds, tail = coming[at]
-        first, left = running[0]
-        if now + left <= head:
+            position += 1
+            head, seconds, tail = coming[position]
+        negative_tail, seconds_left = running[0]
+        if now + seconds_left <= head:
             heapq.heappop(running)
-            now += left
-            latest = max(latest, now - first)
+            now += seconds_left
+            latest = max(latest, now - negative_tail)
         else:
-            heapq.heapreplace(running, (first, left - (head - now)))
+            heapq.heapreplace(running, (negative_tail, seconds_left - (head - now)))
             now = head
     return latest
 
@@ -167,9 +167,9 @@ def _parts(program: Program) -> dict[int, list[int]]:
 
     parts: dict[int, list[int]] = {}
     for job, task in enumerate(program.tasks):
-        found = {number(slots[name].layout) for name in (*task.reads, *task.writes)} - {None}
-        if len(found) == 1:
-            parts.setdefault(found.pop() or 0, []).append(job)
+        numbers = {number(slots[name].layout) for name in (*task.reads, *task.writes)} - {None}
+        if len(numbers) == 1:
+            parts.setdefault(numbers.pop() or 0, []).append(job)
     return parts
 
 
@@ -258,12 +258,12 @@ class _Search:
             if not done >> job & 1 and not needs & ~done and not self._has_first_twin(done, job)
         ]
         if self._thread_waits:
-            free_of_charge = [job for job in ready if jobs.seconds[job] == 0 and self._has_arrived(node, job)]
-            return free_of_charge[:1] or ready
+            instant = [job for job in ready if jobs.seconds[job] == 0 and self._has_arrived(node, job)]
+            return instant[:1] or ready
         starts = {job: place(node.free, *self._request(node, job))[1] for job in ready}
         first = min(ready, key=lambda job: (starts[job] + jobs.seconds[job], job))
-        end, at = starts[first] + jobs.seconds[first], jobs.resources[first]
-        return [job for job in ready if job == first or (jobs.resources[job] == at and starts[job] < end)]
+        end, index = starts[first] + jobs.seconds[first], jobs.resources[first]
+        return [job for job in ready if job == first or (jobs.resources[job] == index and starts[job] < end)]
 
     def append(self, node: _Node, job: int, enough: float) -> _Node:
         """Return the node with one more job; see `Jobs.bound` for `enough`."""
@@ -282,9 +282,9 @@ class _Search:
         times = [max(time, thread) for time in node.free]
         for job, end in enumerate(node.ends):
             if node.done >> job & 1:
-                waiting = [other for other in self._jobs.after[job] if not node.done >> other & 1]
-                if waiting:
-                    earliest = min(node.free[self._jobs.resources[other]] for other in waiting)
+                successors_left = [other for other in self._jobs.after[job] if not node.done >> other & 1]
+                if successors_left:
+                    earliest = min(node.free[self._jobs.resources[other]] for other in successors_left)
                     times.append(max(end, thread if self._thread_waits else earliest))
         seen = self._seen.setdefault(node.done, [])
         if any(all(map(le, other, times)) for other in seen):

@@ -52,7 +52,7 @@ def in_order(program: Program, rank: Callable[[Task], Any]) -> tuple[Task, ...]:
     return tuple(ordered)
 
 
-def brings_replicated_weights(program: Program) -> Callable[[Task], bool]:
+def moves_replicated_weights(program: Program) -> Callable[[Task], bool]:
     """Return a predicate that is true for movements of weights to the helpers of replicated copies.
 
     These weights are needed only after the experts of the copies that stay at home, so their movements follow all
@@ -99,7 +99,7 @@ def early(
     after expert, each result sent at once. With encoding, each chunk must be complete before the next one is encoded.
     """
     slots = {slot.name: slot for slot in program.slots}
-    number, is_replicated = chunk_numbers(program), brings_replicated_weights(program)
+    number, is_replicated = chunk_numbers(program), moves_replicated_weights(program)
 
     def rank(task: Task) -> tuple[bool, int]:
         chunk = number(slots[task.writes[0]].layout)

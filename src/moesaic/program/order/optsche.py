@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import IntEnum
 
-from moesaic.program.order.graph import brings_replicated_weights, chunk_numbers, in_order, predecessors
+from moesaic.program.order.graph import chunk_numbers, in_order, moves_replicated_weights, predecessors
 from moesaic.program.task import Lane, Layout, Program, Stage, Task
 from moesaic.program.timeline import MOVING
 
@@ -39,7 +39,7 @@ def optsche(
 ) -> Program:
     """Return the program in that order, which is made for equal chunks and passes; `seconds` is not used."""
     phases, levels, parts = _phases(program), _levels(program), _parts(program)
-    is_replicated, last = brings_replicated_weights(program), max(levels.values(), default=0)
+    is_replicated, last = moves_replicated_weights(program), max(levels.values(), default=0)
 
     def rank(task: Task) -> tuple[int, int, int]:
         phase, part = phases[task.name], parts[task.name]
@@ -59,24 +59,24 @@ def _phases(program: Program) -> dict[str, _Phase]:
     phases: dict[str, _Phase] = {}
     crossed: list[set[Stage]] = []
     """For each task: the stages of the movements between nodes that lead to it, including itself."""
-    for task, before in zip(program.tasks, predecessors(program)):
-        behind = set().union(*(crossed[number] for number in before))
-        phase = max((phases[program.tasks[number].name] for number in before), default=_Phase.BEFORE)
-        if Stage.COMBINE in behind:
+    for task, waits_for in zip(program.tasks, predecessors(program)):
+        crossed_before = set().union(*(crossed[number] for number in waits_for))
+        phase = max((phases[program.tasks[number].name] for number in waits_for), default=_Phase.BEFORE)
+        if Stage.COMBINE in crossed_before:
             phase = _Phase.LAST
-        elif task.stage in (Stage.EXPERT, Stage.COMBINE) or (behind and task.lane is not Lane.INTER):
+        elif task.stage in (Stage.EXPERT, Stage.COMBINE) or (crossed_before and task.lane is not Lane.INTER):
             phase = max(phase, _Phase.MIDDLE)
         phases[task.name] = phase
-        crossed.append(behind | ({task.stage} if task.lane is Lane.INTER else set()))
+        crossed.append(crossed_before | ({task.stage} if task.lane is Lane.INTER else set()))
     return phases
 
 
 def _levels(program: Program) -> dict[str, int]:
     """Return for each task the number of movements on the longest path to it."""
     levels: list[int] = []
-    for before in predecessors(program):
-        behind = (levels[number] + (program.tasks[number].lane in MOVING) for number in before)
-        levels.append(max(behind, default=0))
+    for waits_for in predecessors(program):
+        levels_before = (levels[number] + (program.tasks[number].lane in MOVING) for number in waits_for)
+        levels.append(max(levels_before, default=0))
     return {task.name: level for task, level in zip(program.tasks, levels)}
 
 
@@ -92,15 +92,15 @@ def _parts(program: Program) -> dict[str, int]:
         return -1 if chunk is None else chunk, -1 if layout.step is None else layout.step[0]
 
     whole = (-1, -1)
-    found = {
+    parts_of_task = {
         task.name: {part(slots[name].layout) for name in (*task.reads, *task.writes)} - {whole}
         for task in program.tasks
     }
-    place = {key: number for number, key in enumerate(sorted(set().union(*found.values())))}
+    positions = {key: number for number, key in enumerate(sorted(set().union(*parts_of_task.values())))}
 
     def place_of(task: Task) -> int:
-        if len(found[task.name]) == 1:
-            return place[next(iter(found[task.name]))]
-        return -1 if task.stage in (Stage.ROUTE, Stage.DISPATCH) else len(place)
+        if len(parts_of_task[task.name]) == 1:
+            return positions[next(iter(parts_of_task[task.name]))]
+        return -1 if task.stage in (Stage.ROUTE, Stage.DISPATCH) else len(positions)
 
     return {task.name: place_of(task) for task in program.tasks}

@@ -33,12 +33,12 @@ def _permute_first(program: Program) -> Program:
     for task in program.tasks:
         if task.op is not Op.PERMUTE:
             continue
-        before = [writers.get(name) for name in task.reads]
-        if not all(move is not None and move.op is Op.MOVE and move.group == ("etp",) for move in before):
+        writers_read = [writers.get(name) for name in task.reads]
+        if not all(move is not None and move.op is Op.MOVE and move.group == ("etp",) for move in writers_read):
             continue
-        tokens, index = (move.reads[0] for move in before if move is not None)
+        tokens, index = (move.reads[0] for move in writers_read if move is not None)
         rows, own = program.slot(task.writes[0]), f"{task.writes[0]}_own"
-        narrow = replace(rows, name=own, layout=program.slot(index).layout, state=program.slot(tokens).state)
+        own_rows = replace(rows, name=own, layout=program.slot(index).layout, state=program.slot(tokens).state)
         gather = Task(
             name=rows.name,
             op=Op.MOVE,
@@ -49,15 +49,15 @@ def _permute_first(program: Program) -> Program:
             group=("etp",),
         )
         permute = replace(task, name=own, reads=(tokens, index), writes=(own,))
-        gone = set(task.reads)
+        removed = set(task.reads)
         tasks: list[Task] = []
-        for each in program.tasks:
-            if each is task:
+        for other in program.tasks:
+            if other is task:
                 tasks += [permute, gather]
-            elif each.writes[0] not in gone:
-                tasks.append(each)
-        slots = tuple(slot for slot in program.slots if slot.name not in gone)
-        return replace(program, slots=(*slots, narrow), tasks=tuple(tasks))
+            elif other.writes[0] not in removed:
+                tasks.append(other)
+        slots = tuple(slot for slot in program.slots if slot.name not in removed)
+        return replace(program, slots=(*slots, own_rows), tasks=tuple(tasks))
     return program
 
 
@@ -68,13 +68,13 @@ def _next_pair(program: Program) -> tuple[Task, Task] | None:
         for name in task.reads:
             readers.setdefault(name, []).append(task)
     for first in program.tasks:
-        reading = readers.get(first.writes[0], [])
-        if len(reading) == 1 and _joins(program, first) and _joins(program, reading[0]):
-            return first, reading[0]
+        its_readers = readers.get(first.writes[0], [])
+        if len(its_readers) == 1 and _may_fuse(program, first) and _may_fuse(program, its_readers[0]):
+            return first, its_readers[0]
     return None
 
 
-def _joins(program: Program, task: Task) -> bool:
+def _may_fuse(program: Program, task: Task) -> bool:
     """Return whether a task moves copies over ep or etp only, and their bytes: identical rows need no movement."""
     source = program.slot(task.reads[0])
     if task.op is not Op.MOVE or source.kind is Kind.WEIGHT or source.layout.flow != "copies":

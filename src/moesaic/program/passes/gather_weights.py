@@ -35,13 +35,14 @@ def gather_weights(program: Program, r: int, grid: Grid) -> tuple[Program, Grid]
         return program, grid
     if any(slot.on("etp") is State.IDENTICAL for slot in program.slots if slot.kind is Kind.TOKENS):
         raise InputError(
-            f"gather_weights clashes with {program.name}: there every shard sees the same tokens: choose "
+            f"gather_weights clashes with {program.name}, under which all shards of an expert get the same tokens: choose "
             f"plan.gather_weights={grid.etp}, or the schedule s1, s2 or s3"
         )
     if r == 0:
         if any(slot.layout.flow in ONCE for slot in program.slots):
             raise InputError(
-                "gather_weights=0 clashes with multicast: no token travels, so none needs a link: choose plan.all_to_all=linear"
+                "gather_weights=0 clashes with multicast: no token is sent, so there is nothing to multicast: choose "
+                "plan.all_to_all=linear"
             )
         return _fetch(_stay_home(program), ("ep", "etp"), ("etp",), "r=0"), grid
     factored = replace(grid, etp_inner=grid.etp // r)

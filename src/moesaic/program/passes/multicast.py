@@ -54,8 +54,8 @@ def multicast(program: Program, grid: Grid) -> Program:
         )
     if not grid.nodes_per_replica or not grid.has_shards_inside_nodes:
         raise InputError(
-            f"multicast needs every copy of the experts on whole nodes, and all shards of an expert on one: mesh.ep={grid.ep}, "
-            f"mesh.etp={grid.etp} do not lie so on nodes of {grid.ranks_per_node} ranks: choose another plan.all_to_all"
+            "multicast needs each replica of the experts on whole nodes, and all shards of an expert on one node, unlike "
+            f"mesh.ep={grid.ep}, mesh.etp={grid.etp} on nodes of {grid.ranks_per_node} ranks: choose another plan.all_to_all"
         )
     slices = program.routes_slices
     build = Builder(f"{program.name}, multicast", bias)
@@ -114,10 +114,10 @@ def _home(build: Builder, grid: Grid, sums: str, places: str) -> str:
     added: States = {"etp": State.SHARDED}
     if not _has_mates(grid):
         return build.move(sums, "z", Layout(flow="rank_tokens"), ("ep", "etp"), added, Stage.COMBINE)
-    here = build.move(sums, "z_rank_tokens", _at_mate("rank_tokens"), ("local",), added, Stage.COMBINE)
+    at_mate = build.move(sums, "z_rank_tokens", _at_mate("rank_tokens"), ("local",), added, Stage.COMBINE)
     if places:
-        here = build.combine(here, places, "z_here", _at_mate("node_tokens"))
-    return build.move(here, "z", Layout(flow=build.flow(here)), ("node",), {}, Stage.COMBINE)
+        at_mate = build.combine(at_mate, places, "z_here", _at_mate("node_tokens"))
+    return build.move(at_mate, "z", Layout(flow=build.flow(at_mate)), ("node",), {}, Stage.COMBINE)
 
 
 def _has_mates(grid: Grid) -> bool:
@@ -166,8 +166,8 @@ def in_pieces(program: Program, dispatched: str = "") -> Program:
     kinds = {slot.name: slot.kind for slot in program.slots}
     writer = {name: task for task in program.tasks for name in task.writes}
     slots: list[Slot] = list(program.slots)
-    behind: dict[str, list[Task]] = {}
-    put: dict[str, list[Task]] = {}
+    added_after: dict[str, list[Task]] = {}
+    replacements: dict[str, list[Task]] = {}
     for second in program.tasks:
         if not _moves_rows(second, kinds):
             continue
@@ -178,15 +178,15 @@ def in_pieces(program: Program, dispatched: str = "") -> Program:
         source, target = second.reads[0], second.writes[0]
         arriving = replace(program.slot(target), name=f"{target}@")
         slots.append(arriving)
-        behind[first.name] = [replace(second, reads=first.reads, writes=(arriving.name,), of=(source, target))]
-        put[between.name] = []
+        added_after[first.name] = [replace(second, reads=first.reads, writes=(arriving.name,), of=(source, target))]
+        replacements[between.name] = []
         # A scale with power 0 takes no time.
-        both = (*first.writes, arriving.name)
-        put[second.name] = [replace(between, op=Op.SCALE, power=0, reads=both, writes=(target,))]
+        reads = (*first.writes, arriving.name)
+        replacements[second.name] = [replace(between, op=Op.SCALE, power=0, reads=reads, writes=(target,))]
     tasks = [
-        _by_kernel(each, dispatched) if _moves_rows(each, kinds) else each
+        _by_kernel(new_task, dispatched) if _moves_rows(new_task, kinds) else new_task
         for task in program.tasks
-        for each in (*put.get(task.name, [task]), *behind.get(task.name, []))
+        for new_task in (*replacements.get(task.name, [task]), *added_after.get(task.name, []))
     ]
     return replace(program, name=f"{program.name}, in pieces", slots=tuple(slots), tasks=tuple(tasks))
 

@@ -42,7 +42,7 @@ def overlap_gather(program: Program, grid: Grid, *, required: bool = True) -> Pr
 
 def _pairs(program: Program) -> list[tuple[Task, Task]]:
     """Return every movement of rows over ep together with the all-gather over tp that is its only reader."""
-    found = []
+    pairs = []
     for first in program.tasks:
         if first.op is not Op.MOVE or "ep" not in first.group or program.slot(first.writes[0]).kind is not Kind.ROWS:
             continue
@@ -50,8 +50,8 @@ def _pairs(program: Program) -> list[tuple[Task, Task]]:
         if len(readers) == 1 and readers[0].op is Op.MOVE and readers[0].group == ("tp",):
             target = program.slot(readers[0].writes[0])
             if target.on("tp") is State.IDENTICAL:
-                found.append((first, readers[0]))
-    return found
+                pairs.append((first, readers[0]))
+    return pairs
 
 
 def _clash(program: Program) -> str:

@@ -33,21 +33,23 @@ def relocate(program: Program) -> Program:
         InputError: for a program in which results do not go from the experts to one rank in one movement.
     """
     is_backward = cotangent("y") in program.inputs
-    between = next(task for task in program.tasks if task.op is (Op.PERMUTE if is_backward else Op.COMBINE))
-    rows = between.writes[0] if is_backward else between.reads[0]
+    boundary = next(task for task in program.tasks if task.op is (Op.PERMUTE if is_backward else Op.COMBINE))
+    rows = boundary.writes[0] if is_backward else boundary.reads[0]
     _check(program, rows)
-    home = _parts(program, rows)
-    slots = tuple(replace(slot, layout=_placed(slot.layout)) if slot.name in home else slot for slot in program.slots)
-    held = program.slot(between.reads[1])
-    index = Slot(name=INDEX, kind=Kind.INDEX, layout=_placed(held.layout), state=held.state)
-    reads = (between.reads[0], INDEX)
-    tasks = [replace(task, reads=reads) if task is between else task for task in program.tasks]
+    home_names = _parts(program, rows)
+    slots = tuple(
+        replace(slot, layout=_placed(slot.layout)) if slot.name in home_names else slot for slot in program.slots
+    )
+    index_slot = program.slot(boundary.reads[1])
+    home_index = Slot(name=INDEX, kind=Kind.INDEX, layout=_placed(index_slot.layout), state=index_slot.state)
+    reads = (boundary.reads[0], INDEX)
+    tasks = [replace(task, reads=reads) if task is boundary else task for task in program.tasks]
     inputs = (*program.inputs, INDEX) if is_backward else program.inputs
     if not is_backward:
-        first = next(at for at, task in enumerate(tasks) if {*task.writes, *(task.of or ())} & home)
-        tasks.insert(first, _index_move(held.name))
+        first = next(number for number, task in enumerate(tasks) if {*task.writes, *(task.of or ())} & home_names)
+        tasks.insert(first, _index_move(index_slot.name))
     name = f"{program.name}, relocating"
-    return replace(program, name=name, slots=(*slots, index), tasks=tuple(tasks), inputs=inputs)
+    return replace(program, name=name, slots=(*slots, home_index), tasks=tuple(tasks), inputs=inputs)
 
 
 def _check(program: Program, rows: str) -> None:
@@ -57,8 +59,8 @@ def _check(program: Program, rows: str) -> None:
         raise InputError("relocate: the program relocates already: apply the pass once")
     if any(layout.flow in ONCE for layout in layouts.values()):
         raise InputError(
-            "sample placement clashes with plan.all_to_all=multicast, whose results come back by the nodes that tokens "
-            "visited: choose another plan.all_to_all"
+            "sample placement clashes with plan.all_to_all=multicast, whose results return through the nodes to which "
+            "tokens were sent: choose another plan.all_to_all"
         )
     if any(layout.chunk in ("replicated", "here") for layout in layouts.values()):
         raise InputError(
@@ -75,7 +77,7 @@ def _check(program: Program, rows: str) -> None:
     if layouts[rows] != Layout() or groups != {("ep", "etp")}:
         raise InputError(
             "sample placement needs plan.schedule=s1, whose results go from the experts to one rank in one movement, got "
-            f"{program.name}: choose s1, with mesh.tp=1 it moves what the others do"
+            f"{program.name}: choose s1; with mesh.tp=1 it sends the same rows as the others"
         )
 
 
@@ -85,23 +87,23 @@ def _moves(task: Task) -> bool:
 
 def _parts(program: Program, rows: str) -> set[str]:
     """Return a slot, the slots from which it is joined or into which it is split, and so on."""
-    found = {rows}
+    names = {rows}
     while True:
         joined = {
-            name for task in program.tasks if task.op is Op.JOIN and task.writes[0] in found for name in task.reads
+            name for task in program.tasks if task.op is Op.JOIN and task.writes[0] in names for name in task.reads
         }
-        taken = {
-            name for task in program.tasks if task.op is Op.TAKE and task.reads[0] in found for name in task.writes
+        split_from = {
+            name for task in program.tasks if task.op is Op.TAKE and task.reads[0] in names for name in task.writes
         }
-        if joined | taken <= found:
-            return found
-        found |= joined | taken
+        if joined | split_from <= names:
+            return names
+        names |= joined | split_from
 
 
 def _placed(layout: Layout) -> Placed:
     """Return the layout of the pieces, from any origin, whose samples have the rank as their new home."""
-    given = {field.name: getattr(layout, field.name) for field in fields(layout)}
-    return Placed(**{**given, "spread": ("ep", "etp")})
+    values = {field.name: getattr(layout, field.name) for field in fields(layout)}
+    return Placed(**{**values, "spread": ("ep", "etp")})
 
 
 def _index_move(source: str) -> Task:

@@ -38,8 +38,8 @@ def replicate(program: Program, num_chunks: int, grid: Grid | None = None) -> Pr
     """
     if any(slot.layout.flow in ONCE for slot in program.slots):
         raise InputError(
-            "replication clashes with plan.all_to_all=multicast: a token visits a node for all its experts there, also "
-            "where another rank computes some: choose another plan.all_to_all"
+            "replication clashes with plan.all_to_all=multicast: a token is sent to a node once for all its experts "
+            "there, even if a helper computes some of its copies: choose another plan.all_to_all"
         )
     if any(task.op is Op.MOVE and program.slot(task.reads[0]).layout.flow == "weights" for task in program.tasks):
         raise InputError(
@@ -73,30 +73,32 @@ def relays(grid: Grid) -> bool:
 def _is_alone(grid: Grid) -> bool:
     """Return whether no rank shares its node with another ep rank."""
     return all(
-        grid.coordinate(m, "ep") == grid.coordinate(r, "ep")
-        for r in range(grid.period)
-        for m in grid.group(r, ("local",))
+        grid.coordinate(mate, "ep") == grid.coordinate(rank, "ep")
+        for rank in range(grid.period)
+        for mate in grid.group(rank, ("local",))
     )
 
 
 def _reached(grid: Grid, rank: int) -> set[int]:
     """Return the ep ranks whose weights, of this rank's shard, reach its node through counterparts of its node's ranks."""
 
-    def mates(of: int, axis: Axis) -> list[int]:
-        return [m for m in grid.group(of, (axis,)) if grid.coordinate(m, "etp") == grid.coordinate(rank, "etp")]
+    def mates(peer: int, axis: Axis) -> list[int]:
+        return [
+            mate for mate in grid.group(peer, (axis,)) if grid.coordinate(mate, "etp") == grid.coordinate(rank, "etp")
+        ]
 
     return {grid.coordinate(far, "ep") for near in mates(rank, "local") for far in mates(near, "node")}
 
 
 def _with_weights(program: Program, source: str, name: str, on_etp: State, *, relayed: bool = False) -> Program:
     """Make the experts of replicated copies read weights that were sent to their ranks."""
-    held = program.slot(source)
+    source_slot = program.slot(source)
 
     def sent(suffix: str, chunk: Literal["near", "here"], over: tuple[Axis, ...]) -> Slot:
-        state = {**dict(held.state), **dict.fromkeys(over, State.REPLICATED), "etp": on_etp}
-        layout = replace(held.layout, experts="all", chunk=chunk)
-        kept = tuple((axis, value) for axis, value in sorted(state.items()) if value is not State.SHARDED)
-        return Slot(name=f"{name}_{suffix}", kind=Kind.WEIGHT, layout=layout, state=kept)
+        state = {**dict(source_slot.state), **dict.fromkeys(over, State.REPLICATED), "etp": on_etp}
+        layout = replace(source_slot.layout, experts="all", chunk=chunk)
+        listed_states = tuple((axis, value) for axis, value in sorted(state.items()) if value is not State.SHARDED)
+        return Slot(name=f"{name}_{suffix}", kind=Kind.WEIGHT, layout=layout, state=listed_states)
 
     def movement(read: str, slot: Slot, axis: Axis) -> Task:
         lane = Lane.INTRA if axis == "local" else Lane.INTER
@@ -110,18 +112,18 @@ def _with_weights(program: Program, source: str, name: str, on_etp: State, *, re
             group=(axis,),
         )
 
-    here = sent("here", "here", ("node", "local") if relayed else ("ep",))
-    near = [sent("near", "near", ("node",))] if relayed else []
-    first = movement(source, near[0], "node") if relayed else movement(source, here, "ep")
-    second = [movement(near[0].name, here, "local")] if relayed else []
+    here_slot = sent("here", "here", ("node", "local") if relayed else ("ep",))
+    near_slots = [sent("near", "near", ("node",))] if relayed else []
+    first = movement(source, near_slots[0], "node") if relayed else movement(source, here_slot, "ep")
+    second = [movement(near_slots[0].name, here_slot, "local")] if relayed else []
     tasks = []
     for task in program.tasks:
         replicated = task.op is Op.EXPERT and task.name.endswith(SUFFIX)
         if replicated:
-            task = replace(task, reads=tuple(here.name if read == source else read for read in task.reads))
+            task = replace(task, reads=tuple(here_slot.name if read == source else read for read in task.reads))
         tasks.append(task)
     experts = [number for number, task in enumerate(tasks) if task.op is Op.EXPERT]
-    at = next(number for number in experts if here.name in tasks[number].reads)
+    first_reader = next(number for number in experts if here_slot.name in tasks[number].reads)
     # The first movement comes after the first dispatch, the second just before the experts that read its weights.
-    tasks = [*tasks[: experts[0]], first, *tasks[experts[0] : at], *second, *tasks[at:]]
-    return replace(program, slots=(*program.slots, *near, here), tasks=tuple(tasks))
+    tasks = [*tasks[: experts[0]], first, *tasks[experts[0] : first_reader], *second, *tasks[first_reader:]]
+    return replace(program, slots=(*program.slots, *near_slots, here_slot), tasks=tuple(tasks))

@@ -35,9 +35,9 @@ def route_all_to_all(program: Program, algorithm: str, grid: Grid) -> Program:
     for task in program.tasks:
         if is_long(program, task):
             check_link(ALL_TO_ALLS[algorithm], algorithm, grid, task.group)
-            lowered, made = lower(program, task, algorithm, "", grid)
+            lowered, new_slots = lower(program, task, algorithm, "", grid)
             tasks += lowered
-            slots += made
+            slots += new_slots
         else:
             tasks.append(task)
     return replace(program, name=f"{program.name}, {algorithm}", slots=tuple(slots), tasks=tuple(tasks))
@@ -62,9 +62,9 @@ def compress(program: Program, codec: str, grid: Grid) -> Program:
         if task.op in (Op.PACK, Op.UNPACK) and task.of and kinds[task.of[0]] is Kind.ROWS:
             tasks.append(replace(task, codec=codec))
         elif is_long(program, task) and kinds[task.reads[0]] is Kind.ROWS:
-            lowered, made = lower(program, task, "linear", codec, grid)
+            lowered, new_slots = lower(program, task, "linear", codec, grid)
             tasks += lowered
-            slots += made
+            slots += new_slots
         else:
             tasks.append(task)
     return replace(program, name=f"{program.name}, {codec}", slots=tuple(slots), tasks=tuple(tasks))

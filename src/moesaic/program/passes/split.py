@@ -48,14 +48,14 @@ def split_stretch(program: Program, names: Sequence[str], parts: Sequence[Stretc
     stretch = [task for task in program.tasks if task.name in chosen and kinds[task.writes[0]] is not Kind.WEIGHT]
     inside = {task.name for task in stretch}
     before, after = _around(program, inside)
-    made = list(dict.fromkeys(name for task in stretch for name in task.writes))
+    written = list(dict.fromkeys(name for task in stretch for name in task.writes))
     read_later = {name for task in after for name in task.reads} | set(program.outputs)
-    leaving = [name for name in made if name in read_later]
-    entering = list(dict.fromkeys(name for task in stretch for name in task.reads if name not in made))
+    leaving = [name for name in written if name in read_later]
+    entering = list(dict.fromkeys(name for task in stretch for name in task.reads if name not in written))
     entering = [name for name in entering if kinds[name] is not Kind.WEIGHT]
-    cut = set(entering) | set(made)
-    slots = [slot for slot in program.slots if slot.name not in set(made) - set(leaving)]
-    slots += [_part_of(program.slot(name), part) for name in (*entering, *made) for part in parts]
+    cut = set(entering) | set(written)
+    slots = [slot for slot in program.slots if slot.name not in set(written) - set(leaving)]
+    slots += [_part_of(program.slot(name), part) for name in (*entering, *written) for part in parts]
     dispatch, combine = stretch[0].stage, stretch[-1].stage
     takes = [_gathered(Op.TAKE, f"take-{name}", (name,), _names(name, parts), dispatch) for name in entering]
     joins = [_gathered(Op.JOIN, f"join-{name}", _names(name, parts), (name,), combine) for name in leaving]
@@ -65,14 +65,14 @@ def split_stretch(program: Program, names: Sequence[str], parts: Sequence[Stretc
 
 def _around(program: Program, inside: set[str]) -> tuple[list[Task], list[Task]]:
     """Split the other tasks into those that may come before the stretch and those that depend on it."""
-    behind = {name for task in program.tasks if task.name in inside for name in task.writes}
+    downstream = {name for task in program.tasks if task.name in inside for name in task.writes}
     before: list[Task] = []
     after: list[Task] = []
     for task in program.tasks:
         if task.name in inside:
             continue
-        if behind.intersection(task.reads):
-            behind.update(task.writes)
+        if downstream.intersection(task.reads):
+            downstream.update(task.writes)
             after.append(task)
         else:
             before.append(task)
@@ -171,8 +171,8 @@ def split_peers(program: Program, groups: int, grid: Grid) -> Program:
         return program
     if any(slot.layout.flow in ONCE for slot in program.slots):
         raise InputError(
-            "split_peers clashes with multicast: a token visits a node once for all its experts there, whatever their "
-            "group: choose plan.peer_groups=1 or another plan.all_to_all"
+            "split_peers clashes with multicast: a token is sent to a node once for all its experts there, whatever "
+            "their group: choose plan.peer_groups=1 or another plan.all_to_all"
         )
     parts = [StretchPart(f"~{step}", steps(step, groups)) for step in range(groups)]
     numbered = sorted({slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)})
@@ -189,17 +189,20 @@ def split_peers(program: Program, groups: int, grid: Grid) -> Program:
 def groups_inside_nodes(grid: Grid) -> int:
     """Return the fewest groups of peers such that each is inside a node: one per node, if ep is spread evenly over nodes."""
     return next(
-        n for n in range(1, grid.ep + 1) if grid.ep % n == 0 and (n == grid.ep or _stay_inside(grid, n, ("ep",)))
+        groups
+        for groups in range(1, grid.ep + 1)
+        if grid.ep % groups == 0 and (groups == grid.ep or _stay_inside(grid, groups, ("ep",)))
     )
 
 
 def _stay_inside(grid: Grid, groups: int, axes: tuple[Axis, ...]) -> bool:
     """Return whether, in every movement over these axes, the ranks of one group of ep ranks share a node."""
-    each = grid.ep // groups
+    ranks_per_group = grid.ep // groups
     for members in grid.kinds_of_groups(axes):
         nodes: dict[int, int] = {}
         for rank in members:
-            if nodes.setdefault(grid.coordinate(rank, "ep") // each, grid.node_of(rank)) != grid.node_of(rank):
+            group, node = grid.coordinate(rank, "ep") // ranks_per_group, grid.node_of(rank)
+            if nodes.setdefault(group, node) != node:
                 return False
     return True
 

@@ -197,7 +197,7 @@ def experts_inside(grid: Grid, levels: Sequence[LinkLevel], num_experts: int) ->
     for number, level in enumerate(levels):
         if len(level.group) != grid.world:
             raise InputError(
-                f"topology level {level.name}: says the group of {len(level.group)} ranks: give one for each of {grid.world}"
+                f"topology level {level.name}: gives the group of {len(level.group)} ranks: give one for each of {grid.world}"
             )
         for origin in range(grid.dp):
             senders = range(origin * grid.tp, (origin + 1) * grid.tp)
@@ -265,7 +265,7 @@ def levels_of(cluster: ClusterSpec, grid: Grid) -> tuple[LinkLevel, ...]:
     own = [link.slowest(cluster.nodes) for link in cluster.links if link.devices == 1 and link.carries != "outside"]
     if not own or per_node != cluster.devices_per_node:
         raise InputError(
-            f"topology gate: cluster {cluster.name} on nodes of {per_node} ranks does not say the rate of a rank's own link: "
+            f"topology gate: cluster {cluster.name} on nodes of {per_node} ranks does not give the rate of a rank's own link: "
             "use a rank per device and a link with devices = 1, or give the levels yourself"
         )
     found = []

@@ -1,1 +1,1 @@
-"""Balancing, the acting half: calls that replicate experts, run in slices, or move samples or experts."""
+"""Balancing at run time: calls that replicate experts or run in slices, and moves of samples and experts."""

@@ -1,17 +1,18 @@
-"""Calls that balance: what a call of a layer on a mesh runs, and which copies it replicates, once its counts are known to all
-ranks; a memory budget holds that to its bytes.
+"""Call policies that balance: decide which programs a call runs and which copies it replicates, within its memory budget.
 
-Under plans that replicate, the policy's table decides whether the program with replication is needed at all; under
-`replication="arbiter"` the arbiter picks among several programs and tables. It does so in hidden time: a thread weighs the
-options from this call's counts, and from what earlier calls took, while the call runs, and prepares the next call, which only
-fits that to its own counts. With its counts every rank tells the last decision that its thread has finished, and a hash of it.
-A call runs the latest decision that all ranks have, so nobody waits unless some thread is `LAG` calls behind, and ranks that
-decided differently refuse to go on. A recomputation finds what its forward pass decided: decisions depend on earlier ones, and
-both must run the same program.
+A decision is made once all ranks have a call's counts. Under plans that replicate, the policy's table decides whether the
+program with replication is needed at all. Under `replication="arbiter"` the arbiter chooses among several programs and tables.
 
-Where samples may move, what that gains is known only when a call is over, since placement is solved while it runs. The next
-call of the layer weighs it against what the best of the arbiter's options saved last; where samples stay, placement is tried
-again now and then. All ranks know both, so they decide alike.
+The arbiter's decisions are hidden behind the call. While a call runs, a thread weighs the options from this call's counts and
+from the times of earlier calls. It prepares the next call, which then only fits the prepared table to its own counts. With a
+call's counts, every rank sends the number of its thread's last decision and a hash of it. A call uses the latest decision that
+all ranks have. So ranks wait only if some thread is more than `LAG` calls behind, and they raise an error if their decisions
+differ. A recomputation repeats the decision of its forward pass: decisions depend on earlier ones, and both passes must run the
+same program.
+
+If samples may move, the gain is known only after the call, since placement is solved while the call runs. The layer's next call
+compares it with what the arbiter's best option saved last. If samples stay, placement is tried again from time to time. All
+ranks have both numbers, so they decide identically.
 """
 
 from __future__ import annotations
@@ -47,41 +48,41 @@ from moesaic.runtime.balance.slices import run_slices
 from moesaic.runtime.expert_parallel import NUMBERS, AbstractCallPolicy, Chosen, PlainCalls
 
 PAUSE = 0.1
-"""Share of what a call took last that its messages are given before the thread begins."""
+"""The thread sleeps for this share of the last known call time, so that the call can issue its messages first."""
 LAG = 2
-"""Calls by which a decision may come late before all ranks wait for it."""
+"""Number of calls that a decision may be late before all ranks wait for it."""
 KEPT = 1024
-"""Decisions of a layer that are kept at most until somebody takes them."""
+"""Largest number of decisions of a layer that are kept for `take`."""
 
 
 RELOCATE = "relocate"
-"""The option of moving samples."""
+"""Name of the option that moves samples."""
 Weighing: TypeAlias = "Future[tuple[CallDecision, Prepared]]"
-"""What the thread does during a call: what was decided for it, and what the next one runs."""
+"""The thread's task during a call. It returns this call's decision, and the next call's prepared choice."""
 
 
 @dataclass
 class _Decided:
-    """What a call runs, which its recomputation runs too."""
+    """The program and the table of a call, kept for its recomputation."""
 
     program: int
     replicated: np.ndarray | None
     timed: TimedCall | None = None
     again: bool = False
-    """Whether it was asked for once more."""
+    """Whether a recomputation has asked for it."""
 
 
 class BalancedCalls(AbstractCallPolicy):
-    """Decides for the calls of one layer under a plan that replicates copies, has a memory budget, or both.
+    """Decides how each call of one layer runs under a plan that replicates copies, has a memory budget, or both.
 
     Args:
-        compiled: of the layer.
-        policy: decides in place of the policy that the plan names; None for that policy.
-        num_experts: of the layer.
+        compiled: the compiled plan of the layer.
+        policy: the replication policy to use instead of the one that the plan names; None for the plan's.
+        num_experts: number of experts of the layer.
         dim: width of a token.
 
     Raises:
-        InputError: for a replication policy other than an `Arbiter` under `replication="arbiter"`.
+        InputError: if the plan has `replication="arbiter"` and `policy` is not an `Arbiter`.
     """
 
     def __init__(
@@ -95,9 +96,9 @@ class BalancedCalls(AbstractCallPolicy):
         self._policy = policy if compiled.replicates else None
         self._arbitration: Arbitration | None = None
         self.learns = False
-        """Whether measured times and speeds are told to all ranks, and decided by."""
+        """Whether ranks exchange measured times and speeds, and decide by them."""
         self.links: LinkTimes = {}
-        """How many times as fast as the costs say links are, from the next call on; set on all ranks between the same calls."""
+        """Speed of links relative to the costs, used from the next call on. Must be set between the same calls on all ranks."""
         if compiled.options:
             if not isinstance(self._policy, Arbiter):
                 raise InputError(
@@ -120,13 +121,13 @@ class BalancedCalls(AbstractCallPolicy):
 
     @property
     def digest(self) -> bytes:
-        """16 bytes that two ranks share if they run the same programs, and their policies have the same settings."""
+        """16 bytes that are equal on two ranks if they run the same programs with the same policy settings."""
         if self._policy is None:
             return self.compiled.digest
         return hashlib.blake2b(self.compiled.digest + self._policy.settings_text().encode(), digest_size=16).digest()
 
     def tell(self) -> Sequence[float]:
-        """Return seconds of an earlier call, the last decision of this rank's thread, and what a row takes."""
+        """Return the time of an earlier call, the number and hash of this rank's last decision, and the seconds per row."""
         if not self.learns:
             return super().tell()
         ready = max((number for number, made in self._made.items() if made.done()), default=0)
@@ -138,14 +139,14 @@ class BalancedCalls(AbstractCallPolicy):
         self.budget.refuse_padding()
 
     def choose(self, record: RoutingRecord, call: CountedCall) -> Chosen:
-        """Return what the policy chose, or what of it the budget allows."""
+        """Return the policy's choice, changed if the memory budget requires it."""
         compiled, replicated = self._selected(record, call.copies, call.units)
         compiled, replicated, cut = self.budget.hold(compiled, replicated, call)
         return Chosen(compiled, replicated, None if cut is None else partial(run_slices, cut))
 
     def _selected(self, record: RoutingRecord, copies: np.ndarray, units: int) -> tuple[Compiled, np.ndarray | None]:
-        """Return the programs of a call, and its replicated copies, (world, num_experts, ep) int64; None where it
-        replicates none."""
+        """Return the programs of a call and its replicated copies, (world, num_experts, ep) int64, or None if it replicates
+        none."""
         if self._policy is None:
             return self.compiled, None
         load = self._load(copies, units)
@@ -165,7 +166,7 @@ class BalancedCalls(AbstractCallPolicy):
         return CallLoad(self.compiled.grid, copies, self._num_experts, units, self._dim)
 
     def timed(self, record: RoutingRecord, chosen: Chosen, program: Callable[[], Tensor]) -> Tensor:
-        """Run a call's program, and time it; a call that runs something else than the arbiter chose teaches nothing."""
+        """Run a call's program and time it, unless the budget changed the arbiter's choice: then its time teaches nothing."""
         decided: _Decided | None = self._of_call.get(record.by_rank)
         if decided is None or decided.timed is None or chosen.replicated is not decided.replicated:
             return program()
@@ -179,10 +180,10 @@ class BalancedCalls(AbstractCallPolicy):
             decided.timed.ran_again()
 
     def stays(self, move: SampleMove) -> bool:
-        """Return whether samples stay in a call that might move them, so that the layer runs like any other.
+        """Return whether samples stay in a call that might move them. Then the layer runs as without moves.
 
         Args:
-            move: of the call; it is decided once.
+            move: the move of the call; it keeps the decision.
         """
         if self._arbitration is None:
             return False
@@ -196,12 +197,12 @@ class BalancedCalls(AbstractCallPolicy):
         return move.stays
 
     def note_move(self, record: RoutingRecord, move: SampleMove, copies: np.ndarray, units: int) -> None:
-        """Take down a call in which samples move.
+        """Record a call in which samples move.
 
         Args:
-            record: of its routing.
-            move: of the samples.
-            copies: (world, num_experts) int64 that each origin has for each expert.
+            record: the record of the call's routing.
+            move: the move of the samples.
+            copies: (world, num_experts) int64: copies of each origin for each expert.
             units: hidden units of one shard of an expert.
         """
         arbitration = self._arbitration
@@ -229,12 +230,12 @@ class BalancedCalls(AbstractCallPolicy):
         return found
 
     def _hears_all(self, record: RoutingRecord) -> bool:
-        """Whether all ranks tell each other what calls took: not so where tensor groups hear of their own ranks only."""
+        """Return whether all ranks exchange times. They do not if each tensor-parallel group exchanges counts on its own."""
         heard = record.gathered
         return self.learns and heard is not None and len(heard.values) == self.compiled.grid.world
 
     def _decide_early(self, record: RoutingRecord, load: CallLoad) -> _Decided:
-        """Run what was decided during the last call, and begin to decide the next one."""
+        """Return the decision that was made during the last call, and start to decide the next call."""
         assert self._arbitration is not None
         assert record.by_rank is not None
         started, self._waited, told = time.thread_time(), 0.0, _told(record)
@@ -242,7 +243,7 @@ class BalancedCalls(AbstractCallPolicy):
         is_timed = self._clock.is_timed(told)
         arbitration = self._arbitration if is_timed else self._evaluating
         prepared = self._agreed(told) if is_timed else None
-        if prepared is None:  # the first call, and calls in evaluation, which nobody times
+        if prepared is None:  # the first call, and calls in evaluation, which are not timed
             self._finish()
             arbitration.hear({}, self.speeds, self.links)
         pick = arbitration.pick(load) if prepared is None else prepared.fit(load)
@@ -264,14 +265,14 @@ class BalancedCalls(AbstractCallPolicy):
         call: int | None,
         links: LinkTimes,
     ) -> tuple[CallDecision, Prepared]:
-        """Decide the next call, on the thread, once this call's first messages are on their way: issuing them goes first.
+        """Decide the next call. Runs on the thread, after a pause in which this call issues its first messages.
 
         Args:
-            told: by rank, what each told with the counts of this call.
-            arbitration: decides.
-            pick: what this call runs.
-            call: its number; None if it is not timed.
-            links: as of `self.links`, when the call began.
+            told: by rank, the numbers that it sent with the counts of this call.
+            arbitration: makes the decision.
+            pick: the choice that this call runs.
+            call: the number of this call; None if it is not timed.
+            links: `self.links` at the start of the call.
         """
         time.sleep(self._pause)
         assert self._arbitration is not None
@@ -288,10 +289,10 @@ class BalancedCalls(AbstractCallPolicy):
         """Return the latest decision that all ranks have; None before the first one.
 
         Args:
-            told: by rank, what each told with the counts of this call.
+            told: by rank, the numbers that it sent with the counts of this call.
 
         Raises:
-            RuntimeError: on every rank, if ranks told the same decision with different hashes.
+            RuntimeError: on every rank, if ranks sent different hashes of the same decision.
         """
         ready = min(of_rank[3] for of_rank in told)
         digests = {rank: of_rank[4] for rank, of_rank in enumerate(told) if of_rank[3] == ready}
@@ -308,14 +309,14 @@ class BalancedCalls(AbstractCallPolicy):
         return self._result(self._made[taken])[1]
 
     def _result(self, weighing: Weighing) -> tuple[CallDecision, Prepared]:
-        """Return what the thread decided; the time for which nobody goes on until it has is kept."""
+        """Return the thread's result, and add the time spent waiting for it to `_waited`."""
         started = time.perf_counter()
         found = weighing.result()
         self._waited += time.perf_counter() - started
         return found
 
     def _decide_now(self, load: CallLoad) -> _Decided:
-        """Decide from the counts of the call itself, by the model."""
+        """Decide by the model, from the counts of the call itself."""
         assert self._arbitration is not None
         self._arbitration.hear({}, (), self.links)
         decision = self._arbitration.choose(load)
@@ -324,27 +325,27 @@ class BalancedCalls(AbstractCallPolicy):
         return _Decided(decision.program, decision.replicated)
 
     def _finish(self) -> None:
-        """Wait until the last call's thread has decided."""
+        """Wait until the last call's thread has finished."""
         if self._weighing is not None:
             self._moves.note_others(self._result(self._weighing)[0])
             self._weighing = None
 
 
 class MoveArbiter:
-    """Decides for one layer between its samples' moving and the arbiter's other options.
+    """Decides for one layer whether samples move, or the arbiter's other options are used.
 
     Args:
-        settings: of the layer's arbiter.
+        settings: the settings of the layer's arbiter.
     """
 
     def __init__(self, settings: Arbiter) -> None:
         self._settings = settings
         self._tried: tuple[SampleMove, float, int] | None = None
-        """A call in which samples moved, its seconds if it had been left alone, and the width of a token."""
+        """The last call in which samples moved, its predicted seconds if it had been left alone, and the width of a token."""
         self._share: float | None = None
-        """Of the time left alone, with samples that move; None before the first call."""
+        """Predicted time with moving samples, relative to leaving the call alone; None before the first move."""
         self._other = 1.0
-        """The same of the best other option."""
+        """The same ratio for the best other option."""
         self._moves, self._calls = True, 0
 
     def prefers_moving(self) -> bool:
@@ -359,10 +360,10 @@ class MoveArbiter:
         return self._moves
 
     def note_others(self, decision: CallDecision) -> None:
-        """Take down what the other options would do, or did.
+        """Record how good the arbiter's choice is, relative to leaving the call alone.
 
         Args:
-            decision: of the layer's arbiter, for this call.
+            decision: the decision of the layer's arbiter for this call.
         """
         if decision.is_trial:
             return
@@ -370,15 +371,15 @@ class MoveArbiter:
         self._other = decision.seconds[decision.option] / alone if alone else 1.0
 
     def note_move(self, move: SampleMove, decision: CallDecision, dim: int) -> CallDecision:
-        """Take down that samples move in this call; what it gains is looked at when the next call comes.
+        """Record that samples move in this call. Its gain is computed when the next call starts.
 
         Args:
-            move: of the call.
-            decision: what the arbiter would have done with samples that stay.
+            move: the move of the call.
+            decision: what the arbiter would have decided if samples stayed.
             dim: width of a token.
 
         Returns:
-            The decision that was taken instead.
+            The decision to move, in the arbiter's form.
         """
         self.note_others(decision)
         if move.goal is None:
@@ -398,11 +399,11 @@ class MoveArbiter:
 
 
 def saved_seconds(move: SampleMove, costs: ReplicationCosts, dim: int) -> float:
-    """Return what a move saves, this layer's results and the next one's copies together, spread over the ranks.
+    """Return the seconds that a move saves on average per rank, for this layer's results and the next layer's copies together.
 
     Args:
-        move: decided.
-        costs: rates.
+        move: a move that was decided.
+        costs: rates of the machine.
         dim: width of a token.
     """
     stay, moved = move.volumes()
@@ -414,7 +415,7 @@ def saved_seconds(move: SampleMove, costs: ReplicationCosts, dim: int) -> float:
 
 
 def _told(record: RoutingRecord) -> list[list[float]]:
-    """Return what the ranks told with a call's counts, `NUMBERS` numbers of each."""
+    """Return the `NUMBERS` numbers that each rank sent with a call's counts."""
     assert record.gathered is not None
     told: list[list[float]] = record.gathered.more_on_host[:, -NUMBERS:].tolist()
     return told
@@ -423,21 +424,21 @@ def _told(record: RoutingRecord) -> list[list[float]]:
 def calls_under(
     compiled: Compiled, policy: AbstractReplicationPolicy | None, num_experts: int, dim: int
 ) -> AbstractCallPolicy:
-    """Return what decides for the calls of a layer; arguments as of `BalancedCalls`."""
+    """Return the call policy of a layer; the arguments are those of `BalancedCalls`."""
     if not compiled.replicates and compiled.plan.memory_budget is None:
         return PlainCalls(compiled)
     return BalancedCalls(compiled, policy, num_experts, dim)
 
 
 def decisions_of(calls: AbstractCallPolicy | None) -> list[CallDecision]:
-    """Return what an arbiter decided since it was asked last, oldest first; nothing where there is none."""
+    """Return an arbiter's decisions since the last time, oldest first; [] if the policy has no arbiter."""
     return calls.take() if isinstance(calls, BalancedCalls) else []
 
 
 def hear_links(calls: AbstractCallPolicy, times: LinkTimes) -> bool:
-    """Let an arbiter that learns go by links as they are now, over what it was told at the start; returns whether there is one.
+    """Give current link speeds to an arbiter that learns, instead of those it started with. Return whether there is one.
 
-    All ranks call it between the same calls.
+    All ranks call this between the same calls.
     """
     if not isinstance(calls, BalancedCalls) or not calls.learns:
         return False
@@ -446,5 +447,5 @@ def hear_links(calls: AbstractCallPolicy, times: LinkTimes) -> bool:
 
 
 def bare_of(calls: AbstractCallPolicy) -> Compiled:
-    """Return the programs under which samples may move: the arbiter's without replication, else those of the plan."""
+    """Return the programs under which samples may move: the arbiter's without replication, else the plan's."""
     return calls.compiled.options[0] if calls.compiled.options else calls.compiled

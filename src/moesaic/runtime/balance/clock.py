@@ -1,7 +1,7 @@
-"""What calls of a layer take, forward and backward, told to all ranks with the counts of a later call.
+"""Measures the time of a layer's calls, forward and backward. Ranks exchange the times with the counts of a later call.
 
-A call's time starts when its counts are known and stops when its results are; the backward pass is timed around the node of
-the autograd graph. On a GPU the times are those of events, read when they have happened: nothing waits for them.
+A call's time starts when its counts are known and stops when its results are computed. The backward pass is timed by hooks on
+its node of the autograd graph. On a GPU the times come from events, which are read once they are complete, without waiting.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ import torch
 from torch import Tensor
 
 RECENT = 32
-"""Tasks whose median is what a row takes: one that lost its core says nothing."""
+"""Number of tasks over which the time per row is a median, so that a task that lost its core has no influence."""
 UNLIKE = 0.25
-"""Share by which a rank must be slower or faster than the median for its speed to count: calls of few rows are no measure of
-it."""
+"""A rank's speed counts only if it differs from the median by at least this share; calls of few rows measure it too roughly."""
 STEP = 0.05
-"""Speeds are told apart in steps of so much, so that decisions do not follow every flicker."""
+"""Speeds are rounded to multiples of this, so that decisions do not follow small fluctuations."""
 OPEN = 64
-"""Calls that may wait for their backward pass; what is older is never told."""
+"""Number of calls that may wait for their backward pass; the time of an older call is dropped."""
 
 
 class Moment:
-    """Now: on the host, or where a device's stream has got to.
+    """A point in time: on the host, or on a device's current stream.
 
     Args:
-        device: that the layer runs on.
+        device: the device on which the layer runs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,22 +42,22 @@ class Moment:
 
     @property
     def is_known(self) -> bool:
-        """Whether it has come to pass; asking does not wait."""
+        """Whether the moment has passed on the device; this does not wait."""
         return self._event is None or self._event.query()
 
     def until(self, later: Moment) -> float:
-        """Return the seconds from here to a later moment; both are known."""
+        """Return the seconds from this moment to a later one; both must be known."""
         if self._event is not None and later._event is not None:
             return float(self._event.elapsed_time(later._event)) / 1e3
         return later._at - self._at
 
 
 class TimedCall:
-    """One call: its number, and four moments.
+    """The times of one call: start and end of its forward and its backward pass.
 
     Args:
-        number: of the call, the same on all ranks.
-        device: that it runs on.
+        number: the number of the call, the same on all ranks.
+        device: the device on which the call runs.
     """
 
     def __init__(self, number: int, device: torch.device) -> None:
@@ -66,10 +65,10 @@ class TimedCall:
         self._moments: list[Moment] = [Moment(device)]
 
     def ran(self, y: Tensor) -> Tensor:
-        """Take down that results are there, and return them; watch for the backward pass.
+        """Record the end of the forward pass, and register hooks that time the backward pass.
 
         Args:
-            y: what the program returned, as it did; what needs no gradient has no backward pass.
+            y: the program's result itself, which is returned. Without a gradient, there is no backward pass.
         """
         node = y.grad_fn
         if node is not None and len(self._moments) == 1:
@@ -79,12 +78,12 @@ class TimedCall:
         return y
 
     def ran_again(self) -> None:
-        """Take down that a recomputation ran; if the backward pass waited for it, that starts now."""
+        """Record the end of a recomputation. If it ran inside the backward pass, the backward time restarts now."""
         if len(self._moments) == 3:
             self._moments[2] = Moment(self._device)
 
     def seconds(self) -> float | None:
-        """Return what the call took, forward and backward; None while that is not known."""
+        """Return the seconds of forward and backward pass; None until they are known."""
         if len(self._moments) < 4 or not self._moments[3].is_known:
             return None
         start, end, back, done = self._moments
@@ -100,10 +99,10 @@ class TimedCall:
 
 
 class CallClock:
-    """Times the calls of one layer, and agrees with the other ranks on what they took.
+    """Times the calls of one layer, and agrees with the other ranks on the slowest rank's time of each.
 
     Args:
-        ranks: that tell each other.
+        ranks: number of ranks that exchange times.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -112,14 +111,14 @@ class CallClock:
         self._heard: dict[int, dict[int, float]] = {}
 
     def start(self, device: torch.device) -> TimedCall:
-        """Begin with a call; all ranks do."""
+        """Start to time a call. All ranks do so for the same calls."""
         self._calls += 1
         self._open.append(TimedCall(self._calls, device))
         return self._open[-1]
 
     def tell(self) -> list[float]:
-        """Return what to tell the others: the oldest call whose time is known and was not told, its seconds, and whether the
-        call that begins will have a backward pass."""
+        """Return three numbers for the other ranks: the number and seconds of the oldest call whose time is known and was not
+        sent yet (else 0), and whether the call that starts now will have a backward pass."""
         told = [0.0, 0.0, float(torch.is_grad_enabled())]
         for call in self._open:
             seconds = call.seconds()
@@ -130,10 +129,10 @@ class CallClock:
         return told
 
     def hear(self, told: Sequence[Sequence[float]]) -> dict[int, float]:
-        """Return the calls whose time all ranks know now, seconds of the slowest by number.
+        """Return, by number, the calls whose time is now known from all ranks, each with the slowest rank's seconds.
 
         Args:
-            told: what each rank told, first what `tell` returned.
+            told: the numbers that each rank sent, beginning with those of `tell`.
         """
         for rank, (number, seconds, *_) in enumerate(told):
             if number:
@@ -147,25 +146,25 @@ class CallClock:
 
     @staticmethod
     def is_timed(told: Sequence[Sequence[float]]) -> bool:
-        """Return whether the call that begins has a backward pass on every rank, so that its time will be known."""
+        """Return whether the call that starts now has a backward pass on every rank, so that its time will be known."""
         return all(of_rank[2] for of_rank in told)
 
 
 class WorkMeter:
-    """Takes the time of the experts' tasks of one layer on this rank: what a product of a row takes.
+    """Measures the time that the experts' tasks of one layer take per row on this rank.
 
-    On a GPU it reads events when they have happened; nothing waits.
+    On a GPU it reads events once they are complete, without waiting.
     """
 
     def __init__(self) -> None:
         self._each: deque[float] = deque(maxlen=RECENT)
         self.least = 0
-        """Rows below which a task is no measure of speed."""
+        """Smallest number of rows of a task that is measured; smaller tasks say little about speed."""
         self._open: deque[tuple[int, Moment, Moment]] = deque(maxlen=OPEN)
 
     @contextmanager
     def watch(self, rows: int, device: torch.device) -> Iterator[None]:
-        """Watch a task of so many rows."""
+        """Time a task of `rows` rows."""
         start = Moment(device)
         yield
         if rows and rows >= self.least:
@@ -176,16 +175,18 @@ class WorkMeter:
 
     @property
     def seconds(self) -> float:
-        """What a row takes of late; 0 while little was measured."""
+        """Recent median of the seconds per row; 0 until enough tasks were measured."""
         return median(self._each) if len(self._each) >= RECENT // 4 else 0.0
 
 
 def speeds_of(seconds: np.ndarray) -> tuple[float, ...]:
-    """Return the speeds of ranks over the median's, from the seconds that each told for a row, 1 for about the median's; ()
-    while some rank has measured nothing.
+    """Return the speed of each rank relative to the median, from the ranks' seconds per row; about 1 is rounded to 1.
 
     Args:
-        seconds: (ranks,) float64.
+        seconds: (ranks,) float64; 0 for a rank that has not measured any.
+
+    Returns:
+        the speeds; () if any rank has not measured any.
     """
     if not (seconds > 0).all():
         return ()

@@ -1,11 +1,11 @@
-"""`ExpertPlacement`: the experts of a model's MoE layers move between ranks now and then, and the model stays the same.
+"""`ExpertPlacement`: moves the experts of a model's MoE layers between ranks from time to time, without changing the model.
 
-Between two optimizer steps a policy (`balance/experts.py`) looks at the load of the steps before and says which expert
-goes where; weights and all that the optimizer keeps of them follow. Routers, losses, counts and traces never learn of it.
+Between two optimizer steps, a policy (`balance/experts.py`) computes from recent loads which expert goes to which slot. Weights
+and their optimizer state follow. Routers, losses, counts and traces are not affected.
 
-Experts move with all that belongs to them: weights, gradients, master copies, optimizer state. SmartMoE's published code moves
-parameters only: moments stay behind, and an optimizer with master copies writes the old expert's weights over the new one's at
-its next step. Here every tensor that has a part per expert moves, bit by bit.
+Experts move with everything that belongs to them: weights, gradients, master copies, optimizer state. SmartMoE's published code
+moves only parameters: moments stay behind, and an optimizer with master copies overwrites the new expert's weights with the old
+one's at its next step. Here every tensor that has a part per expert moves, bit by bit.
 """
 
 from __future__ import annotations
@@ -33,38 +33,38 @@ from moesaic.runtime.expert_order import ExpertOrder
 from moesaic.runtime.expert_parallel import ExpertParallel
 
 Masters = Mapping[nn.Parameter, Tensor]
-"""From parameters to copies that the optimizer steps in their place."""
+"""Maps parameters to the copies that the optimizer steps instead of them."""
 
 
 @dataclass(frozen=True)
 class ExpertSlots:
-    """What this rank has of a layer's slots, of one parameter or, of modules, of all."""
+    """The tensors in this rank's slots of a layer: of one stacked parameter, or of all modules."""
 
     slots: list[list[Tensor]]
-    """By place among this rank's slots: its tensors, as views of what the optimizer steps."""
+    """For each of this rank's slots: its tensors, as views of those that the optimizer steps."""
     layout: str
-    """What each slot has, in words; the same on all ranks."""
+    """A description of the tensors of a slot, the same on all ranks."""
     over_edp: bool = False
-    """Data-parallel sharding cuts between slots, so that the copies of the experts have different ones of them."""
+    """Whether data-parallel sharding cuts between slots, so that ranks along edp have different slots."""
 
     @property
     def slot_bytes(self) -> int:
-        """Of one slot on this rank."""
+        """Bytes of one slot on this rank."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.slots[0]) if self.slots else 0
 
 
 def expert_slots_of(
     experts: AbstractExperts, optimizer: torch.optim.Optimizer | None, masters: Masters
 ) -> list[ExpertSlots]:
-    """Return what moves with a layer's experts; call it anew for each move, since state comes and goes.
+    """Return everything that moves with a layer's experts. Call it again before each move, since optimizer state changes.
 
     Args:
-        experts: spread over a mesh; under FSDP, not between its hooks.
-        optimizer: of their parameters; None for none.
-        masters: copies of parameters that move too, with their own state.
+        experts: experts that are spread over a mesh; under FSDP, not between its hooks.
+        optimizer: the optimizer of their parameters; None for none.
+        masters: copies of parameters, which move too, with their own optimizer state.
 
     Raises:
-        InputError: for optimizer state that has no part per expert.
+        InputError: for optimizer state that cannot be cut by expert.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -77,12 +77,12 @@ def expert_slots_of(
 
 
 def _of_parameter(name: str, experts: AbstractExperts, state: Mapping[Any, Any], masters: Masters) -> ExpertSlots:
-    """Return the slots of a stacked parameter: every tensor cut along its first dimension."""
+    """Return the slots of a stacked parameter: every tensor is cut along its first dimension."""
     parameter = experts.get_parameter(name)
     rows, tensors, words = len(_local(parameter)), [], []
     for what, value in _belongings(parameter, state, masters):
         if value.dim() == 0 or (value.numel() == 1 and value.shape != parameter.shape):
-            continue  # a count of steps: all experts have the same
+            continue  # a step count, which is the same for all experts
         local = _local(value)
         if len(local) != rows:
             raise InputError(
@@ -100,7 +100,7 @@ def _of_parameter(name: str, experts: AbstractExperts, state: Mapping[Any, Any],
 
 
 def _of_modules(experts: ModuleExperts, state: Mapping[Any, Any], masters: Masters) -> ExpertSlots:
-    """Return the slots of modules: all their parameters, buffers and state, counts of steps too."""
+    """Return the slots of modules: all their parameters, buffers and optimizer state, step counts included."""
     slots, words = [], ""
     for module in experts.experts.children():
         found = [
@@ -137,17 +137,17 @@ def _belongings(parameter: nn.Parameter, state: Mapping[Any, Any], masters: Mast
 def carry_slots(
     expert_slots: ExpertSlots, transport: AbstractTransport, grid: Grid, before: np.ndarray, after: np.ndarray
 ) -> tuple[int, int]:
-    """Move experts from slot to slot; all ranks call it together.
+    """Move experts from slot to slot. All ranks call this together.
 
     Args:
-        expert_slots: what this rank has.
-        transport: between all ranks.
+        expert_slots: this rank's slots.
+        transport: the transport between all ranks.
         grid: the mesh.
-        before: (num_experts,) the expert in each slot now.
-        after: the same when it returns.
+        before: (num_experts,) the expert in each slot before the move.
+        after: (num_experts,) the expert in each slot after it.
 
     Returns:
-        the bytes that this rank sent, and those of them that went to other nodes.
+        the bytes that this rank sent, and how many of them went to other nodes.
     """
     tag, rank = transport.take_tags(1), transport.rank
     holder, was = _holders(expert_slots, grid, rank, len(before)), np.argsort(before)
@@ -179,7 +179,7 @@ def carry_slots(
 
 
 def _holders(expert_slots: ExpertSlots, grid: Grid, rank: int, num_experts: int) -> list[tuple[int, int]]:
-    """Return who has each slot among the ranks that this one trades with, and at which place among its own."""
+    """Return, for each slot, the rank that has it, among the ranks that exchange with this one, and its index on that rank."""
     each = num_experts // grid.ep
     traders = grid.group(rank, ("edp", "ep") if expert_slots.over_edp else ("ep",))
     at = {(grid.coordinate(r, "edp") if expert_slots.over_edp else 0, grid.coordinate(r, "ep")): r for r in traders}
@@ -193,7 +193,7 @@ def _holders(expert_slots: ExpertSlots, grid: Grid, rank: int, num_experts: int)
 
 
 def _packed(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """Return the bytes of tensors, one after the other."""
+    """Return the bytes of tensors, one after another."""
     parts = [tensor.contiguous().reshape(-1).view(torch.uint8).to(device) for tensor in tensors]
     return torch.cat(parts)
 
@@ -202,18 +202,18 @@ def _unpack(part: Tensor, tensors: list[Tensor]) -> None:
     start = 0
     for tensor in tensors:
         end = start + tensor.numel() * tensor.element_size()
-        whole = part[start:end].clone()  # of its own: other types want aligned storage
+        whole = part[start:end].clone()  # a copy, since other dtypes need aligned storage
         tensor.copy_(whole.view(tensor.dtype).view(tensor.shape))
         start = end
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part, as a view."""
+    """Return this rank's part of a tensor, as a view."""
     return tensor.to_local().detach() if is_dtensor(tensor) else tensor.detach()
 
 
 class PlacedLayer(Protocol):
-    """What is asked of a layer; `MoE` is one."""
+    """The attributes that placement needs of a layer; `MoE` has them."""
 
     experts: AbstractExperts
     router: AbstractRouter
@@ -222,35 +222,35 @@ class PlacedLayer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Moved:
-    """What a decision did, over all layers and ranks."""
+    """Statistics of one placement, over all layers and ranks."""
 
     experts: int
-    """That went to another place; copies and shards of an expert count once."""
+    """Number of experts that went to another place of ep; copies and shards of an expert count once."""
     num_bytes: int
-    """Between ranks."""
+    """Bytes that were sent between ranks."""
     inter_node_bytes: int
-    """Of them, between nodes."""
+    """Bytes that were sent between nodes."""
     busiest_before: tuple[float, ...] = ()
-    """Per layer: copies per step at the busiest place over the mean, where experts were; none seen is 0."""
+    """Per layer: load of the busiest place over the mean load, with the old placement; 0 if there was no load."""
     busiest_after: tuple[float, ...] = ()
-    """The same load where experts are now."""
+    """The same for the same load with the new placement."""
 
 
 class ExpertPlacement:
-    """Places the experts of layers anew every so many optimizer steps; all ranks make it and call it together.
+    """Places the experts of layers anew every `every` optimizer steps. All ranks create it and call it together.
 
-    Until it is dropped, a layer's parameters hold experts by slot: `state_dict` is refused except `at_home`.
+    As long as it is used, a layer's parameters hold experts by slot, and `state_dict` is refused outside of `at_home`.
 
     Args:
         layers: MoE layers on the mesh.
         mesh: the ranks.
-        optimizer: of the experts' parameters; its state moves with them.
-        every: steps between decisions.
+        optimizer: the optimizer of the experts' parameters; its state moves with them.
+        every: optimizer steps between decisions.
         placer: the policy; None for `Balanced`.
-        masters: copies of parameters that the optimizer steps in their place; they move too.
+        masters: copies that the optimizer steps instead of parameters; they move too.
 
     Raises:
-        InputError: for layers that are on no mesh, a mesh without expert parallelism, a router that asks where experts are.
+        InputError: for layers on no mesh, a mesh without expert parallelism, or a router that depends on where experts are.
     """
 
     def __init__(
@@ -281,14 +281,14 @@ class ExpertPlacement:
 
     @property
     def orders(self) -> list[np.ndarray]:
-        """Per layer (num_experts,) int64: the expert in each slot."""
+        """Per layer, (num_experts,) int64: the expert in each slot."""
         return [order.experts for order in self._orders]
 
     def after_step(self) -> Moved | None:
-        """Count an optimizer step; every `every` steps decide and move. All ranks call it, gradients best set to None.
+        """Count an optimizer step; every `every` steps, decide and move. All ranks call this, best with gradients set to None.
 
         Returns:
-            what moved, if there was a decision.
+            statistics of the moves, if there was a decision.
         """
         self._steps += 1
         if self._steps % self.every:
@@ -303,14 +303,14 @@ class ExpertPlacement:
         )
 
     def place(self, orders: Sequence[np.ndarray]) -> Moved:
-        """Move experts to these orders; all ranks call it together, between steps.
+        """Move experts to the given orders. All ranks call this together, between steps.
 
         Args:
-            orders: per layer (num_experts,) int64: the expert in each slot.
+            orders: per layer, (num_experts,) int64: the expert in each slot.
 
         Raises:
-            InputError: on every rank, with nothing moved: for an order that is no permutation, optimizer state that cannot be
-                cut by expert, ranks that differ in either.
+            InputError: on every rank, before anything moves: if an order is not a permutation, optimizer state cannot be cut
+                by expert, or ranks differ in either.
         """
         grid, transport = self._mesh.grid, self._mesh.transport
         if len(orders) != len(self._layers):
@@ -337,9 +337,9 @@ class ExpertPlacement:
 
     @contextmanager
     def at_home(self) -> Iterator[None]:
-        """A stretch in which every expert is in the slot of its number, for saving and loading; all ranks enter it.
+        """Return a context in which every expert is in its own slot, for saving and loading. All ranks enter it together.
 
-        After an error experts stay at home: ranks that do not agree on one could not move them together.
+        After an error inside, experts stay in their own slots: not all ranks may have had it, so they could not move together.
         """
         away = [order.copy() for order in self.orders]
         self.place([np.arange(len(order)) for order in away])
@@ -347,7 +347,7 @@ class ExpertPlacement:
         self.place(away)
 
     def _all_slots(self, orders: Sequence[np.ndarray]) -> tuple[list[list[ExpertSlots]], str]:
-        """Return what moves, by layer, and why this rank cannot; "" where it can."""
+        """Return what moves, by layer, and "" or the reason why this rank cannot move it."""
         found: list[list[ExpertSlots]] = []
         try:
             for experts, order in zip(self._layers, orders):
@@ -358,7 +358,7 @@ class ExpertPlacement:
         return found, ""
 
     def _decide(self, loads: Sequence[ExpertLoad]) -> list[np.ndarray]:
-        """Return the first rank's orders, the same on all: times that differ in a last bit might order them otherwise."""
+        """Return the first rank's orders on all ranks: rounding differences could lead ranks to different orders."""
         transport = self._mesh.transport
         found = self.orders if transport.rank else [self._placer.decide(load) for load in loads]
         told = torch.from_numpy(np.concatenate(found)).to(transport.device)
@@ -366,7 +366,7 @@ class ExpertPlacement:
         return [part.numpy() for part in told.split([len(order) for order in found])]
 
     def _loads(self) -> list[ExpertLoad]:
-        """Return the load of each layer since the last decision; all ranks get the same."""
+        """Return the load of each layer since the last decision, the same on all ranks."""
         transport, grid = self._mesh.transport, self._mesh.grid
         mine = [sum(expert_slots.slot_bytes for expert_slots in of) for of in self._all_slots(self.orders)[0]]
         sizes = torch.tensor(mine or [0] * len(self._layers), device=transport.device)
@@ -397,7 +397,7 @@ def _order_of(layer: PlacedLayer) -> ExpertOrder:
 
 
 def _shard_parameters(experts: AbstractExperts, etp: int) -> int:
-    """Return the parameters of one shard of an expert, however data parallelism splits it."""
+    """Return the number of parameters of one shard of an expert, independently of data-parallel sharding."""
     if isinstance(experts, ModuleExperts):
         return sum(parameter.numel() for parameter in next(experts.experts.children()).parameters())
     return sum(p.numel() // len(p) // (etp if is_dtensor(p) else 1) for p in experts.parameters())

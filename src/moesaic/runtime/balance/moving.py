@@ -1,4 +1,4 @@
-"""`MovingMoE`: a wrapper of an MoE layer whose results go to its samples' new homes; the layer knows nothing of it."""
+"""`MovingMoE`: a wrapper of an MoE layer that delivers results to the samples' new homes. The layer itself is unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from moesaic.runtime.tasks import Call
 
 
 class WrappedLayer(Protocol):
-    """What is asked of a layer; `MoE` is one."""
+    """The attributes and methods that `MovingMoE` needs of a layer; `MoE` has them."""
 
     experts: AbstractExperts
     router: AbstractRouter
@@ -33,23 +33,23 @@ class WrappedLayer(Protocol):
     on_mesh: ExpertParallel | None
 
     def __call__(self, x: Tensor, **options: Any) -> Any:
-        """Run the layer with samples that stay."""
+        """Run the layer without moving samples."""
 
     @property
     def call_with(self) -> Callable[..., tuple[Tensor, Routing]]:
-        """Runs the layer with another middle; see `MoE.call_with`."""
+        """Route, compute the result with a given function, and inject losses; see `MoE.call_with`."""
 
     def run_shared(self, x_TD: Tensor, mask: Tensor | None) -> Tensor | None:
         """Run the shared expert; see `MoE.run_shared`."""
 
 
 class MovingMoE(nn.Module):
-    """An MoE layer around which samples change home: x is of the samples before a move, the result of those after it.
+    """An MoE layer that moves samples: its input belongs to the samples before a move, its result to those after the move.
 
-    Make the wrapper a unit of FSDP, or what it is in, and not the layer: hooks of the layer itself do not run in a move.
+    Let FSDP wrap this module or one around it, not the layer inside: hooks of the layer do not run in a move.
 
     Args:
-        layer: an `MoE`, on a mesh by its first move.
+        layer: an `MoE`. It must be on a mesh before its first move.
     """
 
     def __init__(self, layer: WrappedLayer) -> None:
@@ -69,16 +69,16 @@ class MovingMoE(nn.Module):
 
         Args:
             x: (..., dim), of the samples of `move.before`.
-            move: of the layer in this forward pass, from `SampleTrip.next`; None where samples stay.
-            residual: what to add to the result, moved as it is; None for nothing.
+            move: the layer's move in this forward pass, from `SampleTrip.next`; None if samples stay.
+            residual: a residual that is moved unchanged and added to the result; None for none.
             return_routing: also return the call's `Routing`.
             **options: mask, token_ids, top_k and capacity, as for `MoE.forward`.
 
         Returns:
-            y, of x's shape and dtype and of the samples of `move.after`; with `return_routing` the pair (y, routing).
+            y, of x's shape and dtype, of the samples of `move.after`; with `return_routing` the pair (y, routing).
 
         Raises:
-            InputError: for a layer on no mesh; for tokens of other samples.
+            InputError: if the layer is on no mesh, or the number of tokens does not fit the trip.
         """
         if move is None:
             y, routing = self.layer(x, return_routing=True, **options)
@@ -88,7 +88,7 @@ class MovingMoE(nn.Module):
         return (y, routing) if return_routing else y
 
     def _compute(self, move: SampleMove, residual: Residual | None, call: RoutedCall) -> Tensor:
-        """Return what the experts make of a routed call, and the residual where there is one, of the samples after the move."""
+        """Return the experts' results of a routed call, plus the residual if any, for the samples after the move."""
         y = _run_moved(self.layer, call, move, residual)
         shared_TD = self.layer.run_shared(call.x_TD, call.mask)
         added = None if shared_TD is None else shared_TD.view(call.x.shape)
@@ -109,18 +109,18 @@ def _on_mesh(layer: WrappedLayer) -> ExpertParallel:
 
 
 def _run_moved(layer: WrappedLayer, call: RoutedCall, move: SampleMove, residual: Residual | None) -> Tensor | None:
-    """Decide where samples go, and bring results there: the tokens of the samples that are here to those that come.
+    """Decide where samples go, and deliver results there: from tokens of the present samples to tokens of the new ones.
 
-    The decision starts as soon as all ranks know the counts, and is waited for where results start to travel.
+    The decision starts as soon as all ranks have the counts. It is awaited when results are sent.
 
     Args:
-        layer: on a mesh.
-        call: of it.
-        move: of the layer in this forward pass.
-        residual: what is to be added to the result; `move.rides` says afterwards whether it was.
+        layer: a layer on a mesh.
+        call: its routed call.
+        move: the layer's move in this forward pass.
+        residual: the residual to add to the result. Afterwards `move.rides` says whether it was added.
 
     Returns:
-        (tokens, dim); None where results are to come home first, as under plans that bring them nowhere else.
+        (tokens, dim); None if results must return home first, as under plans that cannot deliver them elsewhere.
     """
     on_mesh, experts, routed, x_TD = _on_mesh(layer), layer.experts, call.routed, call.x_TD
     samples = move.before.slots * len(move.relocator.group)
@@ -137,7 +137,7 @@ def _run_moved(layer: WrappedLayer, call: RoutedCall, move: SampleMove, residual
         programs = move.relocator.compiled(plain, bias=bool(experts.names[1]))
     token, expert, gates = _copies(on_mesh, routed, experts.num_experts)
     num_tokens = len(x_TD) // (on_mesh.grid.tp if plain.routes_slices else 1)
-    # What the shared expert adds travels on its own anyway, and takes the residual along.
+    # The shared expert's result is sent separately anyway, and the residual is added to it.
     riding = residual if layer.shared is None and programs is not None else None
     rides = rides_along(riding, plain.plan, on_mesh._weight_first)
     if programs is not None:
@@ -166,7 +166,7 @@ def _run_moved(layer: WrappedLayer, call: RoutedCall, move: SampleMove, residual
 
 
 def _copies(on_mesh: ExpertParallel, routed: Routed, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens, slots and weights of the copies that this rank sends, slot after slot."""
+    """Return tokens, slots and weights of the copies that this rank sends, sorted by slot."""
     routing = on_mesh.order.in_slots(routed.routing)
     token, expert, gates = routing.token, routing.expert, routing.weight
     if routing.has_unsent:
@@ -177,13 +177,13 @@ def _copies(on_mesh: ExpertParallel, routed: Routed, num_experts: int) -> tuple[
 
 
 def _add_alone(y: Tensor, x: Tensor, token: Tensor, move: SampleMove) -> Tensor:
-    """Return results with the residuals of tokens that have no copy to ride on.
+    """Return results plus the residuals of tokens without copies, whose residuals could not ride along.
 
     Args:
-        y: (tokens, dim) of the tensor group, after the move.
-        x: (tokens, dim) the residual before it.
-        token: (copies,) int64, tokens of this rank's copies.
-        move: decided.
+        y: (tokens, dim) results of the tensor-parallel group, after the move.
+        x: (tokens, dim) the residual before the move.
+        token: (copies,) int64, the tokens of this rank's copies.
+        move: a move that was decided.
     """
     assert move.alone is not None
     if not move.alone.any():
@@ -209,7 +209,7 @@ def _run(
     move: SampleMove,
     routed: Routed,
 ) -> Tensor:
-    """Run the programs with the weights of one object and the arithmetic of another: the same, or one around it."""
+    """Run the programs with the weights of `held` and the arithmetic of `computing`, which is `held` or wraps it."""
     plain, relocator, transport = bare_of(on_mesh.calls), move.relocator, on_mesh.transport
     shapes = relocator.shapes(plain, held.num_experts, move.before.slots)
     dtype, copies = compute_dtype(x_TD.dtype, x_TD.device), move.copies

@@ -1,22 +1,22 @@
-"""Samples that change home between the MoE layers of a model, with the same results: a forward pass as a trip.
+"""Moves samples between ranks between a model's MoE layers, with the same results. A forward pass is a trip.
 
-NetMoE (Liu et al., ICLR 2025); docs/balance.md says what is decided from what, and under which plans results go straight to new
-homes. An MoE layer's results go to whichever rank makes the next layer's copies cheap to send, and what belongs to the samples
-(residuals, masks, ids, labels) follows. A sample is somewhere whole, so all that looks along a sample is the same anywhere.
+This is NetMoE (Liu et al., ICLR 2025). docs/balance.md explains how decisions are made, and under which plans results go
+straight to new homes. An MoE layer sends its results to the ranks from which the next layer's copies are cheap to send.
+Everything else that belongs to the samples (residuals, masks, ids, labels) follows. A sample is always whole on one rank, so
+computations along a sample have the same result on any rank.
 
     moving = MovingMoE(moe)                                      once per layer
     trip = relocator.start(followings, num_samples, length)      once per forward pass
-    move = trip.next()                                           in front of each MoE layer
+    move = trip.next()                                           before each MoE layer
     x = moving(norm(x), move=move, residual=Residual(x, norm))   routed here, delivered to the new homes, x added
 
-or, where something stands between the layer and the sum,
+or, if there is another operation between the layer and the sum,
 
     y = moving(norm(x), move=move)                               decides where samples go, so it comes first
-    x = move.carry(x) + dropout(y)                               the residual follows on its own
+    x = move.carry(x) + dropout(y)                               the residual follows separately
 
-A prediction of the next layer's routing decides what is cheap, and nothing else: a wrong one costs time. To decide costs 3
-to 7 % of a step on an emulated cluster, as much where nobody moves, so after passes in which nobody moved a policy rests, the
-same passes on all ranks.
+A prediction of the next layer's routing only decides what is cheap; a wrong one costs time. Deciding costs 3 to 7 % of a step
+on an emulated cluster, even if no sample moves. So after passes without moves a policy rests, in the same passes on all ranks.
 """
 
 from __future__ import annotations
@@ -49,17 +49,18 @@ from moesaic.runtime.expert_order import ExpertOrder
 def carry(
     transport: AbstractTransport, x: Tensor, before: Homes, after: Homes, rows: np.ndarray | None = None
 ) -> Tensor:
-    """Return this rank's samples after a move; differentiable. All ranks call it; samples that stay cross no link.
+    """Return this rank's samples after a move; differentiable. All ranks call this; samples that stay are not sent.
 
     Args:
-        transport: between all ranks.
-        x: (rows of this rank, ...) what it has of the samples that are its own before, slot after slot.
-        before: where the samples are.
-        after: where they go.
-        rows: (ranks, slots) int64 rows of each sample, by where it is before, the same on all ranks; None for one each.
+        transport: the transport between all ranks.
+        x: (rows of this rank, ...): the rows of the samples on this rank before the move, slot by slot.
+        before: homes of the samples before the move.
+        after: homes of the samples after the move.
+        rows: (ranks, slots) int64: number of rows of each sample, by slot before the move, the same on all ranks; None for
+            one row per sample.
 
     Returns:
-        (rows, ...), in the order of the slots after; a sample's values are the same bits.
+        (rows, ...), in the order of the slots after the move; values are moved bit by bit.
     """
     rows = np.ones(before.samples.shape, dtype=np.int64) if rows is None else rows
     assert len(x) == rows[transport.rank].sum(), f"{len(x)} rows for {before.slots} slots"
@@ -72,13 +73,13 @@ def carry(
 
 
 class _Carry(torch.autograd.Function):
-    """The exchange, whose transpose goes the other way."""
+    """The exchange; its backward pass exchanges in the other direction."""
 
     @staticmethod
     def forward(
         ctx: Any, transport: AbstractTransport, before: Homes, after: Homes, rows: np.ndarray, x: Tensor
     ) -> Tensor:
-        # The backward pass has its own tag from the start: ranks may differ in what comes before it.
+        # The backward pass has a tag of its own from the start, since ranks may run different operations before it.
         tag = transport.take_tags(2)
         ctx.transport, ctx.before, ctx.after, ctx.tag, ctx.was_run = transport, before, after, tag + 1, False
         ctx.rows = rows_after(rows, before, after)
@@ -93,7 +94,7 @@ class _Carry(torch.autograd.Function):
 
 
 def rows_after(rows: np.ndarray, before: Homes, after: Homes) -> np.ndarray:
-    """Return rows per sample, (ranks, slots) int64, by where samples are after a move; `rows` has them by where they were."""
+    """Return rows per sample, (ranks, slots) int64, by slot after a move, from `rows` by slot before it."""
     found: np.ndarray = rows[after.targets(before)]
     return found
 
@@ -101,7 +102,7 @@ def rows_after(rows: np.ndarray, before: Homes, after: Homes) -> np.ndarray:
 def _exchange(
     transport: AbstractTransport, tag: int, x: Tensor, before: Homes, after: Homes, rows: np.ndarray
 ) -> Tensor:
-    """Send each sample to where it goes; a message holds samples in the order of the slots that they leave."""
+    """Send each sample to its new home. A message holds samples in the order of the slots that they leave."""
     rank = transport.rank
     targets, _ = before.targets(after)
     sources, source_slots = after.targets(before)
@@ -130,19 +131,20 @@ def _exchange(
 
 
 def _places(rows: np.ndarray, slots: np.ndarray) -> Tensor:
-    """Return where the rows of some slots are, (rows,) int64, in the order of the slots; `rows` says how many each has."""
+    """Return the rows of some slots, (rows,) int64, in the order of `slots`; `rows` has the number of rows of each slot."""
     return torch.from_numpy(Runs((rows.cumsum() - rows)[slots], rows[slots]).rows)
 
 
 def sample_dropout(x: Tensor, p: float, samples: Tensor, seed: int) -> Tensor:
-    """Zero entries with probability p and scale the others by 1 / (1 - p), the same ones wherever a sample is computed: a mask
-    that is drawn from the number of the sample is a property of the batch, and not of a rank's random generator.
+    """Zero entries with probability p and scale the others by 1 / (1 - p), identically on whichever rank a sample is computed.
+
+    The mask is drawn from the number of the sample, so it depends on the batch and not on a rank's random generator.
 
     Args:
         x: (samples, ...).
-        p: from 0 to below 1.
-        samples: (samples,) int64: the number of each sample in the whole batch, as `SampleTrip.samples` has it.
-        seed: at least 0; of the place in the model, the micro-batch and the step: one that no other call has.
+        p: probability, from 0 to below 1.
+        samples: (samples,) int64: the number of each sample in the whole batch, as in `SampleTrip.samples`.
+        seed: at least 0, and different for every call: derive it from the place in the model, micro-batch and step.
 
     Returns:
         of x's shape.
@@ -158,50 +160,51 @@ def sample_dropout(x: Tensor, p: float, samples: Tensor, seed: int) -> Tensor:
 
 
 PATIENCE = 2
-"""Passes in a row in which nobody moves, before a policy may rest."""
+"""Number of passes in a row without moves, before a policy may rest."""
 
 
 @dataclass(frozen=True)
 class Following:
-    """How an MoE layer will route: what a prediction of its load needs."""
+    """The settings with which an MoE layer will route, for a prediction of its load."""
 
     router: AbstractRouter
     top_k: int
     order: ExpertOrder | None = None
-    """Where its experts are; None where they never move."""
+    """The order of its experts; None if they never move."""
 
 
 class Relocator:
-    """Decides, for a model's forward passes, where samples live after each MoE layer. All ranks make it alike.
+    """Decides where samples live after each MoE layer, for a model's forward passes. All ranks create it identically.
 
     Args:
-        mesh: of the MoE layers.
-        placer: the policy; None for the two stages of NetMoE.
-        ends_home: the last MoE layer takes the samples home. False: it goes by its own cost, and labels have to follow.
+        mesh: the mesh of the MoE layers.
+        placer: the policy; None for NetMoE's two stages.
+        ends_home: whether the last MoE layer returns the samples to their first homes. False: it decides by its own cost, and
+            labels have to follow.
     """
 
     def __init__(self, mesh: Mesh, placer: AbstractPlacer | None = None, *, ends_home: bool = True) -> None:
         self.mesh, self.placer, self.ends_home = mesh, placer or TwoStage(), ends_home
         self.group = mesh.grid.group(mesh.rank, ("tp",))
-        """The tensor group of this rank, which works on its samples together."""
+        """The tensor-parallel group of this rank, which shares its samples."""
         self.trip: SampleTrip | None = None
-        """The forward pass that was begun last; None before the first."""
+        """The forward pass that was started last; None before the first."""
         self._compiled: dict[tuple[bytes, bool], Compiled | None] = {}
         self._shapes: dict[tuple[bytes, int, int], LayoutIndex] = {}
         self._solver = ThreadPoolExecutor(1, "placement")
         self._rest = Rest()
 
     def start(self, followings: Sequence[Following], num_samples: int, length: int) -> SampleTrip:
-        """Begin a forward pass; all ranks call it.
+        """Start a forward pass. All ranks call this together.
 
         Args:
             followings: the MoE layers in the order in which the pass reaches them.
-            num_samples: that this rank's tensor group has.
-            length: tokens of each.
+            num_samples: number of samples of this rank's tensor-parallel group.
+            length: tokens per sample.
 
         Raises:
-            InputError: on every rank: if ranks have different numbers of samples or tokens, or a tensor group does not split
-                its samples evenly, or a router looks across tokens or draws random numbers by rank.
+            InputError: on every rank: if ranks have different numbers of samples or tokens, if a tensor-parallel group does
+                not split its samples evenly, or if a router looks across tokens or draws random numbers by rank.
         """
         before = [] if self.trip is None else self.trip.moves
         rests = self._rest.begins(self.placer.rest, [move.moves_anybody for move in before])
@@ -226,40 +229,40 @@ class Relocator:
         return self.trip
 
     def compiled(self, plain: Compiled, *, bias: bool) -> Compiled | None:
-        """Return the programs that deliver to new homes, made once per plan; None for a plan whose results go home first.
+        """Return the programs that deliver to new homes, cached per plan; None if results under the plan go home first.
 
         Args:
-            plain: those of the layer.
-            bias: for experts whose shards hold parameters in common.
+            plain: the programs of the layer.
+            bias: whether the shards of an expert have parameters in common.
         """
         key = (plain.digest, bias)
         if key not in self._compiled:
             has_bias = "b" in plain.logical.inputs
             base = plain if has_bias == bias else compile_plan(plain.plan, plain.grid, bias=bias)
-            try:  # each rank of a tensor group sends its own copies; where all of them send all, results go home first
+            try:  # if all ranks of a tensor-parallel group send all copies of the group, results go home first
                 self._compiled[key] = moving(base) if plain.grid.tp == 1 or plain.routes_slices else None
-            except InputError:  # which says what about the plan does not let results go straight to new homes
+            except InputError:  # the plan does not let results go straight to new homes
                 self._compiled[key] = None
         return self._compiled[key]
 
     def shapes(self, plain: Compiled, num_experts: int, slots: int) -> LayoutIndex:
-        """Return what all calls of a plan, with so many experts and samples, have in common."""
+        """Return the tables that all calls under a plan share, for a number of experts and of slots per rank."""
         key = (plain.digest, num_experts, slots)
         if key not in self._shapes:
             self._shapes[key] = LayoutIndex(plain.grid, num_experts, slots, parts=plain.plan.chunks)
         return self._shapes[key]
 
     def decide(self, load: SampleLoad) -> Future[Homes]:
-        """Start to decide, beside the caller."""
+        """Start to decide, on another thread."""
         return self._solver.submit(self.placer.decide, load)
 
     def carry(self, x: Tensor, before: Homes, after: Homes) -> Tensor:
-        """Return what belongs to the samples that a tensor group has after a move: (samples, ...), differentiable.
+        """Return values of the samples that a tensor-parallel group has after a move: (samples, ...), differentiable.
 
         Args:
-            x: the same of those that it has before, of one shape on all ranks and alike in a tensor group.
-            before: where the samples are.
-            after: where they go.
+            x: the values of the samples that it has before the move. Shapes are the same on all ranks, values within a group.
+            before: homes of the samples before the move.
+            after: homes of the samples after the move.
         """
         if before.same_as(after):
             return x
@@ -274,18 +277,18 @@ class Relocator:
 
 
 class Rest:
-    """Counts the passes of one relocator."""
+    """Decides in which passes of one relocator the policy rests."""
 
     def __init__(self) -> None:
         self._still = self._left = 0
 
     def begins(self, rest: int, moved: Sequence[bool | None]) -> bool:
-        """Return whether the pass that begins goes by unasked.
+        """Return whether the policy rests in the pass that starts now.
 
         Args:
-            rest: passes that may go by unasked after some in which nobody moved; 0 for none.
-            moved: of each layer in the pass before, which is over: whether a policy that was asked moved anybody; None where
-                none was asked.
+            rest: number of passes to rest for, after passes without moves; 0 to never rest.
+            moved: for each layer in the previous pass, which has ended: whether the policy moved samples; None if the policy
+                was not asked.
         """
         asked = [found for found in moved if found is not None]
         if asked:
@@ -297,7 +300,7 @@ class Rest:
 
 
 class SampleTrip:
-    """One forward pass: where the samples are as it goes on. Made by `Relocator.start`."""
+    """One forward pass, with the present homes of the samples. Created by `Relocator.start`."""
 
     def __init__(
         self, relocator: Relocator, followings: Sequence[Following], slots: int, length: int, *, rests: bool = False
@@ -305,17 +308,17 @@ class SampleTrip:
         self.relocator, self.length, self._rests = relocator, length, rests
         self.home = Homes.start(relocator.mesh.grid.world, slots)
         self.moves: list[SampleMove] = []
-        """One per MoE layer that was reached."""
+        """The moves of the MoE layers that the pass has reached."""
         self._followings = followings
 
     @property
     def homes(self) -> Homes:
-        """Where the samples are now."""
+        """The present homes of the samples."""
         return self.moves[-1].after if self.moves else self.home
 
     @property
     def samples(self) -> Tensor:
-        """(samples,) int64: this group's samples now, by their number in the whole batch: what random masks may depend on."""
+        """(samples,) int64: this group's present samples, by number in the whole batch. Random masks may depend on them."""
         return samples_of(self.relocator, self.homes)
 
     def next(self) -> SampleMove:
@@ -329,29 +332,29 @@ class SampleTrip:
         return self.moves[-1]
 
     def bring(self, x: Tensor) -> Tensor:
-        """Return what belongs to the samples that are here now, from where it is at home: (samples, ...), differentiable."""
+        """Return values of the samples that are here now, given those of the home samples: (samples, ...), differentiable."""
         return self.relocator.carry(x, self.home, self.homes)
 
     def take_home(self, x: Tensor) -> Tensor:
-        """Return what belongs to this rank's own samples, from where they are now: (samples, ...), differentiable."""
+        """Return values of this rank's home samples, given those of the samples here now: (samples, ...), differentiable."""
         return self.relocator.carry(x, self.homes, self.home)
 
 
 def samples_of(relocator: Relocator, homes: Homes) -> Tensor:
-    """Return which samples this rank's tensor group has, (samples,) int64, by their number in the whole batch."""
+    """Return the samples of this rank's tensor-parallel group, (samples,) int64, by their number in the whole batch."""
     return torch.from_numpy(homes.samples[list(relocator.group)].reshape(-1).copy())
 
 
 class SampleMove:
-    """What one MoE layer does to the homes. It decides once: a recomputation finds what the first pass decided.
+    """One MoE layer's change of the homes. It is decided once; a recomputation reuses the decision of the first pass.
 
     Args:
-        relocator: whose policy decides.
-        before: where the samples are when the layer is called.
+        relocator: the relocator whose policy decides.
+        before: homes of the samples when the layer is called.
         following: the next MoE layer; None after the last.
         length: tokens of a sample.
-        goal: where samples go, whatever it costs; None to decide.
-        rests: nobody is asked in this pass and nobody moves: the layer runs like any other.
+        goal: homes after the layer, if they are fixed; None to decide.
+        rests: the policy is not asked in this pass, and no sample moves: the layer runs as without moves.
     """
 
     def __init__(
@@ -366,15 +369,15 @@ class SampleMove:
     ) -> None:
         self.relocator, self.before, self.length, self.goal, self.rests = relocator, before, length, goal, rests
         self.load: SampleLoad | None = None
-        """What was decided from; None before the layer's call; empty where nobody is asked."""
+        """The load from which homes are decided; None before the layer's call; without copies if the policy rests."""
         self.copies: np.ndarray | None = None
-        """(ranks, slots, num_experts) int64: the layer's copies of each sample, by where the samples are; None before."""
+        """(ranks, slots, num_experts) int64: the layer's copies of each sample, by its slot before; None before the call."""
         self.alone: np.ndarray | None = None
-        """(ranks, slots) int64: tokens of each sample that have no copy, by where the samples are; None before."""
+        """(ranks, slots) int64: tokens of each sample without copies, by slot before the move; None before the call."""
         self.rides = False
-        """Whether the residual travelled with the results; known after the layer's call."""
+        """Whether the residual was sent with the results; valid after the layer's call."""
         self.stays: bool | None = None
-        """Whether the layer runs like any other and samples stay, for those that choose; None before it is decided."""
+        """Whether an arbiter decided that samples stay in this call; None before that decision."""
         self._following = following
         self._future: Future[Homes] | None = None
         if rests:
@@ -383,7 +386,7 @@ class SampleMove:
 
     @property
     def after(self) -> Homes:
-        """Where the samples are after the layer; waits for the decision."""
+        """The homes after the layer; waits for the decision."""
         if self.goal is not None:
             return self.goal
         if self._future is None:
@@ -394,29 +397,29 @@ class SampleMove:
 
     @property
     def moves_anybody(self) -> bool | None:
-        """Whether a policy that was asked moved samples; None where none was."""
+        """Whether the policy moved samples; None if it was not asked."""
         return None if self._future is None else not self.before.same_as(self.after)
 
     def targets(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return where the sample in each slot goes, (ranks, slots) int64 each: its rank and its slot there."""
+        """Return where the sample in each slot goes: its new rank and its slot there, (ranks, slots) int64 each."""
         return self.before.targets(self.after)
 
     def carry(self, x: Tensor) -> Tensor:
-        """Take what belongs to samples along: (samples, ...) or (samples * length, ...) of this rank's tensor group, of one
-        shape on all ranks."""
+        """Move values of samples along: (samples, ...) or (samples * length, ...) of this rank's tensor-parallel group, of the
+        same shape on all ranks."""
         samples = self.before.slots * len(self.relocator.group)
         split = x.unflatten(0, (samples, -1)) if len(x) != samples else x
         return self.relocator.carry(split, self.before, self.after).view(x.shape)
 
     def carry_tokens(self, rows: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        """Take along rows of the tokens that have no copy; all ranks call it where any has one.
+        """Move rows of the tokens that have no copy. All ranks call this if any rank has such tokens.
 
         Args:
             rows: (tokens without copy, dim), differentiable.
-            token: (tokens without copy,) int64, ascending: their places among the tokens for which this rank answers.
+            token: (tokens without copy,) int64, ascending: their indices among the tokens of this rank.
 
         Returns:
-            the rows that come, and their places among the tokens for which this rank answers then.
+            the rows that arrive, and their indices among the tokens of this rank after the move.
         """
         transport = self.relocator.mesh.transport
         assert self.alone is not None
@@ -427,23 +430,23 @@ class SampleMove:
         return carry(transport, rows, *way), place + first.repeat_interleave(come)
 
     def volumes(self) -> tuple[Volume, Volume]:
-        """Return the rows that cross links from this layer's experts to the next layer's (as predicted) if nobody moved, and
-        as it was decided; residuals that travel count as rows."""
+        """Return the rows that cross links from this layer's experts to the next layer's (as predicted): first if no sample
+        moved, then as decided. Residuals that are sent count as rows."""
         assert self.load is not None, "the MoE layer was not called with this move yet"
         return self.load.volume(self.before), self.load.volume(self.after)
 
     def decide(
         self, copies: Tensor, alone: Tensor, predicted: Tensor | None, *, rides: bool, carried: int, is_direct: bool
     ) -> None:
-        """Tell all ranks this rank's counts and start to decide from everyone's; all ranks call it.
+        """Exchange this rank's counts with all ranks, and start to decide from all counts. All ranks call this.
 
         Args:
-            copies: (slots, num_experts) int64 of this layer, of the samples for which this rank answers.
-            alone: (slots,) int64: tokens of each that have no copy.
-            predicted: as `copies`, of the next layer; None where it is not asked for.
-            rides: the residual travels with the results, but that of tokens without copies.
-            carried: rows per token that travel on their own where it does not.
-            is_direct: see `SampleLoad`.
+            copies: (slots, num_experts) int64: this layer's copies of this rank's samples.
+            alone: (slots,) int64: tokens of each sample without copies.
+            predicted: like `copies`, for the next layer; None if no prediction is needed.
+            rides: whether the residual is sent with the results, except for tokens without copies.
+            carried: rows per token that are sent separately, if the residual is not.
+            is_direct: as in `SampleLoad`.
         """
         mesh, self.rides = self.relocator.mesh, rides
         mine = torch.cat([alone[:, None], copies, *([] if predicted is None else [predicted])], dim=1)
@@ -465,15 +468,15 @@ class SampleMove:
             self._future = self.relocator.decide(self.load)
 
     def predict(self, x_TD: Tensor, valid_T: Tensor | None, token_ids: Tensor | None) -> Tensor | None:
-        """Return the copies that each sample will have for each expert of the next layer, if it routed this layer's input.
+        """Predict the copies of each sample for each expert of the next layer, by routing this layer's input with its router.
 
         Args:
-            x_TD: (tokens, dim), this layer's input, all tokens of the tensor group.
+            x_TD: (tokens, dim), this layer's input, all tokens of the tensor-parallel group.
             valid_T: (tokens,) bool, or None.
             token_ids: (tokens,) int64, or None.
 
         Returns:
-            (slots, num_experts) int64, of the samples for which this rank answers; None where nobody asks.
+            (slots, num_experts) int64, for this rank's samples; None if no prediction is needed.
         """
         if self._following is None or self.goal is not None:
             return None
@@ -490,19 +493,19 @@ class SampleMove:
         return self.count(choice.token[alive], expert[alive], router.num_experts)
 
     def tokens(self, num_tokens: int) -> slice:
-        """Return which of the tensor group's tokens this rank answers for."""
+        """Return which of the tensor-parallel group's tokens this rank is responsible for."""
         group = self.relocator.group
         return share_of(num_tokens, group.index(self.relocator.mesh.rank), len(group))
 
     def count(self, token: Tensor, expert: Tensor, num_experts: int) -> Tensor:
-        """Return how many of these copies each sample has for each expert, (slots, num_experts) int64."""
+        """Return the number of copies that each sample has for each expert, (slots, num_experts) int64."""
         cell = token // self.length * num_experts + expert
         return torch.bincount(cell, minlength=self.before.slots * num_experts).view(-1, num_experts)
 
 
 @contextmanager
 def _whole_parameters(router: nn.Module) -> Iterator[None]:
-    """Let a router that is split over data-parallel ranks score where it stands: its parameters are gathered meanwhile."""
+    """Gather the parameters of a router that is sharded over data-parallel ranks, for the duration of the context."""
     held = [(part, name, value) for part in router.modules() for name, value in part._parameters.items()]
     try:
         for part, name, value in held:

@@ -1,16 +1,16 @@
-"""The residual of an MoE block when samples change home: with the experts' results, or on its own.
+"""The residual of an MoE block when samples change home: it is sent with the experts' results, or separately.
 
-NetMoE (Liu et al., ICLR 2025, appendix A.1) lets every copy bring its token's residual along, so that results and residual
-arrive as one: y_e = x + E(x). It says that this keeps the result and not when: weighted by the router, x comes back times the
-sum of its copies' weights, which is 1 for some routers and no longer so once a copy is dropped. So each copy brings a share
-of the residual besides its weight, one over its token's copies,
+In NetMoE (Liu et al., ICLR 2025, appendix A.1) every copy carries its token's residual, so that result and residual arrive as
+one row: y_e = x + E(x). The paper says that this keeps the result, but not under which conditions. Weighted by the router, x
+returns multiplied by the sum of its copies' weights. That sum is 1 for some routers, but not once a copy is dropped. So here
+each copy carries, in addition to its weight, a share of the residual, one over the number of its token's copies:
 
     sum_k (g_k E_k(norm(x)) + s_k x) = sum_k g_k E_k(norm(x)) + x        since the shares s of a token sum to one,
 
-whatever the router and the capacity. A token without copies has nobody to ride on: its row alone goes from the old home to the
-new one. With a norm in front, tokens travel as they are and the experts' rank applies the norm; that is linear in what comes
-back, so the norm's gradient adds up over copies. Where anything stands between the layer and the sum, the residual goes alone
-(`SampleMove.carry`): one more row per token that moves.
+for every router and capacity. The row of a token without copies is sent separately from the old home to the new one. If there
+is a norm before the layer, tokens are sent without it, and the expert's rank applies the norm. Gradients are linear, so the
+norm's gradient is the sum over copies. If there is any other operation between the layer and the sum, the residual is sent
+separately (`SampleMove.carry`), which costs one more row per token that moves.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ from moesaic.plan import Plan
 
 @dataclass(frozen=True)
 class Residual:
-    """What is added to an MoE layer's result, nothing in between: x + moe(norm(x))."""
+    """A residual that is added directly to an MoE layer's result: x + moe(norm(x))."""
 
     x: Tensor
-    """Of the layer's input's shape."""
+    """The residual, of the shape of the layer's input."""
     norm: nn.Module | None = None
-    """What made the layer's input of x, token by token, such as RMSNorm; None where that is x itself."""
+    """The norm that computed the layer's input from x, token by token, such as RMSNorm; None if the input is x."""
 
 
 def rides_along(residual: Residual | None, plan: Plan, weight_first: bool) -> bool:
-    """Whether a residual may travel with the experts' results: weights multiply results and not inputs, and rows have 32 bits
-    or more, which no codec or autocast rounds, since every layer would round the residual stream with them."""
+    """Return whether a residual may be sent with the experts' results.
+
+    Routing weights must multiply results, not inputs. Rows must have 32 bits or more, unchanged by codecs or autocast, since
+    otherwise every layer would round the residual stream.
+    """
     if residual is None or weight_first or not plan.is_lossless:
         return False
     dtype = residual.x.dtype
@@ -52,21 +55,21 @@ def with_shares(gates: Tensor, token: Tensor, num_tokens: int) -> Tensor:
     Args:
         gates: (copies,) routing weights.
         token: (copies,) int64, each copy's token.
-        num_tokens: how many there are.
+        num_tokens: number of tokens.
     """
     copies = torch.bincount(token, minlength=num_tokens)
     return torch.stack([gates, copies[token].to(gates.dtype).reciprocal()], dim=1)
 
 
 class WithResidual(AbstractExperts):
-    """Experts that take tokens before the norm, and add to each weighted result a share of its token.
+    """Experts that apply the norm to tokens themselves, and add a share of the token to each weighted result.
 
-    Their gates are (rows, 2): the routing weight, and the share of the residual that the row brings. The norm's parameters
-    come as further columns of what the shards of an expert hold in common, the same for every expert.
+    Their gates are (rows, 2): the routing weight, and the row's share of the residual. The norm's parameters are appended as
+    columns to the parameters that an expert's shards have in common, the same for every expert.
 
     Args:
         inner: the experts.
-        norm: in front of them; None for none.
+        norm: the norm before them; None for none.
     """
 
     def __init__(self, inner: AbstractExperts, norm: nn.Module | None) -> None:
@@ -99,7 +102,7 @@ class WithResidual(AbstractExperts):
         assert found[1] is not None
         d_rows, d_row = torch.autograd.grad(seen, leaves, found[0], allow_unused=True, materialize_grads=True)
         d_rows = d_rows + self._share(dy, call)
-        d_gates = torch.stack([found[1], torch.zeros_like(found[1])], dim=1)  # a share is a number, not a weight
+        d_gates = torch.stack([found[1], torch.zeros_like(found[1])], dim=1)  # shares are constants without a gradient
         d_common: Weights = found[3]
         if self._columns:
             of_norm = torch.zeros_like(call.common[0][:, -self._columns :])
@@ -125,17 +128,18 @@ class WithResidual(AbstractExperts):
     def joined(
         self, common: Weights, num_experts: int, shards: int, transport: AbstractTransport, group: tuple[int, ...]
     ) -> Weights:
-        """Return what an expert's shards hold in common, with the norm's parameters beside it; differentiable.
+        """Return the parameters that an expert's shards have in common, with the norm's parameters appended; differentiable.
 
-        Every shard of an expert gets the whole gradient of those, and data-parallel ranks add up theirs, the shards' among
-        them: each counts for its share. The ranks of a tensor group each apply the norm to rows of their own.
+        Every shard of an expert computes the whole gradient of the norm, and all of these gradients are summed over
+        data-parallel ranks. So each is divided by the number of shards. Each rank of a tensor-parallel group applies the norm
+        to its own rows.
 
         Args:
-            common: of the inner experts.
-            num_experts: on this rank.
-            shards: of an expert.
-            transport: this rank's.
-            group: its tensor group.
+            common: the common parameters of the inner experts.
+            num_experts: number of experts on this rank.
+            shards: number of shards of an expert.
+            transport: the transport between the ranks.
+            group: this rank's tensor-parallel group.
         """
         if self.norm is None or not self._columns:
             return common
@@ -145,13 +149,13 @@ class WithResidual(AbstractExperts):
         return (torch.cat([*common, row.expand(num_experts, -1)], dim=1),)
 
     def _inside(self, call: ExpertCall, normed: Tensor | None = None) -> ExpertCall:
-        """Return the call of the inner experts, whose rows are behind the norm."""
+        """Return the call of the inner experts, with rows after the norm."""
         own, row = self._split(call.common)
         rows = self._normed(call.rows, row) if normed is None else normed
         return replace(call, common=own, rows=rows, gates=_both(call)[:, 0].contiguous())
 
     def _split(self, common: Weights) -> tuple[Weights, Tensor]:
-        """Return the inner experts' common parameters, and the norm's, (columns,)."""
+        """Return the inner experts' common parameters, and the norm's parameters, (columns,)."""
         if not self._columns:
             return common, torch.empty(0)
         width = common[0].shape[1] - self._columns
@@ -167,7 +171,7 @@ class WithResidual(AbstractExperts):
 
     @staticmethod
     def _share(rows: Tensor, call: ExpertCall) -> Tensor:
-        """Return a shard's part of each row's share of its token; the shards' results are summed."""
+        """Return each row times its residual share, divided by the number of shards, since their results are summed."""
         return rows * (_both(call)[:, 1:] / call.shards).to(rows.dtype)
 
 

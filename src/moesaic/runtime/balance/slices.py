@@ -1,9 +1,9 @@
-"""Slices of a call, run one after the other: what a memory budget comes to where a call does not fit.
+"""Runs a call in slices, one after another, if it does not fit the memory budget as a whole.
 
-The first slices are kept for the backward pass as a whole call would be, as many as fit (`Cut.kept`, one at least): in the
-first every rank has as many of its rows as it may, so ranks that are not overloaded compute nothing twice. The other ones
-dispatch their rows again and run the experts again; their results do not travel again. Slices that are kept run last in the
-forward pass and first in the backward pass, so what they keep is there beside none that is not kept.
+As many of the first slices as fit (`Cut.kept`, at least one) are kept for the backward pass, as a whole call would be. In the
+first slice every rank has as many of its rows as fit, so ranks that are not overloaded compute nothing twice. For each other
+slice, the backward pass dispatches the rows again and runs the experts again, but does not send their results again. Kept
+slices run last in the forward pass and first in the backward pass, so their memory never adds to that of another slice.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from moesaic.runtime.tasks import Environment, Indices
 
 @dataclass(frozen=True)
 class Slice:
-    """What of a call one slice runs."""
+    """The part of a call that one slice runs."""
 
     rows: Tensor
-    """(rows,) int64: which of the call's routing weights are its own."""
+    """(rows,) int64: which of the call's routing weights belong to the slice."""
     sizes: Callable[[], CallSizes]
-    """Made anew for each pass: what they work out grows with the rows."""
+    """Returns the sizes, created anew for each pass, since their cached tables grow with the rows."""
     indices: Mapping[str, Tensor]
-    """The program's INDEX inputs by name."""
+    """The inputs of the program with kind INDEX, by name."""
 
 
 def slices_of(cut: Cut, call: UncutCall) -> list[Slice]:
-    """Return the slices of a call. Under multicast all ranks call it together.
+    """Return the slices of a call. Under multicast all ranks call this together.
 
     Args:
         cut: how the call is cut.
-        call: what it takes to run the call slice by slice.
+        call: the call.
     """
     transport, token, expert, bind = call.whole.transport, call.token, call.expert, call.sizes
     rows, node_tokens = [], []
@@ -71,34 +71,34 @@ def slices_of(cut: Cut, call: UncutCall) -> list[Slice]:
 
 @dataclass(frozen=True)
 class SlicedRun:
-    """One call of a layer on one rank, in slices."""
+    """One rank's run of a layer's call in slices."""
 
     whole: LayerRun
-    """The call; its sizes, indices and tags are those of no slice."""
+    """The run of the whole call. Its sizes, indices and tags are not those of any slice."""
     slices: Sequence[Slice]
     kept: int
-    """Slices, the first ones, that are kept for the backward pass."""
+    """Number of slices, from the first, that are kept for the backward pass."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What is kept of a slice for its backward pass."""
+        """The values that a slice keeps for its backward pass."""
         return kept_names(self.whole.compiled.logical)
 
     @property
     def again(self) -> Program:
-        """What brings that about once more."""
+        """The program that recomputes these values."""
         assert self.whole.compiled.again is not None, "only plans with a budget are run in slices"
         return self.whole.compiled.again
 
     def take_tags(self) -> list[int]:
-        """Take tags for a forward and a backward program of each slice; returns the first of each."""
+        """Reserve tags for a forward and a backward program of each slice; return the first tag of each slice."""
         programs = self.whole.compiled.forward, self.whole.compiled.backward
         each = sum(len(program.tasks) for program in programs)
         first = self.whole.transport.take_tags(each * len(self.slices))
         return [first + each * number for number in range(len(self.slices))]
 
     def run(self, number: int, first_tag: int) -> LayerRun:
-        """Return the run of a slice."""
+        """Return the run of one slice."""
         part, forward = self.slices[number], len(self.whole.compiled.forward.tasks)
         call = replace(
             self.whole.call, sizes=part.sizes(), first_tag=first_tag, may_defer_wgrad=False, indices=Indices()
@@ -107,11 +107,11 @@ class SlicedRun:
 
 
 def run_slices(cut: Cut, call: UncutCall, x: Tensor, gates: Tensor, sharded: Weights, common: Weights) -> Tensor:
-    """Run dispatch, experts and combine slice by slice; see `run_program`, whose further arguments and result these are.
+    """Run dispatch, experts and combine slice by slice. Other arguments and the result are those of `run_program`.
 
     Args:
         cut: how the call is cut.
-        call: what it takes to run the call slice by slice.
+        call: the call.
     """
     work = SlicedRun(call.whole, slices_of(cut, call), cut.kept)
     y: Tensor = RunSlices.apply(work, torch.is_grad_enabled(), len(sharded), x, gates, *sharded, *common)
@@ -119,13 +119,13 @@ def run_slices(cut: Cut, call: UncutCall, x: Tensor, gates: Tensor, sharded: Wei
 
 
 class RunSlices(torch.autograd.Function):
-    """See `run_slices`."""
+    """The autograd function of `run_slices`."""
 
     @staticmethod
     def forward(
         ctx: Any, work: SlicedRun, has_grad: bool, num_sharded: int, x: Tensor, gates: Tensor, *weights: Tensor
     ) -> Tensor:
-        """Run the slices and sum their results; keep what goes in, and what the first slices keep."""
+        """Run the slices and sum their results; keep the inputs, and the values of the slices that are kept."""
         tags, names = work.take_tags(), work.names if has_grad and any(ctx.needs_input_grad) else ()
         total = torch.zeros_like(x, dtype=_wide(x))
         step_costs = [_Surroundings.now(x)] * len(work.slices)
@@ -154,11 +154,10 @@ class RunSlices(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Run the backward programs of the slices that were kept, then each other slice's experts again and its backward
-        program."""
+        """Run the backward programs of kept slices; for each other slice, run its experts again, then its backward program."""
         (x, gates, *weights), kept = _take_saved(ctx)
         work: SlicedRun = ctx.work
-        tags, ctx.tags = ctx.tags or work.take_tags(), None  # a second backward pass needs others
+        tags, ctx.tags = ctx.tags or work.take_tags(), None  # a second backward pass needs new tags
         d_gates = torch.zeros_like(gates)
         totals: list[Tensor] = []
         for number, part in enumerate(work.slices):
@@ -179,7 +178,7 @@ class RunSlices(torch.autograd.Function):
 
 
 def _take_saved(ctx: Any) -> tuple[list[Tensor], list[Environment]]:
-    """Return what went in, and what was kept of the first slices, the first one last, in a list that alone holds it."""
+    """Return the inputs, and the kept values of the first slices in reverse order, in lists without other references."""
     saved, at, found = ctx.saved_tensors, ctx.num_inputs, []
     ctx.maybe_clear_saved_tensors()
     for layout in ctx.layouts:
@@ -196,7 +195,7 @@ def _split(weights: Sequence[Tensor], num_sharded: int) -> tuple[Weights, Weight
 
 @dataclass(frozen=True)
 class _Surroundings:
-    """What a slice's experts see besides their input: autocast, and the state of random numbers."""
+    """State around a slice's experts that affects their result: autocast, and the random generators."""
 
     device: torch.device
     autocast: tuple[bool, torch.dtype]
@@ -212,7 +211,7 @@ class _Surroundings:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Have the same once more."""
+        """Return a context with the same state."""
         enabled, dtype = self.autocast
         with torch.random.fork_rng([self.device] if self.device_state is not None else []):
             torch.set_rng_state(self.random_state)

@@ -1,4 +1,4 @@
-"""Every foreign format of routing traces by its name. To add one: a new file, and a line here."""
+"""The foreign formats of routing traces. To add one, add a file and a line here."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ FORMATS: dict[str, TraceFormat] = {
     "llama.cpp": llama_cpp.FORMAT,
     "smartmoe": smartmoe.FORMAT,
 }
-"""By the name that `moesaic trace convert` takes."""
+"""The formats by their names in `moesaic trace convert`."""
 
 __all__ = ["FORMATS", "ReadOptions", "TraceFormat"]

@@ -1,4 +1,4 @@
-"""What a foreign format of routing traces is: a reader into one segment of a `Trace`, and a writer back."""
+"""The interface of foreign trace formats: a reader that returns one segment of a `Trace`, and a writer."""
 
 from __future__ import annotations
 
@@ -22,42 +22,43 @@ DAMAGED = (
     OSError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError, MemoryError,
     TokenError, BadZipFile, csv.Error, zlib.error,
 )  # fmt: skip
-"""What json, csv, numpy and gzip raise for files that are damaged, or that hold something else than was thought."""
+"""The exceptions of json, csv, numpy and gzip for files that are damaged or have unexpected contents."""
 
 
 MOST_EXPERTS = 1 << 20
+"""The most experts of a layer that are believed; a file with more is damaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """What a foreign file does not say."""
+    """Facts that a foreign file does not contain, and which of its recordings to read."""
 
     num_experts: int | None = None
-    """Experts of a layer; None for the largest number in the file, plus one."""
+    """Experts per layer; None for the largest number in the file, plus one."""
     top_k: int | None = None
     """Experts per token, for files that do not tell tokens apart."""
     method: str | None = None
-    """Which of several recorded systems (LAER)."""
+    """The recorded system to read, if a LAER file has several."""
     model: str | None = None
-    """Which of several recorded models (LAER)."""
+    """The recorded model to read, if a LAER file has several."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceFormat:
-    """A format that other software writes."""
+    """A trace format of other software."""
 
     about: str
-    """One line for people: whose, and what a file or folder holds."""
+    """One line of help: the software, a colon, and the contents of a file or folder."""
     reader: Callable[[Path, ReadOptions], TraceSegment]
-    """Reads a file or folder; it may raise what is `DAMAGED` where it has no better words."""
+    """Reads a file or folder. Exceptions in `DAMAGED` are turned into an `InputError` by `read`."""
     write: Callable[[Trace, Path], None]
-    """Writes a trace; refuses one that lacks what the format holds."""
+    """Writes a trace; raises `InputError` for a trace of counts if the format needs tokens' experts."""
 
     def read(self, path: Path, options: ReadOptions) -> TraceSegment:
         """Read a file or folder.
 
         Raises:
-            InputError: for one that is damaged or of another format; says what and where.
+            InputError: the file is damaged or of another format.
         """
         try:
             return self.reader(path, options)
@@ -71,16 +72,16 @@ class TraceFormat:
 
 
 def counts_segment(table: np.ndarray, *, steps: Sequence[int], top_k: int, source: Mapping[str, Any]) -> TraceSegment:
-    """Return a segment of counts.
+    """Make a segment of counts.
 
     Args:
-        table: (steps, accumulation, layers, sequences, num_experts) copies; a sequence is what one rank had.
-        steps: their numbers.
+        table: (steps, accumulation, layers, sequences, num_experts) copies; all copies of a rank count as one sequence.
+        steps: the numbers of the steps.
         top_k: experts per token.
-        source: where it comes from.
+        source: origin of the trace.
 
     Raises:
-        InputError: if the largest sum is no multiple of `top_k`.
+        InputError: the copies of the longest sequence are not a multiple of `top_k`, or an expert has more copies than tokens.
     """
     _, accumulation, layers, sequences, num_experts = table.shape
     most = int(table.sum(-1).max(initial=0))
@@ -100,17 +101,17 @@ def counts_segment(table: np.ndarray, *, steps: Sequence[int], top_k: int, sourc
 def tokens_segment(
     table: np.ndarray, *, steps: Sequence[int], sequences: int, num_experts: int | None, source: Mapping[str, Any]
 ) -> TraceSegment:
-    """Return a segment of tokens' experts.
+    """Make a segment of tokens' experts.
 
     Args:
         table: (steps, accumulation, layers, tokens, top_k) experts.
-        steps: their numbers.
-        sequences: equally long, of all tokens; each is a group of its own.
-        num_experts: of a layer; None for the largest number plus one.
-        source: where it comes from.
+        steps: the numbers of the steps.
+        sequences: the number of equally long sequences in the tokens; each becomes a data-parallel group.
+        num_experts: experts per layer; None for the largest number in the table plus one.
+        source: origin of the trace.
 
     Raises:
-        InputError: for an expert that there is not.
+        InputError: an expert's number is negative or not below `num_experts`.
     """
     _, accumulation, layers, tokens, top_k = table.shape
     least = int(table.max(initial=0)) + 1
@@ -128,7 +129,7 @@ def tokens_segment(
 
 
 def check_experts(number: int) -> None:
-    """Raise InputError for more experts than any layer has, of which tables would be made."""
+    """Raise InputError for an implausible number of experts, before tables of that size are allocated."""
     if number > MOST_EXPERTS:
         raise InputError(
             f"trace: {number:,} experts in a layer cannot be, {MOST_EXPERTS:,} are the most: correct the file"
@@ -136,10 +137,10 @@ def check_experts(number: int) -> None:
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """Yield the lines of a text file, plain or ending in .gz, without their ends.
+    """Yield the lines of a text file, plain or .gz, without line ends.
 
     Raises:
-        InputError: if it cannot be read.
+        InputError: the file cannot be read.
     """
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
@@ -149,10 +150,14 @@ def lines_of(path: Path) -> Iterator[str]:
 
 
 def files_by_number(path: Path, pattern: str) -> dict[tuple[int, ...], Path]:
-    """Return the files of a folder whose whole names match, by the numbers in the match, ascending; or the one file itself.
+    """Return the files with names that match a pattern, by the numbers in their names, ascending.
+
+    Args:
+        path: a folder, or one file.
+        pattern: a regular expression of the whole name, with a group for each number.
 
     Raises:
-        InputError: if there is none.
+        InputError: no file matches.
     """
     folder = [path] if path.is_file() else sorted(path.glob("*")) if path.is_dir() else []
     found = {}
@@ -166,10 +171,10 @@ def files_by_number(path: Path, pattern: str) -> dict[tuple[int, ...], Path]:
 
 
 def require_tokens(trace: Trace, name: str) -> None:
-    """Refuse a trace of counts where a format holds tokens' experts.
+    """Check that a trace holds tokens' experts, which the format `name` needs.
 
     Raises:
-        InputError: for counts.
+        InputError: the trace holds counts.
     """
     if trace.holds != "tokens":
         raise InputError(
@@ -178,5 +183,5 @@ def require_tokens(trace: Trace, name: str) -> None:
 
 
 def sent(experts: np.ndarray) -> np.ndarray:
-    """Return experts by their plain numbers, those too that a router held back; no foreign format knows these."""
+    """Return the plain numbers of experts, including unsent choices, which no foreign format can mark."""
     return np.where(experts < 0, -1 - experts, experts)

@@ -2,8 +2,8 @@
 
     rank,method,model_name,layer,iter,token_num
 
-Experts are not told apart, so a rank stands for an expert of the trace, and a copy for a token: `num_experts` is the number of
-ranks, `top_k` is 1, and the one sequence has as many tokens as all ranks computed copies.
+The file does not tell experts apart, so each rank becomes an expert of the trace: `num_experts` is the number of ranks, and
+`top_k` is 1. The copies of all ranks become the tokens of one sequence.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
     """Read the counts of one system and model.
 
     Raises:
-        InputError: if there are several to choose from, a column is missing, or a rank is.
+        InputError: the options do not choose exactly one recording, a column is missing, or rows of some ranks are missing.
     """
     found: dict[tuple[str, str], dict[tuple[int, int, int], int]] = defaultdict(dict)
     rows = csv.DictReader(lines_of(path))
@@ -57,7 +57,7 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
 
 
 def write(trace: Trace, path: Path) -> None:
-    """Write how many copies each expert of a trace has, as if each were on a rank of its own; micro-batches added up."""
+    """Write the number of copies of each expert, as if each had its own rank; micro-batches are added up."""
     lines = [",".join(COLUMNS)]
     for step, of_step in zip(trace.steps, trace.loads()):
         for layer, of_layer in enumerate(of_step):

@@ -1,12 +1,12 @@
-"""llama.cpp's `moe-trace` example: a CSV with a row `layer,expert` for each copy, in the order in which they were routed.
+"""llama.cpp's `moe-trace` example: a CSV with a row `layer,expert` for each copy, in the order of routing.
 
     layer,expert
     0,12
     0,45
 
-Within a layer of a micro-batch, rows go token by token, best expert first; tokens are told apart by `top_k` alone. llama.cpp
-runs its last layer only on tokens whose output is wanted. Where layers have different numbers of tokens, the trace holds
-counts, and `moesaic trace check` says which layer misses how many.
+Within a layer of a micro-batch, rows go token by token, best expert first. Only `top_k` tells where the next token starts.
+llama.cpp runs the last layer only on tokens whose output is needed. If layers have different numbers of tokens, the trace holds
+counts, and `moesaic trace check` reports the layers that miss copies.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from moesaic.traces.trace import Trace, TraceSegment
 
 
 def read(path: Path, options: ReadOptions) -> TraceSegment:
-    """Read a file as one step of one sequence.
+    """Read a file as one step with one sequence.
 
     Raises:
-        InputError: without `top_k`, or for a row that is not two whole numbers.
+        InputError: `top_k` is missing or does not fit, or a row is not two whole numbers.
     """
     if options.top_k is None:
         raise InputError(f"trace {path}: its rows do not tell tokens apart: give --top-k, the experts per token")
@@ -43,7 +43,7 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
         try:
             layer, expert = map(int, line.split(","))
         except ValueError as error:
-            if number == 1 or not line.strip():  # its heading
+            if number == 1 or not line.strip():  # the header line, or an empty line
                 continue
             raise InputError(
                 f"trace {path}: line {number}: is no row of layer,expert: name what moe-trace wrote"
@@ -68,7 +68,7 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
 
 
 def write(trace: Trace, path: Path) -> None:
-    """Write all steps one after the other, layer after layer."""
+    """Write the steps in order, layer by layer."""
     require_tokens(trace, "llama.cpp")
     lines = ["layer,expert"]
     for step in trace.steps:

@@ -1,12 +1,12 @@
 """Megatron-Core's router trace (`--moe-routing-trace-path`): a folder with a JSONL file per rank, `router_trace_rank0.jsonl`.
 
-A line is what one router chose in one forward pass of one rank:
+Each line holds the choices of one router in one forward pass on one rank:
 
     {"step": 0, "stage": "pre_dispatch", "block": "decoder", "layer": 3, "rank": 0, "num_tokens": 128, "topk": 2,
      "top_indices": [[12, 45], ...]}
 
-Layers of multi-token prediction have the block "mtp" and an "mtp_idx" besides. A layer that comes several times in a step has
-several micro-batches. A rank's tokens are one sequence; ranks of a pipeline have different layers.
+Layers of multi-token prediction have the block "mtp" and also an "mtp_idx". Repeated lines of a layer in a step are
+micro-batches. A rank's tokens become one sequence. Ranks of a pipeline have different layers.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from moesaic.traces.trace import Trace, TraceSegment
 
 NAME = r"router_trace_rank(\d+)\.jsonl"
 Layer = tuple[str, int, int]
-"""Block, place of the multi-token prediction (-1 in the decoder), layer number."""
+"""Block, index of the multi-token prediction (-1 in the decoder), layer number."""
 
 
 def read(path: Path, options: ReadOptions) -> TraceSegment:
-    """Read all ranks' files.
+    """Read the files of all ranks.
 
     Raises:
-        InputError: for a line that is no record, or ranks, steps or layers that have different numbers of tokens.
+        InputError: a line is not a record, a step lacks a layer, or the numbers of tokens differ between ranks, steps or
+            layers.
     """
     found: dict[tuple[int, Layer], dict[int, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
     for file in files_by_number(path, NAME).values():
@@ -74,7 +75,7 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
 
 
 def write(trace: Trace, path: Path) -> None:
-    """Write a file per data-parallel group into a folder, which is made; layers are numbered from 1, as Megatron does."""
+    """Write a file per data-parallel group into a folder, created if missing; layers are numbered from 1, as in Megatron."""
     require_tokens(trace, "megatron")
     path.mkdir(parents=True, exist_ok=True)
     shape = trace.shape
@@ -95,7 +96,7 @@ def write(trace: Trace, path: Path) -> None:
 
 
 def _record(line: str, where: str) -> tuple[int, Layer, int, np.ndarray]:
-    """Return a line's step, layer, rank and experts, (tokens, topk)."""
+    """Parse a line into its step, layer, rank and experts, (tokens, topk)."""
     try:
         record = json.loads(line)
         experts = np.array(record["top_indices"], dtype=np.int64).reshape(

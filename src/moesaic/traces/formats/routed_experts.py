@@ -1,11 +1,12 @@
 """The routed experts that vLLM and SGLang return with a request: an array (tokens, MoE layers, top_k) of experts.
 
-vLLM    `.npy` of the array, or a JSON response of its server, whose field "routed_experts" (and "prompt_routed_experts",
-        which come first) is a nested list, or base64 text of an `.npy`
-SGLang  a JSON response: "routed_experts" is base64 text of int32, flat, in "meta_info" or in a choice's "sgl_ext"; it does
-        not tell its shape, so a file needs `"shape": [tokens, layers, top_k]` besides, or --top-k and the numbers of tokens
+vLLM    the array as `.npy`, or a JSON response of the server. In the response, "routed_experts" is a nested list or the base64
+        text of an `.npy`, and "prompt_routed_experts", if any, comes before it.
+SGLang  a JSON response. "routed_experts" is base64 text of flat int32, in "meta_info" or in a choice's "sgl_ext". The response
+        lacks the shape: add `"shape": [tokens, layers, top_k]`, or give --top-k if the response has the numbers of tokens.
 
-A folder holds a request per file, in the order of their names; equally long ones are a sequence each, others together are one.
+A folder has a file per request, read in the order of their names. If all requests are equally long, each becomes a sequence;
+otherwise all together become one sequence.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ FIELD, PROMPT, MAGIC = "routed_experts", "prompt_routed_experts", b"\x93NUMPY"
 
 
 def read(path: Path, options: ReadOptions) -> TraceSegment:
-    """Read one request, or a folder of them; they become one step.
+    """Read a request, or a folder of requests, as one step.
 
     Raises:
-        InputError: for files without routed experts, or with different layers or top-k.
+        InputError: a file has no routed experts, or requests have different layers or top-k.
     """
     files = sorted(each for each in path.glob("*") if each.suffix in (".npy", ".json")) if path.is_dir() else [path]
     if not files:
@@ -47,13 +48,13 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
 
 
 def write_vllm(trace: Trace, path: Path) -> None:
-    """Write a folder of `.npy` files, int16, a request for each step and sequence."""
+    """Write a folder of int16 `.npy` files, a request for each step, micro-batch and sequence."""
     for name, experts in _sequences(trace, path, "vllm"):
         np.save(path / f"{name}.npy", experts.astype(np.int16))
 
 
 def write_sglang(trace: Trace, path: Path) -> None:
-    """Write a folder of JSON responses, a request for each step and sequence."""
+    """Write a folder of JSON responses, a request for each step, micro-batch and sequence."""
     for name, experts in _sequences(trace, path, "sglang"):
         text = base64.b64encode(experts.astype("<i4").tobytes()).decode("ascii")
         answer = {"meta_info": {FIELD: text}, "shape": list(experts.shape)}
@@ -61,7 +62,7 @@ def write_sglang(trace: Trace, path: Path) -> None:
 
 
 def _sequences(trace: Trace, folder: Path, name: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield each sequence's name and experts, (tokens, layers, top_k)."""
+    """Create the folder and yield a file name and the experts of each sequence, (tokens, layers, top_k)."""
     require_tokens(trace, name)
     folder.mkdir(parents=True, exist_ok=True)
     for step in trace.steps:
@@ -73,7 +74,7 @@ def _sequences(trace: Trace, folder: Path, name: str) -> Iterator[tuple[str, np.
 
 
 def _request(file: Path, options: ReadOptions) -> np.ndarray:
-    """Return one request's experts, (tokens, layers, top_k) int64."""
+    """Read the experts of one request, (tokens, layers, top_k) int64."""
     try:
         if file.suffix == ".npy":
             found = np.load(file, allow_pickle=False)
@@ -93,7 +94,7 @@ def _request(file: Path, options: ReadOptions) -> np.ndarray:
 
 
 def _field(answer: Any, name: str) -> Any:
-    """Return a field wherever it is: in the response, its meta_info, or its first choice; None if it is nowhere."""
+    """Return a field of the response, of its meta_info, of its first choice, or of their sgl_ext; None if it is missing."""
     if isinstance(answer, list):
         answer = answer[0] if answer else {}
     places = [answer, answer.get("meta_info"), *(answer.get("choices") or [])[:1]]
@@ -102,7 +103,7 @@ def _field(answer: Any, name: str) -> Any:
 
 
 def _array(value: Any, answer: Any, options: ReadOptions) -> np.ndarray:
-    """Return experts from a nested list, base64 of an .npy, or base64 of flat int32."""
+    """Decode experts from a nested list, base64 of an .npy, or base64 of flat int32."""
     if isinstance(value, list):
         return np.array(value)
     data = base64.b64decode(value, validate=True)
@@ -115,7 +116,7 @@ def _array(value: Any, answer: Any, options: ReadOptions) -> np.ndarray:
     meta = _field(answer, "prompt_tokens"), _field(answer, "completion_tokens")
     if options.top_k is None or not all(isinstance(each, int) for each in meta):
         raise ValueError('SGLang does not tell the shape: add "shape": [tokens, layers, top_k], or give --top-k')
-    return flat.reshape(sum(meta) - 1, -1, options.top_k)  # the last token that was made is never routed
+    return flat.reshape(sum(meta) - 1, -1, options.top_k)  # the last generated token is not routed
 
 
 VLLM = TraceFormat(

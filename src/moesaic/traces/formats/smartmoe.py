@@ -1,10 +1,10 @@
 """SmartMoE's gate tables (ATC 2023, its artifact): a folder with a file per iteration and rank, `NAME_iter31_rank0.log`.
 
-A line is a layer: its number, a colon, and a JSON list with a list per micro-batch of the copies for each expert:
+Each line is a layer: its number, a colon, and a JSON list that has, for each micro-batch, the copies for each expert:
 
     0:[[120, 8, 64, 64], [118, 10, 63, 65]]
 
-A rank's copies are one sequence. Tokens are not told apart, so `top_k` must be said.
+A rank's copies become one sequence. Files do not tell tokens apart, so `top_k` must be given.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
     """Read all iterations and ranks of a folder.
 
     Raises:
-        InputError: without `top_k`, for a line that is no table, or ranks and iterations of different sizes.
+        InputError: `top_k` or a file is missing, a line is not a table, or files have different sizes.
     """
     if options.top_k is None:
         raise InputError(f"trace {path}: its tables do not tell tokens apart: give --top-k, the experts per token")
@@ -48,7 +48,7 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
 
 
 def write(trace: Trace, path: Path) -> None:
-    """Write a file per step and data-parallel group into a folder, which is made."""
+    """Write a file per step and data-parallel group into a folder, created if missing."""
     path.mkdir(parents=True, exist_ok=True)
     shape = trace.shape
     for step in trace.steps:
@@ -64,7 +64,7 @@ def write(trace: Trace, path: Path) -> None:
 
 
 def _table(file: Path) -> np.ndarray:
-    """Return a file's copies, (layers, accumulation, experts) int64."""
+    """Read the copies of a file, (layers, accumulation, experts) int64."""
     layers = []
     for number, line in enumerate(lines_of(file), start=1):
         try:

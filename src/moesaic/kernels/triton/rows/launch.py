@@ -65,8 +65,8 @@ def unit_stride(x: Tensor) -> Tensor:
 
 
 def _is_aligned(x: Tensor) -> bool:
-    steps = [step * x.itemsize for step in x.stride()[:-1]]
-    return min(x.shape) > 0 and x.data_ptr() % ALIGNMENT == 0 and all(step % ALIGNMENT == 0 for step in steps)
+    strides = [stride * x.itemsize for stride in x.stride()[:-1]]
+    return min(x.shape) > 0 and x.data_ptr() % ALIGNMENT == 0 and all(stride % ALIGNMENT == 0 for stride in strides)
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -83,8 +83,8 @@ def _count_kernel(
     copy = block * BLOCK + tl.arange(0, BLOCK)
     chosen = tl.load(expert + copy, mask=copy < num_copies, other=-1).to(tl.int32)
     number = tl.arange(0, EXPERTS)
-    found = tl.sum((chosen[:, None] == number[None, :]).to(tl.int32), 0)
-    tl.store(counts + number * blocks + block, found, mask=number < num_experts)
+    count = tl.sum((chosen[:, None] == number[None, :]).to(tl.int32), 0)
+    tl.store(counts + number * blocks + block, count, mask=number < num_experts)
 
 
 @triton.jit
@@ -94,9 +94,9 @@ def _scan_kernel(counts: tl.tensor, totals: tl.tensor, blocks: tl.tensor, SCANNE
     carry = 0
     for first in range(0, blocks, SCANNED):
         block = first + tl.arange(0, SCANNED)
-        found = tl.load(line + block, mask=block < blocks, other=0)
-        tl.store(line + block, tl.cumsum(found, 0) - found + carry, mask=block < blocks)
-        carry += tl.sum(found, 0)
+        count = tl.load(line + block, mask=block < blocks, other=0)
+        tl.store(line + block, tl.cumsum(count, 0) - count + carry, mask=block < blocks)
+        carry += tl.sum(count, 0)
     tl.store(totals + tl.program_id(0), carry)
 
 

@@ -28,15 +28,15 @@ def top_k_columns(rank_by: Tensor, top_k: int) -> Tensor:
         (T, K) int32, largest first; of equal entries the lowest column, and NaN before every number.
     """
     num_rows, num_columns = rank_by.shape
-    found = torch.empty(num_rows, top_k, dtype=torch.int32, device=rank_by.device)
+    chosen = torch.empty(num_rows, top_k, dtype=torch.int32, device=rank_by.device)
     if num_rows:
         columns = triton.next_power_of_2(num_columns)
         rows = max(1, VALUES // columns)
         _top_k_kernel[(triton.cdiv(num_rows, rows),)](
-            rank_by.contiguous(), found, num_rows, num_columns,
+            rank_by.contiguous(), chosen, num_rows, num_columns,
             TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), ROWS=rows, COLUMNS=columns,
         )  # fmt: skip
-    return found
+    return chosen
 
 
 @top_k_columns.register_fake
@@ -47,7 +47,7 @@ def _(rank_by: Tensor, top_k: int) -> Tensor:
 @triton.jit
 def _top_k_kernel(
     rank_by: tl.tensor,
-    found: tl.tensor,
+    chosen: tl.tensor,
     num_rows: tl.tensor,
     num_columns: tl.tensor,
     TOP_K: tl.constexpr,
@@ -72,4 +72,4 @@ def _top_k_kernel(
         place = tl.where(column[None, :] == index[:, None], -0x80000000, place)
         best = tl.where(slot[None, :] == k, index[:, None], best)
     to = row.to(tl.int64)[:, None] * TOP_K + slot[None, :]
-    tl.store(found + to, best, mask=(row < num_rows)[:, None] & (slot < TOP_K)[None, :])
+    tl.store(chosen + to, best, mask=(row < num_rows)[:, None] & (slot < TOP_K)[None, :])
