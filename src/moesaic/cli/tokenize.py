@@ -51,6 +51,8 @@ def run(arguments: Sequence[str]) -> int:
     packed = pack(Path(options.out), options.path, data, options.weights, options.tokens)
     for source, tokens, documents in zip(options.path, packed.tokens, packed.documents):
         print(f"{source}: {tokens:,} tokens of {documents:,} documents")
-    named = f" --data.tokenizer {packed.tokenizer}" if packed.tokenizer else ""
-    print(f"train on it with moesaic train --data.path {packed.path} --data.vocab-size {packed.vocab_size}{named}")
+    tokenizer_flag = f" --data.tokenizer {packed.tokenizer}" if packed.tokenizer else ""
+    print(
+        f"train on it with moesaic train --data.path {packed.path} --data.vocab-size {packed.vocab_size}{tokenizer_flag}"
+    )
     return 0

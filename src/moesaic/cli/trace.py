@@ -167,16 +167,16 @@ def _check(arguments: Sequence[str]) -> int:
     options = parse(
         TraceCheckOptions, arguments, prog="moesaic trace check", description="Print the faults of a routing trace."
     )
-    trace = _opened(options)
-    found, shape = faults(trace), trace.shape
-    for line in found:
+    trace = _open(options)
+    problems, shape = faults(trace), trace.shape
+    for line in problems:
         print(line)
     print(
-        f"{trace.name}: {len(found) or 'no'} faults; {trace.holds}, steps {steps_in_words(trace.steps)}, "
+        f"{trace.name}: {len(problems) or 'no'} faults; {trace.holds}, steps {steps_in_words(trace.steps)}, "
         f"{shape.num_layers} layers, {shape.num_experts} experts, top {shape.top_k}, "
         f"{shape.accumulation} x {shape.sequences} sequences of {shape.seq_len}"
     )
-    return 1 if found else 0
+    return 1 if problems else 0
 
 
 def _convert(arguments: Sequence[str]) -> int:
@@ -186,7 +186,7 @@ def _convert(arguments: Sequence[str]) -> int:
     if options.to is not None:
         write = _format(options.to).write
         try:
-            write(_opened(options), out)
+            write(_open(options), out)
         except OSError as error:
             raise InputError(f"--out {out}: cannot be written ({error.strerror}): choose another place") from error
     elif options.from_format is None:
@@ -199,7 +199,7 @@ def _convert(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _opened(options: TraceCheckOptions) -> Trace:
+def _open(options: TraceCheckOptions) -> Trace:
     """Open a trace of Moesaic, or a recording of other software."""
     return Trace.open(Path(options.file)) if options.from_format is None else Trace.of(_read(options), options.file)
 
@@ -240,17 +240,17 @@ def as_data(trace: Trace, loads: Sequence[LayerLoad]) -> dict[str, Any]:
 
 def _print(trace: Trace, loads: Sequence[LayerLoad]) -> None:
     shape = trace.shape
-    held = "every token's experts" if trace.holds == "tokens" else "counts"
+    content = "every token's experts" if trace.holds == "tokens" else "counts"
     table = Table(
-        title=f"{trace.name}: {held}, steps {steps_in_words(trace.steps)}",
+        title=f"{trace.name}: {content}, steps {steps_in_words(trace.steps)}",
         caption=f"{shape.num_experts} experts, {shape.top_k} per token; {shape.accumulation} x {shape.sequences} sequences of "
         f"{shape.seq_len} tokens a step; {shape.bytes_per_step(trace.holds):,} bytes a step before compression",
     )
     for name in ("layer", "MaxVio first", "mean", "largest", "last", "busiest", "dead", "drift", "locality"):
         table.add_column(name, justify="right", no_wrap=True)
     for load in loads:
-        found = load.max_violation
-        figures = [found[0], float(np.mean(found)), max(found), found[-1]]
+        violations = load.max_violation
+        figures = [violations[0], float(np.mean(violations)), max(violations), violations[-1]]
         table.add_row(
             str(load.layer), *(f"{value:.2f}" for value in figures), str(load.busiest[-1]), str(load.dead_experts),
             f"{load.drift:.3f}", f"{load.locality:.3f}",

@@ -86,12 +86,12 @@ def speed_of(
         longer: range of factors by which the step may take longer, for example from `longer_by_rank_skew`.
     """
     tokens = sequences * job.model.seq_len
-    each = tokens / found.seconds / devices
+    tokens_per_second = tokens / found.seconds / devices
     peak = cluster.device.peak_tflops * 1e12 or cluster.device.tflops.of(job.dtype(cluster))
     return Speed(
-        tokens_per_second=each,
-        interval=(each * SPREAD[0] / longer[1], each * SPREAD[1] / longer[0]),
-        utilization=each * operations_per_token(job, cluster) / peak,
+        tokens_per_second=tokens_per_second,
+        interval=(tokens_per_second * SPREAD[0] / longer[1], tokens_per_second * SPREAD[1] / longer[0]),
+        utilization=tokens_per_second * operations_per_token(job, cluster) / peak,
     )
 
 
@@ -100,8 +100,8 @@ def operations_per_token(job: Job, cluster: ClusterSpec) -> float:
     step = job.step_model(cluster, job.batch_size)
     layer, matrices = step.layer, step.layer.matrices
     experts = step.moe_layers * matrices * layer.dim * (layer.top_k * layer.hidden + step.shared_hidden)
-    around = step.dense_parameters - (step.embeddings - 1) * step.vocab * layer.dim
-    return 6 * (experts + around) + 3 * step.num_layers * step.scores
+    others = step.dense_parameters - (step.embeddings - 1) * step.vocab * layer.dim
+    return 6 * (experts + others) + 3 * step.num_layers * step.scores
 
 
 def changes(job: Job, cluster: ClusterSpec, result: Result, *, reserve_gib: float = 1.0) -> list[Change]:
@@ -118,21 +118,23 @@ def changes(job: Job, cluster: ClusterSpec, result: Result, *, reserve_gib: floa
     best = result.best
     # Both times are by the cluster's description; those of the ranking may be under counts or by a profile.
     before = again(job, cluster, best)[0]
-    found = [Change(what=what, speedup=before / again(job, other, best)[0]) for what, other in _machines(cluster)]
-    more = []
+    effects = [Change(what=what, speedup=before / again(job, other, best)[0]) for what, other in _machines(cluster)]
+    memory_changes = []
     if result.too_large is not None:
-        more.append((name_of(result.too_large.grid), *again(job, cluster, result.too_large)))
+        memory_changes.append((name_of(result.too_large.grid), *again(job, cluster, result.too_large)))
     if job.model.checkpoint_activations:
-        kept = replace(job, model=replace(job.model, checkpoint_activations=False))
-        more.append(("nothing recomputed", *again(kept, cluster, best)))
-    for what, seconds, memory in more:
+        without_recomputation = replace(job, model=replace(job.model, checkpoint_activations=False))
+        memory_changes.append(("nothing recomputed", *again(without_recomputation, cluster, best)))
+    for what, seconds, memory in memory_changes:
         gib = math.ceil(memory.total * FRAGMENTED / GIB + reserve_gib)
         if gib > cluster.device.memory_gib and seconds < before:
-            found.append(Change(what=f"devices of {gib} GiB ({what})", speedup=before / seconds))
-    for ep, of in result.by_ep.items():
-        if of.best is not None and ep != best.grid.ep:
-            found.append(Change(what=f"ep {ep} ({name_of(of.best.grid)})", speedup=best.seconds / of.best.seconds))
-    return sorted((each for each in found if abs(each.speedup - 1) > 0.005), key=lambda each: -each.speedup)
+            effects.append(Change(what=f"devices of {gib} GiB ({what})", speedup=before / seconds))
+    for ep, results in result.by_ep.items():
+        if results.best is not None and ep != best.grid.ep:
+            effects.append(
+                Change(what=f"ep {ep} ({name_of(results.best.grid)})", speedup=best.seconds / results.best.seconds)
+            )
+    return sorted((effect for effect in effects if abs(effect.speedup - 1) > 0.005), key=lambda effect: -effect.speedup)
 
 
 def again(job: Job, cluster: ClusterSpec, found: Found) -> tuple[float, Memory]:
@@ -144,11 +146,11 @@ def again(job: Job, cluster: ClusterSpec, found: Found) -> tuple[float, Memory]:
         found: the plan and its layout.
     """
     simulator = Simulator(cluster)
-    around = StepCostModel(job.step_model(cluster, found.grid.dp), found.grid, simulator)
-    compiled = compile_on(found.plan, found.grid, simulator, around.model.layer)
+    cost_model = StepCostModel(job.step_model(cluster, found.grid.dp), found.grid, simulator)
+    compiled = compile_on(found.plan, found.grid, simulator, cost_model.model.layer)
     programs = compiled.forward, compiled.backward
-    memory = around.memory(*programs, compiled.grid, memory_budget=found.plan.memory_budget)
-    return around.estimate(*simulator.passes(*programs, around.model.layer, compiled.grid)).seconds, memory
+    memory = cost_model.memory(*programs, compiled.grid, memory_budget=found.plan.memory_budget)
+    return cost_model.estimate(*simulator.passes(*programs, cost_model.model.layer, compiled.grid)).seconds, memory
 
 
 def cost_of_skew(job: Job, cluster: ClusterSpec, found: Found) -> float | None:
@@ -161,14 +163,14 @@ def cost_of_skew(job: Job, cluster: ClusterSpec, found: Found) -> float | None:
     compiled = _replica(job, found, simulator)
     if compiled is None or grid.ep == 1:
         return None
-    around = StepCostModel(job.step_model(cluster, grid.dp), grid, simulator)
-    layer = around.model.layer
+    cost_model = StepCostModel(job.step_model(cluster, grid.dp), grid, simulator)
+    layer = cost_model.model.layer
     share = np.ones(layer.num_experts)
     hot = layer.num_experts // grid.ep
     share[:hot] = min(2.0, grid.ep)
     share[hot:] = (layer.num_experts - share[:hot].sum()) / (layer.num_experts - hot)
     counts = np.tile(np.rint(share * layer.copies / layer.num_experts).astype(np.int64), (compiled.grid.dp, 1))
-    skewed = around.estimate(*simulate_counts(simulator, compiled, layer, counts)).seconds
+    skewed = cost_model.estimate(*simulate_counts(simulator, compiled, layer, counts)).seconds
     return skewed / again(job, cluster, found)[0]
 
 
@@ -191,23 +193,23 @@ def longer_by_rank_skew(job: Job, cluster: ClusterSpec, found: Found) -> tuple[f
     counts, draw = uniform_counts(compiled.grid.dp, step.layer), np.random.default_rng(0)
 
     def seconds(speeds: np.ndarray, late: np.ndarray) -> float:
-        known = np.resize(cluster.speeds or (1.0,), cluster.world)
+        speed_of_devices = np.resize(cluster.speeds or (1.0,), cluster.world)
         # Devices outside the replica are as fast as its slowest one.
-        known[ranks:] = known[:ranks].min()
-        unlike = known * np.append(speeds, np.full(cluster.world - ranks, speeds.min()))
-        uneven = replace(cluster, speeds=tuple(unlike.tolist()))
+        speed_of_devices[ranks:] = speed_of_devices[:ranks].min()
+        drawn_speeds = speed_of_devices * np.append(speeds, np.full(cluster.world - ranks, speeds.min()))
+        uneven = replace(cluster, speeds=tuple(drawn_speeds.tolist()))
         simulator = Simulator(uneven, timing=SpecTiming(uneven, late=late))
         runs = simulate_counts(simulator, compiled, step.layer, counts)
         return StepCostModel(step, found.grid, simulator).estimate(*runs).seconds
 
     equal, (steps, passes) = seconds(np.ones(ranks), np.zeros(ranks)), DRAWS
-    drawn = []
+    step_seconds = []
     for _ in range(steps):
         speeds = np.exp(skew.speed * draw.standard_normal(ranks))
-        drawn.append(
+        step_seconds.append(
             np.mean([seconds(speeds, skew.start_us * 1e-6 * draw.exponential(size=ranks)) for _ in range(passes)])
         )
-    low, high = np.quantile(drawn, (0.25, 0.75)) / equal
+    low, high = np.quantile(step_seconds, (0.25, 0.75)) / equal
     return float(low), float(high)
 
 
@@ -265,25 +267,31 @@ def remedies(job: Job, cluster: ClusterSpec, settings: Settings, larger: Larger 
         settings: settings of the search.
         larger: returns the job and a cluster for a larger number of devices; None if there is no larger cluster.
     """
-    found = []
-    for what, changed, on, how in _changes(job, cluster, settings):
-        need = _least(changed, on, how)
-        if need is not None:
-            found.append(Remedy(what=what, num_bytes=need, fits=need <= usable_bytes(on, how.reserve_gib)))
-    found += _more_devices(cluster, settings, larger) if larger is not None else []
-    need = _least(_recomputed(job), cluster, settings)
-    if need is not None:
-        gib = math.ceil(need * FRAGMENTED / GIB + settings.reserve_gib)
-        found.append(Remedy(what=f"devices of {gib} GiB, blocks recomputed", num_bytes=need, fits=True))
-    return sorted(found, key=lambda each: not each.fits)
+    changes_tried = []
+    for what, changed, changed_cluster, changed_settings in _changes(job, cluster, settings):
+        num_bytes = _smallest_bytes(changed, changed_cluster, changed_settings)
+        if num_bytes is not None:
+            changes_tried.append(
+                Remedy(
+                    what=what,
+                    num_bytes=num_bytes,
+                    fits=num_bytes <= usable_bytes(changed_cluster, changed_settings.reserve_gib),
+                )
+            )
+    changes_tried += _more_devices(cluster, settings, larger) if larger is not None else []
+    num_bytes = _smallest_bytes(_recomputed(job), cluster, settings)
+    if num_bytes is not None:
+        gib = math.ceil(num_bytes * FRAGMENTED / GIB + settings.reserve_gib)
+        changes_tried.append(Remedy(what=f"devices of {gib} GiB, blocks recomputed", num_bytes=num_bytes, fits=True))
+    return sorted(changes_tried, key=lambda each: not each.fits)
 
 
 def in_words(found: list[Remedy]) -> str:
     """Return remedies as a clause of a sentence."""
-    told = [f"{each.what} ({each.num_bytes / GIB:.1f} GiB)" for each in found if each.fits]
-    short = [f"{each.what} ({each.num_bytes / GIB:.1f})" for each in found if not each.fits]
-    words = f"what fits: {'; '.join(told)}" if told else "no single change that was tried makes it fit"
-    return words + f"; not enough alone: {'; '.join(short)}" * bool(short)
+    fitting = [f"{each.what} ({each.num_bytes / GIB:.1f} GiB)" for each in found if each.fits]
+    too_large = [f"{each.what} ({each.num_bytes / GIB:.1f})" for each in found if not each.fits]
+    words = f"what fits: {'; '.join(fitting)}" if fitting else "no single change that was tried makes it fit"
+    return words + f"; not enough alone: {'; '.join(too_large)}" * bool(too_large)
 
 
 def _changes(job: Job, cluster: ClusterSpec, settings: Settings) -> Iterator[tuple[str, Job, ClusterSpec, Settings]]:
@@ -304,25 +312,27 @@ def _changes(job: Job, cluster: ClusterSpec, settings: Settings) -> Iterator[tup
 def _more_devices(cluster: ClusterSpec, settings: Settings, larger: Larger) -> list[Remedy]:
     """Return the smallest number of devices, by doubling, on which a layout fits, or the largest number tried; [] if none."""
     times = 2
-    told: list[Remedy] = []
-    while times <= MOST_TIMES and not (told and told[-1].fits):
+    tried: list[Remedy] = []
+    while times <= MOST_TIMES and not (tried and tried[-1].fits):
         try:
-            job, more = larger(times * cluster.world)
+            job, larger_cluster = larger(times * cluster.world)
         except InputError:  # the description of the cluster is valid for its number of nodes only
             break
-        need = _least(_recomputed(job), more, settings)
-        if need is not None:
-            fits = need <= usable_bytes(more, settings.reserve_gib)
-            told.append(Remedy(what=f"{more.world} devices, blocks recomputed", num_bytes=need, fits=fits))
+        num_bytes = _smallest_bytes(_recomputed(job), larger_cluster, settings)
+        if num_bytes is not None:
+            fits = num_bytes <= usable_bytes(larger_cluster, settings.reserve_gib)
+            tried.append(
+                Remedy(what=f"{larger_cluster.world} devices, blocks recomputed", num_bytes=num_bytes, fits=fits)
+            )
         times *= 2
-    return told[-1:]
+    return tried[-1:]
 
 
 def _recomputed(job: Job) -> Job:
     return replace(job, model=replace(job.model, checkpoint_activations=True))
 
 
-def _least(job: Job, cluster: ClusterSpec, settings: Settings) -> float | None:
+def _smallest_bytes(job: Job, cluster: ClusterSpec, settings: Settings) -> float | None:
     """Return the bytes per rank of the smallest layout; None if the job fits no mesh.
 
     For each size of ep, only the layout with the smallest lower bound is compiled, under the simplest plan.
@@ -334,14 +344,14 @@ def _least(job: Job, cluster: ClusterSpec, settings: Settings) -> float | None:
         return None
     by_ep: dict[int, StepCostModel] = {}
     for grid in meshes:
-        around = StepCostModel(job.step_model(cluster, grid.dp), grid, simulator)
-        if grid.ep not in by_ep or around.least_bytes < by_ep[grid.ep].least_bytes:
-            by_ep[grid.ep] = around
-    found = []
-    for around in by_ep.values():
+        cost_model = StepCostModel(job.step_model(cluster, grid.dp), grid, simulator)
+        if grid.ep not in by_ep or cost_model.least_bytes < by_ep[grid.ep].least_bytes:
+            by_ep[grid.ep] = cost_model
+    sizes = []
+    for cost_model in by_ep.values():
         try:
-            compiled = compile_on(Plan(order="fifo"), around.grid, simulator, around.model.layer)
-            found.append(around.memory(compiled.forward, compiled.backward, compiled.grid).total)
+            compiled = compile_on(Plan(order="fifo"), cost_model.grid, simulator, cost_model.model.layer)
+            sizes.append(cost_model.memory(compiled.forward, compiled.backward, compiled.grid).total)
         except InputError:
             continue
-    return min(found, default=None)
+    return min(sizes, default=None)

@@ -29,7 +29,7 @@ TRIES = 16
 MORE_SLICES = (1.5, 2.0)
 """Multiples of the smallest fitting number of slices that are also tried: with smaller slices, more rows can be kept."""
 
-_Way = tuple[Compiled, np.ndarray | None, Cut]
+_Option = tuple[Compiled, np.ndarray | None, Cut]
 """A way to run a call: the compiled plan, the replicated rows, and the slices."""
 
 
@@ -101,20 +101,20 @@ class MemoryBudget:
         self.use.bytes_over += int(over.sum())
         if not over.any():
             return compiled, replicated, None
-        wanted = 0 if replicated is None else int(replicated.sum())
+        rows_before = 0 if replicated is None else int(replicated.sum())
         experts = call.experts()
         load = CallLoad(self.compiled.grid, call.copies, self.num_experts, call.units, experts.dim)
-        ways = list(self._ways(compiled, replicated, load, call, budget))
-        if not ways:
+        options = list(self._options(compiled, replicated, load, call, budget))
+        if not options:
             raise InputError(self._too_small(call, budget))
-        compiled, replicated, found = self._cheapest(ways, load)
-        self.use.rows_spilled += max((0 if replicated is None else int(replicated.sum())) - wanted, 0)
-        if found.num_slices == 1:
+        compiled, replicated, slices = self._cheapest(options, load)
+        self.use.rows_spilled += max((0 if replicated is None else int(replicated.sum())) - rows_before, 0)
+        if slices.num_slices == 1:
             return compiled, replicated, None
         self.use.sliced_calls += 1
-        self.use.slices += found.num_slices
-        self.use.kept_slices += found.kept
-        return compiled, replicated, found
+        self.use.slices += slices.num_slices
+        self.use.kept_slices += slices.kept
+        return compiled, replicated, slices
 
     def budget(self, call: CountedCall) -> int:
         """Return the bytes that a call may hold on a rank; a subclass may let them depend on the call."""
@@ -140,36 +140,36 @@ class MemoryBudget:
         """Return the sizes of a call or a slice; under multicast an upper bound that counts every copy as a separate token."""
         grid, chunks, node_tokens = compiled.grid, compiled.plan.chunks, None
         if compiled.is_multicast:
-            there = [copies.reshape(len(copies), places, -1).sum(2) for places in grid.cast_levels]
-            each = np.minimum(np.concatenate(there, axis=1), call.tokens[:, None])
-            node_tokens = np.repeat(-(-each // chunks)[:, :, None], chunks, axis=2)
+            copies_by_place = [copies.reshape(len(copies), places, -1).sum(2) for places in grid.cast_levels]
+            visits = np.minimum(np.concatenate(copies_by_place, axis=1), call.tokens[:, None])
+            node_tokens = np.repeat(-(-visits // chunks)[:, :, None], chunks, axis=2)
         return CallSizes(
             grid, copies, call.tokens, chunks, node_tokens=node_tokens, units=call.units, replicated=replicated,
             shapes=compiled.shapes(self.num_experts),
         )  # fmt: skip
 
-    def _ways(
+    def _options(
         self, compiled: Compiled, replicated: np.ndarray | None, load: CallLoad, call: CountedCall, budget: int
-    ) -> Iterator[_Way]:
+    ) -> Iterator[_Option]:
         """Yield ways to run a call within the budget: as without a budget, without replication, with other replicated rows."""
-        for each in self._cuts(compiled, replicated, call, budget):
-            yield compiled, replicated, each
+        for slices in self._cuts(compiled, replicated, call, budget):
+            yield compiled, replicated, slices
         if not self.compiled.replicates:
             return
-        bare = self._bare
+        bare = self._unreplicated
         # A program that may replicate holds more bytes even in calls that replicate nothing.
         if replicated is not None or compiled.digest != bare.digest:
-            for each in self._cuts(bare, None, call, budget):
-                yield bare, None, each
+            for slices in self._cuts(bare, None, call, budget):
+                yield bare, None, slices
         replication = compiled if compiled.replicates else self.compiled
-        none = np.zeros((*call.copies.shape, self.compiled.grid.ep), dtype=np.int64)
+        nothing_replicated = np.zeros((*call.copies.shape, self.compiled.grid.ep), dtype=np.int64)
         rows, fewest = self._rows_that_fit(call, budget)
-        for table in fitting_tables(load, none if replicated is None else replicated, rows, fewest):
-            for each in self._cuts(replication, table, call, budget):
-                yield replication, table, each
+        for table in fitting_tables(load, nothing_replicated if replicated is None else replicated, rows, fewest):
+            for slices in self._cuts(replication, table, call, budget):
+                yield replication, table, slices
 
     @property
-    def _bare(self) -> Compiled:
+    def _unreplicated(self) -> Compiled:
         """The compiled plan without replication."""
         return self.compiled.unreplicated or self.compiled
 
@@ -178,10 +178,10 @@ class MemoryBudget:
 
         Both are without replication.
         """
-        bare = self._bare
+        bare = self._unreplicated
         busiest = int(self._cut(bare, None, call, None).loads.max())
         most = float(self.peak(bare, None, call).max())
-        least = float(self.peak(bare, None, _nothing(call)).max())
+        least = float(self.peak(bare, None, _without_copies(call)).max())
         rows = max(1, int(busiest * max(0.0, budget - least) / max(1.0, most - least)))
         return rows, -(-busiest // rows)
 
@@ -189,8 +189,8 @@ class MemoryBudget:
         """Return a call cut into slices of at most `limit` rows at the experts of a rank; one slice if `limit` is None."""
         if compiled.digest not in self._holders:
             self._holders[compiled.digest] = holders_of(compiled, self.num_experts)
-        every = limit or max(1, int(call.copies.sum()))
-        return cut(self._holders[compiled.digest], call.copies, replicated, every)
+        most_rows = limit or max(1, int(call.copies.sum()))
+        return cut(self._holders[compiled.digest], call.copies, replicated, most_rows)
 
     def _cuts(self, compiled: Compiled, replicated: np.ndarray | None, call: CountedCall, budget: int) -> Iterator[Cut]:
         """Yield cuts of a call whose slices fit the budget, that with the fewest slices first; nothing if no cut fits."""
@@ -200,15 +200,15 @@ class MemoryBudget:
             yield whole
             return
         rows, count = int(whole.loads.max()), 2
-        least = self._slices(compiled, self._cut(compiled, replicated, _nothing(call), None), call)[0].max()
+        least = self._slices(compiled, self._cut(compiled, replicated, _without_copies(call), None), call)[0].max()
         if least >= budget:
             return
 
         def cut_into(count: int) -> tuple[Cut, float]:
             """Return a cut into about `count` slices, with as many kept as fit, and the peak bytes of all slices."""
-            found = self._cut(compiled, replicated, call, -(-rows // count))
-            peak, kept = self._slices(compiled, found, call)
-            return replace(found, kept=_most_kept(peak, kept, budget)), float(peak.max())
+            slices = self._cut(compiled, replicated, call, -(-rows // count))
+            peak, kept = self._slices(compiled, slices, call)
+            return replace(slices, kept=_most_kept(peak, kept, budget)), float(peak.max())
 
         for _ in range(TRIES):
             found, most = cut_into(count)
@@ -225,30 +225,36 @@ class MemoryBudget:
             if most <= budget:
                 yield another
 
-    def _slices(self, compiled: Compiled, found: Cut, call: CountedCall) -> tuple[np.ndarray, np.ndarray]:
+    def _slices(self, compiled: Compiled, slices: Cut, call: CountedCall) -> tuple[np.ndarray, np.ndarray]:
         """Return the peak bytes of each slice on each rank, and the bytes that it keeps for backward, (slices, world) each."""
         held = compiled.held(self.num_experts, call.experts())
         parts = [
-            held.of_slice(self._sizes(compiled, found.replicated(number), found.copies(number), call))
-            for number in range(found.num_slices)
+            held.of_slice(self._sizes(compiled, slices.replicated(number), slices.copies(number), call))
+            for number in range(slices.num_slices)
         ]
         peak, kept = (np.stack(values) for values in zip(*parts))
         return peak, kept
 
-    def _cheapest(self, ways: list[_Way], load: CallLoad) -> _Way:
+    def _cheapest(self, options: list[_Option], load: CallLoad) -> _Option:
         """Return the fastest way, by the cost model of the replication policies."""
-        none = np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
+        nothing_replicated = np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
 
-        def cost(way: _Way) -> float:
-            _, replicated, found = way
-            again = found.share_again
-            return seconds(load, self.costs, none if replicated is None else replicated, found.num_slices, again)
+        def cost(option: _Option) -> float:
+            _, replicated, slices = option
+            share_recomputed = slices.share_again
+            return seconds(
+                load,
+                self.costs,
+                nothing_replicated if replicated is None else replicated,
+                slices.num_slices,
+                share_recomputed,
+            )
 
-        return min(ways, key=cost)
+        return min(options, key=cost)
 
     def bytes_of_rows(self, rows: int, call: CountedCall) -> int:
         """Return the peak bytes of a call in slices of at most `rows` rows at the experts of a rank, without replication."""
-        bare = self._bare
+        bare = self._unreplicated
         return int(np.ceil(self._slices(bare, self._cut(bare, None, call, rows), call)[0].max()))
 
     def _too_small(self, call: CountedCall, budget: int) -> str:
@@ -270,11 +276,11 @@ class MemoryBudget:
 
     def take(self) -> BudgetUse:
         """Return the statistics since the last `take`."""
-        found, self.use = self.use, BudgetUse()
-        return found
+        use, self.use = self.use, BudgetUse()
+        return use
 
 
-def _nothing(call: CountedCall) -> CountedCall:
+def _without_copies(call: CountedCall) -> CountedCall:
     return call._replace(copies=np.zeros_like(call.copies))
 
 
@@ -309,11 +315,11 @@ def holders_of(compiled: Compiled, num_experts: int) -> np.ndarray:
     for rank in range(grid.world):
         pieces = [shapes.pieces(layout, rank) for layout in layouts]
         origin, expert, chunk = (
-            np.concatenate([getattr(each, name) for each in pieces]) for name in ("origin", "expert", "chunk")
+            np.concatenate([getattr(piece, name) for piece in pieces]) for name in ("origin", "expert", "chunk")
         )
         part = np.maximum(chunk - shapes.num_chunks + 1, 0)
-        found = np.unique(holders[origin, expert, part])
-        joined = rank if found.max(initial=-1) < 0 else int(found[found >= 0].min())
-        holders[np.isin(holders, found[found >= 0])] = joined  # ranks that share rows count as one
+        present = np.unique(holders[origin, expert, part])
+        joined = rank if present.max(initial=-1) < 0 else int(present[present >= 0].min())
+        holders[np.isin(holders, present[present >= 0])] = joined  # ranks that share rows count as one
         holders[origin, expert, part] = joined
     return holders

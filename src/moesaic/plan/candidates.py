@@ -44,22 +44,26 @@ def layouts(job: Job, cluster: ClusterSpec, pins: Pins = Pins()) -> list[Grid]:
         InputError: if there are none; the message says why the mesh with the smallest sizes does not fit.
     """
     refusals = {grid: _refusal(job, grid) for grid in _grids(cluster, pins)}
-    found = [grid for grid, refusal in refusals.items() if not refusal]
-    if not found:
+    grids = [grid for grid, refusal in refusals.items() if not refusal]
+    if not grids:
         first, refusal = next(iter(refusals.items()), (None, ""))
-        why = _undivided(cluster.world, pins) if first is None else f": the first one, {name_of(first)}: {refusal}"
+        why = (
+            _which_do_not_divide(cluster.world, pins)
+            if first is None
+            else f": the first one, {name_of(first)}: {refusal}"
+        )
         raise InputError(f"the search space holds no layout of {cluster.world} ranks{why}")
-    return found
+    return grids
 
 
-def _undivided(world: int, pins: Pins) -> str:
+def _which_do_not_divide(world: int, pins: Pins) -> str:
     """Return the end of a message: the pinned sizes that do not divide the ranks."""
-    given = {name: size for name in ("tp", "ep", "etp") if (size := getattr(pins, name)) is not None}
-    alone = [name for name, size in given.items() if world % size]
-    wrong = alone or [name for name in given if name != "tp"]
-    said = " x ".join(f"{name} {given[name]}" for name in wrong)
+    pinned = {name: size for name in ("tp", "ep", "etp") if (size := getattr(pins, name)) is not None}
+    alone = [name for name, size in pinned.items() if world % size]
+    wrong = alone or [name for name in pinned if name != "tp"]
+    sizes = " x ".join(f"{name} {pinned[name]}" for name in wrong)
     flags = " and ".join(f"--{name}" for name in wrong)
-    return f": {said} does not divide them: choose a divisor, or leave {flags} out and every size is tried"
+    return f": {sizes} does not divide them: choose a divisor, or leave {flags} out and every size is tried"
 
 
 def name_of(grid: Grid) -> str:
@@ -85,15 +89,15 @@ def _grids(cluster: ClusterSpec, pins: Pins) -> Iterator[Grid]:
 def _refusal(job: Job, grid: Grid) -> str:
     """Return the reason why a job does not fit a mesh; "" if it fits."""
     model = job.model
-    wanted = [
+    divisions = [
         ("mesh.tp", grid.tp, "model.num_heads", model.num_heads),
         ("mesh.ep", grid.ep, "model.moe.num_experts", model.moe.num_experts),
         ("mesh.etp", grid.etp, "model.moe.hidden", model.moe.hidden),
         ("the data-parallel groups, ", grid.dp, "batch_size", job.batch_size),
     ]
     if job.dense_layers:
-        wanted.append(("mesh.tp", grid.tp, "the dense layers' inner width", model.active_hidden))
-    for axis, ranks, name, size in wanted:
+        divisions.append(("mesh.tp", grid.tp, "the dense layers' inner width", model.active_hidden))
+    for axis, ranks, name, size in divisions:
         if size % ranks:
             return f"{axis}={ranks} does not divide {name}={size}".replace(", =", ", ")
     return ""

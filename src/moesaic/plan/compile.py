@@ -238,11 +238,11 @@ def durations_on(simulator: Simulator, layer: Workload) -> Durations:
     Durations are rounded to nanoseconds: all ranks must search with equal ones, and the last bits differ between processors.
     """
 
-    def found(program: Program, grid: Grid) -> Mapping[str, float]:
+    def rounded(program: Program, grid: Grid) -> Mapping[str, float]:
         seconds = simulator.durations(program, layer, grid)
         return {name: round(each, 9) for name, each in seconds.items()}
 
-    return found
+    return rounded
 
 
 def _nominal(program: Program, grid: Grid) -> Mapping[str, float]:

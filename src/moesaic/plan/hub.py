@@ -136,23 +136,23 @@ def read_shape(table: Mapping[str, Any], source: str, *, seq_len: int) -> HubSha
     """
     table = next((table[name] for name in ("text_config", "llm_config") if isinstance(table.get(name), dict)), table)
     table = {**IMPLIED.get(str(table.get("model_type")), {}), **table}
-    found = _sizes(table, source)
+    sizes = _sizes(table, source)
     for name in RECURRENT:
         if table.get(name):
             raise InputError(
                 f"{source}: {name} means layers that planning does not know: write the sizes as [model] yourself"
             )
-    hidden, activation = found["hidden"], str(table.get("mlp_hidden_act", ""))
-    shared = found.get("shared_hidden", found.get("shared_experts", 0) * hidden)
+    hidden, activation = sizes["hidden"], str(table.get("mlp_hidden_act", ""))
+    shared = sizes.get("shared_hidden", sizes.get("shared_experts", 0) * hidden)
     try:
         return HubShape(
-            dim=found["dim"], num_layers=found["num_layers"], num_heads=found["num_heads"], seq_len=seq_len,
-            ffn=f"moe:1:{found['dense_hidden']}" if "dense_hidden" in found else "moe",
-            dense_layers=_dense_layers(table, found),
-            **_attention(table, found, seq_len), tied=bool(table.get("tie_word_embeddings", False)),
-            vocab=found["vocab"], groups=found.get("groups", 1), top_groups=found.get("top_groups", 1),
+            dim=sizes["dim"], num_layers=sizes["num_layers"], num_heads=sizes["num_heads"], seq_len=seq_len,
+            ffn=f"moe:1:{sizes['dense_hidden']}" if "dense_hidden" in sizes else "moe",
+            dense_layers=_dense_layers(table, sizes),
+            **_attention(table, sizes, seq_len), tied=bool(table.get("tie_word_embeddings", False)),
+            vocab=sizes["vocab"], groups=sizes.get("groups", 1), top_groups=sizes.get("top_groups", 1),
             moe=MoEShape(
-                num_experts=found["num_experts"], top_k=found["top_k"], hidden=hidden, shared_hidden=shared,
+                num_experts=sizes["num_experts"], top_k=sizes["top_k"], hidden=hidden, shared_hidden=shared,
                 experts=PLAIN.get(activation, "swiglu"),  # type: ignore[arg-type]
             ),
         )  # fmt: skip
@@ -169,17 +169,17 @@ def read_shape(table: Mapping[str, Any], source: str, *, seq_len: int) -> HubSha
 
 def _sizes(table: Mapping[str, Any], source: str) -> dict[str, int]:
     """Return the integer sizes of a configuration by our names; lists and null are skipped."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for ours, theirs in NAMES.items():
         name = next((name for name in theirs if isinstance(table.get(name), int)), None)
         if name is None or isinstance(table[name], bool):
             continue
-        found[ours], least, most = table[name], int(ours in POSITIVE), MOST.get(ours, math.inf)
-        if not least <= found[ours] <= most:
-            bound = f"at least {least}" if found[ours] < least else f"at most {most}"
-            raise InputError(f"{source}: {name}={found[ours]}: must be {bound}")
+        sizes[ours], least, most = table[name], int(ours in POSITIVE), MOST.get(ours, math.inf)
+        if not least <= sizes[ours] <= most:
+            bound = f"at least {least}" if sizes[ours] < least else f"at most {most}"
+            raise InputError(f"{source}: {name}={sizes[ours]}: must be {bound}")
     for ours in NEEDED:
-        if ours not in found:
+        if ours not in sizes:
             what = (
                 "the model has no experts to plan for" if ours == "num_experts" else "it is of an unknown architecture"
             )
@@ -187,26 +187,26 @@ def _sizes(table: Mapping[str, Any], source: str) -> dict[str, int]:
                 f"{source}: none of {', '.join(NAMES[ours])} is there, so {what}: add one, {NAMES[ours][0]} = {NEEDED[ours]} "
                 "as in Mixtral 8x7B say, or write the sizes as [model] and [model.moe] of a training configuration"
             )
-    return found
+    return sizes
 
 
-def _dense_layers(table: Mapping[str, Any], found: Mapping[str, int]) -> tuple[int, ...]:
+def _dense_layers(table: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Return the numbers of the blocks without an MoE layer.
 
     Raises:
         InputError: if no block has an MoE layer.
     """
-    dense = _dense_by_fields(table, found)
-    if len(dense) == found["num_layers"]:
+    dense = _dense_by_fields(table, sizes)
+    if len(dense) == sizes["num_layers"]:
         raise InputError(
             "no block has an MoE layer, so there is nothing to plan: correct the fields that say which have one"
         )
     return dense
 
 
-def _dense_by_fields(table: Mapping[str, Any], found: Mapping[str, int]) -> tuple[int, ...]:
+def _dense_by_fields(table: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Return the blocks without an MoE layer: from lists if the configuration has any, else from `first_dense` and `every`."""
-    blocks = range(found["num_layers"])
+    blocks = range(sizes["num_layers"])
     if isinstance(table.get("moe_layers"), list):
         return tuple(sorted({*blocks} - {*table["moe_layers"]}))
     if isinstance(table.get("moe_layer_freq"), list):
@@ -215,15 +215,15 @@ def _dense_by_fields(table: Mapping[str, Any], found: Mapping[str, int]) -> tupl
         return tuple(block for block, kind in zip(blocks, table["mlp_layer_types"]) if kind == "dense")
     listed, first, every = (
         table.get("mlp_only_layers") or (),
-        found.get("first_dense", 0),
-        max(found.get("every", 1), 1),
+        sizes.get("first_dense", 0),
+        max(sizes.get("every", 1), 1),
     )
     return tuple(block for block in blocks if block in listed or block < first or (block + 1) % every)
 
 
-def _attention(table: Mapping[str, Any], found: Mapping[str, int], seq_len: int) -> dict[str, Any]:
+def _attention(table: Mapping[str, Any], sizes: Mapping[str, int], seq_len: int) -> dict[str, Any]:
     """Return the fields `attention` and `score_width` of `HubShape`."""
-    dim, heads, layers = found["dim"], found["num_heads"], found["num_layers"]
+    dim, heads, layers = sizes["dim"], sizes["num_heads"], sizes["num_layers"]
     up = up_kept = 0.0
     if isinstance(table.get("kv_lora_rank"), int):
         nope, rope, value, rank = (
@@ -241,30 +241,31 @@ def _attention(table: Mapping[str, Any], found: Mapping[str, int], seq_len: int)
         copied = 2 * up_kept
         head_dim, normed, rotated, result = nope + rope, query + rank, (heads + 1) * rope, heads * value
     else:
-        each, kv = found.get("head_dim", dim // heads), found.get("kv_heads", heads)
+        head_dim, kv_heads = sizes.get("head_dim", dim // heads), sizes.get("kv_heads", heads)
         gates, normed = 2 if table.get("attn_output_gate") else 1, 2 if table.get("use_qk_norm") else 1
-        full, width = (1 + gates) * dim * heads * each + 2 * dim * kv * each, 2.0 * heads * each
-        kept = dim + normed * (heads + kv) * each + kv * each + gates * heads * each
-        key_values = 2.0 * kv * each
-        copied = 2.0 * normed * (heads + kv) * each
-        head_dim, rotated, result = each, (heads + kv) * each, heads * each
+        full = (1 + gates) * dim * heads * head_dim + 2 * dim * kv_heads * head_dim
+        width = 2.0 * heads * head_dim
+        kept = dim + normed * (heads + kv_heads) * head_dim + kv_heads * head_dim + gates * heads * head_dim
+        key_values = 2.0 * kv_heads * head_dim
+        copied = 2.0 * normed * (heads + kv_heads) * head_dim
+        rotated, result = (heads + kv_heads) * head_dim, heads * head_dim
         normed = (normed - 1) * rotated
     kinds = (table.get("layer_types") or ())[:layers]
-    interval = found.get("full_every", 0)
+    interval = sizes.get("full_every", 0)
     linear = (
         sum(kind == "linear_attention" for kind in kinds) if kinds else layers - layers // interval if interval else 0
     )
     sliding = sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
     # Within a window of w keys, the first w queries of a sequence see fewer than w keys.
     window = min(int(table.get("sliding_window") or table.get("attention_chunk_size") or seq_len), seq_len)
-    seen = (window - window**2 / (2 * seq_len)) / (seq_len / 2)
+    visible = (window - window**2 / (2 * seq_len)) / (seq_len / 2)
     attention = {
         "attention_parameters": ((layers - linear) * full + linear * _linear_attention(table, dim)) / layers,
         "attention_kept": kept, "key_values": key_values, "attention_up_kept": up_kept, "attention_up": up,
         "attention_copied": copied, "head_dim": head_dim, "attention_normed": normed, "attention_rotated": rotated,
         "attention_result": result,
     }  # fmt: skip
-    return {"attention": attention, "score_width": (layers - linear - sliding * (1 - seen)) * width / layers}
+    return {"attention": attention, "score_width": (layers - linear - sliding * (1 - visible)) * width / layers}
 
 
 def _of_low_ranks(table: Mapping[str, Any], name: str) -> int:

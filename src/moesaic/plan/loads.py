@@ -42,11 +42,11 @@ def simulate_counts(
     """
     runs, replicated = decided(simulator, compiled, layer, counts)
     shapes = runs.shapes(layer.num_experts)
-    there, back = (
+    forward_sizes, backward_sizes = (
         sizes_of(program, layer, runs.grid, counts, replicated=replicated, shapes=shapes)
         for program in (runs.forward, runs.backward)
     )
-    return simulator.passes(runs.forward, runs.backward, layer, runs.grid, sizes=(there, back))
+    return simulator.passes(runs.forward, runs.backward, layer, runs.grid, sizes=(forward_sizes, backward_sizes))
 
 
 def simulate_even(simulator: Simulator, compiled: Compiled, layer: Workload) -> tuple[Simulated, Simulated]:
@@ -85,7 +85,7 @@ def decided(
     """
     if not compiled.replicates:
         return compiled, None
-    costs, load = _costs(simulator, compiled, layer), _load(compiled, layer, counts)
+    costs, load = _policy_costs(simulator, compiled, layer), _call_load(compiled, layer, counts)
     if compiled.options:
         arbitration = Arbiter(costs=costs).start(compiled.plan, [option.plan for option in compiled.options])
         decision = arbitration.choose(load)
@@ -95,13 +95,13 @@ def decided(
     return runs, replicated if runs.replicates else None
 
 
-def _costs(simulator: Simulator, compiled: Compiled, layer: Workload) -> ReplicationCosts:
+def _policy_costs(simulator: Simulator, compiled: Compiled, layer: Workload) -> ReplicationCosts:
     """Return the cost model by which policies decide."""
     machine = machine_of(simulator.cluster, compiled.grid, layer)
     return ReplicationCosts(machine=machine, element_bytes=layer.element_bytes, matrices=layer.matrices)
 
 
-def _load(compiled: Compiled, layer: Workload, counts: np.ndarray) -> CallLoad:
+def _call_load(compiled: Compiled, layer: Workload, counts: np.ndarray) -> CallLoad:
     """Return the load of a call, the input of a policy."""
     grid, copies = compiled.grid, copies_by_rank(compiled.forward, compiled.grid, counts)
     return CallLoad(grid, copies, layer.num_experts, max(1, layer.hidden // grid.etp), layer.dim)
@@ -172,30 +172,33 @@ def arbiter_for(simulator: Simulator, compiled: Compiled, layer: Workload, **set
     Raises:
         InputError: as `machine_of` does.
     """
-    costs = replace(_costs(simulator, compiled, layer), cluster=simulator.cluster)
+    costs = replace(_policy_costs(simulator, compiled, layer), cluster=simulator.cluster)
     arbiter = Arbiter(costs=costs, part_us=0.0, learn=False)
-    off: dict[str, list[float]] = {}
+    ratios_by_option: dict[str, list[float]] = {}
     for skew, seed in PROBES:
-        found = _off_by(simulator, compiled, layer, arbiter, skew, seed)
-        for name, each in found.items():
-            off.setdefault(name, []).append(each / found[ALONE])
-    held = {name: float(np.clip(np.exp(np.mean(np.log(each))), *BOUNDS)) for name, each in off.items()}
-    known: dict[str, Any] = {"part_us": 0.0, **settings}  # the simulations already contain the host's costs of parts
-    return Arbiter(costs=costs, factors=held, **known)
+        ratios = _simulated_over_modelled(simulator, compiled, layer, arbiter, skew, seed)
+        for name, ratio in ratios.items():
+            ratios_by_option.setdefault(name, []).append(ratio / ratios[ALONE])
+    factors = {
+        name: float(np.clip(np.exp(np.mean(np.log(of_loads))), *BOUNDS)) for name, of_loads in ratios_by_option.items()
+    }
+    # The simulations already contain the host's costs of parts.
+    known: dict[str, Any] = {"part_us": 0.0, **settings}
+    return Arbiter(costs=costs, factors=factors, **known)
 
 
-def _off_by(
+def _simulated_over_modelled(
     simulator: Simulator, compiled: Compiled, layer: Workload, arbiter: Arbiter, skew: float, seed: int
 ) -> dict[str, float]:
     """Return the ratio of simulated to modelled seconds of each option under one load, by name."""
     counts = zipf_counts(compiled.grid.dp, layer, exponent=skew, seed=seed)
     arbitration = arbiter.start(compiled.plan, [each.plan for each in compiled.options])
-    found = {}
-    for option, replicated in arbitration.offers(_load(compiled, layer, counts)):
+    ratios = {}
+    for option, replicated in arbitration.offers(_call_load(compiled, layer, counts)):
         program = compiled.options[option.choice.program]
         shapes, seconds = program.shapes(layer.num_experts), 0.0
-        for each in (program.forward, program.backward):
-            sizes = sizes_of(each, layer, program.grid, counts, replicated=replicated, shapes=shapes)
-            seconds += simulator.run(each, layer, program.grid, sizes=sizes).seconds
-        found[option.name] = seconds / option.seconds
-    return found
+        for direction in (program.forward, program.backward):
+            sizes = sizes_of(direction, layer, program.grid, counts, replicated=replicated, shapes=shapes)
+            seconds += simulator.run(direction, layer, program.grid, sizes=sizes).seconds
+        ratios[option.name] = seconds / option.seconds
+    return ratios

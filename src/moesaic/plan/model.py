@@ -66,9 +66,9 @@ class Job:
         rates = cluster.device.tflops
         if self.precision == "auto":
             return "bf16" if rates.bf16 and rates.bf16 >= 1.5 * rates.fp32 else "fp32" if rates.fp32 else "bf16"
-        found = names[self.precision]
-        rates.of(found)
-        return found
+        dtype = names[self.precision]
+        rates.of(dtype)
+        return dtype
 
     def step_model(self, cluster: ClusterSpec, dp: int) -> StepModel:
         """Return the model of time and memory of a step on `dp` data-parallel groups.
@@ -116,13 +116,13 @@ def job_of(table: dict[str, Any], source: str) -> Job:
     Raises:
         InputError: as `read_job` does.
     """
-    return override(Job(), _known(Job(), table, source), source=source)
+    return override(Job(), _planning_fields(Job(), table, source), source=source)
 
 
-def _known(shape: Any, table: dict[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
+def _planning_fields(shape: Any, table: dict[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
     """Return the fields of a table that planning reads, including nested ones; raises InputError for misspelt ones."""
     names = [each.name for each in fields(shape)]
-    found = {}
+    read = {}
     for name, value in table.items():
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.84)
@@ -131,6 +131,6 @@ def _known(shape: Any, table: dict[str, Any], source: str, prefix: str = "") -> 
             continue
         nested = getattr(shape, name)
         if is_dataclass(nested) and isinstance(value, dict):
-            value = _known(nested, value, source, f"{prefix}{name}.")
-        found[name] = value
-    return found
+            value = _planning_fields(nested, value, source, f"{prefix}{name}.")
+        read[name] = value
+    return read

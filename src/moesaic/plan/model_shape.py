@@ -88,21 +88,21 @@ def read_attention(text: str) -> AttentionRule:
     Raises:
         InputError: if the text is invalid.
     """
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     kind, *words = text.split(":")
     for word in words:
         name, equals, number = word.partition("=")
-        found[name] = True if name == "qk_norm" and not equals else int(number) if number.isdecimal() else 0
-    sizes = [value for name, value in found.items() if name != "qk_norm"]
+        options[name] = True if name == "qk_norm" and not equals else int(number) if number.isdecimal() else 0
+    sizes = [value for name, value in options.items() if name != "qk_norm"]
     known = {each.name for each in fields(AttentionRule)}
-    if kind != PLAIN or len(found) < len(words) or found.keys() - known or found.get("qk_norm", True) is not True:
+    if kind != PLAIN or len(options) < len(words) or options.keys() - known or options.get("qk_norm", True) is not True:
         raise InputError(
             f"model.block.attention={text!r}: write {PLAIN}, and behind it each once, where you want them, "
             ":kv_heads=4, :head_dim=128 and :qk_norm"
         )
     if not all(1 <= size <= LARGEST for size in sizes):
         raise InputError(f"model.block.attention={text!r}: kv_heads and head_dim must be numbers from 1 to {LARGEST}")
-    return AttentionRule(**found)
+    return AttentionRule(**options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,10 +261,10 @@ class ModelShape:
         block = self.block
         width = self.head_dim * (self.num_heads + self.kv_heads)
         crosses = 1.5 if block.kind == "encoder_decoder" else 1.0  # every second block attends twice
-        found: dict[str, float] = {"attention_parameters": crosses * 2 * self.dim * width}
+        step_fields: dict[str, float] = {"attention_parameters": crosses * 2 * self.dim * width}
         if block.heads.head_dim is not None:
-            found["score_operations"] = 2 * self.seq_len * self.num_heads * self.head_dim
-        return found if found["attention_parameters"] != 4 * self.dim * self.dim else {}
+            step_fields["score_operations"] = 2 * self.seq_len * self.num_heads * self.head_dim
+        return step_fields if step_fields["attention_parameters"] != 4 * self.dim * self.dim else {}
 
     @property
     def head_dim(self) -> int:
@@ -290,8 +290,8 @@ class ModelShape:
     def active_hidden(self) -> int:
         """Inner width of a dense feed-forward layer; by default the active width of an MoE layer."""
         kind, *numbers = self.ffn.split(":")
-        given = numbers[kind == "moe" :]
-        return int(given[0]) if given else self.moe.top_k * self.moe.hidden + self.moe.shared_hidden
+        dense_hidden = numbers[kind == "moe" :]
+        return int(dense_hidden[0]) if dense_hidden else self.moe.top_k * self.moe.hidden + self.moe.shared_hidden
 
     @property
     def is_dense(self) -> bool:

@@ -102,11 +102,11 @@ class OthersLayout:
             if each not in COSTS:
                 raise InputError(f"layout: stepwise={each!r}: choose of {', '.join(COSTS)}")
         Pipeline(schedule=self.schedule, ranks=self.pp, runs=self.virtual_pp)
-        for number in fields(self):
-            value = getattr(self, number.name)
-            least = 0 if number.name in ("global_batch", "local_batch", "virtual_layers", "mtp") else 1
-            if number.type == "int" and value < least:
-                raise InputError(f"layout: {number.name}={value}: must be at least {least}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.name in ("global_batch", "local_batch", "virtual_layers", "mtp") else 1
+            if field.type == "int" and value < least:
+                raise InputError(f"layout: {field.name}={value}: must be at least {least}")
 
 
 FUSED_LOSS_BYTES, LOSS_BYTES, TORCH_LOSS_BYTES = 10, 52, 36
@@ -190,22 +190,22 @@ def from_flags(flags: str) -> OthersLayout:
     Raises:
         InputError: if no flag is known, if a flag lacks its value, or if its value is unknown.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     try:
         words = [part for word in shlex.split(flags) for part in word.split("=", 1)]
     except ValueError as error:
         raise InputError(f"--explain: the flags do not parse ({error}): close what is quoted") from error
-    known, weak = MEGATRON | TORCHTITAN, dict[str, Any]()
+    known, yielding = MEGATRON | TORCHTITAN, dict[str, Any]()
     named = {place: word.lstrip("-").replace("_", "-") for place, word in enumerate(words) if word.startswith("--")}
     for place, name in named.items():
         field, make = known.get(name, ("", None))
         if isinstance(make, Alone):
-            (weak if make.yields else found)[field] = make.value
+            (yielding if make.yields else values)[field] = make.value
         elif field:
             until = min((other for other in named if other > place), default=len(words))
-            found[field] = _value(words[place], words[place + 1 : until], make)
-    found = weak | found
-    if not found:
+            values[field] = _flag_value(words[place], words[place + 1 : until], make)
+    values = yielding | values
+    if not values:
         first = next((word for word in words if word.startswith("--")), "nothing")
         near = suggestion(first.lstrip("-"), list(known)) if first != "nothing" else ""
         raise InputError(
@@ -213,13 +213,13 @@ def from_flags(flags: str) -> OthersLayout:
         )
     if any(name in TORCHTITAN for name in named.values()):
         # FSDP2 gathers parameters for every block, but keeps them whole between the micro-batches of a pipeline.
-        local = found.get("local_batch", 1)
-        micro = local if found.get("pp", 1) == 1 else found.get("micro_batch", 1)
-        sharded: Sharded = "parameters" if found.get("pp", 1) == 1 else "gradients"
-        return OthersLayout(**{"sharded": sharded, **found, "local_batch": local, "micro_batch": micro})
+        local = values.get("local_batch", 1)
+        micro = local if values.get("pp", 1) == 1 else values.get("micro_batch", 1)
+        sharded: Sharded = "parameters" if values.get("pp", 1) == 1 else "gradients"
+        return OthersLayout(**{"sharded": sharded, **values, "local_batch": local, "micro_batch": micro})
     # By default, Megatron splits experts over tp like attention, keeps the whole optimizer on every rank, does not overlap
     # parameters and gradients, and computes the loss step by step.
-    return OthersLayout(**{"etp": found.get("tp", 1), "sharded": "none", **dict.fromkeys(APART, False), **found})
+    return OthersLayout(**{"etp": values.get("tp", 1), "sharded": "none", **dict.fromkeys(APART, False), **values})
 
 
 SIZES: dict[str, Callable[[Job], int]] = {
@@ -259,13 +259,13 @@ def unread_flags(flags: str, job: Job) -> list[str]:
     return [word for word, name in names.items() if name not in read and any(part in name for part in MATTERING)]
 
 
-def _value(flag: str, given: list[str], make: Any) -> Any:
+def _flag_value(flag: str, words: list[str], make: Any) -> Any:
     """Return the value that the words after a flag give; `make` is the second entry of the flag in `MEGATRON`."""
     if make is list:
-        if not given:
+        if not words:
             raise InputError(f"--explain: {flag} is empty: name at least one of {', '.join(PARTS)}")
-        return tuple(given)
-    word = given[0] if given else ""
+        return tuple(words)
+    word = words[0] if words else ""
     if isinstance(make, dict):
         if word not in make:
             raise InputError(f"--explain: {flag}={word!r}: choose one of {', '.join(make)}")
@@ -316,22 +316,22 @@ def predict(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> Found:
     by_deepep = Plan(all_to_all=layout.all_to_all).crossing is Crossing.DEEPEP and layout.ep > 1
     crossing = "multicast" if by_deepep else layout.all_to_all
     plan = Plan(all_to_all=crossing if layout.ep > 1 else "linear", order="fifo")
-    whole = replace(job, batch_size=groups * layout.micro_batch).step_model(cluster, groups)
-    whole = replace(whole, micro_batches=batch // (groups * layout.micro_batch))
-    step, simulator = _stage(whole, layout), Simulator(cluster)
-    step = replace(step, runs=_runs(job, whole, step, layout.mtp))
-    around, compiled = StepCostModel(step, grid, simulator), compile_on(plan, grid, simulator, step.layer)
+    whole_step = replace(job, batch_size=groups * layout.micro_batch).step_model(cluster, groups)
+    whole_step = replace(whole_step, micro_batches=batch // (groups * layout.micro_batch))
+    step, simulator = _largest_stage(whole_step, layout), Simulator(cluster)
+    step = replace(step, runs=_runs(job, whole_step, step, layout.mtp))
+    cost_model, compiled = StepCostModel(step, grid, simulator), compile_on(plan, grid, simulator, step.layer)
     programs = compiled.forward, compiled.backward
     forward, backward = map(in_pieces, programs) if by_deepep else programs
-    there, back = simulator.passes(forward, backward, step.layer, compiled.grid)
-    both = around.beside(forward, backward, compiled.grid) if step.overlapped else None
-    ranks = [StepCostModel(each, grid, simulator) for each in _ranks(whole, step)]
+    forward_run, backward_run = simulator.passes(forward, backward, step.layer, compiled.grid)
+    both = cost_model.beside(forward, backward, compiled.grid) if step.overlapped else None
+    ranks = [StepCostModel(each, grid, simulator) for each in _pipeline_ranks(whole_step, step)]
     return Found(
         plan=plan,
         grid=grid,
-        estimate=around.estimate(there, back, both),
+        estimate=cost_model.estimate(forward_run, backward_run, both),
         memory=max((each.memory(*programs, compiled.grid) for each in ranks), key=lambda memory: memory.total),
-        bound_seconds=max(around.compute_bound, around.link_bound),
+        bound_seconds=max(cost_model.compute_bound, cost_model.link_bound),
     )
 
 
@@ -346,17 +346,17 @@ def longer_by_narrow_rate(job: Job, cluster: ClusterSpec, layout: OthersLayout) 
     device = cluster.device
     if not layout.is_narrow or not device.narrow_between:
         return 1.0, 1.0
-    usual = predict(job, cluster, layout).seconds
+    at_usual_rate = predict(job, cluster, layout).seconds
 
     def seconds(times: float) -> float:
         rates = replace(device.tflops, **{layout.precision: times * getattr(device.tflops, layout.precision)})
         return predict(job, replace(cluster, device=replace(device, tflops=rates)), layout).seconds
 
     slow, fast = map(seconds, device.narrow_between)
-    return fast / usual, slow / usual
+    return fast / at_usual_rate, slow / at_usual_rate
 
 
-def _stage(step: StepModel, layout: OthersLayout) -> StepModel:
+def _largest_stage(step: StepModel, layout: OthersLayout) -> StepModel:
     """Return the model of the pipeline rank with the most layers.
 
     Each rank has an equal share of the output here; `StepModel.runs`, in contrast, gives the output to one run.
@@ -364,8 +364,8 @@ def _stage(step: StepModel, layout: OthersLayout) -> StepModel:
     blocks = step.num_layers + layout.mtp
     layers, runs = -(-blocks // layout.pp), layout.virtual_pp
     if layout.virtual_layers:
-        runs, rest = divmod(layers, layout.virtual_layers)
-        if rest:
+        runs, remainder = divmod(layers, layout.virtual_layers)
+        if remainder:
             raise InputError(
                 f"a stage of {layers} layers has no whole runs of {layout.virtual_layers}: choose a divisor"
             )
@@ -425,15 +425,15 @@ def _runs(job: Job, whole: StepModel, step: StepModel, mtp: int) -> tuple[StageR
     )
 
 
-def _ranks(whole: StepModel, step: StepModel) -> list[StepModel]:
+def _pipeline_ranks(whole: StepModel, step: StepModel) -> list[StepModel]:
     """Return the model of every distinct pipeline rank: its blocks, and the embedding or the output if the rank has them."""
     if not step.runs:
         return [step]
-    alive, found = step.pipeline.alive(step.micro_batches), []
+    alive, models = step.pipeline.alive(step.micro_batches), []
     for rank, numbers in enumerate(step.pipeline.runs_of_ranks):
         runs = [step.runs[number] for number in numbers]
         embeds, ends = 0 in numbers, any(run.outputs for run in runs)
-        found.append(
+        models.append(
             replace(
                 step,
                 num_layers=max(sum(run.blocks for run in runs), 1),
@@ -446,7 +446,7 @@ def _ranks(whole: StepModel, step: StepModel) -> list[StepModel]:
                 alive=alive[rank],
             )
         )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(models))
 
 
 def layout_of(job: Job, found: Found) -> OthersLayout:
@@ -465,7 +465,7 @@ def layout_of(job: Job, found: Found) -> OthersLayout:
     )
 
 
-def _only(system: str, layout: OthersLayout, **known: tuple[Any, ...]) -> None:
+def _check_supported(system: str, layout: OthersLayout, **known: tuple[Any, ...]) -> None:
     """Raise InputError if a layout has a value that a system does not support.
 
     Args:
@@ -495,7 +495,7 @@ CONVERTERS = {"bf16": "", "fp8": "float8", "mxfp8": "mx"}
 
 
 def _megatron(job: Job, layout: OthersLayout, found: Found | None) -> list[str]:
-    _only("megatron", layout, schedule=tuple(ZERO_BUBBLES))
+    _check_supported("megatron", layout, schedule=tuple(ZERO_BUBBLES))
     moe, model = job.model.moe, job.model
     lines = [
         f"--tensor-model-parallel-size {layout.tp}" + " --sequence-parallel" * (layout.tp > 1),
@@ -536,7 +536,9 @@ def _torchtitan(job: Job, layout: OthersLayout, found: Found | None) -> list[str
         raise InputError(
             f"--emit torchtitan: it has no expert tensor parallelism, the best layout etp {layout.etp}: pin --etp 1"
         )
-    _only("torchtitan", layout, mtp=(0,), recompute=tuple(MODES.values()), schedule=tuple(SCHEDULES.values()))
+    _check_supported(
+        "torchtitan", layout, mtp=(0,), recompute=tuple(MODES.values()), schedule=tuple(SCHEDULES.values())
+    )
     mode = next(mode for mode, parts in MODES.items() if parts == layout.recompute)
     lines = [
         f"--parallelism.tensor_parallel_degree {layout.tp}", "--parallelism.data_parallel_shard_degree -1",
@@ -558,7 +560,7 @@ def _torchtitan(job: Job, layout: OthersLayout, found: Found | None) -> list[str
 
 
 def _automodel(job: Job, layout: OthersLayout, found: Found | None) -> list[str]:
-    _only("automodel", layout, schedule=tuple(SCHEDULES.values()), etp=(1,), mtp=(0,), precision=("bf16",),
+    _check_supported("automodel", layout, schedule=tuple(SCHEDULES.values()), etp=(1,), mtp=(0,), precision=("bf16",),
           recompute=((), ("block",)))  # fmt: skip
     sizes = {"tp_size": layout.tp, "cp_size": layout.cp, "pp_size": layout.pp, "ep_size": layout.ep}
     sizes |= {"dp_replicate_size": layout.replicas} if layout.replicas > 1 else {}
@@ -585,17 +587,17 @@ def _schedule_name(layout: OthersLayout) -> str:
 
 
 def _moesaic(job: Job, layout: OthersLayout, found: Found | None) -> list[str]:
-    _only("moesaic", layout, schedule=("1f1b",), cp=(1,), mtp=(0,), replicas=(1,), precision=("bf16",),
+    _check_supported("moesaic", layout, schedule=("1f1b",), cp=(1,), mtp=(0,), replicas=(1,), precision=("bf16",),
           recompute=((), ("block",)))  # fmt: skip
     mesh: dict[str, Any] = {"tp": layout.tp, "ep": layout.ep, "etp": layout.etp}
     mesh |= {} if found is None else {"innermost": found.grid.innermost}
     mesh |= {"pp": f"{layout.pp} {layout.virtual_pp}"} if layout.pp > 1 else {}
-    lines, usual = [f"--mesh.{name} {value}" for name, value in mesh.items()], Plan()
+    lines, default = [f"--mesh.{name} {value}" for name, value in mesh.items()], Plan()
     plan = Plan(all_to_all=layout.all_to_all) if found is None else found.plan
-    for each in fields(Plan):
-        value = getattr(plan, each.name)
-        if value != getattr(usual, each.name):
-            flag = each.name.replace("_", "-")
+    for choice in fields(Plan):
+        value = getattr(plan, choice.name)
+        if value != getattr(default, choice.name):
+            flag = choice.name.replace("_", "-")
             lines.append(f"--plan.{flag} {value}" if not isinstance(value, bool) else f"--plan.{flag}")
     if found is not None:
         lines += [f"--batch-size {job.batch_size}", f"--accumulation {job.accumulation}"]

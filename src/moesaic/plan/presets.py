@@ -63,7 +63,7 @@ def _ours() -> dict[str, Job]:
 
 def _papers() -> dict[str, Job]:
     """Return the models of the five papers."""
-    found = {
+    jobs = {
         # Parm: k is not given in the paper; E is that of its testbed B.
         "parm-bert-base": _job(768, 12, 12, 512, BERT_VOCAB, _plain(8, 2, 3072), BERT),
         "parm-gpt2": _job(768, 12, 12, 1024, GPT2_VOCAB, _plain(8, 2, 3072), GPT2),
@@ -75,20 +75,20 @@ def _papers() -> dict[str, Job]:
     for layers in (12, 16, 20, 24):
         # The paper's counts grow by 8 D^2 per layer: the mean attention of an encoder and a decoder, plus one dense layer.
         moe = _plain(32, 1, 512, shared_hidden=512)
-        found[f"ct-moe-{layers}"] = _job(512, layers, 8, 62, GPT2_VOCAB, moe, TRANSFORMER, 136)
+        jobs[f"ct-moe-{layers}"] = _job(512, layers, 8, 62, GPT2_VOCAB, moe, TRANSFORMER, 136)
     for name, layers, experts, dim, block in (
         ("gpt-s", 12, 16, 1024, GPT2), ("gpt-base", 12, 16, 2048, GPT2), ("gpt-l", 12, 16, 4096, GPT2),
         ("bert-deep", 24, 16, 1024, BERT), ("bert-deep-l", 24, 16, 4096, BERT),
         ("bert-wide", 12, 64, 1024, BERT), ("bert-wide-l", 12, 64, 2048, BERT),
     ):  # fmt: skip
         vocab, length = (GPT2_VOCAB, 1024) if block is GPT2 else (BERT_VOCAB, 512)
-        found[f"fastermoe-{name}"] = _job(dim, layers, dim // 64, length, vocab, _plain(experts, 2, 2 * dim), block)
+        jobs[f"fastermoe-{name}"] = _job(dim, layers, dim // 64, length, vocab, _plain(experts, 2, 2 * dim), block)
     # NetMoE: GPT-2's depths, E of 16 devices; the largest has GPT-3's depth at this width.
     for name, layers, heads, dim in (
         ("s", 12, 12, 768), ("m", 24, 16, 1024), ("l", 36, 20, 1280), ("xl", 48, 25, 1600), ("xxl", 32, 32, 4096),
     ):  # fmt: skip
-        found[f"netmoe-gpt-{name}"] = _job(dim, layers, heads, 1024, GPT2_VOCAB, _plain(32, 2, 4 * dim), GPT2)
-    return found
+        jobs[f"netmoe-gpt-{name}"] = _job(dim, layers, heads, 1024, GPT2_VOCAB, _plain(32, 2, 4 * dim), GPT2)
+    return jobs
 
 
 def _hub() -> dict[str, Job]:

@@ -48,22 +48,22 @@ def best_in_stages(
         reserve_gib: device memory set aside for the framework.
     """
     most = usable_bytes(cluster, reserve_gib)
-    found = [
+    fitting = [
         tried
         for layout in _layouts(job, cluster, tp, crossing, stages)
         if (tried := _fitting(job, cluster, layout, most))
     ]
-    if not found:
+    if not fitting:
         return None
-    counts = dict.fromkeys(layout.pp for layout, _ in found)
-    leaders = [min((each for each in found if each[0].pp == count), key=_seconds) for count in counts]
-    again = (
+    counts = dict.fromkeys(layout.pp for layout, _ in fitting)
+    leaders = [min((each for each in fitting if each[0].pp == count), key=_seconds) for count in counts]
+    rescheduled = (
         _fitting(job, cluster, replace(layout, schedule=schedule, virtual_pp=runs), most)
         for layout, _ in leaders
         for schedule, runs in SCHEDULES
         if layout.pp > 1
     )
-    return min([*leaders, *filter(None, again)], key=_seconds)
+    return min([*leaders, *filter(None, rescheduled)], key=_seconds)
 
 
 def _seconds(tried: tuple[OthersLayout, Found]) -> float:
@@ -95,9 +95,9 @@ def _fitting(job: Job, cluster: ClusterSpec, layout: OthersLayout, most: float) 
     for recompute in choices:
         tried = replace(layout, recompute=recompute)
         try:
-            found = predict(job, cluster, tried)
+            step = predict(job, cluster, tried)
         except InputError:
             return None
-        if found.memory.total <= most:
-            return tried, found
+        if step.memory.total <= most:
+            return tried, step
     return None

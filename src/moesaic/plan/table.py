@@ -193,8 +193,8 @@ class PlanTable:
         self.steps = self.explored = self.switches = 0
         self.running: int | None = None
         self._bucket = 0
-        self._told = 0.0
-        self._ratios: list[float] = []
+        self._expected_load = 0.0
+        self._load_ratios: list[float] = []
         self._trial_left = self._unsettled = 0
         self.race = Race(self.allowed, self.settings.drift) if self.settings.race else None
         self.races = int(self.settings.race)
@@ -222,8 +222,8 @@ class PlanTable:
         """
         if self.settings.race:
             return self._choose_by_race()
-        self._told = load
-        ratios = _quantiles(self._ratios)
+        self._expected_load = load
+        ratios = _quantiles(self._load_ratios)
         bucket = self.bucket_of(load * ratios[len(ratios) // 2])
         seconds = self._mean_estimates([self.bucket_of(load * ratio) for ratio in ratios])
         moved, self._bucket = bucket != self._bucket, bucket
@@ -256,8 +256,8 @@ class PlanTable:
                 seem to differ by a tenth.
         """
         assert self.running is not None, "choose a plan first"
-        if load is not None and self._told > 0:
-            self._ratios = [*self._ratios, load / self._told][-REMEMBERED:]
+        if load is not None and self._expected_load > 0:
+            self._load_ratios = [*self._load_ratios, load / self._expected_load][-REMEMBERED:]
         if self._unsettled:
             self._unsettled -= 1
             return
@@ -265,7 +265,7 @@ class PlanTable:
             self._record_in_race(seconds)
             return
         bucket = self._bucket if load is None else self.bucket_of(load)
-        entry = self._filled(bucket)[self.running]
+        entry = self._entries_of(bucket)[self.running]
         if load is not None:
             seconds *= entry.predicted / self._predicted(load, self.running)
         entry.measured = [*entry.measured, seconds][-KEPT:]
@@ -302,7 +302,7 @@ class PlanTable:
 
     def _record_in_race(self, seconds: float) -> None:
         assert self.running is not None
-        entry = self._filled(0)[self.running]
+        entry = self._entries_of(0)[self.running]
         entry.measured, entry.count = [*entry.measured, seconds][-KEPT:], entry.count + 1
         if self.race is not None:
             self.race.record(self.running, seconds)
@@ -327,19 +327,19 @@ class PlanTable:
         that never ran gets the usual factor of the plans that did. A few measured steps do not decide alone, since loads
         differ within a bucket.
         """
-        entries, of_plan = self._filled(bucket), self._plan_factors()
-        usual = median(of_plan.values()) if of_plan else 1.0
-        here = [
-            median(entry.measured) / entry.predicted / of_plan[plan]
+        entries, plan_factors = self._entries_of(bucket), self._plan_factors()
+        usual_factor = median(plan_factors.values()) if plan_factors else 1.0
+        factors = [
+            median(entry.measured) / entry.predicted / plan_factors[plan]
             for plan, entry in enumerate(entries) if entry.measured
         ]  # fmt: skip
-        of_load = median(here) if here else 1.0
-        found = []
+        load_factor = median(factors) if factors else 1.0
+        estimates = []
         for plan, entry in enumerate(entries):
-            thought, count = entry.predicted * of_plan.get(plan, usual) * of_load, len(entry.measured)
-            seen = median(entry.measured) if entry.measured else thought
-            found.append((count * seen + TRUST * thought) / (count + TRUST))
-        return found
+            corrected, count = entry.predicted * plan_factors.get(plan, usual_factor) * load_factor, len(entry.measured)
+            measured = median(entry.measured) if entry.measured else corrected
+            estimates.append((count * measured + TRUST * corrected) / (count + TRUST))
+        return estimates
 
     def state(self) -> dict[str, Any]:
         """Return the state of the table as plain data for JSON."""
@@ -351,7 +351,7 @@ class PlanTable:
             "held": {str(bucket): plan for bucket, plan in self.held.items()},
             "running": self.running,
             "last_run": {str(plan): step for plan, step in self._last_run.items()},
-            "ratios": self._ratios,
+            "ratios": self._load_ratios,
             "counts": [self.steps, self.explored, self.switches],
         }
 
@@ -367,29 +367,29 @@ class PlanTable:
                 f"{VERSION} and {self.settings.rows_per_bucket:g}: start anew, or set rows_per_bucket back"
             )
         try:
-            self._take_up(state)
+            self._restore_entries(state)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
             raise InputError(f"is damaged ({error!r}): delete the file to start anew") from error
 
-    def _take_up(self, state: dict[str, Any]) -> None:
-        now = {plan: number for number, plan in enumerate(self.plans)}
-        before = [now.get(override(Plan(), table, source="plan table")) for table in state["plans"]]
+    def _restore_entries(self, state: dict[str, Any]) -> None:
+        numbers = {plan: number for number, plan in enumerate(self.plans)}
+        number_of_saved = [numbers.get(override(Plan(), table, source="plan table")) for table in state["plans"]]
         for bucket, saved in state["entries"].items():
-            entries = self._filled(_whole(bucket))
-            for number, entry in zip(before, saved):
+            entries = self._entries_of(_whole(bucket))
+            for number, entry in zip(number_of_saved, saved):
                 if number is not None:
                     entries[number].measured, entries[number].count = (
                         _numbers(entry["measured"]),
                         _whole(entry["count"]),
                     )
-        places = {_whole(bucket): before[plan] for bucket, plan in state["held"].items()}
+        places = {_whole(bucket): number_of_saved[plan] for bucket, plan in state["held"].items()}
         self.held = {bucket: plan for bucket, plan in places.items() if plan in self.allowed and plan is not None}
-        last = {before[int(plan)]: step for plan, step in state["last_run"].items()}
-        self._ratios = _numbers(state["ratios"])
+        last = {number_of_saved[int(plan)]: step for plan, step in state["last_run"].items()}
+        self._load_ratios = _numbers(state["ratios"])
         self.steps, self.explored, self.switches = map(_whole, state["counts"])
         self._last_run = {plan: min(_whole(step), self.steps) for plan, step in last.items() if plan is not None}
 
-    def _filled(self, bucket: int) -> list[Entry]:
+    def _entries_of(self, bucket: int) -> list[Entry]:
         """Return the entries of a bucket; those of a new bucket are predicted at its middle."""
         if bucket not in self.entries:
             predicted = list(self._predict((bucket + 0.5) * self.settings.rows_per_bucket))
@@ -401,7 +401,7 @@ class PlanTable:
         """Return the predicted seconds of a plan at a load, by linear interpolation between the middles of buckets."""
         at = max(load / self.settings.rows_per_bucket - 0.5, 0.0)
         low = int(at)
-        before, after = (self._filled(bucket)[plan].predicted for bucket in (low, low + 1))
+        before, after = (self._entries_of(bucket)[plan].predicted for bucket in (low, low + 1))
         return before + (at - low) * (after - before)
 
     def _plan_factors(self) -> dict[int, float]:
@@ -423,8 +423,8 @@ class PlanTable:
 
     def _mean_estimates(self, buckets: Sequence[int]) -> list[float]:
         """Return the estimate of each plan, averaged over equally likely loads."""
-        each = {bucket: self.estimates(bucket) for bucket in set(buckets)}
-        return [fmean(each[bucket][plan] for bucket in buckets) for plan in range(len(self.plans))]
+        by_bucket = {bucket: self.estimates(bucket) for bucket in set(buckets)}
+        return [fmean(by_bucket[bucket][plan] for bucket in buckets) for plan in range(len(self.plans))]
 
     def _best(self, bucket: int, seconds: Sequence[float]) -> int:
         """Return the plan to use at a load.
@@ -433,18 +433,18 @@ class PlanTable:
         prediction error. The required margin shrinks with the number of measured steps of both.
         """
         optimism = self._optimism()
-        held = self.held.get(bucket)
-        if held is None:
-            held = self.running if self.running in self.allowed else self.allowed[0]
-        assert held is not None
-        known = [
+        current = self.held.get(bucket)
+        if current is None:
+            current = self.running if self.running in self.allowed else self.allowed[0]
+        assert current is not None
+        eligible = [
             plan for plan in self.allowed
-            if self._count(plan) or not self._count(held) or seconds[plan] * (1 + optimism) < seconds[held]
+            if self._count(plan) or not self._count(current) or seconds[plan] * (1 + optimism) < seconds[current]
         ]  # fmt: skip
-        best = min(known, key=lambda plan: (seconds[plan], plan))
-        known_by = min(self._count(best), self._count(held))
-        margin = self.settings.hysteresis * max(TRUST / (TRUST + known_by), SURE)
-        self.held[bucket] = best if seconds[best] < (1 - margin) * seconds[held] else held
+        best = min(eligible, key=lambda plan: (seconds[plan], plan))
+        steps_of_both = min(self._count(best), self._count(current))
+        margin = self.settings.hysteresis * max(TRUST / (TRUST + steps_of_both), SURE)
+        self.held[bucket] = best if seconds[best] < (1 - margin) * seconds[current] else current
         return self.held[bucket]
 
     def _worth_trying(self, seconds: Sequence[float], best: int) -> int | None:
@@ -487,17 +487,17 @@ class PlanTable:
 
 def _whole(value: Any) -> int:
     """Return the value as an int of at least 0; raises ValueError or TypeError if it is none."""
-    if (found := int(value)) < 0:
-        raise ValueError(f"{found} is below 0")
-    return found
+    if (number := int(value)) < 0:
+        raise ValueError(f"{number} is below 0")
+    return number
 
 
 def _numbers(values: list[Any]) -> list[float]:
     """Return the values as finite floats above 0; raises ValueError or TypeError if one is none."""
-    found = [float(value) for value in values]
-    if not all(0 < value < math.inf for value in found):
+    numbers = [float(value) for value in values]
+    if not all(0 < value < math.inf for value in numbers):
         raise ValueError("seconds are not above 0")
-    return found
+    return numbers
 
 
 def _quantiles(ratios: Sequence[float]) -> list[float]:
