@@ -201,7 +201,7 @@ def _emitted_in_stages(job: Job, cluster: ClusterSpec, options: PlanOptions, tp:
     best = _in_stages(job, cluster, options, tp, crossing)
     if best is None:
         raise InputError(
-            f"--pp {options.pp}: no layout of {cluster.world} devices with so many stages fits: try another"
+            f"--pp {options.pp}: no layout of {cluster.world} devices with {options.pp} stages fits: try another number"
         )
     return EMITTERS[str(options.emit)](job, best[0], None)
 
@@ -448,7 +448,7 @@ def _about_whole_experts(best: Found, by_ep: dict[int, OfEp]) -> list[str]:
         return [f"ep = 1 would take at least {by_ep[1].floor_seconds * 1e3:,.1f} ms"]
     return [
         f"ep = 1 would take {whole.seconds / best.seconds:.2f} times as long ({name_of(whole.grid)}, limited by "
-        f"{whole.estimate.bottleneck}); it wins where a block has so many tokens that gathering its experts hides behind them"
+        f"{whole.estimate.bottleneck}); it wins if blocks have enough tokens to hide the gathering of experts"
     ]
 
 
@@ -462,7 +462,7 @@ def answers(job: Job, cluster: ClusterSpec, result: Result, options: PlanOptions
     longer = longer_by_rank_skew(job, cluster, best)
     speed = speed_of(job, best, cluster, devices=cluster.world, sequences=sequences, longer=longer or (1.0, 1.0))
     lines = [f"speed: {_speed_in_words(speed, best.seconds, sequences * job.model.seq_len)}"]
-    lines += ["activations are recomputed: without that it fits no layout"] * (
+    lines += ["activations are recomputed: otherwise no layout fits the memory"] * (
         job.model.checkpoint_activations and isinstance(job.model, HubShape)
     )
     changed = changes(job, cluster, result, reserve_gib=options.reserve_gib)
@@ -474,7 +474,7 @@ def answers(job: Job, cluster: ClusterSpec, result: Result, options: PlanOptions
         ]
         for is_gain in (True, False)
     )
-    lines.append(f"change first: {'; '.join(gains[:5]) or 'nothing that was tried helps by half a percent'}")
+    lines.append(f"change first: {'; '.join(gains[:5]) or 'no single change helps by more than half a percent'}")
     lines += [f"slower: {'; '.join(losses[:3])}"] * bool(losses)
     skew = cost_of_skew(job, cluster, best)
     if skew is not None:

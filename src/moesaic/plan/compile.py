@@ -182,7 +182,7 @@ def moving(compiled: Compiled) -> Compiled:
     plan = compiled.plan
     if plan.crossing is Crossing.DEEPEP:
         raise InputError(
-            "sample placement clashes with plan.all_to_all=deepep, whose kernels bring results back themselves: choose linear"
+            "sample placement clashes with plan.all_to_all=deepep, whose kernels return results to the senders: choose linear"
         )
     if plan.memory_budget is not None:
         raise InputError(

@@ -140,7 +140,7 @@ def read_shape(table: Mapping[str, Any], source: str, *, seq_len: int) -> HubSha
     for name in RECURRENT:
         if table.get(name):
             raise InputError(
-                f"{source}: {name} means layers that planning does not know: write the sizes as [model] yourself"
+                f"{source}: {name} belongs to layers that planning cannot predict: write the sizes as [model] yourself"
             )
     hidden, activation = sizes["hidden"], str(table.get("mlp_hidden_act", ""))
     shared = sizes.get("shared_hidden", sizes.get("shared_experts", 0) * hidden)
@@ -160,8 +160,8 @@ def read_shape(table: Mapping[str, Any], source: str, *, seq_len: int) -> HubSha
         raise InputError(f"{source}: {error}") from error
     except (TypeError, ValueError) as error:
         raise InputError(
-            f"{source}: a field is of another kind than configurations have it ({error}), so it is of an unknown architecture: "
-            "correct it, or write the sizes as [model] and [model.moe] of a training configuration"
+            f"{source}: a field has an unexpected type ({error}), so the model is of an unknown architecture: correct it, "
+            "or write the sizes as [model] and [model.moe] of a training configuration"
         ) from error
     except OverflowError as error:
         raise InputError(f"{source}: a size is larger than that of any model: correct it") from error
@@ -181,11 +181,13 @@ def _sizes(table: Mapping[str, Any], source: str) -> dict[str, int]:
     for ours in NEEDED:
         if ours not in sizes:
             what = (
-                "the model has no experts to plan for" if ours == "num_experts" else "it is of an unknown architecture"
+                "the model has no experts to plan for"
+                if ours == "num_experts"
+                else "the model is of an unknown architecture"
             )
             raise InputError(
-                f"{source}: none of {', '.join(NAMES[ours])} is there, so {what}: add one, {NAMES[ours][0]} = {NEEDED[ours]} "
-                "as in Mixtral 8x7B say, or write the sizes as [model] and [model.moe] of a training configuration"
+                f"{source}: has none of {', '.join(NAMES[ours])}, so {what}: add one, for example {NAMES[ours][0]} = "
+                f"{NEEDED[ours]} as in Mixtral 8x7B, or write the sizes as [model] and [model.moe] of a training configuration"
             )
     return sizes
 

@@ -97,10 +97,10 @@ class OthersLayout:
     def __post_init__(self) -> None:
         for part in self.recompute:
             if part not in PARTS:
-                raise InputError(f"layout: recompute={part!r}: choose of {', '.join(PARTS)}")
+                raise InputError(f"layout: recompute={part!r}: choose from {', '.join(PARTS)}")
         for each in self.stepwise:
             if each not in COSTS:
-                raise InputError(f"layout: stepwise={each!r}: choose of {', '.join(COSTS)}")
+                raise InputError(f"layout: stepwise={each!r}: choose from {', '.join(COSTS)}")
         Pipeline(schedule=self.schedule, ranks=self.pp, runs=self.virtual_pp)
         for field in fields(self):
             value = getattr(self, field.name)
@@ -208,9 +208,7 @@ def from_flags(flags: str) -> OthersLayout:
     if not values:
         first = next((word for word in words if word.startswith("--")), "nothing")
         near = suggestion(first.lstrip("-"), list(known)) if first != "nothing" else ""
-        raise InputError(
-            f"--explain: no flag of Megatron or torchtitan that splits a model is there, but {first}{near}"
-        )
+        raise InputError(f"--explain: found no flag of Megatron or torchtitan that splits a model, only {first}{near}")
     if any(name in TORCHTITAN for name in named.values()):
         # FSDP2 gathers parameters for every block, but keeps them whole between the micro-batches of a pipeline.
         local = values.get("local_batch", 1)
@@ -254,7 +252,7 @@ def unread_flags(flags: str, job: Job) -> list[str]:
         size = SIZES.get(names.get(word, ""))
         if size is not None and value.isdecimal() and int(value) != size(job):
             flag = " (--seq-len)" if "seq" in word else ""
-            raise InputError(f"--explain: {word} {value}, and what is planned has {size(job)}: make them agree{flag}")
+            raise InputError(f"--explain: {word} {value}, but the planned model has {size(job)}: make them agree{flag}")
     read = {*MEGATRON, *TORCHTITAN, *SIZES, *ASSUMED}
     return [word for word, name in names.items() if name not in read and any(part in name for part in MATTERING)]
 
@@ -367,7 +365,7 @@ def _largest_stage(step: StepModel, layout: OthersLayout) -> StepModel:
         runs, remainder = divmod(layers, layout.virtual_layers)
         if remainder:
             raise InputError(
-                f"a stage of {layers} layers has no whole runs of {layout.virtual_layers}: choose a divisor"
+                f"a stage of {layers} layers does not split into runs of {layout.virtual_layers}: choose a divisor"
             )
     pipeline = Pipeline(schedule=layout.schedule, ranks=layout.pp, runs=runs)
     attention = (blocks * step.attention + layout.mtp * 2 * step.layer.dim**2) / blocks
@@ -476,8 +474,8 @@ def _check_supported(system: str, layout: OthersLayout, **known: tuple[Any, ...]
     for name, values in known.items():
         if getattr(layout, name) not in values:
             raise InputError(
-                f"--emit {system}: it has no {name}={getattr(layout, name)!r}: choose {' or '.join(map(repr, values))}, or "
-                "another system"
+                f"--emit {system}: {system} does not support {name}={getattr(layout, name)!r}: choose "
+                f"{' or '.join(map(repr, values))}, or another system"
             )
 
 
@@ -534,7 +532,7 @@ def _megatron(job: Job, layout: OthersLayout, found: Found | None) -> list[str]:
 def _torchtitan(job: Job, layout: OthersLayout, found: Found | None) -> list[str]:
     if layout.etp > 1:
         raise InputError(
-            f"--emit torchtitan: it has no expert tensor parallelism, the best layout etp {layout.etp}: pin --etp 1"
+            f"--emit torchtitan: torchtitan has no expert tensor parallelism, but the layout has etp {layout.etp}: pin --etp 1"
         )
     _check_supported(
         "torchtitan", layout, mtp=(0,), recompute=tuple(MODES.values()), schedule=tuple(SCHEDULES.values())

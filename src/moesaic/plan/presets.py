@@ -176,7 +176,7 @@ def read_job(name: str, *, seq_len: int = 4096, world: int = 1) -> Job:
     job = job_of(table, f"model {name}")
     if not any(field in known for field in table):
         raise InputError(
-            f"model {name}: planning reads {', '.join(known)} of a training configuration, and the file has none of them: "
+            f"model {name}: planning reads the fields {', '.join(known)}, and the file has none of them: "
             "write the sizes as [model] and [model.moe], as a run folder's config.json has them, or give a config.json of the "
             "Hugging Face hub"
         )

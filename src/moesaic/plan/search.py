@@ -365,7 +365,7 @@ class _Search:
         over = (num_bytes - self._usable_bytes) * FRAGMENTED / GIB
         return TooLargeError(
             f"the model fits no layout of {self.cluster.world} ranks: the smallest, {name_of(grid)}, needs "
-            f"{num_bytes / GIB:.1f} GiB, {FRAGMENTED - 1:.0%} more by fragments and {reserve:g} in reserve, {over:.1f} more "
+            f"{num_bytes / GIB:.1f} GiB, plus {FRAGMENTED - 1:.0%} for fragments and {reserve:g} in reserve: {over:.1f} more "
             f"than a device of {self.cluster.name} has ({device:g})",
             grid,
         )
