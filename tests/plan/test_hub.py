@@ -102,7 +102,10 @@ def test_a_group_limit_keeps_tokens_from_nodes(nodes: int) -> None:
     [
         ({"num_local_experts": None}, "so the model has no experts to plan for"),
         ({"hidden_size": None}, "has none of hidden_size, d_model, n_embd, so the model is of an unknown architecture"),
-        ({"vocab_size": None}, "add one, for example vocab_size = 32000 as in Mixtral 8x7B, or write the sizes as [model]"),
+        (
+            {"vocab_size": None},
+            "add one, for example vocab_size = 32000 as in Mixtral 8x7B, or write the sizes as [model]",
+        ),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0: must be at least 1"),
         ({"hidden_size": 10**400}, "a size is larger than that of any model"),
         ({"num_experts_per_tok": 9}, "model.moe.top_k=9 does not fit model.moe.num_experts=8"),

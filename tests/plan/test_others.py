@@ -23,7 +23,7 @@ from moesaic.plan.others import (
     predict,
     unread_flags,
 )  # fmt: skip
-from moesaic.plan.search import Found, Settings, search
+from moesaic.plan.search import PlannedStep, Settings, search
 from moesaic.program.grid import Grid
 from plan.hub_configs import DEEPSEEK_V3, MIXTRAL, QWEN3_30B
 
@@ -173,7 +173,7 @@ def test_the_stage_with_the_output_keeps_a_pipeline_waiting() -> None:
 def test_stages_of_unlike_length_take_their_own_time() -> None:
     """Nine layers on four stages are three, two, two and two: the first sets the pace, the others pass on sooner."""
 
-    def found(layers: int, batch: int) -> Found:
+    def found(layers: int, batch: int) -> PlannedStep:
         of = job({**QWEN3_30B, "vocab_size": 8, "num_hidden_layers": layers})
         return predict(of, H100, OthersLayout(pp=4, ep=8, global_batch=batch))
 

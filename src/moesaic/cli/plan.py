@@ -42,7 +42,7 @@ from moesaic.plan.others import (
 from moesaic.plan.plan import AllToAll, Codec, Crossing, Order, Schedule, plan_in_words
 from moesaic.plan.predict import APART
 from moesaic.plan.presets import CONFIGS, PRESETS, read_job
-from moesaic.plan.search import LOSSLESS, LOSSY, Found, OfEp, Result, Settings, TooLargeError, search
+from moesaic.plan.search import LOSSLESS, LOSSY, EpResults, PlannedStep, Result, Settings, TooLargeError, search
 from moesaic.plan.stages import best_in_stages
 from moesaic.traces.trace import Trace
 
@@ -249,7 +249,7 @@ def _write_page(options: PlanOptions, lines: list[str], job: Job, result: Result
     write_plan_page(title, lines, job, result, cluster, timelines, Path(str(options.page)))
 
 
-def _by_rules(job: Job, simulator: Simulator, best: Found) -> list[str]:
+def _by_rules(job: Job, simulator: Simulator, best: PlannedStep) -> list[str]:
     """Return a line about the schedule that Parm's Algorithm 1 chooses on the best layout; [] if tp and etp are 1."""
     if best.grid.tp == best.grid.etp == 1:
         return []
@@ -360,20 +360,23 @@ def as_data(result: Result, cluster: ClusterSpec) -> dict[str, Any]:
         "layouts": result.num_layouts,
         "layouts_left_out": result.num_left_out,
         "plans_simulated": result.num_simulated,
-        "ranking": [_found_as_data(found) for found in result.ranking],
+        "ranking": [_step_as_data(planned) for planned in result.ranking],
         "by_ep": {
-            str(ep): {"floor_seconds": of.floor_seconds, "best_seconds": of.best.seconds if of.best else None}
-            for ep, of in result.by_ep.items()
+            str(ep): {
+                "floor_seconds": results.floor_seconds,
+                "best_seconds": results.best.seconds if results.best else None,
+            }
+            for ep, results in result.by_ep.items()
         },
         "reasons": reasons(result, cluster),
     }
 
 
-def _found_as_data(found: Found) -> dict[str, Any]:
-    grid = found.grid
+def _step_as_data(planned: PlannedStep) -> dict[str, Any]:
+    grid = planned.grid
     return {
-        "seconds": found.seconds,
-        "over_bound": found.seconds / found.bound_seconds,
+        "seconds": planned.seconds,
+        "over_bound": planned.seconds / planned.bound_seconds,
         "mesh": {
             "dp": grid.dp,
             "tp": grid.tp,
@@ -382,11 +385,11 @@ def _found_as_data(found: Found) -> dict[str, Any]:
             "etp": grid.etp,
             "innermost": grid.innermost,
         },
-        "plan": asdict(found.plan),
-        "bottleneck": found.estimate.bottleneck,
-        "parts": found.estimate.parts,
-        "limits": found.estimate.limits,
-        "memory_bytes": {**asdict(found.memory), "total": found.memory.total},
+        "plan": asdict(planned.plan),
+        "bottleneck": planned.estimate.bottleneck,
+        "parts": planned.estimate.parts,
+        "limits": planned.estimate.limits,
+        "memory_bytes": {**asdict(planned.memory), "total": planned.memory.total},
     }
 
 
@@ -396,17 +399,17 @@ def _table(result: Result, cluster: ClusterSpec, model: str) -> Table:
     )
     for name in ("", "ms", "over bound", "layout", "plan", "limited by", "GiB"):
         table.add_column(name, justify="right" if name in ("", "ms", "over bound", "GiB") else "left")
-    for number, found in enumerate(result.ranking, start=1):
+    for number, planned in enumerate(result.ranking, start=1):
         table.add_row(
-            str(number), f"{found.seconds * 1e3:,.2f}", f"{found.seconds / found.bound_seconds:.2f}", name_of(found.grid),
-            plan_in_words(found.plan), _limit(found), f"{found.memory.total / GIB:.1f}",
+            str(number), f"{planned.seconds * 1e3:,.2f}", f"{planned.seconds / planned.bound_seconds:.2f}",
+            name_of(planned.grid), plan_in_words(planned.plan), _limit(planned), f"{planned.memory.total / GIB:.1f}",
         )  # fmt: skip
     return table
 
 
-def _limit(found: Found) -> str:
-    limits, name = found.estimate.limits, found.estimate.bottleneck
-    return f"{name} ({limits[name] / found.seconds:.0%})"
+def _limit(planned: PlannedStep) -> str:
+    limits, name = planned.estimate.limits, planned.estimate.bottleneck
+    return f"{name} ({limits[name] / planned.seconds:.0%})"
 
 
 def reasons(result: Result, cluster: ClusterSpec) -> list[str]:
@@ -433,7 +436,7 @@ def what_was_measured(cluster: ClusterSpec) -> str:
     return f"measured of {cluster.name}: {'; '.join(cluster.measured)}; the rest: {source}"
 
 
-def _about_whole_experts(best: Found, by_ep: dict[int, OfEp]) -> list[str]:
+def _about_whole_experts(best: PlannedStep, by_ep: dict[int, EpResults]) -> list[str]:
     """Return a line about ep = 1, under which every rank has all experts."""
     if 1 not in by_ep or by_ep[1].is_too_large:
         return ["ep = 1, every rank with all experts, needs more memory than a device has, or was not searched"]
@@ -507,7 +510,7 @@ def answers(job: Job, cluster: ClusterSpec, result: Result, options: PlanOptions
 
 def _in_stages(
     job: Job, cluster: ClusterSpec, options: PlanOptions, tp: int, crossing: Crossing
-) -> tuple[OthersLayout, Found] | None:
+) -> tuple[OthersLayout, PlannedStep] | None:
     return best_in_stages(job, cluster, tp=tp, crossing=crossing, stages=options.pp, reserve_gib=options.reserve_gib)
 
 

@@ -136,7 +136,7 @@ def operations(
         tokens=LARGE, num_experts=grid.ep, top_k=min(top_k, grid.ep), dim=4096, hidden=1024, matrices=2,
         dtype=dtype, capacity_factor=capacity_factor,  # type: ignore[arg-type]
     )  # fmt: skip
-    small, large = ((each, _spans(simulator, grid, each)) for each in (replace(layer, tokens=SMALL), layer))
+    small, large = ((workload, _spans(simulator, grid, workload)) for workload in (replace(layer, tokens=SMALL), layer))
 
     def line(name: str, elements: Callable[[Workload], float]) -> Fit:
         (x0, t0), (x1, t1) = ((elements(layer), spans[name]) for layer, spans in (small, large))
@@ -155,11 +155,11 @@ def operations(
 
 def _spans(simulator: Simulator, grid: Grid, layer: Workload) -> dict[str, float]:
     """Return the seconds of the three operations in the forward pass of one layer."""
-    one, two = (compile_plan(plan, grid) for plan in CHOICES.values())
-    volumes = simulator.volumes(one.forward, layer, one.grid)
-    slots = {slot.name: slot for slot in one.forward.slots}
+    s1, s2 = (compile_plan(plan, grid) for plan in CHOICES.values())
+    volumes = simulator.volumes(s1.forward, layer, s1.grid)
+    slots = {slot.name: slot for slot in s1.forward.slots}
     seconds_of = {"all_to_all": 0.0, "gather": 0.0}
-    for task in one.forward.tasks:
+    for task in s1.forward.tasks:
         if task.op not in (Op.MOVE, Op.HOP):
             continue
         kind = slots[(task.of or task.reads)[0]].kind
@@ -170,7 +170,7 @@ def _spans(simulator: Simulator, grid: Grid, layer: Workload) -> dict[str, float
             seconds_of["gather"] += seconds
         elif task.stage is Stage.COMBINE:
             seconds_of["all_to_all"] += seconds
-    run = simulator.run(two.forward, layer, two.grid)
+    run = simulator.run(s2.forward, layer, s2.grid)
     tail = [
         span
         for span in run.timeline.spans

@@ -26,7 +26,7 @@ from moesaic.plan.loads import simulate_counts
 from moesaic.plan.model import Job
 from moesaic.plan.plan import Plan
 from moesaic.plan.predict import APART
-from moesaic.plan.search import Found, Result, Settings
+from moesaic.plan.search import PlannedStep, Result, Settings
 
 SPREAD = (0.83, 0.93)
 """Quartiles of measured over predicted speed of the published steps in docs/ledger.md."""
@@ -68,7 +68,7 @@ DRAWS = (8, 2)
 
 def speed_of(
     job: Job,
-    found: Found,
+    step: PlannedStep,
     cluster: ClusterSpec,
     *,
     devices: int,
@@ -79,14 +79,14 @@ def speed_of(
 
     Args:
         job: the training job.
-        found: the step.
+        step: the step.
         cluster: the cluster.
         devices: number of devices that run the step, those of all pipeline stages included.
         sequences: number of sequences per optimizer step.
         longer: range of factors by which the step may take longer, for example from `longer_by_rank_skew`.
     """
     tokens = sequences * job.model.seq_len
-    tokens_per_second = tokens / found.seconds / devices
+    tokens_per_second = tokens / step.seconds / devices
     peak = cluster.device.peak_tflops * 1e12 or cluster.device.tflops.of(job.dtype(cluster))
     return Speed(
         tokens_per_second=tokens_per_second,
@@ -117,8 +117,10 @@ def changes(job: Job, cluster: ClusterSpec, result: Result, *, reserve_gib: floa
     """
     best = result.best
     # Both times are by the cluster's description; those of the ranking may be under counts or by a profile.
-    before = again(job, cluster, best)[0]
-    effects = [Change(what=what, speedup=before / again(job, other, best)[0]) for what, other in _machines(cluster)]
+    seconds_before = again(job, cluster, best)[0]
+    effects = [
+        Change(what=what, speedup=seconds_before / again(job, other, best)[0]) for what, other in _machines(cluster)
+    ]
     memory_changes = []
     if result.too_large is not None:
         memory_changes.append((name_of(result.too_large.grid), *again(job, cluster, result.too_large)))
@@ -127,8 +129,8 @@ def changes(job: Job, cluster: ClusterSpec, result: Result, *, reserve_gib: floa
         memory_changes.append(("nothing recomputed", *again(without_recomputation, cluster, best)))
     for what, seconds, memory in memory_changes:
         gib = math.ceil(memory.total * FRAGMENTED / GIB + reserve_gib)
-        if gib > cluster.device.memory_gib and seconds < before:
-            effects.append(Change(what=f"devices of {gib} GiB ({what})", speedup=before / seconds))
+        if gib > cluster.device.memory_gib and seconds < seconds_before:
+            effects.append(Change(what=f"devices of {gib} GiB ({what})", speedup=seconds_before / seconds))
     for ep, results in result.by_ep.items():
         if results.best is not None and ep != best.grid.ep:
             effects.append(
@@ -137,30 +139,30 @@ def changes(job: Job, cluster: ClusterSpec, result: Result, *, reserve_gib: floa
     return sorted((effect for effect in effects if abs(effect.speedup - 1) > 0.005), key=lambda effect: -effect.speedup)
 
 
-def again(job: Job, cluster: ClusterSpec, found: Found) -> tuple[float, Memory]:
+def again(job: Job, cluster: ClusterSpec, planned: PlannedStep) -> tuple[float, Memory]:
     """Predict a plan again under even routing, by the description of a cluster; returns the seconds of a step and the memory.
 
     Args:
         job: the training job.
         cluster: the cluster, with as many ranks as the layout.
-        found: the plan and its layout.
+        planned: the plan and its layout.
     """
     simulator = Simulator(cluster)
-    cost_model = StepCostModel(job.step_model(cluster, found.grid.dp), found.grid, simulator)
-    compiled = compile_on(found.plan, found.grid, simulator, cost_model.model.layer)
+    cost_model = StepCostModel(job.step_model(cluster, planned.grid.dp), planned.grid, simulator)
+    compiled = compile_on(planned.plan, planned.grid, simulator, cost_model.model.layer)
     programs = compiled.forward, compiled.backward
-    memory = cost_model.memory(*programs, compiled.grid, memory_budget=found.plan.memory_budget)
+    memory = cost_model.memory(*programs, compiled.grid, memory_budget=planned.plan.memory_budget)
     return cost_model.estimate(*simulator.passes(*programs, cost_model.model.layer, compiled.grid)).seconds, memory
 
 
-def cost_of_skew(job: Job, cluster: ClusterSpec, found: Found) -> float | None:
+def cost_of_skew(job: Job, cluster: ClusterSpec, planned: PlannedStep) -> float | None:
     """Return the factor by which a step takes longer if the experts of one ep rank get twice their share in every layer.
 
     That is a MaxVio over ranks of 1. One replica of the experts is simulated and stands for all. Returns None if ep is 1, or
     if one replica has too many ranks to simulate them individually.
     """
-    grid, simulator = found.grid, Simulator(cluster)
-    compiled = _replica(job, found, simulator)
+    grid, simulator = planned.grid, Simulator(cluster)
+    compiled = _replica(job, planned, simulator)
     if compiled is None or grid.ep == 1:
         return None
     cost_model = StepCostModel(job.step_model(cluster, grid.dp), grid, simulator)
@@ -171,10 +173,10 @@ def cost_of_skew(job: Job, cluster: ClusterSpec, found: Found) -> float | None:
     share[hot:] = (layer.num_experts - share[:hot].sum()) / (layer.num_experts - hot)
     counts = np.tile(np.rint(share * layer.copies / layer.num_experts).astype(np.int64), (compiled.grid.dp, 1))
     skewed = cost_model.estimate(*simulate_counts(simulator, compiled, layer, counts)).seconds
-    return skewed / again(job, cluster, found)[0]
+    return skewed / again(job, cluster, planned)[0]
 
 
-def longer_by_rank_skew(job: Job, cluster: ClusterSpec, found: Found) -> tuple[float, float] | None:
+def longer_by_rank_skew(job: Job, cluster: ClusterSpec, planned: PlannedStep) -> tuple[float, float] | None:
     """Return the quartiles of the factor by which a step takes longer because ranks differ in speed and arrive late.
 
     Each simulated step draws a speed per rank, and takes the mean of several passes of a layer, each of which draws a delay
@@ -184,12 +186,12 @@ def longer_by_rank_skew(job: Job, cluster: ClusterSpec, found: Found) -> tuple[f
     Args:
         job: the training job.
         cluster: the cluster; its `rank_skew` gives the distributions.
-        found: the step with equal ranks.
+        planned: the step with equal ranks.
     """
-    skew, compiled = cluster.rank_skew, _replica(job, found, Simulator(cluster))
+    skew, compiled = cluster.rank_skew, _replica(job, planned, Simulator(cluster))
     if compiled is None or skew == type(skew)():
         return None
-    step, ranks = job.step_model(cluster, found.grid.dp), compiled.grid.world
+    step, ranks = job.step_model(cluster, planned.grid.dp), compiled.grid.world
     counts, draw = uniform_counts(compiled.grid.dp, step.layer), np.random.default_rng(0)
 
     def seconds(speeds: np.ndarray, late: np.ndarray) -> float:
@@ -200,7 +202,7 @@ def longer_by_rank_skew(job: Job, cluster: ClusterSpec, found: Found) -> tuple[f
         uneven = replace(cluster, speeds=tuple(drawn_speeds.tolist()))
         simulator = Simulator(uneven, timing=SpecTiming(uneven, late=late))
         runs = simulate_counts(simulator, compiled, step.layer, counts)
-        return StepCostModel(step, found.grid, simulator).estimate(*runs).seconds
+        return StepCostModel(step, planned.grid, simulator).estimate(*runs).seconds
 
     equal, (steps, passes) = seconds(np.ones(ranks), np.zeros(ranks)), DRAWS
     step_seconds = []
@@ -213,10 +215,10 @@ def longer_by_rank_skew(job: Job, cluster: ClusterSpec, found: Found) -> tuple[f
     return float(low), float(high)
 
 
-def _replica(job: Job, found: Found, simulator: Simulator) -> Compiled | None:
+def _replica(job: Job, planned: PlannedStep, simulator: Simulator) -> Compiled | None:
     """Return a plan compiled for one replica of the experts, on whole nodes; None if it has more than `APART` ranks."""
-    grid, cluster = found.grid, simulator.cluster
-    small = compile_on(found.plan, grid, simulator, job.step_model(cluster, grid.dp).layer)
+    grid, cluster = planned.grid, simulator.cluster
+    small = compile_on(planned.plan, grid, simulator, job.step_model(cluster, grid.dp).layer)
     unit = max(grid.ep * grid.etp, cluster.devices_per_node, grid.tp)
     if unit > APART:
         return None
@@ -286,10 +288,10 @@ def remedies(job: Job, cluster: ClusterSpec, settings: Settings, larger: Larger 
     return sorted(changes_tried, key=lambda each: not each.fits)
 
 
-def in_words(found: list[Remedy]) -> str:
+def in_words(tried: list[Remedy]) -> str:
     """Return remedies as a clause of a sentence."""
-    fitting = [f"{each.what} ({each.num_bytes / GIB:.1f} GiB)" for each in found if each.fits]
-    too_large = [f"{each.what} ({each.num_bytes / GIB:.1f})" for each in found if not each.fits]
+    fitting = [f"{each.what} ({each.num_bytes / GIB:.1f} GiB)" for each in tried if each.fits]
+    too_large = [f"{each.what} ({each.num_bytes / GIB:.1f})" for each in tried if not each.fits]
     words = f"what fits: {'; '.join(fitting)}" if fitting else "no single change makes it fit"
     return words + f"; not enough alone: {'; '.join(too_large)}" * bool(too_large)
 

@@ -240,7 +240,7 @@ def durations_on(simulator: Simulator, layer: Workload) -> Durations:
 
     def rounded(program: Program, grid: Grid) -> Mapping[str, float]:
         seconds = simulator.durations(program, layer, grid)
-        return {name: round(each, 9) for name, each in seconds.items()}
+        return {name: round(duration, 9) for name, duration in seconds.items()}
 
     return rounded
 

@@ -15,7 +15,7 @@ from moesaic.configfile import override, read_table
 from moesaic.cost.memory import GIB
 from moesaic.errors import InputError
 from moesaic.plan.plan import Plan
-from moesaic.plan.search import Found
+from moesaic.plan.search import PlannedStep
 
 VERSION = 1
 """Version of the file format; readers refuse newer ones."""
@@ -65,11 +65,11 @@ def write_plan(plan: Plan, path: Path) -> None:
     _write({"version": VERSION, "plan": _fields_of(plan)}, path)
 
 
-def write_planned(found: Found, path: Path, *, model: str, cluster: str) -> None:
+def write_planned(planned: PlannedStep, path: Path, *, model: str, cluster: str) -> None:
     """Write the mesh and the plan of a search result to a file.
 
     Args:
-        found: the search result.
+        planned: the search result.
         path: the file, with the suffix .toml or .json.
         model: name of the model, for people.
         cluster: name of the cluster, for people.
@@ -79,15 +79,15 @@ def write_planned(found: Found, path: Path, *, model: str, cluster: str) -> None
     """
     table: dict[str, Any] = {
         "version": VERSION,
-        "mesh": {name: getattr(found.grid, name) for name in MESH},
-        "plan": _fields_of(found.plan),
+        "mesh": {name: getattr(planned.grid, name) for name in MESH},
+        "plan": _fields_of(planned.plan),
         "found": {
             "model": model,
             "cluster": cluster,
-            "ranks": found.grid.world,
-            "simulated_step_seconds": found.seconds,
-            "bottleneck": found.estimate.bottleneck,
-            "memory_gib": round(found.memory.total / GIB, 3),
+            "ranks": planned.grid.world,
+            "simulated_step_seconds": planned.seconds,
+            "bottleneck": planned.estimate.bottleneck,
+            "memory_gib": round(planned.memory.total / GIB, 3),
         },
     }
     _write(table, path)

@@ -107,8 +107,8 @@ class HubShape(ModelShape):
         """
         moe, sparse = self.moe, self.num_layers - len(self.dense_layers)
         matrices = 3 if moe.experts == "swiglu" else 2
-        each = (moe.num_experts if experts is None else experts) * moe.hidden + moe.shared_hidden
-        layer = matrices * self.dim * each + self.dim * moe.num_experts
+        width = (moe.num_experts if experts is None else experts) * moe.hidden + moe.shared_hidden
+        layer = matrices * self.dim * width + self.dim * moe.num_experts
         dense = len(self.dense_layers) * matrices * self.dim * self.active_hidden
         return (
             self.num_layers * self.attention["attention_parameters"]

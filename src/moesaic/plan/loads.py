@@ -111,7 +111,7 @@ def fit_counts(counts: np.ndarray, groups: int, layer: Workload) -> np.ndarray:
     """Return counts for another number of data-parallel groups and tokens, with the same shares of the experts.
 
     Args:
-        counts: (groups before, num_experts).
+        counts: (old number of groups, num_experts).
         groups: new number of groups. A divisor or multiple of the old number keeps the shares of each group; with other
             numbers every group gets the mean shares.
         layer: the workload, which has the number of copies that a group sends.
@@ -124,18 +124,18 @@ def fit_counts(counts: np.ndarray, groups: int, layer: Workload) -> np.ndarray:
             f"counts of shape {counts.shape} with {int(counts.sum())} copies do not fit {layer.num_experts} experts: give "
             f"a row per group and a column for each expert"
         )
-    before = len(counts)
-    if before % groups == 0:
-        merged = counts.reshape(groups, before // groups, -1).sum(axis=1)
-    elif groups % before == 0:
-        merged = np.repeat(counts, groups // before, axis=0)
+    num_groups = len(counts)
+    if num_groups % groups == 0:
+        merged = counts.reshape(groups, num_groups // groups, -1).sum(axis=1)
+    elif groups % num_groups == 0:
+        merged = np.repeat(counts, groups // num_groups, axis=0)
     else:
         merged = np.tile(counts.sum(axis=0), (groups, 1))
     empty = merged.sum(axis=1) == 0
     merged[empty] = counts.sum(axis=0)
     total = round(layer.copies)
-    ends = np.rint(merged.cumsum(axis=1) * (total / merged.sum(axis=1, keepdims=True))).astype(np.int64)
-    return np.diff(ends, axis=1, prepend=0)
+    cumulated = np.rint(merged.cumsum(axis=1) * (total / merged.sum(axis=1, keepdims=True))).astype(np.int64)
+    return np.diff(cumulated, axis=1, prepend=0)
 
 
 def typical_counts(trace: Trace, count: int) -> list[np.ndarray]:

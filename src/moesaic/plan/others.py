@@ -24,7 +24,7 @@ from moesaic.errors import InputError
 from moesaic.plan.candidates import compile_on
 from moesaic.plan.model import Job
 from moesaic.plan.plan import AllToAll, Crossing, Plan
-from moesaic.plan.search import Found
+from moesaic.plan.search import PlannedStep
 from moesaic.program.grid import Grid
 from moesaic.program.passes.multicast import in_pieces
 
@@ -98,9 +98,9 @@ class OthersLayout:
         for part in self.recompute:
             if part not in PARTS:
                 raise InputError(f"layout: recompute={part!r}: choose from {', '.join(PARTS)}")
-        for each in self.stepwise:
-            if each not in COSTS:
-                raise InputError(f"layout: stepwise={each!r}: choose from {', '.join(COSTS)}")
+        for operation in self.stepwise:
+            if operation not in COSTS:
+                raise InputError(f"layout: stepwise={operation!r}: choose from {', '.join(COSTS)}")
         Pipeline(schedule=self.schedule, ranks=self.pp, runs=self.virtual_pp)
         for field in fields(self):
             value = getattr(self, field.name)
@@ -274,7 +274,7 @@ def _flag_value(flag: str, words: list[str], make: Any) -> Any:
         raise InputError(f"--explain: {flag} needs a whole number, got {word!r}") from error
 
 
-def predict(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> Found:
+def predict(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> PlannedStep:
     """Return the predicted step under a layout of another system, with our most similar plan (without chunks).
 
     Blocks are split over the pipeline stages in runs; if the split is uneven, the first runs are longer. The last run has the
@@ -324,7 +324,7 @@ def predict(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> Found:
     forward_run, backward_run = simulator.passes(forward, backward, step.layer, compiled.grid)
     both = cost_model.beside(forward, backward, compiled.grid) if step.overlapped else None
     ranks = [StepCostModel(each, grid, simulator) for each in _pipeline_ranks(whole_step, step)]
-    return Found(
+    return PlannedStep(
         plan=plan,
         grid=grid,
         estimate=cost_model.estimate(forward_run, backward_run, both),
@@ -447,9 +447,9 @@ def _pipeline_ranks(whole: StepModel, step: StepModel) -> list[StepModel]:
     return list(dict.fromkeys(models))
 
 
-def layout_of(job: Job, found: Found) -> OthersLayout:
+def layout_of(job: Job, planned: PlannedStep) -> OthersLayout:
     """Return the layout of other systems that is most similar to one of our plans."""
-    grid, plan = found.grid, found.plan
+    grid, plan = planned.grid, planned.plan
     return OthersLayout(
         tp=grid.tp,
         ep=grid.ep,
@@ -492,7 +492,7 @@ CONVERTERS = {"bf16": "", "fp8": "float8", "mxfp8": "mx"}
 """Names of precisions in the converters of torchtitan."""
 
 
-def _megatron(job: Job, layout: OthersLayout, found: Found | None) -> list[str]:
+def _megatron(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> list[str]:
     _check_supported("megatron", layout, schedule=tuple(ZERO_BUBBLES))
     moe, model = job.model.moe, job.model
     lines = [
@@ -529,7 +529,7 @@ def _megatron(job: Job, layout: OthersLayout, found: Found | None) -> list[str]:
     return lines
 
 
-def _torchtitan(job: Job, layout: OthersLayout, found: Found | None) -> list[str]:
+def _torchtitan(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> list[str]:
     if layout.etp > 1:
         raise InputError(
             f"--emit torchtitan: torchtitan has no expert tensor parallelism, but the layout has etp {layout.etp}: pin --etp 1"
@@ -557,7 +557,7 @@ def _torchtitan(job: Job, layout: OthersLayout, found: Found | None) -> list[str
     return lines + [f"--model.converters quantize.linear.{kind},quantize.grouped_mm.{kind}"] * bool(kind)
 
 
-def _automodel(job: Job, layout: OthersLayout, found: Found | None) -> list[str]:
+def _automodel(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> list[str]:
     _check_supported("automodel", layout, schedule=tuple(SCHEDULES.values()), etp=(1,), mtp=(0,), precision=("bf16",),
           recompute=((), ("block",)))  # fmt: skip
     sizes = {"tp_size": layout.tp, "cp_size": layout.cp, "pp_size": layout.pp, "ep_size": layout.ep}
@@ -584,25 +584,25 @@ def _schedule_name(layout: OthersLayout) -> str:
     return names[-1 if layout.virtual_pp > 1 else 0]
 
 
-def _moesaic(job: Job, layout: OthersLayout, found: Found | None) -> list[str]:
+def _moesaic(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> list[str]:
     _check_supported("moesaic", layout, schedule=("1f1b",), cp=(1,), mtp=(0,), replicas=(1,), precision=("bf16",),
           recompute=((), ("block",)))  # fmt: skip
     mesh: dict[str, Any] = {"tp": layout.tp, "ep": layout.ep, "etp": layout.etp}
-    mesh |= {} if found is None else {"innermost": found.grid.innermost}
+    mesh |= {} if planned is None else {"innermost": planned.grid.innermost}
     mesh |= {"pp": f"{layout.pp} {layout.virtual_pp}"} if layout.pp > 1 else {}
     lines, default = [f"--mesh.{name} {value}" for name, value in mesh.items()], Plan()
-    plan = Plan(all_to_all=layout.all_to_all) if found is None else found.plan
+    plan = Plan(all_to_all=layout.all_to_all) if planned is None else planned.plan
     for choice in fields(Plan):
         value = getattr(plan, choice.name)
         if value != getattr(default, choice.name):
             flag = choice.name.replace("_", "-")
             lines.append(f"--plan.{flag} {value}" if not isinstance(value, bool) else f"--plan.{flag}")
-    if found is not None:
+    if planned is not None:
         lines += [f"--batch-size {job.batch_size}", f"--accumulation {job.accumulation}"]
     return lines + ["--model.checkpoint-activations"] * bool(layout.recompute)
 
 
-EMITTERS: dict[str, Callable[[Job, OthersLayout, Found | None], list[str]]] = {
+EMITTERS: dict[str, Callable[[Job, OthersLayout, PlannedStep | None], list[str]]] = {
     "megatron": _megatron, "torchtitan": _torchtitan, "automodel": _automodel, "moesaic": _moesaic,
 }  # fmt: skip
 """Functions that write a layout as flags, by the name of the training system. The last argument is the plan of ours that the

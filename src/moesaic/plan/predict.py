@@ -23,7 +23,7 @@ from moesaic.plan.loads import simulate_counts, simulate_even
 from moesaic.plan.model import Job, job_of
 from moesaic.plan.model_shape import ModelShape, MoEShape
 from moesaic.plan.plan import Plan
-from moesaic.plan.search import LOSSLESS, Found, Settings, search
+from moesaic.plan.search import LOSSLESS, PlannedStep, Settings, search
 from moesaic.program.grid import Grid
 
 APART = 64
@@ -155,7 +155,7 @@ class Predictor:
         return step_seconds
 
 
-def find_layout(config: dict[str, Any], world: int, per_node: int, *, cluster: str, on_cpu: bool) -> Found:
+def find_layout(config: dict[str, Any], world: int, per_node: int, *, cluster: str, on_cpu: bool) -> PlannedStep:
     """Search the mesh and the plan of a run for a number of ranks; the result is the same on every machine.
 
     Args:

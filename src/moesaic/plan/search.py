@@ -46,7 +46,7 @@ PAIRED = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class PlannedStep:
     """A plan on a layout, with its predicted step time and memory."""
 
     plan: Plan
@@ -64,12 +64,12 @@ class Found:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfEp:
+class EpResults:
     """Results of a search for the layouts with one size of ep."""
 
     floor_seconds: float
     """Lower bound on the step time of all plans on these layouts."""
-    best: Found | None
+    best: PlannedStep | None
     """The best simulated plan that fits the memory; None if there is none."""
     is_too_large: bool
     """Whether plans were simulated and none of them fits the memory."""
@@ -79,9 +79,9 @@ class OfEp:
 class Result:
     """The result of a search."""
 
-    ranking: tuple[Found, ...]
+    ranking: tuple[PlannedStep, ...]
     """The best plans that fit the memory, best first."""
-    by_ep: dict[int, OfEp]
+    by_ep: dict[int, EpResults]
     """Results by size of ep."""
     bound_seconds: float
     """The smallest bound of all layouts that fit the memory."""
@@ -91,11 +91,11 @@ class Result:
     """Number of these layouts on which no plan was simulated, because of their floor or memory."""
     num_simulated: int
     """Number of simulated plans."""
-    too_large: Found | None = None
+    too_large: PlannedStep | None = None
     """The fastest simulated plan if it does not fit the memory, else None."""
 
     @property
-    def best(self) -> Found:
+    def best(self) -> PlannedStep:
         """The plan to use."""
         return self.ranking[0]
 
@@ -176,7 +176,7 @@ class _Search:
     ) -> None:
         self.job, self.simulator, self.settings, self.progress = job, simulator, settings, progress
         self.cluster = simulator.cluster
-        self.tried: dict[tuple[Grid, Plan], Found | None] = {}
+        self.tried: dict[tuple[Grid, Plan], PlannedStep | None] = {}
         self.times: dict[tuple[Grid, bytes], tuple[Simulated, Simulated]] = {}
         self.refusal = ""
 
@@ -209,18 +209,18 @@ class _Search:
             too_large=self._too_large_and_faster(),
         )
 
-    def _by_ep(self, fitting: list[StepCostModel], ranking: list[Found]) -> dict[int, OfEp]:
+    def _by_ep(self, fitting: list[StepCostModel], ranking: list[PlannedStep]) -> dict[int, EpResults]:
         results = {}
         for ep in sorted({each.grid.ep for each in fitting}):
             floors = [each.floor(compression=self.settings.compression) for each in fitting if each.grid.ep == ep]
             best = min((plan for plan in ranking if plan.grid.ep == ep), key=lambda plan: plan.seconds, default=None)
             tried = any(grid.ep == ep and plan is not None for (grid, _), plan in self.tried.items())
-            results[ep] = OfEp(floor_seconds=min(floors), best=best, is_too_large=tried and best is None)
+            results[ep] = EpResults(floor_seconds=min(floors), best=best, is_too_large=tried and best is None)
         return results
 
-    def _too_large_and_faster(self) -> Found | None:
+    def _too_large_and_faster(self) -> PlannedStep | None:
         """Return the fastest simulated plan if it does not fit the memory, else None."""
-        best = min(filter(None, self.tried.values()), key=lambda found: found.seconds)
+        best = min(filter(None, self.tried.values()), key=lambda planned: planned.seconds)
         return best if self._cost(best)[0] else None
 
     @property
@@ -245,13 +245,13 @@ class _Search:
                 best = min([best, *(one.seconds for one in plans if one.memory.total <= self._usable_bytes)])
         return [cost_model for _, _, cost_model in sorted(judged, key=lambda item: item[:2])]
 
-    def _simulate_starts(self, cost_model: StepCostModel, best: float) -> Iterator[Found]:
+    def _simulate_starts(self, cost_model: StepCostModel, best: float) -> Iterator[PlannedStep]:
         """Simulate the starting plans of a layout; stops after a plan that is hopeless compared with the best step so far."""
         for plan in self._starting_plans(cost_model.grid):
-            found = self._simulate(cost_model, plan)
-            if found is not None:
-                yield found
-                if found.seconds > self.settings.give_up * best:
+            planned = self._simulate(cost_model, plan)
+            if planned is not None:
+                yield planned
+                if planned.seconds > self.settings.give_up * best:
                     return
 
     def _starting_plans(self, grid: Grid) -> Iterator[Plan]:
@@ -264,7 +264,7 @@ class _Search:
 
     def _refine(self, layouts: list[StepCostModel]) -> None:
         """Simulate more plans on the most promising layouts, by changed choices or exhaustively."""
-        best: list[tuple[Found, StepCostModel]] = []
+        best: list[tuple[PlannedStep, StepCostModel]] = []
         for number, cost_model in enumerate(layouts):
             if self.settings.exhaustive:
                 plans = list(self.settings.space.plans(cost_model.grid))
@@ -273,20 +273,20 @@ class _Search:
                     self._simulate(cost_model, plan)
                 continue
             self.progress("changing choices", number, len(layouts))
-            starts: dict[str, Found] = {}
-            for found in sorted(self._simulated_on(cost_model.grid), key=self._cost):
-                if not starts or found.seconds <= self.settings.give_up * next(iter(starts.values())).seconds:
-                    starts.setdefault(found.plan.schedule, found)
+            starts: dict[str, PlannedStep] = {}
+            for planned in sorted(self._simulated_on(cost_model.grid), key=self._cost):
+                if not starts or planned.seconds <= self.settings.give_up * next(iter(starts.values())).seconds:
+                    starts.setdefault(planned.plan.schedule, planned)
             best.append(
                 (min((self._climb(cost_model, start) for start in starts.values()), key=self._cost), cost_model)
             )
         best.sort(key=lambda item: self._cost(item[0]))
         near = [item for item in best[:PAIRED] if item[0].seconds <= self.settings.give_up * best[0][0].seconds]
-        for number, (found, cost_model) in enumerate(near):
+        for number, (planned, cost_model) in enumerate(near):
             self.progress("changing pairs of choices", number, PAIRED)
-            self._climb(cost_model, found, choices=2)
+            self._climb(cost_model, planned, choices=2)
 
-    def _climb(self, cost_model: StepCostModel, best: Found, *, choices: int = 1) -> Found:
+    def _climb(self, cost_model: StepCostModel, best: PlannedStep, *, choices: int = 1) -> PlannedStep:
         """Return the plan that steepest descent reaches from `best`; each step changes at most `choices` choices."""
         changed = 1
         while changed <= choices:
@@ -298,14 +298,14 @@ class _Search:
             best = step
         return best
 
-    def _simulated_on(self, grid: Grid) -> list[Found]:
+    def _simulated_on(self, grid: Grid) -> list[PlannedStep]:
         """Return the simulated plans of a layout."""
-        return [found for (tried, _), found in self.tried.items() if tried == grid and found is not None]
+        return [planned for (tried, _), planned in self.tried.items() if tried == grid and planned is not None]
 
-    def _cost(self, found: Found) -> tuple[bool, float]:
-        return found.memory.total > self._usable_bytes, found.seconds
+    def _cost(self, planned: PlannedStep) -> tuple[bool, float]:
+        return planned.memory.total > self._usable_bytes, planned.seconds
 
-    def _simulate(self, cost_model: StepCostModel, plan: Plan) -> Found | None:
+    def _simulate(self, cost_model: StepCostModel, plan: Plan) -> PlannedStep | None:
         """Simulate a plan on a layout, or return the earlier result; None if the plan does not fit the layout."""
         key = (cost_model.grid, plan)
         if key not in self.tried:
@@ -316,7 +316,7 @@ class _Search:
                 self.refusal = str(error)
                 self.tried[key] = None
                 return None
-            self.tried[key] = Found(
+            self.tried[key] = PlannedStep(
                 plan=plan,
                 grid=cost_model.grid,
                 estimate=cost_model.estimate(forward, backward),
@@ -335,10 +335,12 @@ class _Search:
             self.times[key] = self.simulator.passes(*programs, cost_model.model.layer, compiled.grid)
         return self.times[key]
 
-    def _ranking(self, counts: Sequence[np.ndarray]) -> list[Found]:
+    def _ranking(self, counts: Sequence[np.ndarray]) -> list[PlannedStep]:
         """Return all plans that fit the memory, best first; with counts, only the best under even routing, ranked again."""
-        fitting = [found for found in self.tried.values() if found is not None and self._cost(found)[0] is False]
-        fitting.sort(key=lambda found: found.seconds)
+        fitting = [
+            planned for planned in self.tried.values() if planned is not None and self._cost(planned)[0] is False
+        ]
+        fitting.sort(key=lambda planned: planned.seconds)
         if not counts:
             return _without_duplicates(fitting)
         if self.cluster.world > MAX_RANKS_APART:
@@ -348,17 +350,19 @@ class _Search:
             )
         best = _without_duplicates(fitting)[: 3 * self.settings.keep]
         reranked = []
-        for number, found in enumerate(best):
+        for number, planned in enumerate(best):
             self.progress("simulating under counts", number, len(best))
-            cost_model = StepCostModel(self.job.step_model(self.cluster, found.grid.dp), found.grid, self.simulator)
+            cost_model = StepCostModel(self.job.step_model(self.cluster, planned.grid.dp), planned.grid, self.simulator)
             layer = cost_model.model.layer
-            compiled = compile_on(found.plan, found.grid, self.simulator, layer)
-            tables = [fit_counts(table, found.grid.dp, layer) for table in counts]
+            compiled = compile_on(planned.plan, planned.grid, self.simulator, layer)
+            tables = [fit_counts(table, planned.grid.dp, layer) for table in counts]
             runs = [simulate_counts(self.simulator, compiled, layer, table) for table in tables]
             reranked.append(
-                replace(found, estimate=mean_of([cost_model.estimate(forward, backward) for forward, backward in runs]))
+                replace(
+                    planned, estimate=mean_of([cost_model.estimate(forward, backward) for forward, backward in runs])
+                )
             )
-        return sorted(reranked, key=lambda found: found.seconds)
+        return sorted(reranked, key=lambda planned: planned.seconds)
 
     def _too_large(self, grid: Grid, num_bytes: float) -> TooLargeError:
         device, reserve = self.cluster.device.memory_gib, self.settings.reserve_gib
@@ -400,14 +404,14 @@ def _judges_layouts(all_to_all: AllToAll) -> bool:
     return all_to_all not in ALL_TO_ALLS or ALL_TO_ALLS[all_to_all].judges_layouts
 
 
-def _without_duplicates(ranking: list[Found]) -> list[Found]:
+def _without_duplicates(ranking: list[PlannedStep]) -> list[PlannedStep]:
     """Return the ranking with one plan per layout and step time: the plan with the fewest choices that are not the default."""
-    plainest: dict[tuple[Grid, str], Found] = {}
-    for found in ranking:
-        key = (found.grid, f"{found.seconds:.6g}")
-        if key not in plainest or _num_choices(found.plan) < _num_choices(plainest[key].plan):
-            plainest[key] = found
-    return sorted(plainest.values(), key=lambda found: found.seconds)
+    plainest: dict[tuple[Grid, str], PlannedStep] = {}
+    for planned in ranking:
+        key = (planned.grid, f"{planned.seconds:.6g}")
+        if key not in plainest or _num_choices(planned.plan) < _num_choices(plainest[key].plan):
+            plainest[key] = planned
+    return sorted(plainest.values(), key=lambda planned: planned.seconds)
 
 
 def _num_choices(plan: Plan) -> int:

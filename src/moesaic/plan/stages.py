@@ -18,7 +18,7 @@ from moesaic.errors import InputError
 from moesaic.plan.model import Job
 from moesaic.plan.others import OthersLayout, predict
 from moesaic.plan.plan import AllToAll, Crossing
-from moesaic.plan.search import Found
+from moesaic.plan.search import PlannedStep
 
 MOST_STAGES, MOST_PARTS = 16, 8
 """Largest numbers of pipeline stages and of parts of a sequence that are tried."""
@@ -36,7 +36,7 @@ def best_in_stages(
     crossing: Crossing,
     stages: int | None = None,
     reserve_gib: float = 1.0,
-) -> tuple[OthersLayout, Found] | None:
+) -> tuple[OthersLayout, PlannedStep] | None:
     """Return the layout with the shortest predicted step, and that step; None if no layout fits the memory.
 
     Args:
@@ -66,7 +66,7 @@ def best_in_stages(
     return min([*leaders, *filter(None, rescheduled)], key=_seconds)
 
 
-def _seconds(tried: tuple[OthersLayout, Found]) -> float:
+def _seconds(tried: tuple[OthersLayout, PlannedStep]) -> float:
     return tried[1].seconds
 
 
@@ -89,7 +89,9 @@ def _layouts(job: Job, cluster: ClusterSpec, tp: int, crossing: Crossing, stages
         )
 
 
-def _fitting(job: Job, cluster: ClusterSpec, layout: OthersLayout, most: float) -> tuple[OthersLayout, Found] | None:
+def _fitting(
+    job: Job, cluster: ClusterSpec, layout: OthersLayout, most: float
+) -> tuple[OthersLayout, PlannedStep] | None:
     """Return a layout and its step, with recomputed blocks if it needs them to fit `most` bytes; None if it does not fit."""
     choices: tuple[tuple[Part, ...], ...] = ((), ("block",))
     for recompute in choices:

@@ -141,7 +141,7 @@ class Race:
 
     def median(self, plan: int) -> float:
         """Return the low median of all step times of a plan; the low one, since disturbances only make steps slower."""
-        return median_low([each for of_round in self.seconds[plan] for each in of_round])
+        return median_low([seconds for of_round in self.seconds[plan] for seconds in of_round])
 
     def _end_round(self) -> None:
         if self._round:
@@ -288,7 +288,9 @@ class PlanTable:
                 plan = self.race.next()
             if plan is None:
                 self._run(self.race.left[0], "fastest")
-                self.timed = {each: self.race.median(each) for each in self.race.seconds if self.race.seconds[each][0]}
+                self.timed = {
+                    number: self.race.median(number) for number in self.race.seconds if self.race.seconds[number][0]
+                }
                 self.race, self._level = None, []
                 self._recent.clear()
             else:
@@ -316,7 +318,7 @@ class PlanTable:
         if len(self._recent) < RECENT:
             return False
         level = median(self._level)
-        spread = median(abs(math.log(each / level)) for each in self._level)
+        spread = median(abs(math.log(seconds / level)) for seconds in self._level)
         return abs(math.log(median(self._recent) / level)) > max(math.log1p(self.settings.drift), 4 * spread)
 
     def estimates(self, bucket: int) -> list[float]:
@@ -411,7 +413,7 @@ class PlanTable:
             for plan, entry in enumerate(entries):
                 if entry.measured:
                     ratios.setdefault(plan, []).append(median(entry.measured) / entry.predicted)
-        return {plan: median(each) for plan, each in ratios.items()}
+        return {plan: median(of_loads) for plan, of_loads in ratios.items()}
 
     def _count(self, plan: int) -> int:
         """Return the number of measured steps of a plan, at all loads."""
