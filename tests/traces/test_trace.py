@@ -169,14 +169,14 @@ def other_files(folder: Path) -> dict[str, str]:
     write_segment(large, folder / "large.npz")
     (folder / "nothing").mkdir()
     return {
-        "other.npz": "is no routing trace: make one with moesaic train --routing record:counts",
-        "plain.npy": "is no routing trace: make one with moesaic train --routing record:counts",
+        "other.npz": "is not a routing trace: make one with moesaic train --routing record:counts",
+        "plain.npy": "is not a routing trace: make one with moesaic train --routing record:counts",
         "newer.npz": "has version 2, this Moesaic reads up to 1: upgrade it",
         "torn.npz": "its header is damaged",
         "mixed": "is of another model or run than steps-00000000.npz, num_experts=6 (not 5): keep",
         "twice": "steps-00000000.npz and steps-00000002.npz both hold step 2: remove one",
         "back.npz": "its header is damaged (holds tokens, steps not ascending): record it again",
-        "large.npz": "its table holds more than whole numbers from -5 to 4: record it again",
+        "large.npz": "its table holds other values than whole numbers from -5 to 4: record it again",
         "nothing": "holds no steps-*.npz: name a trace, or the folder of a run that recorded one",
         "absent.npz": "no such file: name a trace",
     }

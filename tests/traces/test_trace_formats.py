@@ -79,7 +79,7 @@ def test_requests_of_vllm_and_sglang(tmp_path):
     for trace in found:
         assert trace.shape == TraceShape(num_layers=2, num_experts=4, top_k=2, sequences=1, seq_len=3)
         assert [trace.experts(layer, 0).tolist() for layer in (0, 1)] == np.swapaxes(EXPERTS, 0, 1).tolist()
-    with pytest.raises(InputError, match="SGLang does not tell the shape"):
+    with pytest.raises(InputError, match="SGLang responses lack the shape"):
         opened("sglang", bare, top_k=2)
 
 
@@ -141,28 +141,28 @@ RECORD = {"step": 0, "layer": 1, "rank": 0, "num_tokens": 1, "topk": 1, "top_ind
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("laer", "rank,layer\n1,2\n", "is no LAER file"),
-        ("laer", "rank,method,model_name,layer,iter,token_num\n0,A,m,0,x,3\n", "line 2: is no row of numbers"),
-        ("laer", "rank,method,model_name,layer,iter,token_num\n" + "0" * 200_000, "is damaged, or not of LAER-MoE"),
-        ("laer", "rank,method,model_name,layer,iter,token_num\n0,A,m,0,0,1" + "0" * 30, "is damaged, or not of"),
+        ("laer", "rank,layer\n1,2\n", "is not a LAER file"),
+        ("laer", "rank,method,model_name,layer,iter,token_num\n0,A,m,0,x,3\n", "line 2: is not a row of numbers"),
+        ("laer", "rank,method,model_name,layer,iter,token_num\n" + "0" * 200_000, "is damaged, or not from LAER-MoE"),
+        ("laer", "rank,method,model_name,layer,iter,token_num\n0,A,m,0,0,1" + "0" * 30, "is damaged, or not from"),
         ("megatron", "", "has no records"),
-        ("megatron", json.dumps({**RECORD, "num_tokens": float("inf")}), "is no record of Megatron's router trace"),
-        ("megatron", json.dumps({**RECORD, "step": 10**30}), "is damaged, or not of"),
-        ("megatron", "[" * 100_000, "is no record of Megatron's router trace"),
+        ("megatron", json.dumps({**RECORD, "num_tokens": float("inf")}), "is not a record of Megatron's router trace"),
+        ("megatron", json.dumps({**RECORD, "step": 10**30}), "is damaged, or not from"),
+        ("megatron", "[" * 100_000, "is not a record of Megatron's router trace"),
         ("vllm", '""', "holds no routed experts"),
         ("vllm", '{"routed_experts": 3}', "holds no routed experts"),
         ("sglang", '{"routed_experts": "AAAA", "shape": [[2]]}', "holds no routed experts"),
         ("vllm", "[" * 100_000, "holds no routed experts"),
-        ("llama.cpp", "layer,expert\n0,1" + "0" * 30, "is damaged, or not of"),
-        ("llama.cpp", f"layer,expert\n0,{2**40}", "1,099,511,627,777 experts in a layer cannot be"),
-        ("llama.cpp", f"layer,expert\n0,{2**40}\n1,0\n1,0", "1,099,511,627,777 experts in a layer cannot be"),
+        ("llama.cpp", "layer,expert\n0,1" + "0" * 30, "is damaged, or not from"),
+        ("llama.cpp", f"layer,expert\n0,{2**40}", "1,099,511,627,777 experts in a layer are not possible"),
+        ("llama.cpp", f"layer,expert\n0,{2**40}\n1,0\n1,0", "1,099,511,627,777 experts in a layer are not possible"),
         ("laer", "rank,method,model_name,layer,iter,token_num\n0,A,m,0,0,1\n1,A,m,1,0,1", "some ranks of a layer"),
-        ("smartmoe", "0:" + "[" * 100_000, "line 1: is no gate table"),
-        ("smartmoe", '0:{"a": 1}', "line 1: is no gate table"),
-        ("megatron", "{}\n", "is no record of Megatron's router trace"),
+        ("smartmoe", "0:" + "[" * 100_000, "line 1: is not a gate table"),
+        ("smartmoe", '0:{"a": 1}', "line 1: is not a gate table"),
+        ("megatron", "{}\n", "is not a record of Megatron's router trace"),
         ("vllm", "{}", "holds no routed experts"),
-        ("llama.cpp", "layer,expert\n0\n", "line 2: is no row of layer,expert"),
-        ("smartmoe", "0 [[1]]\n", "line 1: is no gate table"),
+        ("llama.cpp", "layer,expert\n0\n", "line 2: is not a row layer,expert"),
+        ("smartmoe", "0 [[1]]\n", "line 1: is not a gate table"),
     ],
 )
 def test_damaged_files_are_refused_in_one_line(tmp_path, name, text, says):
