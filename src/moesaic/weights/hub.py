@@ -16,7 +16,7 @@ from transformers.core_model_loading import PrefixChange, WeightConverter, rever
 from moesaic.errors import InputError
 from moesaic.train.distributed_checkpoint import SHARDS
 from moesaic.weights.files import INDEX, read_dcp, read_safetensors, write_dcp, write_safetensors
-from moesaic.weights.layout import Readable, StoredBlock, full_region
+from moesaic.weights.layout import Readable, Region, StoredBlock, full_region
 from moesaic.weights.model import AbstractFormat, Architecture
 from moesaic.weights.quantized import dequantized
 
@@ -67,7 +67,7 @@ def _unstacked(tensor: str, shape: tuple[int, ...], names: list[str]) -> Iterato
     for number, name in enumerate(names):
         kind, expert = divmod(number, experts)
         assert f".{expert}." in name, name
-        index = (expert, range(kind * rows, (kind + 1) * rows), *full_region(shape[2:]))
+        index: Region = (expert, range(kind * rows, (kind + 1) * rows), *full_region(shape[2:]))
         yield StoredBlock(name, full_region((rows, *shape[2:])), tensor, index)
 
 
