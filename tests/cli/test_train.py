@@ -74,6 +74,17 @@ def test_help_holds_every_fields_text(capsys):
     assert [name for name in PRESETS if name not in out] == []
 
 
+def test_every_flag_that_a_message_names_exists():
+    known = {*docs_of(TrainConfig), "--config", "--help", "--plan"}
+    of_others = {"--max-restarts", "--nnodes", "--nproc-per-node", "--write"}  # torchrun, moesaic show and plan
+    named = {
+        (path.name, flag.rstrip("."))
+        for path in Path(loop.__file__).parent.glob("*.py")
+        for flag in re.findall(r"--[a-z][a-z._-]+", path.read_text(encoding="utf-8"))
+    }
+    assert {(file, flag) for file, flag in named if flag not in known | of_others} == set()
+
+
 def test_help_shows_the_presets_values(capsys):
     assert main(["train", "--preset", "gpt-tiny", "--help"]) == 0
     assert "(default:runs/gpt-tiny)" in plain(capsys.readouterr().out)

@@ -60,7 +60,7 @@ def slower_links() -> None:
     few_plans()
     auto_plan.PROBE_STEPS = 2
     looks = iter([1.0, 1.1, 1.4, 1.0])
-    link_rates.LinkRates._seconds = lambda self, kind: np.full(2, next(looks, 4.0))
+    link_rates.LinkRates._measured_seconds = lambda self, kind: np.full(2, next(looks, 4.0))
 
 
 def runs_of(folder: Path) -> dict[str, TrainConfig]:
@@ -167,7 +167,7 @@ def test_links_that_became_slower_have_plans_searched_again(more) -> None:
 def test_an_arbiter_hears_of_links_that_became_slower(more) -> None:
     folder, outcomes = more
     assert [outcome.refusal for outcome in outcomes["balanced"]] == ["", ""]
-    assert "balance: links between nodes are 0.25 times as fast as they were: the arbiter goes by that" in (
+    assert "balance: links between nodes are 0.25 times as fast as they were: the arbiter uses the new speeds" in (
         outcomes["balanced"][0].said
     )
     assert_same_run(folder / "plain", folder / "balanced")
@@ -227,10 +227,8 @@ def test_a_run_taken_up_again_knows_what_it_knew(world) -> None:
 def test_a_table_with_other_buckets_starts_anew_with_a_line(more) -> None:
     first, other = more[1]["other"]
     assert (first.refusal, other.refusal) == ("", "")
-    assert (
-        "planner: what the checkpoint knew of plans is of no use (has version 1 and buckets of 16.0 rows" in first.said
-    )
-    assert "they are timed anew" in first.said
+    assert "planner: the checkpoint's plan table is unusable (has version 1 and buckets of 16.0 rows" in first.said
+    assert "plans are timed anew" in first.said
 
 
 @pytest.mark.random

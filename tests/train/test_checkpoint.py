@@ -498,7 +498,9 @@ def test_a_full_disk_leaves_earlier_checkpoints_and_metrics(tmp_path, monkeypatc
 )
 def test_what_a_rank_could_not_write_is_told_with_its_number_and_cause(tmp_path, code, reason):
     failed = CheckpointException("write", {3: _wrap_exception(OSError(code, os.strerror(code)))})
-    refusing = checkpoint_module._refusing(tmp_path / "step-00000001", tmp_path / ".writing-00000001", Ranks())
+    refusing = checkpoint_module._reporting_write_errors(
+        tmp_path / "step-00000001", tmp_path / ".writing-00000001", Ranks()
+    )
     told = f"step-00000001 could not be written, by rank 3: .*{reason}"
     with pytest.raises(InputError, match=told) as caught, refusing:
         raise failed

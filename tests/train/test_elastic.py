@@ -187,7 +187,7 @@ def test_a_run_whose_nodes_change_goes_on_with_the_mesh_and_the_losses_of_those_
     assert nodes[0].returncode == 0, out + err
     assert re.findall(r"planner: (\d) ranks take", out) == list(map(str, worlds))
     assert [step for step, _ in losses(run)] == list(range(1, 31))
-    resumed = int(re.findall(r"taken up after step (\d+)", out)[-1])
+    resumed = int(re.findall(r"resumed after step (\d+)", out)[-1])
     assert 0 < resumed < 30
     twin = tmp_path / "twin"
     shutil.copytree(run, twin)

@@ -39,7 +39,7 @@ class Told(LinkRates):
         super().__init__(OneRank(grid), cluster)  # type: ignore[arg-type]
         self.rates: Sequence[float] = (1.0,) * (grid.world // (grid.ranks_per_node or grid.world))
 
-    def _seconds(self, kind: LinkKind) -> np.ndarray:
+    def _measured_seconds(self, kind: LinkKind) -> np.ndarray:
         if kind == "inside":
             return np.ones(len(self.rates))
         mine = np.array(self.rates)
@@ -99,7 +99,7 @@ def test_a_rank_tells_only_of_messages_that_it_got(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(LinkRates, "_message", message)
     monkeypatch.setattr(np, "roll", lambda heard, by: np.full_like(heard, np.inf))
     ranks: Any = OneRank(FOUR, rank=2)
-    heard = LinkRates(ranks)._seconds("outside")
+    heard = LinkRates(ranks)._measured_seconds("outside")
     assert {kind for kind, _ in asked} == {"outside"}
     assert heard.tolist() == [0.0, 1.5, 0.0, 0.0], "the fastest message of the phase in which node 1 hears"
     assert torch.tensor(heard).dtype == torch.float64

@@ -18,7 +18,7 @@ def test_one_process_agrees_with_itself():
     for reduce in (ranks.total, ranks.mean, ranks.largest):
         assert torch.equal(reduce(value), value)
     assert ranks.gathered("x") == ["x"]
-    assert ranks.first_says(3) == 3
+    assert ranks.from_first(3) == 3
     assert ranks.agree([]) == (None, False)
     assert ranks.agree(["SIGTERM", "SIGINT"], is_busy=True) == ("SIGTERM", True)
     ranks.require_same("anything", object(), "nothing")

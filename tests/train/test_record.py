@@ -240,7 +240,7 @@ def refused(folder: Path) -> dict[str, TrainConfig]:
         f"routing=replay:{run}: is of another model or batch, sequences=2 (not 4): set": tiny(
             folder, **base, batch_size=4
         ),
-        f"routing=replay:{run}: holds steps 0 to 3, the run wants 0 to 8: set fewer steps, or record more": tiny(
+        f"routing=replay:{run}: holds steps 0 to 3, the run needs 0 to 8: set fewer steps, or record more": tiny(
             folder, **base, steps=9
         ),
         f"routing=replay:{counts}: holds counts only: record the tokens' experts with --routing record:tokens": tiny(

@@ -14,7 +14,7 @@ import pytest
 
 from moesaic.traces.trace import Trace
 from moesaic.train.config import TrainConfig
-from moesaic.train.record import taken_home
+from moesaic.train.record import in_batch_order
 from runs import lines, losses, parameters, run_quietly, skip_measuring, tiny
 from train.worlds import Outcome, difference, train_on
 
@@ -138,6 +138,6 @@ def test_a_table_of_places_becomes_one_of_sequences() -> None:
     for step in range(2):
         for layer in range(3):
             where[step, 0, layer, places[step, 0, layer]] = sequences[step, 0, layer]
-    found = taken_home(where.reshape(2, 1, 3, 20, 2), places)
+    found = in_batch_order(where.reshape(2, 1, 3, 20, 2), places)
     assert (found == sequences.reshape(2, 1, 3, 20, 2)).all()
     assert (where != sequences).any()

@@ -123,7 +123,10 @@ def test_a_planted_command_does_not_run(tmp_path, capsys, monkeypatch, where, wo
     err = capsys.readouterr().err
     assert not (tmp_path / "planted").exists()
     assert err.count("\n") == 1
-    assert ".metadata: is no list of tensors as Moesaic writes it (it names posix.system), nothing in it was run" in err
+    assert (
+        ".metadata: is not the metadata of a sharded checkpoint (it names posix.system), and nothing in it was executed"
+        in err
+    )
     pickle.loads(path.read_bytes())
     assert (tmp_path / "planted").exists(), "the payload is harmless, so this test shows nothing"
 
@@ -166,11 +169,11 @@ def changed(metadata: Metadata, kind: str) -> bytes:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("bytes", "it holds BytesStorageMetadata in place of TensorStorageMetadata"),
-        ("outside", "it names ../../secret, which is no file of its folder"),
+        ("bytes", "it holds BytesStorageMetadata instead of TensorStorageMetadata"),
+        ("outside", "it names ../../secret, which is not a file in its folder"),
         ("transformed", "is transformed"),
-        ("size", "it holds str in place of a size"),
-        ("offset", "it holds str in place of int"),
+        ("size", "it holds str instead of a size"),
+        ("offset", "it holds str instead of int"),
         ("function", "it names builtins.print"),
         ("setter", "it names builtins.getattr"),
         ("missing", "'state_dict_metadata'"),
@@ -181,13 +184,13 @@ def test_a_list_that_is_not_ours_is_refused_in_one_line(tmp_path, kind, reason):
     with pytest.raises(InputError) as caught:
         read_list(changed(torchs(path), kind), "here")
     assert reason in str(caught.value)
-    assert str(caught.value).startswith("here: is no list of tensors")
+    assert str(caught.value).startswith("here: is not the metadata of a sharded")
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80\x04", b"abc", pickle.dumps(None), pickle.dumps({}), pickle.dumps([1])])
 def test_what_is_no_list_is_refused(data):
-    with pytest.raises(InputError, match="is no list of tensors"):
+    with pytest.raises(InputError, match="is not the metadata of a sharded"):
         read_list(data, "here")
 
 
@@ -195,6 +198,6 @@ def test_a_class_of_the_pickle_cannot_be_changed():
     # GLOBAL Metadata, then BUILD on the class itself with a state for slots.
     data = b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\nN}X\x08\x00\x00\x00__init__K\x01s\x86b."
     before = Metadata.__init__
-    with pytest.raises(InputError, match="is no list of tensors"):
+    with pytest.raises(InputError, match="is not the metadata of a sharded"):
         read_list(data, "here")
     assert Metadata.__init__ is before

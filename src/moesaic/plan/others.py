@@ -322,7 +322,7 @@ def predict(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> PlannedStep
     programs = compiled.forward, compiled.backward
     forward, backward = map(in_pieces, programs) if by_deepep else programs
     forward_run, backward_run = simulator.passes(forward, backward, step.layer, compiled.grid)
-    both = cost_model.beside(forward, backward, compiled.grid) if step.overlapped else None
+    both = cost_model.simulate_overlapped(forward, backward, compiled.grid) if step.overlapped else None
     ranks = [StepCostModel(each, grid, simulator) for each in _pipeline_ranks(whole_step, step)]
     return PlannedStep(
         plan=plan,
