@@ -1,4 +1,4 @@
-"""Training on two real Gloo processes is training on one: losses, gradient norms, parameters; and refusals reach all ranks."""
+"""Training on two Gloo processes equals training on one: losses, gradient norms, parameters. Refusals reach all ranks."""
 
 from __future__ import annotations
 
