@@ -121,7 +121,7 @@ def test_recorded_runs_agree_over_meshes(world):
 
 def test_refusals_reach_both_ranks(world):
     _, outcomes = world
-    for name, text in (("refused", "holds counts only"), ("blocked", "which no run wrote")):
+    for name, text in (("refused", "holds counts only"), ("blocked", "which does not look like a run")):
         said = [outcome.refusal for outcome in outcomes[name]]
         assert said[0] == said[1]
         assert text in said[0]
