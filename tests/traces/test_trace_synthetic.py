@@ -1,4 +1,4 @@
-"""Made-up routing has the skew, MaxVio, drift and locality that were asked for, and repeats by its seed."""
+"""Synthetic routing has the given skew, MaxVio, drift and locality, and is determined by its seed."""
 
 from __future__ import annotations
 
