@@ -1,4 +1,4 @@
-"""What the kernels must compute, written plainly."""
+"""Plain reference implementations of the kernels."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from moesaic.kernels.work import ExpertWork
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
-    """Return the hidden rows of two pre-activations with silu, written out, in float64."""
+    """Return the hidden rows of SwiGLU from its formula, in float64."""
     gate, up = gate.double(), up.double()
     return gate / (1 + torch.exp(-gate)) * up
 
 
 def expert_ffn_reference(work: ExpertWork) -> Tensor:
-    """Run the experts row after row, in float64, differentiable."""
+    """Run the experts row by row in float64, differentiable."""
     x, double = work.x.double(), torch.float64
     token = torch.arange(len(x)) if work.dispatch is None else work.dispatch.token
     num_out = len(x) if work.dispatch is None else len(work.dispatch.starts)
@@ -39,13 +39,13 @@ def expert_ffn_reference(work: ExpertWork) -> Tensor:
 
 
 def grouped_matmul_reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """Multiply one expert's rows after the other."""
+    """Multiply each expert's rows by its matrix, in a loop over experts."""
     starts = [0, *ends.tolist()[:-1]]
     return torch.cat([x[a:b] @ w[e].T for e, (a, b) in enumerate(zip(starts, ends.tolist()))])
 
 
 def unpermute_reference(rows: Tensor, permutation: Permutation) -> Tensor:
-    """Sum each token's rows one after the other, in float64."""
+    """Sum each token's rows in float64, in a loop over rows."""
     out = torch.zeros(permutation.num_tokens, rows.shape[1], dtype=torch.float64, device=rows.device)
     for row, token in zip(rows, permutation.token.tolist()):
         out[token] += row

@@ -1,4 +1,4 @@
-"""Activations, and what writes them and their gradients into memory that is given."""
+"""Activations against their formulas, and the in-place versions against autograd."""
 
 from __future__ import annotations
 

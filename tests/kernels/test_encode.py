@@ -1,4 +1,4 @@
-"""Fast encode and decode against GShard's einsum with its mask, and by hand."""
+"""Fast encode and decode against GShard's einsum and against values computed by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moesaic.errors import InputError
 from moesaic.kernels.encode import decode_reference, encode_reference, encoding, fast_decode, fast_encode
 
 SHAPES = [(0, 2, 2, 3), (1, 1, 1, 1), (7, 4, 2, 2), (13, 5, 5, 13), (16, 8, 2, 0), (9, 3, 1, 20)]
-"""(tokens, experts, top_k, capacity): with drops, without, without any place."""
+"""(tokens, experts, top_k, capacity): with dropped copies, without, and with a capacity of 0."""
 
 
 def chosen(tokens: int, experts: int, top_k: int) -> torch.Tensor:
@@ -37,7 +37,7 @@ def test_first_choices_come_first_and_the_rest_is_dropped() -> None:
         [0, 3],
         [2, 4],
         [1, 4],
-    ]  # 4: dropped; expert 1 takes token 1's first choice, then token 0's
+    ]  # 4 means dropped; expert 1 gets token 1's first choice, then token 0's
     x = torch.tensor([[1.0], [2.0], [3.0]])
     assert fast_encode(x, form).tolist() == [[[1.0], [3.0]], [[2.0], [1.0]]]
     gates = torch.tensor([[0.5, 0.25], [1.0, 7.0], [2.0, 7.0]])

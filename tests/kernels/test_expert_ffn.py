@@ -1,4 +1,4 @@
-"""The expert stage: every implementation against the row-by-row float64 reference, values, gradients, what is kept."""
+"""The expert stage: results, gradients and saved tensors of each implementation against a float64 reference."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from moesaic.kernels.permute import sort_by_expert
 from moesaic.kernels.work import ExpertWork, Wanted
 
 SHAPES = [(0, 4, 8, 2, 2), (1, 4, 4, 1, 1), (7, 5, 6, 4, 2), (13, 8, 8, 5, 5), (9, 8, 4, 3, 1)]
-"""(tokens, dim, hidden, experts, top_k); all but one expert can be chosen, so one stays empty where it can."""
+"""(tokens, dim, hidden, experts, top_k). The last expert is never chosen, unless top_k needs it."""
 WAYS = ((1, 2), (False, True), (None, "after", "before"), (True, False))
-"""Matrices that read the token, biases, where the routing weight goes, dropless."""
+"""(number of up matrices, biases, where routing weights are applied, whether all tokens have equally many rows)."""
 
 
 def has_one_expert(shape: tuple[int, ...], *_: object) -> bool:
-    """Whether there is no token, or one for one expert."""
+    """Return whether there is at most one token."""
     return shape[0] < 2
 
 
@@ -69,7 +69,7 @@ def leaves(work: ExpertWork) -> list[Tensor]:
 def compare(work: ExpertWork) -> None:
     y, expected = expert_ffn(work), expert_ffn_reference(work)
     torch.testing.assert_close(y, expected)
-    if not expected.requires_grad:  # no row at all
+    if not expected.requires_grad:  # no rows
         return
     dy = torch.randn_like(y)
     torch.testing.assert_close(
@@ -80,7 +80,7 @@ def compare(work: ExpertWork) -> None:
 
 @pytest.fixture(params=[kind for kind in pick.KERNELS if kind != "triton"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs on a CPU and what runs on devices without kernels of their own; `triton/test_triton_pick.py` has the third."""
+    """The implementation for CPUs and that for devices without their own; `triton/test_triton_pick.py` tests the third."""
     monkeypatch.setitem(pick.KERNELS, "cpu", pick.KERNELS[request.param])
 
 
@@ -110,7 +110,7 @@ def test_every_activation_equals_the_reference(activation: str, clamp: Clamp | N
 def test_cutting_experts_into_blocks_changes_nothing(
     shape, ups, bias, weigh, dropless, limit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradients are added up block by block, and side by side where they fit the limit."""
+    """Results are added to tokens block by block, or kept until the end if they fit the limit."""
     monkeypatch.setattr(blocks, "CACHE_BYTES", 0)
     monkeypatch.setattr(blocks, "MIN_ROWS", 2)
     monkeypatch.setattr(blocks, "SIDE_BY_SIDE_BYTES", limit)

@@ -1,4 +1,4 @@
-"""`FlopCounterMode` sees every product that the experts make, and no other."""
+"""`FlopCounterMode` counts exactly the products that the experts compute."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_layer_makes_one_product_per_matrix_and_two_in_backward(make: type, ma
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("apply_weight", ["after", "before"])
 def test_gradients_that_nobody_wants_are_no_products(apply_weight: str, trains: bool, wants_x: bool) -> None:
-    """Counted by torch where the kernels make their products, with the formula out of the way."""
+    """Torch counts the products inside the kernels, with the FLOP formula removed."""
     layer = MoE(DIM, HIDDEN, EXPERTS, TOP_K, losses=(), apply_weight=apply_weight)
     layer.experts.requires_grad_(trains)
     x = torch.randn(TOKENS, DIM, requires_grad=wants_x)
@@ -48,7 +48,7 @@ def test_gradients_that_nobody_wants_are_no_products(apply_weight: str, trains: 
 
 
 def products_of(layer: MoE, x: torch.Tensor) -> int:
-    """Return the FLOPs of the products that the backward kernel makes, by wrapping what multiplies."""
+    """Return the FLOPs of the backward kernel's products, counted by wrapping the functions that multiply."""
     made = []
     original = torch.mm
 

@@ -1,4 +1,4 @@
-"""Sampling: greedy and seeded draws, and contexts longer than the model's."""
+"""Sampling: greedy and seeded draws, and contexts that exceed the model's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The language model: it learns, decodes as it trains, keeps padding out of routing, checkpoints exactly."""
+"""The language model: training, decoding, padding, activation checkpointing and configurations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Made-up routing has the skew, MaxVio, drift and locality that were asked for, and repeats by its seed."""
+"""Synthetic routing has the given skew, MaxVio, drift and locality, and is determined by its seed."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_seed_is_a_trace_and_layers_differ(tmp_path):
     ("changes", "message"),
     [
         ({"skew": 1.0, "max_vio": 1.0}, "skew=1.0 and max_vio=1.0: give one of them"),
-        ({"max_vio": 8.0}, "max_vio=8.0: so many experts and experts per token allow 0 to 7"),
+        ({"max_vio": 8.0}, "max_vio=8.0: these numbers of experts and experts per token allow 0 to 7"),
         ({"skew": -1.0}, "skew=-1.0: choose an exponent from 0"),
         ({"drift": 1.5}, "drift=1.5: choose 0 to 1"),
         ({"seed": -1}, "seed=-1: must be at least 0"),

@@ -1,4 +1,4 @@
-"""The GPU benchmark from end to end on tiny layers, clocks and memory counters replaced: it must not fail on a rented GPU."""
+"""The GPU benchmark end to end on tiny layers, with clocks and memory counters replaced, to find errors without a GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TINY = GpuLayer(tokens=24, dim=40, hidden=24, num_experts=3, top_k=2)
 
 @pytest.fixture
 def no_gpu(monkeypatch, device):
-    """Let the benchmark run without a GPU: a clock of the host, no memory counter, one small layer."""
+    """Run the benchmark without a GPU: with the host's clock, no memory counter and one small layer."""
 
     def in_turn(methods: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 0) -> dict[str, list[float]]:
         seconds: dict[str, list[float]] = {name: [] for name in methods}
@@ -80,7 +80,7 @@ def test_measure_from_checks_to_claims_and_once_more_from_its_files(no_gpu, tmp_
     assert "liger-kernel could not be run" in values["over_liger"].reason
     found.write(str(tmp_path / "out.json"))
     assert json.loads((tmp_path / "out.json").read_text())["claims"][0]["name"].startswith("gpu.T24_H40")
-    assert measure(options).rows == found.rows  # nothing is timed again: the very figures
+    assert measure(options).rows == found.rows  # nothing is timed again: the same figures
 
 
 def test_logits_of_nan_are_checked(no_gpu, device, monkeypatch):
@@ -127,7 +127,7 @@ def test_the_way_of_grouped_mm_is_the_same_layer(device):
 
 
 def imitated_sonic(x, scores, token, expert, gate_up, bias, down, other_bias, num_experts, stream, activation):
-    """Compute what sonicmoe.functional.moe_general_routing_inputs documents: gate and up row by row, experts last."""
+    """Compute what sonicmoe.functional.moe_general_routing_inputs documents: gate and up rows interleaved, experts last."""
     assert (bias, other_bias, activation) == (None, None, "swiglu")
     assert [each.stride()[1] for each in (gate_up, down)] == [1, 1]
     assert gate_up.shape == (2 * down.shape[1], down.shape[0], num_experts)
@@ -142,7 +142,7 @@ def imitated_sonic(x, scores, token, expert, gate_up, bias, down, other_bias, nu
 
 @pytest.fixture
 def sonic_moe(monkeypatch):
-    """Let a package sonicmoe be there that computes slowly."""
+    """Install a fake package sonicmoe with a slow implementation."""
     functional, enums = ModuleType("sonicmoe.functional"), ModuleType("sonicmoe.enums")
     functional.moe_general_routing_inputs = imitated_sonic
     enums.ActivationType = SimpleNamespace(SWIGLU="swiglu")
@@ -160,7 +160,7 @@ def test_the_way_of_sonic_moe_is_the_same_layer(sonic_moe, device):
 
 
 def test_sonic_moe_is_timed_beside_ours(no_gpu, sonic_moe, device, tmp_path, monkeypatch):
-    random = Inputs.random  # that of no_gpu
+    random = Inputs.random  # as replaced by no_gpu
     monkeypatch.setattr(Inputs, "random", staticmethod(lambda layer, at, _: random(layer, at, torch.float32)))
     found = measure(GpuOptions(folder=tmp_path, stages=("sonic",), repeats=2))
     row = next(row for row in found.rows if row["name"] == f"sonic.{TINY.name}")

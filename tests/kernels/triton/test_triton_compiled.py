@@ -1,4 +1,4 @@
-"""Every kernel compiles for Ampere, Ada and Hopper, in the room that the device has, on its tensor cores; no GPU needed."""
+"""Every kernel compiles for Ampere, Ada and Hopper, fits the device and uses its tensor cores; no GPU needed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moesaic_lab.gpu.mlp import moe_mlp
 PRODUCTS = {"_up_kernel", "_rows_kernel", "_down_grad_kernel", "_outer_kernel"}
 TOKENS, TOP_K, EXPERTS, DIM, HIDDEN = 512, 8, 16, 1024, 256
 SPILLED_BYTES = 64
-"""Per thread; a few in an epilogue cost nothing, hundreds mean an epilogue that does not fit."""
+"""The most spilled bytes per thread: a few in an epilogue cost nothing, hundreds mean that the epilogue does not fit."""
 FLOAT_ATOMIC = re.compile(r"\b(atom|red)\.\S*\.(f16|bf16|f32|f64)")
 
 capabilities = pytest.mark.parametrize("capability", DEVICES)
@@ -38,7 +38,7 @@ def zeros(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def run_layer(dtype: torch.dtype, *, gated: bool) -> None:
-    """Run a layer forward and backward, on zeros."""
+    """Run a layer forward and backward on zeros."""
     order = sort(torch.zeros(TOKENS * TOP_K, dtype=torch.int32), EXPERTS)
     up = zeros(EXPERTS, 2 if gated else 1, HIDDEN, DIM, dtype=dtype)
     down, weight = zeros(EXPERTS, DIM, HIDDEN, dtype=dtype), zeros(TOKENS * TOP_K, dtype=torch.float32)
@@ -47,7 +47,7 @@ def run_layer(dtype: torch.dtype, *, gated: bool) -> None:
 
 
 def check(found: list[CompiledKernel], capability: int) -> set[str]:
-    """Hold compiled kernels against the device; return the names of those that use its tensor cores."""
+    """Check compiled kernels against the limits of the device; return the names of those that use its tensor cores."""
     room = DEVICES[capability].shared_bytes
     assert {kernel.name: kernel.shared_bytes for kernel in found if kernel.shared_bytes > room} == {}
     assert {kernel.name: kernel.spilled_bytes for kernel in found if kernel.spilled_bytes > SPILLED_BYTES} == {}
@@ -58,7 +58,7 @@ def check(found: list[CompiledKernel], capability: int) -> set[str]:
 
 
 HOPPER = (90, torch.bfloat16, True)
-"""The layer that every run of the tests compiles."""
+"""The layer that is compiled in every run of the tests."""
 LAYERS = [(capability, *form) for capability in DEVICES for form in ((torch.bfloat16, True), (torch.float16, False))]
 
 
@@ -92,7 +92,7 @@ def test_a_layer_in_float32_fits_the_registers(capability, precision, tmp_path):
 
 @pytest.mark.slow
 def test_hopper_fetches_weights_by_descriptor(tmp_path):
-    """Rows that stand in expert order come by descriptor too; persistent programs flatten their loops."""
+    """Rows in expert order are loaded by descriptor too; persistent programs flatten their loops."""
     tile = Tile(rows=128, columns=128, depth=64, warps=8, stages=3, programs=1, descriptors=1)
     ends = torch.tensor([TOKENS], dtype=torch.int32)
     with compiling_for(90, tmp_path) as found, torch.no_grad():
@@ -105,7 +105,7 @@ def test_hopper_fetches_weights_by_descriptor(tmp_path):
 @pytest.mark.slow
 @capabilities
 def test_weight_gradients_have_the_room_that_their_tile_says(capability, tmp_path):
-    """Of rows that stand in expert order, as on a mesh, of tokens that are gathered, and of operands above 2^31 elements."""
+    """Checks rows in expert order, as on a mesh, gathered tokens, and operands of more than 2^31 elements."""
     rows, token = TOKENS * TOP_K, torch.zeros(TOKENS * TOP_K, dtype=torch.int32)
     p, x, ends = zeros(rows, DIM), zeros(TOKENS, HIDDEN), torch.zeros(EXPERTS, dtype=torch.int32)
     large = torch.empty(2**20, 2**11, dtype=torch.bfloat16, device="meta")

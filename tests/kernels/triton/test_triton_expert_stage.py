@@ -1,4 +1,4 @@
-"""The expert stage in the form that `kernels/pick.py` picks from, against the one that runs on any device."""
+"""The Triton expert stage against the implementation that runs on any device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS, TOP_K, EXPERTS, DIM, HIDDEN = 13, 2, 4, 40, 24
 def work_of(
     device: str, *, gated: bool = True, dispatch: str = "even", dtype: torch.dtype = torch.float32
 ) -> ExpertWork:
-    expert = torch.rand(TOKENS, EXPERTS - 1).argsort(1)[:, :TOP_K].reshape(-1)  # the last expert gets nothing
+    expert = torch.rand(TOKENS, EXPERTS - 1).argsort(1)[:, :TOP_K].reshape(-1)  # the last expert gets no rows
     token = torch.arange(TOKENS).repeat_interleave(TOP_K)
     if dispatch == "varying":
         sent = torch.rand(len(token)) < 0.7

@@ -1,4 +1,4 @@
-"""Grouped products one by one against float64: gathered or not, both storage orders, through pointers and descriptors."""
+"""Each grouped product against float64: gathered or not, both storage orders, by pointers and by descriptors."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_outer_products(tile, counts, gathered, device):
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 @pytest.mark.parametrize("gathered", ["p", "q", None])
 def test_outer_products_see_the_rows_of_their_expert_alone(tile, gathered, device):
-    """Rows of an expert that overflowed, and what stands behind all experts' rows, leave no NaN in another's gradient."""
+    """Infinite rows of one expert, and undefined rows after those of all experts, cause no NaN in another's gradient."""
     ends = ends_of([21, 3, 20], device)
     token = torch.arange(50, device=device).to(torch.int32)
     p, q = torch.randn(50, 40, device=device), torch.randn(50, 24, device=device)
@@ -99,7 +99,7 @@ def test_outer_products_see_the_rows_of_their_expert_alone(tile, gathered, devic
     ids=str,
 )
 def test_up_and_the_gradient_of_down(tile, counts, form, device):
-    """Rows that stand in expert order already, as a distributed layer gets them: no gather, a weight per row."""
+    """Rows already in expert order, as in a distributed layer: no gather, one weight per row."""
     ends, num_rows, dim, width = ends_of(counts, device), sum(counts), 40, 24
     tile, (activation, gated) = TILES[tile], form
     x = torch.randn(num_rows, dim, device=device)
@@ -117,7 +117,7 @@ def test_up_and_the_gradient_of_down(tile, counts, form, device):
 
 
 def test_backward_makes_the_very_hidden_rows_of_forward(device):
-    """They come from the rounded pre-activations in both, so the gradient of `down` belongs to the function that ran."""
+    """Both compute them from the rounded pre-activations, so the gradient of `down` is that of the forward function."""
     ends = ends_of([20, 13], device)
     x = torch.randn(33, 40, device=device, dtype=torch.bfloat16)
     matrices, down = (torch.randn(2, *size, device=device, dtype=torch.bfloat16) for size in ((2, 24, 40), (40, 24)))

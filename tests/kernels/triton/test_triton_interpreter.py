@@ -1,4 +1,4 @@
-"""Starts the tests of this folder under Triton's interpreter, in a process that has imported nothing yet."""
+"""Runs the tests of this folder under Triton's interpreter, in a new process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole layer, forward and backward, against one copy after the other in float64, over odd shapes."""
+"""The whole layer, forward and backward, against a float64 loop over copies, with odd shapes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LEAVES = ("x", "up", "down", "weight")
 def moe_mlp_reference(
     x: Tensor, up: Tensor, down: Tensor, weight_TK: Tensor, expert_TK: Tensor, activation: str
 ) -> Tensor:
-    """Run one copy after the other, in float64, differentiable; a negative expert is a copy that is not sent."""
+    """Run copy by copy in float64, differentiable; copies with a negative expert are not sent."""
     x, up, down, weight_TK = (each.double() for each in (x, up, down, weight_TK))
     results = []
     for token, experts in enumerate(expert_TK.tolist()):
@@ -50,7 +50,7 @@ def layer(
 ) -> dict[str, Any]:
     num_tokens, top_k, num_experts, dim, hidden = sizes
     expert = torch.rand(num_tokens, num_experts).argsort(1)[:, :top_k].to(torch.int32)
-    expert[expert == 0] = -1 if dropped or num_experts == 1 else min(1, num_experts - 1)  # expert 0 gets nothing
+    expert[expert == 0] = -1 if dropped or num_experts == 1 else min(1, num_experts - 1)  # expert 0 gets no rows
     if num_experts == 1 and not dropped:
         expert.zero_()
     return {
@@ -63,7 +63,7 @@ def layer(
 
 
 def leaves_of(of: dict[str, Any], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Return what is differentiated, as leaves, in another dtype if one is given."""
+    """Return copies of the differentiable inputs as leaves, in `dtype` if one is given."""
     return {name: of[name].detach().clone().to(dtype or of[name].dtype).requires_grad_() for name in LEAVES}
 
 
@@ -99,7 +99,7 @@ QUICK = {
     for sizes, dtype, form in LAYERS
     if (dtype, form) == (torch.float32, "swiglu") or sizes == SIZES[4]
 }
-"""Every size in one form, and every form of one size."""
+"""Return every size with one form, and every form with one size."""
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_copies_that_are_not_sent_add_nothing_and_get_no_gradient(device):
 
 
 def test_more_tiles_than_one(device):
-    """Several row tiles, column tiles and steps each, through every kernel, persistent programs included."""
+    """Every kernel runs several row tiles, column tiles and steps, also with persistent programs."""
     of = layer((30, 2, 2, 72, 40), torch.float32, device, gated=True)
     tile = Tile(rows=16, columns=16, depth=16, warps=4, stages=2, group=2, programs=1, descriptors=1)
     check(of, "silu", tile)

@@ -1,4 +1,4 @@
-"""Sums of tokens' rows against float64: weights, copies that are not sent, tokens with different numbers of rows."""
+"""Sums of tokens' rows against float64: with weights, unsent copies and varying numbers of rows per token."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_each_token_gets_the_sum_of_its_rows(size, dtype, form, copies, device):
     weighted, varying, dropped = form == "weighted", copies == "varying", copies == "some dropped"
     by_token, starts = by_token_of(num_tokens, top_k, varying=varying, dropped=dropped)
     rows = torch.randn(len(by_token), dim).to(dtype)
-    rows[~torch.isin(torch.arange(len(rows)), by_token)] = torch.nan  # rows that nobody sent must not be read
+    rows[~torch.isin(torch.arange(len(rows)), by_token)] = torch.nan  # rows of unsent copies must not be read
     weights = torch.rand(len(by_token)) if weighted else None
     expected = torch.zeros(num_tokens, dim, dtype=torch.float64)
     ends = [*starts[1:].tolist(), len(by_token)][:num_tokens]

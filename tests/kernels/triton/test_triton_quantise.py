@@ -1,4 +1,4 @@
-"""int8 and float8 rows: the oracle's bytes, bit for bit, and its decoded rows."""
+"""The int8 and fp8 kernels give the oracle's bytes, bit for bit, and its decoded rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def bad_rows(num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """Rows from tiny to huge, one of zeros, one with an infinity, one with a NaN, one of subnormals, one of ties."""
+    """Return rows from tiny to huge, a row of zeros, one with an infinity, one with a NaN, one of subnormals, one of ties."""
     rows = torch.randn(num_rows, dim) * 10.0 ** torch.linspace(-12, 3, num_rows)[:, None]
     if num_rows > 5:
         rows[1] = 0

@@ -1,4 +1,4 @@
-"""Sorting copies by expert and cutting rows into tiles, against lists."""
+"""The sort of copies by expert and the schedule of tiles, against plain Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choosing tiles and keeping them in a file: plain Python, no kernel runs."""
+"""The choice of tiles, the search for faster ones and the file of its results; no kernel runs."""
 
 from __future__ import annotations
 

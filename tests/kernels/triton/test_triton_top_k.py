@@ -37,7 +37,7 @@ def test_equal_zeros_of_both_signs_go_to_the_lowest_index(device):
 @pytest.mark.parametrize("score", ["softmax", "switch", "sigmoid"])
 @pytest.mark.parametrize("top_k", [1, 2, 3, 5])
 def test_odd_rows_are_routed_as_on_a_cpu(score, top_k, device):
-    """Experts are those of the routers that run on a CPU, of NaN too; every expert exists and can be sorted by."""
+    """Routers choose the same experts as on a CPU, even for NaN; every chosen expert exists."""
     logits = torch.tensor(list(ODD_LOGITS.values()))
     router = {
         "softmax": SoftmaxTopK(1, 5), "switch": SoftmaxTopK(1, 5, normalize="before"), "sigmoid": SigmoidTopK(1, 5),

@@ -1,7 +1,7 @@
-"""The layer of each run of the tests, compiled by the other Tritons that supported torches bring, for Hopper and for Ampere.
+"""The layer compiles for Hopper and Ampere with the Triton versions of the other supported torch versions.
 
-`make test-random` lays them into build/triton/<version>; Triton decides at its import which one it is, hence a process each.
-`make test-triton` compiles everything, for every GPU, by each of them.
+`make test-random` installs them in build/triton/<version>. Each is imported in a process of its own. `make test-triton`
+compiles everything with each of them, for every GPU.
 """
 
 from __future__ import annotations

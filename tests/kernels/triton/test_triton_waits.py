@@ -1,4 +1,4 @@
-"""No call of a layer on one GPU makes the host wait: seen by the stand-in, with the kernels under the interpreter."""
+"""No call of a layer on one GPU makes the host wait; checked on a simulated GPU, with the kernels under the interpreter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CASES = {
     "weight before": {"apply_weight": "before", "capacity": Capacity.fixed(0.75)},
 }
 MORE = [("capacity", torch.float16), ("biases", torch.float16), ("dropless", torch.bfloat16)]
-"""What `make test-all` runs besides."""
+"""Cases that only `make test-all` runs."""
 
 
 def step(layer, x, mask):
@@ -29,7 +29,7 @@ def step(layer, x, mask):
     return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
 
 
-@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # rows of nobody hold anything
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # rows of unsent copies hold arbitrary values
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [

@@ -1,4 +1,4 @@
-"""zfp on the device: zfpy's own bytes at every rate, and zfpy's own values from them."""
+"""The zfp kernels give zfpy's bytes at every rate, and decode zfpy's values from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest.importorskip("zfpy")
 
 
 def bad_rows(num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """Rows from tiny to huge, blocks of zeros, values that are sent as zero, a NaN, an infinity."""
+    """Return rows from tiny to huge, with blocks of zeros, values below `ZFP_FLUSH`, a NaN and an infinity."""
     rows = torch.randn(num_rows, dim) * 10.0 ** torch.linspace(-30, 3, num_rows)[:, None]
     if num_rows > 8:
         rows[4:8] = 0
@@ -35,7 +35,7 @@ CASES = [
     for number, size in enumerate(SIZES)
     for rate in RATES
 ]
-"""Every size at every rate, of which `make test` runs each size at one."""
+"""Return every size at every rate; `make test` runs each size at one rate."""
 
 
 @pytest.mark.parametrize(("rate", "num_rows", "dim", "dtype"), CASES)
