@@ -322,7 +322,7 @@ def predict(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> Found:
     programs = compiled.forward, compiled.backward
     forward, backward = map(in_pieces, programs) if by_deepep else programs
     there, back = simulator.passes(forward, backward, step.layer, compiled.grid)
-    both = around.beside(forward, backward, compiled.grid) if step.overlapped else None
+    both = around.simulate_overlapped(forward, backward, compiled.grid) if step.overlapped else None
     ranks = [StepCostModel(each, grid, simulator) for each in _ranks(whole, step)]
     return Found(
         plan=plan,
