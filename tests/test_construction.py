@@ -1,4 +1,4 @@
-"""What the constructor takes: numbers for capacities, one loss, devices, dtypes, biases; and what it refuses."""
+"""The constructor's arguments: numbers as capacities, a single loss, devices, dtypes, biases, and refused values."""
 
 from __future__ import annotations
 

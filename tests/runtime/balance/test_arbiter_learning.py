@@ -1,4 +1,4 @@
-"""Arbiters of several ranks that measure different times: they decide alike, compute the same, and refuse to differ."""
+"""Arbiters of several ranks that measure different times: they decide identically, and raise an error if decisions differ."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def layer_on(transport: AbstractTransport, grid: Grid, policy: Any, plan: Plan |
 
 @pytest.fixture
 def noisy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank measures times of its own, ten times apart."""
+    """Each rank's measured times are scaled by a random factor from 0.3 to 3."""
     seconds = TimedCall.seconds
     rng = random.Random(0)
 
