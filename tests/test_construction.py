@@ -1,4 +1,4 @@
-"""What the constructor takes: numbers for capacities, one loss, devices, dtypes, biases; and what it refuses."""
+"""The constructor's arguments: numbers as capacities, a single loss, devices, dtypes, biases, and refused values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def test_a_number_is_a_capacity_factor(factor: float) -> None:
 @pytest.mark.parametrize("capacity", ["1.25", True, (1.25,)])
 @pytest.mark.parametrize("name", ["capacity", "eval_capacity"])
 def test_what_is_no_capacity_is_refused(name: str, capacity: object) -> None:
-    with pytest.raises(InputError, match=rf"MoE: {name}=.* is not a capacity: write Dropless\(\), Capacity.fixed\(1.25\)"):
+    with pytest.raises(
+        InputError, match=rf"MoE: {name}=.* is not a capacity: write Dropless\(\), Capacity.fixed\(1.25\)"
+    ):
         MoE(8, 8, 4, 2, **{name: capacity})
 
 
@@ -82,7 +84,7 @@ def test_named_experts_take_biases(experts: str) -> None:
 
 
 def test_a_function_says_itself_whether_it_has_biases() -> None:
-    with pytest.raises(InputError, match="bias=True is for experts that are named"):
+    with pytest.raises(InputError, match="bias=True is only for experts given by name"):
         MoE(8, 8, 4, 2, experts=PlainExperts, bias=True)
 
 

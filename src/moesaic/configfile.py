@@ -82,10 +82,10 @@ def build(kind: type[T], table: dict[str, Any], *, source: str, prefix: str = ""
             field's metadata has `SUCH_AS`); or if the class refuses a value.
     """
     hints = _hints(kind, table, source, prefix)
-    for each in fields(kind):  # type: ignore[arg-type]
-        if each.name not in table and each.default is MISSING and each.default_factory is MISSING:
-            such_as = each.metadata.get(SUCH_AS, "")
-            raise InputError(f"{source}: {prefix}{each.name} is missing" + f": add it, {such_as} say" * bool(such_as))
+    for field in fields(kind):  # type: ignore[arg-type]
+        if field.name not in table and field.default is MISSING and field.default_factory is MISSING:
+            such_as = field.metadata.get(SUCH_AS, "")
+            raise InputError(f"{source}: {prefix}{field.name} is missing" + f": add it, {such_as} say" * bool(such_as))
     values = {name: _convert(value, hints[name], f"{source}: {prefix}{name}") for name, value in table.items()}
     try:
         return kind(**values)
@@ -129,14 +129,14 @@ def suggestion(word: str, known: list[str]) -> str:
 
 def differing_fields(one: Any, other: Any, prefix: str = "") -> list[str]:
     """Return the paths of the fields in which two configurations of one class differ, each with both values."""
-    found: list[str] = []
+    differences: list[str] = []
     for field in fields(one):
-        a, b = getattr(one, field.name), getattr(other, field.name)
-        if is_dataclass(a):
-            found += differing_fields(a, b, f"{prefix}{field.name}.")
-        elif a != b:
-            found.append(f"{prefix}{field.name} ({a!r} and {b!r})")
-    return found
+        value, other_value = getattr(one, field.name), getattr(other, field.name)
+        if is_dataclass(value):
+            differences += differing_fields(value, other_value, f"{prefix}{field.name}.")
+        elif value != other_value:
+            differences.append(f"{prefix}{field.name} ({value!r} and {other_value!r})")
+    return differences
 
 
 def _convert(value: Any, hint: Any, where: str) -> Any:

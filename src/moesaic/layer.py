@@ -133,8 +133,8 @@ class MoE(InjectsLosses, RoutingCached):
             self.router.check_fits(top_k if eval_top_k is None else eval_top_k)
             self.experts: AbstractExperts = make_experts(dim, hidden, num_experts)
             self.shared: AbstractExperts | None = make_experts(dim, shared_hidden, 1) if shared_hidden else None
-            for each in filter(None, (self.experts, self.shared)):
-                _use_kernel(each, kernel)
+            for module in filter(None, (self.experts, self.shared)):
+                _use_kernel(module, kernel)
             self.shared_gate = nn.Linear(dim, 1, bias=False) if shared_gate else None
         if dtype is not None:
             self.to(dtype)
@@ -190,13 +190,13 @@ class MoE(InjectsLosses, RoutingCached):
         from moesaic.runtime.expert_parallel import ExpertParallel  # imports torch's compiler, which takes seconds
 
         mesh = Mesh.of(mesh)
-        is_auto, chosen = self._is_auto(plan, mesh), plan if isinstance(plan, Plan | Compiled) else Plan()
+        is_auto, first_plan = self._is_auto(plan, mesh), plan if isinstance(plan, Plan | Compiled) else Plan()
         weights = described(self, values=not broadcast)
         settings = {**self._settings(), "broadcast": broadcast, "whether plan is auto": is_auto}
-        before = self.apply_weight == "before"
+        weight_first = self.apply_weight == "before"
         calls = partial(calls_under, policy=policy, num_experts=self.num_experts, dim=self.dim)
-        of_layer = (chosen, self.experts, before, calls, settings, weights)
-        on_mesh = ExpertParallel(mesh.grid, mesh.transport, *of_layer, deepep=partial(DeepEP.of, mesh))
+        layer_arguments = (first_plan, self.experts, weight_first, calls, settings, weights)
+        on_mesh = ExpertParallel(mesh.grid, mesh.transport, *layer_arguments, deepep=partial(DeepEP.of, mesh))
         if broadcast:
             take_first(self, mesh.transport)
         if isinstance(self.router, TopologyRouter) and not self.router.is_placed:
@@ -307,7 +307,7 @@ class MoE(InjectsLosses, RoutingCached):
     ) -> tuple[Tensor, Routing]:
         """Run a call after its arguments were checked; see `call_with`."""
         x_TD = x.reshape(-1, self.dim)
-        top_k, capacity = self._choices(top_k, capacity)
+        top_k, capacity = self._top_k_and_capacity(top_k, capacity)
         padded_rows = None if self.on_mesh is None else self.on_mesh.padded_rows(capacity, len(x_TD), top_k)
         routed = self._route(x_TD, x, mask, token_ids, top_k, capacity)
         routing = routed.routing if padded_rows is None else replace(routed.routing, padded_capacity=padded_rows)
@@ -320,8 +320,8 @@ class MoE(InjectsLosses, RoutingCached):
     def _compute(self, call: RoutedCall) -> Tensor:
         """Return y, of x's shape: dispatch, experts and combine, plus the shared expert's result."""
         y_TD = self._run_experts(call.x_TD, call.routed, call.padded_rows)
-        added_TD = self.run_shared(call.x_TD, call.mask)
-        return (y_TD if added_TD is None else y_TD + added_TD).view(call.x.shape)
+        shared_TD = self.run_shared(call.x_TD, call.mask)
+        return (y_TD if shared_TD is None else y_TD + shared_TD).view(call.x.shape)
 
     def finish_step(self, group: Group = "auto") -> None:
         """Let the router adapt to the load of this optimizer step, and reset the counts; see `balance_on_step`.
@@ -390,15 +390,19 @@ class MoE(InjectsLosses, RoutingCached):
         names = (
             "dim", "hidden", "num_experts", "top_k", "eval_top_k", "capacity", "eval_capacity", "losses", "apply_weight"
         )  # fmt: skip
-        found = {f"layer.{name}": getattr(self, name) for name in names}
-        for path, part in (("router", self.router), ("experts", self.experts)):
-            found[f"layer.{path}"] = type(part).__name__
+        settings = {f"layer.{name}": getattr(self, name) for name in names}
+        for path, module in (("router", self.router), ("experts", self.experts)):
+            settings[f"layer.{path}"] = type(module).__name__
         for path, router in self.router.named_modules(prefix="layer.router"):
-            plain = {name: value for name, value in vars(router).items() if isinstance(value, bool | int | float | str)}
-            found |= {f"{path}.{name}": value for name, value in plain.items() if name != "training"}
-        return found
+            plain_values = {
+                name: value for name, value in vars(router).items() if isinstance(value, bool | int | float | str)
+            }
+            settings |= {f"{path}.{name}": value for name, value in plain_values.items() if name != "training"}
+        return settings
 
-    def _choices(self, top_k: int | None, capacity: AbstractCapacity | float | None) -> tuple[int, AbstractCapacity]:
+    def _top_k_and_capacity(
+        self, top_k: int | None, capacity: AbstractCapacity | float | None
+    ) -> tuple[int, AbstractCapacity]:
         """Return the experts per token and the capacity of this call."""
         if top_k is None:
             top_k = self.top_k if self.training or self.eval_top_k is None else self.eval_top_k
@@ -419,19 +423,19 @@ class MoE(InjectsLosses, RoutingCached):
         replay = None if self.routing_cache is None else self.routing_cache.read(self)
         trains = replay is None and self.training and (torch.is_grad_enabled() or self.routing_cache is not None)
         trains = trains and (torch.compiler.is_compiling() or not is_recomputing())
-        over_step = next((loss for loss in self.losses if loss.needs_step), None)
+        step_loss = next((loss for loss in self.losses if loss.needs_step), None)
         step_total = None
         if self.on_mesh is not None:
             self.on_mesh.refuse_ddp(self.experts.parameters())
         elif trains:
             self.data_ranks.note_wrapper()
-            if over_step is not None:
-                step_total = partial(self.data_ranks.total, of=f"the loss {over_step.name}")
+            if step_loss is not None:
+                step_total = partial(self.data_ranks.total, purpose=f"the loss {step_loss.name}")
         batch = TokenInfo(
             valid_T=None if mask is None else mask.reshape(-1),
             token_ids=None if token_ids is None else token_ids.reshape(-1),
             num_sequences=math.prod(x.shape[:-2]) or 1,
-            earlier_counts=None if over_step is None else self.step_counts.to(x.device),
+            earlier_counts=None if step_loss is None else self.step_counts.to(x.device),
             step_total=step_total,
         )
         run = route if self.on_mesh is None else self.on_mesh.route
@@ -471,12 +475,12 @@ class MoE(InjectsLosses, RoutingCached):
         if self.shared is None:
             return None
         padding = None if mask is None else ~mask.reshape(-1, 1)
-        read = x_TD if padding is None else x_TD.masked_fill(padding, 0.0)
+        tokens = x_TD if padding is None else x_TD.masked_fill(padding, 0.0)
         ends = torch.full((1,), len(x_TD), dtype=torch.int32, device=x_TD.device)
-        added: Tensor = self.shared(read, None, ends).to(x_TD.dtype)
+        result: Tensor = self.shared(tokens, None, ends).to(x_TD.dtype)
         if self.shared_gate is not None:
-            added = added * self.shared_gate(read).sigmoid().to(x_TD.dtype)
-        return added if padding is None else added.masked_fill(padding, 0.0)
+            result = result * self.shared_gate(tokens).sigmoid().to(x_TD.dtype)
+        return result if padding is None else result.masked_fill(padding, 0.0)
 
     def _check_call(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, top_k: int | None) -> None:
         if x.dim() < 1 or x.shape[-1] != self.dim:
@@ -508,7 +512,7 @@ def finish_step(model: nn.Module, group: Group = "auto") -> None:
         model: the whole model, with its DDP or FSDP2 wrapper if it has one.
         group: as for `balance_on_step`.
     """
-    _settle(model, group)
+    _set_data_ranks(model, group)
     for module in model.modules():
         if isinstance(module, MoE):
             module.finish_step()
@@ -536,26 +540,26 @@ def balance_on_step(optimizer: torch.optim.Optimizer, model: nn.Module, group: G
     Returns:
         A handle; its `remove()` unregisters the hook.
     """
-    _settle(model, group)
+    _set_data_ranks(model, group)
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer.register_step_pre_hook(lambda *_: finish_step(model))
 
 
-def _settle(model: nn.Module, group: Group) -> None:
+def _set_data_ranks(model: nn.Module, group: Group) -> None:
     """Tell every layer which ranks train it, as far as they can be determined."""
-    wrapped = wrapped_by_ddp(model) if group == "auto" else {}
+    ddp_groups = wrapped_by_ddp(model) if group == "auto" else {}
     for module in model.modules():
         if isinstance(module, MoE):
-            module.data_ranks.settle(wrapped.get(module, group), module.parameters())
+            module.data_ranks.settle(ddp_groups.get(module, group), module.parameters())
 
 
-def _pick(choice: str | Callable, table: dict, what: str) -> Callable:
+def _pick(choice: str | Callable, table: dict, argument: str) -> Callable:
     """Return the entry of `table` that `choice` names, or `choice` itself if it is a function."""
     if callable(choice):
         return choice
     if choice not in table:
-        raise InputError(f"{what}={choice!r} is unknown: choose one of {', '.join(table)}, or pass a function")
+        raise InputError(f"{argument}={choice!r} is unknown: choose one of {', '.join(table)}, or pass a function")
     factory: Callable = table[choice]
     return factory
 
@@ -572,7 +576,7 @@ def _use_kernel(experts: AbstractExperts, name: str) -> None:
         return
     if not isinstance(experts, StackedExperts):
         raise InputError(
-            f"kernel={name!r} is for experts that are named, got {type(experts).__name__}: leave it at {AUTO}"
+            f"kernel={name!r} is only for built-in experts, got {type(experts).__name__}: leave it at {AUTO}"
         )
     experts.kernel = name
 
@@ -582,7 +586,7 @@ def _with_bias(make: ExpertsFactory, choice: str | Callable, bias: bool) -> Expe
     if not bias:
         return make
     if callable(choice):
-        raise InputError("bias=True is for experts that are named: let your function make them with biases")
+        raise InputError("bias=True is only for experts given by name: let your function create them with biases")
     return partial(make, bias=True)  # type: ignore[call-arg]
 
 
@@ -591,7 +595,7 @@ def _with_options(make: RouterFactory, choice: str | Callable, options: Mapping[
     if not options:
         return make
     if callable(choice):
-        raise InputError("router_options is for routers that are named: let your function make one with its options")
+        raise InputError("router_options is only for a router given by name: set the options in your function")
     known = options_of(make)
     for name in options:
         if name not in known:
@@ -610,16 +614,16 @@ def _as_losses(losses: AbstractLoss | Sequence[AbstractLoss]) -> tuple[AbstractL
     """Return the losses as a tuple, after a check that their names are unique."""
     if isinstance(losses, AbstractLoss):
         return (losses,)
-    found = tuple(losses) if isinstance(losses, Sequence) else (losses,)
-    for loss in found:
+    loss_tuple = tuple(losses) if isinstance(losses, Sequence) else (losses,)
+    for loss in loss_tuple:
         if not isinstance(loss, AbstractLoss):
             raise InputError(
                 f"MoE: losses holds {loss!r}, which is no loss: write losses=(LoadBalance(0.01),), or () for none"
             )
-    names = [loss.name for loss in found]
+    names = [loss.name for loss in loss_tuple]
     for name in names:
         if names.count(name) > 1:
             raise InputError(
                 f"MoE: losses has {names.count(name)} of the name {name}: give it once, coefficients added"
             )
-    return found
+    return loss_tuple

@@ -44,8 +44,8 @@ def trained(arbiter: Arbitration, clock: Clock, calls: int, first: int = 1, **ho
         pick = arbiter.pick(load)
         arbiter.hear(told)
         found.append(arbiter.weigh(pick, call=call))
-        alone = arbiter.weigher.alone(pick.found)
-        option = arbiter.weigher.priced(pick.choice, pick.replicated, pick.found, alone)
+        alone = arbiter.weigher.alone(pick.replicas)
+        option = arbiter.weigher.priced(pick.choice, pick.replicated, pick.replicas, alone)
         told = {call: option.seconds * clock(pick.choice.name, call)}
     return found
 
@@ -71,12 +71,12 @@ def test_an_option_that_takes_longer_than_the_model_says_is_left_for_the_truly_b
     arbiter = made()
     found = trained(arbiter, lambda name, call: wrong if name == first else 1.0, 80)
     assert found[0].option == first
-    deferred_wgrad = set(settled(found[50:]))
-    assert first not in deferred_wgrad
+    late = set(settled(found[50:]))
+    assert first not in late
     seconds = found[-1].seconds
     honest = {name: each.seconds for name, each in options_of(arbiter).items()}
     best = min(each * (wrong if name == first else 1.0) for name, each in honest.items())
-    assert all(honest[name] <= 1.1 * best for name in deferred_wgrad), (deferred_wgrad, honest, seconds)
+    assert all(honest[name] <= 1.1 * best for name in late), (late, honest, seconds)
 
 
 def options_of(arbiter: Arbitration) -> dict:
@@ -123,14 +123,14 @@ def test_nothing_is_tried_where_times_are_not_known() -> None:
     found = [arbiter.weigh(arbiter.pick(skewed(0)), call=None) for _ in range(1, 40)]
     assert not any(each.is_trial for each in found)
     assert len({each.option for each in found}) == 1
-    assert not arbiter._asked
+    assert not arbiter._pending
 
 
 def test_calls_that_nobody_tells_of_are_forgotten() -> None:
     arbiter = made()
     for call in range(1, 200):
         arbiter.weigh(arbiter.pick(skewed(0)), call=call)
-    assert len(arbiter._asked) <= UNANSWERED
+    assert len(arbiter._pending) <= UNANSWERED
 
 
 def test_all_ranks_decide_alike_from_the_same_numbers() -> None:

@@ -17,26 +17,26 @@ BUGS = ["", "router averaged", "loss without a gradient", "keeps all", "fails"]
 class Layer(AbstractMoELayer):
     """A router before experts that gather all tokens, with a balance loss over the rank's own tokens."""
 
-    def __init__(self, bug, asked):
-        self.bug, self.asked = bug, asked
-        self.router = asked.router.clone().requires_grad_()
-        self.experts = routed_ranks.Gathering(asked.experts, asked.group)
+    def __init__(self, bug, spec):
+        self.bug, self.spec = bug, spec
+        self.router = spec.router.clone().requires_grad_()
+        self.experts = routed_ranks.Gathering(spec.experts, spec.group)
 
     def run(self, x):
         if self.bug == "fails":
             raise ValueError("no such layer")
         probs = F.linear(x, self.router).softmax(-1)
-        gates, experts = probs.topk(self.asked.top_k)
+        gates, experts = probs.topk(self.spec.top_k)
         share = F.one_hot(experts.flatten(), EXPERTS).double().sum(0) / max(experts.numel(), 1)
         loss = 3 * EXPERTS * (share * probs.sum(0) / max(len(x), 1)).sum()
-        gates = gates / gates.sum(-1, keepdim=True) if self.asked.top_k > 1 else gates
-        if self.asked.capacity is not None and self.bug != "keeps all":
+        gates = gates / gates.sum(-1, keepdim=True) if self.spec.top_k > 1 else gates
+        if self.spec.capacity is not None and self.bug != "keeps all":
             place = F.one_hot(experts[:, 0], EXPERTS).cumsum(0).gather(1, experts)
-            gates = gates * (place <= self.asked.capacity * len(x) / EXPERTS)
+            gates = gates * (place <= self.spec.capacity * len(x) / EXPERTS)
         return self.experts.run(x, experts, gates), loss.detach() + 0 * loss if self.bug.startswith("loss") else loss
 
     def gradients(self):
-        gradient = self.router.grad / self.asked.group.size() if self.bug == "router averaged" else self.router.grad
+        gradient = self.router.grad / self.spec.group.size() if self.bug == "router averaged" else self.router.grad
         return gradient, self.experts.gradients()
 
 

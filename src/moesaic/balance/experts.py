@@ -87,15 +87,15 @@ class ExpertLoad:
     @cached_property
     def weight(self) -> np.ndarray:
         """(edp, num_experts) float64: rows of each expert in each replica of the experts."""
-        found: np.ndarray = self.copies[self.ranks.reshape(self.grid.edp, -1)].sum(1)
-        return found
+        rows: np.ndarray = self.copies[self.ranks.reshape(self.grid.edp, -1)].sum(1)
+        return rows
 
     @cached_property
     def slowness(self) -> np.ndarray:
         """(edp, ep) float64: the time of a row on the slowest shard of each place, relative to the rates."""
         speeds = np.array(self.speeds or (1.0,))
-        found: np.ndarray = (1 / speeds[self.ranks % len(speeds)]).max(2)
-        return found
+        slowest: np.ndarray = (1 / speeds[self.ranks % len(speeds)]).max(2)
+        return slowest
 
     @cached_property
     def node(self) -> np.ndarray:
@@ -105,12 +105,12 @@ class ExpertLoad:
     @cached_property
     def crossing(self) -> np.ndarray:
         """(num_experts, ep) float64: rows that would cross nodes, one way, if the expert were at the place."""
-        found = np.zeros((len(self.order), self.grid.ep))
+        rows = np.zeros((len(self.order), self.grid.ep))
         for ranks in self.ranks:
             origins = ranks.reshape(-1)
             away = (self.node[origins][:, None, None] != self.node[ranks][None]).sum(2)
-            found += self.copies[origins].T @ away
-        return found
+            rows += self.copies[origins].T @ away
+        return rows
 
     def busiest(self, place: np.ndarray) -> float:
         """Return the load of the place, in any replica of the experts, that takes longest.
@@ -128,13 +128,13 @@ class ExpertLoad:
 
     def order_at(self, place: np.ndarray) -> np.ndarray:
         """Return the order that puts each expert at its `place`. Experts that stay keep their slots; others take free slots."""
-        each = len(place) // self.grid.ep
-        found = np.where(place[self.order] == self.place[self.order], self.order, -1)
+        per_place = len(place) // self.grid.ep
+        order = np.where(place[self.order] == self.place[self.order], self.order, -1)
         for number in range(self.grid.ep):
-            slots = slice(number * each, (number + 1) * each)
-            comes = np.flatnonzero((place == number) & (self.place != number))
-            found[slots][found[slots] < 0] = comes
-        return found
+            slots = slice(number * per_place, (number + 1) * per_place)
+            arriving = np.flatnonzero((place == number) & (self.place != number))
+            order[slots][order[slots] < 0] = arriving
+        return order
 
 
 @dataclass(frozen=True)
@@ -155,12 +155,12 @@ class ExpertSeconds:
         flops = (
             6 * load.expert_parameters
         )  # a product and a sum per parameter and row, three times with the backward pass
-        at = np.zeros((len(place), load.grid.ep))
-        at[np.arange(len(place)), place] = 1
+        is_at = np.zeros((len(place), load.grid.ep))
+        is_at[np.arange(len(place)), place] = 1
         busy = np.zeros((2, load.grid.world))
         for ranks in load.ranks:
             origins = ranks.reshape(-1)
-            rows = load.copies[origins] @ at
+            rows = load.copies[origins] @ is_at
             spent = rows[:, :, None] * self._per_byte[origins][:, ranks]
             busy[0, origins] += spent.sum((1, 2))
             busy[1, origins] += spent.sum(0).reshape(-1)
@@ -202,9 +202,9 @@ def check_order(order: np.ndarray, num_experts: int) -> None:
 
 def places_of(order: np.ndarray, ep: int) -> np.ndarray:
     """Return the place of each expert, (num_experts,) int64, for the expert in each slot, `order`."""
-    found = np.empty(len(order), dtype=np.int64)
-    found[order] = np.arange(len(order)) // (len(order) // ep)
-    return found
+    place = np.empty(len(order), dtype=np.int64)
+    place[order] = np.arange(len(order)) // (len(order) // ep)
+    return place
 
 
 class SmartMoE(AbstractExpertPlacer):
@@ -230,17 +230,17 @@ def spread_by_load(weight: np.ndarray, slowness: np.ndarray, before: np.ndarray 
         before: (num_experts,), the present place of each expert, which wins ties.
     """
     num_experts, ep = weight.shape[1], slowness.shape[1]
-    found, load = np.empty(num_experts, dtype=np.int64), np.zeros((len(weight), ep))
+    placement, load = np.empty(num_experts, dtype=np.int64), np.zeros((len(weight), ep))
     room = np.full(ep, num_experts // ep)
     for expert in np.argsort(-weight.sum(0), kind="stable"):
         after = np.where(room > 0, ((load + weight[:, expert, None]) * slowness).max(0), np.inf)
         place = int(after.argmin())
         if before is not None and after[before[expert]] <= after[place]:
             place = int(before[expert])
-        found[expert] = place
+        placement[expert] = place
         load[:, place] += weight[:, expert]
         room[place] -= 1
-    return found
+    return placement
 
 
 class Balanced(AbstractExpertPlacer):
@@ -260,17 +260,20 @@ class Balanced(AbstractExpertPlacer):
     def decide(self, load: ExpertLoad) -> np.ndarray:
         """Return the order with the least modelled time until the next decision, including the move."""
         seconds = ExpertSeconds(load, self.rates)
-        way = least_busiest(load.weight, load.place, load.slowness)
-        way += fewest_between_nodes(load.weight, load.crossing, way[-1], load.slowness)
-        return load.order_at(min([*way, self.best(load)], key=seconds.in_all))  # the first moves nothing, and wins ties
+        steps = least_busiest(load.weight, load.place, load.slowness)
+        steps += fewest_between_nodes(load.weight, load.crossing, steps[-1], load.slowness)
+        candidates = [*steps, self.best(load)]  # the first moves nothing, and wins ties
+        return load.order_at(min(candidates, key=seconds.in_all))
 
     def best(self, load: ExpertLoad) -> np.ndarray:
         """Return the best place of each expert, (num_experts,) int64, if moves were free."""
         slowness = load.slowness
         starts = (load.place, spread_by_load(load.weight, slowness))
         ends = [least_busiest(load.weight, start, slowness)[-1] for start in starts]
-        found = [fewest_between_nodes(load.weight, load.crossing, end, slowness, stay=load.place)[-1] for end in ends]
-        return min(found, key=lambda place: (load.busiest(place), load.between_nodes(place)))
+        candidates = [
+            fewest_between_nodes(load.weight, load.crossing, end, slowness, stay=load.place)[-1] for end in ends
+        ]
+        return min(candidates, key=lambda place: (load.busiest(place), load.between_nodes(place)))
 
 
 def least_busiest(weight: np.ndarray, start: np.ndarray, slowness: np.ndarray) -> list[np.ndarray]:
@@ -284,24 +287,24 @@ def least_busiest(weight: np.ndarray, start: np.ndarray, slowness: np.ndarray) -
         start: (num_experts,), the initial place of each expert.
         slowness: (edp, ep), relative time of a row at each place.
     """
-    way = [start]
-    while len(way) <= 4 * len(start):
-        place = way[-1]
+    steps = [start]
+    while len(steps) <= 4 * len(start):
+        place = steps[-1]
         load = _loads(weight, place, slowness.shape[1])
         times = load * slowness
         _, busiest = np.unravel_index(times.argmax(), times.shape)
-        here, there = np.flatnonzero(place == busiest), np.flatnonzero(place != busiest)
-        if not len(there):
+        members, others = np.flatnonzero(place == busiest), np.flatnonzero(place != busiest)
+        if not len(others):
             break
-        more = weight[:, None, there] - weight[:, here, None]
-        mine = (load[:, busiest, None, None] + more) * slowness[:, busiest, None, None]
-        theirs = (load[:, place[there]][:, None, :] - more) * slowness[:, place[there]][:, None, :]
-        after = np.maximum(mine, theirs).max(0)
+        gain = weight[:, None, others] - weight[:, members, None]
+        busiest_times = (load[:, busiest, None, None] + gain) * slowness[:, busiest, None, None]
+        other_times = (load[:, place[others]][:, None, :] - gain) * slowness[:, place[others]][:, None, :]
+        after = np.maximum(busiest_times, other_times).max(0)
         one, other = np.unravel_index(after.argmin(), after.shape)
         if not after[one, other] < times.max() * (1 - SLACK):
             break
-        way.append(_swapped(place, int(here[one]), int(there[other])))
-    return way
+        steps.append(_swapped(place, int(members[one]), int(others[other])))
+    return steps
 
 
 def fewest_between_nodes(
@@ -319,37 +322,37 @@ def fewest_between_nodes(
             places, the one at which most of the group is at present wins. None to skip this step.
     """
     ep = crossing.shape[1]
-    alike = bool((slowness == slowness[:, :1]).all())
-    place = _labelled(crossing, start, stay) if stay is not None and alike else start
-    way = [place]
-    most = (_loads(weight, place, ep) * slowness).max() * (1 + SLACK)
-    everyone = np.arange(len(place))
-    while len(way) <= SWAPS_MOST:
-        place = way[-1]
+    equally_fast = bool((slowness == slowness[:, :1]).all())
+    place = _with_permuted_places(crossing, start, stay) if stay is not None and equally_fast else start
+    steps = [place]
+    limit = (_loads(weight, place, ep) * slowness).max() * (1 + SLACK)
+    experts = np.arange(len(place))
+    while len(steps) <= SWAPS_MOST:
+        place = steps[-1]
         load = _loads(weight, place, ep)[:, place]
         after = (load[:, :, None] - weight[:, :, None] + weight[:, None, :]) * slowness[:, place][:, :, None]
-        fits = after <= most
+        fits = after <= limit
         possible = fits.all(0) & fits.all(0).T & (place[:, None] != place[None, :])
-        cost = crossing[:, place] - crossing[everyone, place][:, None]
+        cost = crossing[:, place] - crossing[experts, place][:, None]
         saved = np.where(possible, -(cost + cost.T), -np.inf)
         one, other = np.unravel_index(saved.argmax(), saved.shape)
         if not saved[one, other] > SLACK * crossing.sum():
             break
-        way.append(_swapped(place, int(one), int(other)))
-    return way
+        steps.append(_swapped(place, int(one), int(other)))
+    return steps
 
 
-def _labelled(crossing: np.ndarray, start: np.ndarray, stay: np.ndarray) -> np.ndarray:
+def _with_permuted_places(crossing: np.ndarray, start: np.ndarray, stay: np.ndarray) -> np.ndarray:
     """Return a placement with the same groups of experts, each group at the place where it causes the fewest crossing rows."""
     from scipy.optimize import linear_sum_assignment
 
     ep = crossing.shape[1]
-    rows, kept = np.zeros((ep, ep)), np.zeros((ep, ep))
+    rows, staying = np.zeros((ep, ep)), np.zeros((ep, ep))
     np.add.at(rows, start, crossing)
-    np.add.at(kept, (start, stay), 1)
-    _, place = linear_sum_assignment(rows - kept * (SLACK * max(crossing.sum(), 1.0)))
-    found: np.ndarray = place[start]
-    return found
+    np.add.at(staying, (start, stay), 1)
+    _, place = linear_sum_assignment(rows - staying * (SLACK * max(crossing.sum(), 1.0)))
+    placement: np.ndarray = place[start]
+    return placement
 
 
 def _loads(weight: np.ndarray, place: np.ndarray, ep: int) -> np.ndarray:
@@ -358,6 +361,6 @@ def _loads(weight: np.ndarray, place: np.ndarray, ep: int) -> np.ndarray:
 
 
 def _swapped(place: np.ndarray, one: int, other: int) -> np.ndarray:
-    found = place.copy()
-    found[one], found[other] = place[other], place[one]
-    return found
+    placement = place.copy()
+    placement[one], placement[other] = place[other], place[one]
+    return placement

@@ -33,15 +33,16 @@ def simulator_of(cluster: str, world: int, per_node: int) -> Simulator:
     """
     nodes = world // per_node
     if is_measured(cluster):
-        found = profiled_simulator(read_profile(Path(cluster), any_machine=True), nodes=nodes)
+        simulator = profiled_simulator(read_profile(Path(cluster), any_machine=True), nodes=nodes)
     else:
-        found = Simulator(read_cluster(cluster, nodes=nodes))
-    if found.cluster.devices_per_node != per_node:
+        simulator = Simulator(read_cluster(cluster, nodes=nodes))
+    devices = simulator.cluster.devices_per_node
+    if devices != per_node:
         raise InputError(
-            f"planner.cluster={cluster} has nodes of {found.cluster.devices_per_node} devices, this run {per_node} ranks on a "
-            "node: choose a cluster of such nodes, or set mesh.ranks_per_node"
+            f"planner.cluster={cluster} has nodes of {devices} devices, this run {per_node} ranks on a node: choose a cluster "
+            "of such nodes, or set mesh.ranks_per_node"
         )
-    return found
+    return simulator
 
 
 def is_measured(cluster: str) -> bool:
@@ -89,6 +90,6 @@ def _rate(topology: Topology, source: np.ndarray, target: np.ndarray) -> tuple[f
     ones = np.ones(len(source))
     messages = int(np.bincount(source).max())
     one, two = (topology.loads(source, target, ones * size, ones) for size in (PROBE_BYTES, 2 * PROBE_BYTES))
-    each = (float(two.seconds.max()) - float(one.seconds.max())) / messages
-    start = max(0.0, float(one.seconds.max()) / messages - each) + one.latency / messages
-    return PROBE_BYTES * 8 / each / 1e9, start * 1e6
+    seconds = (float(two.seconds.max()) - float(one.seconds.max())) / messages
+    start = max(0.0, float(one.seconds.max()) / messages - seconds) + one.latency / messages
+    return PROBE_BYTES * 8 / seconds / 1e9, start * 1e6

@@ -48,8 +48,8 @@ class Homes:
     """(ranks, slots) int64: the sample in each slot; each of 0 to ranks * slots - 1 occurs once."""
 
     def __post_init__(self) -> None:
-        wanted = np.arange(self.samples.size)
-        if self.samples.ndim != 2 or not np.array_equal(np.sort(self.samples, axis=None), wanted):
+        expected = np.arange(self.samples.size)
+        if self.samples.ndim != 2 or not np.array_equal(np.sort(self.samples, axis=None), expected):
             raise InputError(
                 f"a placement must name each of its {self.samples.size} samples once, in (ranks, slots): "
                 f"got shape {self.samples.shape}"
@@ -92,9 +92,9 @@ class Homes:
     @cached_property
     def place(self) -> np.ndarray:
         """(samples,) int64: the position of each sample, rank * slots + slot."""
-        found = np.empty(self.samples.size, dtype=np.int64)
-        found[self.samples.reshape(-1)] = np.arange(self.samples.size)
-        return found
+        position = np.empty(self.samples.size, dtype=np.int64)
+        position[self.samples.reshape(-1)] = np.arange(self.samples.size)
+        return position
 
     @cached_property
     def rank(self) -> np.ndarray:
@@ -113,8 +113,8 @@ class Homes:
             after: the homes after the move.
             groups: (ranks,), the group of each rank, such as its node; None if each rank is a group of its own.
         """
-        of = np.arange(self.ranks) if groups is None else groups
-        return int((of[self.rank] != of[after.rank]).sum())
+        group = np.arange(self.ranks) if groups is None else groups
+        return int((group[self.rank] != group[after.rank]).sum())
 
     def same_as(self, other: Homes) -> bool:
         """Return whether every sample is in the same slot of the same rank."""
@@ -181,9 +181,9 @@ class SampleLoad:
         holders = [self._holders([table.shape[1] for table in counted], links) for links in ("intra", "inter")]
         # Integers in float64 are exact below 2**53, and their matrix product is many times faster than that of int64.
         inside, across = (np.rint(total.astype(np.float64) @ table).astype(np.int64) for table in holders)
-        now, ranks = self.homes.rank, np.arange(self.grid.world)
-        leaves = now[:, None] != ranks[None, :]
-        far = self.node[now][:, None] != self.node[None, :]
+        home, ranks = self.homes.rank, np.arange(self.grid.world)
+        leaves = home[:, None] != ranks[None, :]
+        far = self.node[home][:, None] != self.node[None, :]
         carried = np.reshape(self.carried, (-1, 1))
         return inside + carried * (leaves & ~far), across + carried * far
 
@@ -217,13 +217,13 @@ class SampleLoad:
         grid = self.grid
         table = np.zeros((sum(widths), grid.world), dtype=np.int64)
         for layer, num_experts in enumerate(widths):
-            each = num_experts // grid.ep
+            per_place = num_experts // grid.ep
             for ranks in self.replicas:
                 for holder in ranks:
-                    first = sum(widths[:layer]) + grid.coordinate(int(holder), "ep") * each
+                    first = sum(widths[:layer]) + grid.coordinate(int(holder), "ep") * per_place
                     near = self.node[ranks] == self.node[holder]
                     seen = ranks[near & (ranks != holder)] if links == "intra" else ranks[~near]
-                    table[first : first + each, seen] += 1
+                    table[first : first + per_place, seen] += 1
         return table
 
 
@@ -284,9 +284,9 @@ class Given(AbstractPlacer):
 
     def decide(self, load: SampleLoad) -> Homes:
         """Return the next homes of the list."""
-        found = self._homes[self._calls % len(self._homes)]
+        homes = self._homes[self._calls % len(self._homes)]
         self._calls += 1
-        return found
+        return homes
 
 
 SEATS_MOST = 96
@@ -322,24 +322,24 @@ class TwoStage(AbstractPlacer):
 
     def decide(self, load: SampleLoad) -> Homes:
         """Return the homes from the two assignments, or the present homes if these gain too little."""
-        found = _by_replica(load, self._placed)
-        before, after = load.volume(load.homes), load.volume(found)
+        placement = _by_replica(load, self._placed)
+        before, after = load.volume(load.homes), load.volume(placement)
         if (after.inter, after.intra) >= (before.inter, before.intra):
             return load.homes
-        now, then = (before.inter, after.inter) if before.inter else (before.intra, after.intra)
-        return found if now - then >= self.least_gain * now else load.homes
+        rows_before, rows_after = (before.inter, after.inter) if before.inter else (before.intra, after.intra)
+        return placement if rows_before - rows_after >= self.least_gain * rows_before else load.homes
 
     def _placed(self, load: SampleLoad, samples: np.ndarray, ranks: np.ndarray) -> np.ndarray:
         intra, inter = (table[np.ix_(samples, ranks)] for table in load.rows)
-        now, slots = load.homes.rank[samples], load.homes.slots
+        home, slots = load.homes.rank[samples], load.homes.slots
         nodes, first, num_ranks = np.unique(load.node[ranks], return_index=True, return_counts=True)
-        node = nodes[self._solve(_first(inter[:, first], load.node[now], nodes), slots * num_ranks)]
-        found = np.empty(len(samples), dtype=np.int64)
-        for each in nodes:
-            here, members = np.flatnonzero(node == each), np.flatnonzero(load.node[ranks] == each)
-            cost = _first(intra[np.ix_(here, members)], now[here], ranks[members])
-            found[here] = ranks[members][self._solve(cost, np.full(len(members), slots))]
-        return found
+        node = nodes[self._solve(_with_fewest_moves(inter[:, first], load.node[home], nodes), slots * num_ranks)]
+        rank = np.empty(len(samples), dtype=np.int64)
+        for number in nodes:
+            on_node, members = np.flatnonzero(node == number), np.flatnonzero(load.node[ranks] == number)
+            cost = _with_fewest_moves(intra[np.ix_(on_node, members)], home[on_node], ranks[members])
+            rank[on_node] = ranks[members][self._solve(cost, np.full(len(members), slots))]
+        return rank
 
 
 def _by_replica(load: SampleLoad, placed: Callable[[SampleLoad, np.ndarray, np.ndarray], np.ndarray]) -> Homes:
@@ -351,10 +351,10 @@ def _by_replica(load: SampleLoad, placed: Callable[[SampleLoad, np.ndarray, np.n
     return Homes.of_ranks(rank, load.grid.world)
 
 
-def _first(rows: np.ndarray, now: np.ndarray, places: np.ndarray) -> np.ndarray:
+def _with_fewest_moves(rows: np.ndarray, home: np.ndarray, places: np.ndarray) -> np.ndarray:
     """Return costs, (samples, places), that rank placements by rows first and by the number of moves second."""
-    found: np.ndarray = rows * (len(rows) + 1) + (now[:, None] != places[None, :])
-    return found
+    cost: np.ndarray = rows * (len(rows) + 1) + (home[:, None] != places[None, :])
+    return cost
 
 
 class Weighed(AbstractPlacer):
@@ -384,11 +384,15 @@ class Weighed(AbstractPlacer):
 
     def decide(self, load: SampleLoad) -> Homes:
         """Return the best placement that was tried, with the fewest moves among equals; the first one wins further ties."""
-        tried = [load.homes, TwoStage(least_gain=0.0).decide(load), *(self._by(weight, load) for weight in WEIGHTS)]
-        timed = [(load.seconds(homes, *self.rates), load.homes.moved(homes)) for homes in tried]
-        best = min(range(len(tried)), key=timed.__getitem__)
+        placements = [
+            load.homes,
+            TwoStage(least_gain=0.0).decide(load),
+            *(self._by(weight, load) for weight in WEIGHTS),
+        ]
+        timed = [(load.seconds(homes, *self.rates), load.homes.moved(homes)) for homes in placements]
+        best = min(range(len(placements)), key=timed.__getitem__)
         gains = timed[best][0] <= (1 - self.least_gain) * timed[0][0]
-        return tried[best] if gains else load.homes
+        return placements[best] if gains else load.homes
 
     def _by(self, weight: float, load: SampleLoad) -> Homes:
         """Return the best placement for one weight of the links within nodes."""
@@ -397,7 +401,7 @@ class Weighed(AbstractPlacer):
         units = np.rint(cost * (_UNITS / (np.abs(cost).max() or 1.0))).astype(np.int64)
 
         def placed(load: SampleLoad, samples: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-            weighed = _first(units[np.ix_(samples, ranks)], load.homes.rank[samples], ranks)
+            weighed = _with_fewest_moves(units[np.ix_(samples, ranks)], load.homes.rank[samples], ranks)
             return ranks[assign(weighed, np.full(len(ranks), load.homes.slots))]
 
         return _by_replica(load, placed)
@@ -434,19 +438,19 @@ def by_flow(cost: np.ndarray, room: np.ndarray) -> np.ndarray:
     (successive shortest paths; Ahuja, Magnanti and Orlin, "Network Flows" (1993), section 9.7). The nodes of a path are places,
     of which there are few. The length of a step is the cost of the cheapest sample to shift from one place to the next.
     """
-    at = cost.argmin(1)
-    held = np.bincount(at, minlength=len(room))
-    shifts = _Shifts(cost, at)
-    while (held > room).any():
-        distance, before = _shortest(shifts.cost, held > room)
-        target = int(np.where(held < room, distance, np.iinfo(np.int64).max).argmin())
-        held[target] += 1
+    place = cost.argmin(1)
+    filled = np.bincount(place, minlength=len(room))
+    shifts = _Shifts(cost, place)
+    while (filled > room).any():
+        distance, before = _shortest(shifts.cost, filled > room)
+        target = int(np.where(filled < room, distance, np.iinfo(np.int64).max).argmin())
+        filled[target] += 1
         while before[target] >= 0:
             source = int(before[target])
             shifts.shift(source, target)
             target = source
-        held[target] -= 1
-    return at
+        filled[target] -= 1
+    return place
 
 
 class _Shifts:
@@ -454,30 +458,30 @@ class _Shifts:
 
     Args:
         cost: (samples, places) int64.
-        at: (samples,), the place of each sample; `shift` changes it in place.
+        assigned: (samples,), the place of each sample; `shift` changes it in place.
     """
 
-    def __init__(self, cost: np.ndarray, at: np.ndarray) -> None:
-        self._all, self._at = cost, at
+    def __init__(self, cost: np.ndarray, assigned: np.ndarray) -> None:
+        self._costs, self._assigned = cost, assigned
         places = cost.shape[1]
         self.cost = np.full((places, places), _FAR)
         """(places from, places to) int64: the cost of the cheapest shift."""
         self._sample = np.zeros((places, places), dtype=np.int64)
         for place in range(places):
-            self._renew(place)
+            self._update(place)
 
     def shift(self, source: int, target: int) -> None:
         """Move the cheapest sample from `source` to `target`."""
-        self._at[self._sample[source, target]] = target
-        self._renew(source)
-        self._renew(target)
+        self._assigned[self._sample[source, target]] = target
+        self._update(source)
+        self._update(target)
 
-    def _renew(self, place: int) -> None:
-        members = np.flatnonzero(self._at == place)
+    def _update(self, place: int) -> None:
+        members = np.flatnonzero(self._assigned == place)
         if not len(members):
             self.cost[place] = _FAR
             return
-        extra = self._all[members] - self._all[members, place, None]
+        extra = self._costs[members] - self._costs[members, place, None]
         best = extra.argmin(0)
         self.cost[place] = extra[best, np.arange(len(best))]
         self._sample[place] = members[best]
@@ -495,9 +499,9 @@ def _shortest(cost: np.ndarray, sources: np.ndarray) -> tuple[np.ndarray, np.nda
     for _ in range(len(cost)):
         through = distance[:, None] + cost
         best = through.argmin(0)
-        found = through[best, places]
-        shorter = found < distance
+        lengths = through[best, places]
+        shorter = lengths < distance
         if not shorter.any():
             break
-        distance, before = np.where(shorter, found, distance), np.where(shorter, best, before)
+        distance, before = np.where(shorter, lengths, distance), np.where(shorter, best, before)
     return distance, before

@@ -38,8 +38,8 @@ class Cut:
     @property
     def share_again(self) -> float:
         """The share of the busiest rank's rows that are in slices that run again."""
-        left = np.maximum(self.loads - self.kept * self.limits, 0)
-        return float(left.max() / max(1, self.loads.max()))
+        rows_again = np.maximum(self.loads - self.kept * self.limits, 0)
+        return float(rows_again.max() / max(1, self.loads.max()))
 
     @cached_property
     def num_slices(self) -> int:
@@ -66,8 +66,8 @@ class Cut:
 
     def copies(self, number: int) -> np.ndarray:
         """Return the copies of each origin for each expert in a slice, (world, num_experts) int64."""
-        found: np.ndarray = self.part(number).sum(2)
-        return found
+        copies: np.ndarray = self.part(number).sum(2)
+        return copies
 
     def replicated(self, number: int) -> np.ndarray | None:
         """Return the replicated copies in a slice, (world, num_experts, ep) int64; None if the program replicates nothing."""
@@ -86,13 +86,13 @@ class Cut:
         chosen = list(origins)
         begin, end = (values[chosen].transpose(1, 0, 2).reshape(-1) for values in self._range(number))
         cells = self.cells[chosen].transpose(1, 0, 2).reshape(-1)
-        taken = np.maximum(end - begin, 0)
+        num_rows = np.maximum(end - begin, 0)
         first = cells.cumsum() - cells + begin
-        places = np.arange(int(taken.sum())) + np.repeat(first - (taken.cumsum() - taken), taken)
+        places = np.arange(int(num_rows.sum())) + np.repeat(first - (num_rows.cumsum() - num_rows), num_rows)
         of_cell = np.broadcast_to(
             np.array(chosen)[None, :, None], (self.cells.shape[1], len(chosen), self.cells.shape[2])
         )
-        return places, np.repeat(of_cell.reshape(-1), taken)
+        return places, np.repeat(of_cell.reshape(-1), num_rows)
 
     def _range(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the begin and end of a slice within each cell; begin >= end if the slice has no rows of the cell."""

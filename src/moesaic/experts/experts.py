@@ -153,21 +153,21 @@ class AbstractExperts(nn.Module, ABC):
             dtype: dtype of the products.
         """
         width, units = self.pack(self.first(sharded, 1)).shape[1], self.num_units(sharded)
-        inside = self._saved(sharded)
+        inside = self._saved_per_row(sharded)
         return ExpertSizes(
             dim=self.dim, units=units, unit_numbers=width, kept=0, forward=inside + self.dim,
             backward=2 * (inside + self.dim), element_bytes=dtype.itemsize,
         )  # fmt: skip
 
-    def _saved(self, sharded: Weights) -> int:
+    def _saved_per_row(self, sharded: Weights) -> int:
         """Return how many numbers per row autograd saves for one expert, not counting parameters."""
         weights = tuple(weight.detach().requires_grad_() for weight in self.first(sharded, 1))
-        known, found = {weight.untyped_storage().data_ptr() for weight in weights}, dict[int, int]()
+        weight_storages, saved_numbers = {weight.untyped_storage().data_ptr() for weight in weights}, dict[int, int]()
 
         def note(value: Tensor) -> Tensor:
             storage = value.untyped_storage()
-            if storage.data_ptr() not in known:
-                found[storage.data_ptr()] = storage.nbytes() // value.element_size()
+            if storage.data_ptr() not in weight_storages:
+                saved_numbers[storage.data_ptr()] = storage.nbytes() // value.element_size()
             return value
 
         rows = weights[0].new_zeros(2, self.dim).requires_grad_()
@@ -176,7 +176,7 @@ class AbstractExperts(nn.Module, ABC):
         hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda value: value)
         with torch.enable_grad(), torch.random.fork_rng(devices), hooks:
             self.compute(ExpertCall(weights, (), rows, None, ends))
-        return -(-sum(found.values()) // len(rows))
+        return -(-sum(saved_numbers.values()) // len(rows))
 
     def forward(
         self, rows: Tensor, weight: Tensor | None, ends: Tensor | None = None, run: Runner | None = None
@@ -240,21 +240,21 @@ class AbstractExperts(nn.Module, ABC):
             deferred_wgrad: a list to which this may append deferred work for the split parameters' gradients, so that the
                 rows' gradient can be sent first. None: all gradients are complete on return.
         """
-        rows, cut = call.rows, 1 + len(call.sharded)
+        rows, first_common = call.rows, 1 + len(call.sharded)
         leaves = [leaf.detach().requires_grad_() for leaf in (rows, *call.sharded, *call.common)]
         gate = None if call.gates is None else call.gates.detach().requires_grad_()
         with torch.enable_grad(), torch.random.fork_rng([rows.device] if rows.is_cuda else []):
             torch.set_rng_state(kept[0])
             if rows.is_cuda:
                 torch.cuda.set_rng_state(kept[1], rows.device)
-            weights = tuple(leaves[1:cut]), tuple(leaves[cut:])
+            weights = tuple(leaves[1:first_common]), tuple(leaves[first_common:])
             out = self.compute(ExpertCall(*weights, leaves[0], gate, call.ends, call.shards))
-        wanted = leaves if gate is None else [*leaves, gate]
-        grads = torch.autograd.grad(out, wanted, dy, materialize_grads=True)
-        return grads[0], None if gate is None else grads[-1], grads[1:cut], grads[cut : len(leaves)]
+        inputs = leaves if gate is None else [*leaves, gate]
+        grads = torch.autograd.grad(out, inputs, dy, materialize_grads=True)
+        return grads[0], None if gate is None else grads[-1], grads[1:first_common], grads[first_common : len(leaves)]
 
 
-def _side_by_side(x: Tensor) -> Tensor:
+def _contiguous_like(x: Tensor) -> Tensor:
     """Return the tensor if it is contiguous, else an empty one of its shape: generators draw other numbers into views."""
     return x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -315,13 +315,13 @@ class StackedExperts(AbstractExperts):
         super().__init__(dim, num_experts)
         self.bias = bias
         self._casts: dict[str, _KeptCast] = {}
-        parts = () if len(self.ups) == 1 else (len(self.ups),)
-        shapes: dict[str, tuple[int, ...]] = {self._up: (*parts, hidden, dim), "w2": (dim, hidden)}
+        gate_and_up = () if len(self.ups) == 1 else (len(self.ups),)
+        shapes: dict[str, tuple[int, ...]] = {self._up: (*gate_and_up, hidden, dim), "w2": (dim, hidden)}
         shapes |= {_bias_of(name): shape[:-1] for name, shape in shapes.items()}
         for name, shape in shapes.items():
             is_left_out = name.startswith("b") and not bias
-            made = None if is_left_out else torch.empty(num_experts, *shape, device=device, dtype=dtype)
-            self.register_parameter(name, None if made is None else nn.Parameter(made))
+            tensor = None if is_left_out else torch.empty(num_experts, *shape, device=device, dtype=dtype)
+            self.register_parameter(name, None if tensor is None else nn.Parameter(tensor))
         self.reset_parameters()
 
     @property
@@ -358,14 +358,14 @@ class StackedExperts(AbstractExperts):
         parameter = self._local(name)
         if parameter.dtype == dtype or torch.compiler.is_compiling() or not (self.training and torch.is_grad_enabled()):
             return parameter.to(dtype)
-        kept = self._casts.get(name)
+        kept_cast = self._casts.get(name)
         # A captured graph must cast the values that the parameter has at each replay.
         is_captured = parameter.is_cuda and torch.cuda.is_current_stream_capturing()
-        if kept is None or kept.parameter is not self._parameters[name] or is_captured:
+        if kept_cast is None or kept_cast.parameter is not self._parameters[name] or is_captured:
             return parameter.to(dtype)
-        if kept.cast is None or kept.version != parameter._version or kept.cast.dtype != dtype:
-            kept.cast, kept.version = parameter.detach().to(dtype), parameter._version
-        cast: Tensor = _Cast.apply(parameter, kept.cast)
+        if kept_cast.cast is None or kept_cast.version != parameter._version or kept_cast.cast.dtype != dtype:
+            kept_cast.cast, kept_cast.version = parameter.detach().to(dtype), parameter._version
+        cast: Tensor = _Cast.apply(parameter, kept_cast.cast)
         return cast
 
     def __getstate__(self) -> dict[str, Any]:
@@ -378,14 +378,14 @@ class StackedExperts(AbstractExperts):
         for name in (*self.ups, "w2"):
             weight, bias = getattr(self, name), getattr(self, _bias_of(name))
             bound = 1 / math.sqrt(weight.shape[2])
-            for each in (weight,) if bias is None else (weight, bias):
-                each.copy_(_side_by_side(each).uniform_(-bound, bound))
+            for parameter in (weight,) if bias is None else (weight, bias):
+                parameter.copy_(_contiguous_like(parameter).uniform_(-bound, bound))
 
     @torch.no_grad()
     def init_normal(self, std: float, out_std: float) -> None:
         for name in (*self.ups, "w2"):
             weight, bias = getattr(self, name), getattr(self, _bias_of(name))
-            weight.copy_(_side_by_side(weight).normal_(std=out_std if name == "w2" else std))
+            weight.copy_(_contiguous_like(weight).normal_(std=out_std if name == "w2" else std))
             if bias is not None:
                 bias.zero_()
 
@@ -415,20 +415,20 @@ class StackedExperts(AbstractExperts):
         self, call: ExpertCall, kept: Weights, dy: Tensor, deferred_wgrad: DeferredWgrad | None = None
     ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
         """Return the gradients by explicit products."""
-        found = expert_gradients(self._work(call), kept[0], dy, deferred_wgrad=deferred_wgrad is not None)
-        assert found.x is not None
-        assert found.up is not None
-        assert found.down is not None
-        if deferred_wgrad is not None and found.finish is not None:
-            deferred_wgrad.append(found.finish)
-        d_common = () if found.down_bias is None else (found.down_bias / call.shards,)
-        up = found.up.view(call.sharded[0].shape)
-        up_bias = () if found.up_bias is None else (found.up_bias.view(call.sharded[2].shape),)
-        return found.x, found.gates, (up, found.down, *up_bias), d_common
+        grads = expert_gradients(self._work(call), kept[0], dy, deferred_wgrad=deferred_wgrad is not None)
+        assert grads.x is not None
+        assert grads.up is not None
+        assert grads.down is not None
+        if deferred_wgrad is not None and grads.finish is not None:
+            deferred_wgrad.append(grads.finish)
+        d_common = () if grads.down_bias is None else (grads.down_bias / call.shards,)
+        up = grads.up.view(call.sharded[0].shape)
+        up_bias = () if grads.up_bias is None else (grads.up_bias.view(call.sharded[2].shape),)
+        return grads.x, grads.gates, (up, grads.down, *up_bias), d_common
 
     def _work(self, call: ExpertCall) -> ExpertWork:
         """Return one call in the form that the kernels take."""
-        up, down, up_bias = self._together(call.sharded)
+        up, down, up_bias = self._with_gate_dim(call.sharded)
         return ExpertWork(
             x=call.rows,
             dispatch=None,
@@ -455,21 +455,24 @@ class StackedExperts(AbstractExperts):
 
     def pack(self, sharded: Weights) -> Tensor:
         """Return (num_experts * hidden, columns). A row holds one hidden unit's entries of every matrix, and its biases."""
-        up, down, bias = self._together(sharded)
+        up, down, bias = self._with_gate_dim(sharded)
         columns = [up.transpose(1, 2).flatten(2), down.transpose(1, 2)]
         columns += [] if bias is None else [bias.transpose(1, 2)]
         return torch.cat(columns, dim=2).flatten(0, 1)
 
     def unpack(self, rows: Tensor, num_experts: int) -> Weights:
         """Return the parameters from the rows of `pack`, as views."""
-        ups = len(self.ups)
-        widths = [ups * self.dim, self.dim, *([ups] if self.bias else [])]
+        num_ups = len(self.ups)
+        widths = [num_ups * self.dim, self.dim, *([num_ups] if self.bias else [])]
         up, down, *biases = rows.view(num_experts, -1, sum(widths)).split(widths, dim=2)
-        found = (up.unflatten(2, (ups, self.dim)).transpose(1, 2), *(bias.transpose(1, 2) for bias in biases))
-        up, *biases = found if ups > 1 else (each.squeeze(1) for each in found)
+        up_parameters = (
+            up.unflatten(2, (num_ups, self.dim)).transpose(1, 2),
+            *(bias.transpose(1, 2) for bias in biases),
+        )
+        up, *biases = up_parameters if num_ups > 1 else (each.squeeze(1) for each in up_parameters)
         return (up, down.transpose(1, 2), *biases)
 
-    def _together(self, sharded: Weights) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _with_gate_dim(self, sharded: Weights) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return up, (experts, 1 or 2, hidden, dim), down, and the biases of up."""
         up, down, *biases = sharded
         bias = biases[0] if biases else None
@@ -524,7 +527,7 @@ class PlainExperts(StackedExperts):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(dim, hidden, num_experts, bias=bias, device=device, dtype=dtype)
-        self.activation = _known(activation)
+        self.activation = _known_activation(activation)
 
 
 class GatedExperts(StackedExperts):
@@ -558,7 +561,7 @@ class GatedExperts(StackedExperts):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(dim, hidden, num_experts, bias=bias, device=device, dtype=dtype)
-        self.activation, self.clamp = _known(activation), clamp
+        self.activation, self.clamp = _known_activation(activation), clamp
         if clamp is not None and activation != "silu":
             raise InputError(f"GatedExperts: clamp belongs to silu, not to {activation}: leave one of the two out")
 
@@ -589,7 +592,7 @@ def _cast_to(dtype: torch.dtype, call: ExpertCall) -> ExpertCall:
     return replace(call, sharded=sharded, common=common, rows=call.rows.to(dtype))
 
 
-def _known(activation: str) -> str:
+def _known_activation(activation: str) -> str:
     """Return the name of an activation, after a check that it is known."""
     if activation not in ACTIVATIONS:
         raise InputError(f"activation={activation!r} is unknown: choose one of {', '.join(ACTIVATIONS)}")

@@ -35,7 +35,9 @@ class ModuleExperts(AbstractExperts):
         self.experts: nn.ModuleList | nn.ModuleDict = nn.ModuleList(factory() for _ in range(num_experts))
         first, *others = (_shapes(module) for module in self.experts.children())
         if any(shapes != first for shapes in others):
-            raise InputError("user-defined experts must have parameters of the same names and shapes: make all alike")
+            raise InputError(
+                "user-defined experts must have parameters of the same names and shapes: create all in the same way"
+            )
 
     @property
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -46,12 +48,17 @@ class ModuleExperts(AbstractExperts):
 
     def compute(self, call: ExpertCall) -> Tensor:
         ends, modules = call.ends.tolist(), list(self.experts.children())
-        each = len(call.sharded) // max(len(ends), 1)
+        per_module = len(call.sharded) // max(len(ends), 1)
         parts = []
-        for e, (a, b) in enumerate(zip([0, *ends], ends)):
-            module = modules[e % len(modules)]
-            own = dict(zip((name for name, _ in module.named_parameters()), call.sharded[e * each : (e + 1) * each]))
-            parts.append(functional_call(module, own, (call.rows[a:b],)))
+        for number, (start, end) in enumerate(zip([0, *ends], ends)):
+            module = modules[number % len(modules)]
+            parameters = dict(
+                zip(
+                    (name for name, _ in module.named_parameters()),
+                    call.sharded[number * per_module : (number + 1) * per_module],
+                )
+            )
+            parts.append(functional_call(module, parameters, (call.rows[start:end],)))
         out = torch.cat(parts)
         if out.shape != call.rows.shape:
             raise InputError(
@@ -95,13 +102,13 @@ class ModuleExperts(AbstractExperts):
             InputError: if the modules have no parameters, or have buffers, which would not be sent.
         """
         module = next(self.experts.children())
-        each = sum(1 for _ in module.parameters())
-        if not each or any(True for _ in module.buffers()):
+        per_module = sum(1 for _ in module.parameters())
+        if not per_module or any(True for _ in module.buffers()):
             raise InputError(
-                f"plan.gather_weights: experts like {type(module).__name__} cannot travel, since they have buffers, or no "
+                f"plan.gather_weights: experts like {type(module).__name__} cannot be sent, since they have buffers, or no "
                 "parameters: leave plan.gather_weights at none"
             )
-        rows = [sharded[first : first + each] for first in range(0, len(sharded), each)]
+        rows = [sharded[first : first + per_module] for first in range(0, len(sharded), per_module)]
         return torch.stack([torch.cat([parameter.reshape(-1) for parameter in row]) for row in rows])
 
     def unpack(self, rows: Tensor, num_experts: int) -> Weights:

@@ -188,20 +188,20 @@ def admit(
     if rows is None:
         return alive_N
     token, expert, slot = choice.token, choice.expert, choice.slot
-    turn = token
+    priority = token
     if best_weight_T is not None:
-        turn = torch.empty_like(best_weight_T, dtype=torch.int64)
+        priority = torch.empty_like(best_weight_T, dtype=torch.int64)
         by_score = best_weight_T.argsort(descending=True, stable=True)
-        turn[by_score] = torch.arange(len(by_score), device=by_score.device)
-        turn = turn[token]
+        priority[by_score] = torch.arange(len(by_score), device=by_score.device)
+        priority = priority[token]
     # Copies that are not alive are in no expert's queue.
-    at = expert if alive_N is None else expert.masked_fill(~alive_N, num_experts)
+    queued_expert = expert if alive_N is None else expert.masked_fill(~alive_N, num_experts)
     num_turns = choice.token.max() + 1 if len(choice.token) else 1
-    queue = (slot * num_turns + turn).argsort(stable=True)
-    queue = queue[at[queue].argsort(stable=True)]
-    load_E = count(at, None, num_experts + 1)
+    queue = (slot * num_turns + priority).argsort(stable=True)
+    queue = queue[queued_expert[queue].argsort(stable=True)]
+    load_E = count(queued_expert, None, num_experts + 1)
     start_E = load_E.cumsum(0) - load_E
-    place = torch.arange(len(queue), device=queue.device) - start_E[at[queue]]
+    place = torch.arange(len(queue), device=queue.device) - start_E[queued_expert[queue]]
     if before_KE is not None:
         cells = before_KE.numel()
         cell = slot * num_experts + expert
@@ -209,7 +209,7 @@ def admit(
         load_KE = count(cell, None, cells + 1)[:cells].view_as(before_KE)
         shift_KE = before_KE - (load_KE.cumsum(0) - load_KE)
         place = place + shift_KE.flatten()[cell[queue].clamp_max(cells - 1)]
-    is_sent = (place < rows) & (at[queue] < num_experts)
+    is_sent = (place < rows) & (queued_expert[queue] < num_experts)
     return torch.empty_like(is_sent).scatter_(0, queue, is_sent)
 
 

@@ -84,8 +84,8 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
     def __init__(self, layer: InjectsLosses) -> None:
         self._layer = weakref.ref(layer)
         self._task = -1
-        self._done, self._of_step = 0, 1
-        self._within: list[nn.Parameter] = []
+        self._passes_of_step, self._expected_passes = 0, 1
+        self._pass_parameters: list[nn.Parameter] = []
         self._watched: list[nn.Parameter] = []
         self._versions: list[int] = []
         self._is_wrapped = self._had_gradient = False
@@ -114,21 +114,21 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         if task != self._task:
             self._task = task
             self._begin(_trainable(layer))
-        is_counted = bool(self._within) and self._done <= self._of_step
-        return torch.full((), 1 / self._of_step if is_counted else 0.0, device=like.device)
+        is_counted = bool(self._pass_parameters) and self._passes_of_step <= self._expected_passes
+        return torch.full((), 1 / self._expected_passes if is_counted else 0.0, device=like.device)
 
-    def _begin(self, within: list[nn.Parameter]) -> None:
+    def _begin(self, parameters: list[nn.Parameter]) -> None:
         """Count a backward pass that has just reached the layer, whose trainable parameters are `within`."""
-        if self._is_new_step(within):
-            self._of_step, self._done = max(self._done, 1), 0
-        if not self._is_wrapped and not _same(within, self._watched):
-            self._watched = within
+        if self._is_new_step(parameters):
+            self._expected_passes, self._passes_of_step = max(self._passes_of_step, 1), 0
+        if not self._is_wrapped and not _are_same(parameters, self._watched):
+            self._watched = parameters
         self._versions = _versions(self._watched)
-        self._within, self._done = within, self._done + 1
+        self._pass_parameters, self._passes_of_step = parameters, self._passes_of_step + 1
         Variable._execution_engine.queue_callback(self._end)
 
-    def _is_new_step(self, within: list[nn.Parameter]) -> bool:
-        if not self._is_wrapped and not _same(within, self._watched):
+    def _is_new_step(self, parameters: list[nn.Parameter]) -> bool:
+        if not self._is_wrapped and not _are_same(parameters, self._watched):
             return True
         is_clear = all(parameter.grad is None for parameter in self._watched)
         return _versions(self._watched) != self._versions or (is_clear and (self._had_gradient or not self._is_wrapped))
@@ -136,11 +136,11 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
     def _end(self) -> None:
         """Record the layer's parameters and gradients at the end of a backward pass."""
         layer = self._layer()
-        after = [] if layer is None else _trainable(layer)
-        if not _same(after, self._within):
+        parameters = [] if layer is None else _trainable(layer)
+        if not _are_same(parameters, self._pass_parameters):
             self._is_wrapped = True
-            if not _same(after, self._watched):
-                self._watched, self._versions = after, _versions(after)
+            if not _are_same(parameters, self._watched):
+                self._watched, self._versions = parameters, _versions(parameters)
         self._had_gradient = any(parameter.grad is not None for parameter in self._watched)
 
 
@@ -179,7 +179,7 @@ class Injection:
         if loss is None:
             return None
         self.is_collected = True
-        collected: Tensor = _Shared.apply(loss, self.share)
+        collected: Tensor = _ScaledGradient.apply(loss, self.share)
         return collected
 
 
@@ -218,7 +218,7 @@ class InjectLossCompiled(torch.autograd.Function):
         return grad_y, weight.to(ctx.loss_dtype) * ctx.share, None, None, None, None
 
 
-class _Shared(torch.autograd.Function):
+class _ScaledGradient(torch.autograd.Function):
     """Identity that multiplies the gradient by `share`."""
 
     @staticmethod
@@ -279,7 +279,9 @@ class InjectsLosses(nn.Module):
         injection = Injection(self, loss, share, is_half)
         self._was_compiled = False
         if torch._C._current_graph_task_id() == -1:  # otherwise a checkpoint is recomputing in a backward pass
-            self._injections = [each for each in self._injections if (known := each()) and known.loss is not None]
+            self._injections = [
+                reference for reference in self._injections if (earlier := reference()) and earlier.loss is not None
+            ]
             self._injections.append(weakref.ref(injection))
         injected: Tensor = InjectLoss.apply(y, loss, injection)
         return injected
@@ -291,7 +293,7 @@ class InjectsLosses(nn.Module):
                 f"collect_losses: the last call of a {type(self).__name__} was compiled, and its graph injects the losses: "
                 "call set_loss_scale(model, share), or wrap the layer's forward in torch.compiler.disable"
             )
-        injections, self._injections = [each() for each in self._injections], []
+        injections, self._injections = [reference() for reference in self._injections], []
         losses = [injection.collect() for injection in injections if injection is not None]
         return [loss for loss in losses if loss is not None]
 
@@ -307,7 +309,7 @@ def _trainable(layer: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in layer.parameters() if parameter.requires_grad]
 
 
-def _same(some: list[nn.Parameter], others: list[nn.Parameter]) -> bool:
+def _are_same(some: list[nn.Parameter], others: list[nn.Parameter]) -> bool:
     return len(some) == len(others) and all(one is other for one, other in zip(some, others))
 
 

@@ -34,7 +34,7 @@ class NodeTokens:
     rank: int = 0
     """The index of this rank in `of_all`."""
 
-    def told(self, of_all: np.ndarray, rank: int) -> NodeTokens:
+    def with_counts(self, of_all: np.ndarray, rank: int) -> NodeTokens:
         """Return a copy with the counts of all ranks, and this rank's index in them; with these a host waits for no GPU."""
         return replace(self, of_all=of_all, rank=rank)
 
@@ -43,19 +43,19 @@ class NodeTokens:
         """(visits, 1) int32: the token of each visit, ordered by node, chunk and token; None if `visits` is None."""
         if self.visits is None:
             return None
-        return (self._visits_at % max(self.visits.shape[2], 1)).int().unsqueeze(1)
+        return (self._visit_cells % max(self.visits.shape[2], 1)).int().unsqueeze(1)
 
     @cached_property
     def rank_token_index(self) -> Tensor:
         """(stops, 1) int32, ordered by place of ep, chunk and token: the visit of each stop, numbered within its node and
         chunk. If `visits` is None, the token of each stop."""
         num_places, chunks, tokens = self.stops.shape
-        at = places_of(self.stops.flatten(), self._num_stops)
+        stop = places_of(self.stops.flatten(), self._num_stops)
         if self.visits is None:
-            return (at % tokens).int().unsqueeze(1)
+            return (stop % tokens).int().unsqueeze(1)
         of_place, per_node = chunks * tokens, num_places // len(self.visits)
-        visit = at // (per_node * of_place) * of_place + at % of_place
-        return _number(self.visits).flatten().index_select(0, visit).int().unsqueeze(1)
+        visit = stop // (per_node * of_place) * of_place + stop % of_place
+        return _numbered(self.visits).flatten().index_select(0, visit).int().unsqueeze(1)
 
     @property
     def indices(self) -> Mapping[str, Tensor]:
@@ -64,11 +64,11 @@ class NodeTokens:
         return {**by_node, "rank_token_index": self.rank_token_index, "copy_index": self.copy_index}
 
     @property
-    def _visits_at(self) -> Tensor:
+    def _visit_cells(self) -> Tensor:
         assert self.visits is not None
-        told = self.of_all
+        counts = self.of_all
         return places_of(
-            self.visits.flatten(), None if told is None else int(told[self.rank, : len(self.visits)].sum())
+            self.visits.flatten(), None if counts is None else int(counts[self.rank, : len(self.visits)].sum())
         )
 
     @property
@@ -97,7 +97,7 @@ def find_node_tokens(
     place = (cell * tokens + token).clamp_max(last)  # unsent copies go to one extra cell, which is cut off
     stops = torch.zeros(last + 1, dtype=torch.bool, device=place.device).index_fill_(0, place, True)[:last]
     stops = stops.view(grid.ep, num_chunks, tokens)
-    copy_index = _number(stops).flatten().index_select(0, place.clamp_max(last - 1)).int().unsqueeze(1)
+    copy_index = _numbered(stops).flatten().index_select(0, place.clamp_max(last - 1)).int().unsqueeze(1)
     counts = stops.sum(2)
     if len(grid.cast_levels) == 1:
         return NodeTokens(counts, copy_index, stops, None)
@@ -114,12 +114,12 @@ def places_of(is_there: Tensor, number: int | None) -> Tensor:
     """
     if number is None or is_there.device.type == "cpu":
         return is_there.nonzero().squeeze(1)
-    at = torch.where(is_there, is_there.cumsum(0) - 1, number)
-    place = torch.arange(len(is_there), device=at.device)
-    return at.new_empty(number + 1).scatter_(0, at, place)[:number]
+    target = torch.where(is_there, is_there.cumsum(0) - 1, number)
+    place = torch.arange(len(is_there), device=target.device)
+    return target.new_empty(number + 1).scatter_(0, target, place)[:number]
 
 
-def _number(table: Tensor) -> Tensor:
+def _numbered(table: Tensor) -> Tensor:
     """Return, at each True entry, the number of True entries before it along the last axis, (..., tokens) int64."""
     return table.cumsum(-1) - 1
 

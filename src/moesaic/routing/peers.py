@@ -48,8 +48,8 @@ class Gathered:
     """K: the number of choices that are counted separately; 1 if the order of choices does not matter."""
     num_experts: int
     """E."""
-    num_more: int
-    """m: the number of values from `Peers.also`."""
+    num_extras: int
+    """m: the number of values from `Peers.extras`."""
     sent: Tensor | None = None
     """(P, E) int64: copies that each rank sends to each expert; None before copies are admitted."""
 
@@ -62,7 +62,7 @@ class Gathered:
         num_tokens: int,
         nonfinite: Tensor,
         local: RouterStatistics | None,
-        more: Tensor,
+        extras: Tensor,
     ) -> Gathered:
         """Exchange counts and sums with the peers.
 
@@ -73,7 +73,7 @@ class Gathered:
             num_tokens: this rank's tokens, padding included.
             nonfinite: (), this rank's copies whose routing weight is NaN or infinite.
             local: statistics of this rank's tokens; None if no loss reads them.
-            more: the further values from `peers.also`.
+            extras: the further values from `peers.extras`.
         """
         sizes = torch.full((_SIZES,), num_tokens, dtype=torch.float64, device=counts_KE.device)
         sizes[2] = nonfinite
@@ -81,12 +81,12 @@ class Gathered:
             sizes[0] = num_valid
         digest = peers.digest_on(sizes.device)
         sums = [] if local is None else [local.packed().detach().double()]
-        message = torch.cat([sizes, counts_KE.reshape(-1).double(), *sums, more.to(digest), digest])
+        message = torch.cat([sizes, counts_KE.reshape(-1).double(), *sums, extras.to(digest), digest])
         return cls(
             peers.gather(message),
             num_slots=counts_KE.shape[0],
             num_experts=counts_KE.shape[1],
-            num_more=len(more),
+            num_extras=len(extras),
         )
 
     @cached_property
@@ -133,9 +133,9 @@ class Gathered:
         return self.on_host[:, -_DIGEST:]
 
     @property
-    def more_on_host(self) -> np.ndarray:
-        """(P, m) float64: the values from every rank's `Peers.also`, on the host."""
-        return self.on_host[:, -_DIGEST - self.num_more : -_DIGEST]
+    def extras_on_host(self) -> np.ndarray:
+        """(P, m) float64: the values from every rank's `Peers.extras`, on the host."""
+        return self.on_host[:, -_DIGEST - self.num_extras : -_DIGEST]
 
     def statistics(self, local: RouterStatistics, peers: Peers, earlier_counts_E: Tensor | None) -> RouterStatistics:
         """Return the statistics of all ranks' tokens, differentiable in this rank's part.
@@ -145,9 +145,9 @@ class Gathered:
             peers: the ranks of the exchange.
             earlier_counts_E: (E,) int64, copies of the optimizer step before this call, over all ranks.
         """
-        mine = local.packed()
-        others = self.values[:, _SIZES + self.num_slots * self.num_experts : -_DIGEST - self.num_more].to(mine)
-        rows = [mine if place == peers.place else others[place] for place in range(peers.number)]
+        own = local.packed()
+        others = self.values[:, _SIZES + self.num_slots * self.num_experts : -_DIGEST - self.num_extras].to(own)
+        rows = [own if place == peers.place else others[place] for place in range(peers.number)]
         return local.joined(torch.stack(rows), peers.slices, earlier_counts_E)
 
 
@@ -223,26 +223,26 @@ class Peers:
         tell: Callable[[], Sequence[float]] = tuple,
     ) -> None:
         self._transport = transport
-        self._hear_all = grid.tp == 1
+        self._all_are_peers = grid.tp == 1
         self.ranks = tuple(range(grid.world)) if slices else grid.group(transport.rank, ("dp",))
         self.number, self.place = len(self.ranks), self.ranks.index(transport.rank)
         self.slices = grid.tp if slices else 1
         self.slice = grid.coordinate(transport.rank, "tp") if slices else 0
-        self._of_plan = digest
+        self._plan_digest = digest
         self._settings: dict[str, object] = {}
         self.digest = _as_numbers(digest)
-        self._digest_there = (torch.empty(0), torch.empty(0))
-        self._find = find if self.number == transport.world else None
-        self._slots_of, self._tell = slots, tell
+        self._device_digest = (torch.empty(0), torch.empty(0))
+        self._find_node_tokens = find if self.number == transport.world else None
+        self._slots_of, self._extra_numbers = slots, tell
         casts = grid.ep > 1 and bool(grid.nodes_per_replica) and grid.has_shards_inside_nodes
-        self._room = CHUNKS * sum(grid.cast_levels) if casts else 0
-        self._found: tuple[Choice, NodeTokens] | None = None
-        self._sorted: tuple[Tensor, Tensor] | None = None
+        self._node_tokens_length = CHUNKS * sum(grid.cast_levels) if casts else 0
+        self._node_tokens: tuple[Choice, NodeTokens] | None = None
+        self._sorted_experts: tuple[Tensor, Tensor] | None = None
         self.all_agree = True
         self.length = 2 + len(self.digest)
         self.skips_digests = False
 
-    def also(
+    def extras(
         self, choice: Choice, alive_N: Tensor | None, num_tokens: int, num_experts: int, *, may_drop: bool
     ) -> Tensor:
         """Return the further values that this rank sends with its counts: counts of node tokens, then the numbers of `tell`.
@@ -259,42 +259,42 @@ class Peers:
         Returns:
             (m,) float64; m is the same in every call on every rank.
         """
-        node_tokens = torch.zeros(self._room, dtype=torch.float64, device=choice.expert.device)
-        if self._find is not None and not may_drop:
+        node_tokens = torch.zeros(self._node_tokens_length, dtype=torch.float64, device=choice.expert.device)
+        if self._find_node_tokens is not None and not may_drop:
             node_tokens = self._counts_of_node_tokens(choice, alive_N, num_tokens, num_experts, node_tokens)
-        told = np.array(self._tell(), dtype=np.float64)
-        numbers = uploaded(told, node_tokens.device) if told.any() else node_tokens.new_zeros(len(told))
+        extra = np.array(self._extra_numbers(), dtype=np.float64)
+        numbers = uploaded(extra, node_tokens.device) if extra.any() else node_tokens.new_zeros(len(extra))
         return torch.cat([node_tokens, numbers])
 
     def _counts_of_node_tokens(
-        self, choice: Choice, alive_N: Tensor | None, num_tokens: int, num_experts: int, room: Tensor
+        self, choice: Choice, alive_N: Tensor | None, num_tokens: int, num_experts: int, padding: Tensor
     ) -> Tensor:
-        """Return the counts of this rank's node tokens, padded to the length of `room`; `room` itself if they do not fit."""
-        assert self._find is not None
+        """Return the counts of this rank's node tokens, padded to the length of `padding`; `padding` if they do not fit."""
+        assert self._find_node_tokens is not None
         token, expert = choice.token, self._slots_of(choice.expert)
         if alive_N is not None and expert.device.type != "cpu":
             expert = expert.masked_fill(~alive_N, num_experts)
         elif alive_N is not None:
             token, expert = token[alive_N], expert[alive_N]
         order = stable_order(expert)
-        self._sorted = (expert, order)
-        node_tokens = self._find(token.index_select(0, order), expert.index_select(0, order), num_tokens)
-        empty = len(room) - node_tokens.counts.numel()
+        self._sorted_experts = (expert, order)
+        node_tokens = self._find_node_tokens(token.index_select(0, order), expert.index_select(0, order), num_tokens)
+        empty = len(padding) - node_tokens.counts.numel()
         if empty < 0:
-            return room
-        self._found = (choice, node_tokens)
+            return padding
+        self._node_tokens = (choice, node_tokens)
         return F.pad(node_tokens.counts.flatten().double(), (0, empty))
 
     def digest_on(self, device: torch.device) -> Tensor:
         """Return `digest` on a device. Each digest is copied once."""
-        if self._digest_there[0] is not self.digest:
-            self._digest_there = self.digest, self.digest.to(device)
-        return self._digest_there[1]
+        if self._device_digest[0] is not self.digest:
+            self._device_digest = self.digest, self.digest.to(device)
+        return self._device_digest[1]
 
     def order(self, expert: Tensor) -> Tensor:
-        """Return the stable order of rows by expert, (rows,) int64. Reuses the order if `also` has sorted the same tensor."""
-        known, self._sorted = self._sorted, None
-        return known[1] if known is not None and known[0] is expert else stable_order(expert)
+        """Return the stable order of rows by expert, (rows,) int64. Reuses the order if `extras` has sorted the same tensor."""
+        cached, self._sorted_experts = self._sorted_experts, None
+        return cached[1] if cached is not None and cached[0] is expert else stable_order(expert)
 
     def node_tokens(self, choice: Choice, gathered: Gathered | None) -> NodeTokens | None:
         """Return the node tokens of a call with the counts of all ranks; None if the call's exchange did not include them.
@@ -305,12 +305,12 @@ class Peers:
             choice: the copies that the call chose.
             gathered: the messages of the call; None on one rank.
         """
-        found, self._found = self._found, None
-        if found is None or found[0] is not choice or gathered is None:
+        cached, self._node_tokens = self._node_tokens, None
+        if cached is None or cached[0] is not choice or gathered is None:
             return None
-        mine = found[1]
-        of_all = gathered.more_on_host[:, : mine.counts.numel()].astype(np.int64)
-        return mine.told(of_all.reshape(-1, *mine.counts.shape), self.place)
+        own = cached[1]
+        of_all = gathered.extras_on_host[:, : own.counts.numel()].astype(np.int64)
+        return own.with_counts(of_all.reshape(-1, *own.counts.shape), self.place)
 
     def gather(self, message: Tensor) -> Tensor:
         """Return the messages of all peers, (P, n) float64, given this rank's, (n,) float64.
@@ -326,16 +326,16 @@ class Peers:
         Raises:
             InputError: on every rank, if the ranks do not run the same.
         """
-        is_told_all = self.all_agree or self._hear_all
-        ranks = self.ranks if is_told_all else tuple(range(self._transport.world))
+        knows_peers = self.all_agree or self._all_are_peers
+        ranks = self.ranks if knows_peers else tuple(range(self._transport.world))
         if len(message) != self.length:
             self._announce(ranks, message)
-        told = torch.stack(all_gather(self._transport, ranks, message))
-        if is_told_all:
-            return told
-        self.check(told[:, -len(self.digest) :].cpu(), ranks)
+        messages = torch.stack(all_gather(self._transport, ranks, message))
+        if knows_peers:
+            return messages
+        self.check(messages[:, -len(self.digest) :].cpu(), ranks)
         self.all_agree = True
-        return told[list(self.ranks)]
+        return messages[list(self.ranks)]
 
     def _announce(self, ranks: tuple[int, ...], message: Tensor) -> None:
         """Announce to the ranks that messages change their length, and verify that all ranks announce the same length."""
@@ -344,8 +344,8 @@ class Peers:
         heads = torch.stack(all_gather(self._transport, ranks, head)).cpu()
         self.check(heads[:, -len(self.digest) :], ranks, together=not self.skips_digests)
         if bool((heads[:, 0] != ANNOUNCES).any() | (heads[:, 1] != len(message)).any()):
-            mine = ", ".join(f"{name}={as_text(value)}" for name, value in self._settings.items())
-            raise InputError(f"ranks call a layer differently; rank {self._transport.rank}: {mine}: {CALLS}")
+            settings = ", ".join(f"{name}={as_text(value)}" for name, value in self._settings.items())
+            raise InputError(f"ranks call a layer differently; rank {self._transport.rank}: {settings}: {CALLS}")
         self.length = len(message)
 
     def call_with(self, settings: Mapping[str, object]) -> bool:
@@ -358,7 +358,9 @@ class Peers:
             return False
         self._settings = dict(settings)
         text = json.dumps({name: as_text(value) for name, value in settings.items()}, sort_keys=True).encode()
-        self.digest = _as_numbers(hashlib.blake2b(self._of_plan + text, digest_size=len(self._of_plan)).digest())
+        self.digest = _as_numbers(
+            hashlib.blake2b(self._plan_digest + text, digest_size=len(self._plan_digest)).digest()
+        )
         return True
 
     def check(self, digests: Tensor, ranks: tuple[int, ...], *, together: bool = True) -> None:

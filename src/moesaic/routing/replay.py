@@ -72,14 +72,14 @@ def _chooser(
     router: AbstractRouter, place: int, experts: Callable[[int], Tensor]
 ) -> Callable[[Scores, int, Tensor | None, Tensor | None], Choice]:
     def choose(scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
-        told = experts(place).to(scores.logits.device)
-        if told.shape != (len(scores.logits), top_k):
+        recorded = experts(place).to(scores.logits.device)
+        if recorded.shape != (len(scores.logits), top_k):
             raise InputError(
-                f"replay: {tuple(told.shape)} recorded choices for {len(scores.logits)} tokens with top_k={top_k}: "
+                f"replay: {tuple(recorded.shape)} recorded choices for {len(scores.logits)} tokens with top_k={top_k}: "
                 "replay a trace of the same model and batch"
             )
-        if told.numel() and int(torch.where(told < 0, -1 - told, told).max()) >= router.num_experts:
+        if recorded.numel() and int(torch.where(recorded < 0, -1 - recorded, recorded).max()) >= router.num_experts:
             raise InputError(f"replay: a recorded expert is not among the {router.num_experts}: replay another trace")
-        return decoded(told)
+        return decoded(recorded)
 
     return choose

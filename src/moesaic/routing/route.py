@@ -128,8 +128,8 @@ def route(
         alive_N = _alive(choice, batch.valid_T)
         earlier = batch.earlier_counts if replay is None else replay.earlier_counts
         if replay is None and earlier is not None and batch.step_total is not None:
-            own = count(choice.expert, alive_N, router.num_experts)
-            earlier = batch.step_total(earlier + own) - own
+            own_counts = count(choice.expert, alive_N, router.num_experts)
+            earlier = batch.step_total(earlier + own_counts) - own_counts
         sums = _sums(losses, scores, choice, weight_N, alive_N, batch, earlier)
         record = replay
         if record is None:
@@ -153,8 +153,8 @@ def route_chosen(expert_TK: Tensor, weight_TK: Tensor, num_experts: int, peers: 
         peers: as for `route`.
     """
     num_tokens, top_k = expert_TK.shape
-    at = torch.arange(num_tokens * top_k, device=expert_TK.device)
-    choice = Choice(at // max(top_k, 1), expert_TK.reshape(-1), at % max(top_k, 1), per_token=top_k)
+    index = torch.arange(num_tokens * top_k, device=expert_TK.device)
+    choice = Choice(index // max(top_k, 1), expert_TK.reshape(-1), index % max(top_k, 1), per_token=top_k)
     weight_N = weight_TK.reshape(-1).to(torch.promote_types(weight_TK.dtype, torch.float32))
     detached = weight_N.detach()
     record = _decide(choice, detached, None, top_k, Dropless(), num_tokens, num_experts, TokenInfo(), None, peers)
@@ -191,9 +191,9 @@ def _decide(
         choices = top_k if capacity.spans_mesh else 1
         cell = choice.slot * num_experts + choice.expert if choices > 1 else choice.expert
         counts_KE = count(cell, alive_N, choices * num_experts).view(choices, -1)
-        more = peers.also(choice, alive_N, num_tokens, num_experts, may_drop=not capacity.never_drops)
+        extras = peers.extras(choice, alive_N, num_tokens, num_experts, may_drop=not capacity.never_drops)
         gathered = Gathered.exchange(
-            peers, counts_KE, None if valid is None else valid.sum(), num_tokens, nonfinite, sums, more
+            peers, counts_KE, None if valid is None else valid.sum(), num_tokens, nonfinite, sums, extras
         )
         requested, num_valid, nonfinite = gathered.counts.sum((0, 1)), gathered.valid.sum(), gathered.nonfinite.sum()
         if capacity.spans_mesh:
@@ -238,13 +238,13 @@ def _routing(
     if sent is not None and has_unsent:
         expert = expert.masked_fill(~sent, num_experts)
     elif sent is not None:
-        kept = sent.nonzero().squeeze(1)
-        token, expert, weight = token[kept], expert[kept], weight[kept]
+        indices = sent.nonzero().squeeze(1)
+        token, expert, weight = token[indices], expert[indices], weight[indices]
     if record.capacity is None and (sent is None or record.by_rank is not None):
         counts = record.requested  # nothing is dropped
     else:
-        here = count(expert, None, num_experts + 1)[:num_experts]
-        counts = here if record.by_rank is None else record.by_rank.sum(0)
+        counts_here = count(expert, None, num_experts + 1)[:num_experts]
+        counts = counts_here if record.by_rank is None else record.by_rank.sum(0)
     return Routing(
         token=token,
         expert=expert,

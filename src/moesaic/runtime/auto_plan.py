@@ -69,19 +69,19 @@ class AbstractStepChooser(ABC):
         self._everyone = tuple(range(mesh.grid.world))
         self._layers: list[tuple[weakref.ref[ExpertParallel], weakref.ref[AbstractExperts], dict[str, int]]] = []
         self._parameters: list[Callable[[], Iterable[Tensor]]] = []
-        self._ours: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-        self._call = (0, 1, 4)
-        self._steps, self._stepped = 0, False
-        me = weakref.ref(self)
-        handle = register_optimizer_step_post_hook(lambda optimizer, *_: _note_step(me(), optimizer))
+        self._steps_layers: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._last_call = (0, 1, 4)
+        self._steps, self._has_stepped = 0, False
+        self_ref = weakref.ref(self)
+        handle = register_optimizer_step_post_hook(lambda optimizer, *_: _note_step(self_ref(), optimizer))
         weakref.finalize(self, handle.remove)
 
     @classmethod
     def of(cls: type[Self], mesh: Mesh) -> Self:
         """Return the chooser of a mesh, created at the first call."""
-        found: Self = mesh.shared.setdefault(cls, None) or cls(mesh)
-        mesh.shared[cls] = found
-        return found
+        chooser: Self = mesh.shared.setdefault(cls, None) or cls(mesh)
+        mesh.shared[cls] = chooser
+        return chooser
 
     def join(
         self, on_mesh: ExpertParallel, experts: AbstractExperts, hidden: int, parameters: Callable[[], Iterable[Tensor]]
@@ -100,12 +100,12 @@ class AbstractStepChooser(ABC):
         self._layers.append((weakref.ref(on_mesh), weakref.ref(experts), sizes))
         self._parameters.append(parameters)
         self._steps = 0
-        self._ours.clear()
-        self._forget()
+        self._steps_layers.clear()
+        self._reset()
         on_mesh.auto = self.begin
 
     @abstractmethod
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         """Drop earlier results."""
 
     @abstractmethod
@@ -122,24 +122,24 @@ class AbstractStepChooser(ABC):
         """
         if not torch.is_grad_enabled() or is_recomputing():
             return
-        self._call = (tokens, top_k, dtype.itemsize)
-        if self._stepped:
-            self._stepped = False
+        self._last_call = (tokens, top_k, dtype.itemsize)
+        if self._has_stepped:
+            self._has_stepped = False
             self._steps += 1
             self._end_step()
 
     def _note_step(self, optimizer: Optimizer) -> None:
         """Called after an optimizer's step. It counts only if the optimizer has any of the layers' trained parameters."""
-        if optimizer not in self._ours:
-            trained = {id(each) for found in self._parameters for each in found() if each.requires_grad}
-            held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-            self._ours[optimizer] = not trained or bool(trained & held)
-        self._stepped = self._stepped or self._ours[optimizer]
+        if optimizer not in self._steps_layers:
+            trained = {id(p) for parameters_of in self._parameters for p in parameters_of() if p.requires_grad}
+            stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+            self._steps_layers[optimizer] = not trained or bool(trained & stepped)
+        self._has_stepped = self._has_stepped or self._steps_layers[optimizer]
 
     def _members(self) -> Iterator[tuple[ExpertParallel, AbstractExperts, dict[str, int]]]:
         """Yield the layers that still exist and still take their plan from this object."""
-        for of_layer, of_experts, sizes in self._layers:
-            on_mesh, experts = of_layer(), of_experts()
+        for layer_ref, experts_ref, sizes in self._layers:
+            on_mesh, experts = layer_ref(), experts_ref()
             if on_mesh is not None and experts is not None and on_mesh.auto == self.begin:
                 yield on_mesh, experts, sizes
 
@@ -161,14 +161,14 @@ class AutoPlan(AbstractStepChooser):
         super().__init__(mesh)
         self.clock = clock
         self._compiled: dict[tuple[int, bool], Compiled] = {}
-        self._untold = 0
-        self._since = 0.0
+        self._unrecorded = 0
+        self._timed_from = 0.0
         self.table: PlanTable | None = None
         """The plan table; None until candidates were searched."""
         self.said: list[str] = []
         """The log lines, one for each finished race."""
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.table = None
         self._compiled.clear()
 
@@ -179,11 +179,11 @@ class AutoPlan(AbstractStepChooser):
             first = next(self._members())[0].compiled.plan
             self.table = PlanTable(*self._candidates(first), RACE, tested={(first.codec, first.backward_codec)})
         else:
-            self._untold += 1
+            self._unrecorded += 1
             on_gpu = self._transport.device.type == "cuda"
-            if on_gpu and not self.table.is_racing and self._untold < PERIOD:
+            if on_gpu and not self.table.is_racing and self._unrecorded < PERIOD:
                 return
-            seconds = torch.tensor([(self._now() - self._since) / self._untold], dtype=torch.float64)
+            seconds = torch.tensor([(self._now() - self._timed_from) / self._unrecorded], dtype=torch.float64)
             agreed = all_reduce_max(self._transport, self._everyone, seconds.to(self._transport.device))
             self.table.record(float(agreed))
         before, was_racing, raced = self.table.running, self.table.is_racing, self.table.races
@@ -191,8 +191,8 @@ class AutoPlan(AbstractStepChooser):
         if chosen != before:
             self._switch(self.table, chosen)
         if was_racing and not self.table.is_racing:
-            self._say(self.table, again=raced > 1)
-        self._untold, self._since = 0, self._now()
+            self._log_choice(self.table, again=raced > 1)
+        self._unrecorded, self._timed_from = 0, self._now()
 
     def _now(self) -> float:
         if self._transport.device.type == "cuda":
@@ -201,28 +201,28 @@ class AutoPlan(AbstractStepChooser):
 
     def _candidates(self, first: Plan) -> tuple[list[Plan], Callable[[float], list[float]]]:
         """Return candidate plans and their predicted seconds, as searched by the first rank. The current plan comes first."""
-        found: dict[str, Any] = {}
+        candidates: dict[str, Any] = {}
         if self._transport.rank == 0:
-            tokens, top_k, element_bytes = self._call
+            tokens, top_k, element_bytes = self._last_call
             sizes, on_cpu = next(self._members())[2], self._transport.device.type == "cpu"
             try:
                 job = layer_job(self._grid, tokens=tokens, top_k=top_k, element_bytes=element_bytes, **sizes)
                 predictor = Predictor.assumed(job, self._grid, first, plans=PLANS, on_cpu=on_cpu)
-                found = {"plans": list(map(asdict, predictor.plans)), "seconds": predictor(0.0)}
+                candidates = {"plans": list(map(asdict, predictor.plans)), "seconds": predictor(0.0)}
             except InputError as error:
                 LOG.warning("plan auto: nothing to choose from, %s runs: %s", plan_in_words(first), error)
-                found = {"plans": [asdict(first)], "seconds": [1.0]}
-        told = self._first_says(found)
-        return [override(Plan(), each, source="plan auto") for each in told["plans"]], lambda _: told["seconds"]
+                candidates = {"plans": [asdict(first)], "seconds": [1.0]}
+        agreed = self._from_first_rank(candidates)
+        return [override(Plan(), each, source="plan auto") for each in agreed["plans"]], lambda _: agreed["seconds"]
 
-    def _first_says(self, value: dict[str, Any]) -> dict[str, Any]:
+    def _from_first_rank(self, value: dict[str, Any]) -> dict[str, Any]:
         """Return the first rank's value."""
-        device, text = self._transport.device, torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
-        length = broadcast(self._transport, self._everyone, torch.tensor([len(text)], device=device), 0)
-        text = text if self._transport.rank == 0 else torch.zeros(int(length), dtype=torch.uint8)
-        found = broadcast(self._transport, self._everyone, text.to(device), 0)
-        told: dict[str, Any] = json.loads(bytes(found.tolist()))
-        return told
+        device, encoded = self._transport.device, torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+        length = broadcast(self._transport, self._everyone, torch.tensor([len(encoded)], device=device), 0)
+        encoded = encoded if self._transport.rank == 0 else torch.zeros(int(length), dtype=torch.uint8)
+        received = broadcast(self._transport, self._everyone, encoded.to(device), 0)
+        first_value: dict[str, Any] = json.loads(bytes(received.tolist()))
+        return first_value
 
     def _switch(self, table: PlanTable, number: int) -> None:
         """Run all layers under a plan from now on. Layers with and without biases get one compiled plan each."""
@@ -235,10 +235,10 @@ class AutoPlan(AbstractStepChooser):
                 )
             on_mesh.use(self._compiled[key], experts)
 
-    def _say(self, table: PlanTable, *, again: bool) -> None:
+    def _log_choice(self, table: PlanTable, *, again: bool) -> None:
         assert table.running is not None
         best, first = table.timed.get(table.running, 0.0), table.timed.get(0, 0.0)
-        why = "steps did not take what they took before; " if again else ""
+        why = "step times have changed; " if again else ""
         self.said.append(
             f"plan auto: {plan_in_words(table.plans[table.running])}, {1e3 * best:.1f} ms a step: {why}the fastest of "
             f"{len(table.timed)} plans, {plan_in_words(table.plans[0])} takes {1e3 * first:.1f} ms"
@@ -263,7 +263,7 @@ class MeasuredOrder(AbstractStepChooser):
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
         self._clocks: dict[bytes, TaskClock] = {}
-        self._found: dict[bytes, Compiled] = {}
+        self._reordered_plans: dict[bytes, Compiled] = {}
 
     def join(
         self, on_mesh: ExpertParallel, experts: AbstractExperts, hidden: int, parameters: Callable[[], Iterable[Tensor]]
@@ -272,9 +272,9 @@ class MeasuredOrder(AbstractStepChooser):
         if not on_mesh.compiled.replicates and on_mesh.compiled.again is None:
             super().join(on_mesh, experts, hidden, parameters)
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._clocks.clear()
-        self._found.clear()
+        self._reordered_plans.clear()
 
     def _end_step(self) -> None:
         if self._steps == UNTIMED:
@@ -283,15 +283,15 @@ class MeasuredOrder(AbstractStepChooser):
         elif self._steps == UNTIMED + TIMED:
             for on_mesh, experts, _ in self._members():
                 digest, on_mesh.clock = on_mesh.compiled.digest, None
-                if digest not in self._found:
-                    self._found[digest] = self._searched(on_mesh.compiled, self._clocks[digest])
-                on_mesh.use(self._found[digest], experts)
+                if digest not in self._reordered_plans:
+                    self._reordered_plans[digest] = self._reordered(on_mesh.compiled, self._clocks[digest])
+                on_mesh.use(self._reordered_plans[digest], experts)
 
-    def _searched(self, compiled: Compiled, clock: TaskClock) -> Compiled:
+    def _reordered(self, compiled: Compiled, clock: TaskClock) -> Compiled:
         """Return the plan in its best order by the ranks' times; in its present order if any task never ran."""
         names = [(p.name, task.name) for p in (compiled.forward, compiled.backward) for task in p.tasks]
-        mine = torch.tensor([median(clock.seconds.get(name, [math.inf])) for name in names], dtype=torch.float64)
-        agreed = all_reduce_max(self._transport, self._everyone, mine.to(self._transport.device)).tolist()
+        medians = torch.tensor([median(clock.seconds.get(name, [math.inf])) for name in names], dtype=torch.float64)
+        agreed = all_reduce_max(self._transport, self._everyone, medians.to(self._transport.device)).tolist()
         if math.inf in agreed:
             return compiled
         seconds = dict(zip(names, agreed))

@@ -49,7 +49,7 @@ def average_gradients(module: nn.Module, mesh: Mesh) -> None:
         module: a module with its MoE layers on the mesh and no part wrapped by FSDP or DDP, which average by themselves.
         mesh: the ranks.
     """
-    of_experts = {id(parameter) for parameter in expert_parameters(module)}
+    expert_ids = {id(parameter) for parameter in expert_parameters(module)}
     buckets: dict[tuple[Axis, torch.dtype], list[Tensor]] = {}
     for parameter in module.parameters():
         if not parameter.requires_grad:
@@ -58,22 +58,22 @@ def average_gradients(module: nn.Module, mesh: Mesh) -> None:
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad
         local: Tensor = gradient.to_local() if is_dtensor(gradient) else gradient
-        axis: Axis = "edp" if id(parameter) in of_experts else "dp"
-        held = buckets.setdefault((axis, local.dtype), [])
-        if held and sum(each.nbytes for each in held) + local.nbytes > BUCKET_BYTES:
+        axis: Axis = "edp" if id(parameter) in expert_ids else "dp"
+        bucket = buckets.setdefault((axis, local.dtype), [])
+        if bucket and sum(each.nbytes for each in bucket) + local.nbytes > BUCKET_BYTES:
             _average(buckets.pop((axis, local.dtype)), axis, mesh)
-            held = buckets.setdefault((axis, local.dtype), [])
-        held.append(local)
-    for (axis, _), held in buckets.items():
-        _average(held, axis, mesh)
+            bucket = buckets.setdefault((axis, local.dtype), [])
+        bucket.append(local)
+    for (axis, _), bucket in buckets.items():
+        _average(bucket, axis, mesh)
 
 
 def _average(gradients: list[Tensor], axis: Axis, mesh: Mesh) -> None:
     """Sum gradients of one dtype over an axis, in one all-reduce, and divide them by dp, in place."""
     joined = gradients[0].flatten() if len(gradients) == 1 else torch.cat([each.flatten() for each in gradients])
     summed = all_reduce_sum(mesh.transport, mesh.grid.group(mesh.rank, (axis,)), joined) / mesh.grid.dp
-    for gradient, found in zip(gradients, summed.split([each.numel() for each in gradients])):
-        gradient.copy_(found.view_as(gradient))
+    for gradient, average in zip(gradients, summed.split([each.numel() for each in gradients])):
+        gradient.copy_(average.view_as(gradient))
 
 
 Group = dist.ProcessGroup | Literal["auto"] | None
@@ -85,7 +85,7 @@ class DataRanks:
 
     def __init__(self) -> None:
         self._groups: tuple[dist.ProcessGroup, ...] | None = None
-        self._is_given = False
+        self._is_fixed = False
 
     def settle(self, group: Group, parameters: Iterable[nn.Parameter] = ()) -> None:
         """Set the ranks, or detect them from the parameters.
@@ -95,8 +95,8 @@ class DataRanks:
             parameters: the layer's parameters; FSDP2's sharded ones have a device mesh of the ranks.
         """
         if group != "auto":
-            self._groups, self._is_given = () if group is None else (group,), True
-        elif not self._is_given:
+            self._groups, self._is_fixed = () if group is None else (group,), True
+        elif not self._is_fixed:
             for parameter in parameters:
                 if is_dtensor(parameter) and any(place.is_shard() for place in parameter.placements):
                     self._groups = tuple(parameter.device_mesh.get_all_groups())
@@ -109,12 +109,12 @@ class DataRanks:
             if wrapper is not None:
                 self._groups = (wrapper.process_group,)
 
-    def total(self, counts: Tensor, of: str) -> Tensor:
+    def total(self, counts: Tensor, purpose: str) -> Tensor:
         """Return the sum over the ranks. All of them call this together.
 
         Args:
             counts: (n,) int64 of this rank.
-            of: the use of the counts, for the error message.
+            purpose: the use of the counts, for the error message.
 
         Raises:
             InputError: if there are several processes, and it is unknown which of them train the layer.
@@ -123,7 +123,7 @@ class DataRanks:
             return counts
         if self._groups is None:
             raise InputError(
-                f"{of} spans the tokens of all ranks, and which of the {_world()} processes train this layer together is "
+                f"{purpose} spans the tokens of all ranks, and which of the {_world()} processes train this layer together is "
                 "unknown: call balance_on_step(optimizer, model) on the model that DDP or FSDP2 has wrapped, or pass it "
                 "group=a process group, or group=None if each process trains alone"
             )

@@ -97,8 +97,8 @@ class DeepEP:
         """Return the object for a mesh's ep group. The package must be installed."""
         if cls not in mesh.shared:
             mesh.shared[cls] = cls(mesh.sparse["ep"].get_group())
-        found: DeepEP = mesh.shared[cls]
-        return found
+        deepep: DeepEP = mesh.shared[cls]
+        return deepep
 
     def dispatch(self, x: Tensor, expert: Tensor, weight: Tensor, *, num_experts: int, most_tokens: int) -> Received:
         """Send each token once to every rank that has one of its experts; differentiable.
@@ -116,9 +116,9 @@ class DeepEP:
                 self._group, num_max_tokens_per_rank=most_tokens, hidden=key[0], num_topk=key[1]
             )
             self._buffers[key] = most_tokens, buffer
-        box: list[DispatchRoute] = []
-        rows, weights, experts = _Dispatch.apply(*self._buffers[key], num_experts, box, x, weight, expert)
-        return Received(rows, experts, weights, box[0])
+        routes: list[DispatchRoute] = []
+        rows, weights, experts = _Dispatch.apply(*self._buffers[key], num_experts, routes, x, weight, expert)
+        return Received(rows, experts, weights, routes[0])
 
     def combine(self, rows: Tensor, received: Received) -> Tensor:
         """Sum each token's rows at its origin: (R, dim) -> (tokens, dim); differentiable."""
@@ -133,7 +133,7 @@ class _Dispatch(torch.autograd.Function):
         room: int,
         buffer: Any,
         num_experts: int,
-        box: list[DispatchRoute],
+        routes: list[DispatchRoute],
         x: Tensor,
         weight: Tensor,
         expert: Tensor,
@@ -149,7 +149,7 @@ class _Dispatch(torch.autograd.Function):
         )
         event.current_stream_wait()
         ctx.sent = DispatchRoute(buffer, handle)
-        box.append(ctx.sent)
+        routes.append(ctx.sent)
         ctx.mark_non_differentiable(experts)
         return rows, weights, experts
 
@@ -199,11 +199,11 @@ def run_by_deepep(deepep: DeepEP, experts: AbstractExperts, x_TD: Tensor, routed
         received = deepep.dispatch(
             x, expert.view(-1, top_k), gate.view(-1, top_k), num_experts=experts.num_experts, most_tokens=most_tokens
         )
-        here = received.expert >= 0
-        token, slot = here.nonzero(as_tuple=True)
+        is_local = received.expert >= 0
+        token, slot = is_local.nonzero(as_tuple=True)
         local = received.expert[token, slot].long()
-        held = len(sharded[0])
-        counts = torch.bincount(local, minlength=held)
+        num_local = len(sharded[0])
+        counts = torch.bincount(local, minlength=num_local)
         order = sort_by_expert(token, local, counts, len(received.x), None)
         gates = received.weight[token, slot][order.order]
         out = experts.compute(ExpertCall(sharded, common, permute(received.x, order), gates, order.ends))

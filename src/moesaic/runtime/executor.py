@@ -78,16 +78,16 @@ class Script:
 
 
 @lru_cache(maxsize=512)
-def script_of(program: Program, wanted: frozenset[str] | None) -> Script:
+def script_of(program: Program, outputs: frozenset[str] | None) -> Script:
     """Return a program's script.
 
     Args:
         program: the program to run.
-        wanted: slots that the run returns; None for all of them.
+        outputs: slots that the run returns; None for all of them.
     """
     slots = {slot.name: slot for slot in program.slots}
-    numbers = bundles(program)
-    splits = [tuple(program.tasks[number] for number in bundle) for bundle in numbers]
+    bundled = bundles(program)
+    groups = [tuple(program.tasks[number] for number in bundle) for bundle in bundled]
     steps = [
         TaskGroup(
             number=bundle[0],
@@ -96,26 +96,26 @@ def script_of(program: Program, wanted: frozenset[str] | None) -> Script:
             reads=tuple(name for task in tasks for name in task.reads),
             unread=tuple(unread),
         )
-        for bundle, tasks, unread in zip(numbers, splits, _last_read(splits, wanted))
+        for bundle, tasks, unread in zip(bundled, groups, _unread_after(groups, outputs))
     ]
     return Script(slots=slots, steps=tuple(steps))
 
 
-def _last_read(splits: Sequence[Sequence[Task]], wanted: frozenset[str] | None) -> list[list[str]]:
-    """Return, for each step, the slots that are read or written there for the last time and are not wanted."""
-    found: list[list[str]] = [[] for _ in splits]
-    if wanted is None:
-        return found
+def _unread_after(groups: Sequence[Sequence[Task]], outputs: frozenset[str] | None) -> list[list[str]]:
+    """Return, for each step, the slots that are read or written there for the last time and are not outputs."""
+    unread: list[list[str]] = [[] for _ in groups]
+    if outputs is None:
+        return unread
     last: dict[str, int] = {}
-    for number, tasks in enumerate(splits):
+    for number, tasks in enumerate(groups):
         for task in tasks:
             last.update(dict.fromkeys((*task.reads, *task.writes), number))
             if task.op in (Op.EXPERT, Op.EXPERT_GRAD):
                 last[kept(task.name)] = number
     for name, number in last.items():
-        if name not in wanted and name != "w":  # "w" is stored anyway, and every movement of weights reads its shape
-            found[number].append(name)
-    return found
+        if name not in outputs and name != "w":  # "w" is stored anyway, and every movement of weights reads its shape
+            unread[number].append(name)
+    return unread
 
 
 Steps = Generator[Transfer | Handle, Handle | None, Environment]
@@ -132,7 +132,7 @@ class _Arriving:
 
 
 def interpret(
-    program: Program, values: Mapping[str, Value], call: Call, wanted: Collection[str] | None = None
+    program: Program, values: Mapping[str, Value], call: Call, outputs: Collection[str] | None = None
 ) -> Steps:
     """Run a program for one rank.
 
@@ -140,15 +140,15 @@ def interpret(
         program: the program to run.
         values: the inputs of the program by name. Each is freed like any slot, unless the caller still references it.
         call: rank, sizes and experts.
-        wanted: slots to return; every other slot is freed after it is last read. None: return all slots and free none.
+        outputs: slots to return; every other slot is freed after it is last read. None: return all slots and free none.
 
     Yields:
         a `Transfer`, to which the driver answers with a `Handle`; or a `Handle` to wait for.
 
     Returns:
-        the values of the wanted slots.
+        the values of these slots.
     """
-    script = script_of(program, None if wanted is None else frozenset(wanted))
+    script = script_of(program, None if outputs is None else frozenset(outputs))
     environment: Environment = dict(values)
     del values
     packets: dict[str, Packets] = {}
@@ -161,12 +161,12 @@ def interpret(
                 call.finish()  # while the messages are in flight
             yield flight
         landed = [name] if flight is None else [each for each, other in arriving.items() if other.flight is flight]
-        for each in landed:  # all slots of these messages, so that no reference to the buffers remains
-            value = arriving.pop(each).settle()
+        for landed_name in landed:  # all slots of these messages, so that no reference to the buffers remains
+            value = arriving.pop(landed_name).settle()
             if isinstance(value, Packets):
-                packets[each] = value
+                packets[landed_name] = value
             else:
-                environment[each] = value
+                environment[landed_name] = value
 
     for step in script.steps:
         for name in step.reads:
@@ -175,9 +175,9 @@ def interpret(
         call.finish(step.reads)
         since = None if call.clock is None else call.clock.start()
         if step.tasks[0].op in (Op.MOVE, Op.HOP):
-            yield from _depart(step, script.slots, environment, packets, arriving, call)
+            yield from _issue(step, script.slots, environment, packets, arriving, call)
         else:
-            _compute(step.tasks[0], script.slots, environment, packets, call)
+            _run_local(step.tasks[0], script.slots, environment, packets, call)
         if call.clock is not None and since is not None:
             while arriving:
                 yield from settle(next(iter(arriving)))
@@ -189,10 +189,10 @@ def interpret(
     while arriving:
         yield from settle(next(iter(arriving)))
     call.finish()
-    return environment if wanted is None else {name: environment[name] for name in wanted}
+    return environment if outputs is None else {name: environment[name] for name in outputs}
 
 
-def _depart(
+def _issue(
     step: TaskGroup,
     slots: Mapping[str, Slot],
     environment: Environment,
@@ -216,15 +216,15 @@ def _depart(
     arriving.update({each.writes[0]: _Arriving(flight, settled) for each, settled in zip(step.tasks, settles)})
 
 
-def _compute(
+def _run_local(
     task: Task, slots: Mapping[str, Slot], environment: Environment, packets: dict[str, Packets], call: Call
 ) -> None:
     """Run a task that needs no other rank, and store its result."""
     if task.op is Op.PACK:
         packets[task.writes[0]] = pack(task, slots, rows(environment[task.reads[0]]), call)
     elif task.op is Op.UNPACK:
-        held = [packets[name] for name in task.reads]
-        environment[task.writes[0]] = unpack(task, slots, held, call)
+        received = [packets[name] for name in task.reads]
+        environment[task.writes[0]] = unpack(task, slots, received, call)
     else:
         environment.update(compute(task, slots, environment, call))
 
@@ -300,7 +300,7 @@ class RunProgram(torch.autograd.Function):
         """Run the forward program, and keep what the backward program reads if there will be a backward pass."""
         names = kept_names(run.compiled.logical) if has_grad and any(ctx.needs_input_grad) else ()
         inputs = inputs_of(run, x, gates, weights[:num_sharded], weights[num_sharded:])
-        bring_tables(run, x.device)
+        upload_tables(run, x.device)
         environment = run_forward(run, run.compiled.forward, inputs, {*names, "y"})
         flat, ctx.layout = flattened(environment, names)
         ctx.save_for_backward(*flat)
@@ -324,12 +324,12 @@ class RunProgram(torch.autograd.Function):
         return None, None, None, *run_backward(run, kept_values, dy)
 
 
-def bring_tables(run: LayerRun, device: torch.device) -> None:
+def upload_tables(run: LayerRun, device: torch.device) -> None:
     """Copy all tables that both programs of a call read to the device, in one transfer."""
     if device.type != "cpu":
         scripts = (script_of(program, None) for program in (run.compiled.forward, run.compiled.backward))
         tasks = ((task, script.slots) for script in scripts for step in script.steps for task in step.tasks)
-        run.call.indices.bring([table for task, slots in tasks for table in tables(task, slots, run.call)], device)
+        run.call.indices.upload([table for task, slots in tasks for table in tables(task, slots, run.call)], device)
 
 
 def inputs_of(run: LayerRun, x: Tensor, gates: Tensor, sharded: Weights, common: Weights) -> Environment:
@@ -347,9 +347,9 @@ def kept_names(logical: Program) -> tuple[str, ...]:
     return *saved(logical), *map(kept, experts)
 
 
-def run_forward(run: LayerRun, program: Program, inputs: Environment, wanted: Collection[str]) -> Environment:
-    """Run a call's forward program, or a part of it, and return the wanted slots and activations."""
-    return drive(interpret(program, inputs, run.call, wanted), run.transport)
+def run_forward(run: LayerRun, program: Program, inputs: Environment, outputs: Collection[str]) -> Environment:
+    """Run a call's forward program, or a part of it, and return the slots and activations in `outputs`."""
+    return drive(interpret(program, inputs, run.call, outputs), run.transport)
 
 
 def run_backward(run: LayerRun, values: Environment, dy: Tensor) -> tuple[Tensor, ...]:
@@ -360,13 +360,13 @@ def run_backward(run: LayerRun, values: Environment, dy: Tensor) -> tuple[Tensor
     call = replace(run.call, first_tag=run.backward_tag)
     call.known.update(run.call.known)
     run.call.known.clear()  # unless the graph is retained, nothing needs it any more
-    given = dict(values)
+    inputs = dict(values)
     values.clear()  # a caller's frame may still hold the dict
-    steps = interpret(program, given, call, program.outputs)
-    del given
-    found = drive(steps, run.transport)
-    d_common = parameters(found.get(cotangent("b"), ()))
-    d_x, d_gates, d_sharded = (found[cotangent(name)] for name in ("x", "gates", "w"))
+    steps = interpret(program, inputs, call, program.outputs)
+    del inputs
+    gradients = drive(steps, run.transport)
+    d_common = parameters(gradients.get(cotangent("b"), ()))
+    d_x, d_gates, d_sharded = (gradients[cotangent(name)] for name in ("x", "gates", "w"))
     assert isinstance(d_x, Tensor)
     assert isinstance(d_gates, Tensor)
     return d_x, d_gates, *d_sharded, *d_common

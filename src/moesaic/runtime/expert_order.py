@@ -33,7 +33,7 @@ class ExpertOrder:
         self.watches = False
         """Whether `note` records loads."""
         self._slot: Tensor | None = None
-        self._seen: dict[int, Tensor] = {}
+        self._recorded: dict[int, Tensor] = {}
 
     @property
     def is_plain(self) -> bool:
@@ -70,9 +70,12 @@ class ExpertOrder:
         """Return a routing with slots instead of experts; its counts are per slot too."""
         if self._slot is None:
             return routing
-        at = torch.from_numpy(self.experts).to(routing.counts.device)
+        experts = torch.from_numpy(self.experts).to(routing.counts.device)
         return replace(
-            routing, expert=self.slots(routing.expert), counts=routing.counts[at], requested=routing.requested[at]
+            routing,
+            expert=self.slots(routing.expert),
+            counts=routing.counts[experts],
+            requested=routing.requested[experts],
         )
 
     def routed(self, routed: Routed) -> Routed:
@@ -88,7 +91,9 @@ class ExpertOrder:
         if not self.watches or record.by_rank is None:
             return
         ranks = len(record.by_rank)
-        self._seen[ranks] = self._seen[ranks] + record.by_rank if ranks in self._seen else record.by_rank.clone()
+        self._recorded[ranks] = (
+            self._recorded[ranks] + record.by_rank if ranks in self._recorded else record.by_rank.clone()
+        )
 
     def take(self, grid: Grid) -> np.ndarray:
         """Return the copies that each rank had for each expert since the last `take`, (world, num_experts) float64.
@@ -98,12 +103,12 @@ class ExpertOrder:
         Args:
             grid: the mesh.
         """
-        found = np.zeros((grid.world, len(self.experts)))
-        for ranks, seen in self._seen.items():
+        copies = np.zeros((grid.world, len(self.experts)))
+        for ranks, counts in self._recorded.items():
             share = grid.world // ranks
-            found += np.repeat(seen.cpu().numpy(), share, axis=0) / share
-        self._seen = {}
-        return found
+            copies += np.repeat(counts.cpu().numpy(), share, axis=0) / share
+        self._recorded = {}
+        return copies
 
     def guard(self, experts: nn.Module) -> None:
         """Make the experts' `state_dict` and `load_state_dict` raise InputError while experts are not in their own slots."""
@@ -113,6 +118,6 @@ class ExpertOrder:
     def _refuse(self, *_: object) -> None:
         if not self.is_plain:
             raise InputError(
-                "experts are placed anew, so a state_dict would take one for another: save and load within "
+                "experts have changed their slots, so a state_dict would mix them up: save and load within "
                 "`with placement.at_home():`"
             )

@@ -135,7 +135,7 @@ class UncutCall:
 
 
 @dataclass(frozen=True)
-class _Way:
+class _PlanState:
     """A compiled plan and the objects that a layer keeps for it. Their memory is small compared with a weight."""
 
     compiled: Compiled
@@ -187,25 +187,27 @@ class ExpertParallel:
         self._order: ExpertOrder | None = None
         self._weight_first = weight_first
         self._tensor_group = grid.group(self.rank, ("tp",))
-        self._place = grid.coordinate(self.rank, "tp")
+        self._tp_place = grid.coordinate(self.rank, "tp")
         by_deepep = compiled.plan.crossing is Crossing.DEEPEP
         if by_deepep and weight_first:
             raise InputError('apply_weight="before" clashes with plan.all_to_all=deepep: choose multicast')
         assert deepep is not None or not by_deepep
-        way = self._prepare(compiled, deepep() if deepep is not None and by_deepep else None)
-        self._ways: dict[Plan | bytes, _Way] = {_key(plan): way}
-        self._enter(way)
+        state = self._prepare(compiled, deepep() if deepep is not None and by_deepep else None)
+        self._states: dict[Plan | bytes, _PlanState] = {_plan_key(plan): state}
+        self._activate(state)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ExpertParallel:
         """Return the state of a copy of the layer: the same connections and plans, with freshly initialised call policies."""
-        other = object.__new__(ExpertParallel)
-        memo[id(self)] = other
-        other.__dict__.update(self.__dict__)
-        other.auto = other.clock = None  # the copy keeps its present plan
-        other._order = copy.deepcopy(self._order, memo)
-        other._ways = {key: other._prepare(way.compiled, way.deepep) for key, way in self._ways.items()}
-        other._enter(next(way for way in other._ways.values() if way.compiled is self.compiled))
-        return other
+        duplicate = object.__new__(ExpertParallel)
+        memo[id(self)] = duplicate
+        duplicate.__dict__.update(self.__dict__)
+        duplicate.auto = duplicate.clock = None  # the copy keeps its present plan
+        duplicate._order = copy.deepcopy(self._order, memo)
+        duplicate._states = {
+            key: duplicate._prepare(state.compiled, state.deepep) for key, state in self._states.items()
+        }
+        duplicate._activate(next(state for state in duplicate._states.values() if state.compiled is self.compiled))
+        return duplicate
 
     def use(self, plan: Plan | Compiled, experts: AbstractExperts) -> None:
         """Run under another plan from the next call on; see `MoE.use_plan`.
@@ -217,32 +219,32 @@ class ExpertParallel:
         Raises:
             InputError: if the plan does not fit the layer, or needs process groups that the layer does not have.
         """
-        way = self._ways.get(_key(plan))
-        if way is None:
+        state = self._states.get(_plan_key(plan))
+        if state is None:
             choices = plan if isinstance(plan, Plan) else plan.plan
             if choices.crossing is Crossing.DEEPEP:
                 raise InputError(
                     "plan.all_to_all=deepep needs process groups, which only MoE.parallelize makes: switch to multicast, or "
                     "parallelize the layer with deepep"
                 )
-            way = self._prepare(compiled_for(plan, self._mesh, self.transport, experts), None)
-            self._ways[_key(plan)] = way
-        if way.compiled is not self.compiled:
-            way.peers.length = self.peers.length
-            self._enter(way)
+            state = self._prepare(compiled_for(plan, self._mesh, self.transport, experts), None)
+            self._states[_plan_key(plan)] = state
+        if state.compiled is not self.compiled:
+            state.peers.length = self.peers.length
+            self._activate(state)
             self.peers.all_agree = False
 
-    def _prepare(self, compiled: Compiled, deepep: DeepEP | None) -> _Way:
-        find = partial(_find, self.num_experts, compiled) if compiled.is_multicast else None
+    def _prepare(self, compiled: Compiled, deepep: DeepEP | None) -> _PlanState:
+        find = partial(_find_nodes, self.num_experts, compiled) if compiled.is_multicast else None
         calls, slices = self._calls_under(compiled), compiled.routes_slices
         peers = Peers(self.transport, compiled.grid, slices, calls.digest, find, self._slots, tell=calls.tell)
-        return _Way(compiled, peers, deepep, calls)
+        return _PlanState(compiled, peers, deepep, calls)
 
-    def _enter(self, way: _Way) -> None:
-        self.compiled, self.grid = way.compiled, way.compiled.grid
-        self.peers, self.calls, self._deepep = way.peers, way.calls, way.deepep
-        self._agreed = False
-        self._padded: dict[tuple[int, int, int] | None, tuple[CallSizes, Indices]] = {}
+    def _activate(self, state: _PlanState) -> None:
+        self.compiled, self.grid = state.compiled, state.compiled.grid
+        self.peers, self.calls, self._deepep = state.peers, state.calls, state.deepep
+        self._digests_checked = False
+        self._padded_tables: dict[tuple[int, int, int] | None, tuple[CallSizes, Indices]] = {}
 
     @property
     def order(self) -> ExpertOrder:
@@ -284,23 +286,23 @@ class ExpertParallel:
         if any(loss.needs_sequences for loss in losses):  # sums per sequence are exchanged with the counts
             settings["sequences"] = batch.num_sequences
         if self.peers.call_with({f"call.{name}": value for name, value in settings.items()}):
-            self._agreed = False
+            self._digests_checked = False
         if replay is None:
             batch = replace(batch, noise=self._draw(router, x_TD))
-        shared: AbstractContextManager[None] = nullcontext()
+        sharing: AbstractContextManager[None] = nullcontext()
         if self.compiled.routes_slices:
-            mine = share_of(len(x_TD), self._place, self.grid.tp)
+            own_slice = share_of(len(x_TD), self._tp_place, self.grid.tp)
             batch = replace(
                 batch,
-                valid_T=None if batch.valid_T is None else batch.valid_T[mine],
-                token_ids=None if batch.token_ids is None else batch.token_ids[mine],
-                noise=None if batch.noise is None else batch.noise[mine],
-                first_token=mine.start,
+                valid_T=None if batch.valid_T is None else batch.valid_T[own_slice],
+                token_ids=None if batch.token_ids is None else batch.token_ids[own_slice],
+                noise=None if batch.noise is None else batch.noise[own_slice],
+                first_token=own_slice.start,
                 sequence_length=max(len(x_TD) // batch.num_sequences, 1),
             )
             x_TD = slice_rows(self.transport, self._tensor_group, x_TD)
-            shared = shared_parameters(router, self.transport, self._tensor_group)
-        with shared:
+            sharing = shared_parameters(router, self.transport, self._tensor_group)
+        with sharing:
             return route(
                 router,
                 x_TD,
@@ -324,9 +326,9 @@ class ExpertParallel:
         if self.auto is not None:
             self.auto(len(x_TD), expert_TK.shape[1], dtype)
         if self.peers.call_with({"call.dtype": dtype, "call.top_k": expert_TK.shape[1]}):
-            self._agreed = False
+            self._digests_checked = False
         if self.compiled.routes_slices:
-            expert_TK = expert_TK[share_of(len(x_TD), self._place, self.grid.tp)]
+            expert_TK = expert_TK[share_of(len(x_TD), self._tp_place, self.grid.tp)]
             weight_TK = slice_rows(self.transport, self._tensor_group, weight_TK)
         return route_chosen(expert_TK, weight_TK, self.num_experts, self.peers)
 
@@ -344,7 +346,7 @@ class ExpertParallel:
             return run_by_deepep(self._deepep, experts, x_TD, by_slot)
         routing = routed.routing if self._order is None else self._order.in_slots(routed.routing)
         token, expert, gates, node_tokens = self._copies(routed, routing, padded_rows)
-        if padded_rows is None or not self._agreed:
+        if padded_rows is None or not self._digests_checked:
             self._check_digests(routed, together=padded_rows is None)
         self.peers.skips_digests = padded_rows is not None
         if padded_rows is None:
@@ -363,25 +365,25 @@ class ExpertParallel:
             chosen = self.calls.choose(routed.record, counted)
             compiled, replicated, run_slices = chosen
             key = None if padded_rows is None else (padded_rows, routing.num_tokens, units)
-            of_call = None if node_tokens is None or run_slices else self._told(node_tokens)
-            known = self._padded.get(key) or (
-                self._sizes(compiled, replicated, copies, tokens, of_call, units),
+            call_node_tokens = None if node_tokens is None or run_slices else self._with_all_counts(node_tokens)
+            sizes_and_indices = self._padded_tables.get(key) or (
+                self._sizes(compiled, replicated, copies, tokens, call_node_tokens, units),
                 Indices(),
             )
             if key is not None:
-                self._padded[key] = known
+                self._padded_tables[key] = sizes_and_indices
             call = Call(
-                self.rank, known[0], experts, 0, self._weight_first, key is not None, True, self.codecs,
-                self.calls.meter, known[1], self.clock,
+                self.rank, sizes_and_indices[0], experts, 0, self._weight_first, key is not None, True, self.codecs,
+                self.calls.meter, sizes_and_indices[1], self.clock,
             )  # fmt: skip
-            indices = {"index": token.unsqueeze(1)} if of_call is None else dict(of_call.indices)
-            work = LayerRun(compiled, self.transport, call, indices)
+            indices = {"index": token.unsqueeze(1)} if call_node_tokens is None else dict(call_node_tokens.indices)
+            layer_run = LayerRun(compiled, self.transport, call, indices)
             cast = (tuple(weight.to(dtype) for weight in weights) for weights in (sharded, common))
             if run_slices is not None:
-                uncut = self._uncut(work, tokens, (token, expert), routing.num_tokens, units)
+                uncut = self._uncut_call(layer_run, tokens, (token, expert), routing.num_tokens, units)
                 return run_slices(uncut, x, gate, *cast)
-            work.take_tags()
-            return self.calls.timed(routed.record, chosen, lambda: run_program(work, x, gate, *cast))
+            layer_run.take_tags()
+            return self.calls.timed(routed.record, chosen, lambda: run_program(layer_run, x, gate, *cast))
 
         y: Tensor = experts(x_TD, gates.unsqueeze(1), run=run)
         return y.to(x_TD.dtype)
@@ -476,7 +478,7 @@ class ExpertParallel:
                 "the layer's plan, or the dtype of the call, was changed between a forward pass and its recomputation: call "
                 "MoE.use_plan between steps"
             )
-        self._agreed = True
+        self._digests_checked = True
 
     def _sizes(
         self,
@@ -493,25 +495,27 @@ class ExpertParallel:
             compiled.grid, copies, tokens, chunks, node_tokens=table, units=units, replicated=replicated, shapes=shapes
         )
 
-    def _told(self, node_tokens: NodeTokens) -> NodeTokens:
+    def _with_all_counts(self, node_tokens: NodeTokens) -> NodeTokens:
         """Return node tokens with the counts of every rank, which are exchanged now unless they were before."""
         if node_tokens.of_all is not None:
             return node_tokens
-        told = all_gather(self.transport, tuple(range(self.grid.world)), node_tokens.counts)
-        return node_tokens.told(torch.stack(told).cpu().numpy(), self.rank)
+        counts = all_gather(self.transport, tuple(range(self.grid.world)), node_tokens.counts)
+        return node_tokens.with_counts(torch.stack(counts).cpu().numpy(), self.rank)
 
-    def _uncut(
-        self, work: LayerRun, tokens: np.ndarray, routing: tuple[Tensor, Tensor], num_tokens: int, units: int
+    def _uncut_call(
+        self, layer_run: LayerRun, tokens: np.ndarray, routing: tuple[Tensor, Tensor], num_tokens: int, units: int
     ) -> UncutCall:
         """Return the data of a call that runs slice by slice; `routing` is token and expert of this rank's rows."""
-        compiled = work.compiled
-        alone = compiled.routes_slices or compiled.is_redundant
-        find = partial(_find, self.num_experts, compiled, num_tokens=num_tokens) if compiled.is_multicast else None
+        compiled = layer_run.compiled
+        is_alone = compiled.routes_slices or compiled.is_redundant
+        find = (
+            partial(_find_nodes, self.num_experts, compiled, num_tokens=num_tokens) if compiled.is_multicast else None
+        )
 
-        def bind(replicated: np.ndarray | None, copies: np.ndarray, node_tokens: NodeTokens | None) -> CallSizes:
+        def sizes_of(replicated: np.ndarray | None, copies: np.ndarray, node_tokens: NodeTokens | None) -> CallSizes:
             return self._sizes(compiled, replicated, copies, tokens, node_tokens, units)
 
-        return UncutCall(work, (self.rank,) if alone else self._tensor_group, *routing, find, bind)
+        return UncutCall(layer_run, (self.rank,) if is_alone else self._tensor_group, *routing, find, sizes_of)
 
     def _node_tokens(self, token: Tensor, expert: Tensor, num_tokens: int, num_copies: int) -> NodeTokens:
         """Find the node tokens of the `num_copies` copies that this rank sends."""
@@ -519,18 +523,18 @@ class ExpertParallel:
             counts_E = count(expert, None, self.num_experts)
             start_E = counts_E.cumsum(0) - counts_E
             place = torch.arange(len(expert), device=expert.device) - start_E[expert]
-            first, end = (counts_E * each // self.grid.tp for each in (self._place, self._place + 1))
+            first, end = (counts_E * each // self.grid.tp for each in (self._tp_place, self._tp_place + 1))
             own = (place >= first[expert]) & (place < end[expert])
-            at = places_of(own, num_copies)
-            token, expert = token[at], expert[at]
-        return _find(self.num_experts, self.compiled, token, expert, num_tokens)
+            own_places = places_of(own, num_copies)
+            token, expert = token[own_places], expert[own_places]
+        return _find_nodes(self.num_experts, self.compiled, token, expert, num_tokens)
 
 
-def _find(num_experts: int, compiled: Compiled, token: Tensor, expert: Tensor, num_tokens: int) -> NodeTokens:
+def _find_nodes(num_experts: int, compiled: Compiled, token: Tensor, expert: Tensor, num_tokens: int) -> NodeTokens:
     return find_node_tokens(token, expert, num_experts, num_tokens, compiled.plan.chunks, compiled.grid)
 
 
-def _key(plan: Plan | Compiled) -> Plan | bytes:
+def _plan_key(plan: Plan | Compiled) -> Plan | bytes:
     """Return the key of a plan in the table of known plans."""
     return plan if isinstance(plan, Plan) else plan.digest
 
@@ -546,7 +550,7 @@ def counts_of(record: RoutingRecord, compiled: Compiled) -> tuple[np.ndarray, np
     if compiled.is_redundant:
         return copies, tokens
     place = np.arange(grid.world) % grid.tp
-    return _cut(copies, place[:, None], grid.tp), _cut(tokens, place, grid.tp)
+    return _tp_share(copies, place[:, None], grid.tp), _tp_share(tokens, place, grid.tp)
 
 
 def even_counts(compiled: Compiled, num_experts: int, num_tokens: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -559,7 +563,7 @@ def even_counts(compiled: Compiled, num_experts: int, num_tokens: int, rows: int
     return np.full((grid.world, num_experts), rows // ranks), np.full(grid.world, num_tokens // ranks)
 
 
-def _cut(counts: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
+def _tp_share(counts: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
     """Return how much of its tensor-parallel group's rows each rank takes."""
     return counts * (place + 1) // size - counts * place // size
 
@@ -579,23 +583,23 @@ def pad_copies(gates: Tensor, token: Tensor, expert: Tensor, num_experts: int, r
     """
     counts_E = count(expert, None, num_experts + 1)
     start_E = counts_E.cumsum(0) - counts_E
-    last = num_experts * rows  # copies that no expert takes go to one more row, which is cut off
-    row = (expert * rows + torch.arange(len(expert), device=expert.device) - start_E[expert]).clamp_max(last)
-    padded = gates.new_zeros(last + 1).scatter(0, row, gates)[:last]
-    return padded, token.new_full((last + 1,), -1).scatter(0, row, token)[:last]
+    num_rows = num_experts * rows  # copies that no expert takes go to one more row, which is cut off
+    row = (expert * rows + torch.arange(len(expert), device=expert.device) - start_E[expert]).clamp_max(num_rows)
+    padded = gates.new_zeros(num_rows + 1).scatter(0, row, gates)[:num_rows]
+    return padded, token.new_full((num_rows + 1,), -1).scatter(0, row, token)[:num_rows]
 
 
 @contextmanager
 def shared_parameters(module: nn.Module, transport: AbstractTransport, group: tuple[int, ...]) -> Iterator[None]:
     """Sum the gradients of a module's parameters over a group of ranks that use the module on different tokens."""
-    held = [(part, name, value) for part in module.modules() for name, value in part._parameters.items()]
+    parameters = [(part, name, value) for part in module.modules() for name, value in part._parameters.items()]
     try:
-        for part, name, value in held:
+        for part, name, value in parameters:
             if value is not None and value.requires_grad and torch.is_grad_enabled():
                 part._parameters[name] = share(transport, group, value)  # type: ignore[assignment]
         yield
     finally:
-        for part, name, value in held:
+        for part, name, value in parameters:
             part._parameters[name] = value
 
 

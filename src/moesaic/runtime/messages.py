@@ -39,7 +39,9 @@ class PendingMove:
     """Builds the written slot from the rows of each peer in the order of `incoming`, or from all of them as one part."""
 
 
-def _exchange(task: Task, move: Move, slots: Mapping[str, Slot], environment: Environment, call: Call) -> PendingMove:
+def _pending_move(
+    task: Task, move: Move, slots: Mapping[str, Slot], environment: Environment, call: Call
+) -> PendingMove:
     """Return what this rank sends and receives in the movement of a task."""
     source, target = slots[task.reads[0]], slots[task.writes[0]]
     sizes, rank = call.sizes, call.rank
@@ -50,16 +52,16 @@ def _exchange(task: Task, move: Move, slots: Mapping[str, Slot], environment: En
     if sums and target.layout.flow not in ("weights", "bias"):
         sums = incoming.runs.total != sizes.num_rows(target.layout, rank)
     if target.layout.flow != "weights":
-        return PendingMove(value, outgoing, incoming, sums, partial(_put, move, incoming, call, sums))
-    held, experts = environment[source.name], sizes.num_held(target.layout, rank)
-    none_held = call.experts.first(held, 0) if experts == 0 and not isinstance(held, Tensor) else None
+        return PendingMove(value, outgoing, incoming, sums, partial(_place_rows, move, incoming, call, sums))
+    weights, num_experts = environment[source.name], sizes.num_held(target.layout, rank)
+    no_weights = call.experts.first(weights, 0) if num_experts == 0 and not isinstance(weights, Tensor) else None
 
     def finish(parts: list[Tensor]) -> Value:
         if move.reduce and not incoming.runs.total:
             return ()  # no rank computed rows for this rank's experts: return no gradient instead of zeros
-        if none_held is not None:
-            return none_held
-        return call.experts.unpack(_put(move, incoming, call, sums, parts), experts)
+        if no_weights is not None:
+            return no_weights
+        return call.experts.unpack(_place_rows(move, incoming, call, sums, parts), num_experts)
 
     return PendingMove(value, outgoing, incoming, sums, finish)
 
@@ -77,24 +79,27 @@ def start(
     The functions are called once the messages have arrived. `tasks` and `moves` describe the same movements, whose rows are
     read from the environment.
     """
-    exchanges = [_exchange(*each, slots, environment, call) for each in zip(tasks, moves)]
+    pending_moves = [_pending_move(*each, slots, environment, call) for each in zip(tasks, moves)]
     rank, lane, indices = call.rank, transport_lane(tasks[0]), call.indices
-    if len(exchanges) == 1:
-        sends, receives, settle = _alone(exchanges[0], rank, indices)
+    if len(pending_moves) == 1:
+        sends, receives, settle = _single_move(pending_moves[0], rank, indices)
         return Transfer(rank, tag, sends, receives, lane), [settle]
-    values = [exchange.value for exchange in exchanges]
-    leaving = Bundle([exchange.outgoing for exchange in exchanges], values, indices)
-    arriving = Bundle([exchange.incoming for exchange in exchanges], values, indices)
+    values = [pending.value for pending in pending_moves]
+    leaving = Bundle([pending.outgoing for pending in pending_moves], values, indices)
+    arriving = Bundle([pending.incoming for pending in pending_moves], values, indices)
     (memory, sends), (filled, receives) = leaving.buffer(), arriving.buffer()
     leaving.write(memory, values)
     if rank in sends and rank in receives:
         receives[rank].copy_(sends[rank])
     transfer = Transfer(rank, tag, _to_others(sends, rank), _to_others(receives, rank), lane)
-    read = partial(_read, arriving, filled)
-    return transfer, [partial(read, n, each.value.dtype, each.sums, each.finish) for n, each in enumerate(exchanges)]
+    read = partial(_read_bundled, arriving, filled)
+    return transfer, [
+        partial(read, number, pending.value.dtype, pending.sums, pending.finish)
+        for number, pending in enumerate(pending_moves)
+    ]
 
 
-def _read(
+def _read_bundled(
     arriving: Bundle,
     filled: Tensor,
     number: int,
@@ -109,36 +114,36 @@ def _read(
     return finish(list(rows.split(arriving.splits[number].counts)))
 
 
-def _put(move: Move, incoming: Splits, call: Call, sums: bool, parts: list[Tensor]) -> Tensor:
+def _place_rows(move: Move, incoming: Splits, call: Call, sums: bool, parts: list[Tensor]) -> Tensor:
     """Return the written slot from the received rows and those that stayed; without a copy if they are the slot already."""
     if incoming.is_whole and len(parts) == 1:
         return parts[0]
     return placed(parts, incoming.runs, call.sizes.num_rows(move.target, call.rank), sums, call.indices)
 
 
-def _alone(
-    exchange: PendingMove, rank: int, indices: Indices
+def _single_move(
+    pending: PendingMove, rank: int, indices: Indices
 ) -> tuple[dict[int, Tensor], dict[int, Tensor], Callable[[], Value]]:
     """Return messages by peer, buffers by peer, and a function that builds the slot, for a single movement.
 
     All messages are parts of one tensor, which is the value itself if its rows are sent in order. All buffers are parts of one
     tensor too, into which the rows that stay are copied. If rows arrive in order, that tensor is the slot.
     """
-    value, outgoing, incoming = exchange.value, exchange.outgoing, exchange.incoming
+    value, outgoing, incoming = pending.value, pending.outgoing, pending.incoming
     leaving = value if outgoing.is_whole and value.is_contiguous() else take(value, outgoing.runs, indices)
     sends = dict(zip(outgoing.peers, leaving.split(outgoing.counts)))
-    counts = [0 if exchange.sums and peer == rank else n for peer, n in zip(incoming.peers, incoming.counts)]
+    counts = [0 if pending.sums and peer == rank else n for peer, n in zip(incoming.peers, incoming.counts)]
     joined = value.new_empty(sum(counts), value.shape[1])
     parts = dict(zip(incoming.peers, joined.split(counts)))
     receives = _to_others(parts, rank)
-    kept = sends.pop(rank, None)
-    if rank in parts and kept is not None:
-        if exchange.sums:  # parts are added peer by peer, so that 16-bit rows are widened one part at a time
-            parts[rank] = kept
+    own_rows = sends.pop(rank, None)
+    if rank in parts and own_rows is not None:
+        if pending.sums:  # parts are added peer by peer, so that 16-bit rows are widened one part at a time
+            parts[rank] = own_rows
         else:
-            parts[rank].copy_(kept)
-    arrived = list(parts.values()) if exchange.sums and parts else [joined]
-    return _to_others(sends, rank), receives, partial(exchange.finish, arrived)
+            parts[rank].copy_(own_rows)
+    arrived = list(parts.values()) if pending.sums and parts else [joined]
+    return _to_others(sends, rank), receives, partial(pending.finish, arrived)
 
 
 def _to_others(messages: Mapping[int, Tensor], rank: int) -> dict[int, Tensor]:
@@ -182,18 +187,18 @@ class Bundle:
         self._unit, self._device = _UNITS[size], values[0].device
         self._widths = [value.shape[1] * value.element_size() // size for value in values]
         order = sorted(range(len(splits)), key=lambda number: -self._widths[number])
-        self._widest, wide = order[0], self._widths[order[0]]
+        self._widest, widest_width = order[0], self._widths[order[0]]
         counts = [dict(zip(split.peers, split.counts)) for split in splits]
-        self._begins: list[dict[int, int]] = [{} for _ in splits]
-        self._peers, self._cuts, at = sorted({peer for split in splits for peer in split.peers}), [], 0
+        self._starts: list[dict[int, int]] = [{} for _ in splits]
+        self._peers, self._cuts, offset = sorted({peer for split in splits for peer in split.peers}), [], 0
         for peer in self._peers:
-            start = at
+            message_start = offset
             for number in order:
-                self._begins[number][peer] = at
-                at += counts[number].get(peer, 0) * self._widths[number]
-            self._cuts += [at - start, -at % wide]
-            at += -at % wide
-        self._size = at
+                self._starts[number][peer] = offset
+                offset += counts[number].get(peer, 0) * self._widths[number]
+            self._cuts += [offset - message_start, -offset % widest_width]
+            offset += -offset % widest_width
+        self._size = offset
 
     def buffer(self) -> tuple[Tensor, dict[int, Tensor]]:
         """Allocate memory for all messages; return it with each peer's part of it."""
@@ -210,16 +215,15 @@ class Bundle:
             return
         split, width = self.splits[self._widest], self._widths[self._widest]
         if split.runs.total:
-            source = np.zeros(
-                self._size // width, dtype=np.int64
-            )  # the rows between the messages are padding, which no rank reads
-            source[self._places(self._widest) // width] = split.runs.rows
+            # Rows between the messages are padding, which no rank reads.
+            source = np.zeros(self._size // width, dtype=np.int64)
+            source[self._row_offsets(self._widest) // width] = split.runs.rows
             units = values[self._widest].contiguous().view(self._unit)
             torch.index_select(units, 0, torch.from_numpy(source), out=memory.view(-1, width))
         for number, (split, value) in enumerate(zip(self.splits, values)):
             if number != self._widest and split.runs.total:
                 units = take(value.contiguous(), split.runs, self._indices).view(self._unit)
-                memory.scatter_(0, self._numbers(number, self._places(number)), units.reshape(-1))
+                memory.scatter_(0, self._unit_offsets(number, self._row_offsets(number)), units.reshape(-1))
 
     def read(self, memory: Tensor, number: int, dtype: torch.dtype, *, in_place: bool) -> Tensor:
         """Return the rows of a movement: (rows, width).
@@ -236,33 +240,33 @@ class Bundle:
             if not in_place or split.is_whole:
                 return joined
             return joined.index_select(0, self._indices.inverse(split.runs, memory.device))
-        at = self._places(number)
+        offsets = self._row_offsets(number)
         if in_place and not split.is_whole:
-            at_row = np.empty_like(at)
-            at_row[split.runs.rows] = at
-            at = at_row
+            by_row = np.empty_like(offsets)
+            by_row[split.runs.rows] = offsets
+            offsets = by_row
         if number == self._widest:
-            units = memory.view(-1, width).index_select(0, torch.from_numpy(at // width))
+            units = memory.view(-1, width).index_select(0, torch.from_numpy(offsets // width))
         else:
-            units = memory.index_select(0, self._numbers(number, at)).view(-1, width)
+            units = memory.index_select(0, self._unit_offsets(number, offsets)).view(-1, width)
         return units.view(dtype)
 
     def _messages(self, memory: Tensor, number: int) -> list[Tensor]:
         """Return each peer's part of a movement, peer by peer, as slices of `memory`."""
-        split, begins = self.splits[number], self._begins[number]
+        split, begins = self.splits[number], self._starts[number]
         return [
             memory.narrow(0, begins[peer], count * self._widths[number])
             for peer, count in zip(split.peers, split.counts)
         ]
 
-    def _places(self, number: int) -> np.ndarray:
+    def _row_offsets(self, number: int) -> np.ndarray:
         """Return the offset in memory, in units, at which each row of a movement starts, peer by peer."""
         split, width = self.splits[number], self._widths[number]
         counts = np.array(split.counts, dtype=np.int64)
-        begins = np.array([self._begins[number][peer] for peer in split.peers], dtype=np.int64)
+        begins = np.array([self._starts[number][peer] for peer in split.peers], dtype=np.int64)
         return np.repeat(begins - (counts.cumsum() - counts) * width, counts) + np.arange(split.runs.total) * width
 
-    def _numbers(self, number: int, places: np.ndarray) -> Tensor:
+    def _unit_offsets(self, number: int, places: np.ndarray) -> Tensor:
         """Return the offset in memory of every unit of the rows that start at `places`."""
         width = self._widths[number]
         return torch.from_numpy(places if width == 1 else (places[:, None] + np.arange(width)).reshape(-1))
@@ -299,11 +303,11 @@ def pack(task: Task, slots: Mapping[str, Slot], value: Tensor, call: Call) -> Pa
 
 
 def start_hop(
-    task: Task, slots: Mapping[str, Slot], held: list[Packets], call: Call, tag: int
+    task: Task, slots: Mapping[str, Slot], sources: list[Packets], call: Call, tag: int
 ) -> tuple[Transfer, Callable[[], Packets]]:
     """Return the transfer of a hop, with one message of packets per peer, and a function that splits what arrived."""
-    arriving = Packets(held[0].dim, held[0].dtype, held[0].device, held[0].codec)
-    at_hand = {pair: item for packets in held for pair, item in packets.items.items()}
+    arriving = Packets(sources[0].dim, sources[0].dtype, sources[0].device, sources[0].codec)
+    items = {pair: item for packets in sources for pair, item in packets.items.items()}
     codec, move = call.codecs(arriving.codec), move_of(task, slots)
     leaving: dict[int, list[Tensor]] = {}
     order: dict[int, list[tuple[Pair, int]]] = {}
@@ -313,7 +317,7 @@ def start_hop(
         if not size:
             continue
         if leg.source == call.rank:
-            leaving.setdefault(leg.target, []).append(at_hand[pair])
+            leaving.setdefault(leg.target, []).append(items[pair])
         else:
             order.setdefault(leg.source, []).append((pair, size))
     receives = {
@@ -321,10 +325,13 @@ def start_hop(
         for peer, packets in order.items()
     }
     sends = {peer: torch.cat(items) for peer, items in leaving.items()}
-    return Transfer(call.rank, tag, sends, receives, transport_lane(task)), partial(_cut, arriving, receives, order)
+    transfer = Transfer(call.rank, tag, sends, receives, transport_lane(task))
+    return transfer, partial(_split_messages, arriving, receives, order)
 
 
-def _cut(arriving: Packets, receives: Mapping[int, Tensor], order: Mapping[int, Sequence[tuple[Pair, int]]]) -> Packets:
+def _split_messages(
+    arriving: Packets, receives: Mapping[int, Tensor], order: Mapping[int, Sequence[tuple[Pair, int]]]
+) -> Packets:
     """Return `arriving` with the packets of the received messages; `order` has each message's packets and their bytes."""
     for peer, packets in order.items():
         parts = receives[peer].split([size for _, size in packets])
@@ -332,10 +339,10 @@ def _cut(arriving: Packets, receives: Mapping[int, Tensor], order: Mapping[int, 
     return arriving
 
 
-def unpack(task: Task, slots: Mapping[str, Slot], held: list[Packets], call: Call) -> Tensor:
+def unpack(task: Task, slots: Mapping[str, Slot], sources: list[Packets], call: Call) -> Tensor:
     """Decode what arrived and put it in place. Rows from several ranks are summed in the order of the ranks."""
-    codec, first, move = call.codecs(task.codec or "none"), held[0], move_of(task, slots)
-    items = {pair: item for packets in held for pair, item in packets.items.items()}
+    codec, first, move = call.codecs(task.codec or "none"), sources[0], move_of(task, slots)
+    items = {pair: item for packets in sources for pair, item in packets.items.items()}
     incoming = call.sizes.incoming(move, call.rank)
     parts = []
     for peer, count in zip(incoming.peers, incoming.counts):
@@ -353,12 +360,12 @@ def _legs(link: str, grid: Grid, group: tuple[Axis, ...], rank: int, hop: int) -
     """Return the packets that leave or reach a rank in a hop, with their legs, sorted by source, then target."""
     ranks = grid.group(rank, group)
     places = NodeMap(grid, ranks)
-    found = []
+    legs = []
     for source in ranks:
         for target in ranks:
             if source == target:
                 continue
             for leg in ALL_TO_ALLS[link].path(places, source, target):
                 if leg.hop == hop and rank in (leg.source, leg.target):
-                    found.append(((source, target), leg))
-    return tuple(found)
+                    legs.append(((source, target), leg))
+    return tuple(legs)

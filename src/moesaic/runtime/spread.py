@@ -99,7 +99,8 @@ def _is_installed(codec: str) -> bool:
 
 
 ADVICE = (
-    "give every rank the same weights (seed alike before the layer is made), or call parallelize(..., broadcast=True)"
+    "give every rank the same weights (set the same seed before creating the layer), or call "
+    "parallelize(..., broadcast=True)"
 )
 """Advice in the error for weights that differ."""
 _WORDS = 65536
@@ -120,13 +121,13 @@ def described(module: nn.Module, *, values: bool) -> dict[str, str]:
     Raises:
         InputError: for weights that are already sharded.
     """
-    found = {}
+    descriptions = {}
     for name, tensor in module.state_dict().items():
         if is_dtensor(tensor):
             raise InputError(f"MoE.parallelize: {name} is sharded already: call parallelize first, then fully_shard")
         value = "on meta" if tensor.is_meta else fingerprint(tensor) if values else ""
-        found[name] = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} {value}".strip()
-    return found
+        descriptions[name] = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} {value}".strip()
+    return descriptions
 
 
 def fingerprint(tensor: Tensor) -> str:
@@ -171,16 +172,16 @@ def shard_experts(experts: AbstractExperts, grid: Grid, rank: int, device_mesh: 
     """
     _check_shards(experts, grid)
     experts.is_spread = True
-    each = experts.num_experts // grid.ep
-    first, at = grid.coordinate(rank, "ep") * each, grid.coordinate(rank, "etp")
+    per_place = experts.num_experts // grid.ep
+    first_expert, etp_place = grid.coordinate(rank, "ep") * per_place, grid.coordinate(rank, "etp")
     if isinstance(experts, ModuleExperts):
-        experts.keep_only(range(first, first + each), grid.edp)
+        experts.keep_only(range(first_expert, first_expert + per_place), grid.edp)
     else:
         for name in (name for names in experts.names for name in names):
             whole, dim = experts.get_parameter(name), experts.shard_dim(name)
-            local = whole.detach()[first : first + each]
+            local = whole.detach()[first_expert : first_expert + per_place]
             if dim is not None:
-                local = local.chunk(grid.etp, dim)[at]
+                local = local.chunk(grid.etp, dim)[etp_place]
             value: Tensor = local.clone(memory_format=torch.contiguous_format)
             if device_mesh is not None:
                 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard

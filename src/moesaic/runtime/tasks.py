@@ -62,7 +62,7 @@ class Indices:
         self._rows: dict[int, Tensor] = {}
         self._inverse: dict[int, Tensor] = {}
 
-    def bring(self, tables: Iterable[Runs | np.ndarray], device: torch.device) -> None:
+    def upload(self, tables: Iterable[Runs | np.ndarray], device: torch.device) -> None:
         """Copy those tables that are not yet on the device, all in one transfer. On a CPU this does nothing."""
         if device.type == "cpu":
             return
@@ -70,8 +70,8 @@ class Indices:
         if not new:
             return
         flat = [_as_numbers(table) for table in new.values()]
-        there = uploaded(np.concatenate(flat).astype(np.int32), device).split([len(numbers) for numbers in flat])
-        self._tables |= {key: (table, numbers) for (key, table), numbers in zip(new.items(), there)}
+        on_device = uploaded(np.concatenate(flat).astype(np.int32), device).split([len(numbers) for numbers in flat])
+        self._tables |= {key: (table, numbers) for (key, table), numbers in zip(new.items(), on_device)}
 
     def of(self, runs: Runs, device: torch.device) -> Tensor:
         """Return the row numbers of runs: (total,), int32 on a GPU, int64 on a CPU."""
@@ -80,7 +80,7 @@ class Indices:
         if not runs.total:
             return torch.empty(0, dtype=torch.int32, device=device)
         if id(runs) not in self._rows:
-            self.bring([runs], device)
+            self.upload([runs], device)
             offsets, sizes = self._tables[id(runs)][1].split(len(runs.sizes))
             rows = offsets.repeat_interleave(sizes, output_size=runs.total)
             if not runs.is_constant:
@@ -106,7 +106,7 @@ class Indices:
         """Return a table on the device, unexpanded, as int32."""
         if device.type == "cpu":
             return torch.from_numpy(table.astype(np.int32))
-        self.bring([table], device)
+        self.upload([table], device)
         return self._tables[id(table)][1]
 
 
@@ -134,9 +134,9 @@ class TaskClock:
 
     def stop(self, program: Program, tasks: Sequence[Task], since: float) -> None:
         """Record the time that tasks took until now, after their messages arrived. Tasks of one bundle share it evenly."""
-        each = (self._now() - since) / len(tasks)
+        seconds = (self._now() - since) / len(tasks)
         for task in tasks:
-            self.seconds.setdefault((program.name, task.name), []).append(each)
+            self.seconds.setdefault((program.name, task.name), []).append(seconds)
 
     def _now(self) -> float:
         if self._transport.device.type == "cuda":
@@ -192,7 +192,7 @@ def move_of(task: Task, slots: Slots) -> Move:
 
 
 def tables(task: Task, slots: Slots, call: Call) -> Iterator[Runs | np.ndarray]:
-    """Yield the tables of the call's sizes that a task reads, to be copied to the device by `Indices.bring`."""
+    """Yield the tables of the call's sizes that a task reads, to be copied to the device by `Indices.upload`."""
     sizes, rank = call.sizes, call.rank
     if task.op in (Op.MOVE, Op.PACK, Op.UNPACK):
         move = move_of(task, slots)
@@ -241,7 +241,7 @@ def compute(task: Task, slots: Slots, environment: Environment, call: Call) -> E
     if task.op is Op.EXPERT_GRAD:
         return _expert_grad(task, slots, reads, environment, call)
     if task.op is Op.ADD:
-        return {task.writes[0]: _sum(reads)}
+        return {task.writes[0]: _add_values(reads)}
     return dict(zip(task.writes, _rows_task(task, slots, list(map(rows, reads)), call)))
 
 
@@ -289,13 +289,13 @@ def placed(parts: Sequence[Tensor], runs: Runs, num_rows: int, sums: bool, indic
 def _rows_task(task: Task, slots: Slots, reads: list[Tensor], call: Call) -> list[Tensor]:
     target = slots[task.writes[0]]
     if task.op is Op.PERMUTE:
-        at = _indexed(task.reads[0], task.reads[1], slots, reads[1], call)
-        taken = reads[0].index_select(0, at.places)
-        return [taken if at.is_full is None else taken.masked_fill(~at.is_full, 0)]  # 0 * nan is nan
+        indexed = _index_of(task.reads[0], task.reads[1], slots, reads[1], call)
+        gathered = reads[0].index_select(0, indexed.places)
+        return [gathered if indexed.is_full is None else gathered.masked_fill(~indexed.is_full, 0)]  # 0 * nan is nan
     if task.op is Op.COMBINE:
-        at = _indexed(target.name, task.reads[1], slots, reads[1], call)
-        values = reads[0] if at.is_full is None else reads[0].masked_fill(~at.is_full, 0)
-        return [at.sum(values)]
+        indexed = _index_of(target.name, task.reads[1], slots, reads[1], call)
+        values = reads[0] if indexed.is_full is None else reads[0].masked_fill(~indexed.is_full, 0)
+        return [indexed.sum(values)]
     if task.op is Op.SCALE:
         size = len(call.sizes.grid.group(call.rank, task.group))
         return [reads[0] * float(size) ** task.power if task.power else reads[0]]
@@ -303,7 +303,7 @@ def _rows_task(task: Task, slots: Slots, reads: list[Tensor], call: Call) -> lis
         whole = slots[task.reads[0]].layout
         parts = [call.sizes.part_rows(slots[name].layout, whole, call.rank) for name in task.writes]
         return [take(reads[0], part, call.indices) for part in parts]
-    assert task.op is Op.JOIN, f"{task.op.value} is not something to run"
+    assert task.op is Op.JOIN, f"{task.op.value} needs other ranks"
     joined = reads[0].new_empty(call.sizes.num_rows(target.layout, call.rank), reads[0].shape[1])
     for name, part in zip(task.reads, reads):
         rows_of_part = call.sizes.part_rows(slots[name].layout, target.layout, call.rank)
@@ -311,15 +311,15 @@ def _rows_task(task: Task, slots: Slots, reads: list[Tensor], call: Call) -> lis
     return [joined]
 
 
-def _sum(values: list[Value]) -> Value:
+def _add_values(values: list[Value]) -> Value:
     """Add rows, or parameters one by one. () stands for no parameters."""
     if all(isinstance(value, Tensor) for value in values):
-        return _added(list(map(rows, values)))
-    given = [value for value in (parameters(value) for value in values) if value]
-    return given[0] if len(given) == 1 else tuple(_added(list(parameters)) for parameters in zip(*given))
+        return _tensor_sum(list(map(rows, values)))
+    present = [value for value in (parameters(value) for value in values) if value]
+    return present[0] if len(present) == 1 else tuple(_tensor_sum(list(parameters)) for parameters in zip(*present))
 
 
-def _added(values: list[Tensor]) -> Tensor:
+def _tensor_sum(values: list[Tensor]) -> Tensor:
     """Return the sum of tensors. 16-bit ones are accumulated in float32, as torch's sum over a stack does by itself."""
     if values[0].element_size() < 4:
         return torch.stack(values).sum(0)
@@ -329,16 +329,16 @@ def _added(values: list[Tensor]) -> Tensor:
     return out
 
 
-def _indexed(tokens: str, index: str, slots: Slots, value: Tensor, call: Call) -> Indexed:
+def _index_of(tokens: str, index: str, slots: Slots, value: Tensor, call: Call) -> Indexed:
     """Return each copy's token as a row of the tokens' slot, cached for dispatch, combine and backward."""
     layout = slots[tokens].layout
     key = (layout, slots[index].layout, value.data_ptr(), len(value))
-    found: Indexed | None = call.known.get(key)
-    if found is None:
+    indexed: Indexed | None = call.known.get(key)
+    if indexed is None:
         bases = call.sizes.token_bases(layout, slots[index].layout, call.rank)
         num_tokens = call.sizes.num_rows(layout, call.rank)
-        found = call.known[key] = Indexed(value, bases, num_tokens, call.indices, has_empty=call.has_empty_rows)
-    return found
+        indexed = call.known[key] = Indexed(value, bases, num_tokens, call.indices, has_empty=call.has_empty_rows)
+    return indexed
 
 
 def _expert(task: Task, slots: Slots, reads: list[Value], call: Call) -> Environment:
@@ -363,12 +363,12 @@ def _expert_grad(task: Task, slots: Slots, reads: list[Value], environment: Envi
         return dict(zip(task.writes, (dy, gates.unsqueeze(1), *reads[3:])))
     activations = environment[kept(task.name)]
     assert not isinstance(activations, Tensor)
-    seen = tokens * gates.to(tokens.dtype).unsqueeze(1) if call.weight_first else tokens
+    inputs = tokens * gates.to(tokens.dtype).unsqueeze(1) if call.weight_first else tokens
     gate = None if call.weight_first else gates
     deferred_wgrad: DeferredWgrad | None = [] if call.may_defer_wgrad else None
     with call.metered(2 * len(tokens), tokens.device):
         d_rows, d_gates, *d_weights = call.experts.gradients(
-            ExpertCall(sharded, common, seen, gate, ends, shards), activations, dy.contiguous(), deferred_wgrad
+            ExpertCall(sharded, common, inputs, gate, ends, shards), activations, dy.contiguous(), deferred_wgrad
         )
     if deferred_wgrad:
         call.deferred_wgrad[task.writes[2]] = deferred_wgrad
@@ -381,8 +381,8 @@ def _expert_grad(task: Task, slots: Slots, reads: list[Value], environment: Envi
 
 def _weights(values: list[Value]) -> tuple[Weights, Weights]:
     """Return split and common parameters from the slots that an expert task reads."""
-    found = list(map(parameters, values))
-    return found[0], found[1] if len(found) > 1 else ()
+    groups = list(map(parameters, values))
+    return groups[0], groups[1] if len(groups) > 1 else ()
 
 
 def parameters(value: Value) -> Weights:

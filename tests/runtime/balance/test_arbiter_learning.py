@@ -1,4 +1,4 @@
-"""Arbiters of several ranks that measure different times: they decide alike, compute the same, and refuse to differ."""
+"""Arbiters of several ranks that measure different times: they decide identically, and raise an error if decisions differ."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def layer_on(transport: AbstractTransport, grid: Grid, policy: Any, plan: Plan |
 
 @pytest.fixture
 def noisy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank measures times of its own, ten times apart."""
+    """Each rank's measured times are scaled by a random factor from 0.3 to 3."""
     seconds = TimedCall.seconds
     rng = random.Random(0)
 
@@ -93,7 +93,7 @@ def test_ranks_that_decided_otherwise_are_refused_on_every_rank() -> None:
         step(layer, tokens_of(transport.rank, 8))
         assert layer.on_mesh is not None
         selector = layer.on_mesh.calls
-        made = selector._made[1].result()[1]
+        made = selector._weighings[1].result()[1]
         made.digest += transport.rank == 2
         try:
             step(layer, tokens_of(transport.rank, 8))
@@ -102,7 +102,7 @@ def test_ranks_that_decided_otherwise_are_refused_on_every_rank() -> None:
         return ""
 
     said = run_ranks(4, rank)
-    assert said == ["arbiter: ranks [2] decided otherwise than the first one after call 1 of a layer"] * 4
+    assert said == ["arbiter: after call 1 of a layer, ranks [2] decided differently from the first rank"] * 4
 
 
 def test_links_are_heard_of_from_the_same_call_on_by_all_ranks() -> None:
@@ -232,7 +232,7 @@ def test_a_time_counts_when_all_ranks_have_told_it_and_then_the_slowest_one() ->
     assert not clock.is_timed([[8, 0.2, 1], [8, 0.1, 0]])
     for number in range(10, 300):
         clock.hear([[number, 1.0, 1], [0, 0.0, 1], [0, 0.0, 1]])
-    assert len(clock._heard) <= OPEN
+    assert len(clock._rank_seconds) <= OPEN
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -50,8 +50,8 @@ def limits(replica: ReplicaLoad, helped: np.ndarray, budget: int) -> np.ndarray:
     replicates = np.bincount(home, weights=helped.any(1), minlength=ep) > 0
     messages = replica.sent(helped)
     travelling = HELD * messages.sum(0) + messages.sum(1) + AT_HOME * replicates * (len(home) // ep)
-    found: np.ndarray = np.minimum(budget - size * HELD * helped.sum(0), (budget - size * travelling) * 3 // 2)
-    return np.minimum(found, budget)
+    rows: np.ndarray = np.minimum(budget - size * HELD * helped.sum(0), (budget - size * travelling) * 3 // 2)
+    return np.minimum(rows, budget)
 
 
 def within_budget(load: CallLoad, replicated: np.ndarray, budget: int, slices: int = 1) -> np.ndarray | None:
@@ -66,18 +66,18 @@ def within_budget(load: CallLoad, replicated: np.ndarray, budget: int, slices: i
         budget: the copies that one rank may compute at once, if its memory for replicated weights counts as copies too.
         slices: number of parts in which the call may run, one after the other.
     """
-    found, tables = replica_loads(load, ReplicationCosts()), []
-    for replica in found:
+    replicas, tables = replica_loads(load, ReplicationCosts()), []
+    for replica in replicas:
         table = _fitted(replica, replicated[replica.origins].sum(1), budget, slices)
         if table is None:
             return None
         tables.append(Replications.of(table))
-    return full_table(found, tables)
+    return full_table(replicas, tables)
 
 
-def _fitted(replica: ReplicaLoad, given: np.ndarray, budget: int, slices: int) -> np.ndarray | None:
+def _fitted(replica: ReplicaLoad, initial: np.ndarray, budget: int, slices: int) -> np.ndarray | None:
     """Return a table of replicated copies, (ep, num_experts, ep), that fits every place; None if the search finds none."""
-    giving, weights = Giving(replica, given), slices * HELD * rows_for_weights(replica.load)
+    giving, weights = Giving(replica, initial), slices * HELD * rows_for_weights(replica.load)
     for _ in range(giving.helped.size):
         room = slices * limits(replica, giving.helped, budget) - giving.loads
         giver = int(room.argmin())
@@ -88,22 +88,22 @@ def _fitted(replica: ReplicaLoad, given: np.ndarray, budget: int, slices: int) -
     return None
 
 
-def fitting_tables(load: CallLoad, replicated: np.ndarray, budget: int, most: int) -> list[np.ndarray]:
+def fitting_tables(load: CallLoad, replicated: np.ndarray, budget: int, most_slices: int) -> list[np.ndarray]:
     """Return tables with which a call fits a budget in the fewest slices for which the search finds any.
 
     Args:
         load: the load of the call.
         replicated: the table that a policy decided on, as for `within_budget`. Tables extend it, or start without it.
         budget: as for `within_budget`.
-        most: the largest number of slices.
+        most_slices: the largest number of slices.
     """
     none, mean = np.zeros_like(replicated), load.copies.sum() / len(load.copies)
     even = min(budget, int(np.ceil(mean * EVEN)))  # under a loose budget it pays to replicate more than necessary
-    wanted = [(replicated, budget)] if replicated.any() else []
-    wanted += [(none, budget), *([(none, even)] if even < budget else [])]
-    for slices in range(1, min(most, MOST_TABLES) + 1):
-        found = [within_budget(load, table, limit, slices) for table, limit in wanted]
-        tables = [table for table in found if table is not None]
+    starts = [(replicated, budget)] if replicated.any() else []
+    starts += [(none, budget), *([(none, even)] if even < budget else [])]
+    for slices in range(1, min(most_slices, MOST_TABLES) + 1):
+        candidates = [within_budget(load, table, limit, slices) for table, limit in starts]
+        tables = [table for table in candidates if table is not None]
         if tables:
             return tables
     return []
@@ -127,10 +127,9 @@ def seconds(load: CallLoad, costs: ReplicationCosts, replicated: np.ndarray, sli
         computed = of_places.copy()
         computed[:, np.arange(load.num_experts), load.home] += replica.copies - of_places.sum(2)
         rows = computed.sum(1)
-        again = replica.busiest(rows.sum(0)) * replica.seconds_per_copy / 3 + replica.row_bytes * replica.fullest(
-            rows, 0
-        )
+        repeat_seconds = replica.busiest(rows.sum(0)) * replica.seconds_per_copy / 3
+        repeat_seconds += replica.row_bytes * replica.fullest(rows, 0)
         starts = (slices - 1) * (replica.passes + 1) * (len(rows) - 1) * costs.machine.inter_latency_us * 1e-6
         fetched = replica.sent(of_places.sum(0) > 0) * slices
-        worst = max(worst, replica.seconds_of(rows, fetched) + repeated * again + starts)
+        worst = max(worst, replica.seconds_of(rows, fetched) + repeated * repeat_seconds + starts)
     return worst

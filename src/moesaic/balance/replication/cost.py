@@ -24,10 +24,10 @@ from moesaic.program.passes.replicate import relays
 
 def ranks_by_place(grid: Grid) -> np.ndarray:
     """Return the rank at each coordinate (edp, ep, etp) of the experts' mesh, (edp, ep, etp) int64."""
-    found = np.empty((grid.edp, grid.ep, grid.etp), dtype=np.int64)
+    ranks = np.empty((grid.edp, grid.ep, grid.etp), dtype=np.int64)
     for rank in range(grid.world):
-        found[tuple(grid.coordinate(rank, axis) for axis in ("edp", "ep", "etp"))] = rank
-    return found
+        ranks[tuple(grid.coordinate(rank, axis) for axis in ("edp", "ep", "etp"))] = rank
+    return ranks
 
 
 def nodes_of(grid: Grid) -> np.ndarray:
@@ -68,14 +68,14 @@ def links_of_places(
         InputError: if the mesh does not fit the cluster.
     """
     topology = Topology(cluster, grid.world, grid.ranks_per_node)
-    found = np.zeros((len(places), len(places), topology.num_links))
+    seconds = np.zeros((len(places), len(places), topology.num_links))
     one, no_message = np.ones(1), np.zeros(1)
-    for i, j in permutations(range(len(places)), 2):
-        pairs = zip(places[i], places[j]) if weights else product(places[i], places[j])
+    for start, end in permutations(range(len(places)), 2):
+        pairs = zip(places[start], places[end]) if weights else product(places[start], places[end])
         for source, target in pairs:
             load = topology.loads(np.array([source]), np.array([target]), one, no_message)
-            found[i, j, load.links] += load.seconds / (1 if weights else len(places[i]))
-    return found
+            seconds[start, end, load.links] += load.seconds / (1 if weights else len(places[start]))
+    return seconds
 
 
 @lru_cache(maxsize=64)
@@ -175,8 +175,8 @@ class ReplicationCosts:
         )
         for kind, faster in times.items():
             cluster = None if cluster is None else cluster.with_links(kind, faster)
-        unlike = tuple(each / max(outside) for each in outside) if min(outside) < max(outside) else ()
-        return replace(self, machine=machine, cluster=cluster, node_links=unlike)
+        node_links = tuple(each / max(outside) for each in outside) if min(outside) < max(outside) else ()
+        return replace(self, machine=machine, cluster=cluster, node_links=node_links)
 
     @property
     def dtype(self) -> str:
@@ -250,12 +250,12 @@ class ReplicaLinks:
     def parts(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """The nonzero entries of `row_links`, and those of `weight_links`: pair of places (source * ep + target), link,
         seconds."""
-        found = []
+        parts = []
         for links in (self.row_links, self.weight_links):
             by_pair = links.reshape(-1, links.shape[2])
             pair, link = np.nonzero(by_pair)
-            found.append((pair, link, by_pair[pair, link]))
-        return found
+            parts.append((pair, link, by_pair[pair, link]))
+        return parts
 
     def _links(self, *, weights: bool) -> np.ndarray:
         """Return the seconds of a byte on each link, (ep, ep, links). Without a cluster the links of a place are one port out
@@ -263,8 +263,8 @@ class ReplicaLinks:
         if self.costs.cluster is not None:
             return links_of_places(self.costs.cluster, self.grid, self.places, weights=weights)
         ep, rate = len(self.origins), self.seconds_per_byte
-        own = np.eye(ep)
-        return np.concatenate([rate[:, :, None] * own[:, None], rate[:, :, None] * own[None]], axis=2)
+        identity = np.eye(ep)
+        return np.concatenate([rate[:, :, None] * identity[:, None], rate[:, :, None] * identity[None]], axis=2)
 
     @cached_property
     def via(self) -> np.ndarray | None:
@@ -298,8 +298,8 @@ class ReplicaLoad:
     @cached_property
     def copies(self) -> np.ndarray:
         """(ep, num_experts) int64: copies that each place has for each expert."""
-        found: np.ndarray = self.load.copies[self.origins].sum(1)
-        return found
+        copies: np.ndarray = self.load.copies[self.origins].sum(1)
+        return copies
 
     @cached_property
     def seconds_per_copy(self) -> float:
@@ -378,8 +378,8 @@ class ReplicaLoad:
     def limits(self, limit: float) -> np.ndarray:
         """Return the copies that each place may compute, (ep,) int64: `limit` times its share if all places take equally
         long."""
-        found: np.ndarray = np.ceil(np.round(self.copies.sum() * self.links.fair * limit, 6)).astype(np.int64)
-        return found
+        limits: np.ndarray = np.ceil(np.round(self.copies.sum() * self.links.fair * limit, 6)).astype(np.int64)
+        return limits
 
     def closed_form(self, computed: Seconds, rows: Seconds, weights: Seconds) -> Seconds:
         """Return the modelled seconds of calls: the sum of products, transfer of rows and transfer of weights.

@@ -25,14 +25,14 @@ class EPLB(AbstractReplicaPolicy):
         return redundant(replica, 1)
 
 
-def redundant(replica: ReplicaLoad, each: int) -> Replications:
+def redundant(replica: ReplicaLoad, per_place: int) -> Replications:
     """Return the replications with `each` redundant experts on each place; all holders of an expert share its copies equally.
 
     Args:
         replica: the load of one replica of the experts.
-        each: number of redundant experts per place.
+        per_place: number of redundant experts per place.
     """
-    holds = redundant_places(replica, np.full(len(replica.origins), each))
+    holds = redundant_places(replica, np.full(len(replica.origins), per_place))
     share = replica.copies.sum(0) // holds.sum(1)
     holds[np.arange(len(holds)), replica.load.home] = False
     return from_tables(replica, np.where(holds, share[:, None], 0))
@@ -46,18 +46,19 @@ def redundant_places(replica: ReplicaLoad, room: np.ndarray) -> np.ndarray:
         room: (ep,), number of redundant experts that each place may hold.
     """
     loads, home, ep = replica.copies.sum(0), replica.load.home, len(replica.origins)
-    held = replicas_by_load(loads, len(loads) + int(room.sum()), ep)
-    share, left = loads / held, room.copy()
+    num_replicas = replicas_by_load(loads, len(loads) + int(room.sum()), ep)
+    share, room_left = loads / num_replicas, room.copy()
     holds = np.zeros((len(loads), ep), dtype=bool)
     holds[np.arange(len(loads)), home] = True
-    busy = np.bincount(home, share, ep)
-    for expert in np.repeat(np.arange(len(loads)), held - 1)[np.argsort(-np.repeat(share, held - 1), kind="stable")]:
-        free = (left > 0) & ~holds[expert]
+    place_loads = np.bincount(home, share, ep)
+    further = np.repeat(np.arange(len(loads)), num_replicas - 1)
+    for expert in further[np.argsort(-share[further], kind="stable")]:
+        free = (room_left > 0) & ~holds[expert]
         if free.any():
-            place = int(np.where(free, busy, np.inf).argmin())
+            place = int(np.where(free, place_loads, np.inf).argmin())
             holds[expert, place] = True
-            busy[place] += share[expert]
-            left[place] -= 1
+            place_loads[place] += share[expert]
+            room_left[place] -= 1
     return holds
 
 
@@ -71,13 +72,13 @@ def replicas_by_load(loads: np.ndarray, slots: int, ep: int) -> np.ndarray:
         slots: number of replicas that all places together may hold.
         ep: number of places; no place holds an expert twice.
     """
-    held = np.ones(len(loads), dtype=np.int64)
+    num_replicas = np.ones(len(loads), dtype=np.int64)
     for _ in range(slots - len(loads)):
-        each = np.where(held < ep, loads / held, -1.0)
-        if each.max() <= 0:
+        load_per_replica = np.where(num_replicas < ep, loads / num_replicas, -1.0)
+        if load_per_replica.max() <= 0:
             break
-        held[int(each.argmax())] += 1
-    return held
+        num_replicas[int(load_per_replica.argmax())] += 1
+    return num_replicas
 
 
 def from_tables(replica: ReplicaLoad, moved: np.ndarray) -> Replications:

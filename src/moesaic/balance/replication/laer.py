@@ -28,13 +28,13 @@ class LAER(AbstractReplicaPolicy):
         ep, home = len(replica.origins), replica.load.home
         holds = layout(replica.copies.sum(0), home, ep, ROOM * (len(home) // ep))
         nodes = replica.links.nodes
-        near = nodes[:, None] == nodes[None, :]
-        goes = holds[None] & near[:, None, :]  # (origin, expert, place): replicas on the origin's node
-        goes = np.where(goes.any(2, keepdims=True), goes, holds[None])
-        number = goes.sum(2, keepdims=True)
-        order = np.cumsum(goes, axis=2) - 1
-        part, rest = np.divmod(replica.copies[:, :, None], number)
-        table = np.where(goes, part + (order < rest), 0)
+        same_node = nodes[:, None] == nodes[None, :]
+        receives = holds[None] & same_node[:, None, :]  # (origin, expert, place): replicas on the origin's node
+        receives = np.where(receives.any(2, keepdims=True), receives, holds[None])
+        num_replicas = receives.sum(2, keepdims=True)
+        order = np.cumsum(receives, axis=2) - 1
+        share, remainder = np.divmod(replica.copies[:, :, None], num_replicas)
+        table = np.where(receives, share + (order < remainder), 0)
         table[:, np.arange(len(home)), home] = 0
         return Replications.of(table)
 
@@ -48,17 +48,17 @@ def layout(loads: np.ndarray, home: np.ndarray, ep: int, room: int) -> np.ndarra
         ep: number of places.
         room: number of experts that each place may compute.
     """
-    held = replicas_by_load(loads, room * ep, ep)
-    share, replicas = loads / held, np.repeat(np.arange(len(loads)), held)
-    holds, busy, left = np.zeros((len(loads), ep), dtype=bool), np.zeros(ep), np.full(ep, room)
+    num_replicas = replicas_by_load(loads, room * ep, ep)
+    share, replicas = loads / num_replicas, np.repeat(np.arange(len(loads)), num_replicas)
+    holds, place_loads, room_left = np.zeros((len(loads), ep), dtype=bool), np.zeros(ep), np.full(ep, room)
     for expert in replicas[np.argsort(-share[replicas], kind="stable")]:
-        free = (left > 0) & ~holds[expert]
+        free = (room_left > 0) & ~holds[expert]
         if free.any():
-            at = np.where(free, busy, np.inf)
-            place = int(home[expert]) if at[home[expert]] <= at.min() else int(at.argmin())
+            free_loads = np.where(free, place_loads, np.inf)
+            place = int(home[expert]) if free_loads[home[expert]] <= free_loads.min() else int(free_loads.argmin())
             holds[expert, place] = True
-            busy[place] += share[expert]
-            left[place] -= 1
+            place_loads[place] += share[expert]
+            room_left[place] -= 1
     nowhere = np.flatnonzero(~holds.any(1))
     holds[nowhere, home[nowhere]] = True
     return holds

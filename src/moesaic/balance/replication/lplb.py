@@ -71,6 +71,6 @@ def least_busiest_flow(loads: np.ndarray, source: np.ndarray, target: np.ndarray
     balance = coo_array((np.concatenate([-ones, ones, -np.ones(len(loads))]), (row, column)))
     cost = np.append(ones * 1e-6 / len(most), 1.0)  # the small cost prefers the smallest of equally good flows
     limits = [*((0.0, float(each) / scale) for each in most), (0.0, None)]
-    found = linprog(cost, A_ub=balance.tocsr(), b_ub=-loads / scale, bounds=limits, method="highs")
-    flow: np.ndarray = np.floor(np.round(found.x[:-1] * scale, 6)).astype(np.int64)
+    solution = linprog(cost, A_ub=balance.tocsr(), b_ub=-loads / scale, bounds=limits, method="highs")
+    flow: np.ndarray = np.floor(np.round(solution.x[:-1] * scale, 6)).astype(np.int64)
     return np.clip(flow, 0, most)

@@ -117,8 +117,8 @@ class AbstractReplicaPolicy(AbstractReplicationPolicy):
         """
 
     def decide(self, load: CallLoad) -> np.ndarray:
-        found = replica_loads(load, self.costs or ReplicationCosts())
-        return full_table(found, [self.replicated(replica) for replica in found])
+        replicas = replica_loads(load, self.costs or ReplicationCosts())
+        return full_table(replicas, [self.replicated(replica) for replica in replicas])
 
 
 class Replicated(AbstractReplicationPolicy):
@@ -134,5 +134,5 @@ class Replicated(AbstractReplicationPolicy):
     def decide(self, load: CallLoad) -> np.ndarray:
         """Return the table, reduced to the copies of the call; lower-numbered helpers get theirs first."""
         before = np.cumsum(self.replicated, axis=2) - self.replicated
-        left = np.maximum(load.copies[:, :, None] - before, 0)
-        return np.minimum(self.replicated, left)
+        available = np.maximum(load.copies[:, :, None] - before, 0)
+        return np.minimum(self.replicated, available)

@@ -52,16 +52,16 @@ def shadows_of(copies: np.ndarray, home: np.ndarray, rates: ShadowRates) -> list
     """
     computed = np.bincount(home, weights=copies.sum(0), minlength=len(copies))
     best = rates.unshadowed(computed)
-    found: list[int] = []
+    shadowed: list[int] = []
     for expert in np.argsort(-copies.sum(0), kind="stable").tolist():
         computed[home[expert]] -= copies[:, expert].sum()
         computed += copies[:, expert]
-        seconds = rates.shadowed(computed, len(found) + 1)
+        seconds = rates.shadowed(computed, len(shadowed) + 1)
         if seconds >= best:
             break
         best = seconds
-        found.append(expert)
-    return found
+        shadowed.append(expert)
+    return shadowed
 
 
 class Published(AbstractReplicaPolicy):

@@ -31,8 +31,8 @@ class Spill(AbstractReplicaPolicy):
         self.costs = costs or ReplicationCosts()
 
     def replicated(self, replica: ReplicaLoad) -> Replications:
-        tried = [_nothing(replica), *(overflow(replica, replica.limits(limit)) for limit in LIMITS)]
-        return Replications.of(min(tried, key=replica.seconds))
+        tables = [_nothing(replica), *(overflow(replica, replica.limits(limit)) for limit in LIMITS)]
+        return Replications.of(min(tables, key=replica.seconds))
 
 
 def _nothing(replica: ReplicaLoad) -> np.ndarray:
@@ -84,22 +84,22 @@ class Giving:
             room: (ep,) int64, further copies that each place may compute; negative if it has too many.
             weights: the memory of an expert's weights, as a number of copies, which a new replica takes from the helper's room.
         """
-        own = np.flatnonzero(self._home == giver)
-        expert = int(own[self._staying[:, own].sum(0).argmax()])
-        left = room - np.where(self.helped[expert], 0, weights)
+        own_experts = np.flatnonzero(self._home == giver)
+        expert = int(own_experts[self._staying[:, own_experts].sum(0).argmax()])
+        room_left = room - np.where(self.helped[expert], 0, weights)
         may_help = (self.helped[expert] | (self.helped.sum(0) < MOST_HELPED)) & (self._places != giver)
-        helper = int(np.where(may_help, left, np.iinfo(np.int64).min).argmax())
+        helper = int(np.where(may_help, room_left, np.iinfo(np.int64).min).argmax())
         new = 0 if self.helped[expert, helper] else weights
-        amount = int(min(left[helper], new - room[giver], self._staying[:, expert].sum()))
+        amount = int(min(room_left[helper], new - room[giver], self._staying[:, expert].sum()))
         if not may_help[helper] or amount <= 0:
             return False
-        staying, rest = self._staying[:, expert], amount
+        staying, remaining = self._staying[:, expert], amount
         others = [int(place) for place in np.argsort(-staying, kind="stable") if place != helper]
         for place in (helper, *others):  # the helper's own tokens first, then those of the places with most of them
-            moved = min(rest, int(staying[place]))
+            moved = min(remaining, int(staying[place]))
             staying[place] -= moved
             self.replicated[place, expert, helper] += moved
-            rest -= moved
+            remaining -= moved
         self.helped[expert, helper] = True
         self.loads[[giver, helper]] += -amount, amount
         return True

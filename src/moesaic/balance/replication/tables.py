@@ -75,14 +75,18 @@ class Rows:
 def rows_of(replica: ReplicaLoad, replicated: Replications) -> Rows:
     """Return the copies and weights that move between places if `replicated` is applied."""
     home, ep = replica.load.home, len(replica.origins)
-    each = replica.load.num_experts // ep
-    at_home = replica.copies.reshape(ep, ep, each).sum(2)
+    per_place = replica.load.num_experts // ep
+    at_home = replica.copies.reshape(ep, ep, per_place).sum(2)
     if replicated.is_empty:
         nothing = np.zeros((ep, ep), dtype=np.int64)
         return Rows(at_home, nothing, nothing)
-    left, got = replicated.origin * ep + home[replicated.expert], replicated.origin * ep + replicated.helper
+    home_cell, helper_cell = (
+        replicated.origin * ep + home[replicated.expert],
+        replicated.origin * ep + replicated.helper,
+    )
     moved, helped = (
-        np.bincount(cell, replicated.amount, ep * ep).astype(np.int64).reshape(ep, ep) for cell in (left, got)
+        np.bincount(cell, replicated.amount, ep * ep).astype(np.int64).reshape(ep, ep)
+        for cell in (home_cell, helper_cell)
     )
     replicates = np.zeros((replica.load.num_experts, ep), dtype=bool)
     replicates[replicated.expert, replicated.helper] = True
@@ -103,14 +107,14 @@ def shadows(
         tries: the length of the longest prefix that is tried.
         whole: replicate an expert to all places or to none, as in the paper: fewer experts, with more copies each.
     """
-    place, expert, most = _ranked(replica, at_most, tries, whole)
+    place, expert, most_held = _ranked(replica, at_most, tries, whole)
     if not len(place):
         return NOTHING
     amount = replica.copies[place, expert]
     seconds = _prefix_seconds(replica, place, expert, amount)
     if whole:
         seconds[1:-1][expert[1:] == expert[:-1]] = np.inf
-    end = int(np.argmin(np.round(seconds + price * most, DECIMALS)))
+    end = int(np.argmin(np.round(seconds + price * most_held, DECIMALS)))
     return Replications(place[:end], expert[:end], place[:end], amount[:end])
 
 
@@ -126,8 +130,8 @@ def shadows_above(replica: ReplicaLoad, least: float, *, at_most: int = 8, whole
         hot = np.flatnonzero(away.sum(0) >= least * total)
         hot = hot[np.argsort(-away.sum(0)[hot], kind="stable")][:at_most]
         expert, place = (each.reshape(-1) for each in np.meshgrid(hot, np.arange(len(away)), indexing="ij"))
-        here = away[place, expert] > 0
-        place, expert = place[here], expert[here]
+        has_copies = away[place, expert] > 0
+        place, expert = place[has_copies], expert[has_copies]
     else:
         flat = away.reshape(-1)
         pairs = np.flatnonzero(flat >= max(least * total, 1.0))
@@ -149,8 +153,8 @@ def least_of(replica: ReplicaLoad, shadows: Replications, *, whole: bool = False
     """
     away, total = _away(replica), max(1, int(replica.copies.sum()))
     values = away.sum(0) if whole else away.reshape(-1)
-    taken = values[np.unique(shadows.expert)] if whole else shadows.amount
-    coldest, place = int(taken.min()), len(values) - len(taken) - 1
+    shadowed = values[np.unique(shadows.expert)] if whole else shadows.amount
+    coldest, place = int(shadowed.min()), len(values) - len(shadowed) - 1
     hottest = int(np.partition(values, place)[place]) if place >= 0 else 0
     return (coldest + min(hottest, coldest)) / (2 * total)
 
@@ -177,18 +181,18 @@ def _fitting(place: np.ndarray, expert: np.ndarray, ep: int, at_most: int) -> tu
     """Return the first `at_most` pairs of each place, and for every prefix of these the most experts on one place."""
     held = np.cumsum(place[:, None] == np.arange(ep)[None, :], axis=0)[np.arange(len(place)), place]
     fits = held <= at_most
-    most = np.concatenate([[0], np.maximum.accumulate(held[fits])])
-    return place[fits], expert[fits], most
+    most_held = np.concatenate([[0], np.maximum.accumulate(held[fits])])
+    return place[fits], expert[fits], most_held
 
 
 def largest(values: np.ndarray, count: int) -> np.ndarray:
     """Return the indices of the `count` largest values (or of all, if fewer), largest first, equal values in index order."""
     if len(values) < 4 * count:
         return np.argsort(-values, kind="stable")[:count]
-    least = np.partition(values, len(values) - count)[len(values) - count]
-    among = np.flatnonzero(values >= least)
-    found: np.ndarray = among[np.argsort(-values[among], kind="stable")][:count]
-    return found
+    threshold = np.partition(values, len(values) - count)[len(values) - count]
+    among = np.flatnonzero(values >= threshold)
+    indices: np.ndarray = among[np.argsort(-values[among], kind="stable")][:count]
+    return indices
 
 
 def _prefix_seconds(replica: ReplicaLoad, place: np.ndarray, expert: np.ndarray, amount: np.ndarray) -> np.ndarray:
@@ -197,8 +201,8 @@ def _prefix_seconds(replica: ReplicaLoad, place: np.ndarray, expert: np.ndarray,
     ep, links, count = len(replica.origins), replica.links, len(place)
     owner = replica.load.home[expert]
     via = owner if links.via is None else links.via[owner, place]
-    new = np.zeros(count, dtype=bool)
-    new[np.unique(expert * ep + via, return_index=True)[1]] = True
+    is_new_message = np.zeros(count, dtype=bool)
+    is_new_message[np.unique(expert * ep + via, return_index=True)[1]] = True
     rows = rows_of(replica, NOTHING).home
 
     def fullest(start: np.ndarray | float, changes: np.ndarray) -> np.ndarray:
@@ -206,15 +210,15 @@ def _prefix_seconds(replica: ReplicaLoad, place: np.ndarray, expert: np.ndarray,
         sums[0] = start
         np.cumsum(changes, axis=0, out=sums[1:])
         sums[1:] += sums[0]
-        most: np.ndarray = sums.max(1, initial=0.0)
-        return most
+        maxima: np.ndarray = sums.max(1, initial=0.0)
+        return maxima
 
     row_links, weight_links = links.row_links, links.weight_links
     helps, owns = (np.eye(ep)[each] for each in (place, owner))
     travelling = rows.reshape(-1) @ row_links.reshape(ep * ep, -1)
     computed = fullest(rows.sum(0) * links.slowness, amount[:, None] * (helps - owns) * links.slowness)
     tokens = fullest(travelling, -amount[:, None] * row_links[place, owner])
-    weights = fullest(0.0, new[:, None] * weight_links[owner, via] + weight_links[via, place])
+    weights = fullest(0.0, is_new_message[:, None] * weight_links[owner, via] + weight_links[via, place])
     return replica.closed_form(computed, tokens, weights)
 
 
@@ -234,43 +238,43 @@ def spills(replica: ReplicaLoad, replicated: Replications, limit: float, *, near
     np.subtract.at(staying, (replicated.origin, replicated.expert), replicated.amount)
     loads = np.bincount(home, staying.sum(0), ep) + np.bincount(replicated.helper, replicated.amount, ep)
     loads = loads.astype(np.int64)
-    most = replica.limits(limit)
-    if (loads <= most).all():
+    limits = replica.limits(limit)
+    if (loads <= limits).all():
         return NOTHING
     nodes = replica.links.nodes
     runs = [np.flatnonzero(nodes == node) for node in np.unique(nodes)] if near_first else []
-    found = NOTHING
+    replications = NOTHING
     for places in (*runs, np.arange(ep)):
-        moved = _matched(replica, staying, loads, places, most)
+        moved = _matched(replica, staying, loads, places, limits)
         np.subtract.at(staying, (moved.origin, moved.expert), moved.amount)
         np.subtract.at(loads, home[moved.expert], moved.amount)
         np.add.at(loads, moved.helper, moved.amount)
-        found = found.joined(moved)
-    return found
+        replications = replications.joined(moved)
+    return replications
 
 
-def spread(found: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> np.ndarray | None:
+def spread(replicas: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> np.ndarray | None:
     """Return the table over all ranks, (world, num_experts, ep) int64; None if nothing is replicated.
 
     The replicated copies of a place are taken from its ranks in their order.
 
     Args:
-        found: the loads of the replicas of the experts.
+        replicas: the loads of the replicas of the experts.
         replicated: the replications between the places of each replica.
     """
-    if all(each.is_empty for each in replicated):
+    if all(entries.is_empty for entries in replicated):
         return None
-    load = found[0].load
+    load = replicas[0].load
     table = np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
-    for replica, each in zip(found, replicated):
-        if each.is_empty:
+    for replica, entries in zip(replicas, replicated):
+        if entries.is_empty:
             continue
         ranks = replica.origins.shape[1]
         if ranks == 1:
-            np.add.at(table, (replica.origins[each.origin, 0], each.expert, each.helper), each.amount)
+            np.add.at(table, (replica.origins[entries.origin, 0], entries.expert, entries.helper), entries.amount)
             continue
-        experts, where = np.unique(each.expert, return_inverse=True)
-        by_place = each._replace(expert=where).table(len(experts), len(replica.origins))
+        experts, where = np.unique(entries.expert, return_inverse=True)
+        by_place = entries._replace(expert=where).table(len(experts), len(replica.origins))
         of_rank = load.copies[replica.origins][:, :, experts]
         cells = of_rank.transpose(0, 2, 1).reshape(-1, ranks), by_place.reshape(-1, by_place.shape[2])
         shared = _overlaps(*cells).reshape(*by_place.shape[:2], ranks, -1).transpose(0, 2, 1, 3)
@@ -278,31 +282,31 @@ def spread(found: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> 
     return table
 
 
-def full_table(found: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> np.ndarray:
+def full_table(replicas: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> np.ndarray:
     """Return the table of `spread`, or zeros if nothing is replicated, as a policy's `decide` does."""
-    load, table = found[0].load, spread(found, replicated)
+    load, table = replicas[0].load, spread(replicas, replicated)
     return np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64) if table is None else table
 
 
 def _matched(
-    replica: ReplicaLoad, staying: np.ndarray, loads: np.ndarray, places: np.ndarray, most: np.ndarray
+    replica: ReplicaLoad, staying: np.ndarray, loads: np.ndarray, places: np.ndarray, limits: np.ndarray
 ) -> Replications:
     """Return the replications from those of `places` that are above `most`, (ep,), to the others of `places`."""
-    excess, room = np.maximum((loads - most)[places], 0), np.maximum((most - loads)[places], 0)
+    excess, room = np.maximum((loads - limits)[places], 0), np.maximum((limits - loads)[places], 0)
     givers = places[np.argsort(-excess, kind="stable")]
     helpers = places[np.argsort(-room, kind="stable")]
-    each = replica.load.num_experts // len(replica.origins)
-    totals = staying.sum(0).reshape(-1, each)[givers]
+    per_place = replica.load.num_experts // len(replica.origins)
+    totals = staying.sum(0).reshape(-1, per_place)[givers]
     largest = np.argsort(-totals, axis=1, kind="stable")
     totals = np.take_along_axis(totals, largest, 1)
-    wanted = np.maximum((loads - most)[givers], 0)[:, None] - (totals.cumsum(1) - totals)
-    taken = np.clip(wanted, 0, totals).reshape(-1)
-    experts = (givers[:, None] * each + largest).reshape(-1)
-    given = taken > 0
-    if not given.any() or not room.any():
+    excess_left = np.maximum((loads - limits)[givers], 0)[:, None] - (totals.cumsum(1) - totals)
+    amounts = np.clip(excess_left, 0, totals).reshape(-1)
+    experts = (givers[:, None] * per_place + largest).reshape(-1)
+    gives = amounts > 0
+    if not gives.any() or not room.any():
         return NOTHING
-    experts, taken = experts[given], taken[given]
-    replicated = _overlaps(taken[None], np.maximum((most - loads)[helpers], 0)[None])[0]
+    experts, amounts = experts[gives], amounts[gives]
+    replicated = _overlaps(amounts[None], np.maximum((limits - loads)[helpers], 0)[None])[0]
     return from_origins(replica, staying, experts, helpers, replicated)
 
 
@@ -319,15 +323,17 @@ def from_origins(
         replicated: (k, m), copies of each expert that each helper computes.
     """
     ep = len(replica.origins)
-    own = np.minimum(replicated, staying[helpers][:, experts].T)
-    left = staying[:, experts].T.copy()
-    left[np.arange(len(experts))[:, None], helpers[None, :]] -= own
+    own_copies = np.minimum(replicated, staying[helpers][:, experts].T)
+    copies_left = staying[:, experts].T.copy()
+    copies_left[np.arange(len(experts))[:, None], helpers[None, :]] -= own_copies
     turn = (replica.load.home[experts][:, None] + 1 + np.arange(ep)[None, :]) % ep
-    shared = _overlaps(np.take_along_axis(left, turn, 1), replicated - own)
+    shared = _overlaps(np.take_along_axis(copies_left, turn, 1), replicated - own_copies)
     expert, origin, helper = np.nonzero(shared)
     others = Replications(turn[expert, origin], experts[expert], helpers[helper], shared[expert, origin, helper])
-    kept, at = np.nonzero(own)
-    return Replications(helpers[at], experts[kept], helpers[at], own[kept, at]).joined(others)
+    expert_index, helper_index = np.nonzero(own_copies)
+    return Replications(
+        helpers[helper_index], experts[expert_index], helpers[helper_index], own_copies[expert_index, helper_index]
+    ).joined(others)
 
 
 def _overlaps(first: np.ndarray, second: np.ndarray) -> np.ndarray:

@@ -156,7 +156,7 @@ class Arbiter(AbstractReplicationPolicy):
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _PendingCall:
     """A call that ran and for whose measured time the arbiter waits."""
 
     choice: CallChoice
@@ -198,7 +198,7 @@ class Arbitration:
         self._calls_until, self._since_change = 0, REST
         self.prepared: Prepared | None = None
         """The prepared decision for the next call; None before the first call."""
-        self._asked: dict[int, _Asked] = {}
+        self._pending: dict[int, _PendingCall] = {}
         self._ran: set[int] = set()
 
     def choose(self, load: CallLoad) -> CallDecision:
@@ -210,29 +210,31 @@ class Arbitration:
         Args:
             load: the load of the call.
         """
-        started, found = time.thread_time(), self.weigher.replica_loads(load)
-        options = [self.weigher.alone(found)]
-        if all(is_even(replica, self.settings.margin) for replica in found):
+        started, replicas = time.thread_time(), self.weigher.replica_loads(load)
+        options = [self.weigher.alone(replicas)]
+        if all(is_even(replica, self.settings.margin) for replica in replicas):
             self._calls_until = 0
-        elif not self._is_due(_load_of(found, options[0])):
-            again = self._again(found, options[0])
-            gains = again is None or again.seconds < options[0].seconds
-            options = [*options, *([again] if again else [])] if gains else self._all(found, options[0])
+        elif not self._is_due(_load_of(replicas, options[0])):
+            repeated = self._last_option(replicas, options[0])
+            gains = repeated is None or repeated.seconds < options[0].seconds
+            options = (
+                [*options, *([repeated] if repeated else [])] if gains else self._all_options(replicas, options[0])
+            )
         else:
-            options = self._all(found, options[0])
-        by_name = {each.name: each for each in options}
-        seconds = {name: each.seconds for name, each in by_name.items()}
+            options = self._all_options(replicas, options[0])
+        by_name = {option.name: option for option in options}
+        seconds = {name: option.seconds for name, option in by_name.items()}
         self._settle(seconds, 0.0, among=by_name)
         chosen = by_name[self.last.name]
-        pick = Pick(chosen.choice, tuple(found), spread(found, chosen.replicated))
+        pick = Pick(chosen.choice, tuple(replicas), spread(replicas, chosen.replicated))
         return decision_of(pick, options[0], chosen, seconds, started)
 
     def offers(self, load: CallLoad) -> list[tuple[Option, np.ndarray | None]]:
         """Return all options for a call, each with its table of replicated copies, (world, num_experts, ep) int64, without
         deciding."""
-        found = self.weigher.replica_loads(load)
-        options = self.weigher.all(found, self.weigher.alone(found), anew=True)
-        return [(option, spread(found, option.replicated)) for option in options]
+        replicas = self.weigher.replica_loads(load)
+        options = self.weigher.all(replicas, self.weigher.alone(replicas), anew=True)
+        return [(option, spread(replicas, option.replicated)) for option in options]
 
     def pick(self, load: CallLoad) -> Pick:
         """Return the choice that was prepared during the previous call, fitted to this one. The first call is decided here.
@@ -241,26 +243,28 @@ class Arbitration:
             load: the load of the call.
         """
         if self.prepared is None:
-            found = self.weigher.replica_loads(load)
-            options = self._all(found, self.weigher.alone(found))
-            self._settle({each.name: each.seconds for each in options}, _load_of(found, options[0]))
-            self._prepare(found, {}, 0.0)
+            replicas = self.weigher.replica_loads(load)
+            options = self._all_options(replicas, self.weigher.alone(replicas))
+            self._settle({option.name: option.seconds for option in options}, _load_of(replicas, options[0]))
+            self._prepare(replicas, {}, 0.0)
             assert self.prepared is not None
         return self.prepared.fit(load)
 
-    def hear(self, told: Mapping[int, float], speeds: tuple[float, ...] = (), links: LinkTimes | None = None) -> None:
+    def hear(
+        self, call_seconds: Mapping[int, float], speeds: tuple[float, ...] = (), links: LinkTimes | None = None
+    ) -> None:
         """Record the times of earlier calls, which are the same on all ranks.
 
         Args:
-            told: by number of a call, its seconds, forward and backward, on the slowest rank.
+            call_seconds: by number of a call, its seconds, forward and backward, on the slowest rank.
             speeds: measured speeds of the ranks; () for those of the costs.
             links: rates of links inside and between nodes, relative to the costs.
         """
-        self.weigher.hear(speeds, links or {})
-        for number, seconds in told.items():
-            asked = self._asked.pop(number, None)
-            if asked is not None:
-                self.times.note(asked.choice.name, asked.choice.program, asked.load, asked.modelled, seconds)
+        self.weigher.set_rates(speeds, links or {})
+        for number, seconds in call_seconds.items():
+            call = self._pending.pop(number, None)
+            if call is not None:
+                self.times.note(call.choice.name, call.choice.program, call.load, call.modelled, seconds)
 
     def weigh(self, pick: Pick, *, call: int | None) -> CallDecision:
         """Prepare the decision for the next call, identically on all ranks, from the numbers of this call.
@@ -273,44 +277,46 @@ class Arbitration:
         Returns:
             the decision for this call.
         """
-        started, found = time.thread_time(), self.weigher.replica_loads(pick.found[0].load)
-        alone = self.weigher.alone(found)
-        load = _load_of(found, alone)
-        ran = alone if pick.choice.name == ALONE else self.weigher.priced(pick.choice, pick.replicated, found, alone)
-        self._ask(call, pick.choice, load, ran.seconds)
-        options = self._all(found, alone) if self._is_due(load) else [alone, ran]
-        thought = self._settle({each.name: each.seconds for each in options}, load)
-        self._try(thought, load, may_try=call is not None)
-        self._prepare(found, thought, load)
+        started, replicas = time.thread_time(), self.weigher.replica_loads(pick.replicas[0].load)
+        alone = self.weigher.alone(replicas)
+        load = _load_of(replicas, alone)
+        ran = alone if pick.choice.name == ALONE else self.weigher.priced(pick.choice, pick.replicated, replicas, alone)
+        self._register(call, pick.choice, load, ran.seconds)
+        options = self._all_options(replicas, alone) if self._is_due(load) else [alone, ran]
+        predicted = self._settle({each.name: each.seconds for each in options}, load)
+        self._plan_trial(predicted, load, may_try=call is not None)
+        self._prepare(replicas, predicted, load)
         machine, (name, program) = self.times.machine(), (pick.choice.name, pick.choice.program)
-        corrected = {option: alone.seconds * machine * each for option, each in thought.items()}
+        corrected = {option: alone.seconds * machine * each for option, each in predicted.items()}
         # An option that ran may not be among the options any more.
         corrected.setdefault(name, ran.seconds * machine * self.times.factor(name, program, load))
         decision = decision_of(pick, alone, ran, corrected)
         return replace(decision, weighing_seconds=time.thread_time() - started)
 
-    def _prepare(self, found: Sequence[ReplicaLoad], thought: Mapping[str, float], load: float) -> None:
-        """Prepare the next call, as far as possible without its counts, for the predicted times of the options, `thought`."""
+    def _prepare(self, replicas: Sequence[ReplicaLoad], predicted: Mapping[str, float], load: float) -> None:
+        """Prepare the next call, as far as possible without its counts, for the predicted times of the options, `predicted`."""
         if self._trial is not None:
-            self.prepared = Prepared(self.weigher, self._trial, True, found)
+            self.prepared = Prepared(self.weigher, self._trial, True, replicas)
             return
-        near = sorted((seconds, name) for name, seconds in thought.items() if name != self.last.name)
-        most = (1 + RIVAL) * thought.get(self.last.name, 0.0)
-        rivals = {self._contents[name]: self._choices[name] for seconds, name in reversed(near) if seconds <= most}
+        by_seconds = sorted((seconds, name) for name, seconds in predicted.items() if name != self.last.name)
+        limit = (1 + RIVAL) * predicted.get(self.last.name, 0.0)
+        rivals = {
+            self._contents[name]: self._choices[name] for seconds, name in reversed(by_seconds) if seconds <= limit
+        }
         rivals.pop(self._contents.get(self.last.name, b""), None)
         choices = [self.last, *list(reversed(rivals.values()))[:RIVALS]]
-        factors = {each: self.times.factor(each.name, each.program, load) for each in choices}
-        self.prepared = Prepared(self.weigher, self.last, False, found, factors)
+        factors = {choice: self.times.factor(choice.name, choice.program, load) for choice in choices}
+        self.prepared = Prepared(self.weigher, self.last, False, replicas, factors)
 
-    def _ask(self, call: int | None, choice: CallChoice, load: float, modelled: float) -> None:
+    def _register(self, call: int | None, choice: CallChoice, load: float, modelled: float) -> None:
         """Register a call for the measurement of its time, unless it is the first call of its program, which has to warm up."""
         if call is None:
             return
         if choice.program in self._ran:
-            self._asked[call] = _Asked(choice, load, modelled)
+            self._pending[call] = _PendingCall(choice, load, modelled)
         self._ran.add(choice.program)
-        while len(self._asked) > UNANSWERED:
-            del self._asked[next(iter(self._asked))]
+        while len(self._pending) > UNANSWERED:
+            del self._pending[next(iter(self._pending))]
 
     def _is_due(self, load: float) -> bool:
         """Return whether all options must be compared: after a change of load, or after `Arbiter.weigh_every` calls."""
@@ -320,20 +326,20 @@ class Arbitration:
         self._since_change = 0 if changed and self._weighed_at else self._since_change
         return self._calls_until <= 0 or changed
 
-    def _all(self, found: Sequence[ReplicaLoad], alone: Option) -> list[Option]:
+    def _all_options(self, replicas: Sequence[ReplicaLoad], alone: Option) -> list[Option]:
         """Return all options for a call, first that of leaving the call alone."""
-        options = self.weigher.all(found, alone, anew=self._change > JUMP)
-        self._weighed_at, self._calls_until, self._change = _load_of(found, alone), self.settings.weigh_every, 0.0
-        self._choices = {each.name: each.choice for each in options}
-        self._contents = {each.name: each.content for each in options}
+        options = self.weigher.all(replicas, alone, anew=self._change > JUMP)
+        self._weighed_at, self._calls_until, self._change = _load_of(replicas, alone), self.settings.weigh_every, 0.0
+        self._choices = {option.name: option.choice for option in options}
+        self._contents = {option.name: option.content for option in options}
         return options
 
-    def _again(self, found: Sequence[ReplicaLoad], alone: Option) -> Option | None:
+    def _last_option(self, replicas: Sequence[ReplicaLoad], alone: Option) -> Option | None:
         """Return the option of the last choice for this call; None if that choice is `NO_CHANGE` or replicates nothing now."""
-        replicated = self.weigher.tables(self.last.recipe, found)
+        replicated = self.weigher.tables(self.last.recipe, replicas)
         if self.last.name == ALONE or replicated is None:
             return None
-        return self.weigher.priced(self.last, replicated, found, alone)
+        return self.weigher.priced(self.last, replicated, replicas, alone)
 
     def _settle(
         self, seconds: Mapping[str, float], load: float, among: Collection[str] | None = None
@@ -350,23 +356,23 @@ class Arbitration:
             the predicted time of each option that may be chosen, relative to the modelled time of leaving the call alone.
         """
         memory, margin = self.settings.memory, self.settings.margin
-        now = {name: each / seconds[ALONE] if seconds[ALONE] else 1.0 for name, each in seconds.items()}
-        for name, share in now.items():
+        relative = {name: each / seconds[ALONE] if seconds[ALONE] else 1.0 for name, each in seconds.items()}
+        for name, share in relative.items():
             self._shares[name] = (1 - memory) * share + memory * self._shares.get(name, share)
-        thought = {
+        predicted = {
             name: self._shares[name] * self.times.factor(name, self._choices.get(name, NO_CHANGE).program, load)
             for name in (self._choices if among is None else among)
         }  # fmt: skip
-        best = min(thought, key=lambda name: (thought[name], name != ALONE))
-        last = self.last.name if self.last.name in thought else ALONE
-        if thought[best] < (1 - self.times.margin(margin, best, last, load)) * thought[last]:
+        best = min(predicted, key=lambda name: (predicted[name], name != ALONE))
+        last = self.last.name if self.last.name in predicted else ALONE
+        if predicted[best] < (1 - self.times.margin(margin, best, last, load)) * predicted[last]:
             last = best
-        if last in now and now[last] * thought[last] >= self._shares[last] * thought[ALONE]:
+        if last in relative and relative[last] * predicted[last] >= self._shares[last] * predicted[ALONE]:
             last = ALONE
         self.last = NO_CHANGE if last == ALONE else self._choices[last]
-        return thought
+        return predicted
 
-    def _try(self, thought: Mapping[str, float], load: float, may_try: bool) -> None:
+    def _plan_trial(self, predicted: Mapping[str, float], load: float, may_try: bool) -> None:
         """Decide whether the next call is a trial, and of which option."""
         self._trial, self._since_trial = None, self._since_trial + 1
         # Pauses are alternately odd and even, since loads may alternate. They double, so that options whose times stay unclear
@@ -374,9 +380,9 @@ class Arbitration:
         pause = self.settings.trial_every + self._trials % 2 + 2 ** min(self._trials // TRIALS, RAREST) - 1
         if not may_try or self._since_trial < pause:
             return
-        different = {self._contents[name]: name for name in (*reversed(list(thought)), self.last.name)}
-        unsure = {each: thought[each] for each in different.values()}
-        is_sane = thought[ALONE] < HOPELESS * min(thought.values())
+        different = {self._contents[name]: name for name in (*reversed(list(predicted)), self.last.name)}
+        unsure = {each: predicted[each] for each in different.values()}
+        is_sane = predicted[ALONE] < HOPELESS * min(predicted.values())
         knows_alone = self.times.ran(ALONE) or not is_sane
         name = self.times.worth_trying(unsure, self.last.name, load) if knows_alone else ALONE
         if name is None:
@@ -386,6 +392,6 @@ class Arbitration:
             self.times.try_out(name, self._trial.program, load)
 
 
-def _load_of(found: Sequence[ReplicaLoad], alone: Option) -> float:
+def _load_of(replicas: Sequence[ReplicaLoad], alone: Option) -> float:
     """Return a measure of a call's load: the modelled seconds per copy if the call is left alone, which grow with skew."""
-    return alone.seconds / max(1, sum(int(replica.copies.sum()) for replica in found))
+    return alone.seconds / max(1, sum(int(replica.copies.sum()) for replica in replicas))

@@ -203,10 +203,10 @@ class Weigher:
         self._part_us, self._factors = part_us, factors
         self._limit: int | None = None
         self._links: tuple[Grid, list[ReplicaLinks]] | None = None
-        self._told = costs
-        self._times: LinkTimes = {}
+        self._initial_costs = costs
+        self._link_times: LinkTimes = {}
 
-    def hear(self, speeds: tuple[float, ...], links: LinkTimes) -> None:
+    def set_rates(self, speeds: tuple[float, ...], links: LinkTimes) -> None:
         """Update the speeds of ranks and of links for the following calls.
 
         Args:
@@ -214,9 +214,9 @@ class Weigher:
             links: rates of links inside and between nodes, relative to the initial costs.
         """
         speeds = speeds or self._costs.speeds
-        if speeds != self._costs.speeds or links != self._times:
-            self._costs, self._links = replace(self._told.with_links(links), speeds=speeds), None
-            self._times = dict(links)
+        if speeds != self._costs.speeds or links != self._link_times:
+            self._costs, self._links = replace(self._initial_costs.with_links(links), speeds=speeds), None
+            self._link_times = dict(links)
 
     def replica_loads(self, load: CallLoad) -> list[ReplicaLoad]:
         """Return the load of each replica of the experts in a call. The links, which do not change, are computed once."""
@@ -224,44 +224,46 @@ class Weigher:
             self._links = (load.grid, replica_links(load, self._costs))
         return [ReplicaLoad(load, each) for each in self._links[1]]
 
-    def alone(self, found: Sequence[ReplicaLoad]) -> Option:
+    def alone(self, replicas: Sequence[ReplicaLoad]) -> Option:
         """Return the option of leaving a call alone."""
-        nothing = (NOTHING,) * len(found)
-        return self._option(0, Recipe(), nothing, self._cost(found, nothing), found[0])
+        nothing = (NOTHING,) * len(replicas)
+        return self._option(0, Recipe(), nothing, self._cost(replicas, nothing), replicas[0])
 
-    def tables(self, recipe: Recipe, found: Sequence[ReplicaLoad]) -> tuple[Replications, ...] | None:
+    def tables(self, recipe: Recipe, replicas: Sequence[ReplicaLoad]) -> tuple[Replications, ...] | None:
         """Return the replications of a recipe in a call; None if the recipe should replicate but all its tables are empty."""
-        each_least = recipe.least or (1.0,) * len(found)
-        replicated = tuple(recipe.table(replica, least, self._at_most) for replica, least in zip(found, each_least))
+        thresholds = recipe.least or (1.0,) * len(replicas)
+        replicated = tuple(recipe.table(replica, least, self._at_most) for replica, least in zip(replicas, thresholds))
         return None if recipe.policy and all(each.is_empty for each in replicated) else replicated
 
-    def anew(self, recipe: Recipe, found: Sequence[ReplicaLoad]) -> tuple[Replications, ...] | None:
+    def retuned(self, recipe: Recipe, replicas: Sequence[ReplicaLoad]) -> tuple[Replications, ...] | None:
         """Return the replications of a recipe under a load unlike the one for which the recipe was made.
 
         The number of shadows is chosen again. This takes longer than `tables`.
         """
         if recipe.shadows:
-            best = self._shadows(found, whole=recipe.whole)
-            recipe = replace(recipe, least=_least_of(found, best, whole=recipe.whole))
-        return self.tables(recipe, found)
+            best = self._shadows(replicas, whole=recipe.whole)
+            recipe = replace(recipe, least=_least_of(replicas, best, whole=recipe.whole))
+        return self.tables(recipe, replicas)
 
     def priced(
         self,
         choice: CallChoice,
         replicated: tuple[Replications, ...],
-        found: Sequence[ReplicaLoad],
+        replicas: Sequence[ReplicaLoad],
         alone: Option | None = None,
     ) -> Option:
         """Return the option of a choice whose tables have been built, with its cost in a call."""
         plan = self.plans[choice.program]
-        cost = alone.cost if alone is not None and not choice.recipe.policy else self._cost(found, replicated)
-        return self._option(choice.program, choice.recipe, replicated, self._program_cost(plan, cost, found), found[0])
+        cost = alone.cost if alone is not None and not choice.recipe.policy else self._cost(replicas, replicated)
+        return self._option(
+            choice.program, choice.recipe, replicated, self._program_cost(plan, cost, replicas), replicas[0]
+        )
 
-    def all(self, found: Sequence[ReplicaLoad], alone: Option, *, anew: bool) -> list[Option]:
+    def all(self, replicas: Sequence[ReplicaLoad], alone: Option, *, anew: bool) -> list[Option]:
         """Return all options for a call, first that of leaving the call alone.
 
         Args:
-            found: the call's loads, by replica of the experts.
+            replicas: the call's loads, by replica of the experts.
             alone: the option of leaving the call alone.
             anew: try all limits again, and not only the neighbours of the last best limit.
         """
@@ -272,11 +274,11 @@ class Weigher:
         for number, plan in list(enumerate(self.plans))[1:]:
             if not plan.replicates:
                 nothing = CallChoice(name_of(plan, self.plan), number, Recipe())
-                options.append(self.priced(nothing, alone.replicated, found, alone))
+                options.append(self.priced(nothing, alone.replicated, replicas, alone))
                 continue
-            replications = self._replications(found) if replications is None else replications
+            replications = self._replications(replicas) if replications is None else replications
             options += [
-                self._option(number, recipe, replicated, cost, found[0]) for recipe, replicated, cost in replications
+                self._option(number, recipe, replicated, cost, replicas[0]) for recipe, replicated, cost in replications
             ]
         return options
 
@@ -290,53 +292,53 @@ class Weigher:
         factor = self._factors.get(name, 1.0)
         return Option(CallChoice(name, number, recipe), replicated, cost, round(seconds * factor, DECIMALS))
 
-    def _cost(self, found: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> Cost:
-        return worst([replicated_cost(replica, each, self.plan.chunks) for replica, each in zip(found, replicated)])
+    def _cost(self, replicas: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> Cost:
+        return worst([replicated_cost(replica, each, self.plan.chunks) for replica, each in zip(replicas, replicated)])
 
-    def _program_cost(self, plan: PolicyPlan, cost: Cost, found: Sequence[ReplicaLoad]) -> Cost:
+    def _program_cost(self, plan: PolicyPlan, cost: Cost, replicas: Sequence[ReplicaLoad]) -> Cost:
         """Return the cost under the r of `plan`, given the cost under that of the layer's plan."""
         r = plan.gather_weights
         if r is None or r == self.plan.gather_weights:
             return cost
-        return worst([gathered_cost(replica, cost, r) for replica in found])
+        return worst([gathered_cost(replica, cost, r) for replica in replicas])
 
-    def _replications(self, found: Sequence[ReplicaLoad]) -> list[tuple[Recipe, tuple[Replications, ...], Cost]]:
+    def _replications(self, replicas: Sequence[ReplicaLoad]) -> list[tuple[Recipe, tuple[Replications, ...], Cost]]:
         """Return the recipe, tables and cost of the best table of each policy, without policies that replicate nothing."""
-        tried: dict[Recipe, tuple[Recipe, tuple[Replications, ...], Cost]] = {}
+        built: dict[Recipe, tuple[Recipe, tuple[Replications, ...], Cost]] = {}
 
         def table(recipe: Recipe) -> tuple[Recipe, tuple[Replications, ...], Cost]:
-            if recipe not in tried:
-                replicated = tuple(recipe.table(replica, 1.0, self._at_most) for replica in found)
-                tried[recipe] = (recipe, replicated, self._cost(found, replicated))
-            return tried[recipe]
+            if recipe not in built:
+                replicated = tuple(recipe.table(replica, 1.0, self._at_most) for replica in replicas)
+                built[recipe] = (recipe, replicated, self._cost(replicas, replicated))
+            return built[recipe]
 
         def seconds(recipe: Recipe) -> float:
             return round(table(recipe)[2].seconds(self.plan.chunks), DECIMALS)
 
-        kept = []
+        best_tables = []
         for whole in (False, True):
-            shadowed = self._shadows(found, whole=whole)
-            recipe = Recipe(shadows=True, whole=whole, least=_least_of(found, shadowed, whole=whole))
-            kept.append((recipe, shadowed, self._cost(found, shadowed)))
-        at = self._limit
-        places = range(len(LIMITS)) if at is None else range(max(at - 1, 0), min(at + 2, len(LIMITS)))
+            shadowed = self._shadows(replicas, whole=whole)
+            recipe = Recipe(shadows=True, whole=whole, least=_least_of(replicas, shadowed, whole=whole))
+            best_tables.append((recipe, shadowed, self._cost(replicas, shadowed)))
+        last = self._limit
+        places = range(len(LIMITS)) if last is None else range(max(last - 1, 0), min(last + 2, len(LIMITS)))
         best = min((Recipe(limit=LIMITS[place]) for place in places), key=seconds)
         assert best.limit is not None
         self._limit = LIMITS.index(best.limit)
-        kept.append(table(min((best, replace(best, near_first=True)), key=seconds)))
-        kept.append(table(min((Recipe(redundant=each) for each in REDUNDANT), key=seconds)))
-        return [each for each in kept if not all(replicated.is_empty for replicated in each[1])]
+        best_tables.append(table(min((best, replace(best, near_first=True)), key=seconds)))
+        best_tables.append(table(min((Recipe(redundant=each) for each in REDUNDANT), key=seconds)))
+        return [each for each in best_tables if not all(replicated.is_empty for replicated in each[1])]
 
-    def _shadows(self, found: Sequence[ReplicaLoad], *, whole: bool) -> tuple[Replications, ...]:
+    def _shadows(self, replicas: Sequence[ReplicaLoad], *, whole: bool) -> tuple[Replications, ...]:
         """Return the best shadows if the host time of each replicated expert is counted."""
         price = self._costs.expert_us * 1e-6
-        return tuple(shadows(replica, price, at_most=self._at_most, whole=whole) for replica in found)
+        return tuple(shadows(replica, price, at_most=self._at_most, whole=whole) for replica in replicas)
 
 
-def _least_of(found: Sequence[ReplicaLoad], shadows: Sequence[Replications], *, whole: bool) -> tuple[float, ...]:
+def _least_of(replicas: Sequence[ReplicaLoad], shadows: Sequence[Replications], *, whole: bool) -> tuple[float, ...]:
     """Return, by replica of the experts, the threshold of `least_of`; 1 if nothing is shadowed."""
     return tuple(
-        1.0 if each.is_empty else least_of(replica, each, whole=whole) for replica, each in zip(found, shadows)
+        1.0 if each.is_empty else least_of(replica, each, whole=whole) for replica, each in zip(replicas, shadows)
     )
 
 
@@ -365,14 +367,14 @@ class Cost:
 
 def worst(costs: Sequence[Cost]) -> Cost:
     """Return the cost of several replicas: the times of the slowest one, and the bytes of all."""
-    slowest = max(costs, key=lambda each: each.seconds(1))
+    slowest = max(costs, key=lambda cost: cost.seconds(1))
     return Cost(
         compute=slowest.compute,
         travel=slowest.travel,
         fetch=slowest.fetch,
-        rows=tuple(rows for each in costs for rows in each.rows),
-        token_bytes=sum(each.token_bytes for each in costs),
-        weight_bytes=sum(each.weight_bytes for each in costs),
+        rows=tuple(rows for cost in costs for rows in cost.rows),
+        token_bytes=sum(cost.token_bytes for cost in costs),
+        weight_bytes=sum(cost.weight_bytes for cost in costs),
     )
 
 
@@ -411,12 +413,12 @@ def gathered_cost(replica: ReplicaLoad, alone: Cost, r: int) -> Cost:
         alone: the cost of that replica with r = etp.
         r: number of shards that a token visits; 0 if weights travel to the tokens instead.
     """
-    shards, each = replica.origins.shape[1], replica.load.num_experts // len(replica.origins)
+    shards, per_place = replica.origins.shape[1], replica.load.num_experts // len(replica.origins)
     within = _within_place(replica)
     if r:
-        got = (shards // r - 1) * each
-        gathered = got * replica.weight_bytes * within
-        weight_bytes = (replica.passes - 1) * got * replica.weight_bytes * replica.origins.size
+        num_fetched = (shards // r - 1) * per_place
+        gathered = num_fetched * replica.weight_bytes * within
+        weight_bytes = (replica.passes - 1) * num_fetched * replica.weight_bytes * replica.origins.size
         return Cost(
             compute=alone.compute,
             travel=alone.travel * r / shards,
@@ -426,17 +428,17 @@ def gathered_cost(replica: ReplicaLoad, alone: Cost, r: int) -> Cost:
             weight_bytes=weight_bytes,
         )
     # Every rank fetches all shards of all experts of the replica and computes its own copies.
-    own = replica.load.copies[replica.origins].sum(2)
-    sent = shards * each * (1 - np.eye(len(replica.origins)))
+    own_copies = replica.load.copies[replica.origins].sum(2)
+    sent = shards * per_place * (1 - np.eye(len(replica.origins)))
     fetched = replica.weight_bytes * replica.fullest(sent, 1) + _fullest(shards * replica.links.start_up)
-    fetched += (shards - 1) * each * replica.weight_bytes * within
-    got = (replica.origins.size - 1) * each
+    fetched += (shards - 1) * per_place * replica.weight_bytes * within
+    num_fetched = (replica.origins.size - 1) * per_place
     return Cost(
-        compute=replica.compute_seconds(replica.busiest(own.max(1)) * shards),
+        compute=replica.compute_seconds(replica.busiest(own_copies.max(1)) * shards),
         travel=0.0,
         fetch=(replica.passes - 1) * fetched,
-        rows=tuple(own.sum(1).tolist()),
-        weight_bytes=(replica.passes - 1) * got * replica.weight_bytes * replica.origins.size,
+        rows=tuple(own_copies.sum(1).tolist()),
+        weight_bytes=(replica.passes - 1) * num_fetched * replica.weight_bytes * replica.origins.size,
     )
 
 

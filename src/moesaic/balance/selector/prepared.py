@@ -36,7 +36,7 @@ class Pick:
     """A choice that was made before a call's counts were known, with the table built from the counts."""
 
     choice: CallChoice
-    found: tuple[ReplicaLoad, ...]
+    replicas: tuple[ReplicaLoad, ...]
     """The call's loads, by replica of the experts."""
     table: np.ndarray | None
     """(world, num_experts, ep) int64: the replicated copies; None if nothing is replicated."""
@@ -49,18 +49,20 @@ class Pick:
     def replicated(self) -> tuple[Replications, ...]:
         """The replications within each replica of the experts."""
         if self.table is None:
-            return (NOTHING,) * len(self.found)
+            return (NOTHING,) * len(self.replicas)
         cells = np.flatnonzero(self.table) if self.cells is None else self.cells
         amounts = self.table.reshape(-1)[cells]
         cells, amounts = cells[amounts > 0], amounts[amounts > 0]
         rank, expert, helper = np.unravel_index(cells, self.table.shape)
-        found = []
-        for replica in self.found:
+        replications = []
+        for replica in self.replicas:
             place = np.full(len(self.table), -1)
             place[replica.origins] = np.arange(len(replica.origins))[:, None]
-            mine = place[rank] >= 0
-            found.append(Replications(place[rank][mine], expert[mine], helper[mine], amounts[mine]))
-        return tuple(found)
+            in_replica = place[rank] >= 0
+            replications.append(
+                Replications(place[rank][in_replica], expert[in_replica], helper[in_replica], amounts[in_replica])
+            )
+        return tuple(replications)
 
 
 class Prepared:
@@ -70,32 +72,32 @@ class Prepared:
         weigher: builds tables and models options.
         choice: the choice for the next call.
         is_trial: whether the choice runs to measure its time.
-        found: the loads of the previous call, by replica of the experts.
+        replicas: the loads of the previous call, by replica of the experts.
         factors: the choices that are about equally good, with `choice` first, and the factor on the modelled seconds of each.
             If the load has changed too much for the table, the fastest of these by the call's own counts runs. None or {} for
             `choice` only.
     """
 
     def __init__(
-        self, weigher: Weigher, choice: CallChoice, is_trial: bool, found: Sequence[ReplicaLoad],
+        self, weigher: Weigher, choice: CallChoice, is_trial: bool, replicas: Sequence[ReplicaLoad],
         factors: Mapping[CallChoice, float] | None = None,
     ) -> None:  # fmt: skip
         self.choice, self.is_trial, self._weigher = choice, is_trial, weigher
-        self._links = [each.links for each in found]
-        load = found[0].load
+        self._links = [each.links for each in replicas]
+        load = replicas[0].load
         is_small = load.copies.size <= SMALL
         self._factors = {choice: 1.0} if is_small or not factors else dict(factors)
         self._is_quick = is_small and choice.recipe.is_quick
-        self._cells, self._amounts, self._of = (np.zeros(0, dtype=np.int64),) * 3
+        self._cells, self._amounts, self._copies_before = (np.zeros(0, dtype=np.int64),) * 3
         self._memory: np.ndarray | None = None
         self._busiest = np.inf
         self._places: tuple[np.ndarray, np.ndarray] | None = None
         text = hashlib.blake2b(f"{choice}{is_trial}".encode(), digest_size=6)
         text.update(repr(list(self._factors.items())).encode())
-        replicated = None if self._is_quick else weigher.tables(choice.recipe, found)
+        replicated = None if self._is_quick else weigher.tables(choice.recipe, replicas)
         if replicated is not None:
-            self._cells, self._amounts = _entries(found, replicated)
-            self._of = load.copies.reshape(-1)[self._cells // load.grid.ep]
+            self._cells, self._amounts = _entries(replicas, replicated)
+            self._copies_before = load.copies.reshape(-1)[self._cells // load.grid.ep]
             self._busiest = self._busiest_place(load, self._amounts)
             self._memory = np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
             self._memory.reshape(-1)[self._cells] = (
@@ -116,50 +118,51 @@ class Prepared:
         Args:
             load: the load of the call.
         """
-        found = tuple(ReplicaLoad(load, links) for links in self._links)
+        replicas = tuple(ReplicaLoad(load, links) for links in self._links)
         if not self.choice.recipe.policy:
-            return Pick(self.choice, found, None, self.is_trial)
+            return Pick(self.choice, replicas, None, self.is_trial)
         if self._is_quick:
-            return self._picked(self.choice, found, self._weigher.tables(self.choice.recipe, found))
+            return self._picked(self.choice, replicas, self._weigher.tables(self.choice.recipe, replicas))
         amounts = self._fitted(load)
         if amounts is None:
-            return self._anew(found)
+            return self._fastest(replicas)
         table = self._filled(load, amounts)
         return (
-            Pick(NO_CHANGE, found, None)
+            Pick(NO_CHANGE, replicas, None)
             if table is None
-            else Pick(self.choice, found, table, self.is_trial, self._cells)
+            else Pick(self.choice, replicas, table, self.is_trial, self._cells)
         )
 
-    def _anew(self, found: tuple[ReplicaLoad, ...]) -> Pick:
+    def _fastest(self, replicas: tuple[ReplicaLoad, ...]) -> Pick:
         """Return the fastest of the prepared choices for a load that has changed too much for the prepared table."""
-        made = {choice: self._weigher.anew(choice.recipe, found) for choice in self._factors}
-        alone = self._weigher.alone(found)
-        nothing = alone.replicated
+        tables = {choice: self._weigher.retuned(choice.recipe, replicas) for choice in self._factors}
+        alone = self._weigher.alone(replicas)
+        no_tables = alone.replicated
         seconds = {
-            choice: self._factors[choice] * self._weigher.priced(choice, replicated or nothing, found, alone).seconds
-            for choice, replicated in made.items()
+            choice: self._factors[choice]
+            * self._weigher.priced(choice, replicated or no_tables, replicas, alone).seconds
+            for choice, replicated in tables.items()
             if replicated is not None or not choice.recipe.policy
         }
         best = min(seconds, key=lambda choice: round(seconds[choice], DECIMALS), default=NO_CHANGE)
-        return self._picked(best, found, made.get(best))
+        return self._picked(best, replicas, tables.get(best))
 
     def _picked(
-        self, choice: CallChoice, found: tuple[ReplicaLoad, ...], replicated: tuple[Replications, ...] | None
+        self, choice: CallChoice, replicas: tuple[ReplicaLoad, ...], replicated: tuple[Replications, ...] | None
     ) -> Pick:
         """Return a choice with its tables, or that of leaving the call alone if a policy's tables are empty."""
-        table = None if replicated is None else spread(found, replicated)
+        table = None if replicated is None else spread(replicas, replicated)
         is_whole = table is not None or not choice.recipe.policy
         return (
-            Pick(choice, found, table, self.is_trial and choice == self.choice)
+            Pick(choice, replicas, table, self.is_trial and choice == self.choice)
             if is_whole
-            else Pick(NO_CHANGE, found, None)
+            else Pick(NO_CHANGE, replicas, None)
         )
 
     def _fitted(self, load: CallLoad) -> np.ndarray | None:
         """Return the copies that each entry replicates by its prepared share; None if the load has changed too much."""
-        now = load.copies.reshape(-1)[self._cells // load.grid.ep]
-        amounts: np.ndarray = self._amounts * now // self._of
+        copies = load.copies.reshape(-1)[self._cells // load.grid.ep]
+        amounts: np.ndarray = self._amounts * copies // self._copies_before
         return amounts if self._busiest_place(load, amounts) <= self._busiest + WORSE else None
 
     def _busiest_place(self, load: CallLoad, amounts: np.ndarray) -> float:
@@ -185,16 +188,16 @@ class Prepared:
         return table
 
 
-def _entries(found: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> tuple[np.ndarray, np.ndarray]:
+def _entries(replicas: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of the nonzero entries of the flattened table, (n,) int64 ascending, and their values."""
-    load = found[0].load
-    if any(replica.origins.shape[1] > 1 for replica in found):
-        table = spread(found, replicated)
+    load = replicas[0].load
+    if any(replica.origins.shape[1] > 1 for replica in replicas):
+        table = spread(replicas, replicated)
         cells = np.zeros(0, dtype=np.int64) if table is None else np.flatnonzero(table)
         return cells, cells if table is None else table.reshape(-1)[cells]
     parts = [
         (replica.origins[each.origin, 0] * load.num_experts + each.expert) * load.grid.ep + each.helper
-        for replica, each in zip(found, replicated)
+        for replica, each in zip(replicas, replicated)
     ]
     cells, where = np.unique(np.concatenate(parts), return_inverse=True)
     amounts = np.zeros(len(cells), dtype=np.int64)

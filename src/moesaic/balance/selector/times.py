@@ -47,7 +47,7 @@ MOST_TRIALS = 8
 
 
 @dataclass
-class _Known:
+class _Record:
     """The measured and tried calls of one option."""
 
     program: int
@@ -55,37 +55,37 @@ class _Known:
     """For each measured call: its load, and the logarithm of its ratio to the model without the factor of the machine."""
     tried: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     """The loads of the option's trials, whether or not they were measured."""
-    summed: tuple[float, int, float] | None = None
+    cached_summary: tuple[float, int, float] | None = None
     """A load, the number of runs or trials under close loads, and the median of their logarithms; None if outdated."""
-    off: list[float] | None = None
+    cached_deviations: list[float] | None = None
     """The return value of `deviations`; None if outdated."""
 
     def deviations(self) -> list[float]:
         """Return the deviation of each measured call, as a logarithm, from the median of the calls under close loads."""
-        if self.off is None:
+        if self.cached_deviations is None:
             by_load = sorted(self.measured)
             loads, ratios = [load for load, _ in by_load], [ratio for _, ratio in by_load]
-            off, ends = [], (0, 0, 0.0)
+            deviations, ends = [], (0, 0, 0.0)
             for load, ratio in by_load:
                 first, last = bisect_left(loads, load * (1 - NEAR)), bisect_right(loads, load / (1 - NEAR))
                 if (first, last) != ends[:2]:
                     ends = first, last, median(ratios[first:last])
-                off.append(abs(ratio - ends[2]))
-            self.off = off
-        return self.off
+                deviations.append(abs(ratio - ends[2]))
+            self.cached_deviations = deviations
+        return self.cached_deviations
 
-    def change(self) -> None:
+    def invalidate(self) -> None:
         """Discard the cached results after a change of `measured`."""
-        self.summed = self.off = None
+        self.cached_summary = self.cached_deviations = None
 
-    def at(self, load: float) -> tuple[int, float]:
+    def summary(self, load: float) -> tuple[int, float]:
         """Return the number of runs or trials of the option under loads close to `load`, and the median of their logarithms."""
-        if self.summed is None or abs(self.summed[0] - load) > SAME * load:
-            near = [ratio for at, ratio in self.measured if _is_near(at, load)]
-            ratios = near or [ratio for _, ratio in self.measured] or [0.0]
-            count = max(len(near), sum(_is_near(at, load) for at in self.tried))
-            self.summed = (load, count, median(ratios))
-        return self.summed[1:]
+        if self.cached_summary is None or abs(self.cached_summary[0] - load) > SAME * load:
+            close = [ratio for other, ratio in self.measured if _is_near(other, load)]
+            ratios = close or [ratio for _, ratio in self.measured] or [0.0]
+            count = max(len(close), sum(_is_near(other, load) for other in self.tried))
+            self.cached_summary = (load, count, median(ratios))
+        return self.cached_summary[1:]
 
 
 class Times:
@@ -97,12 +97,12 @@ class Times:
 
     def __init__(self, optimism: float) -> None:
         self._optimism, self._machine = optimism, 0.0
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _Record] = {}
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing has been measured yet."""
-        return not any(each.measured for each in self._known.values())
+        return not any(record.measured for record in self._known.values())
 
     def note(self, name: str, program: int, load: float, modelled: float, measured: float) -> None:
         """Record the time of a call.
@@ -119,23 +119,23 @@ class Times:
         ratio = math.log(measured / modelled)
         if self.is_empty:
             self._machine = ratio
-        surprise = ratio - self._machine - self._log_factor(name, program, load)
-        known = self._known.setdefault(name, _Known(program))
-        if len(known.measured) >= SETTLED:  # before that, the deviation is attributed to the option
-            self._machine += FOLLOW * min(max(surprise, -LEAP), LEAP)
-        known.measured.append((load, ratio - self._machine - surprise + min(surprise, OUTLIER)))
-        known.change()
+        deviation = ratio - self._machine - self._log_factor(name, program, load)
+        record = self._known.setdefault(name, _Record(program))
+        if len(record.measured) >= SETTLED:  # before that, the deviation is attributed to the option
+            self._machine += FOLLOW * min(max(deviation, -LEAP), LEAP)
+        record.measured.append((load, ratio - self._machine - deviation + min(deviation, OUTLIER)))
+        record.invalidate()
 
     def try_out(self, name: str, program: int, load: float) -> None:
         """Record a trial of an option. Otherwise an option whose calls are never measured would be tried for ever."""
-        known = self._known.setdefault(name, _Known(program))
-        known.tried.append(load)
-        known.summed = None
+        record = self._known.setdefault(name, _Record(program))
+        record.tried.append(load)
+        record.cached_summary = None
 
     def count(self, name: str, load: float) -> int:
         """Return how often an option ran or was tried under loads close to `load`."""
-        known = self._known.get(name)
-        return 0 if known is None else known.at(load)[0]
+        record = self._known.get(name)
+        return 0 if record is None else record.summary(load)[0]
 
     def ran(self, name: str) -> bool:
         """Return whether an option ever ran or was tried."""
@@ -149,28 +149,29 @@ class Times:
         """
         return math.exp(self._log_factor(name, program, load))
 
-    def _believed(self, name: str, load: float) -> float:
+    def _own_speedup(self, name: str, load: float) -> float:
         """Return the factor, at most 1, by which an option is faster if only its own measured calls count."""
-        known = self._known.get(name)
-        if known is None or not known.measured:
+        record = self._known.get(name)
+        if record is None or not record.measured:
             return 1.0
-        return math.exp(min(known.at(load)[1] - self._log_factor(name, known.program, load), 0.0))
+        return math.exp(min(record.summary(load)[1] - self._log_factor(name, record.program, load), 0.0))
 
     def _log_factor(self, name: str, program: int, load: float) -> float:
-        known = self._known.get(name)
-        count = 0 if known is None else len(known.measured)
-        if known is not None and count >= SETTLED:
-            return known.at(load)[1]
-        others = [each for other, each in self._known.items() if each.measured and other != name]
-        alike = [each.at(load)[1] for each in others if each.program == program]
-        rest = [each.at(load)[1] for each in others if each.program != program]
-        prior = median(alike or rest) if others else None
-        if alike and rest:  # a few options that are off need not mean that their program is
-            prior = (len(alike) * median(alike) + TRUST * median(rest)) / (len(alike) + TRUST)
-        if known is None or not count:
+        record = self._known.get(name)
+        count = 0 if record is None else len(record.measured)
+        if record is not None and count >= SETTLED:
+            return record.summary(load)[1]
+        others = [each for option, each in self._known.items() if each.measured and option != name]
+        same_program = [each.summary(load)[1] for each in others if each.program == program]
+        other_programs = [each.summary(load)[1] for each in others if each.program != program]
+        prior = median(same_program or other_programs) if others else None
+        if same_program and other_programs:  # a few options that are off need not mean that their program is
+            weight = len(same_program)
+            prior = (weight * median(same_program) + TRUST * median(other_programs)) / (weight + TRUST)
+        if record is None or not count:
             return prior or 0.0
-        own = known.at(load)[1]
-        return own if prior is None else (count * own + TRUST * prior) / (count + TRUST)
+        own_ratio = record.summary(load)[1]
+        return own_ratio if prior is None else (count * own_ratio + TRUST * prior) / (count + TRUST)
 
     def machine(self) -> float:
         """Return the factor of the machine: the recent ratio of measured to modelled seconds that all options share."""
@@ -179,9 +180,9 @@ class Times:
     def noise(self) -> float | None:
         """Return the standard deviation of one call from the median of its option, as a share; None before an option has
         `ENOUGH` measured calls."""
-        enough = (known for known in self._known.values() if len(known.measured) >= ENOUGH)
-        found = [each for known in enough for each in known.deviations()]
-        return DEVIATION * median(found) if found else None
+        enough = (record for record in self._known.values() if len(record.measured) >= ENOUGH)
+        deviations = [deviation for record in enough for deviation in record.deviations()]
+        return DEVIATION * median(deviations) if deviations else None
 
     def margin(self, margin: float, name: str, other: str, load: float) -> float:
         """Return the share by which one option must be faster than another to replace it: the standard error of the difference.
@@ -196,7 +197,7 @@ class Times:
 
     def _error(self, name: str, other: str, load: float) -> float:
         """Return the standard error of the difference of two options, relative to the deviation of one call."""
-        return math.sqrt(sum(1 / max(self.count(each, load), 0.5) for each in (name, other)))
+        return math.sqrt(sum(1 / max(self.count(option, load), 0.5) for option in (name, other)))
 
     def worth_trying(self, seconds: Mapping[str, float], best: str, load: float) -> str | None:
         """Return the option that is most likely to be faster than the best known one; None if no option may be.
@@ -210,12 +211,12 @@ class Times:
             load: the load of the call.
         """
         hopes, noise = {}, self.noise()
-        for name, each in seconds.items():
+        for name, predicted in seconds.items():
             count = self.count(name, load)
             doubt = self._optimism / (1 + count)
             if count and noise is not None:
                 doubt = min(DOUBT * noise * self._error(name, best, load), self._optimism)
-            hope = each * self._believed(name, load) * (1 - doubt)
+            hope = predicted * self._own_speedup(name, load) * (1 - doubt)
             if name != best and count < MOST_TRIALS and hope < seconds[best]:
                 hopes[name] = hope
         return min(hopes, key=lambda name: (hopes[name], name), default=None)

@@ -40,8 +40,8 @@ RouterFactory = Callable[..., "AbstractRouter"]
 def _build(place: str, dim: int, num_experts: int, **options: Any) -> AbstractRouter:
     """Build a router with the factory at `place`, given as `file.name` in this folder."""
     file, _, name = place.partition(".")
-    made: AbstractRouter = getattr(import_module(f"{__name__}.{file}"), name)(dim, num_experts, **options)
-    return made
+    router: AbstractRouter = getattr(import_module(f"{__name__}.{file}"), name)(dim, num_experts, **options)
+    return router
 
 
 def options_of(make: RouterFactory) -> dict[str, Any]:
@@ -49,8 +49,12 @@ def options_of(make: RouterFactory) -> dict[str, Any]:
     assert isinstance(make, partial)
     file, _, name = make.args[0].partition(".")
     parameters = signature(getattr(import_module(f"{__name__}.{file}"), name)).parameters.values()
-    given = {"device", "dtype", *make.keywords}
-    return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY and each.name not in given}
+    fixed = {"device", "dtype", *make.keywords}
+    return {
+        parameter.name: parameter.default
+        for parameter in parameters
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in fixed
+    }
 
 
 ROUTERS: dict[str, RouterFactory] = {

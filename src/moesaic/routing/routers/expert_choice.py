@@ -36,9 +36,9 @@ class ExpertChoice(LinearRouter):
             scores.rank_by if valid_T is None else scores.rank_by.masked_fill(~valid_T.unsqueeze(1), float("-inf"))
         )
         num_valid = len(rank_by) if valid_T is None else int(valid_T.sum())
-        each = min(num_valid, -(-top_k * num_valid // self.num_experts))
-        tokens_EC = top_k_indices(rank_by.t(), each)
-        expert = torch.arange(self.num_experts, device=rank_by.device).repeat_interleave(each)
+        per_expert = min(num_valid, -(-top_k * num_valid // self.num_experts))
+        tokens_EC = top_k_indices(rank_by.t(), per_expert)
+        expert = torch.arange(self.num_experts, device=rank_by.device).repeat_interleave(per_expert)
         return Choice(tokens_EC.reshape(-1), expert, torch.zeros_like(expert))
 
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:

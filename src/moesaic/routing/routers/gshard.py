@@ -53,11 +53,15 @@ class GShardTop2(LinearRouter):
 
     def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
         first = top_k_indices(scores.rank_by, 1)
-        rest = scores.rank_by
+        rank_by = scores.rank_by
         if noise is not None and self.second == "sampled":
-            rest = rest - torch.log(-torch.log(noise.to(rest.dtype).clamp_min(torch.finfo(rest.dtype).tiny)))
-        rest = rest.clamp_min(torch.finfo(rest.dtype).min).scatter(1, first, float("-inf"))  # below all others
-        choice = token_choice(torch.cat([first, top_k_indices(rest, 1)], dim=1))
+            rank_by = rank_by - torch.log(
+                -torch.log(noise.to(rank_by.dtype).clamp_min(torch.finfo(rank_by.dtype).tiny))
+            )
+        rank_by = rank_by.clamp_min(torch.finfo(rank_by.dtype).min).scatter(
+            1, first, float("-inf")
+        )  # the first is below all others
+        choice = token_choice(torch.cat([first, top_k_indices(rank_by, 1)], dim=1))
         if noise is None or self.second == "sampled":
             return choice
         second_gate = normalized(chosen(scores.gates.detach(), choice, 2)).view(-1, 2)[:, 1]

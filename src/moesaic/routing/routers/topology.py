@@ -119,9 +119,9 @@ class TopologyRouter(LimitedRouter):
                 raise InputError(
                     f"TopologyRouter: level {level.name} has groups across those of the level before: nest them"
                 )
-        kept = table if origin is None else table[:, origin : origin + 1]
+        inside = table if origin is None else table[:, origin : origin + 1]
         self.levels, self.is_placed = levels, True
-        self.inside = torch.from_numpy(kept.copy())
+        self.inside = torch.from_numpy(inside.copy())
 
     def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
         if self.training and self.levels:
@@ -173,10 +173,10 @@ def highest(scores_TK: Tensor, among_TK: Tensor, origin_T: Tensor, limit: Tensor
     order = order[origin[order].argsort(stable=True)]
     size = torch.zeros_like(limit).scatter_add_(0, origin, torch.ones_like(origin))
     first = size.cumsum(0) - size
-    own = origin[order]
-    taken = torch.zeros_like(origin, dtype=torch.bool)
-    taken[order] = torch.arange(len(order), device=order.device) - first[own] < limit[own]
-    return taken.view_as(among_TK) & among_TK
+    owner = origin[order]
+    is_taken = torch.zeros_like(origin, dtype=torch.bool)
+    is_taken[order] = torch.arange(len(order), device=order.device) - first[owner] < limit[owner]
+    return is_taken.view_as(among_TK) & among_TK
 
 
 def experts_inside(grid: Grid, levels: Sequence[LinkLevel], num_experts: int) -> np.ndarray:
@@ -201,8 +201,8 @@ def experts_inside(grid: Grid, levels: Sequence[LinkLevel], num_experts: int) ->
             )
         for origin in range(grid.dp):
             senders = range(origin * grid.tp, (origin + 1) * grid.tp)
-            near = [all(_is_inside(grid, level, sender, at) for sender in senders) for at in range(grid.ep)]
-            table[number, origin] = np.array(near)[place]
+            is_near = [all(_is_inside(grid, level, sender, target) for sender in senders) for target in range(grid.ep)]
+            table[number, origin] = np.array(is_near)[place]
     return table
 
 
@@ -262,22 +262,24 @@ def levels_of(cluster: ClusterSpec, grid: Grid) -> tuple[LinkLevel, ...]:
         InputError: if mesh and cluster do not fit, or the cluster has no link that belongs to one device.
     """
     per_node = check_fit(cluster, grid.world, grid.ranks_per_node)
-    own = [link.slowest(cluster.nodes) for link in cluster.links if link.devices == 1 and link.carries != "outside"]
-    if not own or per_node != cluster.devices_per_node:
+    own_rates = [
+        link.slowest(cluster.nodes) for link in cluster.links if link.devices == 1 and link.carries != "outside"
+    ]
+    if not own_rates or per_node != cluster.devices_per_node:
         raise InputError(
             f"topology gate: cluster {cluster.name} on nodes of {per_node} ranks does not give the rate of a rank's own link: "
             "use a rank per device and a link with devices = 1, or give the levels yourself"
         )
-    found = []
+    sized_levels = []
     for link in cluster.links:
         leaves_node = link.carries == "outside" or link.devices >= per_node
         size = max(link.devices, per_node) if leaves_node else link.devices
-        share = link.slowest(cluster.nodes) / (link.devices * min(own))
+        share = link.slowest(cluster.nodes) / (link.devices * min(own_rates))
         if link.carries == "inside" or link.shared or size >= grid.world or size == 1 or share >= 1:
             continue
         units = [rank // size if not link.units else link.units[rank // per_node] for rank in range(grid.world)]
-        found.append((size, LinkLevel(name=link.name, group=tuple(units), share=share)))
-    return tuple(level for _, level in sorted(found, key=lambda pair: -pair[0]))
+        sized_levels.append((size, LinkLevel(name=link.name, group=tuple(units), share=share)))
+    return tuple(level for _, level in sorted(sized_levels, key=lambda pair: -pair[0]))
 
 
 def _is_inside(grid: Grid, level: LinkLevel, sender: int, place: int) -> bool:

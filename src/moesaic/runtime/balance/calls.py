@@ -62,7 +62,7 @@ Weighing: TypeAlias = "Future[tuple[CallDecision, Prepared]]"
 
 
 @dataclass
-class _Decided:
+class _DecidedCall:
     """The program and the table of a call, kept for its recomputation."""
 
     program: int
@@ -114,10 +114,10 @@ class BalancedCalls(AbstractCallPolicy):
         self._thread: ThreadPoolExecutor | None = None
         self._pause = self._waited = 0.0
         self._weighing: Weighing | None = None
-        self._made: dict[int, Weighing] = {}
+        self._weighings: dict[int, Weighing] = {}
         self._number = 0
         self._decisions: deque[tuple[Weighing | CallDecision, float]] = deque(maxlen=KEPT)
-        self._of_call = WeakIdKeyDictionary()
+        self._decided_by_call = WeakIdKeyDictionary()
 
     @property
     def digest(self) -> bytes:
@@ -130,9 +130,9 @@ class BalancedCalls(AbstractCallPolicy):
         """Return the time of an earlier call, the number and hash of this rank's last decision, and the seconds per row."""
         if not self.learns:
             return super().tell()
-        ready = max((number for number, made in self._made.items() if made.done()), default=0)
-        digest = self._made[ready].result()[1].digest if ready else 0
-        return [*self._clock.tell(), float(ready), float(digest), self._work.seconds]
+        last_done = max((number for number, made in self._weighings.items() if made.done()), default=0)
+        digest = self._weighings[last_done].result()[1].digest if last_done else 0
+        return [*self._clock.tell(), float(last_done), float(digest), self._work.seconds]
 
     def refuse_padding(self) -> None:
         """See `MemoryBudget.refuse_padding`."""
@@ -140,11 +140,11 @@ class BalancedCalls(AbstractCallPolicy):
 
     def choose(self, record: RoutingRecord, call: CountedCall) -> Chosen:
         """Return the policy's choice, changed if the memory budget requires it."""
-        compiled, replicated = self._selected(record, call.copies, call.units)
+        compiled, replicated = self._select(record, call.copies, call.units)
         compiled, replicated, cut = self.budget.hold(compiled, replicated, call)
         return Chosen(compiled, replicated, None if cut is None else partial(run_slices, cut))
 
-    def _selected(self, record: RoutingRecord, copies: np.ndarray, units: int) -> tuple[Compiled, np.ndarray | None]:
+    def _select(self, record: RoutingRecord, copies: np.ndarray, units: int) -> tuple[Compiled, np.ndarray | None]:
         """Return the programs of a call and its replicated copies, (world, num_experts, ep) int64, or None if it replicates
         none."""
         if self._policy is None:
@@ -154,10 +154,10 @@ class BalancedCalls(AbstractCallPolicy):
             replicated = self._policy.decide(load)
             compiled = for_call(self.compiled, replicated)
             return compiled, replicated if compiled.replicates else None
-        decided: _Decided | None = self._of_call.get(record.by_rank)
+        decided: _DecidedCall | None = self._decided_by_call.get(record.by_rank)
         if decided is None:
-            decided = self._decide_early(record, load) if self._hears_all(record) else self._decide_now(load)
-            self._of_call[record.by_rank] = decided
+            decided = self._decide_early(record, load) if self._all_ranks_exchange(record) else self._decide_now(load)
+            self._decided_by_call[record.by_rank] = decided
         else:
             decided.again = True
         return self.compiled.options[decided.program], decided.replicated
@@ -167,7 +167,7 @@ class BalancedCalls(AbstractCallPolicy):
 
     def timed(self, record: RoutingRecord, chosen: Chosen, program: Callable[[], Tensor]) -> Tensor:
         """Run a call's program and time it, unless the budget changed the arbiter's choice: then its time teaches nothing."""
-        decided: _Decided | None = self._of_call.get(record.by_rank)
+        decided: _DecidedCall | None = self._decided_by_call.get(record.by_rank)
         if decided is None or decided.timed is None or chosen.replicated is not decided.replicated:
             return program()
         if chosen.compiled is not self.compiled.options[decided.program]:
@@ -206,60 +206,60 @@ class BalancedCalls(AbstractCallPolicy):
             units: hidden units of one shard of an expert.
         """
         arbitration = self._arbitration
-        if arbitration is None or record.by_rank in self._of_call:
+        if arbitration is None or record.by_rank in self._decided_by_call:
             return
         started, self._waited = time.thread_time(), 0.0
         load = self._load(copies, units)
         self._finish()
-        if self._hears_all(record):
-            arbitration.hear(self._clock.hear(_told(record)))
+        if self._all_ranks_exchange(record):
+            arbitration.hear(self._clock.hear(_sent_numbers(record)))
             decision = arbitration.weigh(arbitration.pick(load), call=None)
         else:
             decision = arbitration.choose(load)
         decision = self._moves.note_move(move, decision, self._dim)
         self._decisions.append((decision, time.thread_time() - started + self._waited))
-        self._of_call[record.by_rank] = _Decided(decision.program, decision.replicated)
+        self._decided_by_call[record.by_rank] = _DecidedCall(decision.program, decision.replicated)
 
     def take(self) -> list[CallDecision]:
         """Return the arbiter's decisions since the last `take`, oldest first."""
-        found = []
-        for each, seconds in self._decisions:
-            decision = each if isinstance(each, CallDecision) else each.result()[0]
-            found.append(replace(decision, decision_seconds=seconds))
+        decisions = []
+        for pending, seconds in self._decisions:
+            decision = pending if isinstance(pending, CallDecision) else pending.result()[0]
+            decisions.append(replace(decision, decision_seconds=seconds))
         self._decisions.clear()
-        return found
+        return decisions
 
-    def _hears_all(self, record: RoutingRecord) -> bool:
+    def _all_ranks_exchange(self, record: RoutingRecord) -> bool:
         """Return whether all ranks exchange times. They do not if each tensor-parallel group exchanges counts on its own."""
-        heard = record.gathered
-        return self.learns and heard is not None and len(heard.values) == self.compiled.grid.world
+        gathered = record.gathered
+        return self.learns and gathered is not None and len(gathered.values) == self.compiled.grid.world
 
-    def _decide_early(self, record: RoutingRecord, load: CallLoad) -> _Decided:
+    def _decide_early(self, record: RoutingRecord, load: CallLoad) -> _DecidedCall:
         """Return the decision that was made during the last call, and start to decide the next call."""
         assert self._arbitration is not None
         assert record.by_rank is not None
-        started, self._waited, told = time.thread_time(), 0.0, _told(record)
+        started, self._waited, sent = time.thread_time(), 0.0, _sent_numbers(record)
         call = self._clock.start(record.by_rank.device)
-        is_timed = self._clock.is_timed(told)
+        is_timed = self._clock.is_timed(sent)
         arbitration = self._arbitration if is_timed else self._evaluating
-        prepared = self._agreed(told) if is_timed else None
+        prepared = self._agreed_decision(sent) if is_timed else None
         if prepared is None:  # the first call, and calls in evaluation, which are not timed
             self._finish()
             arbitration.hear({}, self.speeds, self.links)
         pick = arbitration.pick(load) if prepared is None else prepared.fit(load)
-        decided = _Decided(pick.choice.program, pick.table, call)
+        decided = _DecidedCall(pick.choice.program, pick.table, call)
         self._thread = self._thread or ThreadPoolExecutor(1, "arbiter")
         number = call.number if is_timed else None
-        self._weighing = self._thread.submit(self._weigh, told, arbitration, pick, number, dict(self.links))
+        self._weighing = self._thread.submit(self._weigh, sent, arbitration, pick, number, dict(self.links))
         if is_timed:
             self._number += 1
-            self._made[self._number] = self._weighing
+            self._weighings[self._number] = self._weighing
         self._decisions.append((self._weighing, time.thread_time() - started + self._waited))
         return decided
 
     def _weigh(
         self,
-        told: list[list[float]],
+        sent: list[list[float]],
         arbitration: Arbitration,
         pick: Pick,
         call: int | None,
@@ -268,7 +268,7 @@ class BalancedCalls(AbstractCallPolicy):
         """Decide the next call. Runs on the thread, after a pause in which this call issues its first messages.
 
         Args:
-            told: by rank, the numbers that it sent with the counts of this call.
+            sent: by rank, the numbers that it sent with the counts of this call.
             arbitration: makes the decision.
             pick: the choice that this call runs.
             call: the number of this call; None if it is not timed.
@@ -276,53 +276,53 @@ class BalancedCalls(AbstractCallPolicy):
         """
         time.sleep(self._pause)
         assert self._arbitration is not None
-        load, known = pick.found[0].load, self._clock.hear(told)
-        self._pause = min([PAUSE * each for each in known.values()], default=self._pause)
+        load, call_seconds = pick.replicas[0].load, self._clock.hear(sent)
+        self._pause = min([PAUSE * each for each in call_seconds.values()], default=self._pause)
         self._work.least = int(load.copies.sum()) // (2 * self.compiled.grid.world * max(1, self.compiled.plan.chunks))
-        self.speeds = speeds_of(np.array([of_rank[-1] for of_rank in told])) or self.speeds
-        self._arbitration.hear(known, self.speeds, links)
+        self.speeds = speeds_of(np.array([of_rank[-1] for of_rank in sent])) or self.speeds
+        self._arbitration.hear(call_seconds, self.speeds, links)
         decision = arbitration.weigh(pick, call=call)
         assert arbitration.prepared is not None
         return decision, arbitration.prepared
 
-    def _agreed(self, told: list[list[float]]) -> Prepared | None:
+    def _agreed_decision(self, sent: list[list[float]]) -> Prepared | None:
         """Return the latest decision that all ranks have; None before the first one.
 
         Args:
-            told: by rank, the numbers that it sent with the counts of this call.
+            sent: by rank, the numbers that it sent with the counts of this call.
 
         Raises:
             RuntimeError: on every rank, if ranks sent different hashes of the same decision.
         """
-        ready = min(of_rank[3] for of_rank in told)
-        digests = {rank: of_rank[4] for rank, of_rank in enumerate(told) if of_rank[3] == ready}
+        ready = min(of_rank[3] for of_rank in sent)
+        digests = {rank: of_rank[4] for rank, of_rank in enumerate(sent) if of_rank[3] == ready}
         first = next(iter(digests.values()))
         if others := [rank for rank, digest in digests.items() if digest != first]:
             raise RuntimeError(
-                f"arbiter: ranks {others} decided otherwise than the first one after call {int(ready)} of a layer"
+                f"arbiter: after call {int(ready)} of a layer, ranks {others} decided differently from the first rank"
             )
         if not self._number:
             return None
-        taken = max(int(ready), self._number - LAG, 1)
-        for number in [each for each in self._made if each < taken]:
-            del self._made[number]
-        return self._result(self._made[taken])[1]
+        number_to_use = max(int(ready), self._number - LAG, 1)
+        for number in [each for each in self._weighings if each < number_to_use]:
+            del self._weighings[number]
+        return self._result(self._weighings[number_to_use])[1]
 
     def _result(self, weighing: Weighing) -> tuple[CallDecision, Prepared]:
         """Return the thread's result, and add the time spent waiting for it to `_waited`."""
         started = time.perf_counter()
-        found = weighing.result()
+        result = weighing.result()
         self._waited += time.perf_counter() - started
-        return found
+        return result
 
-    def _decide_now(self, load: CallLoad) -> _Decided:
+    def _decide_now(self, load: CallLoad) -> _DecidedCall:
         """Decide by the model, from the counts of the call itself."""
         assert self._arbitration is not None
         self._arbitration.hear({}, (), self.links)
         decision = self._arbitration.choose(load)
         self._moves.note_others(decision)
         self._decisions.append((decision, decision.decision_seconds))
-        return _Decided(decision.program, decision.replicated)
+        return _DecidedCall(decision.program, decision.replicated)
 
     def _finish(self) -> None:
         """Wait until the last call's thread has finished."""
@@ -355,8 +355,8 @@ class MoveArbiter:
         if self._share is None or self._calls >= self._settings.weigh_every:
             self._calls = 0
             return True
-        mine, margin = self._share, 1 - self._settings.margin
-        self._moves = mine < 1 and not self._other < margin * mine if self._moves else mine < margin * self._other
+        moving, margin = self._share, 1 - self._settings.margin
+        self._moves = moving < 1 and not self._other < margin * moving if self._moves else moving < margin * self._other
         return self._moves
 
     def note_others(self, decision: CallDecision) -> None:
@@ -406,19 +406,19 @@ def saved_seconds(move: SampleMove, costs: ReplicationCosts, dim: int) -> float:
         costs: rates of the machine.
         dim: width of a token.
     """
-    stay, moved = move.volumes()
+    unmoved, moved = move.volumes()
     machine: Machine = costs.machine
     row_bits = 8 * dim * costs.element_bytes * (2 if costs.backward else 1)
-    inside, across = stay.intra - moved.intra, stay.inter - moved.inter
+    inside, across = unmoved.intra - moved.intra, unmoved.inter - moved.inter
     seconds = inside / machine.intra_gbps + across / machine.inter_gbps
     return row_bits * seconds / 1e9 / move.before.ranks
 
 
-def _told(record: RoutingRecord) -> list[list[float]]:
+def _sent_numbers(record: RoutingRecord) -> list[list[float]]:
     """Return the `NUMBERS` numbers that each rank sent with a call's counts."""
     assert record.gathered is not None
-    told: list[list[float]] = record.gathered.more_on_host[:, -NUMBERS:].tolist()
-    return told
+    numbers: list[list[float]] = record.gathered.extras_on_host[:, -NUMBERS:].tolist()
+    return numbers
 
 
 def calls_under(

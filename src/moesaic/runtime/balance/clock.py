@@ -86,8 +86,8 @@ class TimedCall:
         """Return the seconds of forward and backward pass; None until they are known."""
         if len(self._moments) < 4 or not self._moments[3].is_known:
             return None
-        start, end, back, done = self._moments
-        return start.until(end) + back.until(done)
+        start, end, backward_start, backward_end = self._moments
+        return start.until(end) + backward_start.until(backward_end)
 
     def _backward_starts(self, _: Any) -> None:
         if len(self._moments) == 2:
@@ -108,7 +108,7 @@ class CallClock:
     def __init__(self, ranks: int) -> None:
         self._ranks, self._calls = ranks, 0
         self._open: deque[TimedCall] = deque(maxlen=OPEN)
-        self._heard: dict[int, dict[int, float]] = {}
+        self._rank_seconds: dict[int, dict[int, float]] = {}
 
     def start(self, device: torch.device) -> TimedCall:
         """Start to time a call. All ranks do so for the same calls."""
@@ -119,14 +119,14 @@ class CallClock:
     def tell(self) -> list[float]:
         """Return three numbers for the other ranks: the number and seconds of the oldest call whose time is known and was not
         sent yet (else 0), and whether the call that starts now will have a backward pass."""
-        told = [0.0, 0.0, float(torch.is_grad_enabled())]
+        numbers = [0.0, 0.0, float(torch.is_grad_enabled())]
         for call in self._open:
             seconds = call.seconds()
             if seconds is not None:
-                told[:2] = [float(call.number), seconds]
+                numbers[:2] = [float(call.number), seconds]
                 self._open.remove(call)
                 break
-        return told
+        return numbers
 
     def hear(self, told: Sequence[Sequence[float]]) -> dict[int, float]:
         """Return, by number, the calls whose time is now known from all ranks, each with the slowest rank's seconds.
@@ -136,13 +136,15 @@ class CallClock:
         """
         for rank, (number, seconds, *_) in enumerate(told):
             if number:
-                self._heard.setdefault(int(number), {})[rank] = seconds
-        known = {number: max(each.values()) for number, each in self._heard.items() if len(each) == self._ranks}
-        for number in known:
-            del self._heard[number]
-        while len(self._heard) > OPEN:
-            del self._heard[min(self._heard)]
-        return known
+                self._rank_seconds.setdefault(int(number), {})[rank] = seconds
+        complete = {
+            number: max(each.values()) for number, each in self._rank_seconds.items() if len(each) == self._ranks
+        }
+        for number in complete:
+            del self._rank_seconds[number]
+        while len(self._rank_seconds) > OPEN:
+            del self._rank_seconds[min(self._rank_seconds)]
+        return complete
 
     @staticmethod
     def is_timed(told: Sequence[Sequence[float]]) -> bool:
@@ -157,7 +159,7 @@ class WorkMeter:
     """
 
     def __init__(self) -> None:
-        self._each: deque[float] = deque(maxlen=RECENT)
+        self._row_seconds: deque[float] = deque(maxlen=RECENT)
         self.least = 0
         """Smallest number of rows of a task that is measured; smaller tasks say little about speed."""
         self._open: deque[tuple[int, Moment, Moment]] = deque(maxlen=OPEN)
@@ -170,13 +172,13 @@ class WorkMeter:
         if rows and rows >= self.least:
             self._open.append((rows, start, Moment(device)))
         while self._open and self._open[0][2].is_known:
-            done, begin, end = self._open.popleft()
-            self._each.append(begin.until(end) / done)
+            rows_done, begin, end = self._open.popleft()
+            self._row_seconds.append(begin.until(end) / rows_done)
 
     @property
     def seconds(self) -> float:
         """Recent median of the seconds per row; 0 until enough tasks were measured."""
-        return median(self._each) if len(self._each) >= RECENT // 4 else 0.0
+        return median(self._row_seconds) if len(self._row_seconds) >= RECENT // 4 else 0.0
 
 
 def speeds_of(seconds: np.ndarray) -> tuple[float, ...]:

@@ -72,46 +72,46 @@ def expert_slots_of(
         experts.reshard()
     state: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
     if isinstance(experts, ModuleExperts):
-        return [_of_modules(experts, state, masters)]
-    return [_of_parameter(name, experts, state, masters) for names in experts.names for name in names]
+        return [_module_slots(experts, state, masters)]
+    return [_parameter_slots(name, experts, state, masters) for names in experts.names for name in names]
 
 
-def _of_parameter(name: str, experts: AbstractExperts, state: Mapping[Any, Any], masters: Masters) -> ExpertSlots:
+def _parameter_slots(name: str, experts: AbstractExperts, state: Mapping[Any, Any], masters: Masters) -> ExpertSlots:
     """Return the slots of a stacked parameter: every tensor is cut along its first dimension."""
     parameter = experts.get_parameter(name)
-    rows, tensors, words = len(_local(parameter)), [], []
-    for what, value in _belongings(parameter, state, masters):
+    rows, tensors, descriptions = len(_local(parameter)), [], []
+    for tensor_name, value in _belongings(parameter, state, masters):
         if value.dim() == 0 or (value.numel() == 1 and value.shape != parameter.shape):
             continue  # a step count, which is the same for all experts
         local = _local(value)
         if len(local) != rows:
             raise InputError(
-                f"place_experts: the optimizer's {what} of {name}, {tuple(value.shape)}, cannot be cut by expert as "
+                f"place_experts: the optimizer's {tensor_name} of {name}, {tuple(value.shape)}, cannot be cut by expert as "
                 f"{tuple(parameter.shape)} can: use an optimizer whose state is shaped like parameters, or leave it off"
             )
         tensors.append(local)
-        words.append(f"{what} {value.dtype} {tuple(value.shape[1:])}")
+        descriptions.append(f"{tensor_name} {value.dtype} {tuple(value.shape[1:])}")
     over_edp = is_dtensor(parameter) and any(
         axis == "edp" and getattr(place, "dim", None) == 0
         for axis, place in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements)
     )
     slots = [[tensor[row] for tensor in tensors] for row in range(rows)]
-    return ExpertSlots(slots, f"{name}: {', '.join(words)}", over_edp)
+    return ExpertSlots(slots, f"{name}: {', '.join(descriptions)}", over_edp)
 
 
-def _of_modules(experts: ModuleExperts, state: Mapping[Any, Any], masters: Masters) -> ExpertSlots:
+def _module_slots(experts: ModuleExperts, state: Mapping[Any, Any], masters: Masters) -> ExpertSlots:
     """Return the slots of modules: all their parameters, buffers and optimizer state, step counts included."""
-    slots, words = [], ""
+    slots, description = [], ""
     for module in experts.experts.children():
-        found = [
+        tensors = [
             (f"{name} {what}", value)
             for name, parameter in module.named_parameters()
             for what, value in _belongings(parameter, state, masters)
         ]
-        found += list(module.named_buffers())
-        slots.append([_local(value) for _, value in found])
-        words = ", ".join(f"{what} {value.dtype} {tuple(value.shape)}" for what, value in found)
-    return ExpertSlots(slots, f"modules: {words}")
+        tensors += list(module.named_buffers())
+        slots.append([_local(value) for _, value in tensors])
+        description = ", ".join(f"{tensor_name} {value.dtype} {tuple(value.shape)}" for tensor_name, value in tensors)
+    return ExpertSlots(slots, f"modules: {description}")
 
 
 def _belongings(parameter: nn.Parameter, state: Mapping[Any, Any], masters: Masters) -> Iterator[tuple[str, Tensor]]:
@@ -150,11 +150,11 @@ def carry_slots(
         the bytes that this rank sent, and how many of them went to other nodes.
     """
     tag, rank = transport.take_tags(1), transport.rank
-    holder, was = _holders(expert_slots, grid, rank, len(before)), np.argsort(before)
+    holder, old_slot = _holders(expert_slots, grid, rank, len(before)), np.argsort(before)
     sends: dict[int, list[Tensor]] = {}
     receives: dict[int, list[int]] = {}
     for slot, expert in enumerate(after):
-        (source, old), (target, new) = holder[was[expert]], holder[slot]
+        (source, old), (target, new) = holder[old_slot[expert]], holder[slot]
         if (source, old) == (target, new):
             continue
         if source == rank:
@@ -180,16 +180,21 @@ def carry_slots(
 
 def _holders(expert_slots: ExpertSlots, grid: Grid, rank: int, num_experts: int) -> list[tuple[int, int]]:
     """Return, for each slot, the rank that has it, among the ranks that exchange with this one, and its index on that rank."""
-    each = num_experts // grid.ep
+    per_place = num_experts // grid.ep
     traders = grid.group(rank, ("edp", "ep") if expert_slots.over_edp else ("ep",))
-    at = {(grid.coordinate(r, "edp") if expert_slots.over_edp else 0, grid.coordinate(r, "ep")): r for r in traders}
-    part = -(-each // grid.edp) if expert_slots.over_edp else each
-    found = [(at[slot % each // part, slot // each], slot % each % part) for slot in range(num_experts)]
-    held = sum(owner == rank for owner, _ in found)
-    assert held == len(expert_slots.slots), (
-        f"rank {rank} has {len(expert_slots.slots)} slots of {expert_slots.layout}, not {held}"
+    rank_at = {
+        (grid.coordinate(r, "edp") if expert_slots.over_edp else 0, grid.coordinate(r, "ep")): r for r in traders
+    }
+    per_rank = -(-per_place // grid.edp) if expert_slots.over_edp else per_place
+    holders = [
+        (rank_at[slot % per_place // per_rank, slot // per_place], slot % per_place % per_rank)
+        for slot in range(num_experts)
+    ]
+    num_own = sum(owner == rank for owner, _ in holders)
+    assert num_own == len(expert_slots.slots), (
+        f"rank {rank} has {len(expert_slots.slots)} slots of {expert_slots.layout}, not {num_own}"
     )
-    return found
+    return holders
 
 
 def _packed(tensors: list[Tensor], device: torch.device) -> Tensor:
@@ -202,8 +207,8 @@ def _unpack(part: Tensor, tensors: list[Tensor]) -> None:
     start = 0
     for tensor in tensors:
         end = start + tensor.numel() * tensor.element_size()
-        whole = part[start:end].clone()  # a copy, since other dtypes need aligned storage
-        tensor.copy_(whole.view(tensor.dtype).view(tensor.shape))
+        aligned = part[start:end].clone()  # a copy, since other dtypes need aligned storage
+        tensor.copy_(aligned.view(tensor.dtype).view(tensor.shape))
         start = end
 
 
@@ -298,8 +303,8 @@ class ExpertPlacement:
         after = [places_of(order, self._mesh.grid.ep) for order in self.orders]
         return replace(
             moved,
-            busiest_before=tuple(_over_mean(load, load.place) for load in loads),
-            busiest_after=tuple(_over_mean(load, place) for load, place in zip(loads, after)),
+            busiest_before=tuple(_busiest_over_mean(load, load.place) for load in loads),
+            busiest_after=tuple(_busiest_over_mean(load, place) for load, place in zip(loads, after)),
         )
 
     def place(self, orders: Sequence[np.ndarray]) -> Moved:
@@ -315,22 +320,20 @@ class ExpertPlacement:
         grid, transport = self._mesh.grid, self._mesh.transport
         if len(orders) != len(self._layers):
             raise InputError(f"place_experts: {len(orders)} orders for {len(self._layers)} layers: give one each")
-        everything, refusal = self._all_slots(orders)
+        all_slots, refusal = self._all_slots(orders)
         fields = {f"place_experts layer {number} order": list(order) for number, order in enumerate(orders)}
-        of_layers = {
-            f"place_experts layer {n} state": "; ".join(s.layout for s in of) for n, of in enumerate(everything)
-        }
-        check_same(transport, {**fields, **of_layers, "place_experts": refusal})
+        states = {f"place_experts layer {n} state": "; ".join(s.layout for s in of) for n, of in enumerate(all_slots)}
+        check_same(transport, {**fields, **states, "place_experts": refusal})
         if refusal:
             raise InputError(refusal)
         sent, moved = torch.zeros(2, dtype=torch.int64), 0
-        for of_layer, order, wanted in zip(everything, self._orders, orders):
-            if np.array_equal(order.experts, wanted):
+        for layer_slots, order, new_order in zip(all_slots, self._orders, orders):
+            if np.array_equal(order.experts, new_order):
                 continue
-            for expert_slots in of_layer:
-                sent += torch.tensor(carry_slots(expert_slots, transport, grid, order.experts, wanted))
-            moved += int((places_of(order.experts, grid.ep) != places_of(wanted, grid.ep)).sum())
-            order.change(wanted)
+            for expert_slots in layer_slots:
+                sent += torch.tensor(carry_slots(expert_slots, transport, grid, order.experts, new_order))
+            moved += int((places_of(order.experts, grid.ep) != places_of(new_order, grid.ep)).sum())
+            order.change(new_order)
         everyone = tuple(range(grid.world))
         num_bytes, between = all_reduce_sum(transport, everyone, sent.to(transport.device)).tolist()
         return Moved(experts=moved, num_bytes=num_bytes, inter_node_bytes=between)
@@ -341,35 +344,35 @@ class ExpertPlacement:
 
         After an error inside, experts stay in their own slots: not all ranks may have had it, so they could not move together.
         """
-        away = [order.copy() for order in self.orders]
-        self.place([np.arange(len(order)) for order in away])
+        placed = [order.copy() for order in self.orders]
+        self.place([np.arange(len(order)) for order in placed])
         yield
-        self.place(away)
+        self.place(placed)
 
     def _all_slots(self, orders: Sequence[np.ndarray]) -> tuple[list[list[ExpertSlots]], str]:
         """Return what moves, by layer, and "" or the reason why this rank cannot move it."""
-        found: list[list[ExpertSlots]] = []
+        slots: list[list[ExpertSlots]] = []
         try:
             for experts, order in zip(self._layers, orders):
                 check_order(order, experts.num_experts)
-                found.append(expert_slots_of(experts, self._optimizer, self._masters))
+                slots.append(expert_slots_of(experts, self._optimizer, self._masters))
         except InputError as error:
             return [], str(error)
-        return found, ""
+        return slots, ""
 
     def _decide(self, loads: Sequence[ExpertLoad]) -> list[np.ndarray]:
         """Return the first rank's orders on all ranks: rounding differences could lead ranks to different orders."""
         transport = self._mesh.transport
-        found = self.orders if transport.rank else [self._placer.decide(load) for load in loads]
-        told = torch.from_numpy(np.concatenate(found)).to(transport.device)
-        told = broadcast(transport, tuple(range(self._mesh.grid.world)), told, 0).cpu()
-        return [part.numpy() for part in told.split([len(order) for order in found])]
+        orders = self.orders if transport.rank else [self._placer.decide(load) for load in loads]
+        flat = torch.from_numpy(np.concatenate(orders)).to(transport.device)
+        flat = broadcast(transport, tuple(range(self._mesh.grid.world)), flat, 0).cpu()
+        return [part.numpy() for part in flat.split([len(order) for order in orders])]
 
     def _loads(self) -> list[ExpertLoad]:
         """Return the load of each layer since the last decision, the same on all ranks."""
         transport, grid = self._mesh.transport, self._mesh.grid
-        mine = [sum(expert_slots.slot_bytes for expert_slots in of) for of in self._all_slots(self.orders)[0]]
-        sizes = torch.tensor(mine or [0] * len(self._layers), device=transport.device)
+        slot_bytes = [sum(expert_slots.slot_bytes for expert_slots in of) for of in self._all_slots(self.orders)[0]]
+        sizes = torch.tensor(slot_bytes or [0] * len(self._layers), device=transport.device)
         largest = all_reduce_max(transport, tuple(range(grid.world)), sizes).tolist()
         return [
             ExpertLoad(
@@ -403,6 +406,6 @@ def _shard_parameters(experts: AbstractExperts, etp: int) -> int:
     return sum(p.numel() // len(p) // (etp if is_dtensor(p) else 1) for p in experts.parameters())
 
 
-def _over_mean(load: ExpertLoad, place: np.ndarray) -> float:
+def _busiest_over_mean(load: ExpertLoad, place: np.ndarray) -> float:
     mean = float(load.weight.sum(1).max()) / load.grid.ep
     return load.busiest(place) / mean if mean else 0.0

@@ -91,15 +91,15 @@ class MovingMoE(nn.Module):
         """Return the experts' results of a routed call, plus the residual if any, for the samples after the move."""
         y = _run_moved(self.layer, call, move, residual)
         shared_TD = self.layer.run_shared(call.x_TD, call.mask)
-        added = None if shared_TD is None else shared_TD.view(call.x.shape)
+        extra = None if shared_TD is None else shared_TD.view(call.x.shape)
         if residual is not None and not move.rides:
-            added = residual.x if added is None else residual.x + added
+            extra = residual.x if extra is None else residual.x + extra
         if y is not None:
             y = y.view(call.x.shape)
-            return y if added is None else y + move.carry(added)
+            return y if extra is None else y + move.carry(extra)
         on_mesh = _on_mesh(self.layer)
         y = on_mesh.run_experts(self.layer.experts, call.x_TD, call.routed, call.padded_rows).view(call.x.shape)
-        return move.carry(y if added is None else y + added)
+        return move.carry(y if extra is None else y + extra)
 
 
 def _on_mesh(layer: WrappedLayer) -> ExpertParallel:
@@ -143,15 +143,17 @@ def _run_moved(layer: WrappedLayer, call: RoutedCall, move: SampleMove, residual
     if programs is not None:
         on_mesh._check_digests(routed)
     if move.copies is None:
-        mine = move.tokens(len(x_TD)) if num_tokens == len(x_TD) else slice(0, num_tokens)
-        inside = (token >= mine.start) & (token < mine.stop)
-        of_samples = (token[inside] - mine.start, expert[inside])
-        kept = torch.bincount(of_samples[0], minlength=mine.stop - mine.start).view(-1, move.length)
-        of_tokens = (None if each is None else each.reshape(-1) for each in (call.mask, call.token_ids))
+        own_tokens = move.tokens(len(x_TD)) if num_tokens == len(x_TD) else slice(0, num_tokens)
+        inside = (token >= own_tokens.start) & (token < own_tokens.stop)
+        own_copies = (token[inside] - own_tokens.start, expert[inside])
+        copies_of_token = torch.bincount(own_copies[0], minlength=own_tokens.stop - own_tokens.start).view(
+            -1, move.length
+        )
+        mask_and_ids = (None if each is None else each.reshape(-1) for each in (call.mask, call.token_ids))
         move.decide(
-            move.count(*of_samples, experts.num_experts),
-            (kept == 0).sum(1),
-            move.predict(x_TD, *of_tokens),
+            move.count(*own_copies, experts.num_experts),
+            (copies_of_token == 0).sum(1),
+            move.predict(x_TD, *mask_and_ids),
             rides=rides,
             carried=1 if programs is not None or residual is not None else 2,
             is_direct=programs is not None,
@@ -160,9 +162,9 @@ def _run_moved(layer: WrappedLayer, call: RoutedCall, move: SampleMove, residual
         return None
     if riding is None or not rides:
         return _run(on_mesh, experts, experts, x_TD, gates.unsqueeze(1), token, move, routed)
-    shared = with_shares(gates, token, num_tokens)
+    gates_and_shares = with_shares(gates, token, num_tokens)
     computing, x = WithResidual(experts, riding.norm), riding.x.view(x_TD.shape)
-    return _add_alone(_run(on_mesh, experts, computing, x, shared, token, move, routed), x, token, move)
+    return _add_alone(_run(on_mesh, experts, computing, x, gates_and_shares, token, move, routed), x, token, move)
 
 
 def _copies(on_mesh: ExpertParallel, routed: Routed, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -188,8 +190,8 @@ def _add_alone(y: Tensor, x: Tensor, token: Tensor, move: SampleMove) -> Tensor:
     assert move.alone is not None
     if not move.alone.any():
         return y
-    transport, group, mine = move.relocator.mesh.transport, move.relocator.group, move.tokens(len(x))
-    num_tokens = mine.stop - mine.start
+    transport, group, own_tokens = move.relocator.mesh.transport, move.relocator.group, move.tokens(len(x))
+    num_tokens = own_tokens.stop - own_tokens.start
     alone = (torch.bincount(token, minlength=num_tokens) == 0).nonzero().squeeze(1)
     own = x if len(group) == 1 else slice_rows(transport, group, x)
     rows, places = move.carry_tokens(own[alone], alone)
@@ -201,7 +203,7 @@ def _add_alone(y: Tensor, x: Tensor, token: Tensor, move: SampleMove) -> Tensor:
 
 def _run(
     on_mesh: ExpertParallel,
-    held: AbstractExperts,
+    storing: AbstractExperts,
     computing: AbstractExperts,
     x_TD: Tensor,
     gates: Tensor,
@@ -209,28 +211,28 @@ def _run(
     move: SampleMove,
     routed: Routed,
 ) -> Tensor:
-    """Run the programs with the weights of `held` and the arithmetic of `computing`, which is `held` or wraps it."""
+    """Run the programs with the weights of `storing` and the arithmetic of `computing`, which is `storing` or wraps it."""
     plain, relocator, transport = bare_of(on_mesh.calls), move.relocator, on_mesh.transport
-    shapes = relocator.shapes(plain, held.num_experts, move.before.slots)
+    shapes = relocator.shapes(plain, storing.num_experts, move.before.slots)
     dtype, copies = compute_dtype(x_TD.dtype, x_TD.device), move.copies
     assert copies is not None
 
     def run(x: Tensor, gate: Tensor | None, sharded: Weights, common: Weights) -> Tensor:
         assert gate is not None
         if isinstance(computing, WithResidual):
-            local = held.num_experts // plain.grid.ep
+            local = storing.num_experts // plain.grid.ep
             common = computing.joined(common, local, plain.grid.etp, transport, relocator.group)
         if isinstance(on_mesh.calls, BalancedCalls):
-            on_mesh.calls.note_move(routed.record, move, copies.sum(1), held.num_units(sharded))
+            on_mesh.calls.note_move(routed.record, move, copies.sum(1), storing.num_units(sharded))
         compiled = relocator.compiled(plain, bias=bool(common))
         assert compiled is not None
-        of_call = PlacedIndex(shapes, move.targets, move.length)
-        sizes = placed_sizes(plain.grid, copies, of_call, held.num_units(sharded))
+        placed_index = PlacedIndex(shapes, move.targets, move.length)
+        sizes = placed_sizes(plain.grid, copies, placed_index, storing.num_units(sharded))
         call = Call(on_mesh.rank, sizes, computing, 0, on_mesh._weight_first, False, codecs=on_mesh.codecs)
-        work = LayerRun(compiled, transport, call, {"index": token.unsqueeze(1)})
-        work.take_tags()
+        layer_run = LayerRun(compiled, transport, call, {"index": token.unsqueeze(1)})
+        layer_run.take_tags()
         cast = (tuple(weight.to(dtype) for weight in weights) for weights in (sharded, common))
-        return run_program(work, x.to(dtype), gate, *cast)
+        return run_program(layer_run, x.to(dtype), gate, *cast)
 
-    y: Tensor = held(x_TD, gates, run=run)
+    y: Tensor = storing(x_TD, gates, run=run)
     return y.to(x_TD.dtype)

@@ -95,8 +95,8 @@ class _Carry(torch.autograd.Function):
 
 def rows_after(rows: np.ndarray, before: Homes, after: Homes) -> np.ndarray:
     """Return rows per sample, (ranks, slots) int64, by slot after a move, from `rows` by slot before it."""
-    found: np.ndarray = rows[after.targets(before)]
-    return found
+    moved: np.ndarray = rows[after.targets(before)]
+    return moved
 
 
 def _exchange(
@@ -106,15 +106,15 @@ def _exchange(
     rank = transport.rank
     targets, _ = before.targets(after)
     sources, source_slots = after.targets(before)
-    held, wanted = rows[rank], rows_after(rows, before, after)[rank]
+    own_rows_before, own_rows_after = rows[rank], rows_after(rows, before, after)[rank]
     x = x.detach().contiguous()
-    out = x.new_empty(int(wanted.sum()), *x.shape[1:])
+    out = x.new_empty(int(own_rows_after.sum()), *x.shape[1:])
     sends: dict[int, Tensor] = {}
     arriving: dict[int, tuple[Tensor, Tensor]] = {}
     for peer in range(transport.world):
         coming = np.flatnonzero(sources[rank] == peer)
-        leaving = _places(held, np.flatnonzero(targets[rank] == peer)).to(x.device)
-        places = _places(wanted, coming[np.argsort(source_slots[rank][coming])]).to(x.device)
+        leaving = _places(own_rows_before, np.flatnonzero(targets[rank] == peer)).to(x.device)
+        places = _places(own_rows_after, coming[np.argsort(source_slots[rank][coming])]).to(x.device)
         if peer == rank:
             out[places] = x[leaving]
             continue
@@ -210,20 +210,20 @@ class Relocator:
         rests = self._rest.begins(self.placer.rest, [move.moves_anybody for move in before])
         for following in followings:
             _check_router(following.router, self.mesh.transport.device)
-        mine = torch.tensor([num_samples, length], device=self.mesh.transport.device)
-        told = torch.stack(all_gather(self.mesh.transport, tuple(range(self.mesh.grid.world)), mine)).cpu()
-        different = (told != told[0]).any(1).nonzero().flatten().tolist()
+        own_sizes = torch.tensor([num_samples, length], device=self.mesh.transport.device)
+        sizes = torch.stack(all_gather(self.mesh.transport, tuple(range(self.mesh.grid.world)), own_sizes)).cpu()
+        different = (sizes != sizes[0]).any(1).nonzero().flatten().tolist()
         if different:
-            (a, b), (c, d) = told[0].tolist(), told[different[0]].tolist()
+            (samples, tokens), (other_samples, other_tokens) = sizes[0].tolist(), sizes[different[0]].tolist()
             raise InputError(
-                f"sample placement needs samples that split evenly: rank 0 has {a} of {b} tokens, rank {different[0]} has {c} "
-                f"of {d}: give every rank equally many of one length"
+                f"sample placement needs samples that split evenly: rank 0 has {samples} of {tokens} tokens, rank "
+                f"{different[0]} has {other_samples} of {other_tokens}: give every rank equally many samples of one length"
             )
         tp = self.mesh.grid.tp
         if num_samples % tp:
             raise InputError(
                 f"sample placement with mesh.tp={tp} needs a multiple of {tp} samples per tensor group, got {num_samples}: "
-                "each of its ranks answers for as many of them"
+                "each of its ranks is responsible for equally many"
             )
         self.trip = SampleTrip(self, followings, num_samples // tp, length, rests=rests)
         return self.trip
@@ -270,10 +270,10 @@ class Relocator:
         if tp == 1:
             return carry(transport, x, before, after)
         if x.is_floating_point():
-            mine = carry(transport, slice_rows(transport, self.group, x), before, after)
-            return gather_rows(transport, self.group, mine, len(x))
-        mine = carry(transport, x[share_of(len(x), self.group.index(self.mesh.rank), tp)], before, after)
-        return all_gather_rows(transport, self.group, mine, len(x))
+            own = carry(transport, slice_rows(transport, self.group, x), before, after)
+            return gather_rows(transport, self.group, own, len(x))
+        own = carry(transport, x[share_of(len(x), self.group.index(self.mesh.rank), tp)], before, after)
+        return all_gather_rows(transport, self.group, own, len(x))
 
 
 class Rest:
@@ -423,11 +423,11 @@ class SampleMove:
         """
         transport = self.relocator.mesh.transport
         assert self.alone is not None
-        way = (self.before, self.after, self.alone)
-        place = carry(transport, token % self.length, *way)
-        come = torch.from_numpy(rows_after(self.alone, self.before, self.after)[transport.rank]).to(token.device)
+        route = (self.before, self.after, self.alone)
+        place = carry(transport, token % self.length, *route)
+        arriving = torch.from_numpy(rows_after(self.alone, self.before, self.after)[transport.rank]).to(token.device)
         first = torch.arange(self.before.slots, device=token.device) * self.length
-        return carry(transport, rows, *way), place + first.repeat_interleave(come)
+        return carry(transport, rows, *route), place + first.repeat_interleave(arriving)
 
     def volumes(self) -> tuple[Volume, Volume]:
         """Return the rows that cross links from this layer's experts to the next layer's (as predicted): first if no sample
@@ -449,9 +449,9 @@ class SampleMove:
             is_direct: as in `SampleLoad`.
         """
         mesh, self.rides = self.relocator.mesh, rides
-        mine = torch.cat([alone[:, None], copies, *([] if predicted is None else [predicted])], dim=1)
-        told = all_gather(mesh.transport, tuple(range(mesh.grid.world)), mine.to(torch.int32))
-        table = torch.stack(told).cpu().numpy().astype(np.int64)
+        own_counts = torch.cat([alone[:, None], copies, *([] if predicted is None else [predicted])], dim=1)
+        counts = all_gather(mesh.transport, tuple(range(mesh.grid.world)), own_counts.to(torch.int32))
+        table = torch.stack(counts).cpu().numpy().astype(np.int64)
         self.alone = table[:, :, 0]
         self.copies, following = np.split(table[:, :, 1:], [copies.shape[1]], axis=2)
         place = self.before.place
@@ -480,9 +480,9 @@ class SampleMove:
         """
         if self._following is None or self.goal is not None:
             return None
-        mine = self.tokens(len(x_TD))
-        x_TD = x_TD[mine]
-        valid_T, token_ids = (None if each is None else each[mine] for each in (valid_T, token_ids))
+        own_tokens = self.tokens(len(x_TD))
+        x_TD = x_TD[own_tokens]
+        valid_T, token_ids = (None if each is None else each[own_tokens] for each in (valid_T, token_ids))
         router, top_k = self._following.router, self._following.top_k
         with torch.no_grad(), torch.autocast(x_TD.device.type, enabled=False), _whole_parameters(router):
             scores = router.scores(x_TD.to(torch.promote_types(x_TD.dtype, torch.float32)), None, token_ids)
@@ -506,14 +506,14 @@ class SampleMove:
 @contextmanager
 def _whole_parameters(router: nn.Module) -> Iterator[None]:
     """Gather the parameters of a router that is sharded over data-parallel ranks, for the duration of the context."""
-    held = [(part, name, value) for part in router.modules() for name, value in part._parameters.items()]
+    parameters = [(part, name, value) for part in router.modules() for name, value in part._parameters.items()]
     try:
-        for part, name, value in held:
+        for part, name, value in parameters:
             if is_dtensor(value):
                 part._parameters[name] = value.full_tensor()
         yield
     finally:
-        for part, name, value in held:
+        for part, name, value in parameters:
             part._parameters[name] = value
 
 

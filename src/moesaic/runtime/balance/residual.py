@@ -83,11 +83,11 @@ class WithResidual(AbstractExperts):
         return self.inner.names
 
     def compute(self, call: ExpertCall) -> Tensor:
-        return self.inner.compute(self._inside(call)) + self._share(call.rows, call)
+        return self.inner.compute(self._inner_call(call)) + self._share(call.rows, call)
 
     def run(self, call: ExpertCall) -> tuple[Tensor, Weights]:
         with torch.no_grad():
-            out, kept = self.inner.run(self._inside(call))
+            out, kept = self.inner.run(self._inner_call(call))
         return out + self._share(call.rows, call), kept
 
     def gradients(
@@ -96,19 +96,20 @@ class WithResidual(AbstractExperts):
         row = self._split(call.common)[1]
         leaves = [call.rows.detach().requires_grad_(), row.detach().requires_grad_()]
         with torch.enable_grad():
-            seen = self._normed(*leaves)
-        inside = self._inside(call, seen.detach())
-        found = self.inner.gradients(inside, kept, dy, deferred_wgrad)
-        assert found[1] is not None
-        d_rows, d_row = torch.autograd.grad(seen, leaves, found[0], allow_unused=True, materialize_grads=True)
+            normed = self._normed(*leaves)
+        inside = self._inner_call(call, normed.detach())
+        inner_grads = self.inner.gradients(inside, kept, dy, deferred_wgrad)
+        assert inner_grads[1] is not None
+        d_rows, d_row = torch.autograd.grad(normed, leaves, inner_grads[0], allow_unused=True, materialize_grads=True)
         d_rows = d_rows + self._share(dy, call)
-        d_gates = torch.stack([found[1], torch.zeros_like(found[1])], dim=1)  # shares are constants without a gradient
-        d_common: Weights = found[3]
+        # Shares are constants without a gradient.
+        d_gates = torch.stack([inner_grads[1], torch.zeros_like(inner_grads[1])], dim=1)
+        d_common: Weights = inner_grads[3]
         if self._columns:
-            of_norm = torch.zeros_like(call.common[0][:, -self._columns :])
-            of_norm[:1] = d_row
-            d_common = (torch.cat([*d_common, of_norm], dim=1),)
-        return d_rows, d_gates, found[2], d_common
+            d_norm = torch.zeros_like(call.common[0][:, -self._columns :])
+            d_norm[:1] = d_row
+            d_common = (torch.cat([*d_common, d_norm], dim=1),)
+        return d_rows, d_gates, inner_grads[2], d_common
 
     def init_normal(self, std: float, out_std: float) -> None:
         self.inner.init_normal(std, out_std)
@@ -148,11 +149,11 @@ class WithResidual(AbstractExperts):
         row = row if shards == 1 else row / shards + (row - row / shards).detach()
         return (torch.cat([*common, row.expand(num_experts, -1)], dim=1),)
 
-    def _inside(self, call: ExpertCall, normed: Tensor | None = None) -> ExpertCall:
+    def _inner_call(self, call: ExpertCall, normed: Tensor | None = None) -> ExpertCall:
         """Return the call of the inner experts, with rows after the norm."""
         own, row = self._split(call.common)
         rows = self._normed(call.rows, row) if normed is None else normed
-        return replace(call, common=own, rows=rows, gates=_both(call)[:, 0].contiguous())
+        return replace(call, common=own, rows=rows, gates=_gates_and_shares(call)[:, 0].contiguous())
 
     def _split(self, common: Weights) -> tuple[Weights, Tensor]:
         """Return the inner experts' common parameters, and the norm's parameters, (columns,)."""
@@ -165,17 +166,17 @@ class WithResidual(AbstractExperts):
         if self.norm is None:
             return rows.view_as(rows)
         parts = row.split([shape.numel() for shape in self._shapes.values()]) if self._columns else ()
-        given = {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts)}
-        out: Tensor = functional_call(self.norm, given, (rows,))
+        parameters = {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts)}
+        out: Tensor = functional_call(self.norm, parameters, (rows,))
         return out
 
     @staticmethod
     def _share(rows: Tensor, call: ExpertCall) -> Tensor:
         """Return each row times its residual share, divided by the number of shards, since their results are summed."""
-        return rows * (_both(call)[:, 1:] / call.shards).to(rows.dtype)
+        return rows * (_gates_and_shares(call)[:, 1:] / call.shards).to(rows.dtype)
 
 
-def _both(call: ExpertCall) -> Tensor:
+def _gates_and_shares(call: ExpertCall) -> Tensor:
     """Return each row's routing weight and its share of the residual, (rows, 2)."""
     assert call.gates is not None, "a residual rides on copies that have weights"
     return call.gates

@@ -57,14 +57,16 @@ def slices_of(cut: Cut, call: UncutCall) -> list[Slice]:
             node_tokens.append(call.find(token[own], expert[own]))
     if node_tokens:
         counts = torch.stack([each.counts for each in node_tokens])
-        told = torch.stack(all_gather(transport, tuple(range(transport.world)), counts)).cpu().numpy()
-        node_tokens = [each.told(told[:, number], transport.rank) for number, each in enumerate(node_tokens)]
+        all_counts = torch.stack(all_gather(transport, tuple(range(transport.world)), counts)).cpu().numpy()
+        node_tokens = [
+            each.with_counts(all_counts[:, number], transport.rank) for number, each in enumerate(node_tokens)
+        ]
 
     slices = []
     for number in range(cut.num_slices):
-        seen = node_tokens[number] if node_tokens else None
-        sizes = partial(bind, cut.replicated(number), cut.copies(number), seen)
-        indices = {"index": token[rows[number]].unsqueeze(1)} if seen is None else seen.indices
+        own_node_tokens = node_tokens[number] if node_tokens else None
+        sizes = partial(bind, cut.replicated(number), cut.copies(number), own_node_tokens)
+        indices = {"index": token[rows[number]].unsqueeze(1)} if own_node_tokens is None else own_node_tokens.indices
         slices.append(Slice(rows[number], sizes, indices))
     return slices
 
@@ -93,9 +95,9 @@ class SlicedRun:
     def take_tags(self) -> list[int]:
         """Reserve tags for a forward and a backward program of each slice; return the first tag of each slice."""
         programs = self.whole.compiled.forward, self.whole.compiled.backward
-        each = sum(len(program.tasks) for program in programs)
-        first = self.whole.transport.take_tags(each * len(self.slices))
-        return [first + each * number for number in range(len(self.slices))]
+        tags_per_slice = sum(len(program.tasks) for program in programs)
+        first = self.whole.transport.take_tags(tags_per_slice * len(self.slices))
+        return [first + tags_per_slice * number for number in range(len(self.slices))]
 
     def run(self, number: int, first_tag: int) -> LayerRun:
         """Return the run of one slice."""
@@ -123,32 +125,32 @@ class RunSlices(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, work: SlicedRun, has_grad: bool, num_sharded: int, x: Tensor, gates: Tensor, *weights: Tensor
+        ctx: Any, sliced_run: SlicedRun, has_grad: bool, num_sharded: int, x: Tensor, gates: Tensor, *weights: Tensor
     ) -> Tensor:
         """Run the slices and sum their results; keep the inputs, and the values of the slices that are kept."""
-        tags, names = work.take_tags(), work.names if has_grad and any(ctx.needs_input_grad) else ()
-        total = torch.zeros_like(x, dtype=_wide(x))
-        step_costs = [_Surroundings.now(x)] * len(work.slices)
+        tags, names = sliced_run.take_tags(), sliced_run.names if has_grad and any(ctx.needs_input_grad) else ()
+        total = torch.zeros_like(x, dtype=_sum_dtype(x))
+        states = [_RunState.now(x)] * len(sliced_run.slices)
         flat: list[Tensor] = []
         layouts = []
-        for number in reversed(range(len(work.slices))):
-            step_costs[number] = _Surroundings.now(x)
-            keeps = names if number < work.kept else ()
-            run = work.run(number, tags[number])
-            inputs = inputs_of(run, x, gates[work.slices[number].rows], *_split(weights, num_sharded))
+        for number in reversed(range(len(sliced_run.slices))):
+            states[number] = _RunState.now(x)
+            keeps = names if number < sliced_run.kept else ()
+            run = sliced_run.run(number, tags[number])
+            inputs = inputs_of(run, x, gates[sliced_run.slices[number].rows], *_split(weights, num_sharded))
             values = run_forward(run, run.compiled.forward, inputs, {*keeps, "y"})
             y = values["y"]
             assert isinstance(y, Tensor)
             total += y
             if keeps:
-                found, layout = flattened(values, keeps)
-                flat += found
+                tensors, layout = flattened(values, keeps)
+                flat += tensors
                 layouts.append(layout)
-                del found
+                del tensors
             del values, y, inputs
         ctx.save_for_backward(x, gates, *weights, *flat)
-        ctx.work, ctx.num_sharded, ctx.num_inputs, ctx.step_costs = work, num_sharded, 2 + len(weights), step_costs
-        ctx.layouts, ctx.tags = layouts, work.take_tags()
+        ctx.work, ctx.num_sharded, ctx.num_inputs, ctx.states = sliced_run, num_sharded, 2 + len(weights), states
+        ctx.layouts, ctx.tags = layouts, sliced_run.take_tags()
         return total.to(x.dtype)
 
     @staticmethod
@@ -164,28 +166,28 @@ class RunSlices(torch.autograd.Function):
             run = work.run(number, tags[number])
             if not kept:
                 inputs = inputs_of(run, x, gates[part.rows], *_split(weights, ctx.num_sharded))
-                with ctx.step_costs[number].again():
+                with ctx.states[number].again():
                     kept = [run_forward(run, work.again, inputs, set(work.names))]
                 del inputs
-            d_x, d_own, *found = run_backward(run, kept.pop(), dy)
+            d_x, d_own, *d_parameters = run_backward(run, kept.pop(), dy)
             d_gates[part.rows] = d_own
-            totals = totals or [torch.zeros_like(value, dtype=_wide(value)) for value in (x, *weights)]
-            for total, value in zip(totals, (d_x, *found), strict=True):
+            totals = totals or [torch.zeros_like(value, dtype=_sum_dtype(value)) for value in (x, *weights)]
+            for total, value in zip(totals, (d_x, *d_parameters), strict=True):
                 total += value
-            del d_x, found
+            del d_x, d_parameters
         d_x, *d_weights = (total.to(value.dtype) for total, value in zip(totals, (x, *weights)))
         return None, None, None, d_x, d_gates, *d_weights
 
 
 def _take_saved(ctx: Any) -> tuple[list[Tensor], list[Environment]]:
     """Return the inputs, and the kept values of the first slices in reverse order, in lists without other references."""
-    saved, at, found = ctx.saved_tensors, ctx.num_inputs, []
+    saved, start, kept = ctx.saved_tensors, ctx.num_inputs, []
     ctx.maybe_clear_saved_tensors()
     for layout in ctx.layouts:
         size = sum(1 if length is None else length for _, length in layout)
-        found.append(by_name(saved[at : at + size], layout))
-        at += size
-    return list(saved[: ctx.num_inputs]), found
+        kept.append(by_name(saved[start : start + size], layout))
+        start += size
+    return list(saved[: ctx.num_inputs]), kept
 
 
 def _split(weights: Sequence[Tensor], num_sharded: int) -> tuple[Weights, Weights]:
@@ -194,7 +196,7 @@ def _split(weights: Sequence[Tensor], num_sharded: int) -> tuple[Weights, Weight
 
 
 @dataclass(frozen=True)
-class _Surroundings:
+class _RunState:
     """State around a slice's experts that affects their result: autocast, and the random generators."""
 
     device: torch.device
@@ -203,7 +205,7 @@ class _Surroundings:
     device_state: Tensor | None
 
     @classmethod
-    def now(cls, x: Tensor) -> _Surroundings:
+    def now(cls, x: Tensor) -> _RunState:
         kind = x.device.type
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         of_device = torch.cuda.get_rng_state(x.device) if x.is_cuda else None
@@ -221,6 +223,6 @@ class _Surroundings:
                 yield
 
 
-def _wide(value: Tensor) -> torch.dtype:
+def _sum_dtype(value: Tensor) -> torch.dtype:
     """Return the dtype in which values are summed: at least float32."""
     return torch.promote_types(value.dtype, torch.float32)
