@@ -219,9 +219,9 @@ def listening(
         line.close()
 
 
-def stranger(place: _Endpoint, said: bytes) -> socket.socket:
+def stranger(place: _Endpoint, data: bytes) -> socket.socket:
     line = socket.create_connection(place.addresses[0])
-    line.sendall(said)
+    line.sendall(data)
     return line
 
 
@@ -299,9 +299,9 @@ def test_sizes_no_peer_of_ours_announces_are_refused_before_memory_is_taken(size
     ours, theirs = socket.socketpair()
     right = Sockets(1, {0: ours})
     theirs.sendall(struct.pack("<qq", 7, size))
-    wanted = Transfer(1, 7 if is_asked_for else 8, {}, {0: torch.empty(1)})
+    transfer = Transfer(1, 7 if is_asked_for else 8, {}, {0: torch.empty(1)})
     with pytest.raises(MessageSizeError, match=rf"^rank 0 (announced|sent) {size} bytes under tag 7"):
-        right.wait(right.issue(wanted))
+        right.wait(right.issue(transfer))
     theirs.close()
     gone = Transfer(1, 8, {}, {0: torch.empty(1)})
     with pytest.raises(RuntimeError, match="closed by rank 0"):
@@ -350,7 +350,7 @@ def test_a_peer_that_runs_ahead_waits_until_it_is_asked(monkeypatch):
     data = [torch.randint(256, (1 << 16,), dtype=torch.uint8) for _ in range(20)]
 
     def run_ahead() -> None:
-        for handle in [first.issue(Transfer(0, tag, {1: each}, {})) for tag, each in enumerate(data)]:
+        for handle in [first.issue(Transfer(0, tag, {1: tensor}, {})) for tag, tensor in enumerate(data)]:
             first.wait(handle)
 
     with ThreadPoolExecutor(1) as pool:
@@ -362,7 +362,7 @@ def test_a_peer_that_runs_ahead_waits_until_it_is_asked(monkeypatch):
             second.wait(second.issue(Transfer(1, tag, {}, {2: torch.empty(1)})))
         assert second._connections[0].early_bytes == 3 << 16
         assert not sent.done()
-        buffers = [torch.empty_like(each) for each in data]
+        buffers = [torch.empty_like(tensor) for tensor in data]
         last = second.issue(Transfer(1, 19, {}, {0: buffers[19]}))
         second.wait(last)  # behind all the others, which are kept for its sake
         assert second._connections[0].early_bytes == 19 << 16
@@ -370,7 +370,7 @@ def test_a_peer_that_runs_ahead_waits_until_it_is_asked(monkeypatch):
         for tag in range(19):
             second.wait(second.issue(Transfer(1, tag, {}, {0: buffers[tag]})))
     assert second._connections[0].early_bytes == 0
-    assert all(torch.equal(each, there) for each, there in zip(data, buffers))
+    assert all(torch.equal(tensor, buffer) for tensor, buffer in zip(data, buffers))
 
 
 def test_messages_that_were_left_with_a_peer_are_read_in_turn(monkeypatch):
@@ -433,8 +433,8 @@ def test_threads_of_a_rank_send_and_receive_at_the_same_time():
 
     both = transports()
     with ThreadPoolExecutor(2 * threads) as pool:
-        found = [pool.submit(exchange, each, thread) for each in both for thread in range(threads)]
-        assert [each.result(120) for each in found] == [True] * 2 * threads
+        futures = [pool.submit(exchange, each, thread) for each in both for thread in range(threads)]
+        assert [each.result(120) for each in futures] == [True] * 2 * threads
 
 
 def test_a_thread_that_waits_is_woken_by_one_that_sends():

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, checked on loading, kept as many as asked."""
+"""Checkpoints are complete or absent, checked on loading, and kept in the configured number."""
 
 from __future__ import annotations
 
@@ -136,12 +136,12 @@ def test_later_checkpoints_of_a_course_given_up_do_not_push_out_a_new_one(tmp_pa
 
 
 class Killed(BaseException):
-    """Takes the place of SIGKILL: nothing catches it."""
+    """Stands for SIGKILL: no handler catches it."""
 
 
 @pytest.fixture(scope="module")
 def killing() -> Callable[[int | None], Iterator[list[str]]]:
-    """Return a context in which the n-th event of the file system does not happen, nor anything after it."""
+    """Return a context manager that kills the code at its n-th file system event."""
     watched = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
     state: dict[str, list] = {"seen": [], "last": [], "on": []}
 

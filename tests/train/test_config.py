@@ -1,4 +1,4 @@
-"""Configurations refuse what cannot work, naming the field and what would be right."""
+"""Configurations refuse invalid values, with a message that names the field and a valid value."""
 
 from __future__ import annotations
 

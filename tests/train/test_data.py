@@ -1,4 +1,4 @@
-"""Data: finding, splitting, reading, and which tokens each micro-batch holds."""
+"""Finding, reading and splitting data, and the tokens of each micro-batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a file of training data holds: told by its content, whatever it is called, and read or refused."""
+"""A training file's format is detected by its content, whatever its name, and the file is read or refused."""
 
 from __future__ import annotations
 

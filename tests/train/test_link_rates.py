@@ -1,4 +1,4 @@
-"""Probes of links: what is usual, what changed, and whose link it is."""
+"""Link probes: which speed is usual, which changes count, and which node's link is found."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ FOUR = Grid(world=8, ep=8, ranks_per_node=2)
 
 
 class OneRank:
-    """The ranks of a mesh, seen from one of them: what the others say is told."""
+    """The ranks of a mesh, as one of them sees them. Reductions return this rank's value."""
 
     def __init__(self, grid: Grid, rank: int = 0) -> None:
         self.rank, self.mesh = rank, SimpleNamespace(grid=grid, rank=rank)
 
     def largest(self, tensor: Tensor) -> Tensor:
-        """Return what this rank says."""
+        """Return this rank's value."""
         return tensor
 
 
 class Told(LinkRates):
-    """Probes whose messages take what links of nodes would: so many seconds over the slower end's rate."""
+    """Link probes with simulated times: a message takes one second divided by the slower node's rate."""
 
     def __init__(self, grid: Grid, cluster: ClusterSpec | None = None) -> None:
         super().__init__(OneRank(grid), cluster)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Numbers that go wrong: which steps are left out, where a fault began, spikes, routers that collapse, ranks that drift."""
+"""Numerical faults: skipped steps, the origin of a fault, loss spikes, collapsed routers, drifting ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FAULTS = {
 
 
 def _when(layer, forward=None, backward=None):
-    """Change what a layer returns, or the gradient of it, for one step."""
+    """Change a layer's output, or the gradient of it. Return a function that undoes this."""
 
     def returned(_, __, output):
         y, routing = output
@@ -48,7 +48,7 @@ def _when(layer, forward=None, backward=None):
 
 
 def _spoil(parameter, expert):
-    """Make one number of an expert's weights NaN for one step."""
+    """Make one element of an expert's weights NaN. Return a function that undoes this."""
     rows = local_part(parameter.data)
     before = rows[expert].clone()
     rows[expert].view(-1)[3] = math.nan
@@ -56,7 +56,7 @@ def _spoil(parameter, expert):
 
 
 def spoil_steps(steps: dict[int, str]) -> None:
-    """Let faults happen in steps, on the last rank, in the second MoE layer."""
+    """Make faults happen in the given steps, on the last rank, in the second MoE layer."""
     plain = Trainer._step
 
     def step(self):

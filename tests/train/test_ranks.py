@@ -1,4 +1,4 @@
-"""A world of one: what ranks agree on is what the one says; meshes that need more are refused."""
+"""A world of one rank agrees with itself, and meshes that need more ranks are refused."""
 
 from __future__ import annotations
 

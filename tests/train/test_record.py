@@ -1,4 +1,5 @@
-"""Recorded routing is what the layers did; replayed routing is the run again, bit by bit; a killed run keeps its segments."""
+"""Recorded routing equals what the layers routed, a replay equals the run bit by bit, and a killed run keeps its
+segments."""
 
 from __future__ import annotations
 

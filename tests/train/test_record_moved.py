@@ -1,6 +1,6 @@
-"""Traces and replays where samples and experts move: on four Gloo processes, against one process, to 1e-9.
+"""Traces and replays with moving samples and experts: four Gloo processes equal one process, to 1e-9.
 
-The replayed trace is of another model, so what a replay trains is neither of the two runs without it.
+The replayed trace comes from another model, so a replay trains differently from both runs without one.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ TOLD: dict[str, dict[str, Any]] = {
     "arbiter": {"balance": ARBITER},
     "all": {"balance": {"samples": "weighed"} | EXPERTS | ARBITER},
 }
-"""What moves in a run that is told its experts."""
+"""What moves in a run that replays the experts of a trace."""
 HOLDS = ("counts", "tokens")
 
 
 def configured(folder: Path, name: str, **more: Any) -> TrainConfig:
-    """Return a run, of four ranks if it is given a mesh."""
+    """Return a run. It has four ranks if `more` names a mesh."""
     slug = name.replace(", ", "-").replace(" ", "-")
     more = {**BASE, **more, "model": BASE["model"] | more.get("model", {})}
     return tiny(folder, **more, out=str(folder / slug))

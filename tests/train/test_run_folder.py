@@ -1,4 +1,4 @@
-"""Run folders: nothing that no run wrote is ever lost, and two runs never share one."""
+"""Run folders: files that no run wrote are never lost, and two runs never share a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The list of a sharded checkpoint: read whole, and nothing that it names is run."""
+"""The metadata of a sharded checkpoint is read completely, and code that it names is never executed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 class Payload:
-    """Runs a command where a plain unpickler reads it."""
+    """An object that executes a command when a plain unpickler reads it."""
 
     def __init__(self, command: str) -> None:
         self.command = command
@@ -50,13 +50,13 @@ class Payload:
 
 
 def write_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    """Write a sharded checkpoint's tensors in one process; returns the list's path."""
+    """Write a sharded checkpoint's tensors in one process. Return the path of its metadata."""
     state_dict_saver.save(tensors, checkpoint_id=folder / SHARDS, no_dist=True)
     return folder / SHARDS / ".metadata"
 
 
 def shard(checkpoint: Path) -> Path:
-    """Make a sharded checkpoint of one of a single process; returns the list's path."""
+    """Turn a checkpoint of one process into a sharded one. Return the path of its metadata."""
     loaded = load_checkpoint(checkpoint.parent, pytest.fail)
     tensors = {f"model.{name}": tensor for name, tensor in loaded.model.items()}
     tensors |= {f"optimizer.{name}": tensor for name, tensor in loaded.optimizer.items()}
@@ -96,7 +96,7 @@ def test_a_list_that_holds_the_plan_of_its_saving_is_read(tmp_path):
 
 
 def planted(metadata: Metadata, command: str) -> dict[str, object]:
-    """Return lists that run a command where a plain unpickler reads them, by what is wrong with them."""
+    """Return metadata that executes a command in a plain unpickler, by the place of the command."""
     payload = Payload(command)
     name = next(iter(metadata.state_dict_metadata))
     return {
@@ -132,7 +132,7 @@ def test_a_planted_command_does_not_run(tmp_path, capsys, monkeypatch, where, wo
 
 
 class Setter:
-    """Changes an attribute of what it is given, by the instruction of pickles for objects with slots."""
+    """An object that changes an attribute of its target when unpickled, with the pickle instruction for slots."""
 
     def __init__(self, target: object) -> None:
         self.target = target
@@ -142,7 +142,7 @@ class Setter:
 
 
 def changed(metadata: Metadata, kind: str) -> bytes:
-    """Return a list with one thing wrong with it."""
+    """Return pickled metadata with one fault."""
     name, entry = next(iter(metadata.state_dict_metadata.items()))
     places = dict(metadata.storage_data)
     index, place = next(iter(places.items()))

@@ -1,4 +1,4 @@
-"""What a run left behind, elsewhere: as a model of the hub, before the evaluation harness, and its numbers in a tracker."""
+"""Uses of a trained run: as a model of the hub, in the evaluation harness, and in a tracker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run on several ranks says when one of them stops, dies, or is somewhere else than the others."""
+"""Error lines of a run on several ranks when one rank stops, dies, or is at another place than the others."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def disturbed(*arguments):
 {where} = disturbed
 sys.exit(main(sys.argv[1:]))
 """
-"""Does something on the second rank in its third step, where a function of Moesaic is called."""
+"""A script that disturbs the second rank in its third step, at a call of a Moesaic function."""
 
 
 def said_by_a_run_that_fails(process: Forked) -> str:
-    """Return what a run says; rank 1 is killed once it is said to be stopped."""
+    """Return the error output of a failing run. Rank 1 is killed once it is reported as stopped."""
     while process.poll() is None:
         stopped = re.search(r"rank 1 is stopped \(process (\d+)", process.said()[1])
         if stopped:  # torchrun would wait half a minute for it
@@ -228,7 +228,7 @@ def test_the_launchers_sigterm_names_the_dead_and_has_its_usual_effect_without_a
 
 
 class Looks:
-    """The seconds between the looks of a watch, in place of the clock and of what wakes it."""
+    """Replaces the clock and the timer of a watch: gives the seconds between its rounds."""
 
     def __init__(self, seconds: list[float]) -> None:
         self._seconds, self._now = iter(seconds), 0.0
@@ -243,7 +243,7 @@ class Looks:
 
 
 def is_given_up(monkeypatch, seconds, step=lambda: "step 1", long=()):
-    """Say whether a run is given up that is looked at after so many seconds each time; 10 are the patience."""
+    """Return whether a watch gives the run up if its rounds are that many seconds apart, with a patience of 10 seconds."""
     looks, given_up = Looks(seconds), []
     watch = Watch(nn.Linear(1, 1), None, 10.0, step, lambda: "", long)
     monkeypatch.setattr(of_watch, "time", looks)
@@ -264,7 +264,7 @@ def test_seconds_in_which_a_process_was_stopped_are_not_counted(monkeypatch):
 
 
 def test_a_run_whose_steps_go_on_is_not_given_up_wherever_it_is_found(monkeypatch):
-    """As where it waits for a GPU in every step."""
+    """The place stays the same, as in a run that waits for a GPU in every step."""
     looks = iter(range(100))
     assert not is_given_up(monkeypatch, [1.0] * 60, step=lambda: f"step {next(looks) // 8}")
 
