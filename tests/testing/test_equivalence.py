@@ -135,14 +135,14 @@ def test_what_answers_skewed_routing_is_named():
 def test_policies_replicate_where_they_decide(replication, count, replicating, monkeypatch):
     """Cases whose policy leaves all copies at home would test nothing."""
     replicated = []
-    plain = BalancedCalls._selected
+    plain = BalancedCalls._select
 
     def selected(self, record, copies, units):
         compiled, table = plain(self, record, copies, units)
         replicated.append(0 if table is None else int(table.sum()))
         return compiled, table
 
-    monkeypatch.setattr(BalancedCalls, "_selected", selected)
+    monkeypatch.setattr(BalancedCalls, "_select", selected)
     for case in replicating[:count]:
         plan = dataclasses.replace(case.plan, replication=replication)
         decided = dataclasses.replace(case, plan=plan, by_policy=True, placement="none")
