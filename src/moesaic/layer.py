@@ -576,7 +576,7 @@ def _use_kernel(experts: AbstractExperts, name: str) -> None:
         return
     if not isinstance(experts, StackedExperts):
         raise InputError(
-            f"kernel={name!r} is for experts that are named, got {type(experts).__name__}: leave it at {AUTO}"
+            f"kernel={name!r} is only for built-in experts, got {type(experts).__name__}: leave it at {AUTO}"
         )
     experts.kernel = name
 
@@ -586,7 +586,7 @@ def _with_bias(make: ExpertsFactory, choice: str | Callable, bias: bool) -> Expe
     if not bias:
         return make
     if callable(choice):
-        raise InputError("bias=True is for experts that are named: let your function make them with biases")
+        raise InputError("bias=True is only for experts given by name: let your function create them with biases")
     return partial(make, bias=True)  # type: ignore[call-arg]
 
 
@@ -595,7 +595,7 @@ def _with_options(make: RouterFactory, choice: str | Callable, options: Mapping[
     if not options:
         return make
     if callable(choice):
-        raise InputError("router_options is for routers that are named: let your function make one with its options")
+        raise InputError("router_options is only for a router given by name: set the options in your function")
     known = options_of(make)
     for name in options:
         if name not in known:

@@ -118,6 +118,6 @@ class ExpertOrder:
     def _refuse(self, *_: object) -> None:
         if not self.is_plain:
             raise InputError(
-                "experts are placed anew, so a state_dict would take one for another: save and load within "
+                "experts have changed their slots, so a state_dict would mix them up: save and load within "
                 "`with placement.at_home():`"
             )

@@ -303,7 +303,7 @@ def _rows_task(task: Task, slots: Slots, reads: list[Tensor], call: Call) -> lis
         whole = slots[task.reads[0]].layout
         parts = [call.sizes.part_rows(slots[name].layout, whole, call.rank) for name in task.writes]
         return [take(reads[0], part, call.indices) for part in parts]
-    assert task.op is Op.JOIN, f"{task.op.value} is not something to run"
+    assert task.op is Op.JOIN, f"{task.op.value} needs other ranks"
     joined = reads[0].new_empty(call.sizes.num_rows(target.layout, call.rank), reads[0].shape[1])
     for name, part in zip(task.reads, reads):
         rows_of_part = call.sizes.part_rows(slots[name].layout, target.layout, call.rank)

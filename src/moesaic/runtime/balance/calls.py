@@ -299,7 +299,7 @@ class BalancedCalls(AbstractCallPolicy):
         first = next(iter(digests.values()))
         if others := [rank for rank, digest in digests.items() if digest != first]:
             raise RuntimeError(
-                f"arbiter: ranks {others} decided otherwise than the first one after call {int(ready)} of a layer"
+                f"arbiter: after call {int(ready)} of a layer, ranks {others} decided differently from the first rank"
             )
         if not self._number:
             return None

@@ -217,13 +217,13 @@ class Relocator:
             (samples, tokens), (other_samples, other_tokens) = sizes[0].tolist(), sizes[different[0]].tolist()
             raise InputError(
                 f"sample placement needs samples that split evenly: rank 0 has {samples} of {tokens} tokens, rank "
-                f"{different[0]} has {other_samples} of {other_tokens}: give every rank equally many of one length"
+                f"{different[0]} has {other_samples} of {other_tokens}: give every rank equally many samples of one length"
             )
         tp = self.mesh.grid.tp
         if num_samples % tp:
             raise InputError(
                 f"sample placement with mesh.tp={tp} needs a multiple of {tp} samples per tensor group, got {num_samples}: "
-                "each of its ranks answers for as many of them"
+                "each of its ranks is responsible for equally many"
             )
         self.trip = SampleTrip(self, followings, num_samples // tp, length, rests=rests)
         return self.trip
