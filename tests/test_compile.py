@@ -27,7 +27,7 @@ def _fresh_dynamo() -> None:
     torch._dynamo.reset()
 
 
-# Of the others the test below compiles the whole graph.
+# Other routers: the test below compiles the whole graph.
 @pytest.mark.parametrize("router", ["cosine", "group_limited"])
 def test_there_is_no_graph_break(router: str) -> None:
     layer = layer_for(router, torch.float32)

@@ -1,4 +1,4 @@
-"""Configuration files: what is read, what is refused, and the way back."""
+"""Configuration files: reading, error messages, and writing them back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the constructor takes: numbers for capacities, one loss, devices, dtypes, biases; and what it refuses."""
+"""The constructor's arguments: numbers as capacities, a single loss, devices, dtypes, biases, and refused values."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_named_experts_take_biases(experts: str) -> None:
 
 
 def test_a_function_says_itself_whether_it_has_biases() -> None:
-    with pytest.raises(InputError, match="bias=True is for experts that are named"):
+    with pytest.raises(InputError, match="bias=True is only for experts given by name"):
         MoE(8, 8, 4, 2, experts=PlainExperts, bias=True)
 
 

@@ -1,4 +1,4 @@
-"""Deferred initialisation: a layer made on the meta device has no undefined state, however its weights come."""
+"""Deferred initialisation: a layer created on the meta device has no undefined state, in whichever way it gets its weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = sorted({**ROUTERS, **ON_MESH})
 
 @pytest.fixture(autouse=True)
 def _dirty_heap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make `to_empty` and its like return memory that was used before, with numbers that show."""
+    """Make `to_empty` and similar functions return memory with visible garbage."""
     original = torch.empty_like
 
     def used(*args: Any, **options: Any) -> Tensor:
@@ -42,7 +42,7 @@ def on_meta(router: str = "softmax", **options: object) -> MoE:
 
 
 def trained(layer: MoE, steps: int = 2) -> list[Tensor]:
-    """Return the results of some steps, and what they leave behind."""
+    """Return the results of some steps, and the state after them."""
     layer = copy.deepcopy(layer)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1) if list(layer.parameters()) else None
     balance_on_step(optimizer, layer)
@@ -68,7 +68,7 @@ def by_assignment(layer: MoE, state: dict[str, Tensor]) -> None:
 
 
 def by_transformers(layer: MoE, state: dict[str, Tensor]) -> None:
-    """What `from_pretrained` does: parameters and persistent buffers one by one, undefined memory for other buffers."""
+    """Do what `from_pretrained` does: set parameters and persistent buffers one by one, other buffers to undefined memory."""
     for name, value in state.items():
         owner, _, leaf = name.rpartition(".")
         module = layer.get_submodule(owner)

@@ -1,4 +1,4 @@
-"""One table of what people get wrong: exit code 2, one line that says what, where and what to write, nothing touched."""
+"""A table of user errors: each exits with code 2, prints one line (what, where, what to write instead), and changes nothing."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def _no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def base(folder: Path, *words: str) -> list[str]:
-    """Return the command line of a good tiny run with more words; `run` is its folder."""
+    """Return the command line of a valid tiny run, with further arguments; `run` is its folder."""
     return ["train", "--config", str(write_config(tiny(folder), folder / "good.json")), *words]
 
 
 def made(folder: Path, **changes: object) -> Path:
-    """Train a run with two checkpoints; returns its folder."""
+    """Train a run with two checkpoints; return its folder."""
     run_quietly(tiny(folder, **({"steps": 2, "save": "1"} | changes)))
     return folder / "run"
 
 
 def harmed(folder: Path, *steps: int) -> Path:
-    """Train a run and truncate the parameters of some of its checkpoints; returns its folder."""
+    """Train a run and truncate the parameters of some of its checkpoints; return its folder."""
     run = made(folder)
     for step in steps:
         path = run / "checkpoints" / f"step-{step:08d}" / "model.safetensors"
@@ -39,7 +39,7 @@ def harmed(folder: Path, *steps: int) -> Path:
 
 
 def newer(folder: Path) -> Path:
-    """Train a run and give its newest checkpoint a format of the future; returns its folder."""
+    """Train a run and give its newest checkpoint a later format version; return its folder."""
     run = made(folder)
     path = run / "checkpoints" / "step-00000002" / "state.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
@@ -48,20 +48,20 @@ def newer(folder: Path) -> Path:
 
 
 def written(folder: Path, name: str, content: str) -> str:
-    """Write a file; returns its path."""
+    """Write a file; return its path."""
     (folder / name).write_text(content)
     return str(folder / name)
 
 
 def tokens(folder: Path, count: int, largest: int) -> str:
-    """Write a `.bin` file of 16-bit tokens; returns its path."""
+    """Write a `.bin` file of 16-bit tokens; return its path."""
     path = folder / "tokens.bin"
     np.full(count, largest, dtype="<u2").tofile(path)
     return str(path)
 
 
 def resumed(folder: Path, *words: str) -> list[str]:
-    """Return the command line that resumes a run made before."""
+    """Return the command line that resumes an earlier run."""
     made(folder)
     return base(folder, "--existing", "resume", "--steps", "3", *words)
 

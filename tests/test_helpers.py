@@ -1,4 +1,4 @@
-"""How the cases of a test are divided: `make test` meets every pair of values and the first seeds, and nothing is lost."""
+"""How test cases are divided: `make test` covers every pair of values and the first seeds, and no case is lost."""
 
 from __future__ import annotations
 

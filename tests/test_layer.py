@@ -1,4 +1,4 @@
-"""The layer against the dense float64 reference, over random cases; and what a call accepts and refuses."""
+"""The layer against the dense float64 reference over random cases; accepted and refused arguments of a call."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ EXPERTS = {
 
 
 FITTING = {(name, count): fitting_top_k(name, count) for name in ROUTERS for count in (1, 2, 4, 5, 8)}
-"""Experts per token that a router trains with, by its name and the number of experts."""
+"""Experts per token with which a router is tested, by its name and the number of experts."""
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> dict[str, object]:
-    """A layer's sizes, options and input shape; odd ones included."""
+    """Return a layer's sizes, options and input shape; odd sizes included."""
     router = draw(st.sampled_from(sorted(ROUTERS)))
     num_experts = draw(st.sampled_from([count for count in (1, 2, 4, 5, 8) if FITTING[router, count]]))
     top_k = draw(st.sampled_from(FITTING[router, num_experts]))
@@ -191,7 +191,7 @@ def test_evaluation_falls_back_to_the_layers_own_capacity() -> None:
 @pytest.mark.parametrize("padding", [3.0, math.nan, math.inf])
 @pytest.mark.parametrize("experts", ["swiglu", "gelu"])
 def test_padding_holds_anything_and_gets_zero_with_a_shared_expert(padding: float, experts: str) -> None:
-    """Results and all gradients are those of the tokens alone, NaN under the mask or not."""
+    """Results and all gradients are those of the real tokens alone, even with NaN in the padding."""
     torch.manual_seed(0)
     layer = MoE(8, 8, 4, experts=experts, shared_hidden=8, losses=LOSSES)
     x = torch.randn(5, 8)

@@ -1,4 +1,4 @@
-"""The layer within torch's own tools, over two processes: FSDP2, DDP, `torch.compile`, copies, averages, checkpoints."""
+"""The layer inside torch's tools, over two processes: FSDP2, DDP, `torch.compile`, copies, averaging, checkpointing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def gradient_once(layer: MoE) -> Tensor:
-    """Return the router's gradient of the auxiliary losses of one call, which weigh 1."""
+    """Return the router's gradient from the auxiliary losses of one call, at loss scale 1."""
     layer = copy.deepcopy(layer)
     layer.zero_grad()
     set_loss_scale(layer, 1.0)
@@ -61,7 +61,7 @@ def gradient_once(layer: MoE) -> Tensor:
 def weights_under(
     wrap: Callable[[nn.Module], nn.Module], dtype: torch.dtype = torch.float64, **how: Any
 ) -> list[float]:
-    """Return what the losses weigh in the router's gradient after each of three steps of four micro-batches."""
+    """Return the weight of the losses in the router's gradient after each of three steps of four micro-batches."""
     layer = layer_of()
     own, model = copy.deepcopy(layer), wrap(nn.Sequential(nn.Identity(), layer.to(dtype)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0 if how.get("still") else 1e-6)
@@ -108,7 +108,7 @@ def wrappers() -> dict[str, Any]:
 
 
 def step(call: Callable[[Tensor], Tensor], layer: nn.Module, seed: int = 0) -> list[Tensor]:
-    """Return result and gradients of a call; the losses weigh 1."""
+    """Return the result and the gradients of a call, at loss scale 1."""
     layer.zero_grad()
     x = tokens(seed + dist.get_rank()).requires_grad_()
     y = call(x)
@@ -197,7 +197,7 @@ def recomputed() -> dict[str, dict[str, Callable[[nn.Module, Tensor], Tensor]]]:
 
 
 def counted(make: Callable[..., MoE], router: str) -> dict[str, tuple[int, float]]:
-    """Return how many copies each kind of checkpoint counts, and how far its gradients are from those without it."""
+    """For each kind of checkpoint, return the copies counted, and the error of its gradients against no checkpoint."""
     found, expected = {}, None
     losses = (LoadBalance(0.3, level="global_batch"), ZLoss(0.1))
     for name, call in recomputed().items():

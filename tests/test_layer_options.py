@@ -1,4 +1,4 @@
-"""Options of the layer that models of the field have: a gate on the shared expert, a router's options by name, its logits."""
+"""Options of the layer that published models need: a gate on the shared expert, router options by name, router logits."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ IDS = torch.arange(X.numel() // X.shape[-1]).view(X.shape[:-1])
 
 
 def two_layers(router: str, options: dict[str, Any], changed: dict[str, Any]) -> tuple[MoE, MoE]:
-    """Return layers of the same weights, in evaluation, the second with changed options."""
+    """Return two layers with the same weights, in evaluation mode; the second has changed options."""
     top_k = TOP_K.get(router, 2)
     made = [
         MoE(8, 6, 4, top_k, router=router, router_options=SIZES.get(router, {}) | each, losses=()).double().eval()
@@ -125,7 +125,7 @@ def test_options_that_a_router_does_not_have_are_refused() -> None:
         MoE(8, 6, 4, router="hash", router_options={"bias": True})
     with pytest.raises(InputError, match="normalize='both' is unknown: write normalize=\"before\" or"):
         MoE(8, 6, 4, router="cosine", router_options={"normalize": "both"})
-    with pytest.raises(InputError, match="router_options is for routers that are named"):
+    with pytest.raises(InputError, match="router_options is only for a router given by name"):
         MoE(8, 6, 4, router=lambda dim, n: None, router_options={"scale": 2.0})  # type: ignore[arg-type, return-value]
 
 

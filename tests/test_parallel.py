@@ -1,4 +1,4 @@
-"""Any model over a mesh, by FSDP2, DDP or by hand: gradients and their norm are those of one process."""
+"""Any model on a mesh, with FSDP2, DDP or neither: gradients and their norm equal those of one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KINDS: dict[str, Any] = {
 
 
 class Block(nn.Module):
-    """A dense part and a sparse one, in a tree that is nobody's own."""
+    """A dense part and an MoE layer, in a module tree that the library does not know."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def batch(part: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """How a model is spread."""
+    """The mesh and wrappers of a model."""
 
     kind: str
     mesh: str
@@ -92,7 +92,7 @@ WAYS: dict[str, Callable[[nn.Sequential, Mesh], nn.Module]] = {"hand": by_hand, 
 
 
 def cases(world: int, is_quick: bool) -> list[Case]:
-    """Return the cases of `make test`, in which each two values meet, or the others."""
+    """Return the cases of `make test`, which cover every pair of values, or the other cases."""
     sizes = MESHES[world]
     drawn = pairwise(KINDS, sizes, WAYS, fits=lambda kind, mesh, _: kind != "modules" or "etp" not in sizes[mesh])
     return [Case(*each.values) for each in drawn if is_quick != bool(each.marks)]
@@ -108,7 +108,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def spread(case: Case) -> dict[str, Any]:
-    """Return gradients by name and what clipping gives, on this rank."""
+    """Return this rank's gradients by name, and the result of clipping."""
     world = dist.get_world_size()
     mesh = Mesh.create(**MESHES[world][case.mesh])
     model = make_model(case.kind)
@@ -132,7 +132,7 @@ def spread(case: Case) -> dict[str, Any]:
 
 
 def norm_of_copy(model: nn.Module) -> float:
-    """Return the norm of the gradients of the experts' modules, copied, among the rest."""
+    """Return the gradient norm of a model, with copies of its experts in place of the originals."""
     copied = []
     for module in model.modules():
         if isinstance(module, MoE):
@@ -199,7 +199,7 @@ def test_ddp_over_experts_that_it_would_overwrite_is_refused():
     for found in on_ranks(2, without_preparation):
         assert found["modules"].startswith("InputError: DDP would give all ranks the first one's experts")
         assert "prepare_ddp(model, mesh)" in found["modules"]
-        assert found["swiglu"] != ""  # torch refuses to bring DTensors and tensors into one bucket
+        assert found["swiglu"] != ""  # torch refuses to put DTensors and tensors into one bucket
 
 
 def test_without_a_mesh_clipping_is_torchs():
@@ -229,7 +229,7 @@ def test_the_norm_of_one_process_is_torchs():
 
 
 def in_bfloat16(mesh_sizes: dict[str, int], *, told: bool) -> dict[str, Any]:
-    """Return what two micro-batches of bfloat16 autocast give on this rank, and which dtype the experts were seen in."""
+    """Return this rank's results of two micro-batches under bfloat16 autocast, and the experts' dtypes during them."""
     mesh, model = Mesh.create(**mesh_sizes), make_model("swiglu").float()
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     for layer in layers:
@@ -252,7 +252,7 @@ def in_bfloat16(mesh_sizes: dict[str, int], *, told: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("sizes", "kept"), [({}, 0), ({"ep": 2}, 4)], ids=["edp 2", "ep 2"])
 def test_mixed_precision_that_casts_less_changes_no_bit(sizes, kept):
-    """Copies are gathered in the products' dtype, spread experts cast once a step; without, both are cast in every call."""
+    """FSDP gathers experts in the products' dtype, and spread experts are cast once a step; otherwise every call casts both."""
     told, untold = (on_ranks(2, partial(in_bfloat16, told=told), sizes) for told in (True, False))
     for mine, its in zip(told, untold, strict=True):
         assert (mine["kept"], its["kept"]) == (kept, 0)
@@ -270,7 +270,7 @@ def test_gate_and_up_are_split_alike(sizes, dim):
 
 
 def odd_experts() -> list[tuple[int, Tensor, Tensor]]:
-    """Return where FSDP split gate and up, the whole of what it left on the ranks, and the parameter before."""
+    """Return the dimensions in which FSDP split gate and up, the parameter gathered from all ranks, and the original."""
     mesh = Mesh.create()
     torch.manual_seed(0)
     model = nn.Sequential(MoE(4, 6, 3, 2, shared_hidden=2))
@@ -286,7 +286,7 @@ def odd_experts() -> list[tuple[int, Tensor, Tensor]]:
 
 
 def test_fsdp_never_splits_gate_from_up():
-    """Neither three experts split over two ranks nor a shared one: a width does (etp's is taken), gate and up stay together."""
+    """3 experts and 1 shared expert do not split over 2 ranks, so FSDP splits a width (not etp's); gate and up stay whole."""
     for found in on_ranks(2, odd_experts):
         assert [dim for dim, _, _ in found] == [3, 2]
         assert all(torch.equal(whole, expected) for _, whole, expected in found)

@@ -1,4 +1,4 @@
-"""Layers on a part of the world: `DeviceMesh`es, sub-meshes and process groups. Each equals its dense reference."""
+"""Layers on a part of the world: `DeviceMesh`es, sub-meshes and process groups. Each layer equals its dense reference."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WORLDS: dict[str, tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...], Plan]
     "ep and tp": ((2, 2), ("ep", "tp"), ("ep", "tp"), Plan(schedule="s3")),
     "one dimension without a name": ((4,), (), (), Plan()),
 }
-"""Shape and names of the world, the names of the layer's part, and a plan."""
+"""Shape and dimension names of the world, the names of the layer's dimensions, and a plan."""
 
 
 def make_model(seed: int) -> nn.Sequential:
@@ -44,7 +44,7 @@ def tokens_of(part: int, group: int) -> Tensor:
 
 
 def step(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """Return output and input's gradient of a step that leaves gradients behind."""
+    """Run a step that leaves gradients on the parameters; return output and the input's gradient."""
     x = x.clone().requires_grad_()
     y = model(x)
     y.sin().mean().backward()
@@ -66,7 +66,7 @@ def world_of(name: str) -> tuple[DeviceMesh, tuple[str, ...]]:
 
 
 def on_part(name: str) -> dict[str, Any]:
-    """Train a step on the part of the world that this rank is in."""
+    """Train one step on the part of the world to which this rank belongs."""
     world, part = world_of(name)
     ranks = world[part] if part else world
     mesh = Mesh.from_device_mesh(ranks)
@@ -117,7 +117,7 @@ def test_layers_on_a_part_of_the_world_equal_their_dense_reference(parts, name):
 
 
 def some_alone() -> dict[str, Any]:
-    """Two of four ranks have a layer; the others are elsewhere and never hear of it."""
+    """Two of four ranks have a layer; the other ranks need not take part in any call."""
     rank = dist.get_rank()
     group = dist.new_group([1, 3])
     if rank not in (1, 3):
@@ -160,7 +160,7 @@ def test_ranks_that_have_no_layer_take_no_part():
 
 
 def lines() -> dict[str, str]:
-    """Return what ranks say of meshes that do not fit, and whether a DeviceMesh with connections can be written down."""
+    """Return the ranks' errors for meshes that do not fit, and whether a layer on a DeviceMesh can be pickled."""
     four = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
     layer = make_model(0)[0]
     elsewhere = dist.new_group([0, 1])

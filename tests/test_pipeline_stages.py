@@ -1,4 +1,4 @@
-"""Pipeline stages of torch.distributed.pipelining whose MoE layers lie on a mesh of each stage: equal to one process."""
+"""Stages of torch.distributed.pipelining with MoE layers, one mesh per stage: the results equal those of one process."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ CASES: dict[str, tuple[str, int, Plan]] = {
     "1f1b, 4 ranks": ("1f1b", 4, Plan()),
     "interleaved, 4 ranks": ("interleaved", 4, Plan()),
 }
-"""Schedule, ranks of the pipeline, and plan. The other ranks split the experts of a stage."""
+"""Schedule, number of pipeline ranks, and plan. The experts of a stage are split over the other ranks."""
 WORST = 1e-9
-"""The largest difference, relative."""
+"""Largest relative difference."""
 
 
 class Block(nn.Module):
-    """A dense part and a sparse one."""
+    """A dense part and an MoE layer."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def loss_of(y: Tensor, target: Tensor) -> Tensor:
 
 
 def stages(name: str, pp: int, plan: Plan) -> dict[str, Any]:
-    """Run a step over so many ranks of pp; return losses, gradients by name, and the norm of all of them."""
+    """Run a step over `pp` pipeline ranks; return losses, gradients by name, and the norm of all gradients."""
     world = init_device_mesh("cpu", (pp, RANKS // pp), mesh_dim_names=("pp", "ep"))
     place, group = world.get_local_rank("pp"), world["pp"].get_group()
     whole, each = blocks(), 2 if name == "interleaved" else 1

@@ -1,4 +1,4 @@
-"""The recipes of examples/recipes, each run as its first line says: they train, and to the losses of one process."""
+"""The recipes in examples/recipes, run with the command in their first line: they train with the losses of one process."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ EQUAL = {
     "loop": (2, ()), "ddp": (2, ()), "fsdp2": (2, ()), "with_accelerate": (2, ("accelerate",)),
     "with_fabric": (2, ("lightning_fabric",)), "with_ray": (1, ("ray",)),
 }  # fmt: skip
-"""Those that train the tiny model as one process does: processes to start, and packages that they need."""
+"""Recipes that train the tiny model as one process does: number of processes, and packages that they need."""
 OTHERS = {
     "hf_trainer": (2, ("transformers", "accelerate")), "lora": (1, ("peft",)), "pipeline": (4, ()),
     "with_torchtitan": (2, ("torchtitan",)),
 }  # fmt: skip
-"""Those that train something else: processes and packages. A pipeline's balance losses are of micro-batches."""
+"""Recipes that train something else: processes and packages. In a pipeline, balance losses are per micro-batch."""
 
 
 def run(name: str, processes: int, packages: tuple[str, ...]) -> str:
@@ -36,7 +36,7 @@ def run(name: str, processes: int, packages: tuple[str, ...]) -> str:
         pytest.importorskip(package)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     words = [*(launch if processes > 1 else ()), str(FOLDER / f"{name}.py")]
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as short:  # Ray's sockets want a short path
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as short:  # Ray needs a short path for its sockets
         command = Forked(words, {"TMPDIR": short}, imports=packages)
         out, err = command.communicate(timeout=400)
     assert command.returncode == 0, err[-3000:]
@@ -63,7 +63,7 @@ def alone() -> list[float]:
 
 
 def with_packages(recipes: dict[str, tuple[int, tuple[str, ...]]]) -> list[Any]:
-    """Return names of recipes: `make test` runs those that need PyTorch alone, `make test-random` the others too."""
+    """Return names of recipes: `make test` runs those that need only PyTorch, `make test-random` the others too."""
     return [pytest.param(name, marks=pytest.mark.random if packages else ()) for name, (_, packages) in recipes.items()]
 
 

@@ -1,4 +1,4 @@
-"""What is installed: the wheel holds the library and nothing of the laboratory, which has a wheel of its own."""
+"""The installed files: the wheel has the library and nothing of the laboratory, which has a wheel of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def names_in_wheel(project: Path, folder: Path) -> set[str]:
 
 
 def tracked(folder: str) -> set[str]:
-    """Return the files below a folder, as names relative to where its package is imported from."""
+    """Return the files below a folder, relative to the folder from which its package is imported."""
     base = (ROOT / folder).parent
     return {
         Path(place, name).relative_to(base).as_posix()

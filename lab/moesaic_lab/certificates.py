@@ -33,7 +33,7 @@ from moesaic import Mesh, MoE, average_gradients, clip_grad_norm_, collect_losse
 from moesaic.errors import InputError
 from moesaic.routing.capacity import Capacity, Dropless
 from moesaic.routing.losses import LoadBalance
-from moesaic.testing.moe_layers import LAYER_SITUATIONS, AbstractMoELayer, Asked, certify_layer
+from moesaic.testing.moe_layers import LAYER_SITUATIONS, AbstractMoELayer, LayerSpec, certify_layer
 from moesaic.testing.processes import on_ranks
 from moesaic.testing.routed_experts import SITUATIONS, AbstractRoutedExperts, Certified, SwiGLUWeights, certify
 from moesaic_lab.benchmark import Benchmark, PagedOptions, Told, notes_of
@@ -197,7 +197,7 @@ class AutoEPExperts(AbstractRoutedExperts):
     """The layer that DeepSpeed's AutoEP puts in the place of Mixtral's, behind a router that says what it is told."""
 
     def __init__(self, weights: SwiGLUWeights, group: dist.ProcessGroup) -> None:
-        self.layer = _autoep(Asked(torch.zeros(weights.num_experts, weights.w1.shape[2]), weights, group, 2, None))
+        self.layer = _autoep(LayerSpec(torch.zeros(weights.num_experts, weights.w1.shape[2]), weights, group, 2, None))
         self.router = self.layer.router = _ToldAutoEP(weights.num_experts)
 
     def run(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
@@ -214,18 +214,16 @@ class AutoEPExperts(AbstractRoutedExperts):
 class MoesaicLayer(AbstractMoELayer):
     """Moesaic's layer, spread by `parallelize`."""
 
-    def __init__(self, asked: Asked) -> None:
-        capacity = Dropless() if asked.capacity is None else Capacity.fixed(asked.capacity, scope="rank")
-        _, hidden, dim = asked.experts.w1.shape
+    def __init__(self, spec: LayerSpec) -> None:
+        capacity = Dropless() if spec.capacity is None else Capacity.fixed(spec.capacity, scope="rank")
+        _, hidden, dim = spec.experts.w1.shape
         self.layer = MoE(
-            dim, hidden, asked.experts.num_experts, asked.top_k, losses=LoadBalance(1.0), capacity=capacity,
-            router_options={"normalize": "after" if asked.top_k > 1 else "before"},
+            dim, hidden, spec.experts.num_experts, spec.top_k, losses=LoadBalance(1.0), capacity=capacity,
+            router_options={"normalize": "after" if spec.top_k > 1 else "before"},
         )  # fmt: skip
-        values = {"router.weight": asked.router} | {
-            f"experts.{name}": each for name, each in vars(asked.experts).items()
-        }
+        values = {"router.weight": spec.router} | {f"experts.{name}": each for name, each in vars(spec.experts).items()}
         self.layer.load_state_dict(values, strict=False)
-        self.mesh = Mesh.of(asked.group)
+        self.mesh = Mesh.of(spec.group)
         self.layer.parallelize(self.mesh)
 
     def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -246,16 +244,16 @@ class MoesaicLayer(AbstractMoELayer):
 class TransformersLayer(AbstractMoELayer):
     """Mixtral's router and experts, and the loss that transformers adds for the router's logits."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, spec: LayerSpec) -> None:
         modeling: Any = import_module("transformers.models.mixtral.modeling_mixtral")
         transformers: Any = import_module("transformers")
-        self.top_k, self.experts = asked.top_k, TransformersExperts(asked.experts, asked.group)
-        num_experts, dim = asked.router.shape
+        self.top_k, self.experts = spec.top_k, TransformersExperts(spec.experts, spec.group)
+        num_experts, dim = spec.router.shape
         config = transformers.MixtralConfig(
-            hidden_size=dim, num_local_experts=num_experts, num_experts_per_tok=asked.top_k
+            hidden_size=dim, num_local_experts=num_experts, num_experts_per_tok=spec.top_k
         )
         self.router: Any = modeling.MixtralTopKRouter(config)
-        self.router.weight.data.copy_(asked.router)
+        self.router.weight.data.copy_(spec.router)
         self.loss: Any = modeling.load_balancing_loss_func
 
     def normalizes(self, top_k: int) -> bool:
@@ -275,16 +273,16 @@ class TransformersLayer(AbstractMoELayer):
 class TorchtitanLayer(AbstractMoELayer):
     """torchtitan's router around its dispatcher; its layer balances by a bias and has no auxiliary loss."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.experts, self.group = TorchtitanExperts(asked.experts, asked.group), asked.group
+    def __init__(self, spec: LayerSpec) -> None:
+        self.experts, self.group = TorchtitanExperts(spec.experts, spec.group), spec.group
         moe: Any = import_module("torchtitan.models.common.moe")
         linear: Any = import_module("torchtitan.models.common.linear").Linear
-        num_experts, dim = asked.router.shape
+        num_experts, dim = spec.router.shape
         self.router: Any = moe.TokenChoiceTopKRouter.Config(
-            num_experts=num_experts, gate=linear.Config(in_features=dim, out_features=num_experts), top_k=asked.top_k,
-            score_func="softmax", route_norm=asked.top_k > 1,
+            num_experts=num_experts, gate=linear.Config(in_features=dim, out_features=num_experts), top_k=spec.top_k,
+            score_func="softmax", route_norm=spec.top_k > 1,
         ).build()  # fmt: skip
-        self.router.gate.weight.data.copy_(asked.router)
+        self.router.gate.weight.data.copy_(spec.router)
 
     def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Route a batch of one sequence."""
@@ -313,18 +311,18 @@ class TorchtitanLayer(AbstractMoELayer):
 class DeepSpeedMoELayer(AbstractMoELayer):
     """DeepSpeed's gate, layer and experts; no noise, and tokens are dropped only where a capacity is asked for."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.inner = DeepSpeedExperts(asked.experts, asked.group)
+    def __init__(self, spec: LayerSpec) -> None:
+        self.inner = DeepSpeedExperts(spec.experts, spec.group)
         sharded: Any = import_module("deepspeed.moe.sharded_moe")
-        num_experts, dim = asked.router.shape
+        num_experts, dim = spec.router.shape
         self.gate: Any = sharded.TopKGate(
-            dim, num_experts, asked.top_k, capacity_factor=asked.capacity or 1.0, min_capacity=0,
-            drop_tokens=asked.capacity is not None, top2_2nd_expert_sampling=False,
+            dim, num_experts, spec.top_k, capacity_factor=spec.capacity or 1.0, min_capacity=0,
+            drop_tokens=spec.capacity is not None, top2_2nd_expert_sampling=False,
         )  # fmt: skip
-        self.gate._set_ep_group(asked.group)
-        self.gate.wg.weight.data.copy_(asked.router)
+        self.gate._set_ep_group(spec.group)
+        self.gate.wg.weight.data.copy_(spec.router)
         self.inner.layer.gate = self.gate
-        self.group = asked.group
+        self.group = spec.group
 
     def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Run the layer, which keeps its loss."""
@@ -343,8 +341,8 @@ class DeepSpeedMoELayer(AbstractMoELayer):
 class AutoEPLayer(AbstractMoELayer):
     """What DeepSpeed's AutoEP makes of Mixtral's layer, with Mixtral's routing; it has no auxiliary loss of its own."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.layer, self.group = _autoep(asked), asked.group
+    def __init__(self, spec: LayerSpec) -> None:
+        self.layer, self.group = _autoep(spec), spec.group
 
     def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Run the layer on a batch of one sequence."""
@@ -362,10 +360,10 @@ class AutoEPLayer(AbstractMoELayer):
 class AutomodelLayer(AutomodelExperts, AbstractMoELayer):
     """NeMo Automodel's whole layer: its gate, its experts, and the loss that the gate hands out."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.top_k, self.group = asked.top_k, asked.group
-        super().__init__(asked.experts, asked.group)
-        self.layer.gate.weight.data.copy_(asked.router)
+    def __init__(self, spec: LayerSpec) -> None:
+        self.top_k, self.group = spec.top_k, spec.group
+        super().__init__(spec.experts, spec.group)
+        self.layer.gate.weight.data.copy_(spec.router)
 
     def make(self) -> Any:
         """Make the whole layer; its experts are the ones that are sharded."""
@@ -445,47 +443,47 @@ def _deepspeed() -> Iterator[None]:
         yield
 
 
-def _autoep(asked: Asked) -> Any:
+def _autoep(spec: LayerSpec) -> Any:
     """Make the layer that AutoEP makes of the one in a Mixtral of one block."""
-    model, made = _autoep_of(asked)
+    model, made = _autoep_of(spec)
     with _deepspeed():
         layer: Any = import_module("deepspeed.module_inject.auto_ep_layer").AutoEPMoELayer(
-            made.ep_parser()[0], model.model.layers[0].mlp, asked.group.size(), asked.group.rank(), made.config
+            made.ep_parser()[0], model.model.layers[0].mlp, spec.group.size(), spec.group.rank(), made.config
         )
         layer.set_deepspeed_parallelism()
     return layer
 
 
-def _autoep_of(asked: Asked) -> tuple[Any, Any]:
+def _autoep_of(spec: LayerSpec) -> tuple[Any, Any]:
     """Return a Mixtral of one block, and AutoEP over it."""
     transformers: Any = import_module("transformers")
-    num_experts, hidden, dim = asked.experts.w1.shape
+    num_experts, hidden, dim = spec.experts.w1.shape
     model = transformers.MixtralForCausalLM(
         transformers.MixtralConfig(
             vocab_size=8, hidden_size=dim, intermediate_size=hidden, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=2, num_local_experts=num_experts, num_experts_per_tok=asked.top_k,
+            num_key_value_heads=2, num_local_experts=num_experts, num_experts_per_tok=spec.top_k,
         )
     )  # fmt: skip
     block = model.model.layers[0].mlp
-    block.gate.weight.data.copy_(asked.router)
-    block.experts.gate_up_proj.data.copy_(torch.cat([asked.experts.w1, asked.experts.w3], 1))
-    block.experts.down_proj.data.copy_(asked.experts.w2)
+    block.gate.weight.data.copy_(spec.router)
+    block.experts.gate_up_proj.data.copy_(torch.cat([spec.experts.w1, spec.experts.w3], 1))
+    block.experts.down_proj.data.copy_(spec.experts.w2)
     with _deepspeed():
         config = import_module("deepspeed.module_inject.auto_ep_config").parse_autoep_config(
             {
                 "enabled": True,
-                "autoep_size": asked.group.size(),
+                "autoep_size": spec.group.size(),
                 "preset_model": "mixtral",
-                "route_norm": asked.top_k > 1,
+                "route_norm": spec.top_k > 1,
             }
         )
         return model, import_module("deepspeed.module_inject.auto_ep").AutoEP(model, config)
 
 
-def _autoep_in_model(asked: Asked) -> None:
+def _autoep_in_model(spec: LayerSpec) -> None:
     """Let AutoEP replace the layer in the model."""
-    _, made = _autoep_of(asked)
-    made.replace_moe_layer(made.ep_parser()[0], ep_size=asked.group.size(), ep_rank=asked.group.rank())
+    _, made = _autoep_of(spec)
+    made.replace_moe_layer(made.ep_parser()[0], ep_size=spec.group.size(), ep_rank=spec.group.rank())
 
 
 def _deepspeed_norm(layer: nn.Module, router: nn.Parameter, group: dist.ProcessGroup) -> float:
@@ -519,15 +517,15 @@ class CertifiedSystem:
     what: str
     """Which part of it is tested."""
     make: Callable[[SwiGLUWeights, dist.ProcessGroup], AbstractRoutedExperts]
-    layer: Callable[[Asked], AbstractMoELayer]
+    layer: Callable[[LayerSpec], AbstractMoELayer]
     """Makes one rank's end of the whole layer."""
     has_capacity: bool = False
-    put: Callable[[Asked], None] | None = None
+    put: Callable[[LayerSpec], None] | None = None
     """Puts the layer into a model by the system's own means; None where it has none, or they are a trainer's."""
 
-    def make_layer(self, asked: Asked) -> AbstractMoELayer | None:
+    def make_layer(self, spec: LayerSpec) -> AbstractMoELayer | None:
         """Return one rank's end of the whole layer; None where it cannot drop what is asked."""
-        return self.layer(asked) if self.has_capacity or asked.capacity is None else None
+        return self.layer(spec) if self.has_capacity or spec.capacity is None else None
 
 
 SYSTEMS = {
@@ -609,10 +607,10 @@ def _put(system: CertifiedSystem) -> list[dict[str, Any]]:
     """Return the row of a system whose layer cannot be put into a model by its own means."""
     group = dist.group.WORLD
     assert group is not None
-    asked = Asked(torch.zeros(8, 16), SwiGLUWeights(*(torch.zeros(8, *each) for each in _SHAPES)), group, 2, None)
+    spec = LayerSpec(torch.zeros(8, 16), SwiGLUWeights(*(torch.zeros(8, *each) for each in _SHAPES)), group, 2, None)
     try:
         if system.put is not None:
-            system.put(asked)
+            system.put(spec)
     except Exception as error:  # whatever somebody's code raises is the finding
         failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         return [asdict(Certified("in a model", "all", math.inf, None, failed)) | {"holds": False}]

@@ -68,7 +68,10 @@ def test_counts_are_what_the_simulator_reads(tmp_path, capsys, suffix):
         (["show"], "Missing from moesaic trace show"),
         (["show", "nowhere"], "trace nowhere: no such file: name a trace"),
         (["make", "a.txt"], "trace a.txt: choose a name that ends in .npz"),
-        (["make", "a.npz", "--max-vio", "8"], "max_vio=8.0: so many experts and experts per token allow 0 to 7"),
+        (
+            ["make", "a.npz", "--max-vio", "8"],
+            "max_vio=8.0: these numbers of experts and experts per token allow 0 to 7",
+        ),
         (["make", "a.npz", "--skw", "1"], "unknown argument --skw; --help lists all"),
         (["counts", "nowhere", "--out", "a.txt"], "--out a.txt: choose a name that ends in .csv or .npy"),
     ],

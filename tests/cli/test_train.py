@@ -1,4 +1,4 @@
-"""`moesaic train`: where settings come from, and what signals and kills leave behind."""
+"""`moesaic train`: sources of settings, and the state that signals and kills leave behind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from runs import assert_same, losses, parameters, run_quietly, snapshot, tiny, w
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
-    """Catch configurations instead of training them."""
+    """Collect configurations instead of training them."""
     found: list[TrainConfig] = []
 
     def note(config: TrainConfig) -> TrainResult:
@@ -41,7 +41,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
 
 
 def docs_of(kind: type, prefix: str = "--") -> dict[str, str]:
-    """Return flag to field docstring, nested dataclasses included."""
+    """Return a dict from flag to field docstring, including nested dataclasses."""
     trees = [ast.parse(inspect.getsource(each)).body[0] for each in kind.__mro__ if is_dataclass(each)]
     texts = {
         field.target.id: text.value.value
@@ -60,7 +60,7 @@ def docs_of(kind: type, prefix: str = "--") -> dict[str, str]:
 
 
 def plain(text: str) -> str:
-    """Return text without frames, colours and spaces, which wrapping moves."""
+    """Return text without frames, colours and spaces, since wrapping changes them."""
     return re.sub(r"[\s─-╿]|\x1b\[[0-9;]*m", "", text)
 
 
@@ -72,6 +72,17 @@ def test_help_holds_every_fields_text(capsys):
     assert [flag for flag in docs if flag not in out] == []
     assert [flag for flag, text in docs.items() if plain(text) not in out] == []
     assert [name for name in PRESETS if name not in out] == []
+
+
+def test_every_flag_that_a_message_names_exists():
+    known = {*docs_of(TrainConfig), "--config", "--help", "--plan"}
+    of_others = {"--max-restarts", "--nnodes", "--nproc-per-node", "--write"}  # torchrun, moesaic show and plan
+    named = {
+        (path.name, flag.rstrip("."))
+        for path in Path(loop.__file__).parent.glob("*.py")
+        for flag in re.findall(r"--[a-z][a-z._-]+", path.read_text(encoding="utf-8"))
+    }
+    assert {(file, flag) for file, flag in named if flag not in known | of_others} == set()
 
 
 def test_help_shows_the_presets_values(capsys):

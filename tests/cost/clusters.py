@@ -18,13 +18,13 @@ FREE = Device(
     gemm_rows=(1,),
     gemm_share=(1.0,),
 )
-"""Computes in no time, so that only movements count."""
+"""A device with instant compute, so that only movements count."""
 
 
 def tree(
     nodes: int, per_node: int, *, leaf: bool = True, device: Device = DEVICE, host: Host | None = None
 ) -> ClusterSpec:
-    """Return nodes with a PCIe link per device and one NIC; pairs of nodes on oversubscribed leaf switches."""
+    """Return nodes with one PCIe link per device and one NIC; pairs of nodes share oversubscribed leaf switches."""
     links = [
         Link(name="pcie", devices=1, gbps=(100.0,), latency_us=3.0, message_us=1.0),
         Link(name="nic", devices=per_node, gbps=(50.0,), latency_us=10.0, message_us=5.0, carries="outside"),
@@ -48,7 +48,8 @@ def flat(
     device: Device = FREE,
     host: Host | None = None,
 ) -> ClusterSpec:
-    """Return a cluster with a link inside and a port of its own outside for every device, rates in Gb/s: 80 is 10 GB/s."""
+    """Return a cluster in which each device has one link inside its node and one port between nodes; rates in Gb/s: 80
+    is 10 GB/s."""
     links = [
         Link(name="nvlink", devices=1, gbps=(intra,), latency_us=intra_us, message_us=message_us[0], carries="inside"),
         Link(name="port", devices=1, gbps=(inter,), latency_us=inter_us, message_us=message_us[1], carries="outside"),

@@ -1,4 +1,4 @@
-"""ScheMoE's formulas of an all-to-all, as oracles; both count the copy to oneself as a message inside."""
+"""ScheMoE's formulas for an all-to-all, as oracles. Both count the copy to the rank itself as a message inside the node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two programs as one: nothing of either is lost, neither waits for the other, and both together take no longer than apart."""
+"""Two programs joined into one keep all tasks and dependencies, and together take no longer than one after the other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_both_programs_run_in_one_and_wait_only_for_their_own(all_to_all: str) -
 
 @pytest.mark.parametrize("all_to_all", ["linear", "multicast"])
 @pytest.mark.parametrize("around", [1e-4, 2e-3])
-def test_two_micro_batches_at_once_take_less_than_apart_and_no_less_than_a_lane_has_to_do(
+def test_overlapped_micro_batches_take_less_than_separate_ones_and_at_least_the_busiest_lane(
     all_to_all: str, around: float
 ) -> None:
     simulator = Simulator(read_cluster("dgx-h100", nodes=2))
@@ -43,16 +43,18 @@ def test_two_micro_batches_at_once_take_less_than_apart_and_no_less_than_a_lane_
     known = {BEFORE: around, BEHIND: 2 * around}
     seconds = simulator.durations(both, LAYER, compiled.grid) | known
     ordered = search(both, seconds).program
-    found = lay_out(ordered, seconds)
+    overlapped = lay_out(ordered, seconds)
     apart = [
-        lay_out(each, simulator.durations(each, LAYER, compiled.grid)) for each in (compiled.forward, compiled.backward)
+        lay_out(program, simulator.durations(program, LAYER, compiled.grid))
+        for program in (compiled.forward, compiled.backward)
     ]
-    assert found.makespan < sum(each.makespan for each in apart) + 3 * around
-    for lane, share in found.busy.items():
-        busy = share * found.makespan
+    assert overlapped.makespan < sum(program.makespan for program in apart) + 3 * around
+    for lane, share in overlapped.busy.items():
+        busy = share * overlapped.makespan
         assert share <= 1
         assert busy == pytest.approx(
-            sum(each.busy.get(lane, 0.0) * each.makespan for each in apart) + 3 * around * (lane.value == "compute")
+            sum(program.busy.get(lane, 0.0) * program.makespan for program in apart)
+            + 3 * around * (lane.value == "compute")
         )
     run = simulator.run(ordered, LAYER, compiled.grid, known=known)
     assert run.compute_seconds > 3 * around

@@ -1,4 +1,4 @@
-"""Profiles brought to wall times: costs that processor time got wrong are found, and nothing is changed without evidence."""
+"""Calibration to wall times corrects costs that processor time got wrong, and changes nothing without evidence."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ def seconds(profile: ClusterProfile, layer: TimedLayer) -> float:
 
 
 def layers(profile: ClusterProfile, tokens: tuple[int, ...]) -> list[TimedLayer]:
-    """Layers that take what a profile says."""
-    found = []
+    """Return layers with the times that a profile predicts."""
+    timed_layers = []
     for count in tokens:
         for chunks in (1, 2, 4):
             compiled = compile_plan(Plan(chunks=chunks), GRID, host_runs_compute=True)
             workload = Workload(tokens=count, num_experts=4, top_k=2, dim=64, hidden=64, dtype="fp32")
-            each = TimedLayer(
+            layer = TimedLayer(
                 forward=compiled.forward, backward=compiled.backward, grid=compiled.grid, workload=workload, seconds=1.0,
                 virtual_flops=1e30,
             )  # fmt: skip
-            found.append(replace(each, seconds=seconds(profile, each)))
-    return found
+            timed_layers.append(replace(layer, seconds=seconds(profile, layer)))
+    return timed_layers
 
 
-def test_layers_that_were_held_out_are_predicted_by_what_the_others_took() -> None:
+def test_held_out_layers_are_predicted_from_the_others() -> None:
     timed = layers(RIGHT, (32, 128, 512, 2048))
-    found, error = calibrate(WRONG, timed)
-    before = [abs(seconds(WRONG, each) / each.seconds - 1) for each in timed[3::4]]
-    after = [abs(seconds(found, each) / each.seconds - 1) for each in timed[3::4]]
+    calibrated, error = calibrate(WRONG, timed)
+    before = [abs(seconds(WRONG, layer) / layer.seconds - 1) for layer in timed[3::4]]
+    after = [abs(seconds(calibrated, layer) / layer.seconds - 1) for layer in timed[3::4]]
     assert max(after) < 0.5 * max(before)
     assert error == pytest.approx(sorted(after)[1])
-    # Only what wall times tell of is touched.
-    assert replace(found, host=WRONG.host) == WRONG
-    assert found.host.sharing == WRONG.host.sharing
+    # Only costs that wall times determine are changed.
+    assert replace(calibrated, host=WRONG.host) == WRONG
+    assert calibrated.host.sharing == WRONG.host.sharing
 
 
-def test_a_profile_that_is_right_or_has_too_few_layers_stays() -> None:
+def test_a_correct_profile_or_one_with_too_few_layers_is_unchanged() -> None:
     timed = layers(RIGHT, (32, 128, 512, 2048))
     assert calibrate(RIGHT, timed) == (RIGHT, 0.0)
     few, error = calibrate(WRONG, timed[:4])

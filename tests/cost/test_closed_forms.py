@@ -1,4 +1,4 @@
-"""The simulator against the papers' formulas, on clusters that have what each formula assumes."""
+"""Compares the simulator with the papers' formulas, on clusters that match each formula's assumptions."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from moesaic.program.grid import Grid
 from moesaic.program.task import Kind, Lane, Op
 
 W, S, DIM, EXPERTS, TOP_K = 8, 1024, 32, 16, 2
-"""Ranks of one node, tokens of a tensor group, width, experts, experts per token."""
+"""Ranks of one node, tokens of a tensor-parallel group, width, experts, experts per token."""
 WORKLOAD = Workload(tokens=S, num_experts=EXPERTS, top_k=TOP_K, dim=DIM, hidden=64, dtype="bf16")
 PER_BYTE = 1e-10
-"""Seconds, of one device's link: 80 Gb/s."""
+"""Seconds per byte of one device's link: 80 Gb/s."""
 ECD = S * TOP_K * DIM * 2 * PER_BYTE
-"""Seconds of sending all copies of a group's tokens: the papers' E * C * D elements."""
+"""Seconds to send all copies of a group's tokens: E * C * D elements in the papers."""
 SD = S * DIM * 2 * PER_BYTE
-"""Of all its tokens."""
+"""Seconds to send all tokens of a group."""
 
 
 def node(per_node: int = W) -> ClusterSpec:
-    """One node whose devices send and receive 10 GB/s each, whoever the peer."""
+    """Return one node whose devices send and receive 10 GB/s each, whoever the peer."""
     return flat(1, per_node, intra=80.0)
 
 
 def movements(schedule: str, tp: int, etp: int, **plan: object) -> dict[str, float]:
-    """Return the seconds of the movements of rows and tokens, by slot name; lanes and indices left out."""
+    """Return the seconds of the movements of rows and tokens, by slot name, without routing weights and indices."""
     grid = Grid(world=W, tp=tp, ep=W // etp, etp=etp)
     compiled = compile_plan(Plan(schedule=schedule, **plan), grid)  # type: ignore[arg-type]
     program, simulator = compiled.forward, Simulator(node())
@@ -54,21 +54,21 @@ def movements(schedule: str, tp: int, etp: int, **plan: object) -> dict[str, flo
 @pytest.mark.parametrize(("m", "s"), [(1, 1), (2, 2), (2, 4), (4, 2), (4, 4)])
 def test_parms_baseline(m: int, s: int) -> None:
     """Papers.md 1.2: AG_ESP(s S D), AR_ESP(s E C D), two A2A_EP(s E C D)."""
-    p, found = W // s, movements("baseline", m, s)
-    assert found["x_wide"] == pytest.approx((s - 1) / s * s * SD)
-    reduce = [seconds for name, seconds in found.items() if name.startswith("summed")]
+    p, seconds_by_slot = W // s, movements("baseline", m, s)
+    assert seconds_by_slot["x_wide"] == pytest.approx((s - 1) / s * s * SD)
+    reduce = [seconds for name, seconds in seconds_by_slot.items() if name.startswith("summed")]
     assert sum(reduce) == pytest.approx(2 * (s - 1) / s * s * ECD)
-    assert found["h"] == pytest.approx((p - 1) / p * s * ECD)
-    assert found["back"] == pytest.approx((p - 1) / p * s * ECD)
+    assert seconds_by_slot["h"] == pytest.approx((p - 1) / p * s * ECD)
+    assert seconds_by_slot["back"] == pytest.approx((p - 1) / p * s * ECD)
 
 
 @pytest.mark.parametrize(("m", "s"), [(1, 1), (2, 2), (2, 4), (4, 2), (4, 4)])
 def test_parms_s1_and_s2(m: int, s: int) -> None:
     """1.3 and 1.4: two A2A over all ranks of s E C D / m, AG_MP of S D or E C D; 1.5: the latter is k f times as long."""
     one, two = movements("s1", m, s), movements("s2", m, s)
-    for found in (one, two):
+    for seconds_by_slot in (one, two):
         for name in ("h", "z"):
-            assert found[name] == pytest.approx((W - 1) / W * s * ECD / m)
+            assert seconds_by_slot[name] == pytest.approx((W - 1) / W * s * ECD / m)
     assert one["y"] == pytest.approx((m - 1) / m * SD)
     assert two["z_full"] == pytest.approx((m - 1) / m * ECD)
     if m > 1:
@@ -78,39 +78,40 @@ def test_parms_s1_and_s2(m: int, s: int) -> None:
 @pytest.mark.parametrize("s", [2, 4])
 def test_s3_sends_shards_apart_on_the_links_between_them(s: int) -> None:
     """1.7: 2 (1 / m) E C D (p - 1) / p over ep; a gather and a reduce-scatter of s E C D / m over etp."""
-    p, m, found = W // s, 2, movements("s3", 2, s)
-    assert found["arrived"] == pytest.approx((p - 1) / p * ECD / m)
-    assert found["z"] == pytest.approx((p - 1) / p * ECD / m)
-    assert found["h"] == found["reduced"] == pytest.approx((s - 1) / s * s * ECD / m)
+    p, m, seconds_by_slot = W // s, 2, movements("s3", 2, s)
+    assert seconds_by_slot["arrived"] == pytest.approx((p - 1) / p * ECD / m)
+    assert seconds_by_slot["z"] == pytest.approx((p - 1) / p * ECD / m)
+    assert seconds_by_slot["h"] == seconds_by_slot["reduced"] == pytest.approx((s - 1) / s * s * ECD / m)
 
 
 @pytest.mark.parametrize("r", [0, 1, 2, 4])
 def test_tutels_r(r: int) -> None:
     """3.2: tokens 2 r E C D (W - 1) / W, weights (q - 1) P / W; r = 0: P (W - 1) / W and no token."""
     s = 4
-    found = movements("s1", 1, s, gather_weights=r)
+    seconds_by_slot = movements("s1", 1, s, gather_weights=r)
     parameters = EXPERTS * 3 * DIM * WORKLOAD.hidden * 2 * PER_BYTE
     if r == 0:
-        assert found["w_full"] == pytest.approx(parameters * (W - 1) / W * (W // s) / (W // s))
-        assert "h" not in found
+        assert seconds_by_slot["w_full"] == pytest.approx(parameters * (W - 1) / W * (W // s) / (W // s))
+        assert "h" not in seconds_by_slot
         return
     q = s // r
-    assert found.get("w_full", 0.0) == pytest.approx((q - 1) * parameters / W)
-    # Of the copies of a token, those for the own expert's shard stay: one rank in W // q of those visited is oneself.
+    assert seconds_by_slot.get("w_full", 0.0) == pytest.approx((q - 1) * parameters / W)
+    # A token's copies for the rank's own shard stay: one in W // q of the ranks visited is the rank itself.
     visited = W // q
-    assert found["h"] == pytest.approx(r * ECD * (visited - 1) / visited)
+    assert seconds_by_slot["h"] == pytest.approx(r * ECD * (visited - 1) / visited)
 
 
 @pytest.mark.parametrize(("intra", "inter"), [(80.0, 8.0), (8.0, 8.0), (4.0, 40.0)])
 def test_pipelined_all_to_all_by_schemoes_equations(intra: float, inter: float) -> None:
-    """2.5, eq. 16 to 18, with messages in turn; the formula counts the copy to oneself as a message inside."""
+    """2.5, eq. 16 to 18, with messages in turn. The formula counts the copy to the rank itself as a message inside the
+    node."""
     nodes, g = 4, 4
     world = nodes * g
     spec = flat(nodes, g, intra=intra, inter=inter, host=Host(messages="in_turn"))
     grid = Grid(world=world, ep=world, ranks_per_node=g)
-    each = S * TOP_K / world * DIM * 2 * 8
-    t1, t2 = each / (intra * 1e9), each / (inter * 1e9)
-    found = {}
+    message_bytes = S * TOP_K / world * DIM * 2 * 8
+    t1, t2 = message_bytes / (intra * 1e9), message_bytes / (inter * 1e9)
+    seconds_by_name = {}
     for name in ("linear", "pipelined"):
         compiled = compile_plan(Plan(all_to_all=name), grid)  # type: ignore[arg-type]
         volumes = (simulator := Simulator(spec)).volumes(compiled.forward, WORKLOAD, grid)
@@ -120,19 +121,21 @@ def test_pipelined_all_to_all_by_schemoes_equations(intra: float, inter: float) 
             for task in compiled.forward.tasks
             if task.op in (Op.MOVE, Op.HOP) and (task.of or (task.reads[0], task.writes[0]))[1] == "h"
         ]
-        found[name] = parts
+        seconds_by_name[name] = parts
         assert simulator.cluster is spec
-    assert found["linear"] == pytest.approx([in_turn_all_to_all(world, g, t1, t2) - t1])
-    assert max(found["pipelined"]) == pytest.approx(max((g - 1) * t1, (world - g) * t2))
-    assert sum(found["pipelined"]) == pytest.approx(sum(found["linear"]))
+    assert seconds_by_name["linear"] == pytest.approx([in_turn_all_to_all(world, g, t1, t2) - t1])
+    assert max(seconds_by_name["pipelined"]) == pytest.approx(max((g - 1) * t1, (world - g) * t2))
+    assert sum(seconds_by_name["pipelined"]) == pytest.approx(sum(seconds_by_name["linear"]))
     assert (
-        pipelined_all_to_all(world, g, t1, t2) - t1 <= max(found["pipelined"]) <= pipelined_all_to_all(world, g, t1, t2)
+        pipelined_all_to_all(world, g, t1, t2) - t1
+        <= max(seconds_by_name["pipelined"])
+        <= pipelined_all_to_all(world, g, t1, t2)
     )
     assert 1 < in_turn_all_to_all(world, g, t1, t2) / pipelined_all_to_all(world, g, t1, t2) <= 2, "eq. 18"
 
 
 def test_2dh_pays_where_messages_cost_and_not_where_bytes_do() -> None:
-    """3.3: between nodes m times larger and fewer messages, for the bytes once more inside."""
+    """3.3: messages between nodes are m times larger and fewer, and bytes cross links inside nodes once more."""
     nodes, g = 8, 4
     spec = flat(nodes, g, intra=16, inter=8, message_us=(0.1, 50.0))
     grid = Grid(world=nodes * g, ep=nodes * g, ranks_per_node=g)
@@ -147,7 +150,8 @@ def test_2dh_pays_where_messages_cost_and_not_where_bytes_do() -> None:
 
 
 def test_optsche_order_starts_each_task_as_eq_12_says() -> None:
-    """2.2: dispatches first in, first out; the second all-to-all of a chunk waits for its expert and the one before it."""
+    """2.2: dispatches run first in, first out; a chunk's second all-to-all waits for its expert and the previous
+    all-to-all."""
     spec = flat(1, W, intra=80.0)
     grid = Grid(world=W, ep=W)
     compiled = compile_plan(Plan(chunks=3, codec="int8"), grid)
@@ -164,7 +168,7 @@ def test_optsche_order_starts_each_task_as_eq_12_says() -> None:
 
 
 def test_the_busiest_link_of_skewed_counts_sets_the_time() -> None:
-    """FasterMoE, eq. 2 and errata F2: remote copies only, over the busiest rank's link, in or out."""
+    """FasterMoE, eq. 2 and errata F2: remote copies only, over the busiest rank's link, out or in."""
     grid = Grid(world=W, ep=W)
     counts = zipf_counts(W, WORKLOAD, exponent=1.0, seed=0)
     compiled = compile_plan(Plan(), grid)
@@ -188,7 +192,7 @@ def simulated(world: int, **mesh: int) -> Simulated:
 
 
 def test_a_hundred_thousand_ranks_are_simulated_by_one() -> None:
-    """A rank of 98,304 does what one of 512 does; so does the simulation, up to the switches above."""
+    """One of 98,304 ranks does the same as one of 512, and simulating them costs the same, up to the switches above."""
     large, small = simulated(98304, tp=8, ep=64, etp=8), simulated(512, tp=8, ep=64, etp=8)
     assert large.seconds == pytest.approx(small.seconds)
     assert large.link_seconds == pytest.approx(small.link_seconds)
@@ -197,7 +201,8 @@ def test_a_hundred_thousand_ranks_are_simulated_by_one() -> None:
 
 
 def test_experts_over_thousands_of_ranks() -> None:
-    """2DH among 256 nodes: rows out and back, and 255 messages each for rows, gates and results of two chunks."""
+    """2DH among 256 nodes: rows go out and back, with 255 messages each for rows, routing weights and results of two
+    chunks."""
     thousands = simulated(2048, tp=1, ep=2048, etp=1)
     copies = 4096 * 2 * 4096 * 2
     crossing = copies * (1 - 8 / 2048) * 2 / (368e9 / 8)

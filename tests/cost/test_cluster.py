@@ -1,4 +1,4 @@
-"""Clusters: presets read, refusals name the field, links and routes are those of the tree."""
+"""Clusters: presets load, errors name the field, and links and routes match the tree."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_presets_read_say_where_they_come_from_and_survive_a_round_trip(name: st
     Topology(many, many.world, many.devices_per_node)
 
 
-def test_the_papers_test_beds_and_common_machines_are_there() -> None:
+def test_the_papers_test_beds_and_common_machines_are_presets() -> None:
     assert {
         "parm-a", "parm-b", "schemoe", "tutel", "fastermoe-johnny", "fastermoe-trevor", "netmoe", "dgx-h100", "dgx-h200",
         "8x4090-pcie", "25gbe", "100gbe",
@@ -98,7 +98,7 @@ def test_the_papers_test_beds_and_common_machines_are_there() -> None:
         (changed(links=[{"name": "a", "devices": 1, "gbps": [1, 2, 3]}]), "gbps has 3 values: give one"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named_in_one_line(table: dict, line: str) -> None:
+def test_errors_name_the_wrong_field_in_one_line(table: dict, line: str) -> None:
     with pytest.raises(InputError) as refusal:
         build(ClusterSpec, table, source="here")
     assert line in str(refusal.value)
@@ -202,7 +202,7 @@ def test_a_charge_per_packet_costs_rate_and_messages() -> None:
 
 
 def of_nodes(nodes: int, **link: float) -> Topology:
-    """Return nodes of two devices, each with a port of 80 Gb/s and what is said of it."""
+    """Return nodes of two devices, each with a port of 80 Gb/s and the given fields."""
     ports = (
         Link(name="nvlink", devices=1, carries="inside", gbps=(800,)),
         Link(name="port", devices=1, carries="outside", gbps=(80,), **link),
@@ -211,17 +211,17 @@ def of_nodes(nodes: int, **link: float) -> Topology:
 
 
 def sent_to(topology: Topology, targets: list[int], num_bytes: float = 1e7) -> float:
-    """Return the seconds in which rank 0 sends as much to each of some ranks."""
+    """Return the seconds in which rank 0 sends equally much to each of some ranks."""
     ones = np.ones(len(targets))
     return topology.loads(0 * ones.astype(int), np.array(targets), num_bytes * ones, ones).alone
 
 
 def test_messages_take_longer_the_more_connections_their_device_holds_open() -> None:
-    each = 1e7 / 1e10  # seconds, at 80 Gb/s
+    message_seconds = 1e7 / 1e10  # seconds, at 80 Gb/s
     for targets in ([2], [2, 3], [2, 3, 4, 5]):
         count = len(targets)
-        assert sent_to(of_nodes(3), targets) == pytest.approx(count * each)
-        assert sent_to(of_nodes(3, connection_us=5), targets) == pytest.approx(count * (each + count * 5e-6))
+        assert sent_to(of_nodes(3), targets) == pytest.approx(count * message_seconds)
+        assert sent_to(of_nodes(3, connection_us=5), targets) == pytest.approx(count * (message_seconds + count * 5e-6))
     inside = sent_to(of_nodes(3, connection_us=5), [1])
     assert inside == sent_to(of_nodes(3), [1]), "NVLink has none"
 
@@ -247,7 +247,7 @@ def test_one_rank_for_all_has_as_many_connections_as_each_by_itself(gpus: int) -
     grid = Grid(world=gpus, ep=gpus, ranks_per_node=8)
     simulator = Simulator(cluster)
     for all_to_all in ("linear", "hier2d"):
-        made = compile_plan(Plan(all_to_all=all_to_all, order="fifo"), grid)
-        even = simulate_even(simulator, made, layer)
-        apart = simulate_counts(simulator, made, layer, uniform_counts(gpus, layer))
-        assert [each.seconds for each in even] == pytest.approx([each.seconds for each in apart], rel=2e-3)
+        compiled_plan = compile_plan(Plan(all_to_all=all_to_all, order="fifo"), grid)
+        even = simulate_even(simulator, compiled_plan, layer)
+        by_each_rank = simulate_counts(simulator, compiled_plan, layer, uniform_counts(gpus, layer))
+        assert [run.seconds for run in even] == pytest.approx([run.seconds for run in by_each_rank], rel=2e-3)

@@ -1,4 +1,4 @@
-"""Seconds of experts by their rows, of copies by their bytes; and what a rank must hold in memory."""
+"""Seconds of experts by their rows and of copies by their bytes, and the memory of a rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPEC = tree(1, 4)
 
 
 def test_the_rate_of_a_product_is_interpolated_over_the_logarithm_of_rows() -> None:
-    """The curve: 1 % at 1 row, half at 100, all at 1000, of 100 TFLOP/s."""
+    """The curve reaches 1 % of 100 TFLOP/s at 1 row, half at 100, all at 1000."""
     rates = rates_of(SPEC, "bf16")
     rows = np.array([0.0, 0.5, 1.0, 10.0, 100.0, 1000.0, 4000.0])
     seconds = rates.product_seconds(rows, flops_per_row=1e9, weight_bytes=0.0)
@@ -56,11 +56,11 @@ def test_experts_take_their_operations_and_backward_twice() -> None:
 
 def test_uneven_experts_take_longer_than_even_ones_where_rows_are_few() -> None:
     counts = zipf_counts(4, WORKLOAD, exponent=1.5, seed=0)
-    each = seconds_of(Op.EXPERT, counts)
-    assert len(each) == 4
-    assert each.max() > 1.5 * seconds_of(Op.EXPERT)[0]
+    seconds = seconds_of(Op.EXPERT, counts)
+    assert len(seconds) == 4
+    assert seconds.max() > 1.5 * seconds_of(Op.EXPERT)[0]
     loads = counts.sum(axis=0).reshape(4, 2).sum(axis=1)
-    assert int(each.argmax()) == int(loads.argmax())
+    assert int(seconds.argmax()) == int(loads.argmax())
 
 
 def test_copies_and_codecs_move_bytes() -> None:
@@ -84,7 +84,7 @@ def test_memory_of_a_layer_is_what_backward_reads_and_what_is_alive() -> None:
 
 
 def test_slots_live_until_they_are_read_for_the_last_time() -> None:
-    """rows 10 in, 10 out at every task: two alive at a time; three where the first one stays."""
+    """Every task reads 10 and writes 10: two slots are alive at a time, three if the first one stays."""
     tasks = compile_plan(Plan(), GRID).forward
     names = [slot.name for slot in tasks.slots]
     size = dict.fromkeys(names, 0.0) | {"rows": 10.0, "h": 10.0, "out": 10.0, "z": 10.0}

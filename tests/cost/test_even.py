@@ -1,4 +1,4 @@
-"""One rank for all gives the time of every rank apart, for every schedule and all-to-all; and their very loads."""
+"""One rank for all gives the times and loads of a simulation of every rank, for every schedule and all-to-all."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ def compiled(grid: Grid, **plan: object) -> Compiled | None:
 
 
 def tolerance(all_to_all: str) -> float:
-    """Visits are rounded to whole rows with ranks apart; under naive, nodes do the same hops in another order; under hier1d,
-    leaders share links with their node only, and shares are settled link by link."""
+    """Return the tolerance. With separate ranks, visits are rounded to whole rows. Under naive, nodes run the same hops
+    in another order. Under hier1d, leaders share links with their node only, and shares are fixed link by link."""
     if all_to_all in ALL_TO_ALLS and ALL_TO_ALLS[all_to_all].hops_by_node:
         return 0.15
     return {"multicast": 2e-2, "hier1d": 2e-3, **dict.fromkeys(EXACT, 1e-9)}.get(all_to_all, 1e-2)
 
 
 def regular(all_to_all: str) -> bool:
-    """Whether a few nodes stand for all of them under an all-to-all."""
+    """Return whether a few nodes stand for all of them under an all-to-all."""
     try:
         check_regular(ALL_TO_ALLS[all_to_all], all_to_all, 4, 4)
     except UnlikeError:
@@ -73,15 +73,24 @@ def regular(all_to_all: str) -> bool:
     return True
 
 
-def compare(simulator: Simulator, found: Compiled) -> None:
-    for program in (found.forward, found.backward):
-        one = simulator.run(program, WORKLOAD, found.grid)
-        each = simulator.run(program, WORKLOAD, found.grid, sizes=sizes_of(program, WORKLOAD, found.grid))
-        close = tolerance(found.plan.all_to_all)
-        assert one.seconds == pytest.approx(each.seconds, rel=close), (found.grid, found.plan, program.name)
-        assert one.compute_seconds == pytest.approx(each.compute_seconds, rel=max(close, 1e-9))
-        busiest = [max(run.link_seconds.values(), default=0.0) for run in (one, each)]
-        assert busiest[0] == pytest.approx(busiest[1], rel=max(close, 1e-9)), (found.grid, found.plan)
+def compare(simulator: Simulator, compiled_plan: Compiled) -> None:
+    for program in (compiled_plan.forward, compiled_plan.backward):
+        by_one_rank = simulator.run(program, WORKLOAD, compiled_plan.grid)
+        by_each_rank = simulator.run(
+            program, WORKLOAD, compiled_plan.grid, sizes=sizes_of(program, WORKLOAD, compiled_plan.grid)
+        )
+        tolerated = tolerance(compiled_plan.plan.all_to_all)
+        assert by_one_rank.seconds == pytest.approx(by_each_rank.seconds, rel=tolerated), (
+            compiled_plan.grid,
+            compiled_plan.plan,
+            program.name,
+        )
+        assert by_one_rank.compute_seconds == pytest.approx(by_each_rank.compute_seconds, rel=max(tolerated, 1e-9))
+        busiest = [max(run.link_seconds.values(), default=0.0) for run in (by_one_rank, by_each_rank)]
+        assert busiest[0] == pytest.approx(busiest[1], rel=max(tolerated, 1e-9)), (
+            compiled_plan.grid,
+            compiled_plan.plan,
+        )
 
 
 @pytest.mark.parametrize("all_to_all", SEARCHED)
@@ -89,10 +98,10 @@ def compare(simulator: Simulator, found: Compiled) -> None:
 def test_every_schedule_with_every_all_to_all(schedule: str, all_to_all: str) -> None:
     seen = 0
     for grid in (GRIDS[0], GRIDS[6]):
-        found = compiled(grid, schedule=schedule, all_to_all=all_to_all)
-        if found is not None:
+        compiled_plan = compiled(grid, schedule=schedule, all_to_all=all_to_all)
+        if compiled_plan is not None:
             seen += 1
-            compare(Simulator(tree(grid.world // grid.ranks_per_node, grid.ranks_per_node)), found)  # type: ignore[operator]
+            compare(Simulator(tree(grid.world // grid.ranks_per_node, grid.ranks_per_node)), compiled_plan)  # type: ignore[operator]
     assert seen or all_to_all == "multicast"
 
 
@@ -106,40 +115,40 @@ def test_random_plans() -> None:
     for grid, schedule, links, chunks, groups, r, fuse, overlap in draw.sample(space, 230):
         if groups > 1 and (chunks > 1 or r is not None):
             continue
-        found = compiled(
+        compiled_plan = compiled(
             grid, schedule=schedule, all_to_all=links, chunks=chunks, peer_groups=groups, gather_weights=r, fuse=fuse,
             overlap_gather=overlap,
         )  # fmt: skip
-        if found is None:
+        if compiled_plan is None:
             continue
         seen += 1
-        compare(Simulator(tree(grid.world // (grid.ranks_per_node or 1), grid.ranks_per_node or 1)), found)
+        compare(Simulator(tree(grid.world // (grid.ranks_per_node or 1), grid.ranks_per_node or 1)), compiled_plan)
     assert seen > 25
 
 
 @pytest.mark.parametrize("all_to_all", [name for name in ALL_TO_ALLS if not ALL_TO_ALLS[name].hops_by_node])
-def test_codecs_and_message_costs_count_alike(all_to_all: str) -> None:
+def test_codecs_and_message_costs_count_identically(all_to_all: str) -> None:
     grid = GRIDS[3]
     simulator = Simulator(tree(4, 4))
-    found = compiled(grid, schedule="s2", all_to_all=all_to_all, codec="int8", backward_codec="fp8", chunks=2)
-    assert found is not None
-    compare(simulator, found)
+    compiled_plan = compiled(grid, schedule="s2", all_to_all=all_to_all, codec="int8", backward_codec="fp8", chunks=2)
+    assert compiled_plan is not None
+    compare(simulator, compiled_plan)
 
 
 @pytest.mark.parametrize("runs_compute", [False, True])
 @pytest.mark.parametrize("all_to_all", ["linear", "hier2d", "pipelined"])
-def test_costs_of_the_issuing_thread_count_alike(all_to_all: str, runs_compute: bool) -> None:
-    """20 us a post is far more than the links take, so the threads decide; 30 sends and receives of a rank of 16.
+def test_costs_of_the_issuing_thread_count_identically(all_to_all: str, runs_compute: bool) -> None:
+    """20 us per post is far more than the links take, so the threads decide: 30 sends and receives of a rank of 16.
 
-    Routing weights travel with their rows, and cost no post of their own.
+    Routing weights travel with their rows and add no post.
     """
     host = Host(task_us=3.0, message_us=20.0, runs_compute=runs_compute)
-    simulator, found = Simulator(tree(4, 4, host=host)), compiled(GRIDS[4], all_to_all=all_to_all)
-    assert found is not None
-    compare(simulator, found)
+    simulator, compiled_plan = Simulator(tree(4, 4, host=host)), compiled(GRIDS[4], all_to_all=all_to_all)
+    assert compiled_plan is not None
+    compare(simulator, compiled_plan)
     if all_to_all == "linear":
-        run = simulator.run(found.forward, WORKLOAD, found.grid)
-        moves = [task for task in found.forward.tasks if task.op is Op.MOVE and "ep" in task.group]
+        run = simulator.run(compiled_plan.forward, WORKLOAD, compiled_plan.grid)
+        moves = [task for task in compiled_plan.forward.tasks if task.op is Op.MOVE and "ep" in task.group]
         assert [task.name for task in moves] == ["g", "h", "z"]
         assert run.seconds >= 2 * 30 * 20e-6
         assert runs_compute or run.seconds < 3 * 30 * 20e-6
@@ -149,15 +158,15 @@ def test_costs_of_the_issuing_thread_count_alike(all_to_all: str, runs_compute: 
     "all_to_all", [name for name in ALL_TO_ALLS if regular(name) and not ALL_TO_ALLS[name].hops_by_node]
 )
 def test_rows_and_messages_are_what_the_interpreter_sends(all_to_all: str) -> None:
-    """Total rows and messages of every task, against `messages_of`: node 0's, times the nodes."""
+    """Compares the total rows and messages of every task with `messages_of`: node 0's, times the nodes."""
     grid = GRIDS[4]
-    found = compiled(grid, schedule="s1", all_to_all=all_to_all)
-    assert found is not None
-    simulator, slots = Simulator(tree(4, 4)), {slot.name: slot for slot in found.forward.slots}
-    even = simulator.volumes(found.forward, WORKLOAD, found.grid)
-    sizes = sizes_of(found.forward, WORKLOAD, found.grid)
+    compiled_plan = compiled(grid, schedule="s1", all_to_all=all_to_all)
+    assert compiled_plan is not None
+    simulator, slots = Simulator(tree(4, 4)), {slot.name: slot for slot in compiled_plan.forward.slots}
+    even = simulator.volumes(compiled_plan.forward, WORKLOAD, compiled_plan.grid)
+    sizes = sizes_of(compiled_plan.forward, WORKLOAD, compiled_plan.grid)
     moved = 0
-    for task in found.forward.tasks:
+    for task in compiled_plan.forward.tasks:
         if task.op not in (Op.MOVE, Op.HOP):
             continue
         sent = list(messages_of(task, slots, sizes))
@@ -175,13 +184,13 @@ def test_rows_and_messages_are_what_the_interpreter_sends(all_to_all: str) -> No
 @pytest.mark.parametrize("groups", [2, 4, 8])
 def test_steps_go_to_the_ranks_that_the_interpreter_sends_to(groups: int) -> None:
     grid = GRIDS[5]
-    found = compiled(grid, schedule="s2", peer_groups=groups)
-    assert found is not None
-    even = Simulator(tree(4, 4)).volumes(found.forward, WORKLOAD, found.grid)
+    compiled_plan = compiled(grid, schedule="s2", peer_groups=groups)
+    assert compiled_plan is not None
+    even = Simulator(tree(4, 4)).volumes(compiled_plan.forward, WORKLOAD, compiled_plan.grid)
     assert isinstance(even, Even)
-    sizes = sizes_of(found.forward, WORKLOAD, found.grid)
-    slots, seen = {slot.name: slot for slot in found.forward.slots}, 0
-    for task in found.forward.tasks:
+    sizes = sizes_of(compiled_plan.forward, WORKLOAD, compiled_plan.grid)
+    slots, seen = {slot.name: slot for slot in compiled_plan.forward.slots}, 0
+    for task in compiled_plan.forward.tasks:
         if task.op is Op.MOVE:
             sent = {(a, b): float(rows) for a, b, rows in messages_of(task, slots, sizes)}
             for source, target, rows, _ in even.sent(ends_of(task, slots)[1]):
@@ -193,13 +202,13 @@ def test_steps_go_to_the_ranks_that_the_interpreter_sends_to(groups: int) -> Non
 def test_rows_of_every_slot_are_those_of_sizes() -> None:
     for grid in GRIDS:
         for groups, chunks in ((1, 2), (2, 1)):
-            found = compiled(grid, schedule="s3", chunks=chunks, peer_groups=groups)
-            if found is None:
+            compiled_plan = compiled(grid, schedule="s3", chunks=chunks, peer_groups=groups)
+            if compiled_plan is None:
                 continue
             simulator = Simulator(tree(grid.world // (grid.ranks_per_node or 1), grid.ranks_per_node or 1))
-            even = simulator.volumes(found.forward, WORKLOAD, found.grid)
-            sizes = sizes_of(found.forward, WORKLOAD, found.grid)
-            for slot in found.forward.slots:
+            even = simulator.volumes(compiled_plan.forward, WORKLOAD, compiled_plan.grid)
+            sizes = sizes_of(compiled_plan.forward, WORKLOAD, compiled_plan.grid)
+            for slot in compiled_plan.forward.slots:
                 rows = even.rows(slot.layout)
                 expected = [sizes.num_rows(slot.layout, rank) for rank in range(len(rows))]
                 assert rows.tolist() == pytest.approx(expected), (grid, slot.name)
@@ -220,14 +229,14 @@ def test_axes_that_do_not_nest_are_simulated_rank_by_rank_or_refused() -> None:
     grid = Grid(world=12, tp=2, ep=2, etp=3, ranks_per_node=6)
     with pytest.raises(UnlikeError):
         Digits(grid)
-    found = compiled(grid, schedule="s1")
-    assert found is not None
+    compiled_plan = compiled(grid, schedule="s1")
+    assert compiled_plan is not None
     simulator = Simulator(tree(2, 6))
-    run = simulator.run(found.forward, WORKLOAD, found.grid)
+    run = simulator.run(compiled_plan.forward, WORKLOAD, compiled_plan.grid)
     assert len(run.ends) == 12
     large = Grid(world=6000, tp=2, ep=2, etp=3, ranks_per_node=6)
     with pytest.raises(InputError, match="choose axes that divide one another, or at most 4096 ranks"):
-        Simulator(tree(1000, 6)).run(found.forward, WORKLOAD, large)
+        Simulator(tree(1000, 6)).run(compiled_plan.forward, WORKLOAD, large)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -235,23 +244,24 @@ def test_axes_that_do_not_nest_are_simulated_rank_by_rank_or_refused() -> None:
 def test_the_all_to_all_of_the_docs_takes_as_long_as_rank_by_rank(
     monkeypatch: pytest.MonkeyPatch, nodes: int, tp: int
 ) -> None:
-    """It passes packets on from node to node: on eight nodes it takes four times as long as if all did the same."""
+    """The ring passes packets on from node to node: on eight nodes it takes four times as long as if all nodes did the
+    same."""
     monkeypatch.setitem(ALL_TO_ALLS, "ring", block("An all-to-all")["NodeRing"]())
     cluster = read_cluster("25gbe", nodes=nodes)
     world = cluster.world
     grid = Grid(world=world, tp=tp, ep=world // tp, etp=tp, ranks_per_node=cluster.devices_per_node)
     layer = Workload(tokens=4096, num_experts=64, top_k=2, dim=1024, hidden=2816)
     for simulator in (Simulator(cluster), sweep_simulator(cluster)):
-        found = compiled(grid, all_to_all="ring")
-        assert found is not None
-        for program in (found.forward, found.backward):
+        compiled_plan = compiled(grid, all_to_all="ring")
+        assert compiled_plan is not None
+        for program in (compiled_plan.forward, compiled_plan.backward):
             even = simulator.run(program, layer, grid).seconds
             exact = simulator.run(program, layer, grid, sizes=sizes_of(program, layer, grid)).seconds
             assert even / exact == pytest.approx(1, abs=0.01)
 
 
 class Numbered(AbstractAllToAll):
-    """2DH that looks at a node's number in some way."""
+    """2DH that depends on a node's number."""
 
     def __init__(self, look: Callable[[NodeMap, int, int], object]) -> None:
         self.look = look
@@ -288,13 +298,14 @@ def test_whatever_looks_at_a_node_s_number_is_simulated_rank_by_rank(
     monkeypatch: pytest.MonkeyPatch, look: str
 ) -> None:
     monkeypatch.setitem(ALL_TO_ALLS, "numbered", Numbered(LOOKS[look]))
-    found = compiled(GRIDS[4], all_to_all="numbered")
-    assert found is not None
-    assert not isinstance(Simulator(tree(4, 4)).volumes(found.forward, WORKLOAD, found.grid), Even)
+    compiled_plan = compiled(GRIDS[4], all_to_all="numbered")
+    assert compiled_plan is not None
+    assert not isinstance(Simulator(tree(4, 4)).volumes(compiled_plan.forward, WORKLOAD, compiled_plan.grid), Even)
 
 
 class Tabled(AbstractAllToAll):
-    """Over mates that tables give by the places of source and target: regular, and unlike anything published."""
+    """An all-to-all over mates that tables give by the places of source and target: regular, and unlike anything
+    published."""
 
     needs_even_nodes = True
 
@@ -315,16 +326,16 @@ class Tabled(AbstractAllToAll):
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("seed", range(6))
-def test_what_is_found_regular_takes_as_long_as_rank_by_rank(
+def test_regular_all_to_alls_take_as_long_as_rank_by_rank(
     monkeypatch: pytest.MonkeyPatch, seed: int, groups: int
 ) -> None:
     monkeypatch.setitem(ALL_TO_ALLS, "tabled", Tabled(seed, 4))
     grid = GRIDS[4]
-    found = compiled(grid, all_to_all="tabled", peer_groups=groups)
-    assert found is not None
+    compiled_plan = compiled(grid, all_to_all="tabled", peer_groups=groups)
+    assert compiled_plan is not None
     simulator = Simulator(tree(4, 4))
-    assert isinstance(simulator.volumes(found.forward, WORKLOAD, grid), Even) == (groups == 1)
-    for program in (found.forward, found.backward):
+    assert isinstance(simulator.volumes(compiled_plan.forward, WORKLOAD, grid), Even) == (groups == 1)
+    for program in (compiled_plan.forward, compiled_plan.backward):
         even = simulator.run(program, WORKLOAD, grid).seconds
         exact = simulator.run(program, WORKLOAD, grid, sizes=sizes_of(program, WORKLOAD, grid)).seconds
         assert even / exact == pytest.approx(1, abs=0.01)
@@ -335,10 +346,10 @@ def test_an_irregular_all_to_all_is_refused_where_ranks_are_too_many(monkeypatch
     monkeypatch.setattr("moesaic.cost.simulate.MAX_RANKS_APART", 512)
     grid = Grid(world=1024, ep=1024, ranks_per_node=4)
     layer = Workload(tokens=512, num_experts=1024, top_k=2, dim=64, hidden=64)
-    found = compiled(grid, all_to_all="numbered")
-    assert found is not None
+    compiled_plan = compiled(grid, all_to_all="numbered")
+    assert compiled_plan is not None
     with pytest.raises(InputError, match="choose an all-to-all in which all nodes do the same, or at most 512 ranks"):
-        Simulator(tree(256, 4)).run(found.forward, layer, grid)
+        Simulator(tree(256, 4)).run(compiled_plan.forward, layer, grid)
 
 
 LAYOUTS = [
@@ -355,10 +366,10 @@ AXES: tuple[tuple[Axis, ...], ...] = (("tp",), ("ep",), ("etp",), ("ep", "etp"),
     "grid", thinned([GRIDS[0], GRIDS[6], Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=2, innermost="ep")], every=3)
 )
 def test_any_movement_that_a_schedule_may_have_sends_what_the_interpreter_sends(grid: Grid) -> None:
-    """Between any two layouts, over any axes, summed or not: whatever a schedule moves, nodes are alike or it is refused."""
-    found = compiled(grid, schedule="s2")
-    assert found is not None
-    program, per_node = found.forward, grid.ranks_per_node or grid.world
+    """Between any two layouts, over any axes, summed or not: either all nodes behave identically, or an error is raised."""
+    compiled_plan = compiled(grid, schedule="s2")
+    assert compiled_plan is not None
+    program, per_node = compiled_plan.forward, grid.ranks_per_node or grid.world
     even = Simulator(tree(grid.world // per_node, per_node)).volumes(program, WORKLOAD, grid)
     assert isinstance(even, Even)
     sizes, seen = sizes_of(program, WORKLOAD, grid), 0
@@ -384,12 +395,12 @@ def test_any_movement_that_a_schedule_may_have_sends_what_the_interpreter_sends(
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_rows_of_any_layout_are_those_of_sizes(grid: Grid) -> None:
-    found = compiled(grid, schedule="s2")
-    assert found is not None
+    compiled_plan = compiled(grid, schedule="s2")
+    assert compiled_plan is not None
     even = Simulator(tree(grid.world // (grid.ranks_per_node or 1), grid.ranks_per_node or 1)).volumes(
-        found.forward, WORKLOAD, grid
+        compiled_plan.forward, WORKLOAD, grid
     )
-    sizes = sizes_of(found.forward, WORKLOAD, grid)
+    sizes = sizes_of(compiled_plan.forward, WORKLOAD, grid)
     for layout in LAYOUTS:
         assert [sizes.num_rows(layout, rank) for rank in range(grid.world)] == [even.rows(layout)[0]] * grid.world, (
             layout

@@ -1,4 +1,4 @@
-"""Events: the timeline's own rules where nothing contends, shares by hand where something does."""
+"""Events follow the timeline's rules without contention, and split shared links as computed by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORKLOAD = Workload(tokens=512, num_experts=8, top_k=2, dim=64, hidden=128)
 
 
 def chain(lanes: list[tuple[Lane, list[int]]]) -> Program:
-    """Return a program of tasks t0, t1, ... on lanes, each reading what others write."""
+    """Return a program of tasks t0, t1, ... on lanes, each of which reads what others write."""
     slots = [Slot(name="in", kind=Kind.ROWS, layout=Layout())]
     tasks = []
     for number, (lane, reads) in enumerate(lanes):
@@ -42,7 +42,7 @@ def chain(lanes: list[tuple[Lane, list[int]]]) -> Program:
 
 
 def run(program: Program, seconds: list[float], *, host: bool, actors: int = 1, own_links: bool = True) -> Events:
-    """Run a program whose movements have links of their own, or all the one link 0."""
+    """Run a program whose movements have separate links, or all share link 0."""
     compute = np.zeros((len(seconds), actors))
     movements: list[list[Movement]] = []
     for number, task in enumerate(program.tasks):
@@ -77,8 +77,8 @@ def test_without_contention_it_is_lay_out(host: bool) -> None:
 
 @pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_programs_on_lanes_of_their_own_links_are_laid_out_alike(schedule: str, host: bool) -> None:
-    """NVLink inside, ports outside: with pipelined all-to-alls the lanes share no link."""
+def test_lanes_without_shared_links_give_the_timeline_of_lay_out(schedule: str, host: bool) -> None:
+    """NVLink inside nodes and ports between them: with pipelined all-to-alls, lanes share no link."""
     compiled = compile_plan(Plan(schedule=schedule, chunks=2, all_to_all="pipelined"), GRID)  # type: ignore[arg-type]
     spec = flat(2, 4, intra_us=2, inter_us=5, message_us=(0.5, 1.0), device=DEVICE, host=Host(runs_compute=host))
     simulator = Simulator(spec)
@@ -93,20 +93,20 @@ def test_programs_on_lanes_of_their_own_links_are_laid_out_alike(schedule: str, 
             if task.op in (Op.MOVE, Op.HOP):
                 seconds[task.name] += sum(m.load.alone for m in volumes.movements(task, slots, ""))
         expected = lay_out(program, seconds, host_runs_compute=host)
-        found = simulator.run(program, WORKLOAD, compiled.grid).timeline
-        assert [s.end for s in found.spans] == pytest.approx([s.end for s in expected.spans])
-        assert found.makespan == pytest.approx(expected.makespan)
+        timeline = simulator.run(program, WORKLOAD, compiled.grid).timeline
+        assert [s.end for s in timeline.spans] == pytest.approx([s.end for s in expected.spans])
+        assert timeline.makespan == pytest.approx(expected.makespan)
 
 
 def test_two_movements_on_one_link_take_turns_bit_by_bit() -> None:
-    """Alone 2 s and 4 s on one link: both at half speed until the short one ends at 4, the other at 6."""
+    """Movements of 2 s and 4 s on one link: both at half speed until the short one ends at 4; the other ends at 6."""
     program = chain([(Lane.INTRA, []), (Lane.INTER, [])])
     events = run(program, [2.0, 4.0], host=False, own_links=False)
     assert events.ends[:, 0].tolist() == pytest.approx([4.0, 6.0])
 
 
 def test_a_movement_that_comes_later_slows_one_under_way() -> None:
-    """4 s alone from 0, 2 s alone from 1: both at half speed until 5, then the first has a second left."""
+    """4 s from 0 and 2 s from 1: both at half speed until 5; the first then needs one more second."""
     program = chain([(Lane.INTRA, []), (Lane.COMPUTE, []), (Lane.INTER, [1])])
     events = run(program, [4.0, 1.0, 2.0], host=False, own_links=False)
     assert events.ends[:, 0].tolist() == pytest.approx([6.0, 1.0, 5.0])
@@ -161,7 +161,7 @@ def test_shares_are_max_min_by_message() -> None:
     assert chained == pytest.approx([1 / 3, 1 / 3, 1 / 3, 2 / 3])
 
 
-def test_no_link_is_overbooked_and_none_idles_that_somebody_wants() -> None:
+def test_no_link_is_oversubscribed_and_no_wanted_link_idles() -> None:
     draw = random.Random(3)
     for _ in range(300):
         uses = []
@@ -169,12 +169,14 @@ def test_no_link_is_overbooked_and_none_idles_that_somebody_wants() -> None:
             links = draw.sample(range(5), draw.randint(1, 4))
             parts = [draw.uniform(0.05, 1.0) for _ in links]
             uses.append({link: Use(part / max(parts), draw.randint(1, 4)) for link, part in zip(links, parts)})
-        found = speeds(uses)
-        taken = {link: sum(s * use[link].part for s, use in zip(found, uses) if link in use) for link in range(5)}
-        assert max(taken.values()) <= 1 + 1e-9
-        for speed, use in zip(found, uses):
+        new_speeds = speeds(uses)
+        link_use = {
+            link: sum(s * use[link].part for s, use in zip(new_speeds, uses) if link in use) for link in range(5)
+        }
+        assert max(link_use.values()) <= 1 + 1e-9
+        for speed, use in zip(new_speeds, uses):
             assert 0 < speed <= 1 + 1e-12
-            assert speed > 1 - 1e-9 or any(taken[link] > 1 - 1e-9 for link in use)
+            assert speed > 1 - 1e-9 or any(link_use[link] > 1 - 1e-9 for link in use)
 
 
 def simulated(spec: ClusterSpec, **plan: object) -> list[Simulated]:
@@ -211,7 +213,8 @@ def test_never_below_the_limit_and_scales_with_all_rates(all_to_all: str, chunks
 
 @pytest.mark.parametrize("all_to_all", ["linear", "hier2d", "multicast"])
 def test_no_single_faster_part_makes_it_slower(all_to_all: str) -> None:
-    """Holds for one chunk: tasks form a chain. Where lanes contend, a part that comes sooner may hold another up."""
+    """Holds for one chunk, whose tasks form a chain. With contention between lanes, an earlier part may delay
+    another one."""
     spec = flat(2, 4, intra_us=2, inter_us=5, message_us=(0.5, 1.0), device=DEVICE)
     base = simulated(spec, schedule="s2", all_to_all=all_to_all)
     for number, link in enumerate(spec.links):
@@ -256,11 +259,11 @@ def message(sender: int, receiver: int, links: list[int], seconds: float) -> Mov
 
 
 def queued(program: Program, issue: list[list[float]], movements: list[list[Movement]], **options: object) -> Events:
-    """Run a program of messages; link n has bursts[n], 0 if not given."""
+    """Run a program of messages; link n has burst bursts[n], 0 if not given."""
     table = np.array(issue)
     graph = graph_of(program, host_runs_compute=True, has_lanes=False)
-    given = {"bursts": np.zeros(4), **options}
-    events = Events(graph, table, np.zeros_like(table), movements, **given)  # type: ignore[arg-type]
+    arguments = {"bursts": np.zeros(4), **options}
+    events = Events(graph, table, np.zeros_like(table), movements, **arguments)  # type: ignore[arg-type]
     events.run()
     return events
 
@@ -269,28 +272,29 @@ MOVE_AND_READ = [(Lane.INTER, []), (Lane.COMPUTE, [0])]
 
 
 def test_a_message_leaves_with_its_sender_and_is_waited_for_by_its_receiver() -> None:
-    """Actor 1 comes late: what actor 0 sends has arrived by then; what it sends itself takes its time from then on."""
+    """Actor 1 starts late: by then, actor 0's message has arrived, and actor 1's own message takes its full time."""
     movements = [[message(0, 1, [0], 3.0), message(1, 0, [1], 3.0)], []]
     events = queued(chain(MOVE_AND_READ), [[1.0, 9.0], [0.0, 0.0]], movements)
     assert events.ends[0].tolist() == [12.0, 9.0]
 
 
 def test_links_serve_messages_in_the_order_in_which_they_come() -> None:
-    """Both on one link: the first is through when it would be by itself, the second after it."""
+    """Both messages use one link: the first passes as if alone, the second after it."""
     movements = [[message(0, 1, [0], 3.0), message(1, 0, [0], 3.0)], []]
     events = queued(chain(MOVE_AND_READ), [[1.0, 2.0], [0.0, 0.0]], movements)
     assert events.ends[0].tolist() == [7.0, 4.0]
 
 
 def test_a_message_passes_on_while_it_still_comes_in() -> None:
-    """Over two links 3 s each: 3 s, not 6; a second one to the same place from another link waits for the first there."""
+    """Two links of 3 s each take 3 s, not 6. A second message to the same target from another link waits there for the
+    first."""
     movements = [[message(0, 2, [0, 1], 3.0), message(1, 2, [2, 1], 3.0)], []]
     events = queued(chain(MOVE_AND_READ), [[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]], movements)
     assert events.ends[0, 2] == 6.0
 
 
-def test_a_link_is_not_kept_for_a_message_that_still_waits_for_the_one_before() -> None:
-    """What actor 0 sends to 2 begins at 3, behind what it sends to 1; the link into 2 takes what 3 sends before."""
+def test_a_link_serves_others_while_a_message_waits_on_an_earlier_link() -> None:
+    """Actor 0's message to 2 starts at 3, after its message to 1; the link into 2 serves actor 3's message before."""
     movements = [[message(0, 1, [0], 3.0), message(0, 2, [0, 1], 3.0), message(3, 2, [2, 1], 3.0)], []]
     events = queued(chain(MOVE_AND_READ), [[0.0, 0.0, 0.0, 1.0], [0.0] * 4], movements)
     assert events.ends[0, 2] == 7.0
@@ -305,7 +309,8 @@ def test_a_link_that_has_rested_lets_its_burst_through_at_once() -> None:
 
 
 def test_ranks_of_a_core_issue_one_after_the_other_as_long_as_they_have_anything_to_do() -> None:
-    """Actor 0 issues two tasks, then waits for actor 1, whose first task comes after them; it goes on when actor 1 waits."""
+    """Actor 0 issues two tasks, then waits for actor 1, whose first task comes after them. Actor 0 continues when actor
+    1 waits."""
     program = chain([(Lane.COMPUTE, []), (Lane.INTER, [0]), (Lane.COMPUTE, [1])])
     movements = [[], [message(0, 1, [0], 5.0), message(1, 0, [1], 5.0)], []]
     issue = [[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
@@ -318,8 +323,8 @@ def test_ranks_of_a_core_issue_one_after_the_other_as_long_as_they_have_anything
 
 
 def test_a_message_leaves_before_its_core_is_done_with_its_bytes() -> None:
-    """Actor 0 issues for 1, its message arrives 5 later whatever its core does; what it issues next begins when the bytes are
-    moved. Where actor 1 has the same core, it issues after that too."""
+    """Actor 0 issues for 1 s, and its message arrives 5 s later whatever its core does. Its next task starts when the
+    bytes are moved. On a shared core, actor 1 also waits for them."""
     program = chain([(Lane.INTER, []), (Lane.COMPUTE, [])])
     movements = [[message(0, 1, [0], 5.0)], []]
     issue, moving = [[1.0, 1.0], [1.0, 1.0]], np.array([[2.0, 0.0], [0.0, 0.0]])

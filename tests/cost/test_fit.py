@@ -1,4 +1,4 @@
-"""The fit recovers start-up and rate, at small sizes too, and refuses noise."""
+"""The fit recovers start-up cost and rate, at small sizes too, and refuses noise."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def times(alpha: float, beta: float, noise: float, seed: int = 0, repeats: int =
 
 
 def test_recovers_both_constants_within_the_noise() -> None:
-    found = fit(SIZES, times(2e-4, 4e-8, 0.03))
-    assert not found.trouble
-    assert found.alpha == pytest.approx(2e-4, rel=0.05)
-    assert found.beta == pytest.approx(4e-8, rel=0.05)
-    assert 1e-9 / found.beta == pytest.approx(0.025, rel=0.05)
-    assert found.r2 > 0.99
-    assert found.worst < 0.1
-    assert found.seconds(0) == found.alpha
+    line = fit(SIZES, times(2e-4, 4e-8, 0.03))
+    assert not line.trouble
+    assert line.alpha == pytest.approx(2e-4, rel=0.05)
+    assert line.beta == pytest.approx(4e-8, rel=0.05)
+    assert 1e-9 / line.beta == pytest.approx(0.025, rel=0.05)
+    assert line.r2 > 0.99
+    assert line.worst < 0.1
+    assert line.seconds(0) == line.alpha
 
 
 def test_small_sizes_count_as_much_as_large_ones() -> None:
-    """An unweighted fit puts the start-up wherever the noise of the largest size does."""
+    """In an unweighted fit, the noise of the largest size determines the start-up cost."""
     measured = times(2e-4, 4e-8, 0.02, seed=4)
     medians = [float(np.median(repeats)) for repeats in measured]
     slope, start = np.polyfit(SIZES, medians, 1)
@@ -44,12 +44,14 @@ def test_constants_are_never_negative() -> None:
     assert steep.alpha >= 0
 
 
-def test_noise_is_told_and_residuals_are_kept() -> None:
+def test_noise_is_reported_and_residuals_are_kept() -> None:
     draw = np.random.default_rng(1)
     scattered = [[float(draw.uniform(1, 3))] * 3 for _ in SIZES]
-    found = fit(SIZES, scattered, what="all_gather inside")
-    assert "all_gather inside: the times do not lie on a line over size" in found.trouble
-    assert [each[0] / found.seconds(size) - 1 for size, each in zip(SIZES, scattered)] == pytest.approx(found.residuals)
+    line = fit(SIZES, scattered, what="all_gather inside")
+    assert "all_gather inside: the times do not lie on a line over size" in line.trouble
+    assert [repeats[0] / line.seconds(size) - 1 for size, repeats in zip(SIZES, scattered)] == pytest.approx(
+        line.residuals
+    )
     assert fit(SIZES, times(2e-4, 4e-8, 0.6)).spread > 0.25
 
 
@@ -63,6 +65,6 @@ def test_noise_is_told_and_residuals_are_kept() -> None:
         ([1, 2, 3], [[1], [2], [float("nan")]], "not finite"),
     ],
 )
-def test_times_that_are_none_are_refused(sizes: list, seconds: list, line: str) -> None:
+def test_invalid_times_are_refused(sizes: list, seconds: list, line: str) -> None:
     with pytest.raises(InputError, match=line):
         fit(sizes, seconds)

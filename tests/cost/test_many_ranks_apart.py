@@ -1,4 +1,4 @@
-"""Uneven loads on many ranks: what all hold and send is counted at once (`tests/program/test_sizes_of_all_ranks.py`)."""
+"""Uneven loads on many ranks are counted for all ranks at once (`tests/program/test_sizes_of_all_ranks.py`)."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def grid(world: int) -> Grid:
 
 
 def run(plan: Plan, world: int) -> tuple[list[np.ndarray], list[dict[str, float]]]:
-    """Return when each rank ends, forward and backward, and how long links are taken."""
+    """Return the end of each rank, forward and backward, and the busy seconds of links."""
     compiled = compile_plan(plan, grid(world))
     counts = dirichlet_counts(world // 2, LAYER, concentration=0.3, seed=1)
     simulator, ends, links = Simulator(tree(world // 4, 4)), [], []
     for program in (compiled.forward, compiled.backward):
-        found = simulator.run(program, LAYER, compiled.grid, sizes=sizes_of(program, LAYER, compiled.grid, counts))
-        ends.append(found.ends)
-        links.append(found.link_seconds)
+        simulated = simulator.run(program, LAYER, compiled.grid, sizes=sizes_of(program, LAYER, compiled.grid, counts))
+        ends.append(simulated.ends)
+        links.append(simulated.link_seconds)
     return ends, links
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.schedule} {plan.all_to_all} {plan.peer_groups}")
-def test_pieces_are_listed_for_no_rank_but_the_first_one(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_listed_for_the_first_rank_only(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     listed: list[int] = []
     pieces = LayoutIndex.pieces
 

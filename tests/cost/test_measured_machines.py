@@ -1,4 +1,4 @@
-"""What presets of measured machines add to links and devices: shares by size and by users, traffic, contention."""
+"""Features of links and devices in presets of measured machines: shares by size and by users, traffic, contention."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_link_reaches_a_share_of_its_rate_by_the_bytes_of_a_movement_on_it() -
     assert seconds(cluster, 1e6, [(0, 1)]) == pytest.approx(2e-3)
     assert seconds(cluster, 1e8, [(0, 1)]) == pytest.approx(0.1)
     assert seconds(cluster, 1e7, [(0, 1)]) == pytest.approx(1e-2 / 0.75)
-    # Two messages of a movement count together.
+    # Two messages of a movement are added up.
     assert seconds(cluster, 5e7, [(0, 1), (0, 2)]) == pytest.approx(0.1)
     assert seconds(cluster, 1e3, [(0, 1)]) == pytest.approx(2e-6)
 
@@ -57,7 +57,7 @@ def test_a_shared_medium_gives_less_to_more_users() -> None:
         ({"users": (2.0,), "users_share": (0.0,)}, "users_share=0.0: must be a finite number above 0"),
     ],
 )
-def test_a_curve_that_cannot_be_is_one_line(fields: dict[str, Any], words: str) -> None:
+def test_an_invalid_curve_is_refused_in_one_line(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError) as refusal:
         bus(**fields)
     assert words in str(refusal.value)
@@ -66,8 +66,8 @@ def test_a_curve_that_cannot_be_is_one_line(fields: dict[str, Any], words: str) 
 def test_activations_take_their_traffic_between_products() -> None:
     cluster = flat(1, 4, device=replace(DEVICE, activation_traffic=0.5))
     rates = rates_of(cluster, "fp32")
-    found = rates.traffic_seconds(np.array([10.0, 0.0]), 8, 32, 3, 4)
-    assert found == pytest.approx(np.array([0.5 * 10 * (2 * 8 + 2 * 3 * 32) * 4 / rates.memory, 0.0]))
+    seconds = rates.traffic_seconds(np.array([10.0, 0.0]), 8, 32, 3, 4)
+    assert seconds == pytest.approx(np.array([0.5 * 10 * (2 * 8 + 2 * 3 * 32) * 4 / rates.memory, 0.0]))
 
 
 GRID = Grid(world=8, ep=8, ranks_per_node=4)
@@ -100,7 +100,7 @@ def test_contention_costs_nothing_where_nothing_overlaps() -> None:
     assert runs(0.5, 1).seconds == pytest.approx(runs(0.0, 1).seconds, rel=0.02)
 
 
-def test_presets_say_what_of_them_was_measured() -> None:
+def test_presets_say_which_numbers_were_measured() -> None:
     assert {name for name in presets() if read_cluster(name).measured} == {
         "dgx-b200", "dgx-h100", "dgx-h200", "8xl40s-pcie", "8x4090-pcie"
     }  # fmt: skip
@@ -119,7 +119,7 @@ def test_a_cluster_of_some_devices_is_whole_nodes_or_a_part_of_one() -> None:
 
 @pytest.mark.parametrize("name", [name for name in presets() if read_cluster(name).devices_per_node > 2])
 def test_a_part_of_a_node_is_any_number_of_devices_that_its_links_hold(name: str) -> None:
-    """Fewer devices are behind a link of the whole node, and bridges to the others lead nowhere."""
+    """Fewer devices are behind a node-wide link, and bridges to missing devices are dropped."""
     spec = read_cluster(name)
     for count in (1, 2, 3):
         part = spec.of_devices(count)
@@ -129,14 +129,14 @@ def test_a_part_of_a_node_is_any_number_of_devices_that_its_links_hold(name: str
     assert spec.of_devices(spec.devices_per_node).links == spec.links
 
 
-def test_links_inside_and_between_nodes_are_made_faster_apart() -> None:
+def test_links_inside_and_between_nodes_are_scaled_separately() -> None:
     spec = read_cluster("dgx-h100")
     rates = {kind: [link.gbps[0] for link in spec.with_links(kind, 2.0).links] for kind in ("inside", "outside")}
     nvlink, nic = (link.gbps[0] for link in spec.links)
     assert rates == {"inside": [2 * nvlink, nic], "outside": [nvlink, 2 * nic]}
 
 
-def test_links_of_one_node_are_made_slower_by_themselves() -> None:
+def test_links_of_one_node_can_be_scaled_alone() -> None:
     spec = read_cluster("100gbe", nodes=3)
     pcie, ethernet, leaf = (link.gbps[0] for link in spec.links)
     slow = spec.with_links("outside", (1.0, 0.5, 1.0))

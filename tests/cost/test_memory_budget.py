@@ -1,4 +1,4 @@
-"""The planner's estimate under a memory budget: a layer takes what the budget says, and no more than it needs."""
+"""Under a memory budget, the planner's estimate of a layer is the budget, or less if the layer needs less."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_budget_caps_the_bytes_of_a_layer(plan: Plan) -> None:
     assert half[0] == pytest.approx(kept / 2)
 
 
-def test_under_skew_a_rank_takes_what_the_budget_says() -> None:
+def test_under_skew_a_rank_uses_the_budget() -> None:
     even = sum(estimate(None, Plan()))
     assert sum(estimate(None, Plan(), skewed=True)) > 1.5 * even
     assert sum(estimate(int(even), Plan(), skewed=True)) <= even

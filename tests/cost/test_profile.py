@@ -1,4 +1,4 @@
-"""Profiles: their file, their cluster, their fits, and what the simulator makes of them. No torch, no clock."""
+"""Profiles: file, cluster, fits, and simulation. No torch, no clock."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def compiled(plan: Plan = PLAIN) -> Compiled:
 
 
 def seconds(profile: ClusterProfile, plan: Plan = PLAIN, **options: float) -> float:
-    made = compiled(plan)
-    return profiled_simulator(profile, **options).run(made.forward, LAYER, made.grid).seconds
+    compiled_plan = compiled(plan)
+    return profiled_simulator(profile, **options).run(compiled_plan.forward, LAYER, compiled_plan.grid).seconds
 
 
 def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
         ({"products": {"rows": [1.0], "fp32": [1.0, 2.0]}}, ["2 rates for 1"]),
     ],
 )
-def test_a_profile_that_cannot_be_is_refused_in_one_line(tmp_path: Path, change: dict, words: list[str]) -> None:
+def test_an_invalid_profile_is_refused_in_one_line(tmp_path: Path, change: dict, words: list[str]) -> None:
     path = tmp_path / "p.json"
     PROFILE.write(path)
     table = json.loads(path.read_text())
@@ -89,19 +89,19 @@ def test_a_profile_that_cannot_be_is_refused_in_one_line(tmp_path: Path, change:
     assert all(word in str(refused.value) for word in [*words, str(path)])
 
 
-def test_a_profile_of_another_machine_can_be_taken_all_the_same(tmp_path: Path) -> None:
+def test_a_profile_of_another_machine_can_be_accepted_explicitly(tmp_path: Path) -> None:
     other = replace(PROFILE, machine=MachineInfo(processor="Z80", cores=1, system="CP/M"))
     other.write(tmp_path / "p.json")
     assert read_profile(tmp_path / "p.json", any_machine=True) == other
 
 
-def test_a_file_that_is_no_profile_says_how_to_write_one(tmp_path: Path) -> None:
+def test_reading_another_file_as_a_profile_says_how_to_write_one(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text("{}")
     with pytest.raises(InputError, match=r"is not a profile.*moesaic profile --out p.json"):
         read_profile(tmp_path / "p.json")
 
 
-def test_ranks_that_share_a_link_are_told_from_those_that_do_not() -> None:
+def test_shared_links_are_distinguished_from_separate_ones() -> None:
     inside, outside = PROFILE.to_cluster().links
     assert (inside.devices, inside.shared, inside.gbps) == (2, True, (0.4,))
     assert (outside.devices, outside.shared, outside.gbps) == (2, False, (0.2,))
@@ -136,7 +136,7 @@ def samples(noise: float = 0.0, outlier: float = 1.0) -> tuple[list[Sample], Hos
         gradient=6e-4,
         sharing=2.0,
     )
-    found = []
+    timed_samples = []
     for number in range(60):
         counts = {
             "layer": 1, "task": draw.integers(16, 160), "wait": draw.integers(2, 18), "message": draw.integers(10, 300),
@@ -147,33 +147,33 @@ def samples(noise: float = 0.0, outlier: float = 1.0) -> tuple[list[Sample], Hos
         features = np.array([counts[name] for name in FEATURES], dtype=float)
         exact = float(features @ costs_vector(true)) * (outlier if number in (3, 11, 19) else 1.0)
         times = tuple(exact * float(np.exp(draw.normal(0, noise))) for _ in range(5))
-        found.append(Sample(features, times))
-    return found, true
+        timed_samples.append(Sample(features, times))
+    return timed_samples, true
 
 
 def test_host_costs_are_recovered_and_checked_on_samples_that_the_fit_has_not_seen() -> None:
-    found, true = samples()
-    made = fit_host(found, 2.0)
-    assert costs_vector(made.costs) == pytest.approx(costs_vector(true), rel=1e-3)
-    assert made.costs.sharing == 2.0
-    assert made.worst_error < 1e-3
-    assert made.r2 > 0.999
+    timed_samples, true = samples()
+    host_fit = fit_host(timed_samples, 2.0)
+    assert costs_vector(host_fit.costs) == pytest.approx(costs_vector(true), rel=1e-3)
+    assert host_fit.costs.sharing == 2.0
+    assert host_fit.worst_error < 1e-3
+    assert host_fit.r2 > 0.999
     rough = fit_host(samples(noise=0.05)[0], 2.0)
     assert 0.001 < rough.median_error < 0.1
 
 
 def test_a_few_disturbed_samples_hardly_move_the_host_costs() -> None:
-    found, true = samples(outlier=0.3)
-    assert fit_host(found, 1.0).costs.task == pytest.approx(true.task, rel=0.05)
+    timed_samples, true = samples(outlier=0.3)
+    assert fit_host(timed_samples, 1.0).costs.task == pytest.approx(true.task, rel=0.05)
 
 
-def test_what_no_sample_asks_for_costs_nothing() -> None:
-    """One rank sends no messages."""
-    found, true = samples()
+def test_unused_features_cost_nothing() -> None:
+    """A single rank sends no messages."""
+    timed_samples, true = samples()
     place = FEATURES.index("message")
     silent = []
-    for each in found:
-        features = each.features.copy()
+    for sample in timed_samples:
+        features = sample.features.copy()
         features[place] = 0.0
         silent.append(Sample(features, (float(features @ costs_vector(true)),) * 3))
     costs = fit_host(silent, 1.0).costs
@@ -184,13 +184,13 @@ def test_what_no_sample_asks_for_costs_nothing() -> None:
 def test_noise_is_not_fitted() -> None:
     with pytest.raises(InputError, match=r"repeats vary by .* more --repeats"):
         fit_host(samples(noise=0.6)[0], 1.0)
-    found, _ = samples()
+    timed_samples, _ = samples()
     draw = np.random.default_rng(1)
-    shuffled = [replace(each, seconds=(float(draw.uniform(1e-3, 1e-1)),) * 3) for each in found]
+    shuffled = [replace(sample, seconds=(float(draw.uniform(1e-3, 1e-1)),) * 3) for sample in timed_samples]
     with pytest.raises(InputError, match=r"R2=.* do not explain the times"):
         fit_host(shuffled, 1.0)
     with pytest.raises(InputError, match="10 samples"):
-        fit_host(found[:10], 1.0)
+        fit_host(timed_samples[:10], 1.0)
 
 
 SIZES = (2e3, 8e3, 32e3, 128e3, 512e3)
@@ -198,10 +198,10 @@ SIZES = (2e3, 8e3, 32e3, 128e3, 512e3)
 
 def test_a_link_has_a_rate_a_shortest_time_and_a_credit() -> None:
     times = [[max(3e-4, size / 25e6 - 7e-4)] * 5 for size in SIZES]
-    found, error = fit_link(SIZES, times, "a link")
-    assert found.bytes_per_second == pytest.approx(25e6)
-    assert found.latency == pytest.approx(3e-4)
-    assert found.credit == pytest.approx(7e-4)
+    link, error = fit_link(SIZES, times, "a link")
+    assert link.bytes_per_second == pytest.approx(25e6)
+    assert link.latency == pytest.approx(3e-4)
+    assert link.credit == pytest.approx(7e-4)
     assert error < 1e-6
     bent = [*times[:3], [2 * times[3][0]] * 5, times[4]]
     assert fit_link(SIZES, bent, "a link")[1] == pytest.approx(0.5)
@@ -216,7 +216,7 @@ def test_a_link_has_a_rate_a_shortest_time_and_a_credit() -> None:
         (SIZES, [[0.0]] * 5, "a time is missing"),
     ],
 )
-def test_links_that_cannot_be_are_refused(sizes: tuple[float, ...], times: list[list[float]], words: str) -> None:
+def test_invalid_link_times_are_refused(sizes: tuple[float, ...], times: list[list[float]], words: str) -> None:
     with pytest.raises(InputError, match=words):
         fit_link(sizes, times, "a link")
 
@@ -240,26 +240,26 @@ def test_a_file_with_a_number_that_cannot_be_measured_is_refused(
 
 
 FREE = replace(PROFILE, host=HostCosts())
-"""Costs the host nothing."""
+"""Host without costs."""
 
 
 @pytest.mark.parametrize("plan", [Plan(), Plan(chunks=2, all_to_all="hier2d"), Plan(all_to_all="naive")])
 def test_without_costs_of_the_host_nothing_is_later_than_where_ranks_wait_for_each_other(plan: Plan) -> None:
-    """And the links are as busy: the same bytes cross them."""
-    made, spec = compiled(plan), FREE.to_cluster()
+    """Links are equally busy, since the same bytes cross them."""
+    compiled_plan, spec = compiled(plan), FREE.to_cluster()
     quick = replace(spec, device=replace(spec.device, memory_gigabytes_per_second=1e9))
-    plain = Simulator(quick).run(made.forward, LAYER, made.grid)
-    eager = profiled_simulator(FREE).run(made.forward, LAYER, made.grid)
+    plain = Simulator(quick).run(compiled_plan.forward, LAYER, compiled_plan.grid)
+    eager = profiled_simulator(FREE).run(compiled_plan.forward, LAYER, compiled_plan.grid)
     assert 0.999 * plain.limit <= eager.seconds <= 1.001 * plain.seconds
     assert max(eager.link_seconds.values()) == pytest.approx(max(plain.link_seconds.values()))
 
 
-def test_the_host_takes_its_time_for_every_task_and_so_much_longer_where_cores_are_shared() -> None:
-    made = compiled()
+def test_host_costs_apply_per_task_and_grow_with_shared_cores() -> None:
+    compiled_plan = compiled()
     fast = LinkCosts(one_sender=1e15, all_senders=1e15)
     alone = replace(FREE, inside=fast, outside=fast, host=HostCosts(task=1e-3))
     shared = replace(alone, host=HostCosts(task=1e-3, sharing=2.0))
-    count = len(made.forward.tasks)
+    count = len(compiled_plan.forward.tasks)
     assert seconds(alone, virtual_flops=1e30) == pytest.approx(1e-3 * count, rel=1e-3)
     assert seconds(shared, virtual_flops=1e30) == pytest.approx(2e-3 * count, rel=1e-3)
 
@@ -273,34 +273,37 @@ def test_virtual_accelerators_take_exactly_their_time() -> None:
 
 
 def test_a_layer_is_its_two_programs_and_what_is_around_them() -> None:
-    """At most: a rank begins the backward pass when it has ended the forward one."""
-    made = compiled()
+    """At most, since a rank starts the backward pass as soon as it has ended its forward pass."""
+    compiled_plan = compiled()
     simulator = profiled_simulator(PROFILE)
-    parts = [simulator.run(each, LAYER, made.grid).seconds for each in (made.forward, made.backward)]
-    layer = simulator.layer_seconds(made.forward, made.backward, LAYER, made.grid)
+    parts = [
+        simulator.run(each, LAYER, compiled_plan.grid).seconds
+        for each in (compiled_plan.forward, compiled_plan.backward)
+    ]
+    layer = simulator.layer_seconds(compiled_plan.forward, compiled_plan.backward, LAYER, compiled_plan.grid)
     assert 0.8 * (sum(parts) + 2.0 * 1e-3) < layer <= sum(parts) + 2.0 * 1e-3 + 1e-12
-    passes = simulator.passes(made.forward, made.backward, LAYER, made.grid)
+    passes = simulator.passes(compiled_plan.forward, compiled_plan.backward, LAYER, compiled_plan.grid)
     assert layer == pytest.approx(1e-3 + sum(each.seconds for each in passes))
 
 
 def test_one_rank_stands_for_all_where_there_are_many() -> None:
     many = replace(PROFILE, nodes=RANKS_APART)
-    made = compile_plan(PLAIN, Grid(world=2 * RANKS_APART, ep=2 * RANKS_APART, ranks_per_node=2))
+    compiled_plan = compile_plan(PLAIN, Grid(world=2 * RANKS_APART, ep=2 * RANKS_APART, ranks_per_node=2))
     layer = replace(LAYER, num_experts=2 * RANKS_APART)
     simulator = profiled_simulator(many)
-    assert simulator.volumes(made.forward, layer, made.grid).num_actors == 1
+    assert simulator.volumes(compiled_plan.forward, layer, compiled_plan.grid).num_actors == 1
     few = profiled_simulator(PROFILE).volumes(compiled().forward, LAYER, GRID)
     assert few.num_actors == 4
-    alone = simulator.run(made.forward, layer, made.grid).seconds
-    assert alone >= PROFILE.host.task * PROFILE.host.sharing * len(made.forward.tasks)
+    alone = simulator.run(compiled_plan.forward, layer, compiled_plan.grid).seconds
+    assert alone >= PROFILE.host.task * PROFILE.host.sharing * len(compiled_plan.forward.tasks)
 
 
 def test_messages_and_bytes_are_those_that_ranks_send() -> None:
-    """A linear dispatch on four ranks, by rank: three peers, each of rows and of gates."""
-    made = compiled()
-    volumes = profiled_simulator(PROFILE).volumes(made.forward, LAYER, made.grid)
-    movements = movements_of(made.forward, volumes)
-    total = host_features(made.forward, volumes, movements).sum(axis=0).mean(axis=0)
+    """A linear dispatch on four ranks, by rank: rows and routing weights for each of three peers."""
+    compiled_plan = compiled()
+    volumes = profiled_simulator(PROFILE).volumes(compiled_plan.forward, LAYER, compiled_plan.grid)
+    movements = movements_of(compiled_plan.forward, volumes)
+    total = host_features(compiled_plan.forward, volumes, movements).sum(axis=0).mean(axis=0)
     moves = sum(1 for moved in movements if moved)
     assert moves == 3
     assert total[FEATURES.index("message")] == 2 * 6, "routing weights travel with their rows"
@@ -309,7 +312,7 @@ def test_messages_and_bytes_are_those_that_ranks_send() -> None:
     assert total[FEATURES.index("transport_byte")] == pytest.approx(2 * sent)
     assert total[FEATURES.index("transfer")] == moves, "with a message of its own or in another one's"
     assert total[FEATURES.index("wait")] == 2
-    assert total[FEATURES.index("combine")] == sum(task.op is Op.COMBINE for task in made.forward.tasks) == 1
+    assert total[FEATURES.index("combine")] == sum(task.op is Op.COMBINE for task in compiled_plan.forward.tasks) == 1
     assert total[FEATURES.index("gradient")] == 0, "the backward pass has them"
 
 

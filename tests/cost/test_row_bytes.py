@@ -1,4 +1,4 @@
-"""The torch-free byte counts of codecs are the codecs' own."""
+"""Byte counts without torch equal the codecs' own."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_an_unknown_codec_has_no_size() -> None:
         coded_bytes("int3", 3, 5, 2)
 
 
-def test_a_codec_takes_no_elements_of_a_size_that_it_does_not_know() -> None:
+def test_a_codec_refuses_elements_of_unknown_size() -> None:
     assert coded_bytes("none", 3, 5, 3) == 45
     with pytest.raises(InputError, match="codec int8 does not support elements of 3 bytes: use codec none"):
         coded_bytes("int8", 3, 5, 3)

@@ -1,4 +1,4 @@
-"""Whole steps: parts add up, gathering hides where links idle, points lie under the roofline."""
+"""Whole steps: parts add up, gathering hides behind idle links, and estimates lie under the roofline."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def step(model: StepModel = MODEL, **plan: object) -> Estimate:
 
 
 def test_parts_add_up() -> None:
-    found = step()
-    assert sum(found.parts.values()) == pytest.approx(found.seconds)
-    assert set(found.parts) == {
+    estimate = step()
+    assert sum(estimate.parts.values()) == pytest.approx(estimate.seconds)
+    assert set(estimate.parts) == {
         "attention", "dense", "moe forward", "moe backward", "unembed", "parameters", "optimizer"
     }  # fmt: skip
 
@@ -86,13 +86,17 @@ def test_dense_parameters_are_gathered_over_dp_and_experts_over_their_copies() -
     dense = reduce_seconds(SPEC, GRID, per_block * 4, 1, 8)
     experts = reduce_seconds(SPEC, GRID, 8 / 4 * 3 * 256 * 512 * 4, 4, 2)
     ends = reduce_seconds(SPEC, GRID, 2 * 1000 * 256 * 4, 1, 8)
-    found = around().sharding
-    assert (found["dense"], found["experts"]) == (pytest.approx(3 / 2 * 4 * dense), pytest.approx(3 / 2 * 2 * experts))
-    assert found["ends"] == pytest.approx(3 / 2 * ends)
+    seconds = around().sharding
+    assert (seconds["dense"], seconds["experts"]) == (
+        pytest.approx(3 / 2 * 4 * dense),
+        pytest.approx(3 / 2 * 2 * experts),
+    )
+    assert seconds["ends"] == pytest.approx(3 / 2 * ends)
 
 
 def test_reductions_take_what_a_hierarchical_ring_takes() -> None:
-    """Inside a node 2 (n - 1) / n of the bytes, between nodes 2 (N - 1) / N of a rank's share, at the same time."""
+    """2 (n - 1) / n of the bytes cross inside nodes and, at the same time, 2 (N - 1) / N of a rank's share between
+    nodes."""
     size = 1e8
     inside, between = 2 * 3 / 4 * size / 50e9, 2 * 1 / 2 * size / 4 / 5e9
     assert reduce_seconds(SPEC, GRID, size, 1, 8) == pytest.approx(max(inside, between) + 5e-6, rel=1e-3)
@@ -102,8 +106,8 @@ def test_reductions_take_what_a_hierarchical_ring_takes() -> None:
 
 
 def test_a_switch_that_adds_up_sends_every_value_once_and_every_sum_once() -> None:
-    """Four ranks of a node at 50 GB/s: 1.25 of the bytes and two latencies, in place of a ring's 1.5; a pair has nothing to
-    save, and groups that leave the node have no switch in common."""
+    """Four ranks of a node at 50 GB/s take 1.25 of the bytes and two latencies rather than a ring's 1.5. A pair saves
+    nothing, and groups that leave the node have no switch in common."""
     size, adding = 1e8, replace(SPEC, links=tuple(replace(link, adds=True) for link in SPEC.links))
     assert all_reduce_seconds(adding, GRID, size, 4) == pytest.approx(1.25 * size / 50e9 + 2 * 2e-6, rel=1e-6)
     for ranks in (1, 2, 8):
@@ -118,12 +122,12 @@ def memory(model: StepModel = MODEL) -> Memory:
 
 
 def test_memory_counts_the_part_of_the_parameters_that_a_rank_holds() -> None:
-    found = memory()
+    needed = memory()
     dense = 4 * 4 * 256**2 + 2 * 3 * 256 * 1024 + 2 * 256 * 8 + 2 * 1000 * 256
-    held = dense / 8 + 2 * 8 * 3 * 256 * 512 / 8
-    assert found.weights == found.gradients == pytest.approx(held * 4)
-    assert found.optimizer == pytest.approx(held * 8)
-    assert found.total == sum(vars(found).values())
+    parameters = dense / 8 + 2 * 8 * 3 * 256 * 512 / 8
+    assert needed.weights == needed.gradients == pytest.approx(parameters * 4)
+    assert needed.optimizer == pytest.approx(parameters * 8)
+    assert needed.total == sum(vars(needed).values())
 
 
 def test_simulated_layers_lie_under_the_roofline() -> None:

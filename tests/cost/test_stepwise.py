@@ -1,4 +1,4 @@
-"""What eager PyTorch reads and writes, counted operation by operation, against the numbers of `cost/step_model.py`."""
+"""Compares the bytes that eager PyTorch reads and writes, operation by operation, with `cost/step_model.py`."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ ROWS, WIDTH, EXPERTS = 64, 256, 4
 
 
 class Counted(TorchDispatchMode):
-    """Adds up the bytes that operations read and write; views move nothing."""
+    """Adds up the bytes that operations read and write. Views move nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.num_bytes = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         read = {id(each): each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}.values()
-        written = [each for each in tree_leaves(found) if isinstance(each, torch.Tensor)]
-        held = {each.untyped_storage().data_ptr() for each in read}
+        written = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        storages = {each.untyped_storage().data_ptr() for each in read}
         name = func.__name__
         if name.startswith("empty") or (
-            "_unsafe" not in name and any(each.untyped_storage().data_ptr() in held for each in written)
+            "_unsafe" not in name and any(each.untyped_storage().data_ptr() in storages for each in written)
         ):
-            return found
+            return result
         for each in (*read, *written):
             # A broadcast tensor is read once.
             strides = [size if step else 1 for size, step in zip(each.shape, each.stride())]
             self.num_bytes += each.element_size() * torch.Size(strides).numel()
-        return found
+        return result
 
 
 def counted(function: Callable[..., torch.Tensor], *values: torch.Tensor) -> tuple[float, float]:
@@ -116,15 +116,16 @@ CASES: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...], fl
     "first_bias": (first_bias, (bf16(ROWS, WIDTH), bf16(EXPERTS, WIDTH)), 0, 0),
     "last_bias": (last_bias, (bf16(ROWS, WIDTH), bf16(EXPERTS, WIDTH), factor(ROWS, 1).requires_grad_()), 0, 0),
 }  # fmt: skip
-"""The function, its inputs, and the bytes per value that a step's model counts of a fused one, forward and backward."""
+"""By name: the function, its inputs, and the bytes per value that the step model counts for a fused kernel, forward and
+backward."""
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_are_those_that_the_operations_read_and_write(name: str) -> None:
     function, values, *fused = CASES[name]
-    each = [found / (ROWS * WIDTH) - less for found, less in zip(counted(function, *values), fused)]
-    # Sums over rows and factors of a row are left out.
-    assert [COSTS[name].forward, COSTS[name].backward] == pytest.approx(each, rel=0.03, abs=0.5)
+    bytes_per_value = [total / (ROWS * WIDTH) - less for total, less in zip(counted(function, *values), fused)]
+    # Sums over rows, and factors of a row, are not counted.
+    assert [COSTS[name].forward, COSTS[name].backward] == pytest.approx(bytes_per_value, rel=0.03, abs=0.5)
 
 
 def test_kernels_shorter_than_their_launch_take_as_long_as_that() -> None:
@@ -190,13 +191,13 @@ def test_scores_are_slower_for_narrow_heads_and_older_kernels() -> None:
         ({"best": ()}, "scores.best=[]: give a share above 0"),
     ],
 )
-def test_shares_that_cannot_be_are_one_line(fields: dict[str, Any], words: str) -> None:
+def test_invalid_shares_are_refused_in_one_line(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError) as refusal:
         ScoreShares(**fields)
     assert words in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
-def test_a_step_that_nobody_knows_is_one_line() -> None:
+def test_an_unknown_step_is_refused_in_one_line() -> None:
     with pytest.raises(InputError, match=r"model\.stepwise='dropout': choose of norms, rotation"):
         replace(MODEL, stepwise=("dropout",))

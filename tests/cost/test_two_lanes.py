@@ -1,4 +1,4 @@
-"""Messages inside nodes beside those between them: Pipe-A2A as ScheMoE writes it, and as the emulated cluster ran it."""
+"""Overlap of messages inside nodes and between them: Pipe-A2A in ScheMoE's formulas and on the emulated cluster."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def seconds(algorithm: str, intra: float, inter: float, messages: str, nodes: in
 
 @pytest.mark.parametrize(("intra", "inter"), RATES)
 def test_in_turn_one_lane_sends_one_message_at_a_time_and_two_lanes_one_each(intra: float, inter: float) -> None:
-    """ScheMoE, eq. 16 and 17, as times of whole programs; the formulas count the copy to oneself as a message inside."""
+    """ScheMoE, eq. 16 and 17, as times of whole programs. The formulas count the copy to the rank itself as a message
+    inside."""
     t1, t2 = (16 * 1024 * 8 / (rate * 1e9) for rate in (intra, inter))
     linear, pipelined = (seconds(name, intra, inter, "in_turn") for name in ("linear", "pipelined"))
     assert linear == pytest.approx(in_turn_all_to_all(16, 4, t1, t2) - t1, rel=1e-6)
@@ -67,7 +68,7 @@ def test_ports_are_told_apart_by_whether_a_movement_leaves_nodes() -> None:
 
 
 def test_the_emulated_cluster_ran_both_lanes_at_once_as_simulated() -> None:
-    """Committed times of the bed: both lanes together take what the longer one takes alone."""
+    """Recorded times of the test bed: both lanes together take as long as the longer one alone."""
     rows = [row for row in json.loads(COMM.read_text(encoding="utf-8"))["rows"] if row["what"] == "lanes"]
     spec = emulated(Bed(intra="100mbit"), host=Host(runs_compute=True))
     grid = all_ep(2, 2)
@@ -77,5 +78,5 @@ def test_the_emulated_cluster_ran_both_lanes_at_once_as_simulated() -> None:
         which = {"pipelined": "all", "intra alone": "inside", "inter alone": "across"}[row["method"]]
         work = exchange(grid, count, "pipelined", which)
         layer = Workload(tokens=count, num_experts=4, top_k=1, dim=256, hidden=1, matrices=2, dtype="fp32")
-        found = Simulator(spec).run(work.program, layer, grid, sizes=work.sizes).seconds
-        assert found == pytest.approx(row["median_seconds"], rel=0.06), row["method"]
+        simulated = Simulator(spec).run(work.program, layer, grid, sizes=work.sizes).seconds
+        assert simulated == pytest.approx(row["median_seconds"], rel=0.06), row["method"]

@@ -1,4 +1,5 @@
-"""Ranks that start late or compute slowly, by hand; equal ones take to the bit what they take without."""
+"""Ranks that start late or compute slowly, checked by hand. Equal ranks give bit-identical results with and without
+skew."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ from moesaic.program.grid import Grid
 GRID = Grid(world=4, ep=4, ranks_per_node=4)
 LAYER = Workload(tokens=64, num_experts=4, top_k=2, dim=16, hidden=32)
 PRODUCTS = replace(FREE, tflops=Tflops(bf16=1e-3))
-"""10^9 operations per second, and copies in no time."""
+"""A device with 10^9 operations per second and instant copies."""
 
 
 def run(device: Device = FREE, late: tuple[float, ...] | None = None, speeds: tuple[float, ...] = ()) -> Simulated:
-    """Return a layer's forward pass on a node, every rank apart."""
+    """Return a layer's forward pass on one node, with every rank simulated separately."""
     spec = replace(flat(1, 4, device=device), speeds=speeds)
     program = compile_plan(Plan(order="fifo"), GRID).forward
     timing = SpecTiming(spec, late=None if late is None else np.array(late))
@@ -49,7 +50,7 @@ def test_a_slow_device_makes_all_wait_as_much_longer_as_it_computes() -> None:
     assert one_for_all.seconds == pytest.approx(slow.seconds, rel=1e-6)
 
 
-def test_equal_ranks_take_to_the_bit_what_they_take_without() -> None:
+def test_equal_ranks_give_bit_identical_times() -> None:
     plain = run(PRODUCTS)
     for same in (run(PRODUCTS, late=(0.0,) * 4), run(PRODUCTS, speeds=(1.0,) * 4)):
         assert same.timeline == plain.timeline
@@ -74,6 +75,6 @@ def test_speeds_and_skew_are_read_checked_and_cut_with_the_cluster(tmp_path) -> 
         RankSkew(speed=-1)
 
 
-def test_a_cluster_says_nothing_of_unlike_ranks_unless_it_is_told() -> None:
+def test_clusters_have_no_rank_skew_by_default() -> None:
     spec: ClusterSpec = flat(1, 4)
     assert (spec.speeds, spec.rank_skew) == ((), RankSkew())

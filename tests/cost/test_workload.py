@@ -1,4 +1,4 @@
-"""Counts add up, skew as asked, and are the same for the same seed."""
+"""Counts add up, have the requested skew, and are reproducible by seed."""
 
 from __future__ import annotations
 

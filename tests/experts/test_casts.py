@@ -1,4 +1,4 @@
-"""Weights of mixed precision: cast once in an optimizer step, with the results and gradients of a cast in every call."""
+"""Mixed-precision weights: cast once per optimizer step, with the results and gradients of a cast in every call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DIM, HIDDEN, EXPERTS = 8, 12, 3
 
 
 class Casts(TorchDispatchMode):
-    """Counts the casts of tensors with a size for experts: (E, 2, H, D), (E, D, H), biases of two, the shared expert's."""
+    """Counts casts of tensors of the experts' shapes: (E, 2, H, D), (E, D, H), their biases, and the shared expert's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def pass_over(layer: nn.Module, x: Tensor, run: Callable[..., Tensor] | None = N
 
 @pytest.mark.parametrize("options", [{}, {"bias": True, "shared_hidden": 4}, {"experts": "gelu"}], ids=str)
 def test_once_per_step_and_to_the_bit(options):
-    """Two steps of three micro-batches, against a layer that nobody tells of steps and that casts in every call."""
+    """Return two steps of three micro-batches, compared with a layer without `begin_step`, which casts in every call."""
     (told, optimizer), (untold, other) = a_layer(**options), a_layer(**options)
     balance_on_step(optimizer, told)
     told.finish_step()
@@ -91,14 +91,14 @@ def test_what_changes_within_a_step_is_seen(change):
     elif change == "in place":
         with torch.no_grad():
             layer.experts.w2.add_(1)
-    elif change == "eval":  # what was written past the version counter is seen by an evaluation at least
+    elif change == "eval":  # a write that bypasses the version counter is at least seen by evaluation
         layer.experts.w2.data.add_(1)
         layer.eval()
     elif change == "another dtype":
         dtype = torch.float16
     else:
         run = partial(torch.func.functional_call, layer, weights)
-    expected = copy.deepcopy(layer)  # which keeps no cast
+    expected = copy.deepcopy(layer)  # a copy keeps no cast
     if change == "functional call":
         expected.load_state_dict(weights)
     with torch.autocast("cpu", dtype):

@@ -109,7 +109,7 @@ def test_autocast_computes_products_in_16_bit(name: str) -> None:
 
 
 class Scale(nn.Module):
-    """An expert of a user: one parameter, no matrix."""
+    """A user-defined expert with one parameter and no matrix."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Experts without autograd: `run` and `gradients` equal autograd of `compute`, and what is packed comes out again."""
+"""Experts without autograd: `run` and `gradients` equal autograd of `compute`, and `unpack` inverts `pack`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def two_layers() -> nn.Module:
 
 
 class Biased(nn.Module):
-    """A user's expert with parameters of odd shapes, one of them a scalar."""
+    """A user-defined expert with parameters of odd shapes, one of them a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def test_the_number_of_kept_tensors_does_not_depend_on_the_rows(kind: str) -> No
 
 @pytest.mark.parametrize("kind", ["swiglu", "swiglu with biases", "gelu", "gelu with biases"])
 def test_shards_add_up_to_the_whole(kind: str) -> None:
-    """The hidden width cut in two, the common bias halved: partial results and row gradients sum to the whole ones."""
+    """With half of the hidden width and half of the common bias on each shard, results and row gradients sum to the whole."""
     counts = [3, 0, 2]
     experts = MAKERS[kind](3).double()
     sharded, common = weights_of(experts)
@@ -147,7 +147,7 @@ def test_what_is_packed_comes_out_again(kind: str, num_experts: int) -> None:
 
 @pytest.mark.parametrize("kind", ["swiglu", "swiglu with biases", "gelu with biases"])
 def test_rows_of_shards_laid_side_by_side_are_the_whole(kind: str) -> None:
-    """Expert after expert, the shards' units of each in turn: what a gather of weights puts together."""
+    """Rows are sorted by expert, with the shards' units of each expert in turn: the order after gathering weights."""
     experts = MAKERS[kind](3)
     sharded, _ = weights_of(experts)
     halves = [
@@ -162,7 +162,7 @@ def test_rows_of_shards_laid_side_by_side_are_the_whole(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_unpacked_experts_of_other_ranks_compute_what_they_do_at_home(kind: str) -> None:
-    """Six experts from a rank that holds two: the module only says how; the weights say which."""
+    """Six experts from a rank that stores two: the module defines how to compute, the arguments have the weights."""
     whole, home = MAKERS[kind](6).double(), MAKERS[kind](2).double()
     sharded, common = weights_of(whole)
     counts = [1, 0, 2, 1, 0, 3]
@@ -213,7 +213,7 @@ def test_keeping_some_experts_keeps_their_names_and_parameters() -> None:
 
 @pytest.mark.parametrize("kind", ["swiglu", "gelu with biases"])
 def test_bfloat16_rows_and_float32_gates(kind: str) -> None:
-    """Under autocast rows and weights are 16-bit, routing weights stay float32 and so does their gradient."""
+    """Under autocast, rows and weights are 16-bit; routing weights and their gradient stay float32."""
     experts = MAKERS[kind](2)
     sharded, common = (tuple(w.bfloat16() for w in weights) for weights in weights_of(experts))
     rows, dy, gates = torch.randn(5, DIM).bfloat16(), torch.randn(5, DIM).bfloat16(), torch.rand(5)
@@ -229,7 +229,7 @@ def test_bfloat16_rows_and_float32_gates(kind: str) -> None:
 
 
 class Buffered(nn.Module):
-    """Whose result depends on what is no parameter."""
+    """An expert with a result that depends on a tensor that is not a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class Buffered(nn.Module):
 def test_what_would_stay_behind_does_not_travel(make: type[nn.Module]) -> None:
     experts = ModuleExperts(make, DIM, 2)
     with pytest.raises(
-        InputError, match=f"experts like {make.__name__} cannot travel.*leave plan.gather_weights at none"
+        InputError, match=f"experts like {make.__name__} cannot be sent.*leave plan.gather_weights at none"
     ):
         experts.pack(weights_of(experts)[0])
     out = experts(torch.randn(3, DIM), None, ends_of([1, 2]))
@@ -253,12 +253,14 @@ def test_what_would_stay_behind_does_not_travel(make: type[nn.Module]) -> None:
 
 def test_modules_of_different_kinds_are_refused() -> None:
     kinds = iter([two_layers, Biased, two_layers])
-    with pytest.raises(InputError, match="must have parameters of the same names and shapes: make all alike"):
+    with pytest.raises(
+        InputError, match="must have parameters of the same names and shapes: create all in the same way"
+    ):
         ModuleExperts(lambda: next(kinds)(), DIM, 3)
 
 
 def test_experts_run_within_functional_call() -> None:
-    """Parameters are plain tensors there: an MoE layer as a user's expert, torch.func."""
+    """Inside `functional_call` parameters are plain tensors: an MoE layer as a user-defined expert, torch.func."""
     for make in MAKERS.values():
         experts = make(2).double()
         rows, ends = torch.randn(3, DIM, dtype=torch.float64), ends_of([1, 2])

@@ -1,4 +1,4 @@
-"""Every codec of `CODECS` against its promises, over dtypes, shapes and magnitudes; then what each one adds."""
+"""Every codec of `CODECS`: its error bound over dtypes, shapes and magnitudes, then its own properties."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def round_trip(codec: AbstractCodec, rows: Tensor) -> Tensor:
 
 
 def worst(codec: AbstractCodec, rows: Tensor) -> float:
-    """Return the largest error in units of the bound; at most 1 if the promise is kept."""
+    """Return the largest error as a fraction of the error bound; at most 1 if the bound holds."""
     decoded, bound = round_trip(codec, rows), codec.error_bound(rows)
     assert decoded.dtype == rows.dtype
     assert decoded.shape == rows.shape
@@ -49,7 +49,7 @@ def worst(codec: AbstractCodec, rows: Tensor) -> float:
 
 
 def workloads(rows: int, dim: int, seed: int) -> dict[str, Tensor]:
-    """Return float64 rows of many kinds: (rows, dim) each."""
+    """Return float64 test rows of many kinds, (rows, dim) each."""
     random = torch.Generator().manual_seed(seed)
     normal = torch.randn(rows, dim, generator=random, dtype=torch.float64)
 
@@ -292,7 +292,7 @@ def test_int8_rounds_to_nearest_without_a_bias() -> None:
     step = rows.abs().amax(1, keepdim=True) / 127
     error = (round_trip(Int8(), rows) - rows) / step
     assert float(error.abs().max()) <= 0.5001
-    assert abs(float(error.mean())) < 0.005  # truncation gives 0 to 0.5, by sign
+    assert abs(float(error.mean())) < 0.005  # truncation would give a bias of up to 0.5, depending on the sign
     assert abs(float((error * rows.sign()).mean())) < 0.005
 
 

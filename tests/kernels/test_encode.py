@@ -1,4 +1,4 @@
-"""Fast encode and decode against GShard's einsum with its mask, and by hand."""
+"""Fast encode and decode against GShard's einsum and against values computed by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moesaic.errors import InputError
 from moesaic.kernels.encode import decode_reference, encode_reference, encoding, fast_decode, fast_encode
 
 SHAPES = [(0, 2, 2, 3), (1, 1, 1, 1), (7, 4, 2, 2), (13, 5, 5, 13), (16, 8, 2, 0), (9, 3, 1, 20)]
-"""(tokens, experts, top_k, capacity): with drops, without, without any place."""
+"""(tokens, experts, top_k, capacity): with dropped copies, without, and with a capacity of 0."""
 
 
 def chosen(tokens: int, experts: int, top_k: int) -> torch.Tensor:
@@ -22,13 +22,13 @@ def test_values_and_gradients_equal_the_einsum(shape: tuple[int, int, int, int])
     form = encoding(chosen(tokens, experts, top_k), experts, capacity)
     x = torch.randn(tokens, 3, dtype=torch.float64, requires_grad=True)
     gates = torch.rand(tokens, top_k, dtype=torch.float64, requires_grad=True)
-    found, upstream = [], torch.randn(tokens, 3, dtype=torch.float64)
+    actual, upstream = [], torch.randn(tokens, 3, dtype=torch.float64)
     for encode, decode in ((fast_encode, fast_decode), (encode_reference, decode_reference)):
         rows = encode(x, form)
         y = decode(rows * rows.cos(), gates, form)
-        found.append([rows, y, *torch.autograd.grad(y, (x, gates), upstream)])
-    assert found[0][0].shape == (experts, capacity, 3)
-    torch.testing.assert_close(found[0], found[1])
+        actual.append([rows, y, *torch.autograd.grad(y, (x, gates), upstream)])
+    assert actual[0][0].shape == (experts, capacity, 3)
+    torch.testing.assert_close(actual[0], actual[1])
 
 
 def test_first_choices_come_first_and_the_rest_is_dropped() -> None:
@@ -37,7 +37,7 @@ def test_first_choices_come_first_and_the_rest_is_dropped() -> None:
         [0, 3],
         [2, 4],
         [1, 4],
-    ]  # 4: dropped; expert 1 takes token 1's first choice, then token 0's
+    ]  # 4 means dropped; expert 1 gets token 1's first choice, then token 0's
     x = torch.tensor([[1.0], [2.0], [3.0]])
     assert fast_encode(x, form).tolist() == [[[1.0], [3.0]], [[2.0], [1.0]]]
     gates = torch.tensor([[0.5, 0.25], [1.0, 7.0], [2.0, 7.0]])

@@ -64,7 +64,7 @@ def test_the_layout_of_the_rows_in_memory_does_not_matter(layout: str, rows: int
 def test_the_layout_of_the_gradient_in_memory_does_not_matter(rows: int) -> None:
     x, w = torch.randn(rows, 8), torch.randn(2, 4, 8, requires_grad=True)
     ends = torch.tensor([rows // 2, rows], dtype=torch.int32)
-    grouped_matmul(x, w, ends).sum().backward()  # the gradient of a sum is expanded, its strides are 0
+    grouped_matmul(x, w, ends).sum().backward()  # the gradient of a sum is expanded, with strides of 0
     expected = torch.stack([part.sum(0).expand(4, 8) for part in (x[: rows // 2], x[rows // 2 :])])
     torch.testing.assert_close(w.grad, expected)
 

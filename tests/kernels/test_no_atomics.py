@@ -1,4 +1,4 @@
-"""No kernel adds by atomics: the sum of a token's rows and every gradient have the same bits in every run."""
+"""No kernel uses atomics, so sums of rows and gradients are bitwise equal in every run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import moesaic.kernels
 
 KERNELS = Path(moesaic.kernels.__file__).parent
 ATOMICS = ("atomic_", "inline_asm")
-"""Beginnings of the names in `triton.language` by which a kernel could do it."""
+"""Prefixes of the names in `triton.language` with which a kernel could add atomically."""
 
 
 def calls(source: str) -> Iterator[str]:
-    """Yield the names of what a source calls or refers to in a module."""
+    """Yield the attributes and the imported names that a source uses."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):
             yield node.attr

@@ -1,4 +1,4 @@
-"""Permute and unpermute against a loop, both of unpermute's sums."""
+"""Permute and unpermute against a loop, with fixed and with varying numbers of rows per token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHAPES = [(0, 4, 2), (1, 1, 1), (1, 4, 4), (5, 1, 1), (7, 3, 2), (13, 5, 5), (64
 
 
 def uniform(tokens: int, experts: int, per_token: int) -> Permutation:
-    """Every token has `per_token` rows, at different experts; the last expert stays empty where it can."""
+    """Route every token to `per_token` distinct experts; the last expert stays empty if possible."""
     usable = max(experts - 1, per_token)
     expert = torch.rand(tokens, usable).argsort(1)[:, :per_token].reshape(-1)
     token = torch.arange(tokens).repeat_interleave(per_token)
@@ -23,12 +23,12 @@ def uniform(tokens: int, experts: int, per_token: int) -> Permutation:
 
 
 def ragged(tokens: int, experts: int, per_token: int) -> Permutation:
-    """The same with half of the rows gone, so that tokens have different numbers of rows, some none."""
+    """Route like `uniform`, but drop half of the rows: tokens have different numbers of rows, some have none."""
     full = uniform(tokens, experts, per_token)
     expert = torch.repeat_interleave(torch.arange(experts), full.counts)
-    kept = torch.rand(len(expert)) < 0.5
-    by_token = full.token[kept].argsort(stable=True)
-    token, expert = full.token[kept][by_token], expert[kept][by_token]
+    is_kept = torch.rand(len(expert)) < 0.5
+    by_token = full.token[is_kept].argsort(stable=True)
+    token, expert = full.token[is_kept][by_token], expert[is_kept][by_token]
     return sort_by_expert(token, expert, count(expert, None, experts), tokens, None)
 
 
@@ -111,6 +111,6 @@ def numbers(tensor: Tensor) -> list[list[float]]:
 
 def test_a_token_without_rows_gets_zeros() -> None:
     permutation = sort_by_expert(torch.tensor([2, 0, 2]), torch.tensor([1, 1, 0]), torch.tensor([1, 2]), 4, None)
-    rows = torch.tensor([[1.0], [10.0], [100.0]])  # expert 0: token 2; expert 1: tokens 2 and 0, in routing order
+    rows = torch.tensor([[1.0], [10.0], [100.0]])  # expert 0 has token 2; expert 1 has tokens 2 and 0, in routing order
     assert permutation.token.tolist() == [2, 2, 0]
     assert numbers(unpermute(rows, permutation)) == [[100.0], [0.0], [11.0], [0.0]]

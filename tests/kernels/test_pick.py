@@ -1,4 +1,4 @@
-"""Which kernels run where, and that the Triton kernels are imported nowhere else."""
+"""Each device gets its kernels, and Triton is only imported where it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of rows on a CPU against float64, by torch's own product and by oneDNN's, over sizes that no step divides."""
+"""CPU products by torch and by oneDNN against float64, including sizes that are not multiples of `STEP`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moesaic.kernels import products
 from moesaic.kernels.products import linear, rows_product, sum_product, vector_product
 
 SIZES = [(0, 3, 5), (1, 4, 2), (7, 5, 3), (16, 8, 8), (33, 24, 40), (100, 7, 1)]
-"""Rows, and the widths on both sides."""
+"""(rows, input width, output width)."""
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.float16: 1e-3, torch.bfloat16: 2e-2}
 
 
@@ -25,24 +25,24 @@ def has_operator() -> bool:
 
 @pytest.fixture(params=["torch", "onednn"])
 def onednn(request, monkeypatch) -> list[int]:
-    """Let oneDNN multiply everything in float32, or nothing; returns the rows that it got."""
+    """Let oneDNN compute all float32 products, or none; return the numbers of rows that it got."""
     if request.param == "onednn" and not has_operator():
         pytest.skip("this torch has no such operator of oneDNN")
-    got: list[int] = []
+    row_counts: list[int] = []
 
     def counted(rows, transposed, by=products._by_onednn):
-        got.append(len(rows))
+        row_counts.append(len(rows))
         return by(rows, transposed)
 
     monkeypatch.setattr(products, "onednn_is_faster", lambda: request.param == "onednn")
     monkeypatch.setattr(products, "FEWEST", 0)
     monkeypatch.setattr(products, "NARROWEST", 1)
     monkeypatch.setattr(products, "_by_onednn", counted)
-    return got
+    return row_counts
 
 
-def close(found: torch.Tensor, exact: torch.Tensor) -> bool:
-    return bool((found.double() - exact).norm() <= TOLERANCE[found.dtype] * exact.norm().clamp_min(1e-30))
+def close(actual: torch.Tensor, exact: torch.Tensor) -> bool:
+    return bool((actual.double() - exact).norm() <= TOLERANCE[actual.dtype] * exact.norm().clamp_min(1e-30))
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -50,9 +50,9 @@ def close(found: torch.Tensor, exact: torch.Tensor) -> bool:
 @pytest.mark.parametrize("form", ["plain", "transposed", "part"])
 def test_rows_times_a_matrix(size, dtype, form, onednn):
     num_rows, inner, columns = size
-    rows = torch.randn(num_rows, 2 * inner).to(dtype)[:, :inner]  # a half, as of pre-activations
+    rows = torch.randn(num_rows, 2 * inner).to(dtype)[:, :inner]  # half of a tensor, like one of two pre-activations
     matrix = torch.randn(inner, columns).to(dtype)
-    if form != "plain":  # a part: of weights that were sent, whose rows stand between those of other matrices
+    if form != "plain":  # a view of interleaved matrices, like weights from other ranks
         matrix = torch.randn(columns, inner * (2 if form == "part" else 1)).to(dtype)[:, :inner].t()
     out = torch.full((num_rows, columns), torch.nan, dtype=dtype)
     rows_product(rows, matrix, out)
@@ -74,7 +74,7 @@ def test_a_sum_over_rows(size, dtype, adds, onednn):
 
 
 def test_onednn_gets_numbers_of_rows_that_come_again(onednn):
-    """It compiles code for every number of rows."""
+    """oneDNN compiles code for every number of rows."""
     for num_rows in range(products.STEP, 4 * products.STEP):
         rows_product(torch.randn(num_rows, 3), torch.randn(3, 2), torch.empty(num_rows, 2))
     assert all(rows % products.STEP == 0 for rows in onednn)
@@ -119,12 +119,12 @@ def test_a_linear_layer_and_its_gradients(with_bias, wanted, onednn):
         y.backward(dy.to(dtype))
         results.append([y.detach(), *(each.grad for each in given.values() if each.grad is not None)])
     assert len(results[0]) == (1 + len(leaves) if wanted == "all" else 2)
-    for found, exact in zip(*results, strict=True):
-        assert close(found, exact)
+    for actual, exact in zip(*results, strict=True):
+        assert close(actual, exact)
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("cpuinfo", "expected"),
     [
         ("vendor_id\t: AuthenticAMD\ncpu family\t: 26\n\nvendor_id\t: x\n", True),
         ("vendor_id\t: AuthenticAMD\ncpu family\t: 25\n", False),
@@ -133,15 +133,15 @@ def test_a_linear_layer_and_its_gradients(with_bias, wanted, onednn):
         ("", False),
     ],
 )
-def test_processors_are_told_apart(said: str, expected: bool, tmp_path: Path) -> None:
-    described = tmp_path / "cpuinfo"
-    described.write_text(said, encoding="utf-8")
-    assert products._is_zen_5(described) is expected
+def test_processors_are_told_apart(cpuinfo: str, expected: bool, tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text(cpuinfo, encoding="utf-8")
+    assert products._is_zen_5(path) is expected
     assert not products._is_zen_5(tmp_path / "absent")
 
 
 def test_float16_is_multiplied_as_float32_also_beside_other_rows():
-    """torch's own products of float16 are slow, and on processors with instructions for it another library's."""
+    """torch's own float16 products are slow, and use another library on processors with float16 instructions."""
 
     class Products(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

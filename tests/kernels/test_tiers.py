@@ -1,4 +1,4 @@
-"""Implementations that are asked for by name: what a GPU multiplies for them is multiplied here, of the very operands."""
+"""Implementations chosen by name. The GPU products are replaced by float64 products of the same operands."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from moesaic.kernels.work import ExpertWork
 TOKENS, TOP_K, EXPERTS, DIM, HIDDEN = 150, 2, 4, 64, 96
 SCALED = {"fp8": fp8_rowwise, "mxfp8": mxfp8}
 BLOCKS = {"fp8": 0, "mxfp8": mxfp8.BLOCK}
-"""How many values share a scale; 0 for a whole row."""
+"""The number of values that share a scale; 0 for a whole row."""
 scaled = pytest.mark.parametrize("name", SCALED)
 
 
 def work_of(kernel: str = "auto", dtype: torch.dtype = torch.bfloat16) -> ExpertWork:
     torch.manual_seed(0)
-    expert = torch.rand(TOKENS, EXPERTS - 1).argsort(1)[:, :TOP_K].reshape(-1)  # the last expert gets nothing
+    expert = torch.rand(TOKENS, EXPERTS - 1).argsort(1)[:, :TOP_K].reshape(-1)  # the last expert gets no rows
     token = torch.arange(TOKENS).repeat_interleave(TOP_K)
     permutation = sort_by_expert(token, expert, torch.bincount(expert, minlength=EXPERTS), TOKENS, TOP_K)
 
@@ -50,12 +50,12 @@ def results(work: ExpertWork) -> dict[str, Tensor]:
     y = expert_ffn(work)
     torch.manual_seed(1)
     leaves = {"x": work.x, "gates": work.gates, "up": work.up, "down": work.down}
-    found = torch.autograd.grad(y, list(leaves.values()), torch.randn(y.shape).bfloat16().to(y.dtype))
-    return {"y": y.detach(), **dict(zip(leaves, found))}
+    actual = torch.autograd.grad(y, list(leaves.values()), torch.randn(y.shape).bfloat16().to(y.dtype))
+    return {"y": y.detach(), **dict(zip(leaves, actual))}
 
 
 def unswizzled(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """Return the (rows, columns) scales of tiles that stand as cuBLAS documents it, in float32."""
+    """Undo cuBLAS's documented swizzling of scale tiles: return (rows, columns) scales in float32."""
     wide = -(-columns // 4)
     tiles = scale.reshape(-1, wide, 32, 4, 4)
     row, column = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
@@ -65,8 +65,10 @@ def unswizzled(scale: Tensor, rows: int, columns: int) -> Tensor:
 def exact_scaled_grouped_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, offs: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """What `torch._scaled_grouped_mm` does on a GPU, in float64: rows by (E, K, N) matrices that are stored (E, N, K)."""
-    meta = [each.to("meta") for each in (a, b, scale_a, scale_b, offs)]  # torch's own checks of shapes, strides, dtypes
+    """Compute `torch._scaled_grouped_mm` in float64: rows by (E, K, N) matrices that are stored (E, N, K)."""
+    meta = [
+        each.to("meta") for each in (a, b, scale_a, scale_b, offs)
+    ]  # the checks of torch: shapes, strides and dtypes
     shape = torch.ops.aten._scaled_grouped_mm(*meta[:4], offs=meta[4], out_dtype=out_dtype).shape
     out = torch.full(shape, float("nan"), dtype=torch.float64)
     start, first, blocks = 0, 0, a.shape[1] // 32
@@ -86,33 +88,35 @@ def exact_scaled_grouped_mm(
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the tiers run on the CPU, by the exact product of what they hand over."""
+    """Run the tiers on the CPU, with the exact product of their operands."""
     monkeypatch.setattr(torch, "_scaled_grouped_mm", exact_scaled_grouped_mm)
     monkeypatch.setattr(whole_batch, "require", lambda *_: None)
 
 
 def to_8_bits(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Return values as 8 bits hold them, and the largest error of each, both by the formats' definition."""
+    """Return values rounded to 8 bits, and the largest error of each, from the formats' definitions."""
     blocks = x.double().unflatten(-1, (-1, block or x.shape[-1]))
     scale = torch.exp2(torch.ceil(torch.log2(blocks.abs().amax(-1, keepdim=True) / 448)).nan_to_num(0, 0, 0))
-    held = (blocks / scale).to(torch.float8_e4m3fn).double() * scale
-    return held.flatten(-2), torch.maximum(2.0**-4 * blocks.abs(), 2.0**-10 * scale).flatten(-2)
+    rounded_blocks = (blocks / scale).to(torch.float8_e4m3fn).double() * scale
+    return rounded_blocks.flatten(-2), torch.maximum(2.0**-4 * blocks.abs(), 2.0**-10 * scale).flatten(-2)
 
 
 @scaled
 @pytest.mark.parametrize("stored", ["(E, N, K)", "(E, K, N)"])
 def test_a_product_is_that_of_values_rounded_in_their_blocks(name, stored, on_gpu):
-    """And as near to the exact product as 8 bits allow, element by element."""
+    """Every element is as near to the exact product as 8 bits allow."""
     torch.manual_seed(0)
     ends = torch.tensor([100, 100, 290], dtype=torch.int32)
-    x = (torch.randn(300, 64) * torch.randn(300, 1).exp()).bfloat16()  # rows behind the last expert's hold anything
+    x = (
+        torch.randn(300, 64) * torch.randn(300, 1).exp()
+    ).bfloat16()  # rows after those of the last expert are undefined
     w = torch.randn(3, 96, 64) * torch.randn(3, 96, 1).exp()
     w = (w if stored == "(E, N, K)" else w.transpose(1, 2).contiguous().transpose(1, 2)).bfloat16()
     x[290:], x[5] = float("nan"), 0
-    found = SCALED[name].rows_times(x, w.transpose(1, 2), ends)
+    actual = SCALED[name].rows_times(x, w.transpose(1, 2), ends)
     (rows, rows_off), (matrices, matrices_off) = to_8_bits(x, BLOCKS[name]), to_8_bits(w, BLOCKS[name])
     for e, (start, end) in enumerate(((0, 100), (100, 100), (100, 290))):
-        mine, of = found[start:end].double(), slice(start, end)
+        mine, of = actual[start:end].double(), slice(start, end)
         torch.testing.assert_close(mine, rows[of] @ matrices[e].t(), rtol=2**-8, atol=1e-12)
         exact = x[of].double() @ w[e].double().t()
         bound = x[of].double().abs() @ matrices_off[e].t() + rows_off[of] @ (w[e].double().abs() + matrices_off[e]).t()
@@ -121,13 +125,13 @@ def test_a_product_is_that_of_values_rounded_in_their_blocks(name, stored, on_gp
 
 @scaled
 def test_a_layer_stays_within_its_bounds_of_the_float64_reference(name, on_gpu):
-    """A rounding is 2.6 % of a value's size (uniform in +-2^-4 of at most it); a result has two to four on its way."""
+    """One rounding changes a value by 2.6 % (uniform, at most 2^-4 of it); a result depends on two to four roundings."""
     exact = results(work_of(dtype=torch.float64))
-    found = results(replace(work_of(), kernel=name))
+    actual = results(replace(work_of(), kernel=name))
     for each, true in exact.items():
-        error = float((found[each].double() - true).square().mean().sqrt() / true.square().mean().sqrt())
+        error = float((actual[each].double() - true).square().mean().sqrt() / true.square().mean().sqrt())
         assert 0.005 < error < 0.10, (each, error)
-    assert not found["up"][-1].any(), "an expert without rows gets zeros"
+    assert not actual["up"][-1].any(), "an expert without rows gets zeros"
 
 
 @scaled
@@ -137,11 +141,11 @@ def test_what_is_not_finite_stays_so_in_its_row(name, on_gpu):
     expected = SCALED[name].rows_times(x, w.transpose(1, 2), ends)
     for row, value in ((3, float("nan")), (70, float("inf")), (71, float("-inf"))):
         x[row, 5] = value
-    found = SCALED[name].rows_times(x, w.transpose(1, 2), ends)
+    actual = SCALED[name].rows_times(x, w.transpose(1, 2), ends)
     others = torch.ones(130, dtype=torch.bool)
     others[[3, 70, 71]] = False
-    assert torch.equal(found[others], expected[others])
-    assert not found[~others].isfinite().any()
+    assert torch.equal(actual[others], expected[others])
+    assert not actual[~others].isfinite().any()
 
 
 def test_extreme_rows_have_a_scale():
@@ -157,7 +161,7 @@ def quack_of(gemm) -> dict[str, ModuleType]:
 
 
 def quack_gemm(a: Tensor, b: Tensor, *, cu_seqlens_m=None, cu_seqlens_k=None, tuned: bool) -> Tensor:
-    """What `quack.gemm_interface.gemm` says that it does; what it does not write is NaN here."""
+    """Compute what `quack.gemm_interface.gemm` documents; elements that it does not write are NaN."""
     assert not tuned
     if cu_seqlens_m is not None:
         out = torch.full((len(a), b.shape[2]), float("nan"), dtype=a.dtype)
@@ -177,11 +181,11 @@ def test_other_products_give_the_same(name, monkeypatch):
     monkeypatch.delitem(sys.modules, "moesaic.kernels.quack", raising=False)
     monkeypatch.setattr(whole_batch, "require", lambda *_: None)
     pick._expert_kernel.cache_clear()
-    exact, found = results(work_of(dtype=torch.float64)), results(replace(work_of(dtype=torch.float32), kernel=name))
+    exact, actual = results(work_of(dtype=torch.float64)), results(replace(work_of(dtype=torch.float32), kernel=name))
     pick._expert_kernel.cache_clear()
     sys.modules.pop("moesaic.kernels.quack", None)
     for each, true in exact.items():
-        torch.testing.assert_close(found[each].double(), true, atol=1e-5 * float(true.abs().max()), rtol=0)
+        torch.testing.assert_close(actual[each].double(), true, atol=1e-5 * float(true.abs().max()), rtol=0)
 
 
 def test_quack_takes_the_arguments_that_it_is_given():
@@ -191,20 +195,20 @@ def test_quack_takes_the_arguments_that_it_is_given():
     torch.testing.assert_close(
         interface.gemm_ref(x, w, cu_seqlens_m=ends), quack_gemm(x, w, cu_seqlens_m=ends, tuned=False)
     )
-    found, expected = (
+    actual, expected = (
         interface.gemm_ref(x.t(), x, cu_seqlens_k=ends),
         quack_gemm(x.t(), x, cu_seqlens_k=ends, tuned=False),
     )
-    torch.testing.assert_close(found[[0, 2]], expected[[0, 2]])
+    torch.testing.assert_close(actual[[0, 2]], expected[[0, 2]])
     assert {"cu_seqlens_m", "cu_seqlens_k", "tuned"} <= set(inspect.signature(interface.gemm).parameters)
 
 
 def test_quack_compiles_both_products_for_hopper(monkeypatch):
-    """The real package up to the launch, which alone needs a GPU: it takes our operands, and its compiler makes the kernels."""
+    """Runs the real package up to the launch, which needs a GPU: it accepts the operands and compiles the kernels."""
     package = pytest.importorskip("quack.gemm", reason="quack-kernels is not installed")
     monkeypatch.setenv("QUACK_ARCH", "sm_90")
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    monkeypatch.setattr(package, "get_max_active_clusters", lambda *_, **__: 66)  # which asks the driver
+    monkeypatch.setattr(package, "get_max_active_clusters", lambda *_, **__: 66)  # this would ask the driver
     compiled = []
     monkeypatch.setattr(package, "launch_gemm", lambda plan, *_, **__: compiled.append(plan.compiled_fn))
     quack = importlib.import_module("moesaic.kernels.quack")
@@ -247,5 +251,5 @@ def test_experts_of_the_users_own_have_no_kernel_to_choose():
     def make(dim: int, hidden: int, count: int) -> ModuleExperts:
         return ModuleExperts(lambda: torch.nn.Linear(dim, dim), dim, count)
 
-    with pytest.raises(InputError, match=r"kernel='fp8' is for experts that are named, got ModuleExperts"):
+    with pytest.raises(InputError, match=r"kernel='fp8' is only for built-in experts, got ModuleExperts"):
         MoE(8, 8, 2, experts=make, kernel="fp8")

@@ -1,4 +1,4 @@
-"""zfp: the bound's count of bit planes against zfp itself, blocks made to be bad, and the numbers that zfp gets wrong."""
+"""zfp: counts of bit planes against zfp itself, worst-case blocks, and numbers that zfp decodes wrongly."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def error_and_bound(codec: Zfp, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_the_count_of_planes_is_zfps_own(dtype: type) -> None:
-    """At a fixed precision zfp sends exactly so many planes: the stream's length shows what they cost."""
+    """At a fixed precision zfp sends exactly that many planes, so the stream's length shows how many bits they take."""
     random = np.random.default_rng(0)
     exponent_bits = 9 if dtype == np.float32 else 12
     for _ in range(15):
@@ -40,7 +40,7 @@ def test_the_count_of_planes_is_zfps_own(dtype: type) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_the_bits_of_a_block_are_counted_to_the_last_one(dtype: type) -> None:
-    """Where planes use up the bits of a rate exactly, zfp gives back what it gives at the precision of those planes."""
+    """If planes use up the bits of a rate exactly, zfp decodes the same values as at the precision of those planes."""
     blocks = np.random.default_rng(1).standard_normal((300, 4, 4)).astype(dtype)
     sent = coefficients(blocks, np.frexp(np.abs(blocks).max((1, 2)))[1].astype(np.int64))
     bits = block_bits(np.dtype(dtype), 8)
@@ -59,7 +59,7 @@ def test_the_bits_of_a_block_are_counted_to_the_last_one(dtype: type) -> None:
 @doubles
 @pytest.mark.parametrize("rate", [4, 6, 8, 12, 20, 32])
 def test_blocks_that_were_climbed_to_be_bad_stay_within_the_bound(rate: int, dtype: torch.dtype) -> None:
-    """Many blocks side by side, each changed at random and kept where its error grew in units of its bound."""
+    """Hill climbing on many blocks: random changes are kept if the error grows relative to the bound."""
     random = torch.Generator().manual_seed(rate)
     codec, num_blocks = Zfp(rate=rate), 64
 
@@ -102,7 +102,7 @@ def test_the_promise_for_rate_8_holds_for_every_block() -> None:
 
 @doubles
 def test_tiny_blocks_are_not_noise(dtype: torch.dtype) -> None:
-    """zfp itself gives such blocks back with another sign and 2.7 times as large."""
+    """zfp itself decodes such blocks with the wrong sign and 2.7 times too large."""
     tiny = 2.0**-100 if dtype == torch.float32 else 2.0**-970
     rows = torch.full((4, 4), 1.5 * tiny, dtype=dtype)
     raw = zfpy.compress_numpy(rows.numpy(), rate=8, write_header=False)

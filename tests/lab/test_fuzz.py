@@ -40,7 +40,7 @@ ELSEWHERE = {
     ("runtime/auto_plan.py", "_first_says"): "reads what ranks sent each other",
     ("train/shard_metadata.py", "read_metadata"): "hands the file to read_list",
     ("train/watch.py", "_give_up"): "reads what ranks wrote into their store",
-    ("train/launch.py", "_fate_here"): "reads /proc",
+    ("train/launch.py", "_state_of_process"): "reads /proc",
     ("train/run_folder.py", "_read_owner"): "is handed text, by tests/train/test_run_folder.py of every kind",
     ("train/state.py", "_write_tokenizer"): "compares what it is about to write",
     ("train/metrics.py", "weights_and_biases"): "reads the one word by which a tracker knows the run",

@@ -1,4 +1,4 @@
-"""The block's variants against the models that they are named after, as transformers computes them; and decoding with each."""
+"""Variants of the block against the models that they imitate, as implemented in transformers; decoding with each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that can be split compute, unsplit, what torch's own do, from the same draws."""
+"""Shardable layers, when not sharded, compute the same as torch's layers, from the same random weights."""
 
 from __future__ import annotations
 

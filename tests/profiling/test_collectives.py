@@ -1,4 +1,4 @@
-"""Collectives that a profile times: groups, what SAA delivers, and that Algorithm 1 takes the measured lines."""
+"""Collectives that a profile times: their groups, the result of SAA, and Algorithm 1 with measured lines."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def test_groups_are_the_node_one_rank_of_each_and_all() -> None:
     assert spans(0, 1, 1) == {}
 
 
-@pytest.mark.parametrize(("nodes", "each"), [(1, 2), (2, 2), (3, 2), (2, 3), (2, 1)])
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 2), (2, 2), (3, 2), (2, 3), (2, 1)])
 @pytest.mark.parametrize("in_order", [False, True])
-def test_saa_gives_every_rank_what_was_sent_to_its_node(nodes: int, each: int, in_order: bool) -> None:
-    world, rows = nodes * each, 3
+def test_saa_gives_every_rank_what_was_sent_to_its_node(nodes: int, per_node: int, in_order: bool) -> None:
+    world, rows = nodes * per_node, 3
     sent = torch.randn(world, world, rows)
 
     def rank(transport: AbstractTransport) -> None:
-        first = transport.rank // each * each
-        inside = tuple(range(first, first + each))
+        first = transport.rank // per_node * per_node
+        inside = tuple(range(first, first + per_node))
         whole = all_to_all_gathered(transport, inside, sent[transport.rank].flatten())
         for place, peer in enumerate(inside):
             assert torch.equal(whole[place], sent[:, peer])
@@ -52,10 +52,10 @@ def test_saa_gives_every_rank_what_was_sent_to_its_node(nodes: int, each: int, i
 def test_everything_is_timed_over_every_span(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timed, "SIZES", (1 << 10, 1 << 11, 1 << 12))
     monkeypatch.setattr(timed, "gathered", lambda mine: [mine])  # each thread times for itself
-    found = run_ranks(4, lambda transport: collectives(transport, 2, 3, lambda: None))
+    lines_of_ranks = run_ranks(4, lambda transport: collectives(transport, 2, 3, lambda: None))
     names = [f"{name} {span}" for span in ("inside", "outside", "everywhere") for name in COLLECTIVES]
-    assert [list(each) for each in found] == [[*names, "saa everywhere"]] * 4
-    assert all(len(line.residuals) == 3 and line.what == name for name, line in found[0].items())
+    assert [list(lines) for lines in lines_of_ranks] == [[*names, "saa everywhere"]] * 4
+    assert all(len(line.residuals) == 3 and line.what == name for name, line in lines_of_ranks[0].items())
 
 
 def profile(**lines: Fit) -> ClusterProfile:
@@ -66,20 +66,20 @@ def profile(**lines: Fit) -> ClusterProfile:
 
 @pytest.mark.parametrize(("saa", "schedule"), [(1e-9, "s2"), (1e-6, "s1")])
 def test_algorithm_1_takes_the_measured_lines(saa: float, schedule: str) -> None:
-    """The simulated links are the same in both cases: only the measured line of SAA differs."""
+    """The simulated links are equal in both cases; only the measured line of SAA differs."""
     measured = profile(
         all_to_all_everywhere=Fit(alpha=1e-4, beta=1e-8),
         all_gather_inside=Fit(alpha=1e-4, beta=1e-9),
         saa_everywhere=Fit(alpha=1e-4, beta=saa),
     )
-    found = measured_operations(measured.collectives, GRID, "fp32")
-    assert found is not None
-    assert found.overlapped.seconds(10) == pytest.approx(1e-4 + 40 * saa)
+    operations = measured_operations(measured.collectives, GRID, "fp32")
+    assert operations is not None
+    assert operations.overlapped.seconds(10) == pytest.approx(1e-4 + 40 * saa)
     assert choose("parm", profiled_simulator(measured), LAYER, GRID).schedule == schedule
     assert profiled_simulator(measured, nodes=4).timing.collectives == {}
 
 
-def test_groups_that_nobody_measured_are_simulated() -> None:
+def test_unmeasured_groups_are_simulated() -> None:
     lines = {name: Fit(beta=1e-9) for name in ("all_to_all everywhere", "all_gather inside", "saa everywhere")}
     assert measured_operations(lines, replace(GRID, tp=2), "fp32") is None
     assert measured_operations(lines, replace(GRID, ep=1, etp=4), "fp32") is None
@@ -87,13 +87,13 @@ def test_groups_that_nobody_measured_are_simulated() -> None:
 
 
 def test_lines_are_read_back_and_bad_ones_refused(tmp_path: Path) -> None:
-    made = replace(
+    noisy_profile = replace(
         profile(all_gather_inside=Fit(alpha=1e-4, beta=1e-9, r2=0.5, residuals=(0.1, -0.1), what="all_gather inside")),
         machine=MachineInfo.here(), versions=Versions.here(),
     )  # fmt: skip
-    made.write(tmp_path / "profile.json")
-    assert read_profile(tmp_path / "profile.json") == made
-    assert failings(made, ()) == [made.collectives["all_gather inside"].trouble]
+    noisy_profile.write(tmp_path / "profile.json")
+    assert read_profile(tmp_path / "profile.json") == noisy_profile
+    assert failings(noisy_profile, ()) == [noisy_profile.collectives["all_gather inside"].trouble]
     for table, line in (
         ({"x": {"alpha": -1.0}}, "alpha=-1.0"),
         ({"x": {"alpa": 1.0}}, r"unknown field collectives\.x\.alpa"),

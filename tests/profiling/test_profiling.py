@@ -1,4 +1,4 @@
-"""Measuring a machine: what is calibrated on, and that a profile says what was measured. Times are made up, but for one run."""
+"""Measurements: the calibration layers, and profiles of made-up times. One test really measures."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def moved(rate: float, messages: int = 1, latency: float = 4e-4) -> TimedMovemen
 
 @cache
 def measured() -> MeasuredMachine:
-    found = list(calibrations(4, 2))
-    made = MeasuredMachine(
+    layers = list(calibrations(4, 2))
+    machine = MeasuredMachine(
         ranks_per_node=2,
         world=4,
         steps=[],
@@ -63,12 +63,12 @@ def measured() -> MeasuredMachine:
     )  # fmt: skip
     timed = profiled_simulator(true, virtual_flops=profiling.NO_TIME)
     steps = []
-    for each in found:
-        compiled = each.compiled
-        wall = timed.layer_seconds(compiled.forward, compiled.backward, each.workload, compiled.grid)
-        processor = float(profiling._features(simulator, each) @ costs)
-        steps.append((each, CalibrationStep((processor,) * 3, (wall,) * 3)))
-    return replace(made, steps=steps)
+    for calibration in layers:
+        compiled = calibration.compiled
+        wall = timed.layer_seconds(compiled.forward, compiled.backward, calibration.workload, compiled.grid)
+        processor = float(profiling._features(simulator, calibration) @ costs)
+        steps.append((calibration, CalibrationStep((processor,) * 3, (wall,) * 3)))
+    return replace(machine, steps=steps)
 
 
 @cache
@@ -77,26 +77,30 @@ def found_profile() -> ClusterProfile:
 
 
 def test_calibrations_have_every_kind_of_task_and_differ() -> None:
-    found = list(calibrations(4, 2))
-    kinds = {task.op for each in found for task in (*each.compiled.forward.tasks, *each.compiled.backward.tasks)}
+    layers = list(calibrations(4, 2))
+    kinds = {
+        task.op
+        for calibration in layers
+        for task in (*calibration.compiled.forward.tasks, *calibration.compiled.backward.tasks)
+    }
     assert {Op.MOVE, Op.HOP, Op.PACK, Op.UNPACK, Op.EXPERT, Op.EXPERT_GRAD, Op.TAKE, Op.JOIN, Op.PERMUTE} <= kinds
-    assert len(found) >= 2 * len(FEATURES)
-    assert len({(each.compiled.digest, each.workload) for each in found}) == len(found)
-    assert {each.mesh.tp for each in found} == {1, 2}
+    assert len(layers) >= 2 * len(FEATURES)
+    assert len({(calibration.compiled.digest, calibration.workload) for calibration in layers}) == len(layers)
+    assert {calibration.mesh.tp for calibration in layers} == {1, 2}
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_every_chunk_of_a_calibration_has_rows_for_every_expert(world: int) -> None:
-    """A message without rows is counted as one, and never sent: four chunks would seem to cost nothing."""
-    for each in calibrations(world, 2):
-        origins = each.mesh.tp if each.compiled.routes_slices else 1
-        rows = each.tokens * each.workload.top_k // (each.workload.num_experts * origins)
-        assert rows >= each.compiled.plan.chunks, each.name
+    """The simulator counts a message without rows, which is never sent: four chunks would seem to cost nothing."""
+    for calibration in calibrations(world, 2):
+        origins = calibration.mesh.tp if calibration.compiled.routes_slices else 1
+        rows = calibration.tokens * calibration.workload.top_k // (calibration.workload.num_experts * origins)
+        assert rows >= calibration.compiled.plan.chunks, calibration.name
 
 
 def test_one_rank_and_odd_worlds_can_be_calibrated_too() -> None:
-    assert {each.mesh.world for each in calibrations(1, 1)} == {1}
-    assert {each.mesh.ep for each in calibrations(3, 3)} == {3}
+    assert {calibration.mesh.world for calibration in calibrations(1, 1)} == {1}
+    assert {calibration.mesh.ep for calibration in calibrations(3, 3)} == {3}
 
 
 def test_a_profile_says_what_was_measured() -> None:
@@ -112,10 +116,10 @@ def test_a_profile_says_what_was_measured() -> None:
     assert profile.errors.links_worst < 0.01
 
 
-def test_times_that_are_kept_give_the_same_profile(tmp_path: Path) -> None:
-    made = measured()
-    write_measured(made, tmp_path / "times.json")
-    assert read_measured(tmp_path / "times.json") == made
+def test_saved_times_give_the_same_profile(tmp_path: Path) -> None:
+    machine = measured()
+    write_measured(machine, tmp_path / "times.json")
+    assert read_measured(tmp_path / "times.json") == machine
     table = json.loads((tmp_path / "times.json").read_text())
     (tmp_path / "other.json").write_text(
         json.dumps(table | {"steps": {"another layer": {"processor": [], "wall": []}}})
@@ -128,24 +132,31 @@ def test_times_that_are_kept_give_the_same_profile(tmp_path: Path) -> None:
 
 
 def test_whole_layers_are_checked_against_their_wall_times() -> None:
-    made = measured()
-    errors = layer_errors(found_profile(), made)
-    assert len(errors) == len(made.steps)
+    machine = measured()
+    errors = layer_errors(found_profile(), machine)
+    assert len(errors) == len(machine.steps)
     slower = replace(
-        made, steps=[(each, CalibrationStep(step.processor, (2 * step.wall[0],) * 3)) for each, step in made.steps]
+        machine,
+        steps=[
+            (calibration, CalibrationStep(step.processor, (2 * step.wall[0],) * 3))
+            for calibration, step in machine.steps
+        ],
     )
     assert np.array(layer_errors(found_profile(), slower)) + 1 == pytest.approx((np.array(errors) + 1) / 2)
 
 
 def test_noise_is_refused() -> None:
-    made = measured()
+    machine = measured()
     draw = np.random.default_rng(0)
-    steps = [(each, CalibrationStep(tuple(draw.uniform(1e-3, 3e-2, 5)), step.wall)) for each, step in made.steps]
+    steps = [
+        (calibration, CalibrationStep(tuple(draw.uniform(1e-3, 3e-2, 5)), step.wall))
+        for calibration, step in machine.steps
+    ]
     with pytest.raises(InputError, match="--repeats"):
-        profile_of(replace(made, steps=steps))
-    links = made.links | {"outside": TimedMovements(made.links["outside"].num_bytes, ((1e-3,) * 3,) * 5, 2)}
+        profile_of(replace(machine, steps=steps))
+    links = machine.links | {"outside": TimedMovements(machine.links["outside"].num_bytes, ((1e-3,) * 3,) * 5, 2)}
     with pytest.raises(InputError, match="all senders outside nodes"):
-        profile_of(replace(made, links=links))
+        profile_of(replace(machine, links=links))
 
 
 def test_partners_are_those_of_the_node_or_all_others() -> None:
@@ -158,14 +169,14 @@ def test_one_rank_without_a_launcher_can_be_measured(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(profile_shapes, "SHAPES", ((8, 8, 1),))
     monkeypatch.setattr(profile_compute, "ROWS", (1, 4))
     monkeypatch.setattr(profile_compute, "COPIED_ROWS", 64)
-    told: list[float] = []
-    found = measure(1, 3, ("fp32", "bf16"), lambda what, share: told.append(share))
-    assert told == sorted(told)
-    assert found.links == {}
-    assert len(found.rest.products.fp32) == len(found.rest.products.bf16) == 2
-    assert min(*found.rest.products.fp32, found.rest.copy_bytes_per_second, found.rest.codecs["int8"]) > 0
+    shares: list[float] = []
+    machine = measure(1, 3, ("fp32", "bf16"), lambda what, share: shares.append(share))
+    assert shares == sorted(shares)
+    assert machine.links == {}
+    assert len(machine.rest.products.fp32) == len(machine.rest.products.bf16) == 2
+    assert min(*machine.rest.products.fp32, machine.rest.copy_bytes_per_second, machine.rest.codecs["int8"]) > 0
     assert all(
         len(step.processor) == len(step.wall) == 3 * profiling.REPEATS_OF_LAYERS and min(step.wall) > 0
-        for _, step in found.steps
+        for _, step in machine.steps
     )
-    assert min(found.sharing) >= 1
+    assert min(machine.sharing) >= 1

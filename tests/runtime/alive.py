@@ -1,4 +1,4 @@
-"""How many bytes of tensors one rank has alive, also where several ranks share a process."""
+"""Counts the bytes of live tensors of one rank, even if several ranks share a process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["AliveBytes", "Unwatched"]
 
 
 class AliveBytes(TorchDispatchMode):
-    """Counts the bytes of what operations of this thread allocate, until it is freed."""
+    """Counts the bytes that operations of this thread allocate, until they are freed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Layers on loopback meshes and the same layers alone: what tests of the runtime share."""
+"""Layers on loopback meshes and the same layers on no mesh: shared by the tests of the runtime."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tokens_of(group: int, count: int = 6, seed: int = 0) -> Tensor:
 
 
 def on_mesh(layer: MoE, grid: Grid, transport: AbstractTransport, plan: Plan | Compiled) -> MoE:
-    """A copy of a layer, spread over a mesh; a budget of its plan counts rows at a rank's experts."""
+    """Return a copy of a layer on a mesh. A memory budget in the plan counts rows at a rank's experts."""
     layer = copy.deepcopy(layer)
     layer.parallelize(Mesh(grid, transport), plan)
     budget_by_rows(layer)
@@ -57,7 +57,7 @@ def compiled(plan: Plan, grid: Grid, kind: str = "swiglu") -> Compiled:
 
 
 def part_of(layer: MoE, whole: Tensor, name: str, grid: Grid, rank: int) -> Tensor:
-    """A rank's part of a tensor shaped like a parameter of the whole layer's stacked experts."""
+    """Return a rank's part of a tensor shaped like a parameter of the whole layer's stacked experts."""
     each = EXPERTS // grid.ep
     first = grid.coordinate(rank, "ep") * each
     part, dim = whole[first : first + each], layer.experts.shard_dim(name)
@@ -65,7 +65,7 @@ def part_of(layer: MoE, whole: Tensor, name: str, grid: Grid, rank: int) -> Tens
 
 
 def every_rank(grid: Grid, function: Callable[[AbstractTransport, Tensor], object], seed: int = 0) -> list[object]:
-    """Run a function on all ranks; it gets its transport and its group's tokens."""
+    """Run a function on all ranks, with the rank's transport and the tokens of its tensor-parallel group."""
     return run_ranks(
         grid.world,
         lambda transport: function(transport, tokens_of(grid.coordinate(transport.rank, "dp")).requires_grad_()),
@@ -74,7 +74,7 @@ def every_rank(grid: Grid, function: Callable[[AbstractTransport, Tensor], objec
 
 
 def step(layer: nn.Module, x: Tensor, recompute: bool = False) -> list[Tensor]:
-    """Return a layer's results, its input's gradient and those of its parameters, which are cleared."""
+    """Return a layer's results, its input's gradient, and its parameters' gradients, which are then cleared."""
     x = x.clone().requires_grad_()
     y = checkpoint(layer, x) if recompute else layer(x)
     y.sin().sum().backward()

@@ -1,6 +1,6 @@
-"""`plan="auto"`: layers end on the plan whose steps are fastest, on all ranks alike, and compute what they always do.
+"""`plan="auto"`: all ranks switch the layers to the plan with the fastest steps, and results do not change.
 
-Times are made up: a clock that each test turns on by what the running plan is said to take.
+Times are made up: each test advances a clock by a given time for the running plan.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from worlds import on_ranks
 
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
 LIMIT = 64
-"""Steps: two to warm up, 52 of a race, a few to notice a change."""
+"""Number of steps: two to warm up, 52 of a race, and a few to notice a change."""
 Seconds = Callable[[int, int, int], float]
-"""Of a step: its number, the number of the plan, the rank."""
+"""Returns the seconds of a step, given the step's number, the plan's number and the rank."""
 
 
 class Run:
-    """Two layers on a mesh whose clock is turned on by hand."""
+    """Two layers on a mesh with a manual clock."""
 
     def __init__(self, mesh: Mesh, seconds: Seconds, *, recompute: bool = False) -> None:
         self.mesh, self.seconds, self.recompute, self.time = mesh, seconds, recompute, 0.0
@@ -53,7 +53,7 @@ class Run:
         self.losses: list[Tensor] = []
 
     def step(self, micro: int = 1) -> None:
-        """Take a step of several micro-batches; other optimizers step in between."""
+        """Run a step of several micro-batches; other optimizers step in between."""
         for number in range(micro):
             x = tokens_of(self.mesh.grid.coordinate(self.mesh.rank, "dp"), seed=10 * len(self.ran) + number)
             y = checkpoint(self.model, x.requires_grad_()) if self.recompute else self.model(x)
@@ -84,7 +84,7 @@ def race(mesh: Mesh, seconds: Seconds, steps: int, **options: Any) -> dict[str, 
 
 
 def slowest_last(_: int, plan: int, rank: int) -> float:
-    """The last candidate is the fastest, as the slowest rank sees it; other ranks would choose another."""
+    """The last candidate is fastest by the slowest rank's times; by other ranks' times another one would be."""
     return 2.0 - 0.1 * plan if rank == 3 else 0.2 + 0.1 * plan
 
 
@@ -93,7 +93,7 @@ Races = Callable[[Grid, bool], tuple[list[dict[str, Any]], list[str]]]
 
 @pytest.fixture(scope="module")
 def raced() -> Races:
-    """Race on a mesh, with recomputation or without, once for all tests: what each rank has in the end, and what was logged."""
+    """Race on a mesh, with or without recomputation, once for all tests; return each rank's final state and the log."""
 
     @functools.cache
     def on(grid: Grid, recompute: bool) -> tuple[list[dict[str, Any]], list[str]]:
@@ -166,7 +166,7 @@ def test_real_processes_agree_and_find_another_plan_when_the_link_changes():
         assert set(of_rank["ran"][60:80]) == {0}
         assert set(of_rank["ran"][80 + LIMIT :]) == {last}
         assert len(of_rank["said"]) == 2
-        assert "steps did not take what they took before; the fastest of" in of_rank["said"][1]
+        assert "step times have changed; the fastest of" in of_rank["said"][1]
 
 
 def test_evaluation_alone_changes_nothing():

@@ -1,4 +1,4 @@
-"""DeepEP's part against an imitation of its `ElasticBuffer`, over loopback; the kernels themselves need GPUs."""
+"""The use of DeepEP, with an imitation of its `ElasticBuffer` over loopback; the kernels themselves need GPUs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GRID = Grid(world=4, ep=4)
 
 @dataclass
 class Handle:
-    """What of DeepEP's `EPHandle` callers may read, and what the imitation needs to know again."""
+    """The public part of DeepEP's `EPHandle`, and what the imitation must remember."""
 
     num_experts: int
     expert_alignment: int
@@ -39,13 +39,13 @@ class Event:
     """DeepEP's `EventOverlap`."""
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
-        """Nothing to wait for."""
+        """Return at once: there is nothing to wait for."""
 
 
 class Buffer:
-    """`deep_ep.ElasticBuffer` of versions 2.0 and 2.1: its arguments, its defaults and its refusals, on a transport.
+    """An imitation of `deep_ep.ElasticBuffer`, versions 2.0 and 2.1: arguments, defaults and errors, over a transport.
 
-    Each rank gets every rank's tokens that have an expert on it, source after source.
+    Each rank receives the tokens of every rank that have an expert on it, source by source.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Buffer:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Buffer]:
-    """Put the imitation in DeepEP's place; returns the buffers of all ranks, as they are opened."""
+    """Install the imitation as `deep_ep`; return the list of all ranks' buffers, which grows as they are opened."""
     found: list[Buffer] = []
 
     def open_one(*arguments: object, **options: object) -> Buffer:
@@ -147,7 +147,7 @@ def forward(layer: MoE, rank: int, tokens: int = TOKENS, seed: int = 1) -> tuple
 
 
 def backward(layer: MoE, *calls: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Run the calls backward, the first one first; returns results and all gradients."""
+    """Run the backward passes in the order of the calls; return results and all gradients."""
     for _, y in calls:
         (y * torch.linspace(-1, 1, DIM)).sum().backward()
     parameters = [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
@@ -177,7 +177,7 @@ def test_it_computes_what_the_programs_compute(capacity: Capacity | None) -> Non
 
 
 def test_the_layers_of_a_mesh_share_a_buffer(opened: list[Buffer]) -> None:
-    """One per rank, width and top_k; another width or top_k has its own."""
+    """There is one buffer per rank, width and top_k."""
 
     def work(transport: AbstractTransport) -> None:
         mesh, plan = Mesh(GRID, transport), Plan(all_to_all="deepep")
@@ -194,7 +194,7 @@ def test_the_layers_of_a_mesh_share_a_buffer(opened: list[Buffer]) -> None:
 
 
 def test_a_larger_call_leaves_earlier_ones_their_buffer(opened: list[Buffer]) -> None:
-    """Forward, a larger forward, then both backward; the smaller room stays as long as its call needs it."""
+    """Forward, a larger forward, then both backward passes; the smaller buffer lives until its call no longer needs it."""
 
     def work(plan: Plan, transport: AbstractTransport) -> tuple[Tensor, ...]:
         layer = make(Mesh(GRID, transport), plan)

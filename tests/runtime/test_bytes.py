@@ -1,7 +1,7 @@
-"""Bytes on the wire: the recorder misses none, and the volumes of programs are what crosses, task by task.
+"""Bytes on the wire: the recorder misses none, and the computed volumes of programs equal the bytes sent, task by task.
 
-Routing is whatever a random router does, so counts are ragged; rows, routing weights, indices, hidden units and biases all
-count, forward and backward, lowered and not.
+Routing is that of a random router, so counts are ragged. Rows, routing weights, indices, hidden units and biases all count,
+forward and backward, with and without lowering.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from moesaic.routing.losses import LoadBalance
 from moesaic_lab.recorder import Recorder
 
 COLUMNS = {"swiglu": 3 * DIM, "biases": 2 * DIM + 1, "modules": 2 * 6 * DIM + 6 + DIM}
-"""Values of a hidden unit, or of a whole expert where it travels whole."""
+"""How many numbers a row of packed weights has: those of a hidden unit, or of a whole expert that is sent as one row."""
 
 
 def draw(rng: random.Random) -> tuple[Compiled, str]:
@@ -68,7 +68,7 @@ def draw(rng: random.Random) -> tuple[Compiled, str]:
 
 
 def run(work: Compiled, kind: str, seed: int = 0) -> tuple[list[Recorder], CallSizes, dict[tuple[int, int], int]]:
-    """Run forward and backward; returns what each rank sent, the call's sizes, and the mailbox's own count."""
+    """Run forward and backward; return what each rank sent, the call's sizes, and the bytes counted by the mailbox."""
     whole = make_layer(kind, losses=(LoadBalance(0.1),))
     found: list[Any] = []
 
@@ -90,7 +90,7 @@ def run(work: Compiled, kind: str, seed: int = 0) -> tuple[list[Recorder], CallS
 
 
 def sent_by_task(work: Compiled, recorders: list[Recorder], node_of: Any) -> Counter[tuple[str, str, bool]]:
-    """(direction, task, whether it crosses nodes) -> bytes of all ranks."""
+    """Return the bytes of all ranks by (direction, task, whether they cross nodes)."""
     tasks = [("forward", t.name) for t in work.forward.tasks] + [("backward", t.name) for t in work.backward.tasks]
     found: Counter[tuple[str, str, bool]] = Counter()
     for recorder in recorders:
@@ -133,7 +133,7 @@ def test_the_recorder_misses_nothing(seed: int) -> None:
 @pytest.mark.parametrize("all_to_all", ["linear", "hier2d", "pipelined", "multicast"])
 @pytest.mark.parametrize("codec", ["int8", "bf16", "fp8"])
 def test_coded_messages_are_as_long_as_their_codec_says(codec: str, all_to_all: str) -> None:
-    """By packets, each of which is encoded by itself; what only moves inside the node afterwards stays encoded."""
+    """Codecs encode packets one by one; later hops inside a node forward the encoded bytes."""
     grid = Grid(world=4, ep=4, ranks_per_node=2)
     work = compiled(Plan(codec=codec, all_to_all=all_to_all), grid)  # type: ignore[arg-type]
     recorders, sizes, _ = run(work, "swiglu")
@@ -156,13 +156,13 @@ def test_coded_messages_are_as_long_as_their_codec_says(codec: str, all_to_all: 
 
 
 def replace_by_move(pack: Any) -> Any:
-    """The movement that a packing begins, as one task."""
+    """Return the movement that starts with a packing, as one task."""
     return replace(pack, op=Op.MOVE, reads=(pack.of[0],), writes=(pack.of[1],), of=None)
 
 
 @pytest.mark.parametrize("r", [0, 1, 2])
 def test_weights_on_the_transport_are_tutels_closed_form(r: int) -> None:
-    """(q - 1) P / W, or P (W - 1) / W at r = 0, forward; again in backward, and as much for the gradients."""
+    """(q - 1) P / W, or P (W - 1) / W at r = 0, in the forward pass; again in backward, and the same for the gradients."""
     grid = Grid(world=4, ep=2, etp=2)
     work = compiled(Plan(schedule="s2", gather_weights=r), grid)
     recorders, _, _ = run(work, "swiglu")

@@ -1,4 +1,4 @@
-"""What data parallelism adds up and divides: dense gradients over dp, expert gradients over edp, both divided by dp."""
+"""Averaging over data parallelism: dense gradients summed over dp, expert gradients over edp, both divided by dp."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_ranks_need_not_agree_on_which_gradients_exist() -> None:
 )
 @pytest.mark.parametrize("schedule", ["baseline", "s1", "s2"])
 def test_a_step_on_a_mesh_is_a_step_of_one_process_on_all_tokens(grid: Grid, schedule: str) -> None:
-    """Scale does not depend on the mesh: the loss is the mean over each group's tokens, groups count alike."""
+    """The gradient's scale is independent of the mesh: the loss is the mean over a group's tokens, and groups weigh equally."""
     torch.manual_seed(0)
     whole = MoE(4, 8, 4, 2, losses=(), shared_hidden=4).double()
     x, weight = torch.randn(2, grid.dp, 6, 4, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Routers that adapt outside the loss, and losses over the global batch, under plain DDP and FSDP2: as in one process."""
+"""Routers that adapt outside the loss, and losses over the global batch, under DDP and FSDP2: results equal one process's."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def make_layer(router: str, **options: Any) -> MoE:
 
 
 def tokens(step: int, micro: int, world: int) -> Tensor:
-    """Return the tokens of all ranks, which differ in what they are like."""
+    """Return the tokens of all ranks, with a different distribution on each rank."""
     generator = torch.Generator().manual_seed(100 * step + micro)
     x = torch.randn(world, TOKENS, DIM, generator=generator, dtype=torch.float64)
     return x + 2 * torch.eye(world, DIM, dtype=torch.float64).unsqueeze(1)
 
 
 def train(layer: MoE, model: nn.Module, optimizer: torch.optim.Optimizer, parts: slice, world: int) -> list[Tensor]:
-    """Return bias and parameters after some steps of two micro-batches, which DDP is not told to keep apart."""
+    """Return bias and parameters after some steps of two micro-batches, without `no_sync`."""
     for step in range(STEPS):
         for micro in range(MICRO):
             set_loss_scale(model, 1 / MICRO)
@@ -77,7 +77,7 @@ def by_hybrid_fsdp(layer: MoE) -> nn.Module:
 
 
 def with_data_parallelism(router: str, wrap: Callable[[MoE], nn.Module], says: str) -> list[Tensor]:
-    """Train a layer on this rank's tokens; `says` is how the ranks that share it become known."""
+    """Train a layer on this rank's tokens; `says` is the way in which the layer's ranks become known."""
     layer, world, rank = make_layer(router), dist.get_world_size(), dist.get_rank()
     model = wrap(layer)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
@@ -91,7 +91,7 @@ def with_data_parallelism(router: str, wrap: Callable[[MoE], nn.Module], says: s
 
 
 class Recomputed(nn.Module):
-    """What torch's own checkpoint computes again in its backward pass."""
+    """The part of the layer that torch's own checkpoint recomputes in its backward pass."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ def test_routers_with_a_bias_adapt():
 
 
 class Wrapper(torch.optim.Optimizer):
-    """An optimizer that holds another one and calls it, without torch's own set-up, as Accelerate's does."""
+    """An optimizer that wraps another one without torch's own set-up, like Accelerate's."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer

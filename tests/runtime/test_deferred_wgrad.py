@@ -1,4 +1,4 @@
-"""Products for weights' gradients run while the rows' gradient travels between nodes, and never after they are read."""
+"""Wgrad products run while the rows' gradient is sent between nodes, and always before they are read."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TWO_NODES = Grid(world=4, ep=4, ranks_per_node=2)
 
 
 class Diary(AbstractTransport):
-    """Passes everything on to a transport and writes down, in order, what was issued and waited for.
+    """A transport that forwards everything to another one, and records issues and waits in order.
 
     Args:
-        transport: the one that moves the bytes.
-        events: where it writes.
+        transport: the transport that sends the bytes.
+        events: the list to which records are appended.
     """
 
     def __init__(self, transport: AbstractTransport, events: list[str]) -> None:
@@ -42,7 +42,7 @@ class Diary(AbstractTransport):
 
 
 def events_of_backward(plan: Plan, grid: Grid, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Each rank's transfers and products for weights, in the order of one backward pass."""
+    """Return each rank's transfers and wgrad products, in the order of one backward pass."""
     products = by_expert._accumulate_products
     of_thread: dict[int, list[str]] = defaultdict(list)  # ranks are threads
 

@@ -1,4 +1,4 @@
-"""The executor frees what nothing reads any more, and a layer call is one differentiable function."""
+"""The executor frees values after their last use, and a layer call is one differentiable function."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_splits_are_whole_only_if_they_are_all_rows_in_order() -> None:
 
 
 def test_a_layer_call_sends_its_counts_then_two_messages_to_each_peer() -> None:
-    """Rows travel with their weights, results go back; nothing else, biases among it."""
+    """Rows are sent with their weights, and results return; nothing else is sent, not even biases."""
     layer = make_layer("biases")
 
     def sent(transport: AbstractTransport) -> list[int]:
@@ -111,7 +111,7 @@ def test_a_layer_call_sends_its_counts_then_two_messages_to_each_peer() -> None:
         here.load_state_dict(layer.state_dict())
         here.parallelize(Mesh(FOUR, recorder), Plan())
         with torch.no_grad():
-            here(tokens_of(transport.rank, 40))  # ranks agree on how long the message of counts is
+            here(tokens_of(transport.rank, 40))  # ranks agree on the length of the message of counts
             recorder.ranges.clear()
             here(tokens_of(transport.rank, 40))
         return [len(held.messages) for held in recorder.ranges]
@@ -181,7 +181,7 @@ def test_gradients_of_every_input_by_finite_differences(kind: str, chunks: int) 
 
 
 def test_the_number_of_saved_tensors_does_not_depend_on_the_data() -> None:
-    """Checkpointing compares it between the first pass and the recomputation."""
+    """Checkpointing compares the metadata of saved tensors between the first pass and the recomputation."""
     grid, whole = Grid(world=2, ep=2), make_layer("modules")
 
     def rank(transport: AbstractTransport) -> list[int]:
@@ -257,7 +257,7 @@ def draw(rng: random.Random) -> tuple[Plan, Grid]:
 
 @pytest.mark.parametrize("seed", thinned(range(40), every=4))
 def test_any_plan_runs_without_tags_too(seed: int) -> None:
-    """As on NCCL: batches of a lane match in the order of issue. What would swap data or hang there raises here."""
+    """Like NCCL, this matches batches of a lane in issue order. What would swap data or hang there raises an error here."""
     plan, grid = draw(random.Random(seed))
     whole, work = make_layer("biases"), compiled(plan, grid, "biases")
     x = [tokens_of(g, count=3 + g, seed=seed) for g in range(grid.dp)]

@@ -1,4 +1,4 @@
-"""An MoE layer on a mesh as a module among others: in flight with others, nested, recomputed, accumulated."""
+"""An MoE layer on a mesh inside ordinary modules: several calls in flight, nesting, recomputation, gradient accumulation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PLANS = {
 
 
 def alone(layer: MoE, group: int, times: int = 1) -> tuple[Tensor, Tensor]:
-    """The output and `times` input gradients of a layer on no mesh."""
+    """Return the output and `times` input gradients of a layer on no mesh."""
     x = tokens_of(group).requires_grad_()
     y = layer(x)
     for _ in range(times):
@@ -93,7 +93,7 @@ def test_two_layers_in_flight_do_not_meet(plan: str, backward_first: str) -> Non
 
 
 def test_layers_stack_and_nest() -> None:
-    """A layer on the mesh, whose experts are MoE layers of a user's own, behind another one."""
+    """An MoE layer on the mesh with MoE layers as user-defined experts, after another layer."""
 
     def nested(dim: int, hidden: int, count: int) -> ModuleExperts:
         return ModuleExperts(lambda: nn.Sequential(own_expert(), MoE(DIM, 4, 2, 2, losses=())), dim, count)
@@ -137,7 +137,7 @@ def test_gradients_accumulate(plan: str) -> None:
 @pytest.mark.parametrize("grid", [GRID, Grid(world=2, tp=2), Grid(world=2, ep=2), Grid(world=4, tp=2)], ids=str)
 @pytest.mark.parametrize("plan", ["s1", "s2", "s3", "baseline"])
 def test_backward_runs_again_on_a_retained_graph(plan: str, grid: Grid) -> None:
-    """Also where a rank may run ahead into its next backward pass while a peer still receives."""
+    """Another backward pass is correct even if a rank starts it while a peer is still receiving from the previous one."""
     whole = make_layer()
 
     def rank(transport: AbstractTransport, x: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ def test_forward_only(plan: str, mode: Any) -> None:
 
 @pytest.mark.parametrize("plan", [plan for plan in PLANS if plan != "multicast"])
 def test_recomputation_exchanges_no_counts(plan: str) -> None:
-    """Counted on the wire: single exchanges, which routing makes, are as many with as without checkpointing."""
+    """Counted on the wire: checkpointing does not change the number of small exchanges, which only routing makes."""
     whole = make_layer(losses=(LoadBalance(0.1),))
 
     def rank(transport: AbstractTransport) -> list[tuple[Counter[int], Tensor]]:
@@ -194,7 +194,7 @@ def test_recomputation_exchanges_no_counts(plan: str) -> None:
 
 
 def test_switching_r_moves_and_allocates_nothing() -> None:
-    """One layer, three values of r: the same parameter objects at the same addresses, no weight on the wire between."""
+    """One layer, three values of r: parameters keep their objects and addresses, and no weight is sent in between."""
     whole = make_layer()
 
     def rank(transport: AbstractTransport, x: Tensor) -> list[tuple[list[int], list[int], int, Tensor]]:

@@ -1,5 +1,5 @@
-"""An exact order without a cluster or profile: searched by what tasks take in the run, the same on all ranks and computing the
-same."""
+"""An exact order without a cluster or profile: searched by times measured in the run, the same on all ranks, with the same
+results."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ EXACT = Plan(order="exact", chunks=2, all_to_all="hier2d")
 
 
 def made_up(program: Program, _: Grid) -> Mapping[str, float]:
-    """Durations that no middling layer has: between nodes next to nothing, inside them much."""
+    """Return durations unlike a medium-sized layer's: short between nodes, long inside them."""
     taken = {Lane.COMPUTE: 2e-3, Lane.INTRA: 5e-3, Lane.INTER: 1e-5, Lane.HOST: 0.0}
     return {task.name: taken[task.lane] + 1e-6 * number for number, task in enumerate(program.tasks)}
 
 
 class MadeUpClock(TaskClock):
-    """Takes made-up times down: those of `made_up` on the last rank, half of them on the others."""
+    """Records made-up times: those of `made_up` on the last rank, half of them on the others."""
 
     def stop(self, program: Program, tasks: Sequence[Task], since: float) -> None:
         super().stop(program, tasks, since)
@@ -49,13 +49,13 @@ FOUND = {
     for compiled in [compile_plan(EXACT, GRID, durations=made_up, host_runs_compute=True)]
     for program in (compiled.forward, compiled.backward)
 }
-"""By the names of programs."""
+"""Seconds of tasks, by the names of programs."""
 
 
 def train(
     mesh: Mesh, plan: Plan, steps: int, durations: Durations | None = None
 ) -> tuple[list[Compiled], list[Tensor]]:
-    """Train two layers; return what they ran before each step, and the losses."""
+    """Train two layers; return the programs before each step, and the losses."""
     model = nn.Sequential(make_layer(seed=0), nn.Linear(DIM, DIM).double(), make_layer(seed=1))
     torch.manual_seed(0)
     nn.init.normal_(model[1].weight)  # type: ignore[arg-type]

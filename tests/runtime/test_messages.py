@@ -1,4 +1,4 @@
-"""Several movements in one message per peer: what one rank writes the other reads, for any widths, types and counts."""
+"""Several movements in one message per peer: a rank reads what its peer wrote, for any widths, dtypes and counts."""
 
 from __future__ import annotations
 

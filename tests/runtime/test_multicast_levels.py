@@ -1,7 +1,7 @@
-"""Multicast on meshes of every kind against the dense float64 reference: nodes and ranks, ranks alone, shards, chunks, budgets.
+"""Multicast on meshes of every kind, against the dense float64 reference: nodes and ranks, only ranks, shards, chunks, budgets.
 
-Cases are those of `moesaic check`, put on meshes on which a token is sent once per node, once per rank, or both: drawn freely
-few of them would be.
+Cases are those of `moesaic check`, moved to meshes on which a token is sent once per node, once per rank, or both. Only few
+freely drawn cases would be like this.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ONE_LEVEL = (
 
 
 def case_of(seed: int, grid: Grid) -> Case:
-    """Return a case of `moesaic check`, changed as little as it takes to run multicast on a mesh."""
+    """Return a case of `moesaic check`, with the changes that multicast on the mesh needs."""
     rng = random.Random(f"multicast {seed}")
     drawn = draw_case(seed, world=grid.world)
     plan = Plan(

@@ -1,4 +1,4 @@
-"""Visits and stops, against sets: each token once per node, place of ep and chunk, and every copy finds its token."""
+"""Visits and stops against Python sets: a token counts once per node, place of ep and chunk; every copy finds its token."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_stops_and_node_tokens_are_the_distinct_tokens_of_every_place_node_and_c
 
 
 def chunk_of(copies: list[tuple[int, int]], place: int, chunks: int) -> int:
-    """Return the chunk of a copy, by its place in its expert's run."""
+    """Return the chunk of a copy, given its place in its expert's run."""
     run = [number for number, (expert, _) in enumerate(copies) if expert == copies[place][0]]
     at = run.index(place)
     return next(c for c in range(chunks) if len(run) * c // chunks <= at < len(run) * (c + 1) // chunks)
@@ -86,7 +86,7 @@ def chunk_of(copies: list[tuple[int, int]], place: int, chunks: int) -> int:
 def distinct_tokens(
     cells: list[Cell], copies: list[tuple[int, int]], places: int, chunks: int
 ) -> dict[Cell, list[int]]:
-    """Return the tokens of each cell's copies, each once, ascending."""
+    """Return the distinct tokens of each cell's copies, ascending."""
     found: dict[Cell, set[int]] = {(place, chunk): set() for place in range(places) for chunk in range(chunks)}
     for cell, (_, token) in zip(cells, copies):
         found[cell].add(token)
@@ -138,7 +138,7 @@ def test_node_tokens_are_told_with_the_counts_unless_copies_may_be_dropped(
 
 
 def exchanges_of(grid: Grid, plan: Plan, capacity: AbstractCapacity) -> list[int]:
-    """Return the exchanges of a layer's second forward pass on each rank; the first one announces how long messages are."""
+    """Return the exchanges of a layer's second forward pass on each rank; the first pass also announces message lengths."""
     whole = make_layer("swiglu", capacity=capacity)
 
     def rank(transport: AbstractTransport) -> int:

@@ -1,4 +1,4 @@
-"""Routing is replayed under activation checkpointing, never recomputed; counts are taken once."""
+"""Activation checkpointing replays routing instead of recomputing it, and counts copies once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moesaic.routing.routing import Routing
 
 
 class Block(nn.Module):
-    """Layers in a row behind an elementwise function, so that a recomputation has something to recompute."""
+    """A sequence of layers after an elementwise function, so that there is something to recompute."""
 
     def __init__(self, *layers: MoE) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Inside(nn.Module):
-    """A block that checkpoints another one."""
+    """A block that checkpoints an inner block."""
 
     def __init__(self, block: Block) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ def test_checkpoint_passes_keyword_arguments_and_several_results() -> None:
 
 
 def test_what_draws_behind_a_noisy_router_draws_the_same_again() -> None:
-    """A replay draws no noise; the dropout that follows must still find the generator where the first pass left it."""
+    """A replay draws no noise, but dropout after it must find the generator in the state of the first pass."""
     torch.manual_seed(0)
     moe = MoE(8, 16, 4, 2, router="noisy").double()
     block = nn.Sequential(moe, nn.Dropout(0.5))

@@ -1,4 +1,4 @@
-"""What does not fit is refused before anything of the layer is sent: on every rank, with the same line."""
+"""Plans and layers that do not fit are refused before anything is sent: on every rank, with the same message."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GRID = Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2)
 
 
 def refusals(world: int, function: Any) -> list[str]:
-    """The InputError of every rank."""
+    """Return the InputError of every rank."""
 
     def rank(transport: AbstractTransport) -> str:
         with pytest.raises(InputError) as refusal:
@@ -45,7 +45,7 @@ def refusals(world: int, function: Any) -> list[str]:
 )
 @pytest.mark.parametrize("grid", [GRID, Grid(world=4, ep=4), Grid(world=4, tp=4, ep=2, etp=2)], ids=str)
 def test_ranks_with_different_plans_all_say_so(grid: Grid, plans: list[dict], words: str) -> None:
-    """A tensor group's ranks exchange no counts with each other, so this cannot wait for the first call."""
+    """The ranks of a tensor-parallel group do not exchange counts, so this check cannot wait for the first call."""
     lines = refusals(
         4, lambda transport: on_mesh(make_layer(), grid, transport, Plan(**plans[transport.rank % len(plans)]))
     )

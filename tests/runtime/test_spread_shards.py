@@ -1,4 +1,4 @@
-"""Storage: who keeps which part of every parameter; the same for every plan; laid together again it is the whole."""
+"""Storage: each rank's part of every parameter. It is the same for every plan, and the parts together are the whole."""
 
 from __future__ import annotations
 

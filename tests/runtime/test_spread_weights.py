@@ -1,4 +1,4 @@
-"""`parallelize` on ranks that differ: in weights, in settings; and calls that differ. One line, on every rank."""
+"""`parallelize` on ranks with different weights or settings, and calls that differ: one message, on every rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def layer(seed: int = 0, **options: object) -> MoE:
 
 
 def spoiled(name: str) -> MoE:
-    """A layer whose last word of one tensor differs in the last bit."""
+    """Return a layer in which the last bit of one tensor's last word is flipped."""
     made = layer(shared_hidden=8)
     with torch.no_grad():
         flat = made.state_dict()[name].view(-1)
@@ -53,7 +53,7 @@ WEIGHTS: dict[str, tuple[Callable[[bool], MoE], str]] = {
         "weights.experts.experts.0.weight",
     ),
 }  # fmt: skip
-"""Name to a layer (which is the odd one's) and what the line begins with."""
+"""For each name: a layer that differs on one rank, and the start of the message."""
 SETTINGS: dict[str, tuple[Callable[[bool], MoE], str]] = {
     "hidden": (lambda odd: layer(hidden=16 if odd else 8), "layer.hidden differs: 8 on {most}, 16 on {odd}"),
     "dim": (lambda odd: layer(dim=8 if odd else 4), "layer.dim differs: 4 on {most}, 8 on {odd}"),
@@ -92,7 +92,7 @@ CALLS: dict[str, tuple[Callable[[MoE, torch.Tensor, bool], object], str]] = {
 
 
 def refusals(transport: TransportName) -> dict[str, str]:
-    """Return what each rank is told; all transports are anew, since some errors close them."""
+    """Return each rank's error, with new transports, since some errors close them."""
     odd = last(dist.get_rank(), dist.get_world_size())
     found = {}
     for kind, table in (("weights", WEIGHTS), ("settings", SETTINGS)):

@@ -1,4 +1,4 @@
-"""Switching plans between steps changes nothing that a layer computes, moves nothing, and differing ranks find out."""
+"""Switching plans between steps changes no result and moves no weight; ranks with different plans detect it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def steps(
     switch: bool,
     capacity: AbstractCapacity,
 ) -> list[Tensor]:
-    """Outputs and all gradients of one step per plan, with weights that each step changes."""
+    """Return outputs and all gradients of one step per plan; the weights change after each step."""
     layer = on_mesh(whole, grid, transport, plans[0] if switch else Plan(schedule="s2"))
     found = []
     for number, plan in enumerate(plans):
@@ -126,7 +126,7 @@ def test_a_switch_sends_nothing_and_keeps_weights_and_caches() -> None:
 
 
 def test_only_the_first_call_after_a_switch_tells_all_ranks() -> None:
-    """Under S2 the ranks of a tensor group exchange no counts; once after a switch they do, and then no more."""
+    """Under S2 the ranks of a tensor-parallel group do not exchange counts; after a switch they do so once."""
     whole = make_layer()
 
     def rank(transport: AbstractTransport) -> list[int]:
@@ -191,7 +191,7 @@ def test_ranks_that_switch_to_different_plans_all_say_so(
     advice = "than rank 0: give every rank the same plan, and its replication policy the same settings"
     calls = ", or call the layer with another call.dtype, call.top_k, call.capacity, call.losses,"
     lines = [f"ranks {wrong} run another plan or mesh{more} {advice}" for more in ("", calls)]
-    # Under a padded capacity a rank that changed nothing may not look again: then the ranks do not tell each other more.
+    # Under a padded capacity, a rank that changed nothing may not check again; then the ranks compare no more.
     assert said[0] in (lines if capacity is PADDED else lines[:1])
 
 

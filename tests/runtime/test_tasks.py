@@ -1,4 +1,4 @@
-"""Tasks that need no other rank; rows of tokens: places, sums in the order of rows, and the order of rows by expert."""
+"""Tasks that need no other rank. Token rows: their places, sums in row order, and sorting rows by expert."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def column(values: list[int]) -> Tensor:
 
 S1, BACK = SCHEDULES["s1"](), transpose(SCHEDULES["s1"]())
 TOKENS = column([2, 0, 1, 2, 0])
-"""Three tokens, five copies: expert 0 gets two of them, expert 1 three."""
+"""Three tokens with five copies: expert 0 gets two of them, expert 1 three."""
 
 
 def test_permute_copies_tokens_and_combine_sums_them() -> None:
@@ -115,7 +115,7 @@ def test_no_rows_and_no_tokens() -> None:
 
 
 def test_sixteen_bit_rows_are_summed_in_float32() -> None:
-    """257 ones: in bfloat16 the sum would stop at 256."""
+    """The sum of 257 ones: accumulated in bfloat16 it would stop at 256."""
     call = call_of([257], 1)
     ones, index = torch.ones(257, DIM, dtype=torch.bfloat16), torch.zeros(257, 1, dtype=torch.int64)
     y = run(S1, "y_mine", {"z": ones, "index": index}, call)["y_mine"]
@@ -226,7 +226,7 @@ def test_each_tokens_rows_are_summed_and_tokens_without_rows_are_zero(dtype: tor
 
 
 def test_rows_are_added_in_their_order() -> None:
-    """In float32 the sum of 1, 1e8 and -1e8 depends on it."""
+    """The float32 sum of 1, 1e8 and -1e8 depends on the order."""
     at = Indexed(torch.zeros(3, 1, dtype=torch.int64), bases_of([0] * 3), 1, Indices(), has_empty=False)
     assert float(at.sum(torch.tensor([[1.0], [1e8], [-1e8]]))) == 0.0
     assert float(at.sum(torch.tensor([[1e8], [-1e8], [1.0]]))) == 1.0

@@ -1,4 +1,4 @@
-"""Traces come back from their files as they were written; damage, mixtures and other files are refused in one line."""
+"""Traces are read as they were written; damaged, mixed and other files are refused in one line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAPE = TraceShape(num_layers=2, num_experts=5, top_k=2, sequences=4, seq_len=3,
 
 
 def tokens(steps: list[int], shape: TraceShape = SHAPE, seed: int = 0, groups: int = 2) -> TraceSegment:
-    """Return random choices, distinct within a token; some second ones are held back."""
+    """Return random choices, distinct within a token; some second choices are marked as not sent."""
     random = np.random.default_rng(seed)
     rows = random.random((len(steps), *shape.table("tokens")[:-1], shape.num_experts)).argsort(-1)[..., : shape.top_k]
     rows[..., -1] = np.where(random.random(rows.shape[:-1]) < 0.2, -1 - rows[..., -1], rows[..., -1])
@@ -34,13 +34,13 @@ def tokens(steps: list[int], shape: TraceShape = SHAPE, seed: int = 0, groups: i
 
 
 def counted(segment: TraceSegment) -> np.ndarray:
-    """Count copies per (sequence, expert), slowly."""
+    """Count the copies of each sequence for each expert, in a loop over tokens."""
     shape = segment.shape
-    found = np.zeros((len(segment.steps), *shape.table("counts")), dtype=np.int64)
+    copies = np.zeros((len(segment.steps), *shape.table("counts")), dtype=np.int64)
     for place in np.ndindex(*segment.table.shape):
         if segment.table[place] >= 0:
-            found[(*place[:3], place[3] // shape.seq_len, segment.table[place])] += 1
-    return found
+            copies[(*place[:3], place[3] // shape.seq_len, segment.table[place])] += 1
+    return copies
 
 
 @pytest.mark.parametrize("experts", [5, 128, 129, 300])
@@ -141,7 +141,7 @@ def test_damaged_files_are_refused(tmp_path, where):
 
 
 def other_files(folder: Path) -> dict[str, str]:
-    """Write files that are no traces of one run; return the start of the message for each."""
+    """Write files and folders that are not a trace of one run; return the expected start of each message."""
     np.savez(folder / "other.npz", weights=np.zeros(3))
     np.save(folder / "plain.npy", np.zeros(3))
     header = {
@@ -169,14 +169,14 @@ def other_files(folder: Path) -> dict[str, str]:
     write_segment(large, folder / "large.npz")
     (folder / "nothing").mkdir()
     return {
-        "other.npz": "is no routing trace: make one with moesaic train --routing record:counts",
-        "plain.npy": "is no routing trace: make one with moesaic train --routing record:counts",
+        "other.npz": "is not a routing trace: make one with moesaic train --routing record:counts",
+        "plain.npy": "is not a routing trace: make one with moesaic train --routing record:counts",
         "newer.npz": "has version 2, this Moesaic reads up to 1: upgrade it",
         "torn.npz": "its header is damaged",
         "mixed": "is of another model or run than steps-00000000.npz, num_experts=6 (not 5): keep",
         "twice": "steps-00000000.npz and steps-00000002.npz both hold step 2: remove one",
         "back.npz": "its header is damaged (holds tokens, steps not ascending): record it again",
-        "large.npz": "its table holds more than whole numbers from -5 to 4: record it again",
+        "large.npz": "its table holds other values than whole numbers from -5 to 4: record it again",
         "nothing": "holds no steps-*.npz: name a trace, or the folder of a run that recorded one",
         "absent.npz": "no such file: name a trace",
     }
@@ -228,15 +228,15 @@ def test_drift_is_the_share_of_copies_that_change():
 
 
 def slow_locality(experts: np.ndarray, shape: TraceShape) -> float:
-    """Compare every pair of copies."""
+    """Compute the locality by comparing all pairs of copies."""
     same = {True: [0, 0], False: [0, 0]}
     copies = [(t, int(e)) for t, row in enumerate(experts) for e in row]
     for token, expert in copies:
-        for other, wanted in copies:
-            if token != other:
-                found = same[token // shape.seq_len == other // shape.seq_len]
-                found[0] += expert == wanted
-                found[1] += 1
+        for other_token, other_expert in copies:
+            if token != other_token:
+                counts = same[token // shape.seq_len == other_token // shape.seq_len]
+                counts[0] += expert == other_expert
+                counts[1] += 1
     within, between = (hits / pairs for hits, pairs in (same[True], same[False]))
     return (within - between) / (1 / shape.top_k - between)
 

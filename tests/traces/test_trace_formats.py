@@ -1,4 +1,4 @@
-"""Foreign formats of routing traces: files as other software writes them, round trips, and refusals in one line."""
+"""Foreign trace formats: files as other software writes them, round trips, and refusals in one line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moesaic.traces.trace import Trace, TraceSegment, TraceShape
 
 FIXTURES = Path(__file__).parent / "fixtures"
 EXPERTS = [[[0, 3], [1, 2]], [[2, 0], [3, 1]], [[1, 0], [0, 2]]]
-"""Of three tokens in two layers, top 2 of 4, as vLLM and SGLang have them."""
+"""The experts of three tokens in two layers, top 2 of 4, in the layout of vLLM and SGLang."""
 
 
 def opened(name: str, path: Path, **options: object) -> Trace:
@@ -44,7 +44,7 @@ def test_megatron_ranks_micro_batches_and_pipeline_stages(tmp_path):
         return json.dumps({**record, "num_tokens": len(experts), "topk": 2, "top_indices": experts, **more})
 
     one, other = [[0, 1], [2, 3]], [[3, 0], [1, 2]]
-    lines = {  # ranks 0 and 1 are one stage of a pipeline, ranks 2 and 3 the other; two micro-batches
+    lines = {  # ranks 0 and 1 are one pipeline stage, ranks 2 and 3 the other; two micro-batches
         0: [line(4, 2, 0, one), line(4, 2, 0, other)],
         1: [line(4, 2, 1, other), line(4, 2, 1, one)],
         2: [line(4, 1, 2, one, block="mtp", mtp_idx=0), line(4, 1, 2, one, block="mtp", mtp_idx=0)],
@@ -73,13 +73,13 @@ def test_requests_of_vllm_and_sglang(tmp_path):
     raw = base64.b64encode(experts.astype("<i4").tobytes()).decode()
     flat.write_text(json.dumps([{"meta_info": {"routed_experts": raw, "prompt_tokens": 3, "completion_tokens": 1}}]))
     bare.write_text(json.dumps({"choices": [{"sgl_ext": {"routed_experts": raw}}]}))
-    found = [
+    actual = [
         opened("vllm", npy), opened("vllm", nested), opened("vllm", encoded), opened("sglang", flat, top_k=2)
     ]  # fmt: skip
-    for trace in found:
+    for trace in actual:
         assert trace.shape == TraceShape(num_layers=2, num_experts=4, top_k=2, sequences=1, seq_len=3)
         assert [trace.experts(layer, 0).tolist() for layer in (0, 1)] == np.swapaxes(EXPERTS, 0, 1).tolist()
-    with pytest.raises(InputError, match="SGLang does not tell the shape"):
+    with pytest.raises(InputError, match="SGLang responses lack the shape"):
         opened("sglang", bare, top_k=2)
 
 
@@ -110,7 +110,7 @@ def test_what_is_written_is_read_again(tmp_path, name):
     FORMATS[name].write(made, tmp_path / "out")
     read = opened(name, tmp_path / "out", top_k=2, num_experts=8 if name != "laer" else None)
     loads = made.loads()
-    if name in ("vllm", "sglang", "llama.cpp"):  # they know no steps
+    if name in ("vllm", "sglang", "llama.cpp"):  # these formats have no steps
         loads = loads.sum(0, keepdims=True)
     assert (read.loads() == loads).all()
     assert faults(read) == []
@@ -141,28 +141,28 @@ RECORD = {"step": 0, "layer": 1, "rank": 0, "num_tokens": 1, "topk": 1, "top_ind
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("laer", "rank,layer\n1,2\n", "is no LAER file"),
-        ("laer", "rank,method,model_name,layer,iter,token_num\n0,A,m,0,x,3\n", "line 2: is no row of numbers"),
-        ("laer", "rank,method,model_name,layer,iter,token_num\n" + "0" * 200_000, "is damaged, or not of LAER-MoE"),
-        ("laer", "rank,method,model_name,layer,iter,token_num\n0,A,m,0,0,1" + "0" * 30, "is damaged, or not of"),
+        ("laer", "rank,layer\n1,2\n", "is not a LAER file"),
+        ("laer", "rank,method,model_name,layer,iter,token_num\n0,A,m,0,x,3\n", "line 2: is not a row of numbers"),
+        ("laer", "rank,method,model_name,layer,iter,token_num\n" + "0" * 200_000, "is damaged, or not from LAER-MoE"),
+        ("laer", "rank,method,model_name,layer,iter,token_num\n0,A,m,0,0,1" + "0" * 30, "is damaged, or not from"),
         ("megatron", "", "has no records"),
-        ("megatron", json.dumps({**RECORD, "num_tokens": float("inf")}), "is no record of Megatron's router trace"),
-        ("megatron", json.dumps({**RECORD, "step": 10**30}), "is damaged, or not of"),
-        ("megatron", "[" * 100_000, "is no record of Megatron's router trace"),
+        ("megatron", json.dumps({**RECORD, "num_tokens": float("inf")}), "is not a record of Megatron's router trace"),
+        ("megatron", json.dumps({**RECORD, "step": 10**30}), "is damaged, or not from"),
+        ("megatron", "[" * 100_000, "is not a record of Megatron's router trace"),
         ("vllm", '""', "holds no routed experts"),
         ("vllm", '{"routed_experts": 3}', "holds no routed experts"),
         ("sglang", '{"routed_experts": "AAAA", "shape": [[2]]}', "holds no routed experts"),
         ("vllm", "[" * 100_000, "holds no routed experts"),
-        ("llama.cpp", "layer,expert\n0,1" + "0" * 30, "is damaged, or not of"),
-        ("llama.cpp", f"layer,expert\n0,{2**40}", "1,099,511,627,777 experts in a layer cannot be"),
-        ("llama.cpp", f"layer,expert\n0,{2**40}\n1,0\n1,0", "1,099,511,627,777 experts in a layer cannot be"),
+        ("llama.cpp", "layer,expert\n0,1" + "0" * 30, "is damaged, or not from"),
+        ("llama.cpp", f"layer,expert\n0,{2**40}", "1,099,511,627,777 experts in a layer are not possible"),
+        ("llama.cpp", f"layer,expert\n0,{2**40}\n1,0\n1,0", "1,099,511,627,777 experts in a layer are not possible"),
         ("laer", "rank,method,model_name,layer,iter,token_num\n0,A,m,0,0,1\n1,A,m,1,0,1", "some ranks of a layer"),
-        ("smartmoe", "0:" + "[" * 100_000, "line 1: is no gate table"),
-        ("smartmoe", '0:{"a": 1}', "line 1: is no gate table"),
-        ("megatron", "{}\n", "is no record of Megatron's router trace"),
+        ("smartmoe", "0:" + "[" * 100_000, "line 1: is not a gate table"),
+        ("smartmoe", '0:{"a": 1}', "line 1: is not a gate table"),
+        ("megatron", "{}\n", "is not a record of Megatron's router trace"),
         ("vllm", "{}", "holds no routed experts"),
-        ("llama.cpp", "layer,expert\n0\n", "line 2: is no row of layer,expert"),
-        ("smartmoe", "0 [[1]]\n", "line 1: is no gate table"),
+        ("llama.cpp", "layer,expert\n0\n", "line 2: is not a row layer,expert"),
+        ("smartmoe", "0 [[1]]\n", "line 1: is not a gate table"),
     ],
 )
 def test_damaged_files_are_refused_in_one_line(tmp_path, name, text, says):

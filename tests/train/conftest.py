@@ -1,4 +1,4 @@
-"""No test here waits for the matmul rate of the machine."""
+"""Skips the measurement of the machine's matmul rate in all tests of this folder."""
 
 from __future__ import annotations
 

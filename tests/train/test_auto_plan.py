@@ -1,4 +1,5 @@
-"""Plans that are found, and switched, while a run trains: the curve is the unswitched run's; refusals reach all ranks."""
+"""Plan search and plan switches in training: the loss curve equals that of a run without switches, and refusals reach
+all ranks."""
 
 from __future__ import annotations
 
@@ -27,15 +28,15 @@ BASE = {
     "batch_size": 4, "precision": "float64", "evaluate": (8, 5), "steps": 16, "save": "8",
     "optimizer": {"schedule": "cosine:1:warmup=0"},
 }  # fmt: skip
-"""A constant rate, so that a run in two parts is the run in one."""
+"""A constant learning rate, so that a run in two parts equals the run in one."""
 MESH = {"tp": 2, "ep": 2, "ranks_per_node": 1}
 TWO = "two.toml"
-"""A cluster of two nodes of one rank each."""
+"""The file name of a cluster of two nodes with one rank each."""
 TABLE = TableSettings(explore=0.05, rows_per_bucket=16.0, hysteresis=0.0)
 
 
 def cluster(folder: Path) -> str:
-    """Write the cluster down; returns the path."""
+    """Write the description of the cluster into a folder. Return its path."""
     path = folder / TWO
     path.write_text(
         "nodes = 2\ndevices_per_node = 1\n[device]\nmemory_gib = 4\nmemory_gigabytes_per_second = 5\n"
@@ -46,25 +47,25 @@ def cluster(folder: Path) -> str:
 
 
 def few_plans() -> None:
-    """Four candidates beside the configured plan, and a table for toy sizes."""
+    """Use four candidates besides the configured plan, and a plan table for toy sizes."""
     auto_plan.PLANS, auto_plan.TABLE = 4, TABLE
 
 
 def other_table() -> None:
-    """Trials in most steps, and other buckets than the tables that are there."""
+    """Use a plan table with many trials, and with other buckets than the saved tables."""
     auto_plan.PLANS, auto_plan.TABLE = 4, replace(TABLE, rows_per_bucket=7.0, explore=0.9)
 
 
 def slower_links() -> None:
-    """Links between nodes that take a third longer at the third look, and four times as long from the fifth on."""
+    """Make links between nodes a third slower in the third probe, and four times as slow from the fifth on."""
     few_plans()
     auto_plan.PROBE_STEPS = 2
     looks = iter([1.0, 1.1, 1.4, 1.0])
-    link_rates.LinkRates._seconds = lambda self, kind: np.full(2, next(looks, 4.0))
+    link_rates.LinkRates._measured_seconds = lambda self, kind: np.full(2, next(looks, 4.0))
 
 
 def runs_of(folder: Path) -> dict[str, TrainConfig]:
-    """Return what is trained: one plan, many plans in one go, many plans in two parts."""
+    """Return the runs to train: one plan, many plans in one go, many plans in two parts."""
     plain = tiny(folder, **BASE, mesh=MESH, plan={"schedule": "s2"}, out=str(folder / "plain"))
     auto = {"plan": "auto", "cluster": cluster(folder)}
     switched = replace(
@@ -93,7 +94,7 @@ MORE = ("timed", "lossy", "other")
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Outcome]]]:
-    """Train on two ranks; return the folder and the outcomes by name."""
+    """Train on two ranks. Return the folder, and the outcomes by name."""
     folder = tmp_path_factory.mktemp("auto")
     runs = {name: run for name, run in runs_of(folder).items() if name not in MORE}
     return folder, dict(zip(runs, train_on(2, list(runs.values()), few_plans)))
@@ -167,7 +168,7 @@ def test_links_that_became_slower_have_plans_searched_again(more) -> None:
 def test_an_arbiter_hears_of_links_that_became_slower(more) -> None:
     folder, outcomes = more
     assert [outcome.refusal for outcome in outcomes["balanced"]] == ["", ""]
-    assert "balance: links between nodes are 0.25 times as fast as they were: the arbiter goes by that" in (
+    assert "balance: links between nodes are 0.25 times as fast as they were: the arbiter uses the new speeds" in (
         outcomes["balanced"][0].said
     )
     assert_same_run(folder / "plain", folder / "balanced")
@@ -227,10 +228,8 @@ def test_a_run_taken_up_again_knows_what_it_knew(world) -> None:
 def test_a_table_with_other_buckets_starts_anew_with_a_line(more) -> None:
     first, other = more[1]["other"]
     assert (first.refusal, other.refusal) == ("", "")
-    assert (
-        "planner: what the checkpoint knew of plans is of no use (has version 1 and buckets of 16.0 rows" in first.said
-    )
-    assert "they are timed anew" in first.said
+    assert "planner: the checkpoint's plan table is unusable (has version 1 and buckets of 16.0 rows" in first.said
+    assert "plans are timed anew" in first.said
 
 
 @pytest.mark.random

@@ -1,4 +1,4 @@
-"""Training with the arbiter, with samples that move, and with both is training without, on four real processes."""
+"""Training on four processes with the arbiter, with moving samples, and with both equals training without them."""
 
 from __future__ import annotations
 

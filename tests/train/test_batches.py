@@ -1,4 +1,4 @@
-"""Batches: which tokens each micro-batch and each evaluation holds."""
+"""The tokens of each micro-batch and of each evaluation."""
 
 from __future__ import annotations
 

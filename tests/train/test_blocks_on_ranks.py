@@ -1,4 +1,4 @@
-"""Every kind of model and block trains on four ranks, tensor-parallel ones among them, as it does in one process."""
+"""Every kind of model and block trains the same on four ranks, some of them tensor-parallel, as in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, checked on loading, kept as many as asked."""
+"""Checkpoints are complete or absent, checked on loading, and kept in the configured number."""
 
 from __future__ import annotations
 
@@ -136,12 +136,12 @@ def test_later_checkpoints_of_a_course_given_up_do_not_push_out_a_new_one(tmp_pa
 
 
 class Killed(BaseException):
-    """Takes the place of SIGKILL: nothing catches it."""
+    """Stands for SIGKILL: no handler catches it."""
 
 
 @pytest.fixture(scope="module")
 def killing() -> Callable[[int | None], Iterator[list[str]]]:
-    """Return a context in which the n-th event of the file system does not happen, nor anything after it."""
+    """Return a context manager that kills the code at its n-th file system event."""
     watched = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
     state: dict[str, list] = {"seen": [], "last": [], "on": []}
 
@@ -498,7 +498,9 @@ def test_a_full_disk_leaves_earlier_checkpoints_and_metrics(tmp_path, monkeypatc
 )
 def test_what_a_rank_could_not_write_is_told_with_its_number_and_cause(tmp_path, code, reason):
     failed = CheckpointException("write", {3: _wrap_exception(OSError(code, os.strerror(code)))})
-    refusing = checkpoint_module._refusing(tmp_path / "step-00000001", tmp_path / ".writing-00000001", Ranks())
+    refusing = checkpoint_module._reporting_write_errors(
+        tmp_path / "step-00000001", tmp_path / ".writing-00000001", Ranks()
+    )
     told = f"step-00000001 could not be written, by rank 3: .*{reason}"
     with pytest.raises(InputError, match=told) as caught, refusing:
         raise failed

@@ -1,4 +1,4 @@
-"""The clock of training: what it counts and what it leaves out."""
+"""The clock of training: which time it counts, and which it leaves out."""
 
 from __future__ import annotations
 

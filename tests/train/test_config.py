@@ -1,4 +1,4 @@
-"""Configurations refuse what cannot work, naming the field and what would be right."""
+"""Configurations refuse invalid values, with a message that names the field and a valid value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.routing.routers import ON_MESH, ROUTERS
 from moesaic.train import config as config_module
 from moesaic.train.config import (
-    WAYS_DOWN,
+    DECAYS,
     BalanceConfig,
     DataConfig,
     OptimizerConfig,
@@ -149,11 +149,11 @@ def test_words_of_fields_say_what_they_stand_for():
     assert (found.data.val_share, found.data.val_path) == (0.07, ())
     assert override(DataConfig(), {"val": "a.txt"}, source="here").val_path == ("a.txt",)
     optimizer, model = found.optimizer, found.model
-    assert (optimizer.way_down, optimizer.final_share, optimizer.warmup_steps) == ("wsd", 0.3, 7)
+    assert (optimizer.decay, optimizer.final_share, optimizer.warmup_steps) == ("wsd", 0.3, 7)
     assert (optimizer.rate_of("experts"), optimizer.rate_of("routers")) == (0.5, 1.0)
     assert (model.moe_every, model.active_hidden, model.is_sparse(7), model.is_sparse(6)) == (2, 96, True, False)
     assert (model.block.rope, model.kv_heads, model.head_dim) == ((500.0, 2.0), 2, 32)
-    assert (found.threads, found.goes_back) == (2, True)
+    assert (found.threads, found.rolls_back) == (2, True)
     assert (found.record_routing, recorded.record_routing, recorded.replay_routing) == ("none", "tokens", None)
     assert model.moe.router_name == "group_limited"
     assert model.moe.router_options == {"num_groups": 4, "normalize": False, "scale": 2.5}
@@ -171,7 +171,7 @@ def test_what_is_written_in_words_is_explained_with_all_its_names():
     """No list of choices stands in the help of a field whose words take options."""
     for kind, name, names in (
         (MoEConfig, "router", ROUTERS | ON_MESH), (BalanceConfig, "replication", REPLICATION_POLICIES),
-        (BalanceConfig, "experts", EXPERT_PLACERS), (OptimizerConfig, "schedule", WAYS_DOWN),
+        (BalanceConfig, "experts", EXPERT_PLACERS), (OptimizerConfig, "schedule", DECAYS),
     ):  # fmt: skip
         source = inspect.getsource(kind)
         text = source[source.index(f"    {name}: str") :].split('"""')[1]

@@ -1,4 +1,4 @@
-"""Data: finding, splitting, reading, and which tokens each micro-batch holds."""
+"""Finding, reading and splitting data, and the tokens of each micro-batch."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_a_folder_gives_its_text_files_only(tmp_path):
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\0")
     (tmp_path / "early.txt").write_bytes(b"x" * 8191 + b"\0")
     assert find_files((str(tmp_path),), "data.path") == [tmp_path / "a.txt", tmp_path / "late.txt"]
-    with pytest.raises(InputError, match=r"picture.png is no text but a picture: leave it out"):
+    with pytest.raises(InputError, match=r"picture.png is not text but a picture: leave it out"):
         load_corpus(data(tmp_path / "picture.png"))
 
 

@@ -1,4 +1,4 @@
-"""What a file of training data holds: told by its content, whatever it is called, and read or refused."""
+"""A training file's format is detected by its content, whatever its name, and the file is read or refused."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def test_another_field_may_hold_the_text(tmp_path):
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{", "line 5 is none"),
-        ("plain words", "line 5 is none"),
+        ("{", "line 5 is not JSON"),
+        ("plain words", "line 5 is not JSON"),
         ("[1]", "line 5 has no text under 'text' (it has list)"),
         ('{"id": 1}', "line 5 has no text under 'text' (it has id)"),
         ('{"text": null}', "line 5 has no text under 'text' (it has text)"),
@@ -112,7 +112,7 @@ def test_compressed_text_is_read_through(tmp_path, compress, name):
     assert read_documents(text(tmp_path / name, compress(b"plain")), "text") == [b"plain"]
     with pytest.raises(InputError, match="is damaged"):
         read_documents(text(tmp_path / name, compress(LINES.encode() * 9)[:-9]), "text")
-    with pytest.raises(InputError, match="no text but binary"):
+    with pytest.raises(InputError, match="not text but binary"):
         read_documents(text(tmp_path / name, compress(b"\0" * 99)), "text")
 
 

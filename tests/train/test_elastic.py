@@ -1,4 +1,4 @@
-"""Ranks that come and go: restarts under any count, a new mesh for those that are left, launchers that die."""
+"""Ranks that come and go: restarts with any number of ranks, a new mesh for the remaining ranks, launchers that die."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from train.test_launch import free_port, start
 
 
 def met(store: dist.Store, world: int) -> list[str]:
-    """Return the word that each rank of an attempt comes to, the first one last to arrive."""
+    """Return the id on which each rank of an attempt agrees. The first rank arrives last."""
     words = [""] * world
 
     def come(rank: int) -> None:
@@ -58,7 +58,7 @@ def test_who_does_not_come_is_named():
 
 
 def left(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
-    """Let so many ranks be there."""
+    """Pretend that `world` ranks are running."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: world)
     monkeypatch.setattr(auto_plan, "ranks_of_a_node", lambda _: world)
@@ -187,7 +187,7 @@ def test_a_run_whose_nodes_change_goes_on_with_the_mesh_and_the_losses_of_those_
     assert nodes[0].returncode == 0, out + err
     assert re.findall(r"planner: (\d) ranks take", out) == list(map(str, worlds))
     assert [step for step, _ in losses(run)] == list(range(1, 31))
-    resumed = int(re.findall(r"taken up after step (\d+)", out)[-1])
+    resumed = int(re.findall(r"resumed after step (\d+)", out)[-1])
     assert 0 < resumed < 30
     twin = tmp_path / "twin"
     shutil.copytree(run, twin)

@@ -1,4 +1,4 @@
-"""Evaluation: the loss per token and per byte, and what happens when it is no number."""
+"""Evaluation: the loss per token and per byte, and a loss that is not finite."""
 
 from __future__ import annotations
 

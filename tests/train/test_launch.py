@@ -1,4 +1,4 @@
-"""`torchrun -m moesaic train`: one line on behalf of all ranks, signals, and a rank that dies."""
+"""`torchrun -m moesaic train`: one error line for all ranks, signals, and ranks that die."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Probes of links: what is usual, what changed, and whose link it is."""
+"""Link probes: which speed is usual, which changes count, and which node's link is found."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ FOUR = Grid(world=8, ep=8, ranks_per_node=2)
 
 
 class OneRank:
-    """The ranks of a mesh, seen from one of them: what the others say is told."""
+    """The ranks of a mesh, as one of them sees them. Reductions return this rank's value."""
 
     def __init__(self, grid: Grid, rank: int = 0) -> None:
         self.rank, self.mesh = rank, SimpleNamespace(grid=grid, rank=rank)
 
     def largest(self, tensor: Tensor) -> Tensor:
-        """Return what this rank says."""
+        """Return this rank's value."""
         return tensor
 
 
 class Told(LinkRates):
-    """Probes whose messages take what links of nodes would: so many seconds over the slower end's rate."""
+    """Link probes with simulated times: a message takes one second divided by the slower node's rate."""
 
     def __init__(self, grid: Grid, cluster: ClusterSpec | None = None) -> None:
         super().__init__(OneRank(grid), cluster)  # type: ignore[arg-type]
         self.rates: Sequence[float] = (1.0,) * (grid.world // (grid.ranks_per_node or grid.world))
 
-    def _seconds(self, kind: LinkKind) -> np.ndarray:
+    def _measured_seconds(self, kind: LinkKind) -> np.ndarray:
         if kind == "inside":
             return np.ones(len(self.rates))
         mine = np.array(self.rates)
@@ -99,7 +99,7 @@ def test_a_rank_tells_only_of_messages_that_it_got(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(LinkRates, "_message", message)
     monkeypatch.setattr(np, "roll", lambda heard, by: np.full_like(heard, np.inf))
     ranks: Any = OneRank(FOUR, rank=2)
-    heard = LinkRates(ranks)._seconds("outside")
+    heard = LinkRates(ranks)._measured_seconds("outside")
     assert {kind for kind, _ in asked} == {"outside"}
     assert heard.tolist() == [0.0, 1.5, 0.0, 0.0], "the fastest message of the phase in which node 1 hears"
     assert torch.tensor(heard).dtype == torch.float64

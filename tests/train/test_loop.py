@@ -1,4 +1,4 @@
-"""The training loop: exact resume, clean stops, honest failures, and what it writes."""
+"""The training loop: exact resuming, clean stops, errors, and the files that it writes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ VARIANTS = {
 
 
 def continuing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the process take steps without signals again."""
+    """Undo the patch that sends signals to the process."""
     monkeypatch.undo()
     skip_measuring(monkeypatch)
 

@@ -1,4 +1,4 @@
-"""Device and precision: what is chosen, and what is refused."""
+"""Device and precision: which values are chosen, and which are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training under a memory budget: the same run, and the metrics say what was done about it."""
+"""Training under a memory budget equals training without one, and the metrics report how the budget was met."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics: one JSON object a line, each step once, and TensorBoard events."""
+"""Metrics: one JSON object per line, each step once, and TensorBoard events."""
 
 from __future__ import annotations
 

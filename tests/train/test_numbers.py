@@ -1,4 +1,4 @@
-"""Numbers that go wrong: which steps are left out, where a fault began, spikes, routers that collapse, ranks that drift."""
+"""Numerical faults: skipped steps, the origin of a fault, loss spikes, collapsed routers, drifting ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FAULTS = {
 
 
 def _when(layer, forward=None, backward=None):
-    """Change what a layer returns, or the gradient of it, for one step."""
+    """Change a layer's output, or the gradient of it. Return a function that undoes this."""
 
     def returned(_, __, output):
         y, routing = output
@@ -48,7 +48,7 @@ def _when(layer, forward=None, backward=None):
 
 
 def _spoil(parameter, expert):
-    """Make one number of an expert's weights NaN for one step."""
+    """Make one element of an expert's weights NaN. Return a function that undoes this."""
     rows = local_part(parameter.data)
     before = rows[expert].clone()
     rows[expert].view(-1)[3] = math.nan
@@ -56,7 +56,7 @@ def _spoil(parameter, expert):
 
 
 def spoil_steps(steps: dict[int, str]) -> None:
-    """Let faults happen in steps, on the last rank, in the second MoE layer."""
+    """Make faults happen in the given steps, on the last rank, in the second MoE layer."""
     plain = Trainer._step
 
     def step(self):
@@ -170,8 +170,8 @@ def test_ranks_whose_copies_of_a_weight_drift_apart_are_named(tmp_path):
     (outcomes,) = train_on(2, [config], partial(_drift, 0.01))
     (said,) = {each.refusal for each in outcomes}
     assert said.startswith(
-        "TrainingError: after step 2 ranks 0, 1 hold different numbers of norm.weight, up to 0.01 "
-        "apart: suspect the memory or the processor of ranks 0, 1; the checkpoint"
+        "TrainingError: after step 2 ranks 0, 1 disagree on norm.weight, by up to 0.01: "
+        "suspect the memory or the processor of ranks 0, 1; the checkpoint"
     ), said
     assert list_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == "step-00000001"
 
@@ -194,7 +194,7 @@ def _check_alone() -> list[str]:
 def test_of_several_copies_the_odd_one_is_named_and_rounding_is_aligned():
     for rank, (much, left, little, aligned) in enumerate(on_ranks(4, _check_alone)):
         assert much.startswith(
-            "TrainingError: after step 7 rank 2 holds other numbers than the others of weight, up to 0.5"
+            "TrainingError: after step 7 rank 2 disagrees with the other ranks on weight, by up to 0.5"
         )
         assert float(left) == (1.5 if rank == 2 else 1.0)
         assert (little, float(aligned)) == ("", 1.0)

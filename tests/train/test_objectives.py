@@ -1,4 +1,5 @@
-"""Hidden tokens and pairs: what is hidden, what a pair's row holds, what is refused, and where the pairs come from."""
+"""Hidden tokens and pairs of texts: which tokens are hidden, the layout of a pair's row, refusals, and the default
+pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Training on four real Gloo processes, both meshes folded over each other, under several plans, is training on one."""
+"""Training on four Gloo processes, with both meshes folded over each other and under several plans, equals training on
+one."""
 
 from __future__ import annotations
 

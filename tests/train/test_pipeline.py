@@ -1,4 +1,5 @@
-"""Training in pipeline stages, under both schedules and beside every other kind of parallelism, is training on one process."""
+"""Training in pipeline stages, with both schedules and with every other kind of parallelism, equals training on one
+process."""
 
 from __future__ import annotations
 
@@ -28,14 +29,16 @@ STAGES = {
     "interleaved-4": {"pp": (4, 2)},
     "tp": {"pp": (2, 2), "tp": 2, "etp": 2, "sequence_parallel": True},
 }
-"""Name to mesh, of four ranks. Of the nine layers every second is dense, so parts have several sizes and some no experts."""
+"""Name to mesh of four ranks. Every second of the nine layers is dense, so parts differ in size and some have no
+experts."""
 MORE = ("1f1b-2", "1f1b-4", "interleaved-2", "interleaved-4")
-"""Those of `make test-random`: 1F1B runs in the run that changes its stages, interleaved parts run under tp."""
+"""Cases that only `make test-random` runs. 1F1B is also tested by the run that changes its stages, and interleaving
+with tp."""
 REFUSED = {
     "pp=3: 3 stages do not divide the 4 ranks": {"mesh": {"pp": (3,)}, "accumulation": 3},
     "mesh.ep": {"mesh": {"pp": (2,), "ep": 4}},
 }
-"""A part of the line to settings that only the ranks can refuse."""
+"""A part of the error message to settings that only the ranks can refuse."""
 
 
 def staged(folder: Path, name: str, **changes: object) -> TrainConfig:
@@ -54,7 +57,7 @@ def more(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
-    """Train on one process and in stages; half of one run goes on in other stages, and then on one process."""
+    """Train on one process and in stages. Half of one run is resumed in other stages, and then on one process."""
     folder = tmp_path_factory.mktemp("stages")
     runs = {name: staged(folder, name) for name in STAGES if name not in MORE}
     runs |= {line: tiny(folder, **BASE | changes, out=str(folder / "refused")) for line, changes in REFUSED.items()}

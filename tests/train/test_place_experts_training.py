@@ -1,4 +1,5 @@
-"""Training with experts that move is training on one process: losses, parameters, optimizer, checkpoints, resumed runs."""
+"""Training with moving experts equals training on one process: losses, parameters, optimizer, checkpoints, resumed
+runs."""
 
 from __future__ import annotations
 

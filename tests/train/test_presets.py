@@ -1,4 +1,5 @@
-"""Presets: each can be built, those of papers have the published sizes, the demo compares like with like."""
+"""Presets: each one builds, those of papers have the published sizes, and the demo compares models of equal active
+size."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ def built(config: ModelConfig, vocab_size: int) -> GPT:
 
 
 def count(model: nn.Module, *parts: str) -> int:
-    """Return the parameters whose names hold one of some words; all without words."""
+    """Return the number of parameters with names that contain one of `parts`; of all parameters without `parts`."""
     return sum(p.numel() for name, p in model.named_parameters() if not parts or any(part in name for part in parts))
 
 
 def outside(model: nn.Module) -> int:
-    """Return the parameters outside experts and routers."""
+    """Return the number of parameters outside experts and routers."""
     return count(model) - count(model, ".ffn.experts.", ".router.")
 
 
@@ -73,7 +74,8 @@ MI = 2**20
     ],
 )  # fmt: skip
 def test_schemoes_models_have_the_published_parameters(name, dense, unit, experts):
-    """Of GPT2-Tiny-MoE the 32 M outside the experts need a vocabulary ten times GPT-2's at the printed width of 64."""
+    """GPT2-Tiny-MoE's dense size is not checked: its published 32 M need a vocabulary ten times GPT-2's at the printed
+    width of 64."""
     model = of_preset(name)
     assert dense is None or round(outside(model) / unit) == dense
     assert experts is None or round(count(model, ".ffn.experts.") / 1e6) == experts
@@ -125,7 +127,7 @@ def test_the_modern_block_has_the_parameters_of_transformers():
 
 
 def test_deepseek_v3_is_planned_with_the_parameters_of_transformers():
-    """All but those that planning leaves out: norms, and the router's bias, which no gradient trains."""
+    """Norms and the router's bias are not compared: planning leaves them out."""
     sizes = {
         name: value for name, value in CONFIGS["deepseek-v3"].items() if name not in ("model_type", "moe_layer_freq")
     }

@@ -1,4 +1,4 @@
-"""What a person sees while a model trains."""
+"""The progress display of training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A world of one: what ranks agree on is what the one says; meshes that need more are refused."""
+"""A world of one rank agrees with itself, and meshes that need more ranks are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_one_process_agrees_with_itself():
     for reduce in (ranks.total, ranks.mean, ranks.largest):
         assert torch.equal(reduce(value), value)
     assert ranks.gathered("x") == ["x"]
-    assert ranks.first_says(3) == 3
+    assert ranks.from_first(3) == 3
     assert ranks.agree([]) == (None, False)
     assert ranks.agree(["SIGTERM", "SIGINT"], is_busy=True) == ("SIGTERM", True)
     ranks.require_same("anything", object(), "nothing")

@@ -1,4 +1,5 @@
-"""Recorded routing is what the layers did; replayed routing is the run again, bit by bit; a killed run keeps its segments."""
+"""Recorded routing equals what the layers routed, a replay equals the run bit by bit, and a killed run keeps its
+segments."""
 
 from __future__ import annotations
 
@@ -240,7 +241,7 @@ def refused(folder: Path) -> dict[str, TrainConfig]:
         f"routing=replay:{run}: is of another model or batch, sequences=2 (not 4): set": tiny(
             folder, **base, batch_size=4
         ),
-        f"routing=replay:{run}: holds steps 0 to 3, the run wants 0 to 8: set fewer steps, or record more": tiny(
+        f"routing=replay:{run}: holds steps 0 to 3, the run needs 0 to 8: set fewer steps, or record more": tiny(
             folder, **base, steps=9
         ),
         f"routing=replay:{counts}: holds counts only: record the tokens' experts with --routing record:tokens": tiny(

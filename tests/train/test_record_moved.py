@@ -1,6 +1,6 @@
-"""Traces and replays where samples and experts move: on four Gloo processes, against one process, to 1e-9.
+"""Traces and replays with moving samples and experts: four Gloo processes equal one process, to 1e-9.
 
-The replayed trace is of another model, so what a replay trains is neither of the two runs without it.
+The replayed trace comes from another model, so a replay trains differently from both runs without one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 from moesaic.traces.trace import Trace
 from moesaic.train.config import TrainConfig
-from moesaic.train.record import taken_home
+from moesaic.train.record import in_batch_order
 from runs import lines, losses, parameters, run_quietly, skip_measuring, tiny
 from train.worlds import Outcome, difference, train_on
 
@@ -34,12 +34,12 @@ TOLD: dict[str, dict[str, Any]] = {
     "arbiter": {"balance": ARBITER},
     "all": {"balance": {"samples": "weighed"} | EXPERTS | ARBITER},
 }
-"""What moves in a run that is told its experts."""
+"""What moves in a run that replays the experts of a trace."""
 HOLDS = ("counts", "tokens")
 
 
 def configured(folder: Path, name: str, **more: Any) -> TrainConfig:
-    """Return a run, of four ranks if it is given a mesh."""
+    """Return a run. It has four ranks if `more` names a mesh."""
     slug = name.replace(", ", "-").replace(" ", "-")
     more = {**BASE, **more, "model": BASE["model"] | more.get("model", {})}
     return tiny(folder, **more, out=str(folder / slug))
@@ -138,6 +138,6 @@ def test_a_table_of_places_becomes_one_of_sequences() -> None:
     for step in range(2):
         for layer in range(3):
             where[step, 0, layer, places[step, 0, layer]] = sequences[step, 0, layer]
-    found = taken_home(where.reshape(2, 1, 3, 20, 2), places)
+    found = in_batch_order(where.reshape(2, 1, 3, 20, 2), places)
     assert (found == sequences.reshape(2, 1, 3, 20, 2)).all()
     assert (where != sequences).any()

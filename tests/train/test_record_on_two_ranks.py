@@ -1,4 +1,4 @@
-"""On two real Gloo processes: traces are those of one process, and replays train what one process trains, to 1e-9."""
+"""On two Gloo processes, traces equal those of one process, and replays train what one process trains, to 1e-9."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MESHES = {
 HOLDS = ("counts", "tokens")
 RECORDED = [("ep", "counts"), ("ep", "tokens"), ("tp, s2", "counts"), ("tp, s1", "counts"), ("tp, s1", "tokens")]
 NOISY = {"model": {"moe": {"router": "gshard", "losses": ["load_balance_global_batch:0.01"]}, "seq_len": 15}}
-"""A router that draws other second choices on another mesh, so that only a replay agrees; sequences that two ranks do not
-split evenly."""
+"""A router with other random second choices on another mesh, so that only a replay agrees; and sequences that two ranks
+cannot split evenly."""
 
 
 def plain(folder: Path, holds: str = "tokens") -> TrainConfig:
@@ -121,7 +121,7 @@ def test_recorded_runs_agree_over_meshes(world):
 
 def test_refusals_reach_both_ranks(world):
     _, outcomes = world
-    for name, text in (("refused", "holds counts only"), ("blocked", "which no run wrote")):
+    for name, text in (("refused", "holds counts only"), ("blocked", "which does not look like a run")):
         said = [outcome.refusal for outcome in outcomes[name]]
         assert said[0] == said[1]
         assert text in said[0]

@@ -1,4 +1,4 @@
-"""Samples that move in a model that FSDP splits, on four Gloo processes: loss and gradients stay what they are."""
+"""Moving samples in a model that FSDP shards, on four Gloo processes, leaves the loss and gradients unchanged."""
 
 from __future__ import annotations
 

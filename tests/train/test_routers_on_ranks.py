@@ -1,6 +1,7 @@
-"""Every router of the registry trains on two and on four ranks, FSDP2 over dp and edp, as it does in one process.
+"""Every registered router trains on two and on four ranks, with FSDP2 over dp and edp, as in one process.
 
-The one process takes the ranks' parts of a batch as micro-batches: some routers choose among the tokens of a call together.
+The one process takes the ranks' parts of a batch as micro-batches, since some routers choose among all tokens of a
+call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run folders: nothing that no run wrote is ever lost, and two runs never share one."""
+"""Run folders: files that no run wrote are never lost, and two runs never share a folder."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NOT_OURS = {
     "files of another project": (foreign, "holds checkpoints, metrics.jsonl, routing, tensorboard and 1 more"),
     "another program's config.json": (
         lambda folder: (folder / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"], "model": {}}'),
-        "holds config.json, which no run wrote as far as can be told (its config.json is damaged)",
+        "holds config.json, which does not look like a run (its config.json is damaged)",
     ),
     "an empty config.json": (lambda folder: (folder / "config.json").touch(), "its config.json is damaged"),
     "a config.json that is a list": (lambda folder: (folder / "config.json").write_text("[1]"), "is damaged"),
@@ -199,7 +199,7 @@ LEFT = {
     "killed, and its number has another process": (lambda: owned(socket.gethostname(), os.getpid(), 1), ""),
     "killed before it said who it is": (lambda: '{"process": 1', ""),
     "alive": (
-        lambda: owned(socket.gethostname(), os.getppid(), run_folder._ticks(os.getppid())),
+        lambda: owned(socket.gethostname(), os.getppid(), run_folder._start_ticks(os.getppid())),
         "started 2026-01-01 00:00:00 UTC, trains into it",
     ),
     "of another host": (lambda: owned("elsewhere", 7, 1), "process 7 on elsewhere"),

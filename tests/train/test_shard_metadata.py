@@ -1,4 +1,4 @@
-"""The list of a sharded checkpoint: read whole, and nothing that it names is run."""
+"""The metadata of a sharded checkpoint is read completely, and code that it names is never executed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 class Payload:
-    """Runs a command where a plain unpickler reads it."""
+    """An object that executes a command when a plain unpickler reads it."""
 
     def __init__(self, command: str) -> None:
         self.command = command
@@ -50,13 +50,13 @@ class Payload:
 
 
 def write_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    """Write a sharded checkpoint's tensors in one process; returns the list's path."""
+    """Write a sharded checkpoint's tensors in one process. Return the path of its metadata."""
     state_dict_saver.save(tensors, checkpoint_id=folder / SHARDS, no_dist=True)
     return folder / SHARDS / ".metadata"
 
 
 def shard(checkpoint: Path) -> Path:
-    """Make a sharded checkpoint of one of a single process; returns the list's path."""
+    """Turn a checkpoint of one process into a sharded one. Return the path of its metadata."""
     loaded = load_checkpoint(checkpoint.parent, pytest.fail)
     tensors = {f"model.{name}": tensor for name, tensor in loaded.model.items()}
     tensors |= {f"optimizer.{name}": tensor for name, tensor in loaded.optimizer.items()}
@@ -96,7 +96,7 @@ def test_a_list_that_holds_the_plan_of_its_saving_is_read(tmp_path):
 
 
 def planted(metadata: Metadata, command: str) -> dict[str, object]:
-    """Return lists that run a command where a plain unpickler reads them, by what is wrong with them."""
+    """Return metadata that executes a command in a plain unpickler, by the place of the command."""
     payload = Payload(command)
     name = next(iter(metadata.state_dict_metadata))
     return {
@@ -123,13 +123,16 @@ def test_a_planted_command_does_not_run(tmp_path, capsys, monkeypatch, where, wo
     err = capsys.readouterr().err
     assert not (tmp_path / "planted").exists()
     assert err.count("\n") == 1
-    assert ".metadata: is no list of tensors as Moesaic writes it (it names posix.system), nothing in it was run" in err
+    assert (
+        ".metadata: is not the metadata of a sharded checkpoint (it names posix.system), and nothing in it was executed"
+        in err
+    )
     pickle.loads(path.read_bytes())
     assert (tmp_path / "planted").exists(), "the payload is harmless, so this test shows nothing"
 
 
 class Setter:
-    """Changes an attribute of what it is given, by the instruction of pickles for objects with slots."""
+    """An object that changes an attribute of its target when unpickled, with the pickle instruction for slots."""
 
     def __init__(self, target: object) -> None:
         self.target = target
@@ -139,7 +142,7 @@ class Setter:
 
 
 def changed(metadata: Metadata, kind: str) -> bytes:
-    """Return a list with one thing wrong with it."""
+    """Return pickled metadata with one fault."""
     name, entry = next(iter(metadata.state_dict_metadata.items()))
     places = dict(metadata.storage_data)
     index, place = next(iter(places.items()))
@@ -166,11 +169,11 @@ def changed(metadata: Metadata, kind: str) -> bytes:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("bytes", "it holds BytesStorageMetadata in place of TensorStorageMetadata"),
-        ("outside", "it names ../../secret, which is no file of its folder"),
+        ("bytes", "it holds BytesStorageMetadata instead of TensorStorageMetadata"),
+        ("outside", "it names ../../secret, which is not a file in its folder"),
         ("transformed", "is transformed"),
-        ("size", "it holds str in place of a size"),
-        ("offset", "it holds str in place of int"),
+        ("size", "it holds str instead of a size"),
+        ("offset", "it holds str instead of int"),
         ("function", "it names builtins.print"),
         ("setter", "it names builtins.getattr"),
         ("missing", "'state_dict_metadata'"),
@@ -181,13 +184,13 @@ def test_a_list_that_is_not_ours_is_refused_in_one_line(tmp_path, kind, reason):
     with pytest.raises(InputError) as caught:
         read_list(changed(torchs(path), kind), "here")
     assert reason in str(caught.value)
-    assert str(caught.value).startswith("here: is no list of tensors")
+    assert str(caught.value).startswith("here: is not the metadata of a sharded")
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80\x04", b"abc", pickle.dumps(None), pickle.dumps({}), pickle.dumps([1])])
 def test_what_is_no_list_is_refused(data):
-    with pytest.raises(InputError, match="is no list of tensors"):
+    with pytest.raises(InputError, match="is not the metadata of a sharded"):
         read_list(data, "here")
 
 
@@ -195,6 +198,6 @@ def test_a_class_of_the_pickle_cannot_be_changed():
     # GLOBAL Metadata, then BUILD on the class itself with a state for slots.
     data = b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\nN}X\x08\x00\x00\x00__init__K\x01s\x86b."
     before = Metadata.__init__
-    with pytest.raises(InputError, match="is no list of tensors"):
+    with pytest.raises(InputError, match="is not the metadata of a sharded"):
         read_list(data, "here")
     assert Metadata.__init__ is before

@@ -1,4 +1,4 @@
-"""Opening a run: what is built, what is put back, and that nothing is touched before all has proven good."""
+"""Opening a run: what is built and restored, and that nothing is touched before everything is validated."""
 
 from __future__ import annotations
 

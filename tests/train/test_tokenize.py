@@ -1,4 +1,4 @@
-"""Packed tokens: what training reads from them is what it reads from the text; mixtures have their weights throughout."""
+"""Packed tokens equal the tokens that training reads from the text, and mixtures have their weights throughout."""
 
 from __future__ import annotations
 

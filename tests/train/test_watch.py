@@ -1,4 +1,4 @@
-"""What a run on several ranks says when one of them stops, dies, or is somewhere else than the others."""
+"""Error lines of a run on several ranks when one rank stops, dies, or is at another place than the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moesaic.cli.main import main
 from moesaic.errors import InputError, TrainingError
 from moesaic.train import watch as of_watch
 from moesaic.train.checkpoint import list_checkpoints
-from moesaic.train.launch import Roll, heed_sigterm, telling
+from moesaic.train.launch import Roll, handle_sigterm, naming_dead_ranks
 from moesaic.train.run_folder import FLIGHT, HANG, HANG_SUMS, RunFolder
 from moesaic.train.watch import Position, Watch, describe_hang, read_hang
 from runs import tiny
@@ -50,11 +50,11 @@ def disturbed(*arguments):
 {where} = disturbed
 sys.exit(main(sys.argv[1:]))
 """
-"""Does something on the second rank in its third step, where a function of Moesaic is called."""
+"""A script that disturbs the second rank in its third step, at a call of a Moesaic function."""
 
 
 def said_by_a_run_that_fails(process: Forked) -> str:
-    """Return what a run says; rank 1 is killed once it is said to be stopped."""
+    """Return the error output of a failing run. Rank 1 is killed once it is reported as stopped."""
     while process.poll() is None:
         stopped = re.search(r"rank 1 is stopped \(process (\d+)", process.said()[1])
         if stopped:  # torchrun would wait half a minute for it
@@ -176,7 +176,9 @@ def test_a_rank_that_died_is_named_with_its_signal_and_what_to_type(tmp_path):
 def test_connections_that_break_between_ranks_that_live_are_one_line(tmp_path):
     err, run = say(tmp_path, "break_connections()")
     (said,) = ours(err)
-    assert re.match(r"moesaic train: rank [01] lost a connection to other ranks, whose processes live \(.*gloo", said)
+    assert re.match(
+        r"moesaic train: rank [01] lost a connection to other ranks, whose processes are alive \(.*gloo", said
+    )
     kept = list_checkpoints(run / "checkpoints")[-1]
     assert f", in step 3; the checkpoint {kept} is intact: go on with torchrun --nproc-per-node 2" in said
     assert said.endswith("look at the links between their nodes")
@@ -187,8 +189,8 @@ def test_connections_that_break_between_ranks_that_live_are_one_line(tmp_path):
 def test_of_ranks_on_other_nodes_only_those_that_count_no_more_are_gone(monkeypatch, counts_on):
     store = dist.HashStore()
     store.set("roll/process/1", "process 1 on elsewhere")
-    Roll(store, 1, 2).count(3)
-    monkeypatch.setattr(time, "sleep", lambda _: Roll(store, 1, 2).count(4) if counts_on else None)
+    Roll(store, 1, 2).beat(3)
+    monkeypatch.setattr(time, "sleep", lambda _: Roll(store, 1, 2).beat(4) if counts_on else None)
     gone = {} if counts_on else {1: "does not answer (process 1 on elsewhere): it died, or its node is cut off"}
     assert Roll(store, 0, 2).dead() == gone
 
@@ -199,7 +201,7 @@ def test_who_says_why_it_ends_is_not_ended_by_its_launcher_before(monkeypatch):
     store = dist.HashStore()
     Roll(store, 1, 2).sign()
     try:
-        with pytest.raises(RuntimeError, match="connection reset"), telling(Roll(store, 0, 2), "in step 3"):
+        with pytest.raises(RuntimeError, match="connection reset"), naming_dead_ranks(Roll(store, 0, 2), "in step 3"):
             raise RuntimeError("connection reset")
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
@@ -211,7 +213,7 @@ def test_the_launchers_sigterm_names_the_dead_and_has_its_usual_effect_without_a
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(Roll, "dead", lambda self: dead)
     monkeypatch.setattr(os, "kill", lambda *sending: sent.append(sending))
-    before = heed_sigterm(Roll(dist.HashStore(), 0, 2), lambda: "in step 3")
+    before = handle_sigterm(Roll(dist.HashStore(), 0, 2), lambda: "in step 3")
     try:
         handler = signal.getsignal(signal.SIGTERM)
         if dead:
@@ -226,7 +228,7 @@ def test_the_launchers_sigterm_names_the_dead_and_has_its_usual_effect_without_a
 
 
 class Looks:
-    """The seconds between the looks of a watch, in place of the clock and of what wakes it."""
+    """Replaces the clock and the timer of a watch: gives the seconds between its rounds."""
 
     def __init__(self, seconds: list[float]) -> None:
         self._seconds, self._now = iter(seconds), 0.0
@@ -241,11 +243,11 @@ class Looks:
 
 
 def is_given_up(monkeypatch, seconds, step=lambda: "step 1", long=()):
-    """Say whether a run is given up that is looked at after so many seconds each time; 10 are the patience."""
+    """Return whether a watch gives the run up if its rounds are that many seconds apart, with a patience of 10 seconds."""
     looks, given_up = Looks(seconds), []
     watch = Watch(nn.Linear(1, 1), None, 10.0, step, lambda: "", long)
     monkeypatch.setattr(of_watch, "time", looks)
-    watch._ends, watch._store, watch._rank = looks, dist.HashStore(), 0
+    watch._stopped, watch._store, watch._rank = looks, dist.HashStore(), 0
     watch._roll = Roll(watch._store, 0, 2)
     watch._give_up = lambda: given_up.append(True)
     watch._run()
@@ -262,7 +264,7 @@ def test_seconds_in_which_a_process_was_stopped_are_not_counted(monkeypatch):
 
 
 def test_a_run_whose_steps_go_on_is_not_given_up_wherever_it_is_found(monkeypatch):
-    """As where it waits for a GPU in every step."""
+    """The place stays the same, as in a run that waits for a GPU in every step."""
     looks = iter(range(100))
     assert not is_given_up(monkeypatch, [1.0] * 60, step=lambda: f"step {next(looks) // 8}")
 

@@ -1,4 +1,4 @@
-"""Training runs over real Gloo processes for the tests: one start of the processes serves many runs."""
+"""Training runs on several Gloo processes for the tests. The processes are started once for many runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Outcome:
     refusal: str
     """The text of the error; empty for none."""
     said: str
-    """What a person would have read."""
+    """The console output."""
     loss: float | None
     """The last validation loss."""
 
@@ -43,12 +43,12 @@ class Outcome:
 def train_on(
     world: int, runs: list[TrainConfig] | list[list[TrainConfig]], prepare: Callable[[], object] = dict
 ) -> list[list[Outcome]]:
-    """Train, run after run, on `world` processes.
+    """Train runs one after another on `world` processes.
 
     Args:
-        world: processes.
-        runs: a configuration for all ranks each, or one per rank.
-        prepare: what each process does first; a function of a module.
+        world: number of processes.
+        runs: for each run one configuration for all ranks, or one per rank.
+        prepare: a module-level function that each process calls first.
 
     Returns:
         the outcomes per run and rank.
@@ -67,7 +67,7 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 
 
 def assert_same_run(one: Path, other: Path, kinds: tuple[str, ...] = ("train", "eval")) -> None:
-    """Compare two runs: every figure of training and evaluation, every parameter, the optimizer."""
+    """Assert that two runs have equal training and evaluation metrics, parameters and optimizer states."""
     figures = {"train": ("loss", "grad_norm", "lr"), "eval": ("val_loss", "val_nats_per_byte")}
     for kind in kinds:
         keys = figures[kind]
@@ -89,7 +89,7 @@ def assert_same_run(one: Path, other: Path, kinds: tuple[str, ...] = ("train", "
 def _process(rank: int, world: int, runs: list[list[TrainConfig]], folder: str, prepare: Callable[[], object]) -> None:
     torch.set_num_threads(1)
     prepare()
-    # Samples move for any gain, in every pass: toy samples gain too little to move them, and a policy would rest.
+    # Move samples for any gain in every pass: toy samples gain too little, and the policy would pause between moves.
     balance.PlacerOptions = partial(PlacerOptions, least_gain=0.0, rest=0)
     for module in (loop, machine):
         module.matmul_flops_per_second = lambda *_, **__: 1e9

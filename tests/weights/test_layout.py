@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason='pip install "moesaic[transformers]"'
 from moesaic.errors import InputError
 from moesaic.weights import layout as layouts
 from moesaic.weights.files import read_dcp
-from moesaic.weights.layout import GatheredTensor, Layout, StoredBlock, _meet, every, identity, pieces
+from moesaic.weights.layout import GatheredTensor, Layout, StoredBlock, _intersect, full_region, identity, pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -63,7 +63,7 @@ def test_any_two_ways_to_keep_a_tensor_convert_into_each_other(data: st.DataObje
     whole = {"tensor": Held(np.arange(np.prod(shape), dtype=np.int32).reshape(shape))}
     one, other = (Layout(data.draw(partitions(shape)), shapes, "it") for _ in range(2))
     first = {
-        name: Held(GatheredTensor(name, one, identity(shapes), whole).read(every(one.shapes[name])))
+        name: Held(GatheredTensor(name, one, identity(shapes), whole).read(full_region(one.shapes[name])))
         for name in one.shapes
     }
     found = {name: GatheredTensor(name, other, one, first) for name in other.shapes}
@@ -72,15 +72,15 @@ def test_any_two_ways_to_keep_a_tensor_convert_into_each_other(data: st.DataObje
         assert tensor.shape == expected[name].shape
         for region in pieces(tensor.shape, 4):
             np.testing.assert_array_equal(tensor.read(region), expected[name].read(region))
-    back = GatheredTensor("tensor", identity(shapes), other, found).read(every(shape))
+    back = GatheredTensor("tensor", identity(shapes), other, found).read(full_region(shape))
     np.testing.assert_array_equal(back, whole["tensor"].array)
 
 
 @given(st.integers(0, 9), st.integers(0, 9), st.sampled_from([1, 2, 3]), st.integers(0, 9), st.integers(0, 9))
 def test_what_two_rows_share(start: int, length: int, step: int, other: int, size: int) -> None:
     a, b = range(start, start + length * step, step), range(other, other + size)
-    for found in (_meet(a, b), _meet(b, a)):
-        assert list(found or ()) == sorted(set(a) & set(b))  # type: ignore[arg-type]
+    for shared in (_intersect(a, b), _intersect(b, a)):
+        assert list(shared or ()) == sorted(set(a) & set(b))  # type: ignore[arg-type]
 
 
 def test_pieces_follow_each_other_and_fit_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,19 +89,19 @@ def test_pieces_follow_each_other_and_fit_the_buffer(monkeypatch: pytest.MonkeyP
         array = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)
         held = [Held(array).read(region) for region in pieces(shape, 4)]
         np.testing.assert_array_equal(
-            np.concatenate([array[:0].reshape(-1) if shape else [], *(each.reshape(-1) for each in held)]),
+            np.concatenate([array[:0].reshape(-1) if shape else [], *(piece.reshape(-1) for piece in held)]),
             array.reshape(-1),
         )
-        assert all(each.nbytes <= 40 for each in held)
+        assert all(piece.nbytes <= 40 for piece in held)
 
 
 def test_a_format_without_a_place_or_with_two_is_refused() -> None:
     shapes = {"a": (2, 3), "b": (4,)}
-    half = StoredBlock("x", every((1, 3)), "a", (range(1), range(3)))
+    half = StoredBlock("x", full_region((1, 3)), "a", (range(1), range(3)))
     with pytest.raises(InputError, match="it has no place for a, b: convert this model to another format"):
         Layout([half], shapes, "it")
     with pytest.raises(AssertionError):
-        Layout([half, StoredBlock("x", every((1, 3)), "a", (range(1, 2), range(3)))], {"a": (2, 3)}, "it")
+        Layout([half, StoredBlock("x", full_region((1, 3)), "a", (range(1, 2), range(3)))], {"a": (2, 3)}, "it")
 
 
 def test_parts_that_torch_saved_in_another_order_are_read(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_parts_that_torch_saved_in_another_order_are_read(tmp_path: Path) -> Non
     found, others = read_dcp(tmp_path)
     assert others == []
     for name, expected in tensors.items():
-        values = torch.from_numpy(found[name].read(every(found[name].shape))).view(torch.float32)
+        values = torch.from_numpy(found[name].read(full_region(found[name].shape))).view(torch.float32)
         assert torch.equal(values, expected)
     part = found["turned"].read((range(1, 6, 2), 3))
     assert torch.equal(torch.from_numpy(part).view(torch.float32), tensor.T[1:6:2, 3])

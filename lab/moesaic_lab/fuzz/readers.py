@@ -72,7 +72,7 @@ from moesaic.weights.checkpoint import open_checkpoint
 from moesaic.weights.convert import convert, verify
 from moesaic.weights.files import read_dcp, read_safetensors
 from moesaic.weights.hub import Hub
-from moesaic.weights.layout import Readable, every
+from moesaic.weights.layout import Readable, full_region
 from moesaic.weights.model import Architecture, read_config
 
 
@@ -266,7 +266,7 @@ def _documents(path: Path) -> object:
 
 
 def _elements(tensors: Mapping[str, Readable]) -> object:
-    return [tensor.read(every(tensor.shape)) for tensor in tensors.values()]
+    return [tensor.read(full_region(tensor.shape)) for tensor in tensors.values()]
 
 
 def _restored(folder: Path) -> None:

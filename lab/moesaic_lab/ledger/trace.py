@@ -105,7 +105,7 @@ def predicted() -> float:
     around = StepCostModel(model, grid, Simulator(cluster))
     compiled = compile_plan(Plan(all_to_all="multicast", order="fifo"), grid)
     forward, backward = (in_pieces(each, dispatched="fp8") for each in (compiled.forward, compiled.backward))
-    both = around.beside(forward, backward, compiled.grid)
+    both = around.simulate_overlapped(forward, backward, compiled.grid)
     return LAYERS * (both.seconds + 3 * around.forward.shared)
 
 

@@ -257,8 +257,8 @@ def split_dense(model: SwinMoE, tp: DeviceMesh) -> None:
     for name, module in model.named_modules():
         if isinstance(module, WindowAttention):
             module.tp = tp
-            styles[f"{name}.qkv"] = SplitParameters({"weight": 1}, takes=Replicate(), gives=None)
-            styles[f"{name}.out"] = SplitParameters({"weight": 1}, takes=None, gives=Replicate())
+            styles[f"{name}.qkv"] = SplitParameters({"weight": 1}, input_layout=Replicate(), output_layout=None)
+            styles[f"{name}.out"] = SplitParameters({"weight": 1}, input_layout=None, output_layout=Replicate())
         elif isinstance(module, FeedForward):
             styles[f"{name}.0"], styles[f"{name}.2"] = ColwiseParallel(), RowwiseParallel()
     parallelize_module(model, tp, styles, src_data_rank=None)

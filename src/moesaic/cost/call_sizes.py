@@ -122,11 +122,10 @@ def node_tokens_per_node(workload: Workload, nodes: int, chunks: int) -> float:
 
 
 def _copies_apart(workload: Workload, groups: list[tuple[float, int]]) -> float:
-    """Return the distance between the copies of a token on a node, in standard deviations of one copy's place; 0 for
-    one copy.
+    """Return the expected distance between the copies of a token on a node, in standard deviations of one copy's place.
 
     This is the mean, over all tokens, of the expected range of as many normal variables as a token has copies on the
-    node.
+    node. Tokens with fewer than two copies there count as 0.
 
     Args:
         workload: the layer and its tokens.
@@ -141,11 +140,9 @@ def _copies_apart(workload: Workload, groups: list[tuple[float, int]]) -> float:
 
 
 def _width_of_cuts(workload: Workload, chunks: int) -> float:
-    """Return the standard deviation of a copy's place in its expert's run around the cuts, as a share of the run,
-    summed over cuts.
+    """Return the standard deviation of a copy's place in its expert's run, as a share of the run, summed over the cuts.
 
-    Of the n copies of an expert, x n belong to the first share x of the tokens, with standard deviation sqrt(x (1 - x)
-    n).
+    Of an expert's n copies, x n belong to the first share x of the tokens, with standard deviation sqrt(x (1 - x) n).
     """
     run = max(workload.copies / workload.num_experts, 1.0)
     return sum(sqrt(cut / chunks * (1 - cut / chunks) / run) for cut in range(1, chunks))

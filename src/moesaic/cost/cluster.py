@@ -366,8 +366,9 @@ class ClusterSpec:
         )
 
     def with_links(self, carries: Literal["inside", "outside"], times: float | Sequence[float]) -> ClusterSpec:
-        """Return a cluster whose links inside or between nodes are `times` as fast. Links that carry both kinds of
-        messages change too.
+        """Return a cluster whose links inside or between nodes are `times` as fast.
+
+        Links that carry both kinds of messages change too.
 
         Args:
             carries: which links to change.
@@ -514,8 +515,9 @@ class Machine:
             check_not_negative(f"machine.{name}", getattr(self, name))
 
     def to_cluster(self, grid: Grid) -> ClusterSpec:
-        """Return a cluster of such ranks. Each rank has one port inside its node and one between nodes, and products
-        are bf16.
+        """Return a cluster of such ranks, with bf16 products.
+
+        Each rank has one port inside its node and one between nodes.
 
         Args:
             grid: the mesh, whose ranks become the cluster's devices.

@@ -78,8 +78,8 @@ def graph_of(program: Program, *, host_runs_compute: bool, has_lanes: bool = Tru
         writer.update(dict.fromkeys(task.writes, number))
     after: list[list[int]] = [[] for _ in range(2 * count)]
     for node, required in enumerate(before):
-        for other in required:
-            after[other].append(node)
+        for required_node in required:
+            after[required_node].append(node)
     return Graph(tuple(map(tuple, after)), tuple(map(len, before)))
 
 

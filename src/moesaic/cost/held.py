@@ -212,8 +212,7 @@ class _Walk:
         return alive.bytes_by_step
 
     def messages(self, task: Task, *, joined: bool) -> tuple[Bytes, Bytes, bool]:
-        """Return the bytes of a movement's send buffers and receive buffers, and whether the receive buffer is the slot
-        itself.
+        """Return the bytes of a movement's send and receive buffers, and whether the receive buffer is the slot itself.
 
         Args:
             task: a move or a hop.

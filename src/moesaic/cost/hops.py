@@ -1,5 +1,4 @@
-"""The messages of one hop of an all-to-all, derived from classes of packets: which packets share a message, and their
-number.
+"""The messages of one hop of an all-to-all, and their number, derived from classes of packets.
 
 The paths come from the algorithms themselves (`program/all_to_all/`), which are asked for one packet of each class.
 Whether other packets of the class take the same leg is checked, not assumed.
@@ -57,7 +56,7 @@ def hop_paths(task: Task, digits: Digits, group: frozenset[int], pairs: Pairs, c
     upper = sorted(classed)
 
     def leg_of(source: int, target: int) -> Leg | None:
-        path = link.path(places.of(source), source, target) if source != target else ()
+        path = link.path(places.switch_to_group_of(source), source, target) if source != target else ()
         return next((leg for leg in path if leg.hop == task.hop), None)
 
     message_numbers: dict[tuple[int, int], int] = {}

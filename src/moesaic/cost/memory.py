@@ -102,8 +102,9 @@ def _slot_bytes(program: Program, volumes: AbstractVolumes) -> dict[str, float]:
 
 
 def peak_bytes(program: Program, size: Mapping[str, float], stay: Iterable[str]) -> float:
-    """Return the most bytes that are alive at once. A slot lives from the task that writes it to the last task that
-    reads it.
+    """Return the most bytes that are alive at once.
+
+    A slot lives from the task that writes it to the last task that reads it.
 
     Args:
         program: in the order in which it runs.

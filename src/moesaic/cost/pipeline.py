@@ -383,8 +383,9 @@ class Pipeline:
         )
 
     def laid_out(self, micro_batches: int, seconds: PassSeconds) -> LaidOut:
-        """Lay the schedule out in time. If there are many micro-batches, only some of them are simulated, and the
-        repeating middle is extrapolated.
+        """Lay the schedule out in time.
+
+        If there are many micro-batches, only some are simulated, and the repeating middle is extrapolated.
 
         Args:
             micro_batches: number per optimizer step.

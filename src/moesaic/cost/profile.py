@@ -76,8 +76,8 @@ class LinkCosts:
     links."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            check_not_negative(f"profile link {each.name}", getattr(self, each.name))
+        for cost in fields(self):
+            check_not_negative(f"profile link {cost.name}", getattr(self, cost.name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +111,8 @@ class HostCosts:
     ranks over cores."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            check_not_negative(f"profile.host.{each.name}", getattr(self, each.name))
+        for cost in fields(self):
+            check_not_negative(f"profile.host.{cost.name}", getattr(self, cost.name))
         check_above_zero("profile.host.sharing", self.sharing)
 
 
@@ -156,8 +156,8 @@ class Errors:
     """Median error of the wall-clock time of whole layers under held-out plans."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            check_not_negative(f"profile.errors.{each.name}", getattr(self, each.name))
+        for error in fields(self):
+            check_not_negative(f"profile.errors.{error.name}", getattr(self, error.name))
 
 
 @dataclass(frozen=True, kw_only=True)

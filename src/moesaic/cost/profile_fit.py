@@ -67,10 +67,10 @@ class HostFit:
 
 
 def fit_host(samples: Sequence[Sample], sharing: float) -> HostFit:
-    """Fit the cost of each feature, at least 0. Each sample has weight 1 / time, so short layers count as much as long
-    ones.
+    """Fit the cost of each feature, at least 0.
 
-    Large errors count by their size rather than their square (soft L1), as outliers should.
+    Each sample has weight 1 / time, so short layers count as much as long ones. Large errors count by their size rather
+    than their square (soft L1), as outliers should.
 
     Args:
         samples: of many plans and several shapes.

@@ -99,8 +99,7 @@ class Simulator:
     def durations(
         self, program: Program, workload: Workload, grid: Grid, *, sizes: CallSizes | None = None
     ) -> dict[str, float]:
-        """Return the seconds of every task, by name, on the rank where it takes longest, if nothing else uses its
-        links.
+        """Return the seconds of every task by name, on its slowest rank, if nothing else uses its links.
 
         Args:
             program: forward or backward, in any order.

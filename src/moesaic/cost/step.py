@@ -131,9 +131,9 @@ def mean_of(estimates: Sequence[Estimate]) -> Estimate:
         return {name: sum(table.get(name, 0.0) for table in tables) / len(tables) for name in names}
 
     return Estimate(
-        seconds=sum(each.seconds for each in estimates) / len(estimates),
-        parts=mean([each.parts for each in estimates]),
-        limits=mean([each.limits for each in estimates]),
+        seconds=sum(estimate.seconds for estimate in estimates) / len(estimates),
+        parts=mean([estimate.parts for estimate in estimates]),
+        limits=mean([estimate.limits for estimate in estimates]),
     )
 
 
@@ -210,8 +210,8 @@ class StepCostModel:
         Args:
             forward: the forward program of an MoE layer.
             backward: its backward program.
-            overlapped: the two programs overlapped, of two micro-batches, with attention (`beside`). Read only if the model
-                is `overlapped`.
+            overlapped: both programs overlapped, of two micro-batches, from `simulate_overlapped`. Read only if the
+                model is `overlapped`.
         """
         count, layers = self.model.micro_batches, self.model.moe_layers
         overlap_factor = 1.0
@@ -260,12 +260,12 @@ class StepCostModel:
             limits=limits,
         )
 
-    def beside(self, forward: Program, backward: Program, grid: Grid) -> Simulated:
-        """Simulate the MoE programs of two micro-batches at once, with attention before the forward and after the
-        backward program.
+    def simulate_overlapped(self, forward: Program, backward: Program, grid: Grid) -> Simulated:
+        """Simulate the MoE programs of two micro-batches at once.
 
-        Their tasks form one program in the best order that the exact search finds, so one can send while the other
-        computes, as in DualPipe (DeepSeek-V3, section 3.2.1) and Megatron.
+        Attention precedes the forward program and follows the backward program. All tasks form one program in the best
+        order that the exact search finds, so one micro-batch can send while the other computes, as in DualPipe
+        (DeepSeek-V3, section 3.2.1) and Megatron.
 
         Args:
             forward: the lowered program of an MoE layer.

@@ -49,8 +49,7 @@ class Steps:
     """Number of kernels per expert of a rank, forward and backward, if the system loops over experts."""
 
     def seconds(self, values: float, memory: float, launch: float, experts: float = 0.0) -> tuple[float, float]:
-        """Return the seconds of a forward and a backward pass: memory traffic or kernel launches, whichever takes
-        longer.
+        """Return the seconds of a forward and a backward pass: traffic or kernel launches, whichever takes longer.
 
         Args:
             values: values of a rank.
@@ -58,12 +57,12 @@ class Steps:
             launch: seconds of the host per kernel.
             experts: experts of a rank.
         """
-        both = zip((self.forward, self.backward), self.kernels, self.per_expert)
-        there, back = (
-            max(each * values / memory, (kernels + experts * looped) * launch) if values else 0.0
-            for each, kernels, looped in both
+        passes = zip((self.forward, self.backward), self.kernels, self.per_expert)
+        forward, backward = (
+            max(traffic * values / memory, (kernels + experts * per_expert) * launch) if values else 0.0
+            for traffic, kernels, per_expert in passes
         )
-        return there, back
+        return forward, backward
 
 
 COSTS: dict[str, Steps] = {
@@ -199,9 +198,9 @@ class StepModel:
         for part in self.recomputed:
             if part not in PARTS:
                 raise InputError(f"model.recomputed={part!r}: choose of {', '.join(PARTS)}")
-        for each in self.stepwise:
-            if each not in COSTS:
-                raise InputError(f"model.stepwise={each!r}: choose of {', '.join(COSTS)}")
+        for operation in self.stepwise:
+            if operation not in COSTS:
+                raise InputError(f"model.stepwise={operation!r}: choose of {', '.join(COSTS)}")
         if self.layer.tokens % self.seq_len:
             raise InputError(
                 f"model.layer.tokens={self.layer.tokens} are not whole sequences of model.seq_len={self.seq_len}: choose a "

@@ -115,8 +115,9 @@ class Digits:
         return int(np.prod(self.sizes[sorted(digits)], dtype=np.int64)) if digits else 1
 
     def pairs(self, group: frozenset[int], listed: frozenset[int] = frozenset()) -> Pairs:
-        """Return the classes of pairs within groups. Digits inside a block are listed value by value, others as equal
-        or different.
+        """Return the classes of pairs within groups.
+
+        Digits inside a block are listed value by value, others as equal or different.
 
         Args:
             group: digits in which members of a group differ.
@@ -227,7 +228,7 @@ class GroupPlaces(NodeMap):
         self.nodes = [[]] * digits.product(group - digits.local)
         self._base = 0
 
-    def of(self, member: int) -> GroupPlaces:
+    def switch_to_group_of(self, member: int) -> GroupPlaces:
         """Switch to the group that contains a rank, and return self."""
         self._base = member - self._value(member, self._upper, True) - self._value(member, self._lower, True)
         return self

@@ -87,8 +87,7 @@ def uniform_counts(groups: int, workload: Workload) -> np.ndarray:
 
 
 def zipf_counts(groups: int, workload: Workload, *, exponent: float, seed: int) -> np.ndarray:
-    """Return counts in which the i-th busiest expert has a share proportional to 1 / i^exponent, with the same order in
-    every group.
+    """Return counts in which the i-th busiest expert's share is proportional to 1 / i^exponent, equal in all groups.
 
     Args:
         groups: data-parallel groups.
@@ -103,8 +102,8 @@ def zipf_counts(groups: int, workload: Workload, *, exponent: float, seed: int) 
 
 
 def dirichlet_counts(groups: int, workload: Workload, *, concentration: float, seed: int) -> np.ndarray:
-    """Return counts whose shares are drawn from a Dirichlet distribution for each group; their expected sum over groups
-    is even.
+    """Return counts whose shares are drawn from a Dirichlet distribution for each group; their mean over groups is
+    even.
 
     Args:
         groups: data-parallel groups, or samples of `workload.tokens` tokens, each of which prefers its own experts

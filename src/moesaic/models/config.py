@@ -86,12 +86,12 @@ class MoEConfig(MoEShape):
         """Make the auxiliary losses, except those with a coefficient of 0."""
         from moesaic.routing import losses
 
-        made = []
+        terms = []
         for name, coefficient in self.coefficients().items():
-            kind, options = LOSSES[name]
+            class_name, options = LOSSES[name]
             if coefficient:
-                made.append(getattr(losses, kind)(coefficient, **options))
-        return tuple(made)
+                terms.append(getattr(losses, class_name)(coefficient, **options))
+        return tuple(terms)
 
     def coefficients(self) -> dict[str, float]:
         """Return the coefficient of each loss in `losses`, by name.
@@ -99,17 +99,17 @@ class MoEConfig(MoEShape):
         Raises:
             InputError: a loss is unknown or given twice, or a coefficient is not a number of at least 0.
         """
-        found = {}
+        coefficients = {}
         for text in self.losses:
             name, _, number = text.partition(":")
             coefficient = read_number(number)
-            if name not in LOSSES or name in found or not 0 <= coefficient < math.inf:
+            if name not in LOSSES or name in coefficients or not 0 <= coefficient < math.inf:
                 raise InputError(
                     f"model.moe.losses: {text!r}: write each of {', '.join(LOSSES)} once at most, with a coefficient of at "
                     "least 0 behind a colon, such as z_loss:0.001"
                 )
-            found[name] = coefficient
-        return found
+            coefficients[name] = coefficient
+        return coefficients
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,14 +116,14 @@ class TransformerBlock(nn.Module):
             x = self.add(x, self.cross_norm, partial(self.cross, memory=memory, mask=memory_mask))
         if not isinstance(self.ffn, MoE):
             return self.add(x, self.ffn_norm, self.ffn), None
-        found: list[Routing] = []
+        routings: list[Routing] = []
 
         def moe(y: Tensor) -> Tensor:
             y, routing = self.ffn(y, mask=mask, token_ids=tokens, return_routing=True)
-            found.append(without_graph(routing))
+            routings.append(without_graph(routing))
             return y
 
-        return self.add(x, self.ffn_norm, moe), found[0]
+        return self.add(x, self.ffn_norm, moe), routings[0]
 
     def attend(self, x: Tensor, cache: KeyValueCache | None, mask: Tensor | None = None) -> Tensor:
         """Apply the convolution and self-attention: (batch, positions, dim) -> the same shape."""
@@ -227,14 +227,16 @@ class GPT(nn.Module):
         tokens: Tensor | None,
         mask: Tensor | None,
         caches: list[KeyValueCache] | None = None,
-        **more: Any,
+        **block_arguments: Any,
     ) -> tuple[Tensor, list[Routing]]:
         """Run the blocks with these indices in order. `caches` has one per block of the model; others are passed to blocks."""
         routings: list[Routing] = []
         for index in layers:
             block = self.blocks[index]
             assert isinstance(block, TransformerBlock)
-            x, routing = self.run_block(block, x, tokens, mask, None if caches is None else caches[index], **more)
+            x, routing = self.run_block(
+                block, x, tokens, mask, None if caches is None else caches[index], **block_arguments
+            )
             if routing is not None:
                 routings.append(routing)
         return x, routings
@@ -246,13 +248,13 @@ class GPT(nn.Module):
         tokens: Tensor | None,
         mask: Tensor | None,
         cache: KeyValueCache | None,
-        **more: Any,
+        **block_arguments: Any,
     ) -> tuple[Tensor, Routing | None]:
         """Run a block, with activation checkpointing if the config asks for it; arguments are those of the block."""
         # Recomputation would extend the cache a second time.
         recompute = self.config.checkpoint_activations and cache is None and torch.is_grad_enabled()
         run = partial(checkpoint, block) if recompute else block
-        result: tuple[Tensor, Routing | None] = run(x, tokens, mask, cache, **more)
+        result: tuple[Tensor, Routing | None] = run(x, tokens, mask, cache, **block_arguments)
         return result
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -354,19 +356,19 @@ def generate(
     limit = model.config.seq_len
     rows = [list(prompt) for prompt in prompts]
     ends = [len(row) + num_tokens for row in rows]
-    done = min(map(len, rows))
-    pending = min(done, limit)
+    length = min(map(len, rows))
+    pending = min(length, limit)
     caches = [KeyValueCache() for _ in model.blocks]
-    while done < max(ends):
+    while length < max(ends):
         if caches[0].length + pending > limit:
             caches = [KeyValueCache() for _ in model.blocks]
             pending = max(limit // 2, 1)
-        batch = [(row + [0] * (done - len(row)))[done - pending : done] for row in rows]
+        batch = [(row + [0] * (length - len(row)))[length - pending : length] for row in rows]
         logits = model(torch.tensor(batch, device=device), caches=caches).logits[:, -1].float().cpu()
         for row, end, scores, generator in zip(rows, ends, logits, generators):
-            if len(row) == done and done < end:
+            if len(row) == length and length < end:
                 row.append(_draw(scores, temperature, top_k, top_p, generator))
-        done, pending = done + 1, 1
+        length, pending = length + 1, 1
     return [row[len(prompt) :] for row, prompt in zip(rows, prompts)]
 
 
@@ -377,8 +379,8 @@ def _draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float, g
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
     probabilities = ((logits - logits.max()).double() / temperature).softmax(-1)  # small temperatures do not overflow
     if top_p < 1:
-        found, order = probabilities.sort(descending=True, stable=True)
-        probabilities[order[found.cumsum(0) - found >= top_p]] = 0
+        sorted_probabilities, order = probabilities.sort(descending=True, stable=True)
+        probabilities[order[sorted_probabilities.cumsum(0) - sorted_probabilities >= top_p]] = 0
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
@@ -420,17 +422,17 @@ class EncoderDecoder(GPT):
         if mask is not None or caches is not None:
             raise InputError("an encoder_decoder takes neither mask nor caches: pad with id 0, pass all tokens")
         split = self.config.seq_len // 2
-        source, written = tokens[:, :split], tokens[:, split:]
-        seen, told = source != PADDING, _told(written)
+        source, target = tokens[:, :split], tokens[:, split:]
+        source_mask, target_mask = source != PADDING, _has_next_token(target)
         middle = len(self.blocks) // 2
-        memory, routings = self.run_blocks(range(middle), embed(self, source), source, seen)
-        x, more = self.run_blocks(
-            range(middle, len(self.blocks)), embed(self, written), written, told,
-            memory=self.memory_norm(memory), memory_mask=seen,
+        memory, encoder_routings = self.run_blocks(range(middle), embed(self, source), source, source_mask)
+        x, decoder_routings = self.run_blocks(
+            range(middle, len(self.blocks)), embed(self, target), target, target_mask,
+            memory=self.memory_norm(memory), memory_mask=source_mask,
         )  # fmt: skip
         logits = self.unembed(self.norm(x))
-        loss = None if targets is None else self.loss(logits, targets[:, split:].masked_fill(~told, -1))
-        return GPTOutput(logits, loss, routings + more)
+        loss = None if targets is None else self.loss(logits, targets[:, split:].masked_fill(~target_mask, -1))
+        return GPTOutput(logits, loss, encoder_routings + decoder_routings)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean over sequences of each one's mean loss over targets that are not -1; the same on every mesh."""
@@ -439,11 +441,11 @@ class EncoderDecoder(GPT):
         return (losses.sum(1) / (targets != -1).sum(1).clamp_min(1)).mean()
 
 
-def _told(written: Tensor) -> Tensor:
+def _has_next_token(target: Tensor) -> Tensor:
     """Return which positions of the target half have a next token: the first position, and those that are not padding."""
-    told = written != PADDING
-    told[:, :1] = True
-    return told
+    has_next = target != PADDING
+    has_next[:, :1] = True
+    return has_next
 
 
 @torch.inference_mode()
@@ -464,8 +466,8 @@ def translate(model: EncoderDecoder, sources: list[list[int]]) -> list[list[int]
         tokens = torch.cat([tokens, following], 1)
         if bool((tokens[:, half + 1 :] == PADDING).any(1).all()):
             break
-    written = tokens[:, half + 1 :].tolist()
-    return [row[: row.index(PADDING)] if PADDING in row else row for row in written]
+    targets = tokens[:, half + 1 :].tolist()
+    return [row[: row.index(PADDING)] if PADDING in row else row for row in targets]
 
 
 def make_language_model(config: ModelConfig, vocab_size: int) -> GPT:

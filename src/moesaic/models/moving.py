@@ -95,7 +95,7 @@ class MovingGPT(GPT):
         tokens: Tensor | None,
         mask: Tensor | None,
         cache: KeyValueCache | None,
-        **more: Any,
+        **block_arguments: Any,
     ) -> tuple[Tensor, Routing | None]:
         """Run a block on the samples that are currently on this rank; an MoE layer may move them to other ranks."""
         trip = self.trip
@@ -103,8 +103,8 @@ class MovingGPT(GPT):
             assert tokens is not None
             tokens = trip.bring(tokens) if block.ffn.router.needs_token_ids else None
             mask = None if mask is None else trip.bring(mask)
-            more["move"] = trip.next()
-        return super().run_block(block, x, tokens, mask, cache, **more)
+            block_arguments["move"] = trip.next()
+        return super().run_block(block, x, tokens, mask, cache, **block_arguments)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy; see `GPT.loss`.

@@ -138,8 +138,14 @@ class BalancedRouter(AbstractRouter):
 
 @functools.lru_cache
 def visits(num_tokens: int, top_k: int, num_experts: int, seed: int, chunks: int = 1) -> tuple[tuple[int, float], ...]:
-    """Return the mean number of ep ranks on which a token of the pattern has an expert, for every number of ep ranks,
-    as in `Workload.visits`."""
+    """Return the mean number of ep ranks on which a token of the pattern has an expert, as in `Workload.visits`.
+
+    The mean is given for every number of ep ranks that divides the number of experts.
+
+    Args:
+        num_tokens, top_k, num_experts, seed: as in `balanced_choice`.
+        chunks: number of parts into which each expert's copies are cut; a token counts once per part.
+    """
     expert = balanced_choice(num_tokens, top_k, num_experts, seed).expert.view(num_tokens, top_k)
     is_chosen = torch.zeros(num_tokens, num_experts, dtype=torch.int64).scatter_(1, expert, 1)
     chunk = ((is_chosen.cumsum(0).gather(1, expert) - 1) * chunks) // (num_tokens * top_k // num_experts)

@@ -155,8 +155,9 @@ def all_to_all_gathered(transport: AbstractTransport, inside: Peers, tensor: Ten
 def collectives(
     transport: AbstractTransport, ranks_per_node: int, repeats: int, barrier: Callable[[], object]
 ) -> dict[str, Fit]:
-    """Time every collective over every span and fit a line to its times. All ranks call it together and get the same
-    result.
+    """Time every collective over every span and fit a line to its times.
+
+    All ranks call it together and get the same result.
 
     Args:
         transport: this rank's transport.

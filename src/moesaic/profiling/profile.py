@@ -1,7 +1,7 @@
-"""`moesaic profile`: measures the machine that its ranks run on, fits a profile, and checks it on held-out
-measurements.
+"""`moesaic profile`: measures the machine that its ranks run on, and fits and checks a profile.
 
-The measured times can be written to a file, so that another fit can use the same times.
+The profile is checked on held-out measurements. The measured times can be written to a file, so that another fit can
+use the same times.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Controls the ranks of a measurement: binds them to cores, starts them at one moment, and exchanges what they
-measured.
+"""Controls the ranks of a measurement: binds them to cores, starts them together, and exchanges their times.
 
 Ranks that share cores are bound under the batch policy so that none of their threads preempts another when it wakes up.
 Gloo's thread tries the lock of a connection and polls again at once if the lock is taken. If this thread has preempted

@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 
 from moesaic.errors import InputError
 from moesaic.plan.model import Job
-from moesaic.plan.search import Found
+from moesaic.plan.search import PlannedStep
 from moesaic.program.task import Lane
 from moesaic.program.timeline import LANES, Span, Timeline
 from moesaic.report.style import Drawn, Picture, figure, page_text, rounded, run_colour, write_text
@@ -134,7 +134,7 @@ class Bar(NamedTuple):
     end: float
 
 
-def bars_of(job: Job, best: Found, timelines: Mapping[str, Timeline]) -> list[Bar]:
+def bars_of(job: Job, best: PlannedStep, timelines: Mapping[str, Timeline]) -> list[Bar]:
     """Return the bars of a step: the first micro-batch block by block, all others as one bar, then the optimizer.
 
     Args:
@@ -152,24 +152,24 @@ def bars_of(job: Job, best: Found, timelines: Mapping[str, Timeline]) -> list[Ba
     return bars + [Bar(COMPUTING, name, name, end, end + seconds) for name, seconds in after.items() if seconds]
 
 
-def _micro_batch(job: Job, best: Found, timelines: Mapping[str, Timeline]) -> Iterator[Bar]:
+def _micro_batch(job: Job, best: PlannedStep, timelines: Mapping[str, Timeline]) -> Iterator[Bar]:
     """Yield the bars of the first micro-batch, in the order in which a rank runs them."""
     model, count = job.model, job.accumulation
-    again, blocks = int(model.checkpoint_activations), range(model.num_layers)
+    recomputes, blocks = int(model.checkpoint_activations), range(model.num_layers)
     sparse = sum(map(model.is_sparse, blocks))
-    once = {name: seconds / count for name, seconds in best.estimate.parts.items()}
-    waits = once.get("parameters", 0.0) / (2 * len(blocks))
+    seconds_of = {name: seconds / count for name, seconds in best.estimate.parts.items()}
+    wait = seconds_of.get("parameters", 0.0) / (2 * len(blocks))
     # A backward pass takes twice as long as a forward pass. Under activation checkpointing, the forward pass runs again.
-    of_block = once["attention"] / (3 + again) / len(blocks)
-    of_dense = once.get("dense", 0.0) / (3 + again) / max(len(blocks) - sparse, 1)
-    of_shared = once.get("shared experts", 0.0) / (3 + again) / sparse
-    around = (once.get("routing", 0.0) + once.get("small kernels", 0.0)) / sparse
+    attention_seconds = seconds_of["attention"] / (3 + recomputes) / len(blocks)
+    dense_seconds = seconds_of.get("dense", 0.0) / (3 + recomputes) / max(len(blocks) - sparse, 1)
+    shared_seconds = seconds_of.get("shared experts", 0.0) / (3 + recomputes) / sparse
+    routing_seconds = (seconds_of.get("routing", 0.0) + seconds_of.get("small kernels", 0.0)) / sparse
     layers = {
-        "forward": once["moe forward"] / (1 + again) / sparse, "backward": once["moe backward"] / sparse,
+        "forward": seconds_of["moe forward"] / (1 + recomputes) / sparse, "backward": seconds_of["moe backward"] / sparse,
     }  # fmt: skip
     now = 0.0
 
-    def one(part: str, what: str, seconds: float, row: str = COMPUTING) -> Iterator[Bar]:
+    def bar(part: str, what: str, seconds: float, row: str = COMPUTING) -> Iterator[Bar]:
         nonlocal now
         if seconds > 0:
             yield Bar(row, part, what, now, now + seconds)
@@ -184,29 +184,29 @@ def _micro_batch(job: Job, best: Found, timelines: Mapping[str, Timeline]) -> It
         now += layers[name]
 
     def forward(block: int, what: str) -> Iterator[Bar]:
-        yield from one("attention", f"attention {what}", of_block)
+        yield from bar("attention", f"attention {what}", attention_seconds)
         if model.is_sparse(block):
-            yield from one("shared experts", f"shared experts {what}", of_shared)
+            yield from bar("shared experts", f"shared experts {what}", shared_seconds)
             yield from layer("forward", f"MoE layer {what}")
         else:
-            yield from one("dense", f"dense layer {what}", of_dense)
+            yield from bar("dense", f"dense layer {what}", dense_seconds)
 
     for block in blocks:
         yield from forward(block, f"of block {block}")
-        yield from one("parameters", f"before block {block + 1}", waits, WAITING)
-    yield from one("unembed", "output and loss", once.get("unembed", 0.0))
+        yield from bar("parameters", f"before block {block + 1}", wait, WAITING)
+    yield from bar("unembed", "output and loss", seconds_of.get("unembed", 0.0))
     for block in reversed(blocks):
         what = f"of block {block}, backward"
-        if again:
+        if recomputes:
             yield from forward(block, f"of block {block}, again")
         if model.is_sparse(block):
             yield from layer("backward", f"MoE layer {what}")
-            yield from one("shared experts", f"shared experts {what}", 2 * of_shared)
-            yield from one("routing", f"routing {what}", around)
+            yield from bar("shared experts", f"shared experts {what}", 2 * shared_seconds)
+            yield from bar("routing", f"routing {what}", routing_seconds)
         else:
-            yield from one("dense", f"dense layer {what}", 2 * of_dense)
-        yield from one("attention", f"attention {what}", 2 * of_block)
-        yield from one("parameters", f"after block {block}", waits, WAITING)
+            yield from bar("dense", f"dense layer {what}", 2 * dense_seconds)
+        yield from bar("attention", f"attention {what}", 2 * attention_seconds)
+        yield from bar("parameters", f"after block {block}", wait, WAITING)
 
 
 def _busy(timeline: Timeline) -> Iterator[tuple[str, float, float]]:

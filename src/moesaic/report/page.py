@@ -31,10 +31,10 @@ from moesaic.report.summary import (
     RunSummary,
     Series,
     cards,
+    damage_as_input_error,
     in_words,
     mean_over_layers,
     read_runs,
-    telling_damage,
 )
 from moesaic.traces.load import LayerLoad
 from moesaic.traces.trace import Trace, steps_in_words
@@ -59,7 +59,7 @@ def write_page(runs: Sequence[RunSummary], out: Path | None = None) -> Path:
     Raises:
         InputError: the file cannot be written, or a run's files hold values that no run writes.
     """
-    with telling_damage(runs[0].folder):
+    with damage_as_input_error(runs[0].folder):
         text = Page(runs).text()
     return write_text(text, out or runs[0].folder / "report.html")
 

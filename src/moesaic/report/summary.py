@@ -275,12 +275,12 @@ def summarise(folder: Path, name: str) -> RunSummary:
     lines = read_metrics(folder)
     if not lines:
         raise InputError(f"{folder / 'metrics.jsonl'}: holds no line yet: wait for the run's first log_every steps")
-    with telling_damage(folder):
+    with damage_as_input_error(folder):
         return _summary(folder, name, config, lines)
 
 
 @contextmanager
-def telling_damage(folder: Path) -> Iterator[None]:
+def damage_as_input_error(folder: Path) -> Iterator[None]:
     """Turn errors from damaged values in a run's files into InputError.
 
     The files are only known to be JSON, with lines that have a kind and a step.

@@ -52,7 +52,7 @@ def relocator_of(case: Case, mesh: Mesh) -> Relocator | None:
     return Relocator(mesh, _placer(case), ends_home=False)
 
 
-def call_placed(
+def call_relocated(
     relocator: Relocator | None, layer: MoE, x: Any, *, recompute: bool = False, **options: Any
 ) -> tuple[Any, Routing]:
     """Call the layer and return (y, routing), with y for the samples of `x` even if they were moved in between.
@@ -84,7 +84,7 @@ def expert_placement_of(layer: MoE, mesh: Mesh) -> ExpertPlacement:
     return ExpertPlacement([layer], mesh, torch.optim.SGD(layer.experts.parameters(), lr=0.1), every=1)
 
 
-def place_anew(case: Case, layer: MoE, mesh: Mesh) -> Callable[[], None]:
+def shuffle_experts(case: Case, layer: MoE, mesh: Mesh) -> Callable[[], None]:
     """Put the experts into a random order if the case moves them, and return a function that moves them home.
 
     That function moves the gradients too. All ranks call both together.
@@ -224,7 +224,7 @@ def run_rank(case: Case, work: CaseData, compiled: Compiled, mesh: Mesh, norm: N
     layer, result = work.fresh_layer(), RankResult()
     layer.parallelize(mesh, compiled, case.policy)
     budget_by_rows(layer)
-    relocator, take_home = relocator_of(case, mesh), place_anew(case, layer, mesh)
+    relocator, take_home = relocator_of(case, mesh), shuffle_experts(case, layer, mesh)
     group = case.grid.coordinate(mesh.rank, "dp")
     for micro, share in enumerate(work.shares):
         set_loss_scale(layer, share)
@@ -279,7 +279,7 @@ def _forward_backward(
     x = batch.x.detach().clone().requires_grad_()
     torch.default_generator.manual_seed(batch.seed)
     with _precision(case):
-        y, routing = call_placed(relocator, layer, x, recompute=case.recompute, mask=batch.mask, token_ids=batch.ids)
+        y, routing = call_relocated(relocator, layer, x, recompute=case.recompute, mask=batch.mask, token_ids=batch.ids)
     ((y * batch.dy).sum() * share).backward()
     assert x.grad is not None
     result.outputs.append(y.detach())

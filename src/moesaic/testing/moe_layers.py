@@ -54,7 +54,7 @@ class AbstractMoELayer(ABC):
 
 
 @dataclass(frozen=True)
-class Asked:
+class LayerSpec:
     """The weights and settings from which one rank's part of the layer is made."""
 
     router: Tensor
@@ -67,7 +67,7 @@ class Asked:
     """Capacity factor: each rank sends an expert at most this many times the even share of its copies. None drops nothing."""
 
 
-MakeLayer = Callable[[Asked], AbstractMoELayer | None]
+MakeLayer = Callable[[LayerSpec], AbstractMoELayer | None]
 """Makes one rank's part of the layer; all ranks ask for the same. Returns None if the system has no such capacity."""
 
 
@@ -114,15 +114,15 @@ def certify_layer(
     findings: list[Certified] = []
     is_over = False
     for situation in situations:
-        asked, xs, dys = _draw(situation, group)
-        run = partial(_run, make, asked, xs[group.rank()], dys[group.rank()])
+        spec, xs, dys = _draw(situation, group)
+        run = partial(_run, make, spec, xs[group.rank()], dys[group.rank()])
         results, failed, is_over = attempted(run, compare_group, is_over=is_over)
         if failed:
             findings.append(Certified(situation.name, "all", torch.inf, None, failed))
         if results is None:
             continue
         errors_by_rank: list[_Errors] = [{}] * group.size()
-        own_errors = _errors(results, _Dense(asked, xs, dys, results.normalizes), situation, compare_group)
+        own_errors = _errors(results, _Dense(spec, xs, dys, results.normalizes), situation, compare_group)
         dist.all_gather_object(errors_by_rank, own_errors, group=compare_group)
         for name in dict.fromkeys(name for errors in errors_by_rank for name in errors):
             worst = max((errors.get(name, (torch.inf, None)) for errors in errors_by_rank), key=lambda pair: pair[0])
@@ -148,8 +148,8 @@ class _LayerResults:
     """The auxiliary loss, and the router's gradient of that loss alone."""
 
 
-def _run(make: MakeLayer, asked: Asked, tokens: Tensor, dy: Tensor) -> _LayerResults | None:
-    layer, auxiliary_layer = make(asked), make(asked)
+def _run(make: MakeLayer, spec: LayerSpec, tokens: Tensor, dy: Tensor) -> _LayerResults | None:
+    layer, auxiliary_layer = make(spec), make(spec)
     if layer is None or auxiliary_layer is None:
         return None
     x = tokens.clone().requires_grad_()
@@ -163,7 +163,7 @@ def _run(make: MakeLayer, asked: Asked, tokens: Tensor, dy: Tensor) -> _LayerRes
         assert loss is not None
         (loss + 0 * other_y.sum()).backward()
         auxiliary = loss.detach(), auxiliary_layer.gradients()[0]
-    return _LayerResults(layer.normalizes(asked.top_k), y.detach(), dx, router, experts, norm, auxiliary)
+    return _LayerResults(layer.normalizes(spec.top_k), y.detach(), dx, router, experts, norm, auxiliary)
 
 
 def _errors(results: _LayerResults, dense: _Dense, situation: LayerSituation, group: dist.ProcessGroup) -> _Errors:
@@ -210,15 +210,15 @@ def _auxiliary(value: Tensor, router: Tensor, dense: _Dense, group: dist.Process
 class _Dense:
     """The values that all ranks must have, computed in float64 by multiplying every token with every expert."""
 
-    def __init__(self, asked: Asked, xs: Sequence[Tensor], dys: Sequence[Tensor], normalizes: bool) -> None:
-        self._router, self._top_k, self._xs = asked.router.double(), asked.top_k, [x.double() for x in xs]
+    def __init__(self, spec: LayerSpec, xs: Sequence[Tensor], dys: Sequence[Tensor], normalizes: bool) -> None:
+        self._router, self._top_k, self._xs = spec.router.double(), spec.top_k, [x.double() for x in xs]
         router = self._router.clone().requires_grad_()
-        leaves = [getattr(asked.experts, name).double().requires_grad_() for name in ("w1", "w3", "w2")]
+        leaves = [getattr(spec.experts, name).double().requires_grad_() for name in ("w1", "w3", "w2")]
         inputs = [x.clone().requires_grad_() for x in self._xs]
         self.ys, self._chosen = [], []
         for x, dy in zip(inputs, dys):
             probs = F.linear(x, router).softmax(-1)
-            weights, chosen = probs.topk(asked.top_k)
+            weights, chosen = probs.topk(spec.top_k)
             weights = weights / weights.sum(-1, keepdim=True) if normalizes else weights
             weight_TE = torch.zeros_like(probs).scatter(1, chosen, weights)
             inner = F.silu(torch.einsum("td,eid->tei", x, leaves[0])) * torch.einsum("td,eid->tei", x, leaves[1])
@@ -268,7 +268,7 @@ class _Dense:
         return _relative_error([y[is_kept]], [expected[is_kept]])[0]
 
 
-def _draw(situation: LayerSituation, group: dist.ProcessGroup) -> tuple[Asked, list[Tensor], list[Tensor]]:
+def _draw(situation: LayerSituation, group: dist.ProcessGroup) -> tuple[LayerSpec, list[Tensor], list[Tensor]]:
     generator = torch.Generator().manual_seed(1)
 
     def normal(*shape: int) -> Tensor:
@@ -279,8 +279,8 @@ def _draw(situation: LayerSituation, group: dist.ProcessGroup) -> tuple[Asked, l
     experts = SwiGLUWeights(
         normal(EXPERTS, HIDDEN, DIM) * scale, normal(EXPERTS, HIDDEN, DIM) * scale, normal(EXPERTS, DIM, HIDDEN) * scale
     )
-    asked = Asked(normal(EXPERTS, DIM), experts, group, situation.top_k, situation.capacity)
-    return asked, [normal(count, DIM) for count in counts], [normal(count, DIM) for count in counts]
+    spec = LayerSpec(normal(EXPERTS, DIM), experts, group, situation.top_k, situation.capacity)
+    return spec, [normal(count, DIM) for count in counts], [normal(count, DIM) for count in counts]
 
 
 def _sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

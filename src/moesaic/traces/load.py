@@ -34,14 +34,14 @@ def layer_loads(trace: Trace) -> list[LayerLoad]:
     """Return the statistics of every layer, in one pass over the trace."""
     shape, steps = trace.shape, trace.steps
     loads = np.zeros((shape.num_layers, len(steps), shape.num_experts), dtype=np.int64)
-    local = np.zeros((shape.num_layers, len(steps), shape.accumulation))
-    for place, step in enumerate(steps):
+    localities = np.zeros((shape.num_layers, len(steps), shape.accumulation))
+    for row, step in enumerate(steps):
         for layer in range(shape.num_layers):
             for micro in range(shape.accumulation):
                 samples = trace.samples(layer, step, micro)
-                loads[layer, place] += samples.sum(0)
-                local[layer, place, micro] = locality(samples, shape.top_k)
-    return [_layer(layer, loads[layer], float(local[layer].mean())) for layer in range(shape.num_layers)]
+                loads[layer, row] += samples.sum(0)
+                localities[layer, row, micro] = locality(samples, shape.top_k)
+    return [_statistics(layer, loads[layer], float(localities[layer].mean())) for layer in range(shape.num_layers)]
 
 
 def max_violation(loads: np.ndarray) -> np.ndarray:
@@ -100,14 +100,14 @@ def _shares(loads: np.ndarray) -> np.ndarray:
     return shares
 
 
-def _layer(layer: int, loads: np.ndarray, local: float) -> LayerLoad:
+def _statistics(layer: int, loads: np.ndarray, locality: float) -> LayerLoad:
     return LayerLoad(
         layer=layer,
         max_violation=tuple(max_violation(loads).tolist()),
         busiest=tuple(loads.argmax(axis=1).tolist()),
         dead_experts=int((loads.sum(axis=0) == 0).sum()),
         drift=drift(loads),
-        locality=local,
+        locality=locality,
         shares=_shares(loads),
     )
 
@@ -120,40 +120,42 @@ def faults(trace: Trace) -> list[str]:
     layers  every layer has copies
     gaps    all steps are equally far apart
     """
-    found = []
+    lines = []
     for layer in range(trace.shape.num_layers):
-        found += _of_layer(trace, layer)
+        lines += _layer_faults(trace, layer)
     gaps = _gaps(trace.steps)
-    return [*found, *([f"gaps: {gaps}"] if gaps else [])]
+    return [*lines, *([f"gaps: {gaps}"] if gaps else [])]
 
 
-def _of_layer(trace: Trace, layer: int) -> list[str]:
+def _layer_faults(trace: Trace, layer: int) -> list[str]:
     """Return the faults of one layer."""
-    shape, found = trace.shape, []
-    wanted = shape.seq_len * shape.top_k
-    short, twice, total, first = 0, 0, 0, ""
+    shape, lines = trace.shape, []
+    copies_per_sequence = shape.seq_len * shape.top_k
+    wrong_sequences, repeated_tokens, num_copies, first_wrong = 0, 0, 0, ""
     for step in trace.steps:
         for micro in range(shape.accumulation):
             if trace.holds == "tokens":
                 experts = trace.experts(layer, step, micro)
                 chosen = np.sort(np.where(experts < 0, -1 - experts.astype(np.int64), experts), axis=1)
                 repeats = (chosen[:, 1:] == chosen[:, :-1]).any(axis=1)
-                twice += int(repeats.sum())
-                total += experts.size
+                repeated_tokens += int(repeats.sum())
+                num_copies += experts.size
                 continue
             copies = trace.samples(layer, step, micro).sum(axis=1)
-            total += int(copies.sum())
-            wrong = np.flatnonzero(copies != wanted)
-            if len(wrong) and not first:
-                first = f"first in step {step}, sequence {wrong[0]}: {copies[wrong[0]]}"
-            short += len(wrong)
-    if not total:
+            num_copies += int(copies.sum())
+            wrong = np.flatnonzero(copies != copies_per_sequence)
+            if len(wrong) and not first_wrong:
+                first_wrong = f"first in step {step}, sequence {wrong[0]}: {copies[wrong[0]]}"
+            wrong_sequences += len(wrong)
+    if not num_copies:
         return [f"layers: layer {layer} has no copies at all"]
-    if short:
-        found.append(f"sums: layer {layer}: {short} sequences do not have {wanted} copies, {first}")
-    if twice:
-        found.append(f"top-k: layer {layer}: {twice} tokens chose an expert twice")
-    return found
+    if wrong_sequences:
+        lines.append(
+            f"sums: layer {layer}: {wrong_sequences} sequences do not have {copies_per_sequence} copies, {first_wrong}"
+        )
+    if repeated_tokens:
+        lines.append(f"top-k: layer {layer}: {repeated_tokens} tokens chose an expert twice")
+    return lines
 
 
 def _gaps(steps: list[int]) -> str:
@@ -161,9 +163,9 @@ def _gaps(steps: list[int]) -> str:
     distances = np.diff(steps)
     if not len(distances):
         return ""
-    usual = Counter(distances.tolist()).most_common(1)[0][0]
-    wider = [(steps[place], steps[place + 1]) for place in np.flatnonzero(distances != usual)]
-    listed = ", ".join(f"{one} to {other}" for one, other in wider[:4])
-    if not wider:
+    usual_distance = Counter(distances.tolist()).most_common(1)[0][0]
+    gaps = [(steps[place], steps[place + 1]) for place in np.flatnonzero(distances != usual_distance)]
+    if not gaps:
         return ""
-    return f"{len(wider)} in steps {steps_in_words(steps)} that are {usual} apart: {listed}{', ...' if len(wider) > 4 else ''}"
+    examples = ", ".join(f"{start} to {stop}" for start, stop in gaps[:4]) + (", ..." if len(gaps) > 4 else "")
+    return f"{len(gaps)} in steps {steps_in_words(steps)} that are {usual_distance} apart: {examples}"

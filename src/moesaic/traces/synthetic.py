@@ -80,7 +80,9 @@ class SyntheticRouting:
         else:
             most = min(self.num_experts / self.shape.top_k, self.num_experts) - 1
             if not 0 <= self.max_vio <= most + 1e-9:
-                raise InputError(f"max_vio={self.max_vio}: so many experts and experts per token allow 0 to {most:.4g}")
+                raise InputError(
+                    f"max_vio={self.max_vio}: these numbers of experts and experts per token allow 0 to {most:.4g}"
+                )
 
     @property
     def shape(self) -> TraceShape:
@@ -106,12 +108,14 @@ def make_segment(config: SyntheticRouting) -> TraceSegment:
     table = np.zeros((config.steps, *shape.table(holds)), dtype=shape.dtype(holds))
     for layer in range(config.num_layers):
         random = np.random.default_rng([config.seed, layer])
-        spread = None
+        dirichlet_scale = None
         for step, shares in enumerate(_popularities(config, random)):
-            if config.locality and spread is None:
-                spread = concentration(shares, config.sequences, config.locality, config.top_k, config.seed)
-            for number, own in enumerate(tastes(shares, config.sequences, spread, config.top_k, random)):
-                experts = draw_tokens(own, config.seq_len, config.top_k, random)
+            if config.locality and dirichlet_scale is None:
+                dirichlet_scale = concentration(shares, config.sequences, config.locality, config.top_k, config.seed)
+            for number, sequence_shares in enumerate(
+                tastes(shares, config.sequences, dirichlet_scale, config.top_k, random)
+            ):
+                experts = draw_tokens(sequence_shares, config.seq_len, config.top_k, random)
                 if config.tokens:
                     table[step, 0, layer, number * config.seq_len : (number + 1) * config.seq_len] = experts
                 else:
@@ -139,16 +143,16 @@ def capped(shares: np.ndarray, top_k: int) -> np.ndarray:
         top_k: experts per token.
     """
     limit = 1 / top_k
-    full = np.zeros(shares.shape, dtype=bool)
+    is_capped = np.zeros(shares.shape, dtype=bool)
     for _ in range(top_k):
-        rest = np.where(full, 0.0, shares)
-        left = 1 - full.sum(axis=1, keepdims=True) * limit
-        total = rest.sum(axis=1, keepdims=True)
-        scaled = np.where(full, limit, rest * (left / np.where(total > 0, total, 1)))
-        above = scaled > limit
-        if not above.any():
+        free_shares = np.where(is_capped, 0.0, shares)
+        free_sum = 1 - is_capped.sum(axis=1, keepdims=True) * limit
+        total = free_shares.sum(axis=1, keepdims=True)
+        scaled = np.where(is_capped, limit, free_shares * (free_sum / np.where(total > 0, total, 1)))
+        is_above = scaled > limit
+        if not is_above.any():
             break
-        full |= above
+        is_capped |= is_above
     return np.minimum(scaled, limit)
 
 
@@ -163,13 +167,13 @@ def concentration(shares: np.ndarray, sequences: int, local: float, top_k: int, 
         seed: seed of the draws on which concentrations are tried.
     """
 
-    def found(spread: float) -> float:
+    def mean_locality(spread: float) -> float:
         random = np.random.default_rng(seed)
         draws = range(-(-64 // sequences))
         return float(np.mean([locality(tastes(shares, sequences, spread, top_k, random) * 1e9, top_k) for _ in draws]))
 
     # A grid instead of bisection: with few sequences a concentration near 0 may give less locality than a larger one.
-    return min(np.geomspace(0.01, 1000, 48).tolist(), key=lambda spread: abs(found(spread) - local))
+    return min(np.geomspace(0.01, 1000, 48).tolist(), key=lambda spread: abs(mean_locality(spread) - local))
 
 
 def tastes(
@@ -186,10 +190,10 @@ def tastes(
     """
     if spread is None:
         return np.tile(shares, (sequences, 1))
-    own = (1 - TINY) * dirichlet_capped(spread * shares, sequences, top_k, random) + TINY * shares
+    sequence_shares = (1 - TINY) * dirichlet_capped(spread * shares, sequences, top_k, random) + TINY * shares
     for _ in range(60):  # iterative proportional fitting
-        own = capped(own * (shares / np.maximum(own.mean(axis=0), 1e-300)), top_k)
-    return own
+        sequence_shares = capped(sequence_shares * (shares / np.maximum(sequence_shares.mean(axis=0), 1e-300)), top_k)
+    return sequence_shares
 
 
 def dirichlet_capped(alpha: np.ndarray, rows: int, top_k: int, random: np.random.Generator) -> np.ndarray:
@@ -206,15 +210,15 @@ def dirichlet_capped(alpha: np.ndarray, rows: int, top_k: int, random: np.random
     """
     alpha = np.tile(np.maximum(alpha, 1e-12), (rows, 1))
     logs = np.log(random.standard_gamma(alpha + 1)) + np.log(random.random(alpha.shape)) / alpha
-    full = np.zeros(logs.shape, dtype=bool)
+    is_capped = np.zeros(logs.shape, dtype=bool)
     shares = np.zeros(logs.shape)
     for place in range(top_k):
-        rest = np.where(full, -np.inf, logs)
-        parts = np.exp(rest - rest.max(axis=1, keepdims=True))
-        left = 1 - full.sum(axis=1, keepdims=True) / top_k
-        shares = np.where(full, 1 / top_k, parts / parts.sum(axis=1, keepdims=True) * left)
+        free_logs = np.where(is_capped, -np.inf, logs)
+        parts = np.exp(free_logs - free_logs.max(axis=1, keepdims=True))
+        free_sum = 1 - is_capped.sum(axis=1, keepdims=True) / top_k
+        shares = np.where(is_capped, 1 / top_k, parts / parts.sum(axis=1, keepdims=True) * free_sum)
         if place + 1 < top_k:
-            full |= shares > 1 / top_k
+            is_capped |= shares > 1 / top_k
     return np.minimum(shares, 1 / top_k)
 
 
@@ -234,8 +238,8 @@ def draw_tokens(shares: np.ndarray, tokens: int, top_k: int, random: np.random.G
     ends *= top_k / ends[-1]
     start = (random.permutation(tokens) + random.random(tokens)) / tokens
     points = start[:, None] + np.arange(top_k)
-    found = np.minimum(np.searchsorted(ends, points, side="right"), len(shares) - 1)
-    chosen: np.ndarray = random.permuted(order[found], axis=1)
+    index = np.minimum(np.searchsorted(ends, points, side="right"), len(shares) - 1)
+    chosen: np.ndarray = random.permuted(order[index], axis=1)
     return chosen
 
 
@@ -252,11 +256,11 @@ def _popularities(config: SyntheticRouting, random: np.random.Generator) -> Iter
         if config.max_vio is None:
             yield popularity(places, config.skew, config.top_k)
         else:
-            yield _solved(places, config.top_k, config.max_vio)
+            yield _shares_with_max_vio(places, config.top_k, config.max_vio)
         latent = keep * latent + config.drift * random.normal(size=config.num_experts)
 
 
-def _solved(places: np.ndarray, top_k: int, max_vio: float) -> np.ndarray:
+def _shares_with_max_vio(places: np.ndarray, top_k: int, max_vio: float) -> np.ndarray:
     """Return Zipf shares with the given MaxVio, or the nearest if some experts are swapping ranks."""
 
     def violation(skew: float) -> float:

@@ -77,11 +77,10 @@ class Trace:
         for header in headers[1:]:
             _require_same(headers[0], header)
         headers.sort(key=lambda header: int(header.steps[0]))
-        for one, other in pairwise(headers):
-            if one.steps[-1] >= other.steps[0]:
-                raise InputError(
-                    f"trace {path}: {one.path.name} and {other.path.name} both hold step {int(other.steps[0])}: remove one"
-                )
+        for previous, following in pairwise(headers):
+            if previous.steps[-1] >= following.steps[0]:
+                names = f"{previous.path.name} and {following.path.name}"
+                raise InputError(f"trace {path}: {names} both hold step {int(following.steps[0])}: remove one")
         return cls(headers, str(path))
 
     @property
@@ -114,12 +113,12 @@ class Trace:
         Raises:
             InputError: the number of groups does not divide the number of sequences.
         """
-        wanted = self._parts[self._find(step)[0]].groups if groups is None else groups
-        if wanted < 1 or self.shape.sequences % wanted:
+        num_groups = self._parts[self._find(step)[0]].groups if groups is None else groups
+        if num_groups < 1 or self.shape.sequences % num_groups:
             raise InputError(
-                f"trace {self.name}: {self.shape.sequences} sequences do not split into {wanted} groups: choose a divisor"
+                f"trace {self.name}: {self.shape.sequences} sequences do not split into {num_groups} groups: choose a divisor"
             )
-        return self.samples(layer, step, micro).reshape(wanted, -1, self.shape.num_experts).sum(axis=1)
+        return self.samples(layer, step, micro).reshape(num_groups, -1, self.shape.num_experts).sum(axis=1)
 
     def experts(self, layer: int, step: int, micro: int = 0) -> np.ndarray:
         """Return every token's experts, best first, (sequences * seq_len, top_k); -1 - expert for choices that were not sent.
@@ -146,16 +145,18 @@ class Trace:
     def segments(self, source: dict[str, object] | None = None) -> Iterator[TraceSegment]:
         """Yield the segments with their tables; each gets `source` in place of its own."""
         for number, part in enumerate(self._parts):
-            yield TraceSegment(self.shape, self.holds, part.steps, self._read(number), part.groups, source or {})
+            yield TraceSegment(
+                self.shape, self.holds, part.steps, self._read_segment(number), part.groups, source or {}
+            )
 
     def _table(self, layer: int, step: int, micro: int) -> np.ndarray:
-        for what, index, size in (
+        for noun, index, size in (
             ("layer", layer, self.shape.num_layers), ("micro-batch", micro, self.shape.accumulation)
         ):  # fmt: skip
             if not 0 <= index < size:
-                raise InputError(f"trace {self.name}: has no {what} {index}: choose 0 to {size - 1}")
+                raise InputError(f"trace {self.name}: has no {noun} {index}: choose 0 to {size - 1}")
         number, row = self._find(step)
-        table: np.ndarray = self._read(number)[row, micro, layer]
+        table: np.ndarray = self._read_segment(number)[row, micro, layer]
         return table
 
     def _find(self, step: int) -> tuple[int, int]:
@@ -163,7 +164,7 @@ class Trace:
             raise InputError(f"trace {self.name}: has no step {step}, only {steps_in_words(self.steps)}")
         return self._place[step]
 
-    def _read(self, number: int) -> np.ndarray:
+    def _read_segment(self, number: int) -> np.ndarray:
         if self._last is None or self._last[0] != number:
             part = self._parts[number]
             self._last = (number, read_table(part) if isinstance(part, Header) else part.table)
@@ -179,9 +180,9 @@ def segments_of(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     for folder in (path / FOLDER, path):
-        found = sorted(folder.glob(PATTERN))
-        if found:
-            return found
+        segments = sorted(folder.glob(PATTERN))
+        if segments:
+            return segments
     raise InputError(
         f"trace {path}: holds no {PATTERN}: name a trace, or the folder of a run that recorded one "
         "(moesaic train --routing record:counts)"
@@ -213,12 +214,12 @@ def differences(shape: TraceShape, other: TraceShape) -> list[str]:
 
 
 def _require_same(first: Header, header: Header) -> None:
-    found = differences(header.shape, first.shape)
+    differing = differences(header.shape, first.shape)
     if header.holds != first.holds:
-        found.append(f"holds={header.holds} (not {first.holds})")
-    if found:
+        differing.append(f"holds={header.holds} (not {first.holds})")
+    if differing:
         raise InputError(
-            f"trace {header.path}: is of another model or run than {first.path.name}, {', '.join(found)}: "
+            f"trace {header.path}: is of another model or run than {first.path.name}, {', '.join(differing)}: "
             "keep the files of one run in a folder"
         )
 
@@ -291,8 +292,8 @@ class TraceSegment:
 
     def before(self, step: int) -> TraceSegment:
         """Return the steps before `step`."""
-        kept = int(np.searchsorted(self.steps, step))
-        return TraceSegment(self.shape, self.holds, self.steps[:kept], self.table[:kept], self.groups, self.source)
+        count = int(np.searchsorted(self.steps, step))
+        return TraceSegment(self.shape, self.holds, self.steps[:count], self.table[:count], self.groups, self.source)
 
 
 @dataclass(frozen=True)
@@ -321,17 +322,17 @@ def write_segment(segment: TraceSegment, path: Path) -> None:
     table = {TABLES[segment.holds]: segment.table.astype(segment.shape.dtype(segment.holds))}
     data = io.BytesIO()
     np.savez_compressed(data, allow_pickle=False, header=np.array(json.dumps(header)), steps=segment.steps, **table)
-    aside = path.with_name(f".writing-{path.name}")
+    temporary = path.with_name(f".writing-{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("wb") as file:
+        with temporary.open("wb") as file:
             file.write(data.getbuffer())
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, path)
+        os.replace(temporary, path)
     except OSError as error:
         with suppress(OSError):
-            aside.unlink()
+            temporary.unlink()
         raise InputError(
             f"trace {path}: cannot be written ({error.strerror}): free space or choose another place"
         ) from error
@@ -343,36 +344,36 @@ def read_header(path: Path) -> Header:
     Raises:
         InputError: the file is missing, damaged, not a trace, or of a newer version.
     """
-    arrays = _read(path, ("header", "steps"))
+    arrays = _read_arrays(path, ("header", "steps"))
     try:
         header = json.loads(str(arrays["header"]))
-        known = isinstance(header, dict) and header.get("format") == FORMAT and type(header.get("version")) is int
+        is_trace = isinstance(header, dict) and header.get("format") == FORMAT and type(header.get("version")) is int
     except (ValueError, RecursionError):
-        known = False
-    if not known:
-        raise InputError(f"trace {path}: is no routing trace: make one with moesaic train --routing record:counts")
+        is_trace = False
+    if not is_trace:
+        raise InputError(f"trace {path}: is not a routing trace: make one with moesaic train --routing record:counts")
     if header["version"] > VERSION:
         raise InputError(
             f"trace {path}: has version {header['version']}, this Moesaic reads up to {VERSION}: upgrade it"
         )
     try:
         shape = TraceShape(**header["shape"])
-        found = Header(path, shape, header["holds"], arrays["steps"], int(header["groups"]), header["source"])
+        segment = Header(path, shape, header["holds"], arrays["steps"], int(header["groups"]), header["source"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InputError(f"trace {path}: its header is damaged ({error}): record it again") from error
-    steps = found.steps
+    steps = segment.steps
     if (
-        not isinstance(found.holds, str)
-        or found.holds not in TABLES
+        not isinstance(segment.holds, str)
+        or segment.holds not in TABLES
         or steps.dtype.kind not in "iu"
         or steps.ndim != 1
         or not len(steps)
         or (np.diff(steps) <= 0).any()
     ):
         raise InputError(
-            f"trace {path}: its header is damaged (holds {found.holds}, steps not ascending): record it again"
+            f"trace {path}: its header is damaged (holds {segment.holds}, steps not ascending): record it again"
         )
-    return found
+    return segment
 
 
 def read_table(header: Header) -> np.ndarray:
@@ -382,25 +383,29 @@ def read_table(header: Header) -> np.ndarray:
         InputError: the file is damaged, or the table does not fit the header.
     """
     path, shape, name = header.path, header.shape, TABLES[header.holds]
-    table = _read(path, (name,))[name]
-    wanted = (len(header.steps), *shape.table(header.holds))
-    if table.shape != wanted:
-        raise InputError(f"trace {path}: its table has shape {table.shape}, its header says {wanted}: record it again")
+    table = _read_arrays(path, (name,))[name]
+    expected = (len(header.steps), *shape.table(header.holds))
+    if table.shape != expected:
+        raise InputError(
+            f"trace {path}: its table has shape {table.shape}, its header says {expected}: record it again"
+        )
     low, high = (0, shape.seq_len) if header.holds == "counts" else (-shape.num_experts, shape.num_experts - 1)
     if table.dtype.kind not in "iu" or (table < low).any() or (table > high).any():
-        raise InputError(f"trace {path}: its table holds more than whole numbers from {low} to {high}: record it again")
+        raise InputError(
+            f"trace {path}: its table holds other values than whole numbers from {low} to {high}: record it again"
+        )
     return table
 
 
-def _read(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
+def _read_arrays(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
     """Read the named arrays of an `.npz` file."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            found = {name: file[name] for name in names}
+            arrays = {name: file[name] for name in names}
             # numpy returns other members than arrays as bytes.
-            if not all(isinstance(array, np.ndarray) for array in found.values()):
-                raise TypeError("a member is no array")
-            return found
+            if not all(isinstance(array, np.ndarray) for array in arrays.values()):
+                raise TypeError("a member is not an array")
+            return arrays
     except FileNotFoundError as error:
         raise InputError(
             f"trace {path}: no such file: name a trace, or the folder of a run that recorded one"
@@ -420,5 +425,5 @@ def _read(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
         ) from error
     except (KeyError, AttributeError, TypeError) as error:  # another .npz, or an .npy
         raise InputError(
-            f"trace {path}: is no routing trace: make one with moesaic train --routing record:counts"
+            f"trace {path}: is not a routing trace: make one with moesaic train --routing record:counts"
         ) from error

@@ -63,40 +63,44 @@ def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: Non
     if config.planner.file:
         return _with_file(config, Path(config.planner.file))
     world = dist.get_world_size() if dist.is_initialized() else 1
-    settings, grid = config.planner, config.mesh
-    fits = not (world % grid.tp or world % (grid.ep * grid.etp) or config.batch_size % (world // grid.tp))
-    is_left_alone = world == 1 and dist.is_initialized()
-    if not (settings.searches or (settings.is_auto and (is_left_alone or not fits))):
+    settings, configured = config.planner, config.mesh
+    fits = not (
+        world % configured.tp
+        or world % (configured.ep * configured.etp)
+        or config.batch_size % (world // configured.tp)
+    )
+    is_last_rank = world == 1 and dist.is_initialized()
+    if not (settings.searches or (settings.is_auto and (is_last_rank or not fits))):
         return config
-    if settings.searches and (grid.tp, grid.ep, grid.etp, config.layer_plan) != (1, 1, 1, Plan()):
+    if settings.searches and (configured.tp, configured.ep, configured.etp, config.layer_plan) != (1, 1, 1, Plan()):
         raise InputError(
             "planner.plan=search finds mesh.tp, mesh.ep, mesh.etp and plan, and predicts without balance.replication and "
             "balance.memory_budget: leave them out"
         )
     if world == 1:
-        return replace(config, mesh=replace(grid, tp=1, ep=1, etp=1), planner=replace(settings, plan=""))
+        return replace(config, mesh=replace(configured, tp=1, ep=1, etp=1), planner=replace(settings, plan=""))
     on_cpu = config.device.startswith("cpu") or not torch.cuda.is_available()
-    found = find_layout(
-        asdict(config), world, ranks_of_a_node(grid.ranks_per_node),
+    layout = find_layout(
+        asdict(config), world, ranks_of_a_node(configured.ranks_per_node),
         cluster=settings.cluster, on_cpu=on_cpu,
     )  # fmt: skip
     say(
-        f"planner: {world} ranks take {name_of(found.grid)} and {plan_in_words(found.plan)}, a predicted step of "
-        f"{1e3 * found.seconds:.1f} ms"
+        f"planner: {world} ranks take {name_of(layout.grid)} and {plan_in_words(layout.plan)}, a predicted step of "
+        f"{1e3 * layout.seconds:.1f} ms"
     )
-    mesh = replace(grid, **{name: getattr(found.grid, name) for name in MESH})
-    found_plan = replace(found.plan, replication=config.balance.policy, memory_budget=config.balance.memory_budget)
-    kept = "" if settings.searches else settings.plan
-    return replace(config, mesh=mesh, planner=replace(settings, plan=kept)).with_layer_plan(found_plan)
+    mesh = replace(configured, **{name: getattr(layout.grid, name) for name in MESH})
+    plan = replace(layout.plan, replication=config.balance.policy, memory_budget=config.balance.memory_budget)
+    planner_plan = "" if settings.searches else settings.plan
+    return replace(config, mesh=mesh, planner=replace(settings, plan=planner_plan)).with_layer_plan(plan)
 
 
 def _with_file(config: TrainConfig, path: Path) -> TrainConfig:
     table, plan = read_planned(path)
     mesh = override(config.mesh, table, source=str(path), prefix="mesh.")
     for name in MESH:
-        asked, found = getattr(config.mesh, name), getattr(mesh, name)
-        if asked not in (found, getattr(MeshConfig(), name)):
-            raise InputError(f"mesh.{name}={asked} and {path} with {found} contradict each other: leave one out")
+        configured, planned = getattr(config.mesh, name), getattr(mesh, name)
+        if configured not in (planned, getattr(MeshConfig(), name)):
+            raise InputError(f"mesh.{name}={configured} and {path} with {planned} contradict each other: leave one out")
     if config.layer_plan not in (plan, Plan()):
         raise InputError(f"plan or balance and planner.plan={path} contradict each other: leave one out")
     return replace(config, mesh=mesh, planner=replace(config.planner, plan="")).with_layer_plan(plan)
@@ -140,11 +144,11 @@ def find_candidates(config: TrainConfig) -> Candidates | None:
         return None
     ranks = Ranks.of(config, "cpu")
     with ranks.together():
-        _check(config, ranks)
-    return _searched(config, ranks, config.layer_plan, {}) if settings.cluster else None
+        _require_plannable(config, ranks)
+    return _search_candidates(config, ranks, config.layer_plan, {}) if settings.cluster else None
 
 
-def _searched(config: TrainConfig, ranks: Ranks, first: Plan, times: Mapping[LinkKind, float]) -> Candidates:
+def _search_candidates(config: TrainConfig, ranks: Ranks, first: Plan, times: Mapping[LinkKind, float]) -> Candidates:
     """Return the candidates that the first rank finds for a described or measured cluster; see `Predictor.of`."""
     predictor: Predictor | None = None
     tables: list[dict[str, Any]] = []
@@ -156,26 +160,26 @@ def _searched(config: TrainConfig, ranks: Ranks, first: Plan, times: Mapping[Lin
                 cluster=config.planner.cluster, plans=PLANS, times=times,
             )  # fmt: skip
             tables = [asdict(plan) for plan in predictor.plans]
-    told = ranks.first_says(tables)
-    return Candidates(tuple(override(Plan(), table, source="planner") for table in told), predictor)
+    plan_tables = ranks.from_first(tables)
+    return Candidates(tuple(override(Plan(), table, source="planner") for table in plan_tables), predictor)
 
 
 def link_changes(kind: LinkKind, times: Sequence[float]) -> str:
     """Return words for which links became faster or slower, and by what factor on each node."""
-    found: dict[float, list[int]] = {}
-    for node, each in enumerate(times):
-        found.setdefault(each, []).append(node)
-    if len(found) == 1:
+    nodes_by_factor: dict[float, list[int]] = {}
+    for node, factor in enumerate(times):
+        nodes_by_factor.setdefault(factor, []).append(node)
+    if len(nodes_by_factor) == 1:
         return f"links {KINDS[kind]} are {times[0]:.2f} times as fast as they were"
     of_nodes = (
-        f"those of node{'s' * (len(nodes) > 1)} {', '.join(map(str, nodes))} are {each:.2f} times as fast as they were"
-        for each, nodes in found.items()
-        if each != 1
+        f"those of node{'s' * (len(nodes) > 1)} {', '.join(map(str, nodes))} are {factor:.2f} times as fast as they were"
+        for factor, nodes in nodes_by_factor.items()
+        if factor != 1
     )
     return f"of links {KINDS[kind]}, {', '.join(of_nodes)}"
 
 
-def _described(run: RunState) -> ClusterSpec | None:
+def _named_cluster(run: RunState) -> ClusterSpec | None:
     """Return the cluster that a run names; None if it names none."""
     mesh = run.ranks.mesh
     named = mesh is not None and run.config.planner.cluster and not run.config.model.is_dense
@@ -195,14 +199,14 @@ class AutoPlanner:
         self, run: RunState, candidates: Candidates | None, say: Callable[[str], None] = lambda _: None
     ) -> None:
         self._run, self._ranks, self._say = run, run.ranks, say
-        self._lost = ""
+        self._lost_table = ""
         self._times: dict[LinkKind, tuple[float, ...]] = {}
         self._layers = [module for module in run.model.modules() if isinstance(module, MoE)]
         watches = candidates is not None and not is_measured(run.config.planner.cluster)
-        self._rates = LinkRates(run.ranks, _described(run)) if self._tell_links() or watches else None
+        self._rates = LinkRates(run.ranks, _named_cluster(run)) if self._update_arbiters() or watches else None
         self._steps = 0
         self._compiled: dict[tuple[int, bool], Compiled] = {}
-        self._told = 0
+        self._reported = 0
         model, moe = run.config.model, run.config.model.moe
         self._load = (
             run.config.batch_size * model.seq_len * moe.top_k / moe.num_experts
@@ -228,12 +232,12 @@ class AutoPlanner:
         if chosen != before:
             for layer in self._layers:
                 layer.use_plan(self._compile(chosen, layer))
-            self._tell_links()
+            self._update_arbiters()
 
-    def _tell_links(self) -> bool:
+    def _update_arbiters(self) -> bool:
         """Give the current link speeds to arbiters that learn. Return whether there are any."""
-        heard = [hear_links(each.on_mesh.calls, self._times) for each in self._layers if each.on_mesh is not None]
-        return any(heard)
+        learns = [hear_links(layer.on_mesh.calls, self._times) for layer in self._layers if layer.on_mesh is not None]
+        return any(learns)
 
     def note_load(self) -> None:
         """Note the load of the step. Call it before the optimizer step, while the layers still hold their counts."""
@@ -244,35 +248,35 @@ class AutoPlanner:
 
     def after_step(self, seconds: float) -> None:
         """Record the time that the step took on the slowest rank, and probe the links if they are due."""
-        self.decisions.took(seconds)
+        self.decisions.add_seconds(seconds)
         if self.table is not None:
-            told = self._ranks.largest(torch.tensor([seconds, self._load], dtype=torch.float64))
-            self._load = float(told[1])
-            self.table.record(float(told[0]), self._load)
+            slowest = self._ranks.largest(torch.tensor([seconds, self._load], dtype=torch.float64))
+            self._load = float(slowest[1])
+            self.table.record(float(slowest[0]), self._load)
         if self._rates is not None:
             if self._steps % PROBE_STEPS == 0:
-                self._look_at_links(self._rates)
+                self._probe_links(self._rates)
             self._steps += 1
 
-    def _look_at_links(self, rates: LinkRates) -> None:
+    def _probe_links(self, rates: LinkRates) -> None:
         """If link speeds changed, pass them to the arbiters and search plans again, since earlier timings no longer
         hold."""
         drift = rates.drift()
         if not drift:
             return
         for kind, times in drift.items():
-            before = self._times.get(kind, (1.0,) * len(times))
-            self._times[kind] = tuple(one * other for one, other in zip(before, times))
+            earlier = self._times.get(kind, (1.0,) * len(times))
+            self._times[kind] = tuple(before * change for before, change in zip(earlier, times))
         changes = " and ".join(link_changes(kind, times) for kind, times in drift.items())
-        if self._tell_links():
-            self._say(f"balance: {changes}: the arbiter goes by that")
+        if self._update_arbiters():
+            self._say(f"balance: {changes}: the arbiter uses the new speeds")
         if self.table is None or self.table.running is None:
             return
         running = self.table.plans[self.table.running]
         # The search assumes identical nodes.
         slowest = {kind: min(times) for kind, times in self._times.items()}
-        found = _searched(self._run.config, self._ranks, running, slowest)
-        self.table, self._told = self._made_table(found), 0
+        candidates = _search_candidates(self._run.config, self._ranks, running, slowest)
+        self.table, self._reported = self._predicted_table(candidates), 0
         self._compiled.clear()
         self._say(f"planner: {changes}: plans are searched again; {self.describe()[-1]}")
 
@@ -284,8 +288,8 @@ class AutoPlanner:
         table = self.table if self._auto is None else self._auto.table
         if table is None or table.running is None:
             return {}
-        running, new = table.running, table.decisions[self._told :]
-        self._told = len(table.decisions)
+        running, new = table.running, table.decisions[self._reported :]
+        self._reported = len(table.decisions)
         estimates = table.estimates(table.bucket_of(self._load))
         return {
             "plan": {
@@ -295,7 +299,8 @@ class AutoPlanner:
                 "switches": table.switches,
                 "explored_share": table.explored / table.steps,
                 "decisions": [
-                    [each.step, each.why, each.bucket, plan_in_words(table.plans[each.plan])] for each in new
+                    [decision.step, decision.why, decision.bucket, plan_in_words(table.plans[decision.plan])]
+                    for decision in new
                 ],
             }
         }
@@ -310,8 +315,8 @@ class AutoPlanner:
         words = [
             f"{plan_in_words(plan)} ({1e3 * first[number]:.1f} ms)" for number, plan in enumerate(self.table.plans)
         ]
-        found = f"planner: {len(words)} plans, predicted steps: {'; '.join(words)}"
-        return [self._lost, found] if self._lost else [found]
+        line = f"planner: {len(words)} plans, predicted steps: {'; '.join(words)}"
+        return [self._lost_table, line] if self._lost_table else [line]
 
     def files(self) -> dict[str, str]:
         """Return the plan table as a file of a checkpoint, on the first rank; empty on the others."""
@@ -322,29 +327,29 @@ class AutoPlanner:
     def _make_table(self, candidates: Candidates) -> PlanTable:
         """Return a plan table, restored from the checkpoint if the checkpoint's table is for the same mesh."""
         ranks = self._ranks
-        table, saved, reason = self._made_table(candidates), None, ""
+        table, saved, reason = self._predicted_table(candidates), None, ""
         if ranks.is_first and self._run.saved is not None:
             try:
                 saved = read_plan_table(self._run.saved.folder / PLAN_TABLE)
             except InputError as error:
                 reason = str(error)
-        saved, reason = ranks.first_says((saved, reason))
+        saved, reason = ranks.from_first((saved, reason))
         try:
             if saved is not None and saved.pop("mesh", None) == self._mesh():  # a table of another mesh is useless
                 table.restore(saved)
         except InputError as error:
-            table, reason = self._made_table(candidates), str(error)
+            table, reason = self._predicted_table(candidates), str(error)
         if reason:
-            self._lost = f"planner: what the checkpoint knew of plans is of no use ({reason}), they are timed anew"
+            self._lost_table = f"planner: the checkpoint's plan table is unusable ({reason}), so plans are timed anew"
         return table
 
-    def _made_table(self, candidates: Candidates) -> PlanTable:
+    def _predicted_table(self, candidates: Candidates) -> PlanTable:
         """Return a plan table that holds only predictions."""
         plan, predictor = self._run.config.plan, candidates.predictor
 
         def predict(load: float) -> list[float]:
-            found: list[float] = self._ranks.first_says(None if predictor is None else predictor(load))
-            return found
+            seconds: list[float] = self._ranks.from_first(None if predictor is None else predictor(load))
+            return seconds
 
         return PlanTable(candidates.plans, predict, TABLE, tested={(plan.codec, plan.backward_codec)})
 
@@ -366,7 +371,7 @@ class AutoPlanner:
         return self._compiled[key]
 
 
-def _check(config: TrainConfig, ranks: Ranks) -> None:
+def _require_plannable(config: TrainConfig, ranks: Ranks) -> None:
     """Raise InputError if a run's plan cannot be changed while it trains."""
     moe = config.model.moe
     if ranks.mesh is None:
@@ -390,11 +395,11 @@ def _check(config: TrainConfig, ranks: Ranks) -> None:
 def read_plan_table(path: Path) -> dict[str, Any] | None:
     """Return the saved plan table of a resumed run; None if it has none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
+        table = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(table, dict):
             raise TypeError("it holds no table")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read ({error})") from error
-    return found
+    return table

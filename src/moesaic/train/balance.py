@@ -93,10 +93,10 @@ def budget_values(model: nn.Module) -> dict[str, list[dict[str, int]]]:
     """Return what each MoE layer did to meet its memory budget since the previous call, as metrics; empty without a
     budget."""
     layers = [module.on_mesh for module in model.modules() if isinstance(module, MoE)]
-    balanced = [each.calls for each in layers if each is not None and isinstance(each.calls, BalancedCalls)]
-    if not any(each.compiled.plan.memory_budget is not None for each in balanced):
+    balanced = [on_mesh.calls for on_mesh in layers if on_mesh is not None and isinstance(on_mesh.calls, BalancedCalls)]
+    if not any(calls.compiled.plan.memory_budget is not None for calls in balanced):
         return {}
-    return {"memory_budget": [asdict(each.budget.take()) for each in balanced]}
+    return {"memory_budget": [asdict(calls.budget.take()) for calls in balanced]}
 
 
 def make_model(config: TrainConfig, vocab_size: int) -> GPT:
@@ -207,10 +207,10 @@ class DecisionMeter:
         if isinstance(relocator, WatchedRelocator):
             for trip in relocator.trips:
                 for number, move in enumerate(trip.moves):
-                    self._moves[number] += [] if move.load is None else [_of_move(move)]
+                    self._moves[number] += [] if move.load is None else [_sample_metrics(move)]
             relocator.trips = []
 
-    def took(self, seconds: float) -> None:
+    def add_seconds(self, seconds: float) -> None:
         """Add the seconds that a step took."""
         self._seconds += seconds
 
@@ -221,12 +221,15 @@ class DecisionMeter:
         self._seconds = 0.0
         if not any(decisions) and not any(moves):
             return {}
-        deciding = sum(decision.decision_seconds for each in decisions for decision in each)
+        deciding = sum(decision.decision_seconds for of_layer in decisions for decision in of_layer)
         row_bytes = 2 * self._layers[0].dim * self._element_bytes
         return {
             "balance": {
                 "decision_share": deciding / seconds if seconds else 0.0,
-                "layers": [summary(each) | _of_moves(of_layer, row_bytes) for each, of_layer in zip(decisions, moves)],
+                "layers": [
+                    summary(each) | _mean_sample_metrics(of_layer, row_bytes)
+                    for each, of_layer in zip(decisions, moves)
+                ],
             }
         }
 
@@ -249,7 +252,7 @@ def summary(decisions: Sequence[CallDecision]) -> dict[str, Any]:
     }
 
 
-def _of_move(move: SampleMove) -> dict[str, float]:
+def _sample_metrics(move: SampleMove) -> dict[str, float]:
     """Return how many samples moved, and how many more (or fewer) rows cross links because of it, once in each
     direction."""
     stay, moved = move.volumes()
@@ -260,7 +263,7 @@ def _of_move(move: SampleMove) -> dict[str, float]:
     }
 
 
-def _of_moves(moves: Sequence[dict[str, float]], row_bytes: int) -> dict[str, float]:
+def _mean_sample_metrics(moves: Sequence[dict[str, float]], row_bytes: int) -> dict[str, float]:
     """Return means over forward passes: samples that moved, and how many more (or fewer) bytes crossed links because of
     it."""
     if not moves:

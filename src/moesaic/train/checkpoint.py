@@ -106,9 +106,9 @@ class Saving:
         background: bool,
     ) -> None:
         self.target, self._texts, self._keep_last, self._ranks = target, texts, keep_last, ranks
-        self._aside = target.with_name(f".writing-{_step_of(target):08d}")
+        self._unfinished = target.with_name(f".writing-{_step_of(target):08d}")
         self._sums: Future[dict[str, str]] = Future()
-        work = partial(_fulfil, self._sums, partial(write, self._aside))
+        work = partial(_run_into, self._sums, partial(write, self._unfinished))
         if background:
             threading.Thread(target=work, name="moesaic-checkpoint", daemon=True).start()
         else:
@@ -127,17 +127,18 @@ class Saving:
                 back correctly. Earlier checkpoints are kept.
         """
         sums: dict[str, str] = {}
-        with _refusing(self.target, self._aside, self._ranks):
+        with _reporting_write_errors(self.target, self._unfinished, self._ranks):
             sums = self._sums.result()
-        every = self._ranks.gathered(sums)
-        with _refusing(self.target, self._aside, self._ranks):
+        sums_of_ranks = self._ranks.gathered(sums)
+        with _reporting_write_errors(self.target, self._unfinished, self._ranks):
             if self._ranks.is_first:
-                _describe(self._aside, self._texts, {name: value for part in every for name, value in part.items()})
-                _publish(self._aside, self.target, self._keep_last)
+                all_sums = {name: value for part in sums_of_ranks for name, value in part.items()}
+                _write_texts(self._unfinished, self._texts, all_sums)
+                _publish(self._unfinished, self.target, self._keep_last)
         return self.target
 
 
-def _fulfil(future: Future[dict[str, str]], work: Callable[[], dict[str, str]]) -> None:
+def _run_into(future: Future[dict[str, str]], work: Callable[[], dict[str, str]]) -> None:
     """Run `work`, and store its result or exception in `future`."""
     try:
         future.set_result(work())
@@ -177,18 +178,18 @@ def save_checkpoint(
         InputError: if the folder cannot be written; earlier checkpoints are kept.
     """
     ranks = ranks or Ranks()
-    target, aside = folder / f"step-{step:08d}", folder / f".writing-{step:08d}"
+    target, unfinished = folder / f"step-{step:08d}", folder / f".writing-{step:08d}"
     state = {
         "format": FORMAT, "step": step, "model_config": asdict(model_config), "vocab_size": vocab_size, "extra": extra
     }  # fmt: skip
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(model, optimizer).items()}
-    with _refusing(target, aside, ranks):
+    with _reporting_write_errors(target, unfinished, ranks):
         if ranks.is_first:
             folder.mkdir(parents=True, exist_ok=True)
             for leftover in folder.glob(".writing-*"):
                 remove_checkpoint(leftover)
-            aside.mkdir(exist_ok=True)
+            unfinished.mkdir(exist_ok=True)
     if background:
         tensors = stage(tensors)
     group = background if isinstance(background, str) else None
@@ -201,30 +202,30 @@ def save_checkpoint(
     return Saving(target, texts, keep_last, ranks, write, background=bool(background))
 
 
-def _describe(aside: Path, texts: Mapping[str, str], sums: dict[str, str]) -> None:
+def _write_texts(unfinished: Path, texts: Mapping[str, str], sums: dict[str, str]) -> None:
     """Write the texts and checksums of a checkpoint, after its tensors are written, and flush all files to disk."""
     for name, text in texts.items():
-        (aside / name).write_text(text, encoding="utf-8", newline="\n")
-        sums[name] = checksum(aside / name)
+        (unfinished / name).write_text(text, encoding="utf-8", newline="\n")
+        sums[name] = checksum(unfinished / name)
     lines = [f"{value}  {name}\n" for name, value in sorted(sums.items())]
-    (aside / SUMS).write_text("".join(lines), encoding="utf-8", newline="\n")
+    (unfinished / SUMS).write_text("".join(lines), encoding="utf-8", newline="\n")
     for name in (*texts, SUMS, ""):  # all files must be on disk before the folder gets its final name
-        flush(aside / name)
-    if (aside / SHARDS).exists():
-        flush(aside / SHARDS)
+        flush(unfinished / name)
+    if (unfinished / SHARDS).exists():
+        flush(unfinished / SHARDS)
 
 
-def _publish(aside: Path, target: Path, keep_last: int) -> None:
+def _publish(unfinished: Path, target: Path, keep_last: int) -> None:
     """Give a complete checkpoint its final name, then delete old ones."""
     folder, step = target.parent, _step_of(target)
     if target.exists():
         names = (folder / f".replaced-{step:08d}-{number}" for number in count())
         os.replace(target, next(name for name in names if not name.exists()))
-    os.replace(aside, target)
+    os.replace(unfinished, target)
     flush(folder)
-    found = list_checkpoints(folder)
-    kept = [path for path in found if _step_of(path) <= step and path.name.startswith("step-")][-keep_last:]
-    for path in found:
+    checkpoints = list_checkpoints(folder)
+    kept = [path for path in checkpoints if _step_of(path) <= step and path.name.startswith("step-")][-keep_last:]
+    for path in checkpoints:
         if path not in kept:
             remove_checkpoint(path)
 
@@ -240,13 +241,13 @@ def remove_checkpoint(path: Path) -> None:
 
 
 @contextmanager
-def _refusing(target: Path, aside: Path, ranks: Ranks) -> Iterator[None]:
+def _reporting_write_errors(target: Path, unfinished: Path, ranks: Ranks) -> Iterator[None]:
     """Turn a write error into an InputError on every rank, and delete the half-written checkpoint."""
     with ranks.together():
         try:
             yield
         except (OSError, SafetensorError, CheckpointException) as error:
-            remove_checkpoint(aside)
+            remove_checkpoint(unfinished)
             who = ""
             cause: BaseException = error
             if isinstance(error, CheckpointException) and error.failures:
@@ -263,8 +264,8 @@ def _refusing(target: Path, aside: Path, ranks: Ranks) -> Iterator[None]:
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints of a run, oldest first. An earlier checkpoint of a step (`.replaced-*`) comes before the
     newer one of that step."""
-    found = [path for path in folder.glob("*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: (_step_of(path), path.name.startswith("step-"), path.name))
+    checkpoints = [path for path in folder.glob("*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(checkpoints, key=lambda path: (_step_of(path), path.name.startswith("step-"), path.name))
 
 
 def _step_of(path: Path) -> int:
@@ -348,10 +349,12 @@ def load_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint:
 
 def require_architecture(checkpoint: Checkpoint, config: ModelConfig, vocab_size: int) -> None:
     """Raise InputError, naming the fields that differ, if a checkpoint has another `architecture`."""
-    wanted, saved = architecture(config), architecture(checkpoint.model_config)
+    configured, saved = architecture(config), architecture(checkpoint.model_config)
     # A field that only one of the two has depends on another field, which differs and is named.
     different = [
-        f"{name} ({value!r} and {saved[name]!r})" for name, value in wanted.items() if value != saved.get(name, value)
+        f"{name} ({value!r} and {saved[name]!r})"
+        for name, value in configured.items()
+        if value != saved.get(name, value)
     ]
     if vocab_size != checkpoint.vocab_size:
         different.append(f"vocabulary ({vocab_size} and {checkpoint.vocab_size})")
@@ -418,13 +421,13 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
         InputError: if the model has no parameter of a saved name and shape.
     """
     parameters = dict(model.named_parameters())
-    for place, value in tensors.items():
-        name, _, key = place.rpartition(".")
+    for full_name, value in tensors.items():
+        name, _, key = full_name.rpartition(".")
         parameter = parameters.get(name)
         if parameter is None or value.shape not in ((), parameter.shape):
             raise InputError(
-                f"the optimizer of the checkpoint has {place} of {list(value.shape)}, for which this model has no parameter: "
-                "use the version that wrote it, or choose another run folder"
+                f"the optimizer of the checkpoint has {full_name} of {list(value.shape)}, for which this model has no "
+                "parameter: use the version that wrote it, or choose another run folder"
             )
         optimizer.state[parameter][key] = value.to(parameter.device)  # "step" too: fused AdamW counts on the device
 
@@ -438,11 +441,11 @@ def _write_whole(folder: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
     checksums = {}
     for part in ("model", "optimizer"):
         path = folder / f"{part}.safetensors"
-        own = {name.removeprefix(f"{part}."): t for name, t in tensors.items() if name.startswith(f"{part}.")}
-        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in own.items()}, path)
+        part_tensors = {name.removeprefix(f"{part}."): t for name, t in tensors.items() if name.startswith(f"{part}.")}
+        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in part_tensors.items()}, path)
         flush(path)
         checksums[path.name] = checksum(path)
-        require_read_back(own, load_file(path))
+        require_read_back(part_tensors, load_file(path))
     return checksums
 
 
@@ -453,8 +456,8 @@ def _read(path: Path, with_tensors: bool) -> Checkpoint:
             step=state["step"],
             model_config=override(ModelConfig(), state["model_config"], source=str(path / STATE)),
             vocab_size=state["vocab_size"],
-            model=_whole(path, "model") if with_tensors else {},
-            optimizer=_whole(path, "optimizer") if with_tensors else {},
+            model=_full_tensors(path, "model") if with_tensors else {},
+            optimizer=_full_tensors(path, "optimizer") if with_tensors else {},
             extra=state["extra"],
             folder=path,
         )
@@ -473,7 +476,7 @@ def _checked_state(path: Path) -> dict[str, Any]:
         InputError: for another version of the format.
         _DamagedError, OSError, ValueError, KeyError, TypeError: for a damaged checkpoint.
     """
-    _compare(path, _listed_sums(path))
+    _require_checksums(path, _listed_sums(path))
     state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
     if state["format"] != FORMAT:
         raise InputError(
@@ -492,7 +495,7 @@ def _listed_sums(path: Path) -> dict[str, str]:
     return {name: value for value, _, name in rows}
 
 
-def _compare(path: Path, sums: dict[str, str]) -> None:
+def _require_checksums(path: Path, sums: dict[str, str]) -> None:
     """Raise _DamagedError for a file that differs from its checksum or has none, and FileNotFoundError for a missing
     file."""
     for name, expected in sums.items():
@@ -504,7 +507,7 @@ def _compare(path: Path, sums: dict[str, str]) -> None:
             raise _DamagedError(f"{name} has no checksum")
 
 
-def _whole(path: Path, part: str) -> dict[str, Tensor]:
+def _full_tensors(path: Path, part: str) -> dict[str, Tensor]:
     """Return the full tensors of one part of a checkpoint, "model" or "optimizer"."""
     if (path / SHARDS).exists():
         return read_whole(path, f"{part}.")

@@ -31,7 +31,7 @@ else:
 """Policies that place samples, from their registry; the command line lists them as choices."""
 LEARNING, BY_COUNTS = "arbiter", "counts"
 """The replication policy that learns from measured times, and the suffix (after a colon) that turns the learning off."""
-WAYS_DOWN = ("cosine", "linear", "wsd")
+DECAYS = ("cosine", "linear", "wsd")
 """Learning-rate schedules, named after the shape of the decay."""
 WARMUP, WARMUP_STEPS = "warmup=", 40
 """The prefix of the number of linear warm-up steps, and the default number."""
@@ -73,9 +73,9 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if not self.val_path and not 0 < self.val_share < 1:
-            said = " ".join(self.val)
+            written = " ".join(self.val)
             raise InputError(
-                f"data.val={said}: name files, or write a share between 0 and 1 alone, such as {SHARE}0.05"
+                f"data.val={written}: name files, or write a share between 0 and 1 alone, such as {SHARE}0.05"
             )
         if self.vocab_size < 1:
             raise InputError(f"data.vocab_size={self.vocab_size}: must be at least 1")
@@ -83,7 +83,7 @@ class DataConfig:
     @property
     def val_path(self) -> tuple[str, ...]:
         """Files of validation data; empty if a share of the data is set aside instead."""
-        return () if not self.val or any(each.startswith(SHARE) for each in self.val) else self.val
+        return () if not self.val or any(name.startswith(SHARE) for name in self.val) else self.val
 
     @property
     def val_share(self) -> float:
@@ -119,14 +119,14 @@ class OptimizerConfig:
                 raise InputError(f"optimizer.{name}={getattr(self, name)}: must be 0 or more and finite")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise InputError(f"optimizer.betas={self.betas}: both must be at least 0 and below 1")
-        if not re.fullmatch(rf"({'|'.join(WAYS_DOWN)})(:[^:=]+)?(:warmup=[0-9]{{1,18}})?", self.schedule) or not (
+        if not re.fullmatch(rf"({'|'.join(DECAYS)})(:[^:=]+)?(:warmup=[0-9]{{1,18}})?", self.schedule) or not (
             0 <= self.final_share <= 1
         ):
             raise InputError(
-                f"optimizer.schedule={self.schedule!r}: write one of {', '.join(WAYS_DOWN)}, optionally followed by a share "
+                f"optimizer.schedule={self.schedule!r}: write one of {', '.join(DECAYS)}, optionally followed by a share "
                 "from 0 to 1 and the warm-up steps, such as cosine:0.1:warmup=500"
             )
-        names = [each.partition(":")[0] for each in self.rates]
+        names = [rate.partition(":")[0] for rate in self.rates]
         if set(names) - {"experts", "routers"} or len(names) > len(set(names)) or not all(
             0 <= self.rate_of(name) < math.inf for name in names
         ):  # fmt: skip
@@ -136,8 +136,8 @@ class OptimizerConfig:
             )
 
     @property
-    def way_down(self) -> str:
-        """The shape of the decay, one of `WAYS_DOWN`."""
+    def decay(self) -> str:
+        """The shape of the decay, one of `DECAYS`."""
         return self.schedule.partition(":")[0]
 
     @property
@@ -154,8 +154,8 @@ class OptimizerConfig:
 
     def rate_of(self, what: str) -> float:
         """Return the learning rate of "experts" or "routers" as a multiple of `lr`."""
-        said = [each.partition(":")[2] for each in self.rates if each.partition(":")[0] == what]
-        return read_number(said[0]) if said else 1.0
+        rates = [rate.partition(":")[2] for rate in self.rates if rate.partition(":")[0] == what]
+        return read_number(rates[0]) if rates else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -449,13 +449,13 @@ class TrainConfig:
         self._check_samples()
 
     def _check_routing(self) -> None:
-        recorded = [each for each in self.routing if each in RECORDED]
-        replayed = [each for each in self.routing if each.startswith(REPLAY) and each != REPLAY]
+        recorded = [option for option in self.routing if option in RECORDED]
+        replayed = [option for option in self.routing if option.startswith(REPLAY) and option != REPLAY]
         if len(recorded) + len(replayed) < len(self.routing) or len(recorded) > 1 or len(replayed) > 1:
             raise InputError(
                 f"routing={' '.join(self.routing)}: write {' or '.join(RECORDED)} once at most, and {REPLAY}FILE once at most"
             )
-        if self.goes_back and self.replay_routing is not None:
+        if self.rolls_back and self.replay_routing is not None:
             raise InputError(
                 "numbers: rollback clashes with routing=replay, since a trace fixes the order of samples: leave one out"
             )
@@ -463,28 +463,28 @@ class TrainConfig:
     def _check_shards(self) -> None:
         model, mesh = self.model, self.mesh
         sparse = [model.is_sparse(layer) for layer in range(model.num_layers)]
-        wanted = [("mesh.ep", mesh.ep, "model.moe.num_experts", model.moe.num_experts)] if any(sparse) else []
-        wanted += [("mesh.etp", mesh.etp, "model.moe.hidden", model.moe.hidden)] if any(sparse) else []
+        divisions = [("mesh.ep", mesh.ep, "model.moe.num_experts", model.moe.num_experts)] if any(sparse) else []
+        divisions += [("mesh.etp", mesh.etp, "model.moe.hidden", model.moe.hidden)] if any(sparse) else []
         if not all(sparse):
-            wanted.append(("mesh.tp", mesh.tp, "the dense layers' inner width", model.active_hidden))
+            divisions.append(("mesh.tp", mesh.tp, "the dense layers' inner width", model.active_hidden))
         if mesh.sequence_parallel:
             length = model.seq_len // (2 if model.block.kind == "encoder_decoder" else 1)
-            wanted.append(("mesh.tp", mesh.tp, "the positions of a sequence (for mesh.sequence_parallel)", length))
-        for axis, ranks, name, size in wanted:
+            divisions.append(("mesh.tp", mesh.tp, "the positions of a sequence (for mesh.sequence_parallel)", length))
+        for axis, ranks, name, size in divisions:
             if size % ranks:
                 raise InputError(f"{axis}={ranks} does not divide {name}={size}: choose sizes that divide")
 
     def _check_stages(self) -> None:
-        stages, parts, asked = self.mesh.stages, self.mesh.parts_per_stage, f"mesh.pp={self.mesh.pp_in_words}"
+        stages, parts, option = self.mesh.stages, self.mesh.parts_per_stage, f"mesh.pp={self.mesh.pp_in_words}"
         if stages == 1:
             return
         if stages * parts > self.model.num_layers:
             raise InputError(
-                f"{asked}: needs {stages * parts} layers or more, but model.num_layers={self.model.num_layers}: choose fewer"
+                f"{option}: needs {stages * parts} layers or more, but model.num_layers={self.model.num_layers}: choose fewer"
             )
         if self.accumulation % stages:
             raise InputError(
-                f"{asked}: {stages} stages do not divide accumulation={self.accumulation}, the micro-batches of a step that "
+                f"{option}: {stages} stages do not divide accumulation={self.accumulation}, the micro-batches of a step that "
                 f"flow through them: choose a multiple of {stages}"
             )
         balance, kind = self.balance, self.model.block.kind
@@ -498,22 +498,22 @@ class TrainConfig:
         ):  # fmt: skip
             if value != off:
                 raise InputError(
-                    f"{asked} clashes with {name}={value}, which needs all layers on every rank: leave one out"
+                    f"{option} clashes with {name}={value}, which needs all layers on every rank: leave one out"
                 )
 
     def _check_experts(self) -> None:
-        asked = f"balance.experts={self.balance.expert_policy}"
+        option = f"balance.experts={self.balance.expert_policy}"
         if not self.balance.moves_experts:
             return
         if self.model.is_dense:
-            raise InputError(f'{asked}: model.ffn="dense" has no experts to move: leave it none')
+            raise InputError(f'{option}: model.ffn="dense" has no experts to move: leave it none')
         if self.mesh.ep == 1 and not (
             self.planner.file or self.planner.searches
         ):  # a planned mesh is checked once it is known
-            raise InputError(f"{asked} with mesh.ep=1, where every rank has all experts: choose an ep above 1")
+            raise InputError(f"{option} with mesh.ep=1, where every rank has all experts: choose an ep above 1")
 
     def _check_samples(self) -> None:
-        asked = f"balance.samples={self.balance.samples}"
+        option = f"balance.samples={self.balance.samples}"
         if not self.balance.moves_samples:
             return
         reasons = (
@@ -532,7 +532,7 @@ class TrainConfig:
         )
         for holds, what in reasons:
             if holds:
-                raise InputError(f"{asked} clashes with {what}; or set samples to none")
+                raise InputError(f"{option} clashes with {what}; or set samples to none")
 
     @property
     def threads(self) -> int | None:
@@ -546,13 +546,13 @@ class TrainConfig:
         Raises:
             InputError: if `save` is malformed.
         """
-        found = re.fullmatch(r"([1-9][0-9]*)(?::keep=([1-9][0-9]*))?(:background)?", self.save)
-        if found is None:
+        match = re.fullmatch(r"([1-9][0-9]*)(?::keep=([1-9][0-9]*))?(:background)?", self.save)
+        if match is None:
             raise InputError(
                 f"save={self.save!r}: write the steps between checkpoints, at least 1, optionally followed by :keep=2 and "
                 ":background in this order, such as 250:keep=4"
             )
-        every, keep, background = found.groups()
+        every, keep, background = match.groups()
         return Saves(every=int(every), keep=int(keep or KEPT), in_background=background is not None)
 
     @property
@@ -563,22 +563,22 @@ class TrainConfig:
     @property
     def replay_routing(self) -> str | None:
         """The trace file to replay; None for none."""
-        return next((each.removeprefix(REPLAY) for each in self.routing if each.startswith(REPLAY)), None)
+        return next((option.removeprefix(REPLAY) for option in self.routing if option.startswith(REPLAY)), None)
 
     @property
-    def goes_back(self) -> bool:
+    def rolls_back(self) -> bool:
         """Whether the run returns to its last checkpoint when the loss leaps."""
         return self.numbers[1] == "rollback"
 
     @property
     def layer_plan(self) -> Plan:
         """The plan of the MoE layers: `plan`, with replication and memory budget from `balance`."""
-        static = {each.name: getattr(self.plan, each.name) for each in fields(StaticPlan)}
+        static = {part.name: getattr(self.plan, part.name) for part in fields(StaticPlan)}
         return Plan(**static, replication=self.balance.policy, memory_budget=self.balance.memory_budget)
 
     def with_layer_plan(self, plan: Plan) -> TrainConfig:
         """Return a configuration with `plan` as its `layer_plan`."""
-        static = StaticPlan(**{each.name: getattr(plan, each.name) for each in fields(StaticPlan)})
+        static = StaticPlan(**{part.name: getattr(plan, part.name) for part in fields(StaticPlan)})
         balance = replace(self.balance, memory_budget=plan.memory_budget)
         if plan.replication != balance.policy:
             balance = replace(balance, replication=plan.replication)

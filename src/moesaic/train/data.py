@@ -116,26 +116,26 @@ def find_files(patterns: tuple[str, ...], where: str) -> list[Path]:
     Raises:
         InputError: if there are none, or text files and `.bin` files are mixed.
     """
-    found: set[Path] = set()
+    files: set[Path] = set()
     for pattern in patterns:
         path = Path(pattern)
         if path.is_file():
-            found.add(path)
+            files.add(path)
         elif path.is_dir():
-            found.update(_inside(path, where))
+            files.update(_data_files(path, where))
         else:
             matches = [Path(match) for match in glob.glob(pattern, recursive=True)]
             if not matches:
                 raise InputError(f"{where}: nothing at {pattern}: give a text file, a folder, a glob or a .bin file")
-            found.update(match for match in matches if match.is_file())
-    if not found:
+            files.update(match for match in matches if match.is_file())
+    if not files:
         raise InputError(f"{where}: no text or .bin files in {', '.join(patterns)}")
-    if len({path.suffix == ".bin" for path in found}) > 1:
+    if len({path.suffix == ".bin" for path in files}) > 1:
         raise InputError(f"{where}: .bin files and text files are mixed: give one kind")
-    return sorted(found)
+    return sorted(files)
 
 
-def _inside(folder: Path, where: str) -> list[Path]:
+def _data_files(folder: Path, where: str) -> list[Path]:
     """Return the data files of a folder. From a folder of `datasets.save_to_disk`, return only the tables."""
     inside = [
         p for p in folder.rglob("*") if p.is_file() and not any(n.startswith(".") for n in p.relative_to(folder).parts)
@@ -298,12 +298,12 @@ def _hide(row: np.ndarray, mask: int, seed: int) -> tuple[np.ndarray, np.ndarray
     """
     draw = np.random.default_rng(seed)
     chosen = draw.permutation(len(row))[: max(1, round(HIDDEN_SHARE * len(row)))]
-    kinds, others = draw.random(len(chosen)), draw.integers(mask, size=len(chosen))
-    found = np.full_like(row, -1)
-    found[chosen] = row[chosen]
+    kinds, replacements = draw.random(len(chosen)), draw.integers(mask, size=len(chosen))
+    targets = np.full_like(row, -1)
+    targets[chosen] = row[chosen]
     seen = row.copy()
-    seen[chosen] = np.where(kinds < 0.8, mask, np.where(kinds < 0.9, others, row[chosen]))
-    return seen, found
+    seen[chosen] = np.where(kinds < 0.8, mask, np.where(kinds < 0.9, replacements, row[chosen]))
+    return seen, targets
 
 
 def _read(files: list[Path], field: str) -> list[bytes]:
@@ -343,11 +343,11 @@ def _load_bin(config: DataConfig, files: list[Path], val_files: list[Path], toke
 def _bin_dtype(path: Path, config: DataConfig) -> np.dtype[Any]:
     """Return the integer type of a `.bin` file, from the `.json` file of the same name if any, else from the vocabulary
     size."""
-    beside, name = path.with_suffix(".json"), "uint16" if config.vocab_size <= 65_536 else "uint32"
-    if beside.exists():
-        name = read_table(beside).get("dtype", "")
+    sidecar, name = path.with_suffix(".json"), "uint16" if config.vocab_size <= 65_536 else "uint32"
+    if sidecar.exists():
+        name = read_table(sidecar).get("dtype", "")
     if name not in BIN_DTYPES:
-        raise InputError(f"data: {beside}: dtype={name!r}: write one of {', '.join(BIN_DTYPES)}")
+        raise InputError(f"data: {sidecar}: dtype={name!r}: write one of {', '.join(BIN_DTYPES)}")
     return np.dtype(name).newbyteorder("<")
 
 

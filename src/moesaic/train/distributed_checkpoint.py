@@ -69,10 +69,14 @@ def require_read_back(written: Mapping[str, Tensor], read: Mapping[str, Tensor],
     Raises:
         OSError: if one differs.
     """
-    for name, before in written.items():
-        one, other = before.detach().cpu(), read[name].detach().cpu()
-        apart = (one.double() - other.double()).abs().max() if share and one.numel() else 0.0
-        is_same = apart <= share * one.double().abs().max() if share and one.numel() else _bits(one).equal(_bits(other))
+    for name, tensor in written.items():
+        expected, actual = tensor.detach().cpu(), read[name].detach().cpu()
+        difference = (expected.double() - actual.double()).abs().max() if share and expected.numel() else 0.0
+        is_same = (
+            difference <= share * expected.double().abs().max()
+            if share and expected.numel()
+            else _bits(expected).equal(_bits(actual))
+        )
         if not is_same:
             raise OSError(errno.EIO, f"{name} does not read back from the disk as it was written")
 
@@ -89,7 +93,8 @@ def stage(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return copies of the tensors in CPU memory, sharded as before, that training does not change."""
     # PyTorch's stager (2.13) takes the offset of a DTensor that is a view, such as half of gate and up, for an address.
     tensors = {
-        n: each.clone() if isinstance(each, DTensor) and each.storage_offset() else each for n, each in tensors.items()
+        name: tensor.clone() if isinstance(tensor, DTensor) and tensor.storage_offset() else tensor
+        for name, tensor in tensors.items()
     }
     stager = DefaultStager(StagingOptions(False, False, False, False))
     try:
@@ -123,17 +128,21 @@ def write_shards(folder: Path, tensors: dict[str, Tensor], ranks: Ranks, group: 
         state_dict_saver.save(tensors, checkpoint_id=folder / SHARDS, process_group=members)
     del members
     files = sorted(path for path in (folder / SHARDS).iterdir() if path.is_file())
-    mine = files[ranks.rank :: ranks.world]
-    for path in mine:
+    own_files = files[ranks.rank :: ranks.world]
+    for path in own_files:
         flush(path)
-    found = {f"{SHARDS}/{path.name}": checksum(path) for path in mine}
+    sums = {f"{SHARDS}/{path.name}": checksum(path) for path in own_files}
     read = _read_back(folder, {name: torch.empty_like(tensor) for name, tensor in tensors.items()})
     for has_copies, share in ((False, 0.0), (True, ROUNDING)):  # of copies only one is written, maybe another rank's
-        own = {name: each for name, each in tensors.items() if (num_copies(each, ranks.world) > 1) == has_copies}
+        compared = {
+            name: tensor for name, tensor in tensors.items() if (num_copies(tensor, ranks.world) > 1) == has_copies
+        }
         require_read_back(
-            {n: local_part(each) for n, each in own.items()}, {n: local_part(read[n]) for n in own}, share
+            {n: local_part(tensor) for n, tensor in compared.items()},
+            {n: local_part(read[n]) for n in compared},
+            share,
         )
-    return found
+    return sums
 
 
 def _read_back(folder: Path, targets: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -147,9 +156,9 @@ def _read_back(folder: Path, targets: dict[str, Tensor]) -> dict[str, Tensor]:
 def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
     """Return the full tensors of a sharded checkpoint with names that start with `prefix`, which is removed. Runs in
     one process."""
-    wanted = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in _listed(folder).items()}
-    wanted = {name: tensor for name, tensor in wanted.items() if name.startswith(prefix)}
-    return {name.removeprefix(prefix): tensor for name, tensor in _read_back(folder, wanted).items()}
+    targets = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in _shard_sizes(folder).items()}
+    targets = {name: tensor for name, tensor in targets.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): tensor for name, tensor in _read_back(folder, targets).items()}
 
 
 def restore(
@@ -171,13 +180,13 @@ def restore(
     Raises:
         ValueError: if the names of the checkpoint's tensors differ from the model's; the message names one.
     """
-    sizes = _listed(folder) if sharded else _listed_whole(folder)
+    sizes = _shard_sizes(folder) if sharded else _full_sizes(folder)
     targets: dict[str, Tensor] = {f"model.{name}": tensor.detach() for name, tensor in model.state_dict().items()}
     saved = {name for name in sizes if name.startswith("model.")}
-    wanted = targets.keys() if names is None else {f"model.{name}" for name in names}
-    if saved != wanted:
-        odd = sorted(saved ^ wanted)
-        raise ValueError(f"{len(odd)} tensors are only in one of them, {odd[0]} for one")
+    expected = targets.keys() if names is None else {f"model.{name}" for name in names}
+    if saved != expected:
+        mismatched = sorted(saved ^ expected)
+        raise ValueError(f"{len(mismatched)} tensors are in only one of the two, such as {mismatched[0]}")
     targets |= _empty_state(model, optimizer, {name: size for name, size in sizes.items() if name not in saved})
     if sharded:
         state_dict_loader.load(targets, storage_reader=ShardReader(folder / SHARDS))
@@ -189,21 +198,21 @@ def restore(
                     _fill(target, file, name.removeprefix(f"{part}."))
 
 
-def _listed(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def _shard_sizes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Return size and dtype of every tensor of a sharded checkpoint."""
     entries = ShardReader(folder / SHARDS).read_metadata().state_dict_metadata
     return {name: (entry.size, entry.properties.dtype) for name, entry in entries.items()}  # type: ignore[union-attr]
 
 
-def _listed_whole(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def _full_sizes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Return the size of every tensor of an unsharded checkpoint, with the dtype float32, which scalars have there."""
-    found = {}
+    sizes = {}
     for part in ("model", "optimizer"):
         with safe_open(folder / f"{part}.safetensors", framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - no mapping
                 size = torch.Size(file.get_slice(name).get_shape())
-                found[f"{part}.{name}"] = (size, torch.float32)
-    return found
+                sizes[f"{part}.{name}"] = (size, torch.float32)
+    return sizes
 
 
 def _empty_state(
@@ -212,10 +221,10 @@ def _empty_state(
     """Give every parameter zeroed optimizer state of the listed names, sharded like the parameter. Return the state by
     name."""
     parameters = dict(model.named_parameters())
-    found: dict[str, Tensor] = {}
+    state_by_name: dict[str, Tensor] = {}
     optimizer.state.clear()
-    for place, (size, dtype) in sizes.items():
-        name, _, key = place.removeprefix("optimizer.").rpartition(".")
+    for full_name, (size, dtype) in sizes.items():
+        name, _, key = full_name.removeprefix("optimizer.").rpartition(".")
         if name not in parameters:  # belongs to another pipeline stage
             continue
         parameter = parameters[name]
@@ -223,8 +232,8 @@ def _empty_state(
         state = optimizer.state[parameter]
         if key not in state:
             state[key] = torch.zeros_like(parameter.detach()) if size else scalar
-        found[place] = state[key]
-    return found
+        state_by_name[full_name] = state[key]
+    return state_by_name
 
 
 def _fill(target: Tensor, file: Any, name: str) -> None:

@@ -82,7 +82,7 @@ def is_left_out(path: Path) -> bool:
         return False
     known = (*(magic for magic, _, _ in COMPRESSED), *(magic for magic, _ in TABLES))
     is_read = head.startswith(known)
-    return not is_read and what_is_wrong(head) is not None
+    return not is_read and why_not_text(head) is not None
 
 
 def holds_table(path: Path) -> bool:
@@ -95,7 +95,7 @@ def holds_table(path: Path) -> bool:
     return any(head.startswith(magic) for magic, _ in TABLES)
 
 
-def what_is_wrong(head: bytes) -> tuple[str, str] | None:
+def why_not_text(head: bytes) -> tuple[str, str] | None:
     """Return why the start of a file is not text, and how to remedy it; None for text."""
     for magic, name, remedy in REFUSED:
         if head.startswith(magic):
@@ -121,9 +121,9 @@ def _documents(data: bytes, path: Path, field: str) -> list[bytes]:
     for magic, name in TABLES:
         if data.startswith(magic):
             return _rows(data, path, name, field)
-    wrong = what_is_wrong(data[:HEAD_BYTES])
-    if wrong is not None:
-        raise InputError(f"data: {path} is no text but {wrong[0]}: {wrong[1]}")
+    reason = why_not_text(data[:HEAD_BYTES])
+    if reason is not None:
+        raise InputError(f"data: {path} is not text but {reason[0]}: {reason[1]}")
     start = data.removeprefix(b"\xef\xbb\xbf").lstrip()
     if field and start[:1] == b"{" and _is_object(start.partition(b"\n")[0]):
         return _json_lines(data, path, field)
@@ -143,17 +143,17 @@ def _json_lines(data: bytes, path: Path, field: str) -> list[bytes]:
     """Return the texts of JSON lines. A file of a single object without the field is ordinary JSON, and is returned as
     text."""
     lines = [(number, line) for number, line in enumerate(data.splitlines(), start=1) if line.strip()]
-    found = []
+    texts = []
     for number, line in lines:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise InputError(
-                f"data: {path} begins as JSON lines, but line {number} is none ({error}): correct it, or set data.text_field "
-                'to "" to train on the file as it stands'
+                f"data: {path} begins as JSON lines, but line {number} is not JSON ({error}): correct it, or set "
+                'data.text_field to "" to train on the file as it stands'
             ) from error
         if isinstance(row, dict) and isinstance(row.get(field), str):
-            found.append(row[field].encode("utf-8", errors="surrogatepass"))
+            texts.append(row[field].encode("utf-8", errors="surrogatepass"))
         elif len(lines) == 1:
             return [data]
         else:
@@ -162,7 +162,7 @@ def _json_lines(data: bytes, path: Path, field: str) -> list[bytes]:
                 f"data: {path} holds JSON lines, and line {number} has no text under {field!r} (it has {keys}): name the "
                 'field that holds the text with data.text_field, or set it to "" to train on the file as it stands'
             )
-    return found
+    return texts
 
 
 def _json_array(data: bytes, field: str) -> list[bytes]:

@@ -70,28 +70,30 @@ class HarnessModel(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Return the ids of a text."""
-        found: list[int] = self.text.encode(string.encode()).tolist()
-        return found
+        ids: list[int] = self.text.encode(string.encode()).tolist()
+        return ids
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         pairs = [(context, continuation) for _, context, continuation in requests]
-        return [found for start in range(0, len(pairs), self._batch_size) for found in self._scored(pairs, start)]
+        return [scored for start in range(0, len(pairs), self._batch_size) for scored in self._scored(pairs, start)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each text in nats. Texts are cut into chunks that fit the context."""
-        found = []
+        likelihoods = []
         for request in requests:
             ids = [self.eot_token_id, *self.tok_encode(request.args[0])]
             cuts = range(0, len(ids) - 1, self.longest)
             pairs = [(ids[at : at + 1], ids[at + 1 : at + 1 + self.longest]) for at in cuts]
-            found.append(sum(value for value, _ in self._loglikelihood_tokens([(("", ""), *pair) for pair in pairs])))
-        return found
+            likelihoods.append(
+                sum(value for value, _ in self._loglikelihood_tokens([(("", ""), *pair) for pair in pairs]))
+            )
+        return likelihoods
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the text generated after each context, up to the first stop string."""
-        found = []
+        texts = []
         for request in requests:
             context, options = request.args
             ends = [options["until"]] if isinstance(options.get("until"), str) else list(options.get("until") or ())
@@ -105,21 +107,21 @@ class HarnessModel(TemplateLM):
                 top_p=float(options.get("top_p") or 1.0),
             )[0]
             text = self.text.decode(ids)
-            found.append(text[: min([text.find(end) for end in ends if end and end in text], default=len(text))])
-        return found
+            texts.append(text[: min([text.find(end) for end in ends if end and end in text], default=len(text))])
+        return texts
 
     @torch.inference_mode()
     def _scored(self, pairs: Sequence[tuple[list[int], list[int]]], start: int) -> Iterator[tuple[float, bool]]:
         """Yield the log-likelihood of each continuation of a batch, and whether each of its tokens is the most likely
         one."""
-        some = pairs[start : start + self._batch_size]
-        rows = [(context + continuation)[-(self.longest + 1) :] for context, continuation in some]
+        batch = pairs[start : start + self._batch_size]
+        rows = [(context + continuation)[-(self.longest + 1) :] for context, continuation in batch]
         width = max(map(len, rows)) - 1
         device = self.model.embedding.weight.device
         tokens = torch.tensor([row[:-1] + [0] * (width + 1 - len(row)) for row in rows], device=device)
         scores = self.model(tokens).logits.float().log_softmax(-1).cpu()
-        for row, (_, continuation), table in zip(rows, some, scores):
-            wanted = torch.tensor(row[-len(continuation) :][-(len(row) - 1) :])
-            found = table[len(row) - 1 - len(wanted) : len(row) - 1]
-            of_wanted = found.gather(1, wanted[:, None]).sum()
-            yield float(of_wanted), bool((found.argmax(1) == wanted).all())
+        for row, (_, continuation), table in zip(rows, batch, scores):
+            targets = torch.tensor(row[-len(continuation) :][-(len(row) - 1) :])
+            log_probabilities = table[len(row) - 1 - len(targets) : len(row) - 1]
+            likelihood = log_probabilities.gather(1, targets[:, None]).sum()
+            yield float(likelihood), bool((log_probabilities.argmax(1) == targets).all())

@@ -74,7 +74,7 @@ class Launch:
             return True
         try:
             store = self._roll.store
-            is_first = answered(lambda: store.add("moesaic/failures", 1), ANSWER_SECONDS) == 1
+            is_first = ask_store(lambda: store.add("moesaic/failures", 1), ANSWER_SECONDS) == 1
         except ConnectionError as lost:
             raise ConnectionError(
                 f"rank {dist.get_rank()} of {dist.get_world_size()} lost the others: the process that kept their store is "
@@ -112,22 +112,24 @@ def launch(patience: float = START_PATIENCE) -> Launch:
         InputError: if a launcher started several processes without the variables that they need to meet.
         TrainingError: if the ranks do not meet in time.
     """
-    if not dist.is_available() or not _has_company():
+    if not dist.is_available() or not _is_one_of_several():
         return Launch()
     backend = "gloo"
     if torch.cuda.is_available() and dist.is_nccl_available():
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(dist.get_node_local_rank(0) % torch.cuda.device_count())
     if dist.is_torchelastic_launched():
-        threading.Thread(target=_end_with, args=(os.getppid(),), name="moesaic-launcher", daemon=True).start()
+        threading.Thread(
+            target=_end_when_parent_is_gone, args=(os.getppid(),), name="moesaic-launcher", daemon=True
+        ).start()
     timeout = timedelta(seconds=patience)
     try:
         store, rank, world = next(rendezvous("env://", timeout=timeout))
         store = PrefixStore(f"moesaic/{meet(store, rank, world, patience)}", store)
         roll = Roll(store, rank, world)
         roll.sign()
-        heed_sigterm(roll, lambda: "in the start; start the run again")
-        with telling(roll, "while the ranks met: start the run again"):
+        handle_sigterm(roll, lambda: "in the start; start the run again")
+        with naming_dead_ranks(roll, "while the ranks met: start the run again"):
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     except dist.DistError as error:
         raise TrainingError(
@@ -154,31 +156,31 @@ def meet(store: Store, rank: int, world: int, patience: float) -> str:
     Raises:
         DistStoreError: if some ranks do not come in time.
     """
-    own = secrets.token_hex(8)
+    word = secrets.token_hex(8)
     if rank:
         store.set_timeout(timedelta(seconds=patience))
-        store.set(f"moesaic/comes/{rank}", own)
+        store.set(f"moesaic/comes/{rank}", word)
         try:
-            attempt = store.get(f"moesaic/answer/{own}").decode()
+            attempt = store.get(f"moesaic/answer/{word}").decode()
         except dist.DistStoreError as error:
             raise dist.DistStoreError("rank 0 did not answer") from error
         store.set(f"moesaic/{attempt}/came/{rank}", "")
         return attempt
     missing, until = set(range(1, world)), time.monotonic() + patience
     while missing:
-        for each in missing:
-            if store.check([f"moesaic/comes/{each}"]):  # may be of an earlier attempt; its rank then comes later
-                store.set(f"moesaic/answer/{store.get(f'moesaic/comes/{each}').decode()}", own)
-        missing = {each for each in missing if not store.check([f"moesaic/{own}/came/{each}"])}
+        for other in missing:
+            if store.check([f"moesaic/comes/{other}"]):  # may be of an earlier attempt; its rank then comes later
+                store.set(f"moesaic/answer/{store.get(f'moesaic/comes/{other}').decode()}", word)
+        missing = {other for other in missing if not store.check([f"moesaic/{word}/came/{other}"])}
         if time.monotonic() > until:
             raise dist.DistStoreError(
                 f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, sorted(missing)))} did not come"
             )
         time.sleep(0.02)
-    return own
+    return word
 
 
-def _end_with(parent: int) -> None:
+def _end_when_parent_is_gone(parent: int) -> None:
     """Ask this process to save and end once its parent process is gone."""
     while os.getppid() == parent:
         time.sleep(1)
@@ -186,10 +188,10 @@ def _end_with(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _has_company() -> bool:
+def _is_one_of_several() -> bool:
     """Return whether this process is to join others: a launcher started several, or torchrun started one."""
-    said = {name: os.environ.get(name, "") for name in NEEDED}
-    if not said["RANK"] and not said["WORLD_SIZE"]:
+    variables = {name: os.environ.get(name, "") for name in NEEDED}
+    if not variables["RANK"] and not variables["WORLD_SIZE"]:
         for launcher, rank, world, local in OTHERS:
             if rank in os.environ and os.environ.get(world, "1") != "1":
                 raise InputError(
@@ -198,18 +200,18 @@ def _has_company() -> bool:
                     "MASTER_ADDR and MASTER_PORT set to the first one's host and a free port of it"
                 )
         return False
-    if said["WORLD_SIZE"] == "1" and not dist.is_torchelastic_launched():
+    if variables["WORLD_SIZE"] == "1" and not dist.is_torchelastic_launched():
         return False
-    missing = [name for name, value in said.items() if not value]
+    missing = [name for name, value in variables.items() if not value]
     if missing:
-        there = ", ".join(f"{name}={value}" for name, value in said.items() if value)
+        present = ", ".join(f"{name}={value}" for name, value in variables.items() if value)
         raise InputError(
-            f"a launcher set {there} but not {' and '.join(missing)}: set all of {', '.join(NEEDED)}, or start the ranks "
+            f"a launcher set {present} but not {' and '.join(missing)}: set all of {', '.join(NEEDED)}, or start the ranks "
             "with torchrun --nproc-per-node N -m moesaic train ..."
         )
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
-        if not said[name].isdecimal():
-            raise InputError(f"{name}={said[name]}: must be a whole number: correct what the launcher sets")
+        if not variables[name].isdecimal():
+            raise InputError(f"{name}={variables[name]}: must be a whole number: correct what the launcher sets")
     return True
 
 
@@ -222,7 +224,7 @@ SignalHandler = Callable[[int, FrameType | None], Any] | int | None
 """The type of the handlers that `signal.signal` takes and returns."""
 ANSWER_SECONDS = 10.0
 """Seconds that the store may take to answer."""
-OF_CONNECTIONS = ("gloo", "NCCL", "connection closed by rank")
+CONNECTION_WORDS = ("gloo", "NCCL", "connection closed by rank")
 """Words that mark an error as a broken connection between ranks."""
 
 
@@ -238,20 +240,20 @@ class Roll:
 
     def sign(self) -> None:
         """Write this rank's process and host into the store."""
-        self.store.set(f"roll/process/{self.rank}", own_name())
+        self.store.set(f"roll/process/{self.rank}", process_name())
 
-    def count(self, beats: int) -> None:
+    def beat(self, beats: int) -> None:
         """Write this rank's heartbeat count into the store."""
         self.store.set(f"roll/beats/{self.rank}", str(beats))
 
     def fate(self, rank: int) -> str:
         """Return what is known about a rank that does not answer."""
-        process = self._told("process", rank)
+        process = self._entry("process", rank)
         if not process:
             return "has not started"
         if self._is_elsewhere(rank):
             return f"does not answer ({process}): it died, or its node is cut off"
-        return _fate_here(int(process.split()[1]))
+        return _state_of_process(int(process.split()[1]))
 
     def dead(self) -> dict[int, str]:
         """Return the ranks with a dead process, and what is known about each.
@@ -260,7 +262,7 @@ class Roll:
             RuntimeError: if the store is gone or cut off.
         """
         others = [rank for rank in range(self.world) if rank != self.rank]
-        before = {rank: self._told("beats", rank) for rank in others}
+        before = {rank: self._entry("beats", rank) for rank in others}
         for _ in range(30):  # a process may still exist for a moment after its connections are closed
             dead = {rank: fate for rank in others if (fate := self.fate(rank)).startswith("died")}
             if dead:
@@ -269,19 +271,19 @@ class Roll:
         elsewhere = [rank for rank in others if before[rank] and self._is_elsewhere(rank)]
         if elsewhere:  # only a heartbeat shows whether a process on another machine lives
             time.sleep(2 * self._pause)
-        return {rank: self.fate(rank) for rank in elsewhere if self._told("beats", rank) == before[rank]}
+        return {rank: self.fate(rank) for rank in elsewhere if self._entry("beats", rank) == before[rank]}
 
-    def _told(self, what: str, rank: int) -> str:
+    def _entry(self, what: str, rank: int) -> str:
         """Return what a rank wrote about itself into the store; empty if it wrote nothing."""
         key = f"roll/{what}/{rank}"
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
     def _is_elsewhere(self, rank: int) -> bool:
-        return self._told("process", rank).partition(" on ")[2] != socket.gethostname()
+        return self._entry("process", rank).partition(" on ")[2] != socket.gethostname()
 
 
 @contextmanager
-def telling(roll: Roll | None, when: str) -> Iterator[None]:
+def naming_dead_ranks(roll: Roll | None, when: str) -> Iterator[None]:
     """Turn errors that the death of other ranks, or a broken connection to them, caused into one TrainingError line.
 
     After such an error in a run of several ranks, the process ignores SIGTERM. It ends anyway, but first reports the
@@ -303,16 +305,16 @@ def telling(roll: Roll | None, when: str) -> Iterator[None]:
         except RuntimeError:
             raise error from None
         if not dead:
-            if roll is None or not any(word in str(error) for word in OF_CONNECTIONS):
+            if roll is None or not any(word in str(error) for word in CONNECTION_WORDS):
                 raise
             raise TrainingError(
-                f"rank {roll.rank} lost a connection to other ranks, whose processes live "
+                f"rank {roll.rank} lost a connection to other ranks, whose processes are alive "
                 f"({' '.join(str(error).split()):.200}), {when}: look at the links between their nodes"
             ) from error
-        raise TrainingError(f"{_named(dead)}, {when}") from error
+        raise TrainingError(f"{_fates_in_words(dead)}, {when}") from error
 
 
-def heed_sigterm(roll: Roll, when: Callable[[], str]) -> SignalHandler:
+def handle_sigterm(roll: Roll, when: Callable[[], str]) -> SignalHandler:
     """Make SIGTERM end this process with an error that names the dead ranks. torchrun sends SIGTERM once a rank has
     died.
 
@@ -326,9 +328,9 @@ def heed_sigterm(roll: Roll, when: Callable[[], str]) -> SignalHandler:
         signal.signal(number, signal.SIG_IGN)
         dead: dict[int, str] = {}
         with suppress(ConnectionError):
-            dead = answered(roll.dead, ANSWER_SECONDS)
+            dead = ask_store(roll.dead, ANSWER_SECONDS)
         if dead:
-            raise TrainingError(f"{_named(dead)}, {when()}")
+            raise TrainingError(f"{_fates_in_words(dead)}, {when()}")
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
@@ -337,42 +339,42 @@ def heed_sigterm(roll: Roll, when: Callable[[], str]) -> SignalHandler:
     return None
 
 
-def answered(ask: Callable[[], T], seconds: float) -> T:
-    """Return the result of `ask`, a question to the store.
+def ask_store(question: Callable[[], T], seconds: float) -> T:
+    """Return the result of `question`, which asks the store.
 
     The store's own timeouts limit how long it waits for a key, but not how long a cut link delays the answer.
 
     Args:
-        seconds: how long to wait for the answer; `ask` runs in a thread that is not stopped.
+        seconds: how long to wait for the answer; `question` runs in a thread that is not stopped.
 
     Raises:
         ConnectionError: if there is no answer in time, or the store is gone.
     """
-    found: list[T] = []
+    answers: list[T] = []
 
     def run() -> None:
         with suppress(RuntimeError):
-            found.append(ask())
+            answers.append(question())
 
     thread = threading.Thread(target=run, name="moesaic-store", daemon=True)
     thread.start()
     thread.join(seconds)
-    if not found:
+    if not answers:
         raise ConnectionError("the store that the ranks share does not answer")
-    return found[0]
+    return answers[0]
 
 
-def own_name() -> str:
+def process_name() -> str:
     """Return the process id and host of this process."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def _named(dead: dict[int, str]) -> str:
+def _fates_in_words(dead: dict[int, str]) -> str:
     """Return one line that names ranks and what became of them."""
     return ", ".join(f"rank {rank} {fate}" for rank, fate in dead.items())
 
 
-def _fate_here(number: int) -> str:
+def _state_of_process(number: int) -> str:
     """Return the state of a process on this machine, in words."""
     try:
         fields = Path(f"/proc/{number}/stat").read_text(encoding="ascii").rpartition(")")[2].split()

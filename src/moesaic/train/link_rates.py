@@ -48,22 +48,22 @@ class LinkRates:
         The first probe defines the usual speed, that of the median node. A change counts if two probes agree on it, and
         then becomes the usual speed. The second probe therefore finds a node with a link that is slow from the start.
         """
-        found: dict[LinkKind, tuple[float, ...]] = {}
+        changes: dict[LinkKind, tuple[float, ...]] = {}
         for kind in KINDS:
-            if not self._has(kind):
+            if not self._has_links(kind):
                 continue
-            seconds = self._seconds(kind)
+            seconds = self._measured_seconds(kind)
             if kind not in self._usual:
-                said = self._said(kind)
-                self._usual[kind] = said * np.median(seconds / said)
+                expected = self._expected_seconds(kind)
+                self._usual[kind] = expected * np.median(seconds / expected)
             usual = self._usual[kind]
-            both = np.stack([usual / self._before.get(kind, usual), usual / seconds])
+            speeds = np.stack([usual / self._before.get(kind, usual), usual / seconds])
             self._before[kind] = seconds
-            changed = (both.min(0) > 1 + DRIFT) | (both.max(0) < 1 / (1 + DRIFT))
+            changed = (speeds.min(0) > 1 + DRIFT) | (speeds.max(0) < 1 / (1 + DRIFT))
             if changed.any():
-                found[kind] = tuple(np.where(changed, both[1], 1.0).tolist())
+                changes[kind] = tuple(np.where(changed, speeds[1], 1.0).tolist())
                 self._usual[kind] = np.where(changed, seconds, usual)
-        return found
+        return changes
 
     @property
     def _grid(self) -> Grid:
@@ -74,10 +74,10 @@ class LinkRates:
     def _per_node(self) -> int:
         return self._grid.ranks_per_node or self._grid.world
 
-    def _has(self, kind: LinkKind) -> bool:
+    def _has_links(self, kind: LinkKind) -> bool:
         return (self._per_node if kind == "inside" else self._grid.world // self._per_node) > 1
 
-    def _seconds(self, kind: LinkKind) -> np.ndarray:
+    def _measured_seconds(self, kind: LinkKind) -> np.ndarray:
         """Return how long messages of each node's ranks take, (nodes,) float64, identically on all ranks.
 
         Inside nodes, the slowest rank's time counts. Between nodes, each node sends to the next and receives from the
@@ -87,19 +87,19 @@ class LinkRates:
         grid, per_node = self._grid, self._per_node
         assert self._ranks.mesh is not None
         node, nodes = grid.node_of(self._ranks.mesh.rank), grid.world // per_node
-        taken = torch.zeros(nodes, dtype=torch.float64)
+        of_nodes = torch.zeros(nodes, dtype=torch.float64)
         for phase in phases(nodes) if kind == "outside" else [range(nodes)]:
             seconds = min(self._message(kind, phase) for _ in range(REPEATS))
             if node in phase:
-                taken[node] = seconds
-        heard: np.ndarray = self._ranks.largest(taken).numpy()
-        return heard if kind == "inside" else np.minimum(heard, np.roll(heard, -1))
+                of_nodes[node] = seconds
+        slowest: np.ndarray = self._ranks.largest(of_nodes).numpy()
+        return slowest if kind == "inside" else np.minimum(slowest, np.roll(slowest, -1))
 
-    def _message(self, kind: LinkKind, hears: range) -> float:
+    def _message(self, kind: LinkKind, receivers: range) -> float:
         """Return how long this rank's message takes in one phase: the one it receives, or else the one it sends.
 
         Args:
-            hears: nodes that receive a message. Between nodes, their predecessors send it; inside nodes, the same nodes
+            receivers: nodes that receive a message. Between nodes, their predecessors send it; inside nodes, the same nodes
                 do.
         """
         mesh, per_node = self._ranks.mesh, self._per_node
@@ -112,8 +112,8 @@ class LinkRates:
             to, source = first + (place + 1) % per_node, first + (place - 1) % per_node
         else:
             to, source = (rank + per_node) % world, (rank - per_node) % world
-        sends = {to: message} if kind == "inside" or (node + 1) % (world // per_node) in hears else {}
-        receives = {source: torch.empty_like(message)} if node in hears else {}
+        sends = {to: message} if kind == "inside" or (node + 1) % (world // per_node) in receivers else {}
+        receives = {source: torch.empty_like(message)} if node in receivers else {}
         tag = mesh.transport.take_tags(1)
         self._ranks.gathered(None)  # a barrier, so that all ranks begin together
         start = time.perf_counter()
@@ -122,19 +122,19 @@ class LinkRates:
             torch.cuda.synchronize(device)
         return time.perf_counter() - start
 
-    def _said(self, kind: LinkKind) -> np.ndarray:
+    def _expected_seconds(self, kind: LinkKind) -> np.ndarray:
         """Return the `_seconds` that the described cluster predicts, (nodes,), up to a constant factor."""
         world, per_node = self._grid.world, self._per_node
         nodes = world // per_node
         if self._cluster is None:
             return np.ones(nodes)
-        topology, found = Topology(self._cluster, world, per_node), np.zeros(nodes)
+        topology, seconds = Topology(self._cluster, world, per_node), np.zeros(nodes)
         for node in range(nodes):
-            gets = np.arange(per_node) + node * per_node
-            sends = np.roll(gets, 1) if kind == "inside" else (gets - per_node) % world
+            receivers = np.arange(per_node) + node * per_node
+            senders = np.roll(receivers, 1) if kind == "inside" else (receivers - per_node) % world
             sizes = np.full(per_node, float(PROBE_BYTES))
-            found[node] = topology.loads(sends, gets, sizes, np.ones(per_node)).alone
-        return found if kind == "inside" else np.minimum(found, np.roll(found, -1))
+            seconds[node] = topology.loads(senders, receivers, sizes, np.ones(per_node)).alone
+        return seconds if kind == "inside" else np.minimum(seconds, np.roll(seconds, -1))
 
 
 def phases(nodes: int) -> list[range]:

@@ -95,32 +95,32 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
         if is_first:
             console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    with _starting(config):
+    with _watch_start(config):
         config = with_planned(config, say)
         check_routing(config)
         candidates = find_candidates(config)
-    wanted: int | None = None
+    next_sample_step: int | None = None
     returns: Counter[int] = Counter()
     while True:
-        with _starting(config):
+        with _watch_start(config):
             run = open_run(config, say)
-            if wanted is not None:  # the step whose samples come next
-                run.left_out = wanted - run.step
+            if next_sample_step is not None:  # the step whose samples come next
+                run.left_out = next_sample_step - run.step
                 returns[run.step] += 1
             trainer = Trainer(run, console if run.ranks.is_first else Console(quiet=True), candidates)
-        trainer.goes_back = config.goes_back and returns[run.step] < MOST_RETURNS
+        trainer.rolls_back = config.rolls_back and returns[run.step] < MOST_RETURNS
         try:
             long = (Trainer._save, Trainer._finish_saving, Trainer._evaluate)
-            with Watch(run.model, run.claim, config.patience[1], trainer.at, trainer.how_to_go_on, long):
+            with Watch(run.model, run.claim, config.patience[1], trainer.step_in_words, trainer.advice, long):
                 return trainer.run()
         except LossSpikeError:
-            wanted = run.step + 1 + run.left_out
+            next_sample_step = run.step + 1 + run.left_out
             config = replace(config, existing="resume")
         finally:
             run.claim.release()
 
 
-def _starting(config: TrainConfig) -> Watch:
+def _watch_start(config: TrainConfig) -> Watch:
     """Return a watch over the ranks while they have no model yet."""
     long = (with_planned, find_candidates, open_run)
     return Watch(nn.Module(), None, config.patience[0], lambda: "the start", lambda: "start the run again", long)
@@ -142,12 +142,12 @@ class Trainer:
         self.planner = AutoPlanner(run, candidates, lambda line: self._say(line))
         self.spikes = Spikes()
         self.moe_layers = {name: part for name, part in run.model.named_modules() if isinstance(part, MoE)}
-        self.goes_back = False
+        self.rolls_back = False
         """Whether a loss spike rolls the run back to its last checkpoint."""
         self._saving: Saving | None = None
-        self._told = [run.seconds] + [0.0] * (1 + run.ranks.world)
-        self._group: str | bool = run.config.saving().in_background
-        self._in_row = 0
+        self._reported_times = [run.seconds] + [0.0] * (1 + run.ranks.world)
+        self._saving_group: str | bool = run.config.saving().in_background
+        self._skipped_in_row = 0
         self._collapsed: set[str] = set()
         self._metrics: Metrics | NoMetrics = NoMetrics()
         self._say: Callable[[str], None] = partial(console.print, highlight=False, markup=False, soft_wrap=True)
@@ -215,9 +215,9 @@ class Trainer:
             norm = self._gradient_norm()
             wrong = wrong_numbers(loss, norm, state.step + 1)
             if wrong:
-                self._leave_out(wrong)
+                self._skip_step(wrong)
                 return {}
-            self._in_row = 0
+            self._skipped_in_row = 0
             self._look_for_spike(float(loss))
             clip(self.model.parameters(), norm, config.optimizer.clip_norm or math.inf)
             rate = learning_rate(state.step, config.steps, config.optimizer)
@@ -260,12 +260,12 @@ class Trainer:
         if isinstance(self.model, PipelinedGPT):
             batches = [self._batch(micro) for micro in range(count)]
             loss, routings = self.model.run_step(batches)
-            auxiliary = [self._noted(of_micro, again=again) for of_micro in routings]
+            auxiliary = [self._note_load(of_micro, again=again) for of_micro in routings]
         else:
             loss, auxiliary = self._run_in_turn(self.model, again=again)
         return self.ranks.mean(loss), auxiliary
 
-    def _noted(self, routings: list[Routing], *, again: bool) -> list[dict[str, Tensor]]:
+    def _note_load(self, routings: list[Routing], *, again: bool) -> list[dict[str, Tensor]]:
         """Add a micro-batch to the load meter unless `again`. Return the auxiliary losses of its layers."""
         if not again:
             self.meter.add(routings)
@@ -289,7 +289,7 @@ class Trainer:
             assert output.loss is not None
             (output.loss / count).backward()
             loss += output.loss.detach() / count
-            auxiliary.append(self._noted(output.routings, again=again))
+            auxiliary.append(self._note_load(output.routings, again=again))
         return loss, auxiliary
 
     def _interval(self) -> dict[str, Any]:
@@ -301,15 +301,15 @@ class Trainer:
             "tokens_per_second": speed,
             "mfu": flops * speed / self.peak,
             "seconds": self.clock.seconds,
-            "layers": self._of_all_layers(self._balance()),
+            "layers": self._gather_layers(self._balance()),
             **({"skipped": self.state.skipped} if self.state.skipped else {}),
-            **self._times(),
+            **self._rank_times(),
             **self.planner.values(),
             **self.experts.values(),
             **budget_values(self.model),
         }
 
-    def _times(self) -> dict[str, Any]:
+    def _rank_times(self) -> dict[str, Any]:
         """Return, per rank, the seconds of its steps since the previous call, of its programs' compute, and of its
         waits for each rank.
 
@@ -319,29 +319,33 @@ class Trainer:
             return {}
         transport = self.ranks.mesh.transport
         now = [self.clock.seconds, transport.compute, *transport.waited]
-        since, self._told = [each - before for each, before in zip(now, self._told)], now
-        table = [[round(each, 6) for each in row] for row in self.ranks.gathered(since)]
+        since, self._reported_times = [value - before for value, before in zip(now, self._reported_times)], now
+        table = [[round(value, 6) for value in row] for row in self.ranks.gathered(since)]
         seconds, compute, waited = ([row[0] for row in table], [row[1] for row in table], [row[2:] for row in table])
         return {"ranks": {"seconds": seconds, "compute": compute, "waited": waited}}
 
-    def _leave_out(self, wrong: str) -> None:
+    def _skip_step(self, wrong: str) -> None:
         """Skip a step with wrong numbers, on all ranks. End the run if it is the last of the allowed number in a row."""
         state, most = self.state, self.config.numbers[0]
         origin = find_origin(self.model, self.ranks, lambda: self._accumulate(again=True))
         state.optimizer.zero_grad()
         for layer in self.moe_layers.values():
             layer.step_counts.zero_()
-        self._in_row += 1
-        if self._in_row == most:
+        self._skipped_in_row += 1
+        if self._skipped_in_row == most:
             raise self._not_finite(f"{wrong}, as were the {most - 1} before it" if most > 1 else wrong, origin)
         state.step += 1
         state.skipped += 1
         self._metrics.write("skipped", state.step, {"why": wrong, "origin": origin})
-        self._say(f"{wrong}: {origin}; the step is left out on all ranks ({self._in_row} in a row, {most} end the run)")
+        self._say(
+            f"{wrong}: {origin}; the step is skipped on all ranks ({self._skipped_in_row} in a row, {most} end the run)"
+        )
 
     def _not_finite(self, wrong: str, origin: str) -> TrainingError:
         since = f": {origin}" if origin else ""
-        return TrainingError(f"{wrong}{since}; {self._kept()}: lower --optimizer.lr, or raise --optimizer.warmup-steps")
+        return TrainingError(
+            f"{wrong}{since}; {self._newest_checkpoint()}: lower --optimizer.lr, or raise the warm-up of --optimizer.schedule"
+        )
 
     def _look_for_spike(self, loss: float) -> None:
         """Report a spike of the loss, and roll back to the last checkpoint if the run is configured to.
@@ -353,36 +357,38 @@ class Trainer:
         if usual is None:
             return
         self._finish_saving()
-        step, rolls_back = self.state.step + 1, self.goes_back and bool(self._saved())
+        step, rolls_back = self.state.step + 1, self.rolls_back and bool(self._saved())
         self._metrics.write("spike", step, {"loss": loss, "usual": usual, "rolled_back": rolls_back})
         line = f"the loss of step {step} leaps to {loss:.4g} from {usual:.4g}"
         if rolls_back:
             self._say(f"{line}: going back to {self._saved()[-1]}, the samples since are left out")
             raise LossSpikeError
-        hint = "" if self.config.goes_back else f"; --numbers {self.config.numbers[0]} rollback would take the run back"
+        hint = (
+            "" if self.config.rolls_back else f"; --numbers {self.config.numbers[0]} rollback would take the run back"
+        )
         self._say(f"{line}, and the run goes on{hint}")
 
     def _balance(self) -> list[dict[str, object]]:
         """Return the load of the layers since the previous call. Report each collapsed router once."""
         loads = self.meter.take()
-        found = collapsed_routers(loads, list(self.moe_layers), self.config.model.moe.top_k)
-        for name in found.keys() - self._collapsed:
-            self._say(f"step {self.state.step}: {found[name]}")
-        self._collapsed |= found.keys()
+        collapsed = collapsed_routers(loads, list(self.moe_layers), self.config.model.moe.top_k)
+        for name in collapsed.keys() - self._collapsed:
+            self._say(f"step {self.state.step}: {collapsed[name]}")
+        self._collapsed |= collapsed.keys()
         return [load.as_dict() for load in loads]
 
-    def _of_all_layers(self, own: list[T]) -> list[T]:
+    def _gather_layers(self, values: list[T]) -> list[T]:
         """Return one value per MoE layer of the whole model, from the values of the layers on this rank. All ranks call
         it together."""
-        return list(self.ranks.of_stages(dict(zip(self._layers, own))).values())
+        return list(self.ranks.merge_stages(dict(zip(self._layers, values))).values())
 
     def _mean_losses(self, auxiliary: list[list[dict[str, Tensor]]]) -> dict[str, float]:
         """Return each auxiliary loss, averaged over the layers and micro-batches of a step."""
-        own = [
-            {name: float(torch.stack([each[name] for each in calls]).mean()) for name in calls[0]}
+        means = [
+            {name: float(torch.stack([losses[name] for losses in calls]).mean()) for name in calls[0]}
             for calls in zip(*auxiliary)
         ]
-        layers = self._of_all_layers(own)
+        layers = self._gather_layers(means)
         return {name: sum(layer[name] for layer in layers) / len(layers) for name in (layers[0] if layers else ())}
 
     @property
@@ -395,24 +401,28 @@ class Trainer:
     def _evaluate(self) -> float:
         """Measure and log the validation loss. Return it in nats per byte."""
         state = self.state
-        found = evaluate(
+        evaluation = evaluate(
             self.model, state.corpus, state.eval_windows,
             batch_size=self.config.batch_size, dtype=state.dtype, ranks=self.ranks,
         )  # fmt: skip
-        if not math.isfinite(found.per_byte):
-            wrong = f"the validation loss of step {state.step} is not finite ({found.per_token})"
+        if not math.isfinite(evaluation.per_byte):
+            wrong = f"the validation loss of step {state.step} is not finite ({evaluation.per_token})"
             raise self._not_finite(wrong, weights_not_finite(self.model, self.ranks))
         with self.experts.at_home():
-            require_same_weights(self.model, self.ranks, state.step, self.how_to_go_on(), align=False)
+            require_same_weights(self.model, self.ranks, state.step, self.advice(), align=False)
         if not self._metrics.has("eval", state.step):
-            values = {"val_loss": found.per_token, "val_nats_per_byte": found.per_byte, "seconds": self.clock.seconds}
+            values = {
+                "val_loss": evaluation.per_token,
+                "val_nats_per_byte": evaluation.per_byte,
+                "seconds": self.clock.seconds,
+            }
             self._metrics.write("eval", state.step, values)
         speed = self.clock.tokens_per_second
         self._say(
-            f"{state.folder.name}: step {state.step}, validation {found.per_byte:.4f} nats/byte"
+            f"{state.folder.name}: step {state.step}, validation {evaluation.per_byte:.4f} nats/byte"
             + (f", {speed:,.0f} tokens/s" if speed else "")
         )
-        return found.per_byte
+        return evaluation.per_byte
 
     @torch.no_grad()
     def _probe_sets(self) -> list[Tensor]:
@@ -427,12 +437,12 @@ class Trainer:
 
     def _churn(self, before: list[Tensor]) -> list[float]:
         """Return, per MoE layer, the share of the probe's tokens whose experts changed, over all dp groups."""
-        here = [(churn(a, b) * len(a), len(a)) for a, b in zip(before, self._probe_sets())]
+        changed = [(churn(a, b) * len(a), len(a)) for a, b in zip(before, self._probe_sets())]
         layers = self.model.num_sparse if isinstance(self.model, PipelinedGPT) else len(self.moe_layers)
-        found = torch.zeros(layers, 2, dtype=torch.float64)
-        if here:
-            found[list(self._layers)] = torch.tensor(here, dtype=torch.float64)
-        return [moved / max(tokens, 1) for moved, tokens in self.ranks.total(found).tolist()]
+        totals = torch.zeros(layers, 2, dtype=torch.float64)
+        if changed:
+            totals[list(self._layers)] = torch.tensor(changed, dtype=torch.float64)
+        return [moved / max(tokens, 1) for moved, tokens in self.ranks.total(totals).tolist()]
 
     def _save(self) -> None:
         state = self.state
@@ -450,10 +460,10 @@ class Trainer:
         if not math.isfinite(largest):
             wrong = f"the largest parameter of step {state.step} is not finite ({largest})"
             raise self._not_finite(wrong, weights_not_finite(self.model, self.ranks))
-        require_same_weights(self.model, self.ranks, state.step, self.how_to_go_on(), align=True)
-        if self._group is True and self.ranks.mesh is not None:
+        require_same_weights(self.model, self.ranks, state.step, self.advice(), align=True)
+        if self._saving_group is True and self.ranks.mesh is not None:
             # Keep the name only: a reference would keep the group alive after torch destroyed it.
-            self._group = dist.new_group(backend="gloo").group_name
+            self._saving_group = dist.new_group(backend="gloo").group_name
         self._saving = save_checkpoint(
             state.folder / CHECKPOINTS,
             step=state.step,
@@ -474,9 +484,9 @@ class Trainer:
             keep_last=self.config.saving().keep,
             files=state.files | self.planner.files(),
             ranks=self.ranks,
-            background=self._group,
+            background=self._saving_group,
         )
-        if not self._group:
+        if not self._saving_group:
             self._finish_saving()
 
     def _finish_saving(self) -> None:
@@ -485,25 +495,29 @@ class Trainer:
             saving, self._saving = self._saving, None
             saving.finish()
 
-    def at(self) -> str:
+    def step_in_words(self) -> str:
         """Return the step that the run is in, in words."""
         return f"step {self.state.step + 1}"
 
-    def how_to_go_on(self) -> str:
+    def advice(self) -> str:
         """Return which checkpoint is intact, and the command that resumes the run."""
-        return f"{self._kept()}: go on with {self._resume()}" if self._saved() else f"{self._kept()}: start it again"
+        return (
+            f"{self._newest_checkpoint()}: go on with {self._resume()}"
+            if self._saved()
+            else f"{self._newest_checkpoint()}: start it again"
+        )
 
     def _saved(self) -> list[Path]:
         return list_checkpoints(self.state.folder / CHECKPOINTS)
 
-    def _kept(self) -> str:
+    def _newest_checkpoint(self) -> str:
         saved = self._saved()
         return f"the checkpoint {saved[-1]} is intact" if saved else "no checkpoint was written yet"
 
     def _resume(self) -> str:
-        kept = shlex.quote(str(self.state.folder / "config.json"))
+        config_file = shlex.quote(str(self.state.folder / "config.json"))
         command = "moesaic" if self.ranks.mesh is None else f"torchrun --nproc-per-node {self.ranks.world} -m moesaic"
-        return f"{command} train --config {kept} --existing resume"
+        return f"{command} train --config {config_file} --existing resume"
 
     def _describe(self) -> str:
         model, corpus = self.model, self.state.corpus
@@ -512,7 +526,7 @@ class Trainer:
             f"{model.num_active_parameters() / 1e6:.2f} M active; {corpus.description}, {len(corpus.train):,} training tokens; "
             f"{self.config.precision} on {self.state.device}{self._ranks_in_words()}, "
             f"matmul peak {self.peak / 1e9:,.0f} GFLOP/s"
-            + (f"; taken up after step {self.state.step}" if self.state.step else "")
+            + (f"; resumed after step {self.state.step}" if self.state.step else "")
         )
 
     def _ranks_in_words(self) -> str:
@@ -590,21 +604,21 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(steps - 1 - config.warmup_steps, 1)
-    if config.way_down == "wsd":
+    if config.decay == "wsd":
         progress = 1 - (1 - progress) / DECAY_SHARE  # below 0 while the rate is stable
     progress = min(max(progress, 0.0), 1.0)
-    left = 0.5 * (1 + math.cos(math.pi * progress)) if config.way_down == "cosine" else 1 - progress
+    left = 0.5 * (1 + math.cos(math.pi * progress)) if config.decay == "cosine" else 1 - progress
     return config.lr * (config.final_share + (1 - config.final_share) * left)
 
 
 @contextmanager
 def _stop_requests() -> Iterator[list[str]]:
     """Yield a list to which the first SIGINT or SIGTERM appends its name. A second signal has its usual effect."""
-    asked: list[str] = []
+    received: list[str] = []
     before: dict[signal.Signals, Any] = {}
 
     def ask(number: int, frame: FrameType | None) -> None:
-        asked.append(signal.Signals(number).name)
+        received.append(signal.Signals(number).name)
         signal.signal(number, before[signal.Signals(number)])
 
     for kind in (signal.SIGINT, signal.SIGTERM):
@@ -613,7 +627,7 @@ def _stop_requests() -> Iterator[list[str]]:
         except ValueError:  # outside the main thread, signals cannot be handled
             break
     try:
-        yield asked
+        yield received
     except RuntimeError:
         if dist.is_initialized() and before:  # torchrun sends SIGTERM to the remaining ranks; let them report first
             before[signal.SIGTERM] = signal.SIG_IGN

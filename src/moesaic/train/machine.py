@@ -52,8 +52,8 @@ def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
 def pick_precision(name: str, device: torch.device) -> torch.dtype:
     """Return the forward pass's dtype. "auto" measures on a CPU, and asks the driver on a GPU."""
     if name != "auto":
-        found: torch.dtype = getattr(torch, name)
-        return found
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     gain = matmul_flops_per_second(device, torch.bfloat16) / matmul_flops_per_second(device, torch.float32)

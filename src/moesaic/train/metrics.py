@@ -41,18 +41,18 @@ class Metrics:
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.path = run_folder / METRICS
-        kept = _kept_lines(self.path, start_step, say) if start_step else []
-        self._written = {(line["kind"], line["step"]) for line in kept}
-        text = "".join(json.dumps(line) + "\n" for line in kept)
-        aside = self.path.with_suffix(".writing")
+        lines = _lines_up_to(self.path, start_step, say) if start_step else []
+        self._written = {(line["kind"], line["step"]) for line in lines}
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        temporary = self.path.with_suffix(".writing")
         try:
-            aside.write_text(text, encoding="utf-8")
-            os.replace(aside, self.path)
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, self.path)
             # Unbuffered, since closing must not retry a write that a full disk refused.
             self._file = self.path.open("ab", buffering=0)
             self._opened = os.stat(self.path)
         except OSError as error:
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise _unwritable(self.path, error) from error
         self._trackers = [
             weights_and_biases(run_folder, start_step, project) if project else tensorboard(run_folder, start_step)
@@ -68,14 +68,14 @@ class Metrics:
         try:
             if not os.path.samestat(os.stat(self.path), self._opened):
                 raise FileNotFoundError(errno.ENOENT, "another file took its place")
-            left = (json.dumps({"kind": kind, "step": step, **values}) + "\n").encode()
-            while left:
-                left = left[self._file.write(left) :]
+            remaining = (json.dumps({"kind": kind, "step": step, **values}) + "\n").encode()
+            while remaining:
+                remaining = remaining[self._file.write(remaining) :]
         except OSError as error:
             raise _unwritable(self.path, error) from error
         self._written.add((kind, step))
         for tracker in self._trackers:
-            tracker.tell({f"{kind}/{name}": value for name, value in _scalars(values)}, step)
+            tracker.log({f"{kind}/{name}": value for name, value in _scalars(values)}, step)
 
     def flush(self) -> None:
         """Flush all lines so far to disk.
@@ -103,7 +103,7 @@ class Metrics:
 class Tracker:
     """A destination for a run's numbers in addition to the metrics file."""
 
-    tell: Callable[[dict[str, float], int], object]
+    log: Callable[[dict[str, float], int], object]
     """Called with (numbers by name, step)."""
     close: Callable[[], object]
     """Writes pending numbers."""
@@ -123,11 +123,11 @@ def tensorboard(folder: Path, start_step: int) -> Tracker:
         ) from error
     writer = SummaryWriter(str(folder / TENSORBOARD), purge_step=start_step + 1 if start_step else None)
 
-    def tell(numbers: dict[str, float], step: int) -> None:
+    def log(numbers: dict[str, float], step: int) -> None:
         for name, value in numbers.items():
             writer.add_scalar(name, value, step)
 
-    return Tracker(tell, writer.close)
+    return Tracker(log, writer.close)
 
 
 def weights_and_biases(folder: Path, start_step: int, project: str) -> Tracker:
@@ -143,10 +143,10 @@ def weights_and_biases(folder: Path, start_step: int, project: str) -> Tracker:
         raise InputError(
             f"trackers: wandb:{project} needs the package wandb: pip install wandb, or --trackers tensorboard"
         ) from error
-    kept = folder / WANDB_ID
-    known = kept.read_text(encoding="utf-8", errors="replace").strip() if start_step and kept.exists() else None
-    run = wandb.init(project=project, name=folder.name, dir=str(folder), id=known, resume="allow")
-    kept.write_text(f"{run.id}\n", encoding="utf-8")
+    id_file = folder / WANDB_ID
+    run_id = id_file.read_text(encoding="utf-8", errors="replace").strip() if start_step and id_file.exists() else None
+    run = wandb.init(project=project, name=folder.name, dir=str(folder), id=run_id, resume="allow")
+    id_file.write_text(f"{run.id}\n", encoding="utf-8")
     return Tracker(lambda numbers, step: run.log(numbers, step=step), run.finish)
 
 
@@ -194,19 +194,19 @@ def _parsed(data: bytes) -> tuple[list[dict[str, Any]], list[str]]:
     parsed, damages, lines = [], [], data.splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            found = json.loads(line)
+            values = json.loads(line)
         except (ValueError, RecursionError) as error:
             if number < len(lines):
                 damages.append(f"line {number} is damaged ({error})")
             continue
-        if isinstance(found, dict) and type(found.get("step")) is int and isinstance(found.get("kind"), str):
-            parsed.append(found)
+        if isinstance(values, dict) and type(values.get("step")) is int and isinstance(values.get("kind"), str):
+            parsed.append(values)
         else:
             damages.append(f"line {number} is not one of a run's metrics")
     return parsed, damages
 
 
-def _kept_lines(path: Path, start_step: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def _lines_up_to(path: Path, start_step: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """Return the readable lines up to a step. Report damaged ones."""
     data = _read(path) if path.exists() else b""
     parsed, damages = _parsed(data)
@@ -221,15 +221,15 @@ def _unwritable(path: Path, error: OSError) -> InputError:
 
 
 def _scalars(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:
-    found: list[tuple[str, float]] = []
+    scalars: list[tuple[str, float]] = []
     for name, value in values.items():
         if isinstance(value, bool):
             continue
         if isinstance(value, int | float):
-            found.append((prefix + name, float(value)))
+            scalars.append((prefix + name, float(value)))
         elif isinstance(value, dict):
-            found += _scalars(value, f"{prefix}{name}/")
+            scalars += _scalars(value, f"{prefix}{name}/")
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             for index, item in enumerate(value):
-                found += _scalars(item, f"{prefix}{name}/layer{index}/")
-    return found
+                scalars += _scalars(item, f"{prefix}{name}/layer{index}/")
+    return scalars

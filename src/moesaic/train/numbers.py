@@ -61,7 +61,7 @@ class Spikes:
         """
         if len(self._losses) >= FEWEST:
             middle = median(self._losses)
-            deviation = 1.4826 * median(abs(each - middle) for each in self._losses)
+            deviation = 1.4826 * median(abs(recent - middle) for recent in self._losses)
             if loss - middle > SPIKE * max(deviation, 0.01 * abs(middle)):
                 return middle
         self._losses.append(loss)
@@ -83,16 +83,16 @@ def wrong_numbers(loss: Tensor, norm: Tensor, step: int) -> str:
 
 def collapsed_routers(layers: Sequence[LoadStatistics], names: Sequence[str], top_k: int) -> dict[str, str]:
     """Return a message for each layer with a router that sends nearly all tokens to the same `top_k` experts."""
-    found = {}
+    messages = {}
     for name, load in zip(names, layers):
         counts = sorted(load.tokens_per_expert, reverse=True)
         share = sum(counts[:top_k]) / max(sum(counts), 1)
         if len(counts) >= 4 * top_k and sum(counts) >= 16 * len(counts) and share >= COLLAPSED:
-            found[name] = (
+            messages[name] = (
                 f"the router of {name} has collapsed: {top_k} of its {len(counts)} experts get {share:.0%} of the tokens; "
                 "raise load_balance or z_loss in model.moe.losses, or lower optimizer.lr"
             )
-    return found
+    return messages
 
 
 def find_origin(model: nn.Module, ranks: Ranks, repeat: Callable[[], object]) -> str:
@@ -108,15 +108,15 @@ def find_origin(model: nn.Module, ranks: Ranks, repeat: Callable[[], object]) ->
         repeat()
     forward, backward = passes.forward, passes.backward  # stages are ordered as activations and gradients flow
     in_order = forward and (ranks.stage, *forward), backward and (-ranks.stage, *backward)
-    found = ranks.gathered((weights, *in_order))
-    said = _of_weights([each[0] for each in found])
-    if said:
-        return said
-    for place, what in ((1, "what {} returns"), (2, "the gradient that reaches {}")):
-        of_ranks = [each[place] for each in found]
-        if any(of_ranks):
-            *_, name, detail = min(each for each in of_ranks if each)
-            where = [rank for rank, each in enumerate(of_ranks) if each and each[2] == name]
+    reports = ranks.gathered((weights, *in_order))
+    faulty_weights = _faulty_weights_in_words([report[0] for report in reports])
+    if faulty_weights:
+        return faulty_weights
+    for index, what in ((1, "what {} returns"), (2, "the gradient that reaches {}")):
+        faults = [fault[index] for fault in reports]
+        if any(faults):
+            *_, name, detail = min(fault for fault in faults if fault)
+            where = [rank for rank, fault in enumerate(faults) if fault and fault[2] == name]
             return f"{what.format(name)} is the first that is not finite, on {in_words(where)}{detail}"
     return "nothing was wrong when the step was repeated, so suspect the hardware of a rank"
 
@@ -124,33 +124,33 @@ def find_origin(model: nn.Module, ranks: Ranks, repeat: Callable[[], object]) ->
 def not_finite(model: nn.Module) -> list[tuple[str, list[int]]]:
     """Return the parameters with values that are not finite in this rank's part, each with the affected experts (if it
     belongs to experts)."""
-    found = []
+    faulty = []
     for name, parameter in model.named_parameters():
-        own = parameter.detach()
-        local, module = local_part(own), model.get_submodule(name.rpartition(".")[0])
+        tensor = parameter.detach()
+        local, module = local_part(tensor), model.get_submodule(name.rpartition(".")[0])
         if bool(local.isfinite().all()):
             continue
         rows: list[int] = []
-        if isinstance(module, AbstractExperts) and own.shape[0] == module.num_experts:
-            wrong = (~local.isfinite()).flatten(1).any(1).nonzero().flatten()
-            rows = (wrong + _first_row(own)).tolist()
-        found.append((name, rows))
-    return found
+        if isinstance(module, AbstractExperts) and tensor.shape[0] == module.num_experts:
+            faulty_rows = (~local.isfinite()).flatten(1).any(1).nonzero().flatten()
+            rows = (faulty_rows + _first_row(tensor)).tolist()
+        faulty.append((name, rows))
+    return faulty
 
 
 def weights_not_finite(model: nn.Module, ranks: Ranks) -> str:
     """Return in words which weights are not finite, and on which rank; empty if none. All ranks call it."""
-    return _of_weights(ranks.gathered(not_finite(model)))
+    return _faulty_weights_in_words(ranks.gathered(not_finite(model)))
 
 
-def _of_weights(found: Sequence[Sequence[tuple[str, list[int]]]]) -> str:
+def _faulty_weights_in_words(by_rank: Sequence[Sequence[tuple[str, list[int]]]]) -> str:
     """Return in words the first weights that are not finite, from every rank's list."""
-    for rank, parameters in enumerate(found):
+    for rank, parameters in enumerate(by_rank):
         for name, experts in parameters:
-            of_expert = f", expert {', '.join(map(str, experts[:4]))}" if experts else ""
-            also = {each for other in found for each, _ in other} - {name}
-            more = f" (and in {len(also)} more parameters)" if also else ""
-            return f"weights of {name}{of_expert} are not finite on rank {rank}{more}"
+            which = f", expert {', '.join(map(str, experts[:4]))}" if experts else ""
+            others = {parameter for of_rank in by_rank for parameter, _ in of_rank} - {name}
+            more = f" (and in {len(others)} more parameters)" if others else ""
+            return f"weights of {name}{which} are not finite on rank {rank}{more}"
     return ""
 
 
@@ -176,26 +176,26 @@ class _Passes:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Check every module's output, and the gradient of that output, while the block runs."""
-        hooks = [module.register_forward_hook(partial(self._returned, name)) for name, module in self._modules]
+        hooks = [module.register_forward_hook(partial(self._check_output, name)) for name, module in self._modules]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def _returned(self, name: str, module: nn.Module, _: Any, output: Any) -> None:
+    def _check_output(self, name: str, module: nn.Module, _: Any, output: Any) -> None:
         self._calls += 1
         parts = output if isinstance(output, tuple) else (output,)
-        tensors = [local_part(each) for each in parts if isinstance(each, Tensor) and each.is_floating_point()]
-        if self.forward is None and not all(bool(each.detach().isfinite().all()) for each in tensors):
-            routing = next((each for each in parts if isinstance(each, Routing)), None)
+        tensors = [local_part(part) for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
+        if self.forward is None and not all(bool(part.detach().isfinite().all()) for part in tensors):
+            routing = next((part for part in parts if isinstance(part, Routing)), None)
             detail = "" if routing is None else _expert_of(tensors[0].detach(), routing)
             self.forward = self._calls, name, detail
-        for each in tensors:
-            if each.requires_grad:
-                each.register_hook(partial(self._came_back, name))
+        for part in tensors:
+            if part.requires_grad:
+                part.register_hook(partial(self._check_gradient, name))
 
-    def _came_back(self, name: str, gradient: Tensor) -> None:
+    def _check_gradient(self, name: str, gradient: Tensor) -> None:
         self._gradients += 1
         if self.backward is None and not bool(local_part(gradient).isfinite().all()):
             self.backward = self._gradients, name, ""
@@ -226,36 +226,40 @@ def require_same_weights(model: nn.Module, ranks: Ranks, step: int, advice: str,
     """
     if ranks.mesh is None:
         return
-    shared = {name: each for name, each in model.state_dict().items() if num_copies(each, ranks.world) > 1}
-    sums = [_checksum(local_part(each.detach())) for each in shared.values()]
+    shared = {name: tensor for name, tensor in model.state_dict().items() if num_copies(tensor, ranks.world) > 1}
+    sums = [_checksum(local_part(tensor.detach())) for tensor in shared.values()]
     values = torch.stack(sums).tolist() if sums else []
-    mine = {(name, _part(each)): tuple(value) for (name, each), value in zip(shared.items(), values)}
-    told: list[dict[tuple[str, Any], tuple[int, int]]] = ranks.gathered(mine)
+    own_sums = {
+        (name, _shard_coordinates(tensor)): tuple(value) for (name, tensor), value in zip(shared.items(), values)
+    }
+    sums_of_ranks: list[dict[tuple[str, Any], tuple[int, int]]] = ranks.gathered(own_sums)
     by_copy: dict[tuple[str, Any], dict[int, tuple[int, int]]] = {}
-    for rank, entries in enumerate(told):
+    for rank, entries in enumerate(sums_of_ranks):
         for key, value in entries.items():
             by_copy.setdefault(key, {})[rank] = value
-    differing = [key for key, held in by_copy.items() if len(set(held.values())) > 1]
+    differing = [key for key, copies in by_copy.items() if len(set(copies.values())) > 1]
     if not differing:
         return
-    brought = ranks.gathered({key: local_part(shared[key[0]].detach()).cpu() for key in differing if key in mine})
+    parts_of_ranks = ranks.gathered(
+        {key: local_part(shared[key[0]].detach()).cpu() for key in differing if key in own_sums}
+    )
     for key in differing:
-        held = {rank: parts[key].double() for rank, parts in enumerate(brought) if key in parts}
-        usual = torch.stack(list(held.values())).median(0).values
-        apart = {rank: float((each - usual).abs().max()) for rank, each in held.items()}
-        if max(apart.values(), default=0.0) <= ROUNDING * float(usual.abs().max()):
-            if align and key in mine:
-                local_part(shared[key[0]].detach()).copy_(held[min(held)])
+        copies = {rank: parts[key].double() for rank, parts in enumerate(parts_of_ranks) if key in parts}
+        usual = torch.stack(list(copies.values())).median(0).values
+        differences = {rank: float((tensor - usual).abs().max()) for rank, tensor in copies.items()}
+        if max(differences.values(), default=0.0) <= ROUNDING * float(usual.abs().max()):
+            if align and key in own_sums:
+                local_part(shared[key[0]].detach()).copy_(copies[min(copies)])
             continue
-        drifted = [rank for rank in held if apart[rank] > 0] if len(held) > 2 else sorted(held)
-        what = "holds other numbers than the others" if len(drifted) == 1 else "hold different numbers"
+        drifted = [rank for rank in copies if differences[rank] > 0] if len(copies) > 2 else sorted(copies)
+        what = "disagrees with the other ranks" if len(drifted) == 1 else "disagree"
         raise TrainingError(
-            f"after step {step} {in_words(drifted)} {what} of {key[0]}, up to {max(apart.values()):.3g} apart: suspect the "
-            f"memory or the processor of {in_words(drifted)}; {advice}"
+            f"after step {step} {in_words(drifted)} {what} on {key[0]}, by up to {max(differences.values()):.3g}: suspect "
+            f"the memory or the processor of {in_words(drifted)}; {advice}"
         )
 
 
-def _part(tensor: Tensor) -> tuple[int, ...]:
+def _shard_coordinates(tensor: Tensor) -> tuple[int, ...]:
     """Return which part of the full tensor this rank holds: its coordinates along the mesh axes that shard the tensor."""
     if not isinstance(tensor, DTensor):
         return ()
@@ -270,9 +274,9 @@ def _checksum(tensor: Tensor) -> Tensor:
     bits = tensor.contiguous().view(-1).view(by_size[tensor.element_size()])
     sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for first in range(0, len(bits), CHECKED_AT_ONCE):
-        some = bits[first : first + CHECKED_AT_ONCE]
-        places = torch.arange(first + 1, first + len(some) + 1, device=bits.device)
-        sums += torch.stack([some.sum(dtype=torch.int64), (some * places).sum()])
+        chunk = bits[first : first + CHECKED_AT_ONCE]
+        places = torch.arange(first + 1, first + len(chunk) + 1, device=bits.device)
+        sums += torch.stack([chunk.sum(dtype=torch.int64), (chunk * places).sum()])
     return sums
 
 

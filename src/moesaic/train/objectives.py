@@ -62,35 +62,35 @@ def load_pairs(data: DataConfig, seq_len: int, tokenizer_file: Path | None) -> C
         # One translation per source, or the same sentence could be in both parts.
         pairs = sorted(dict(pair for path in files for pair in read_pairs(path)).items())
     else:
-        told = ((b"%s: %s" % (path.parts[-3].encode(), a), b) for path in files for a, b in read_pairs(path))
-        pairs = sorted(dict(told).items())
+        prefixed = ((b"%s: %s" % (path.parts[-3].encode(), a), b) for path in files for a, b in read_pairs(path))
+        pairs = sorted(dict(prefixed).items())
     if data.val_path:
-        held = sorted(dict(p for path in find_files(data.val_path, "data.val") for p in read_pairs(path)).items())
+        val_pairs = sorted(dict(p for path in find_files(data.val_path, "data.val") for p in read_pairs(path)).items())
     else:
-        draws = [draw_of(source if data.path else _message(source)) for source, _ in pairs]
-        held = [pair for pair, draw in zip(pairs, draws) if draw < data.val_share]
+        draws = [draw_of(source if data.path else _without_language(source)) for source, _ in pairs]
+        val_pairs = [pair for pair, draw in zip(pairs, draws) if draw < data.val_share]
         pairs = [pair for pair, draw in zip(pairs, draws) if draw >= data.val_share]
     tokenizer = make_tokenizer(data, [text for pair in pairs for text in pair], tokenizer_file)
     half = seq_len // 2
 
-    def rows(some: list[tuple[bytes, bytes]]) -> np.ndarray:
-        found = []
-        for source, target in some:
+    def rows(selected: list[tuple[bytes, bytes]]) -> np.ndarray:
+        table = []
+        for source, target in selected:
             read, written = tokenizer.encode(source), tokenizer.encode(target)
             if len(read) <= half and len(written) <= half - 2:
                 row = np.full(seq_len, PADDING, dtype=np.uint32)
                 row[: len(read)], row[half + 1 : half + 1 + len(written)] = read, written
-                found.append(row)
-        return np.concatenate([*found, np.zeros(1, dtype=np.uint32)])  # the last row's next token
+                table.append(row)
+        return np.concatenate([*table, np.zeros(1, dtype=np.uint32)])  # the last row's next token
 
-    train, val = rows(pairs), rows(held)
+    train, val = rows(pairs), rows(val_pairs)
     if len(train) <= seq_len or len(val) <= seq_len:
         raise InputError(
-            f"data: {len(pairs)} pairs to train on and {len(held)} to validate with, of which at least one each must fit "
+            f"data: {len(pairs)} pairs to train on and {len(val_pairs)} to validate with, of which at least one each must fit "
             f"{half} tokens a side: give more in data.path, or a larger model.seq_len"
         )
-    kept = f"{len(train) // seq_len:,} of {len(pairs):,} pairs fit"
-    return Corpus(train, val, tokenizer, tokenizer.vocab_size, len(val), f"{len(files)} files, {kept}")
+    fit = f"{len(train) // seq_len:,} of {len(pairs):,} pairs fit"
+    return Corpus(train, val, tokenizer, tokenizer.vocab_size, len(val), f"{len(files)} files, {fit}")
 
 
 def read_pairs(path: Path) -> list[tuple[bytes, bytes]]:
@@ -132,16 +132,16 @@ def django_catalogues() -> list[Path]:
     Raises:
         InputError: if Django is not installed.
     """
-    found = find_spec("django")
-    if found is None or found.origin is None:
+    package = find_spec("django")
+    if package is None or package.origin is None:
         raise InputError(
             'data.path: without one, pairs are messages of Django: pip install "moesaic[translation]", or name '
             "catalogues (.mo) or JSON lines with source and target"
         )
-    root = Path(found.origin).parent
-    return sorted(path for each in LANGUAGES for path in root.rglob(f"locale/{each}/LC_MESSAGES/*.mo"))
+    root = Path(package.origin).parent
+    return sorted(path for language in LANGUAGES for path in root.rglob(f"locale/{language}/LC_MESSAGES/*.mo"))
 
 
-def _message(source: bytes) -> bytes:
+def _without_language(source: bytes) -> bytes:
     """Return a message without its language prefix."""
     return source.partition(b": ")[2]

@@ -62,8 +62,8 @@ def parallelize(
     parallelize_layers(model, mesh, plan, policy_of, durations=durations)
     if mesh.grid.tp > 1:
         split_dense(model, mesh.dense["tp"], by_position=sequence_parallel)
-    for part in model.parts if isinstance(model, PipelinedGPT) else [model]:
-        shard_over_data(part, mesh, part.blocks.children(), dtype=dtype)
+    for model_part in model.parts if isinstance(model, PipelinedGPT) else [model]:
+        shard_over_data(model_part, mesh, model_part.blocks.children(), dtype=dtype)
 
 
 def split_dense(model: GPT | PipelinedGPT, tp: DeviceMesh, *, by_position: bool) -> None:
@@ -84,20 +84,20 @@ def split_dense(model: GPT | PipelinedGPT, tp: DeviceMesh, *, by_position: bool)
     if hasattr(model, "embedding"):
         styles["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=outside)
     if getattr(model, "unembedding", None) is not None:
-        styles["unembedding"] = SplitParameters({"weight": 0}, takes=None, gives=None)
+        styles["unembedding"] = SplitParameters({"weight": 0}, input_layout=None, output_layout=None)
     for name, module in model.named_modules():
         if isinstance(module, StackedLinear):
             # Cross attention reads the encoder's output, which is not split by position.
             whole = name.endswith(".cross.kv")
             styles[name] = SplitParameters(
-                {"weight": 1, "bias": 1}, takes=Replicate() if whole else outside, gives=None
+                {"weight": 1, "bias": 1}, input_layout=Replicate() if whole else outside, output_layout=None
             )
         elif isinstance(module, RowLinear):
-            styles[name] = SplitParameters({"weight": 1}, takes=None, gives=outside)
+            styles[name] = SplitParameters({"weight": 1}, input_layout=None, output_layout=outside)
         elif isinstance(module, Dense):
             experts = module.expert
             dims = {own: dim for own in experts.names[0] if (dim := experts.shard_dim(own)) is not None}
-            styles[name] = SplitParameters(dims, takes=outside, gives=outside)
+            styles[name] = SplitParameters(dims, input_layout=outside, output_layout=outside)
         elif isinstance(module, Attention) and module.q_norm is not None and module.k_norm is not None:
             module.q_norm.different_over = module.k_norm.different_over = tp
     parallelize_module(model, tp, styles, src_data_rank=None)
@@ -114,43 +114,46 @@ def split_dense(model: GPT | PipelinedGPT, tp: DeviceMesh, *, by_position: bool)
 
 
 class SplitParameters(ParallelStyle):
-    """Parallel style of a module that computes on plain tensors with its shards of its parameters. It covers
-    `ColwiseParallel`, `RowwiseParallel` and both combined.
+    """A parallel style for modules that compute on plain tensors with their shards of their parameters.
+
+    It covers `ColwiseParallel`, `RowwiseParallel` and both combined.
 
     Args:
         dims: parameter name (without the path) to the dimension that is split. Other parameters are replicated.
-        takes: placement of the module's input, which is gathered for every rank; None for an input that is split as the
-            weight needs it.
-        gives: placement that the sum of the ranks' outputs gets; None for outputs that are not partial sums.
+        input_layout: placement of the module's input, which is gathered for every rank; None for an input that is split
+            as the weight needs it.
+        output_layout: placement that the sum of the ranks' outputs gets; None for outputs that are not partial sums.
     """
 
-    def __init__(self, dims: Mapping[str, int], *, takes: Placement | None, gives: Placement | None) -> None:
+    def __init__(
+        self, dims: Mapping[str, int], *, input_layout: Placement | None, output_layout: Placement | None
+    ) -> None:
         super().__init__()
-        self.dims, self.takes, self.gives = dims, takes, gives
+        self.dims, self.input_layout, self.output_layout = dims, input_layout, output_layout
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-            assert self.takes is not None
-            return (move(inputs[0], mesh, self.takes, Replicate(), gradient=Partial()), *inputs[1:])
+            assert self.input_layout is not None
+            return (move(inputs[0], mesh, self.input_layout, Replicate(), gradient=Partial()), *inputs[1:])
 
         def leave(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-            assert self.gives is not None
-            return move(output, mesh, Partial(), self.gives)
+            assert self.output_layout is not None
+            return move(output, mesh, Partial(), self.output_layout)
 
         return distribute_module(
             module,
             device_mesh,
             self._partition,
-            None if self.takes is None else enter,
-            None if self.gives is None else leave,
+            None if self.input_layout is None else enter,
+            None if self.output_layout is None else leave,
         )
 
     def _partition(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if name not in self.dims:
                 continue
-            place: Placement = Shard(self.dims[name])
-            split = distribute_tensor(parameter.detach(), mesh, [place], src_data_rank=None)
+            placement: Placement = Shard(self.dims[name])
+            split = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(split))
 
 
@@ -165,8 +168,8 @@ def move(
         target: the new placement.
         gradient: placement of the result's gradient; None for the same as the result.
     """
-    laid = DTensor.from_local(x, mesh, [source], run_check=False).redistribute(placements=[target])
-    return laid.to_local(grad_placements=None if gradient is None else [gradient])
+    redistributed = DTensor.from_local(x, mesh, [source], run_check=False).redistribute(placements=[target])
+    return redistributed.to_local(grad_placements=None if gradient is None else [gradient])
 
 
 def _gather_positions(mesh: DeviceMesh, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -52,8 +52,8 @@ class Part(nn.Module):
         if self.is_first:
             self.positions, self.embedding_norm = whole.positions, whole.embedding_norm
         layers = len(whole.blocks)
-        own = range(layers * index // count, layers * (index + 1) // count)
-        self.blocks = nn.ModuleDict({str(layer): whole.blocks[layer] for layer in own})
+        numbers = range(layers * index // count, layers * (index + 1) // count)
+        self.blocks = nn.ModuleDict({str(layer): whole.blocks[layer] for layer in numbers})
         if self.is_last:
             self.norm, self.unembedding = whole.norm, whole.unembedding
         self.routings: list[list[Routing]] = []
@@ -117,17 +117,17 @@ class PipelinedGPT(nn.Module):
         self.num_sparse = len(sparse)
         """Number of MoE layers of the full model."""
         length = config.model.seq_len // (config.mesh.tp if config.mesh.sequence_parallel else 1)
-        self._inner = length, config.model.dim
-        self._nothing = torch.zeros_like(next(whole.parameters())[0, 0]).detach()
+        self._activation_shape = length, config.model.dim
+        self._zero = torch.zeros_like(next(whole.parameters())[0, 0]).detach()
         self._schedule = self._make_schedule(config, [(number, count) for number in numbers], config.batch_size // dp)
 
     def _make_schedule(
         self, config: TrainConfig, places: Sequence[tuple[int, int]], rows: int
     ) -> Schedule1F1B | ScheduleInterleaved1F1B:
         tokens = torch.empty(rows, config.model.seq_len, dtype=torch.int64, device="meta")
-        x = torch.empty(rows, *self._inner, dtype=self._nothing.dtype, device="meta", requires_grad=True)
-        device, group = self._nothing.device, self.stages["pp"].get_group()
-        made = [
+        x = torch.empty(rows, *self._activation_shape, dtype=self._zero.dtype, device="meta", requires_grad=True)
+        device, group = self._zero.device, self.stages["pp"].get_group()
+        pipeline_stages = [
             PipelineStage(part, *place, device, tokens if part.is_first else x, x, group=group)
             for place, part in zip(places, self.parts)
         ]
@@ -136,9 +136,9 @@ class PipelinedGPT(nn.Module):
         def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
             return token_loss(logits, targets) / micro
 
-        if len(made) > 1:
-            return ScheduleInterleaved1F1B(list(made), micro, loss_fn=loss_of, scale_grads=False)
-        return Schedule1F1B(made[0], micro, loss_fn=loss_of, scale_grads=False)
+        if len(pipeline_stages) > 1:
+            return ScheduleInterleaved1F1B(list(pipeline_stages), micro, loss_fn=loss_of, scale_grads=False)
+        return Schedule1F1B(pipeline_stages[0], micro, loss_fn=loss_of, scale_grads=False)
 
     def run_step(self, batches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, list[list[Routing]]]:
         """Add up the gradients of a step's micro-batches.
@@ -153,10 +153,10 @@ class PipelinedGPT(nn.Module):
         Raises:
             InputError: if a layer raised it.
         """
-        tokens, targets = (torch.cat(each) for each in zip(*batches))
+        tokens, targets = (torch.cat(tensors) for tensors in zip(*batches))
         losses: list[Tensor] = []
         ends: dict[str, Any] = {"target": targets, "losses": losses} if self.stage == self.pp - 1 else {}
-        self._forget()
+        self._clear_routings()
         try:
             inputs = (tokens,) if self.stage == 0 else ()
             self._schedule.step(*inputs, tokens=tokens, return_outputs=False, **ends)
@@ -165,9 +165,9 @@ class PipelinedGPT(nn.Module):
                 raise error.__cause__ from error
             raise
         self._add_embeddings()
-        loss = torch.stack(losses).sum().detach() if losses else self._nothing
+        loss = torch.stack(losses).sum().detach() if losses else self._zero
         routings = zip(*(part.routings for part in self.parts))
-        return loss, [[routing for each in of_parts for routing in each] for of_parts in routings]
+        return loss, [[routing for of_part in of_parts for routing in of_part] for of_parts in routings]
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> GPTOutput:
         """Evaluate the full model, stage after stage. All ranks call it together.
@@ -180,11 +180,11 @@ class PipelinedGPT(nn.Module):
             logits and loss on ranks with the last part, else an empty tensor and 0; and the routings of this rank's MoE
                 layers.
         """
-        self._forget()
+        self._clear_routings()
         group, x = self.stages["pp"].get_group(), tokens
         for part in self.parts:
             if not part.is_first:
-                x = torch.empty(len(tokens), *self._inner, dtype=self._nothing.dtype, device=tokens.device)
+                x = torch.empty(len(tokens), *self._activation_shape, dtype=self._zero.dtype, device=tokens.device)
                 if x.numel():
                     dist.recv(x, group=group, group_src=(self.stage - 1) % self.pp)
             x = part(x, tokens)
@@ -192,7 +192,7 @@ class PipelinedGPT(nn.Module):
                 dist.send(x.contiguous(), group=group, group_dst=(self.stage + 1) % self.pp)
         routings = [routing for part in self.parts for routing in part.routings[0]]
         if not self.parts[-1].is_last:
-            return GPTOutput(x.new_empty(0), None if targets is None else self._nothing, routings)
+            return GPTOutput(x.new_empty(0), None if targets is None else self._zero, routings)
         return GPTOutput(x, None if targets is None else token_loss(x, targets), routings)
 
     def gradient_norm(self, mesh: Mesh) -> Tensor:
@@ -209,7 +209,7 @@ class PipelinedGPT(nn.Module):
         """Return how many of the full model's parameters one token uses."""
         return self._sizes[1]
 
-    def _forget(self) -> None:
+    def _clear_routings(self) -> None:
         for part in self.parts:
             part.routings = []
 
@@ -221,15 +221,15 @@ class PipelinedGPT(nn.Module):
         assert weight.grad is not None
         if isinstance(weight.grad, DTensor) and isinstance(weight, DTensor):
             weight.grad = weight.grad.redistribute(weight.device_mesh, weight.placements)
-        own = local_part(weight.grad)
-        if not own.numel():
+        gradient = local_part(weight.grad)
+        if not gradient.numel():
             return
-        other, group = torch.empty_like(own), self.stages["pp"].get_group()
+        received, group = torch.empty_like(gradient), self.stages["pp"].get_group()
         peer = self.pp - 1 if self.stage == 0 else 0
         moves = [
-            dist.P2POp(dist.isend, own.contiguous(), group=group, group_peer=peer),
-            dist.P2POp(dist.irecv, other, group=group, group_peer=peer),
+            dist.P2POp(dist.isend, gradient.contiguous(), group=group, group_peer=peer),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=peer),
         ]
         for move in dist.batch_isend_irecv(moves):
             move.wait()
-        own += other
+        gradient += received

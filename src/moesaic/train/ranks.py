@@ -91,12 +91,12 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
-    def of_stages(self, values: Mapping[int, T]) -> dict[int, T]:
+    def merge_stages(self, values: Mapping[int, T]) -> dict[int, T]:
         """Merge the dicts of all stages, sorted by key; for small data that is identical on all ranks of a stage."""
-        found = [values] if self.pp == 1 else self.gathered(dict(values))
-        return dict(sorted((number, value) for each in found for number, value in each.items()))
+        tables = [values] if self.pp == 1 else self.gathered(dict(values))
+        return dict(sorted((number, value) for table in tables for number, value in table.items()))
 
-    def first_says(self, value: Any) -> Any:
+    def from_first(self, value: Any) -> Any:
         """Return the first rank's value."""
         return self.gathered(value if self.is_first else None)[0]
 
@@ -111,8 +111,9 @@ class Ranks:
         if self.mesh is None:
             return (asked[0] if asked else None), is_busy
         number = signal.Signals[asked[0]].value if asked else 0
-        found, busy = self.largest(torch.tensor([number, int(is_busy)])).tolist()  # on the CPU: no wait for a GPU
-        return (signal.Signals(found).name if found else None), bool(busy)
+        flags = torch.tensor([number, int(is_busy)])  # on the CPU, so that no rank waits for a GPU
+        signal_number, busy = self.largest(flags).tolist()
+        return (signal.Signals(signal_number).name if signal_number else None), bool(busy)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -130,10 +131,10 @@ class Ranks:
             if refusal is not None:
                 raise refusal
             return
-        said = self.gathered(None if refusal is None else (type(refusal) is InputError, str(refusal)))
-        for found in said:
-            if found is not None:
-                is_input, text = found
+        refusals = self.gathered(None if refusal is None else (type(refusal) is InputError, str(refusal)))
+        for refused in refusals:
+            if refused is not None:
+                is_input, text = refused
                 raise (InputError if is_input else TrainingError)(text) from refusal
 
     def require_same(self, what: str, value: object, advice: str) -> None:
@@ -152,25 +153,28 @@ class Ranks:
 def _make_meshes(config: TrainConfig, device_type: DeviceType) -> tuple[Mesh, DeviceMesh | None]:
     """Return the mesh of this rank's stage, and the mesh of stages (None if there is one stage)."""
     # The number of CPU threads may differ between machines; everything else is the same on all ranks.
-    alike = config if config.threads is None else replace(config, device=config.device.partition(":")[0])
+    common = config if config.threads is None else replace(config, device=config.device.partition(":")[0])
     # Use Gloo, which launch() sets up for CPU tensors: NCCL would create communicators just for this.
-    check_same(open_transport("cpu"), _flat(asdict(alike)))
-    chosen, world, stages, group = config.mesh, dist.get_world_size(), None, None
-    if world % chosen.stages:
+    check_same(open_transport("cpu"), _flat(asdict(common)))
+    mesh_config, world, stages, group = config.mesh, dist.get_world_size(), None, None
+    if world % mesh_config.stages:
         raise InputError(
-            f"mesh.pp={chosen.pp_in_words}: {chosen.stages} stages do not divide the {world} ranks: choose a divisor of {world}"
+            f"mesh.pp={mesh_config.pp_in_words}: {mesh_config.stages} stages do not divide the {world} ranks: "
+            f"choose a divisor of {world}"
         )
-    if chosen.stages > 1:
-        stages = init_device_mesh(device_type, (chosen.stages, world // chosen.stages), mesh_dim_names=("pp", "stage"))
+    if mesh_config.stages > 1:
+        stages = init_device_mesh(
+            device_type, (mesh_config.stages, world // mesh_config.stages), mesh_dim_names=("pp", "stage")
+        )
         group = stages["stage"].get_group()
     mesh = Mesh.create(
-        tp=chosen.tp,
-        ep=chosen.ep,
-        etp=chosen.etp,
-        innermost=chosen.innermost,
-        ranks_per_node=chosen.ranks_per_node,
+        tp=mesh_config.tp,
+        ep=mesh_config.ep,
+        etp=mesh_config.etp,
+        innermost=mesh_config.innermost,
+        ranks_per_node=mesh_config.ranks_per_node,
         device_type=device_type,
-        transport=chosen.transport,
+        transport=mesh_config.transport,
         group=group,
     )
     if stages is not None:  # on all ranks, whatever layers a stage has: torch names a group by the number of groups
@@ -180,10 +184,10 @@ def _make_meshes(config: TrainConfig, device_type: DeviceType) -> tuple[Mesh, De
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, str]:
     """Return a nested table as a dict from dotted path to value as JSON text."""
-    found: dict[str, str] = {}
+    flat: dict[str, str] = {}
     for name, value in table.items():
         if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{name}.")
+            flat |= _flat(value, f"{prefix}{name}.")
         else:
-            found[prefix + name] = json.dumps(value)
-    return found
+            flat[prefix + name] = json.dumps(value)
+    return flat

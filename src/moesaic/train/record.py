@@ -106,7 +106,7 @@ class RoutingObserver:
 
     @contextmanager
     def _replaying(self, trace: Trace, step: int, micro: int) -> Iterator[None]:
-        part = [_part(layer, trace.shape.tokens, self._ranks) for layer in self._layers]
+        part = [_tokens_of_rank(layer, trace.shape.tokens, self._ranks) for layer in self._layers]
 
         def experts(place: int) -> Tensor:
             table, trip = trace.experts(place, step, micro), self._trip()
@@ -153,36 +153,36 @@ class _Recorder:
             trip: returns the forward pass afterwards, if samples moved in it.
         """
         routing_cache = _RecordingCache()
-        before = [layer.routing_cache for layer in self._layers]
+        earlier_caches = [layer.routing_cache for layer in self._layers]
         try:
             for layer in self._layers:
                 layer.routing_cache = routing_cache
             yield
         finally:
-            for layer, earlier in zip(self._layers, before):
+            for layer, earlier in zip(self._layers, earlier_caches):
                 layer.routing_cache = earlier
         tables = torch.stack([self._table(layer, routing_cache.records[layer]) for layer in self._layers]).cpu().numpy()
         self._was_sliced = self._is_sliced
         if micro == 0:
             self._steps.append(step)
         self._tables.append(tables.astype(self._shape.dtype(self._holds)))
-        passed = trip()
-        if passed is not None:
-            self._places.append(np.stack([move.before.place for move in passed.moves]))
+        forward_pass = trip()
+        if forward_pass is not None:
+            self._places.append(np.stack([move.before.place for move in forward_pass.moves]))
 
     def flush(self) -> None:
         """Collect the ranks' parts and write them as a segment."""
         shape, steps = self._shape, self._steps
         if not steps:
             return
-        mine = np.stack(self._tables).reshape(len(steps), shape.accumulation, *self._tables[0].shape)
-        places = np.stack(self._places).reshape(*mine.shape[:3], -1) if self._places else None
+        own_table = np.stack(self._tables).reshape(len(steps), shape.accumulation, *self._tables[0].shape)
+        places = np.stack(self._places).reshape(*own_table.shape[:3], -1) if self._places else None
         self._steps, self._tables, self._places = [], [], []
-        parts = self._collect(mine)
+        parts = self._collect(own_table)
         with self._ranks.together():
             if parts is not None:
                 table = joined(parts, self._ranks.world // self._ranks.dp, self._was_sliced, self._holds == "tokens")
-                table = table if places is None else taken_home(table, places)
+                table = table if places is None else in_batch_order(table, places)
                 segment = TraceSegment(shape, self._holds, np.array(steps), table, self._ranks.dp, self._source)
                 write_segment(segment, self._folder / segment_name(steps[0]))
                 flush(self._folder)
@@ -195,37 +195,37 @@ class _Recorder:
         """
         for path in sorted(self._folder.glob(PATTERN))[:1]:
             header = read_header(path)
-            found = differences(header.shape, self._shape)
+            problems = differences(header.shape, self._shape)
             if header.holds != self._holds:
-                found.append(f"holds={header.holds} (not {self._holds})")
-            if found:
+                problems.append(f"holds={header.holds} (not {self._holds})")
+            if problems:
                 raise InputError(
-                    f"{self._folder} holds a trace with {', '.join(found)}: move it away, or resume as it was recorded"
+                    f"{self._folder} holds a trace with {', '.join(problems)}: move it away, or resume as it was recorded"
                 )
 
     @property
     def _is_sliced(self) -> bool:
         """Whether each rank of a tensor-parallel group routes a slice of the group's tokens. Otherwise each routes all
         of them."""
-        return any(_slices(layer) for layer in self._layers)
+        return any(_routes_slices(layer) for layer in self._layers)
 
     def _table(self, layer: MoE, record: RoutingRecord) -> Tensor:
         """Return a call's part of the table: the tokens' experts, or counts per sequence of the data-parallel group."""
         choice, shape = record.choice, self._shape
         if self._holds == "tokens":
             return encoded(choice, shape.top_k)
-        own = shape.sequences // self._ranks.dp
-        slices = _slices(layer)
-        first = _tensor_slice(own * shape.seq_len, self._ranks).start if slices else 0
+        num_sequences = shape.sequences // self._ranks.dp
+        slices = _routes_slices(layer)
+        first = _tensor_slice(num_sequences * shape.seq_len, self._ranks).start if slices else 0
         cell = (choice.token + first) // shape.seq_len * shape.num_experts + choice.expert
-        return count(cell, choice.sent, own * shape.num_experts).view(own, shape.num_experts)
+        return count(cell, choice.sent, num_sequences * shape.num_experts).view(num_sequences, shape.num_experts)
 
-    def _collect(self, mine: np.ndarray) -> list[np.ndarray] | None:
+    def _collect(self, own_table: np.ndarray) -> list[np.ndarray] | None:
         """Return every rank's part, by rank, on the first rank; None on the others."""
         if self._ranks.mesh is None:
-            return [mine]
-        parts: list[np.ndarray] | None = [mine] * self._ranks.world if self._ranks.is_first else None
-        dist.gather_object(mine, parts)
+            return [own_table]
+        parts: list[np.ndarray] | None = [own_table] * self._ranks.world if self._ranks.is_first else None
+        dist.gather_object(own_table, parts)
         return parts
 
 
@@ -263,7 +263,7 @@ def joined(parts: list[np.ndarray], tp: int, is_sliced: bool, by_token: bool) ->
     return np.concatenate([np.sum(group, axis=0, dtype=group[0].dtype) for group in groups], axis=3)
 
 
-def taken_home(table: np.ndarray, places: np.ndarray) -> np.ndarray:
+def in_batch_order(table: np.ndarray, places: np.ndarray) -> np.ndarray:
     """Reorder a table with sequences in the order in which the ranks held them into the order of the batch.
 
     Args:
@@ -274,15 +274,15 @@ def taken_home(table: np.ndarray, places: np.ndarray) -> np.ndarray:
     return np.take_along_axis(split, places[..., None, None], axis=3).reshape(table.shape)
 
 
-def _part(layer: MoE, tokens: int, ranks: Ranks) -> slice:
+def _tokens_of_rank(layer: MoE, tokens: int, ranks: Ranks) -> slice:
     """Return which of a micro-batch's tokens a layer routes on this rank."""
-    own = tokens // ranks.dp
-    first = ranks.dp_index * own
-    within = _tensor_slice(own, ranks) if _slices(layer) else slice(0, own)
+    num_tokens = tokens // ranks.dp
+    first = ranks.dp_index * num_tokens
+    within = _tensor_slice(num_tokens, ranks) if _routes_slices(layer) else slice(0, num_tokens)
     return slice(first + within.start, first + within.stop)
 
 
-def _slices(layer: MoE) -> bool:
+def _routes_slices(layer: MoE) -> bool:
     """Return whether each rank of a tensor-parallel group routes a slice of the group's tokens (S1)."""
     return layer.on_mesh is not None and layer.on_mesh.compiled.routes_slices
 
@@ -315,20 +315,22 @@ def check_routing(config: TrainConfig, step: int = 0) -> Trace | None:
     if config.replay_routing is None:
         return None
     path = Path(config.replay_routing)
-    own = Path(config.out).resolve()
-    if own in (path.resolve(), *path.resolve().parents):
+    out = Path(config.out).resolve()
+    if out in (path.resolve(), *path.resolve().parents):
         raise InputError(f"routing=replay:{path}: lies in out={config.out}, which this run writes: choose another out")
     trace = Trace.open(path)
-    found = differences(trace.shape, shape_of(config))
-    if found:
-        raise InputError(f"routing=replay:{path}: is of another model or batch, {', '.join(found)}: set the same here")
+    problems = differences(trace.shape, shape_of(config))
+    if problems:
+        raise InputError(
+            f"routing=replay:{path}: is of another model or batch, {', '.join(problems)}: set the same here"
+        )
     if trace.holds != "tokens":
         raise InputError(
             f"routing=replay:{path}: holds counts only: record the tokens' experts with --routing record:tokens"
         )
     if set(range(step, config.steps)) - set(trace.steps):
         raise InputError(
-            f"routing=replay:{path}: holds steps {steps_in_words(trace.steps)}, the run wants {step} to {config.steps - 1}: "
+            f"routing=replay:{path}: holds steps {steps_in_words(trace.steps)}, the run needs {step} to {config.steps - 1}: "
             "set fewer steps, or record more"
         )
     return trace

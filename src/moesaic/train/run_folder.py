@@ -61,7 +61,7 @@ class RunFolder:
             InputError: if the folder holds anything else.
         """
         try:
-            names = sorted(each.name for each in self.path.iterdir() if each.name not in _NOTHING)
+            names = sorted(entry.name for entry in self.path.iterdir() if entry.name not in _EARLY_NAMES)
         except FileNotFoundError:
             return False
         except OSError as error:
@@ -71,21 +71,21 @@ class RunFolder:
         copy = find_copy(self.path / CHECKPOINTS, CONFIG)
         if is_marked(self.path / CONFIG) or (resuming and copy is not None and is_marked(copy)):
             return True
-        found = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        listing = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         steps = [path.name for path in list_checkpoints(self.path / CHECKPOINTS)]
         state = "is damaged" if CONFIG in names else "is missing"
         if not steps:
             raise InputError(
-                f"out={self.path}: holds {found}, which no run wrote as far as can be told (its {CONFIG} {state}): choose "
+                f"out={self.path}: holds {listing}, which does not look like a run (its {CONFIG} {state}): choose "
                 "another --out, or an empty folder; nothing was changed"
             )
-        back = (
+        remedy = (
             "put that file back (a run with the same settings and another --out writes one), then --existing resume"
             if copy is None else f"--existing resume takes the copy in {copy.parent.name}"
         )  # fmt: skip
         raise InputError(
-            f"out={self.path}: holds checkpoints (the newest {steps[-1]}), but its {CONFIG} {state}: {back}; or choose another "
-            "--out; nothing was changed"
+            f"out={self.path}: holds checkpoints (the newest {steps[-1]}), but its {CONFIG} {state}: {remedy}; or choose "
+            "another --out; nothing was changed"
         )
 
     def claim(self) -> None:
@@ -120,10 +120,10 @@ class RunFolder:
         checkpoints, events, traces = (self.path / name for name in (CHECKPOINTS, "tensorboard", FOLDER))
         for path in (*list_checkpoints(checkpoints), *checkpoints.glob(".writing-*")):
             remove_checkpoint(path)
-        own = [*events.glob("events.out.tfevents.*"), *traces.glob(PATTERN), *self._flights()]
+        files = [*events.glob("events.out.tfevents.*"), *traces.glob(PATTERN), *self._flights()]
         for name in (TOKENIZER, HANG, HANG_SUMS, METRICS, WANDB_ID):
-            own += [self.path / name, (self.path / name).with_suffix(_WRITING)]
-        for path in own:
+            files += [self.path / name, (self.path / name).with_suffix(_WRITING)]
+        for path in files:
             path.unlink(missing_ok=True)
         for path in (checkpoints, events, traces):
             with suppress(OSError):
@@ -131,12 +131,12 @@ class RunFolder:
 
     def write(self, name: str, data: str | bytes) -> None:
         """Write a file of the folder atomically: at every instant it holds all of the old data or all of the new."""
-        aside = (self.path / name).with_suffix(_WRITING)
-        with aside.open("wb") as file:
+        temporary = (self.path / name).with_suffix(_WRITING)
+        with temporary.open("wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, self.path / name)
+        os.replace(temporary, self.path / name)
 
     def write_hang(self, data: bytes) -> None:
         """Write `HANG`, after the checksums of `HANG` and of the flight recordings."""
@@ -153,7 +153,7 @@ class RunFolder:
         Raises:
             InputError: if a file cannot be read.
         """
-        found = {}
+        seals = {}
         for path in self._lasting():
             name = path.relative_to(self.path).as_posix()
             size, digest = self._digests.get(name, (0, hashlib.sha256()))
@@ -166,20 +166,20 @@ class RunFolder:
             except OSError as error:
                 raise InputError(f"{path}: cannot be read ({error.strerror}): check the folder") from error
             self._digests[name] = size, digest
-            found[name] = {"bytes": size, "sha256": digest.hexdigest()}
-        return found
+            seals[name] = {"bytes": size, "sha256": digest.hexdigest()}
+        return seals
 
     def altered(self, sealed: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Return one message for each file that changed or vanished since it was sealed."""
-        there = {path.relative_to(self.path).as_posix(): path for path in self._lasting()}
-        found = []
+        paths = {path.relative_to(self.path).as_posix(): path for path in self._lasting()}
+        problems = []
         for name, seal in sealed.items():
             try:
-                if checksum(there[name], seal["bytes"]) != seal["sha256"]:
-                    found.append(f"{there[name]}: is not as it was: what can be read of it is kept")
+                if checksum(paths[name], seal["bytes"]) != seal["sha256"]:
+                    problems.append(f"{paths[name]}: is not as it was: what can be read of it is kept")
             except (KeyError, OSError):
-                found.append(f"{str(self.path / name)!r:.300}: is gone, or cannot be read")
-        return found
+                problems.append(f"{str(self.path / name)!r:.300}: is gone, or cannot be read")
+        return problems
 
     def _flights(self) -> list[Path]:
         return list(self.path.glob(FLIGHT.format(library="*", rank="*")))
@@ -218,7 +218,7 @@ def unwritable(path: Path, error: OSError) -> InputError:
 
 
 _WRITING = ".writing"
-_NOTHING = (LOCK, f"config{_WRITING}")
+_EARLY_NAMES = (LOCK, f"config{_WRITING}")
 """Names that a run leaves behind if it is killed before it writes anything else."""
 
 
@@ -272,7 +272,12 @@ def _locked(path: Path) -> IO[str]:
         file.close()
     file.truncate(0)
     started = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-    owner = {"process": os.getpid(), "host": socket.gethostname(), "started": started, "ticks": _ticks(os.getpid())}
+    owner = {
+        "process": os.getpid(),
+        "host": socket.gethostname(),
+        "started": started,
+        "ticks": _start_ticks(os.getpid()),
+    }
     file.write(json.dumps(owner))
     file.flush()
     return file
@@ -306,10 +311,10 @@ def _is_stale(owner: dict[str, Any]) -> bool:
         return True
     except OSError:
         pass
-    return _ticks(owner["process"]) != owner["ticks"]
+    return _start_ticks(owner["process"]) != owner["ticks"]
 
 
-def _ticks(process: int) -> int | None:
+def _start_ticks(process: int) -> int | None:
     """Return when a process of this host started, in clock ticks since boot; None if the system does not say."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")

@@ -67,8 +67,8 @@ def read_list(data: bytes, source: str, *, others: list[str] | None = None) -> M
     except Exception as error:  # a damaged pickle may raise any exception
         reason = " ".join(str(error).split())
         raise InputError(
-            f"{source}: is no list of tensors as Moesaic writes it ({reason:.200}), nothing in it was run: take another "
-            "checkpoint, or delete this one"
+            f"{source}: is not the metadata of a sharded checkpoint ({reason:.200}), and nothing in it was executed: take "
+            "another checkpoint, or delete this one"
         ) from error
 
 
@@ -121,8 +121,8 @@ BytesStorageMetadata entry is never passed on: torch would unpickle its part of 
 class _ListUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return the record class for a name in the pickle. Records only store their arguments."""
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
         if (module, name) not in _RECORDS:
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         return _RECORDS[module, name]
@@ -130,65 +130,67 @@ class _ListUnpickler(pickle.Unpickler):
 
 def _metadata(record: Any, others: list[str] | None) -> Metadata:
     fields = _fields(record, "Metadata")
-    entries = {_is(name, str): entry for name, entry in _is(fields["state_dict_metadata"], dict).items()}
+    entries = {_typed(name, str): entry for name, entry in _typed(fields["state_dict_metadata"], dict).items()}
     if others is not None:
         others += [name for name, entry in entries.items() if type(entry).__name__ == "BytesStorageMetadata"]
         entries = {name: entry for name, entry in entries.items() if name not in set(others)}
-    tensors: dict[str, STORAGE_TYPES] = {name: _tensor(entry) for name, entry in entries.items()}
-    places = {_index(key): _place(place) for key, place in _is(fields["storage_data"], dict).items()}
+    tensors: dict[str, STORAGE_TYPES] = {name: _tensor_metadata(entry) for name, entry in entries.items()}
+    places = {_metadata_index(key): _storage_info(place) for key, place in _typed(fields["storage_data"], dict).items()}
     places = {index: place for index, place in places.items() if others is None or index.fqn in tensors}
-    return Metadata(tensors, storage_data=places, version=_is(fields.get("version", ""), str))
+    return Metadata(tensors, storage_data=places, version=_typed(fields.get("version", ""), str))
 
 
-def _tensor(record: Any) -> TensorStorageMetadata:
+def _tensor_metadata(record: Any) -> TensorStorageMetadata:
     fields = _fields(record, "TensorStorageMetadata")
     properties = fields["properties"]
     if type(properties).__name__ != "TensorProperties":
-        raise TypeError(f"it holds {type(properties).__name__} in place of TensorProperties")
-    dtype = _is(_is(properties.state, tuple)[0], torch.dtype)
-    chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in _is(fields["chunks"], list)]
+        raise TypeError(f"it holds {type(properties).__name__} instead of TensorProperties")
+    dtype = _typed(_typed(properties.state, tuple)[0], torch.dtype)
+    chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in _typed(fields["chunks"], list)]
     return TensorStorageMetadata(
         TensorProperties(dtype=dtype),
-        _size(fields["size"]),
-        [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks],
+        _torch_size(fields["size"]),
+        [ChunkStorageMetadata(_torch_size(chunk["offsets"]), _torch_size(chunk["sizes"])) for chunk in chunks],
     )
 
 
-def _index(record: Any) -> MetadataIndex:
+def _metadata_index(record: Any) -> MetadataIndex:
     fields = _fields(record, "MetadataIndex")
     offset, index = fields.get("offset"), fields.get("index")
     return MetadataIndex(
-        _is(fields["fqn"], str), None if offset is None else _size(offset), None if index is None else _is(index, int)
+        _typed(fields["fqn"], str),
+        None if offset is None else _torch_size(offset),
+        None if index is None else _typed(index, int),
     )
 
 
-def _place(record: Any) -> _StorageInfo:
+def _storage_info(record: Any) -> _StorageInfo:
     fields = _fields(record, "_StorageInfo")
-    name = _is(fields["relative_path"], str)
+    name = _typed(fields["relative_path"], str)
     if PurePosixPath(name).name != name or "\\" in name:
-        raise ValueError(f"it names {name}, which is no file of its folder")
+        raise ValueError(f"it names {name}, which is not a file in its folder")
     if fields.get("transform_descriptors"):
         raise ValueError(f"{name} is transformed")
-    return _StorageInfo(name, _is(fields["offset"], int), _is(fields["length"], int))
+    return _StorageInfo(name, _typed(fields["offset"], int), _typed(fields["length"], int))
 
 
 def _fields(record: Any, kind: str) -> dict[str, Any]:
     """Return the fields of a pickled object, which must be of class `kind`."""
     if type(record).__name__ != kind:
-        raise TypeError(f"it holds {type(record).__name__} in place of {kind}")
-    found: dict[str, Any] = _is(record.state, dict)
-    return found
+        raise TypeError(f"it holds {type(record).__name__} instead of {kind}")
+    fields: dict[str, Any] = _typed(record.state, dict)
+    return fields
 
 
-def _size(record: Any) -> torch.Size:
+def _torch_size(record: Any) -> torch.Size:
     if type(record).__name__ != "Size":
-        raise TypeError(f"it holds {type(record).__name__} in place of a size")
+        raise TypeError(f"it holds {type(record).__name__} instead of a size")
     (sizes,) = record.arguments
-    return torch.Size(_is(size, int) for size in sizes)
+    return torch.Size(_typed(size, int) for size in sizes)
 
 
-def _is(value: Any, kind: type[T]) -> T:
+def _typed(value: Any, kind: type[T]) -> T:
     """Return `value`, which must be of type `kind`."""
     if not isinstance(value, kind):
-        raise TypeError(f"it holds {type(value).__name__} in place of {kind.__name__}")
+        raise TypeError(f"it holds {type(value).__name__} instead of {kind.__name__}")
     return value

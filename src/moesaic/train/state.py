@@ -104,7 +104,7 @@ def _open(config: TrainConfig, claim: RunFolder, say: Callable[[str], None]) -> 
     device = pick_device(config.device if config.threads is None else config.device.partition(":")[0])
     ranks = Ranks.of(config, "cuda" if device.type == "cuda" else "cpu")
     folder = claim.path
-    saved, dtype = ranks.first_says(_look_up(config, device, ranks, claim, say))
+    saved, dtype = ranks.from_first(_find_resume_point(config, device, ranks, claim, say))
     config = override(config, {"precision": str(dtype).removeprefix("torch.")}, source="precision")
     with ranks.together():
         corpus = load_for(config.model, config.data, saved.folder / TOKENIZER if saved else None)
@@ -140,17 +140,17 @@ def _open(config: TrainConfig, claim: RunFolder, say: Callable[[str], None]) -> 
     )  # fmt: skip
 
 
-def _look_up(
+def _find_resume_point(
     config: TrainConfig, device: torch.device, ranks: Ranks, claim: RunFolder, say: Callable[[str], None]
 ) -> tuple[Checkpoint | None, torch.dtype] | None:
     """Return the checkpoint to resume from, if any, and the forward pass's dtype. Only the first rank decides; others
     return None."""
-    found = None
+    decision = None
     with ranks.together():
         if ranks.is_first:
             folder = claim.path
-            resumes = config.existing == "resume"
-            occupied = claim.is_a_run(resuming=resumes)
+            is_resuming = config.existing == "resume"
+            occupied = claim.is_a_run(resuming=is_resuming)
             if occupied and config.existing == "refuse":
                 raise InputError(
                     f"{folder} holds a run already: pass --existing resume, --existing replace, or another --out"
@@ -158,14 +158,14 @@ def _look_up(
             if occupied:
                 claim.claim()
             saved = None
-            if occupied and resumes and list_checkpoints(folder / CHECKPOINTS):
+            if occupied and is_resuming and list_checkpoints(folder / CHECKPOINTS):
                 # With several ranks, each reads its own part later.
                 saved = load_checkpoint(folder / CHECKPOINTS, say, with_tensors=ranks.mesh is None)
                 _require_resumable(saved)
                 _require_same_precision(config, saved)
             dtype = getattr(torch, saved.extra["precision"]) if saved else pick_precision(config.precision, device)
-            found = saved, dtype
-    return found
+            decision = saved, dtype
+    return decision
 
 
 def _build(
@@ -270,8 +270,8 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.devi
     """
     routers = {id(p) for m in model.modules() if isinstance(m, AbstractRouter) for p in m.parameters()}
     rates = dict.fromkeys(routers, config.rate_of("routers"))
-    of_experts = config.rate_of("experts")
-    rates |= {id(p): of_experts for m in model.modules() if isinstance(m, MoE) for p in m.experts.parameters()}
+    expert_rate = config.rate_of("experts")
+    rates |= {id(p): expert_rate for m in model.modules() if isinstance(m, MoE) for p in m.experts.parameters()}
     groups: dict[tuple[bool, float, object], list[nn.Parameter]] = {}
     for decays in (True, False):
         for parameter in model.parameters():
@@ -313,15 +313,15 @@ def restore_rng(checkpoint: Checkpoint, device: torch.device) -> None:
 
 def _require_resumable(saved: Checkpoint) -> None:
     """Raise InputError if a checkpoint's description lacks fields that a run needs to resume."""
-    found = saved.extra
+    extra = saved.extra
     try:
-        sound = found["precision"] in ("float32", "bfloat16", "float64") and 0 <= found["seconds"] < math.inf
-        sound = sound and all(type(found[name]) is int and found[name] >= 0 for name in ("skipped", "left_out"))
-        sound = sound and isinstance(found["train_tokens"], str) and type(found["has_text"]) is bool
-        torch.Generator().set_state(_generator_state(found["rng"]["cpu"]))
-        sealed = list(found["sealed"].values())
-        sound = sound and all(type(each["bytes"]) is int and each["bytes"] >= 0 for each in sealed)
-        sound = sound and all(isinstance(each["sha256"], str) for each in sealed)
+        sound = extra["precision"] in ("float32", "bfloat16", "float64") and 0 <= extra["seconds"] < math.inf
+        sound = sound and all(type(extra[name]) is int and extra[name] >= 0 for name in ("skipped", "left_out"))
+        sound = sound and isinstance(extra["train_tokens"], str) and type(extra["has_text"]) is bool
+        torch.Generator().set_state(_generator_state(extra["rng"]["cpu"]))
+        sealed = list(extra["sealed"].values())
+        sound = sound and all(type(seal["bytes"]) is int and seal["bytes"] >= 0 for seal in sealed)
+        sound = sound and all(isinstance(seal["sha256"], str) for seal in sealed)
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
         sound = False
     if not sound:
@@ -403,10 +403,10 @@ def _write_tokenizer(
 ) -> str:
     """Write the run's tokenizer into its folder unless it is there already. A resumed run takes it from the checkpoint.
     Return its text."""
-    own = claim.path / TOKENIZER
+    path = claim.path / TOKENIZER
     text = tokenizer.text if saved is None else (saved.folder / TOKENIZER).read_text(encoding="utf-8")
-    if not own.exists() or own.read_bytes() != text.encode():
+    if not path.exists() or path.read_bytes() != text.encode():
         claim.write(TOKENIZER, text)
         if saved is not None:
-            say(f"{own}: was lost or damaged, and is taken from {saved.folder.name}")
+            say(f"{path}: was lost or damaged, and is taken from {saved.folder.name}")
     return text

@@ -87,7 +87,7 @@ def pack(
             ids = np.append(tokenizer.encode(document), tokenizer.separator).astype(dtype.newbyteorder("<"))
             ids.tofile(file)
             counts[index] += (len(ids), 1)
-    return _described(out, dtype.name, tokenizer, counts)
+    return _describe(out, dtype.name, tokenizer, counts)
 
 
 def _mixed(
@@ -110,15 +110,15 @@ def _mixed(
         yield index, document
 
 
-def _described(out: Path, dtype: str, tokenizer: AbstractTokenizer, counts: np.ndarray) -> Packed:
+def _describe(out: Path, dtype: str, tokenizer: AbstractTokenizer, counts: np.ndarray) -> Packed:
     if not counts[:, 0].sum():
         raise InputError(f"path: no text in it, {out} is empty: name files with text")
-    beside = None
+    tokenizer_path = None
     if isinstance(tokenizer, BPETokenizer):
-        beside = out.with_suffix(".tokenizer.json")
-        tokenizer.save(beside)
+        tokenizer_path = out.with_suffix(".tokenizer.json")
+        tokenizer.save(tokenizer_path)
     packed = Packed(
-        out, dtype, tokenizer.vocab_size, tuple(counts[:, 0].tolist()), tuple(counts[:, 1].tolist()), beside
+        out, dtype, tokenizer.vocab_size, tuple(counts[:, 0].tolist()), tuple(counts[:, 1].tolist()), tokenizer_path
     )
     table = {"dtype": dtype, "vocab_size": packed.vocab_size, "separator": tokenizer.separator, "tokens": packed.tokens,
              "documents": packed.documents}  # fmt: skip

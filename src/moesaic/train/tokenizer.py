@@ -119,7 +119,7 @@ class BPETokenizer(AbstractTokenizer):
         return str(self._tokenizer.decode([int(i) for i in ids]))
 
 
-class GivenTokenizer(BPETokenizer):
+class ExternalTokenizer(BPETokenizer):
     """A tokenizer.json from elsewhere, as models on the Hugging Face hub have it. Special tokens in text are encoded as
     text.
 
@@ -133,7 +133,7 @@ class GivenTokenizer(BPETokenizer):
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer)
         ids = [tokenizer.token_to_id(name) for name in ENDS]
-        self.separator = next((each for each in ids if each is not None), 0)
+        self.separator = next((token_id for token_id in ids if token_id is not None), 0)
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
 
     def encode(self, data: bytes) -> np.ndarray:
@@ -154,7 +154,7 @@ def saved_tokenizer(config: DataConfig, file: Path | None) -> AbstractTokenizer 
         file: the tokenizer in the run's folder; None if it does not exist yet.
     """
     if config.tokenizer:
-        return GivenTokenizer.load(file if file is not None and file.exists() else Path(config.tokenizer))
+        return ExternalTokenizer.load(file if file is not None and file.exists() else Path(config.tokenizer))
     if config.vocab_size == BYTES:
         return ByteTokenizer()
     return BPETokenizer.load(file) if file else None

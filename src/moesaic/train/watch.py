@@ -39,7 +39,15 @@ from moesaic.comm.transport import Handle
 from moesaic.errors import InputError, TrainingError
 from moesaic.layer import MoE
 from moesaic.runtime.executor import LayerRun, drive, interpret, run_backward
-from moesaic.train.launch import ANSWER_SECONDS, Roll, SignalHandler, answered, heed_sigterm, own_name, telling
+from moesaic.train.launch import (
+    ANSWER_SECONDS,
+    Roll,
+    SignalHandler,
+    ask_store,
+    handle_sigterm,
+    naming_dead_ranks,
+    process_name,
+)
 from moesaic.train.run_folder import FLIGHT, HANG, HANG_SUMS, RunFolder
 
 if TYPE_CHECKING:
@@ -84,19 +92,19 @@ class Watch:
         advice: Callable[[], str],
         long: Sequence[Callable[..., object]] = (),
     ) -> None:
-        self._long = {each.__code__ for each in long}
+        self._long = {function.__code__ for function in long}
         self._names = {id(part): name for name, part in model.named_modules() if name}
         layers = {name: part for name, part in model.named_modules() if isinstance(part, MoE)}
         self._layers = {id(part.experts): name for name, part in layers.items()}
         self._transports = {part.on_mesh.transport for part in layers.values() if part.on_mesh is not None}
         self._folder, self._patience, self._step, self._advice = folder, patience, step, advice
         self._pause = min(5.0, patience / 10)
-        self._answer = min(ANSWER_SECONDS, patience / 2)
-        self._reading = 2 * self._pause + 1  # seconds in which every live rank has read the store once
+        self._answer_seconds = min(ANSWER_SECONDS, patience / 2)
+        self._round_seconds = 2 * self._pause + 1  # seconds in which every live rank has read the store once
         self._main = threading.get_ident()
-        self._ends = threading.Event()
+        self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        self._before: SignalHandler = None
+        self._previous_handler: SignalHandler = None
 
     def __enter__(self) -> Watch:
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -108,8 +116,8 @@ class Watch:
             self._store.set_timeout(timedelta(seconds=max(4 * self._pause, 10)))
             self._roll = Roll(self._store, self._rank, self._world, self._pause)
             self._roll.sign()
-            self._roll.count(0)
-            self._before = heed_sigterm(self._roll, self._when)
+            self._roll.beat(0)
+            self._previous_handler = handle_sigterm(self._roll, self._when)
             self._thread = threading.Thread(target=self._run, name="moesaic-watch", daemon=True)
             self._thread.start()
         return self
@@ -123,60 +131,64 @@ class Watch:
             if self._is_given_up():
                 self._thread.join()  # never returns: the watch thread ends the process of a run that was given up
             try:
-                with telling(self._roll, self._when()):
+                with naming_dead_ranks(self._roll, self._when()):
                     raise error
             finally:  # keep watching until then, since asking the store may block for ever
-                self._ends.set()
-        elif self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
-        self._ends.set()
+                self._stopped.set()
+        elif self._previous_handler is not None:
+            signal.signal(signal.SIGTERM, self._previous_handler)
+        self._stopped.set()
 
     def _when(self) -> str:
         """Return what the run is doing and how to continue, for an error message."""
         return f"in {self._step()}; {self._advice()}"
 
     def _run(self) -> None:
-        beats, mark, moved, works = 0, None, 0, 0
-        stood, looked = 0.0, time.monotonic()
-        while not self._ends.wait(self._pause):
-            beats, before, moved = beats + 1, (mark, moved), _moved_bytes()
+        beats, place, num_bytes, progress = 0, None, 0, 0
+        still, last_look = 0.0, time.monotonic()
+        while not self._stopped.wait(self._pause):
+            beats, before, num_bytes = beats + 1, (place, num_bytes), _moved_bytes()
             # A stopped process (or machine) does not hang, so each round counts no more seconds than it may take.
             now = time.monotonic()
-            stood, looked = stood + min(now - looked, 2 * self._pause + self._answer), now
+            still, last_look = still + min(now - last_look, 2 * self._pause + self._answer_seconds), now
             # The place alone is not enough: a thread that waits for a GPU in every step is always seen at that wait.
             main = sys._current_frames()[self._main]
-            mark = (self._step(), [each.next_tag for each in self._transports], _marked(main))
-            if mark != before[0]:
-                stood = 0.0
-            works_on = (mark, moved) != before and any(each.f_code in self._long for each in _outward(main))
-            is_over = stood > self._patience
+            place = (self._step(), [transport.next_tag for transport in self._transports], _place_of(main))
+            if place != before[0]:
+                still = 0.0
+            makes_progress = (place, num_bytes) != before and any(
+                frame.f_code in self._long for frame in _outward(main)
+            )
+            is_over = still > self._patience
             try:
-                is_given_up, worked = answered(partial(self._talk, beats, is_over, works_on), self._answer)
+                is_given_up, new_progress = ask_store(
+                    partial(self._exchange, beats, is_over, makes_progress), self._answer_seconds
+                )
                 if is_given_up:
-                    answered(self._give_up, self._answer + 2 * self._reading)
-                if worked != works:
-                    works, stood = worked, 0.0
+                    ask_store(self._give_up, self._answer_seconds + 2 * self._round_seconds)
+                if new_progress != progress:
+                    progress, still = new_progress, 0.0
             except ConnectionError:
                 if is_over:
-                    alone = (
-                        f"{self._step()} has stood still for {self._patience:g} s: rank {self._rank} is {self._at()}"
-                    )
+                    alone = f"{self._step()} has stood still for {self._patience:g} s: rank {self._rank} is {self._activity()}"
                     self._end(f"{alone}, and nothing answers where the ranks' store was; {self._advice()}", [])
 
-    def _talk(self, beats: int, is_over: bool, works_on: bool) -> tuple[bool, int]:
+    def _exchange(self, beats: int, is_over: bool, makes_progress: bool) -> tuple[bool, int]:
         """Write a heartbeat, and give the run up if `is_over`.
 
         Returns:
             whether any rank has given the run up, and how often any rank was seen to make progress in a long function.
         """
-        self._roll.count(beats)
-        return bool(self._store.add("watch/given_up", int(is_over))), self._store.add("watch/works", int(works_on))
+        self._roll.beat(beats)
+        return bool(self._store.add("watch/given_up", int(is_over))), self._store.add(
+            "watch/works", int(makes_progress)
+        )
 
     def _is_given_up(self) -> bool:
         """Return whether the run was given up; False if the store does not answer in time, since an error waits to be
         reported."""
         try:
-            return bool(answered(partial(self._store.add, "watch/given_up", 0), self._answer))
+            return bool(ask_store(partial(self._store.add, "watch/given_up", 0), self._answer_seconds))
         except ConnectionError:
             return False
 
@@ -190,21 +202,21 @@ class Watch:
             if dump is not None and self._folder is not None:
                 with suppress(OSError):
                     self._folder.write(FLIGHT.format(library=library, rank=self._rank), dump())
-        time.sleep(self._reading)
+        time.sleep(self._round_seconds)
         keys = [f"watch/position/{rank}" for rank in range(self._world)]
-        found = [Position(**json.loads(self._store.get(key))) for key in keys if self._store.check([key])]
-        if found[0].rank == self._rank:
-            present = {position.rank for position in found}
+        positions = [Position(**json.loads(self._store.get(key))) for key in keys if self._store.check([key])]
+        if positions[0].rank == self._rank:
+            present = {position.rank for position in positions}
             silent = {rank: self._roll.fate(rank) for rank in range(self._world) if rank not in present}
-            more = f"; moesaic why-hung {self._folder.path} tells every rank's calls" if self._folder else ""
-            line = describe_hang(self._step(), self._patience, found, silent)
-            self._end(f"{line}; {self._advice()}{more}", found)
-        time.sleep(self._reading)  # the lowest rank speaks first
+            more = f"; moesaic why-hung {self._folder.path} shows every rank's calls" if self._folder else ""
+            line = describe_hang(self._step(), self._patience, positions, silent)
+            self._end(f"{line}; {self._advice()}{more}", positions)
+        time.sleep(self._round_seconds)  # the lowest rank speaks first
         os._exit(1)
 
-    def _end(self, line: str, found: Sequence[Position]) -> None:
+    def _end(self, line: str, positions: Sequence[Position]) -> None:
         """Print a line, write it into the run folder, and end the process even if its main thread is blocked."""
-        table = {"line": line, "ranks": [asdict(position) for position in found]}
+        table = {"line": line, "ranks": [asdict(position) for position in positions]}
         if self._folder is not None:
             with suppress(OSError):
                 self._folder.write_hang(json.dumps(table, indent=1).encode())
@@ -216,38 +228,40 @@ class Watch:
         os._exit(1)
 
     def _position(self) -> Position:
-        at, waits_for = self._at(), {}
+        at, waits_for = self._activity(), {}
         handle = next(_locals(self._frames().values(), Handle), None)
         if handle is not None:
             receives = handle.transfer.receives
-            waits_for = {str(peer): each.numel() * each.element_size() for peer, each in receives.items()}
+            waits_for = {str(peer): tensor.numel() * tensor.element_size() for peer, tensor in receives.items()}
         stack = [
             f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
             for frame in reversed(list(_outward(self._frames()[self._main])))
         ]
-        return Position(self._rank, own_name(), at, waits_for, tuple(stack))
+        return Position(self._rank, process_name(), at, waits_for, tuple(stack))
 
-    def _at(self) -> str:
+    def _activity(self) -> str:
         """Return what this rank is doing, in words."""
         frames = self._frames()
         run = next(_locals(frames.values(), LayerRun), None)
         if run is not None:
             name = self._layers.get(id(run.call.experts), "of no name")
-            backward = any(each.f_code is run_backward.__code__ for each in _all(frames.values()))
-            task = next((_task(each) for each in _all(frames.values()) if each.f_code is drive.__code__), "")
+            backward = any(frame.f_code is run_backward.__code__ for frame in _all_frames(frames.values()))
+            task = next(
+                (_task_in_words(frame) for frame in _all_frames(frames.values()) if frame.f_code is drive.__code__), ""
+            )
             return f"in {'backward' if backward else 'forward'} of layer {name}{task}"
         main = list(_outward(frames[self._main]))
-        place = next((each for each in main if _is_own(each)), main[0])
-        waits = next((each.f_code.co_name for each in main if "distributed_c10d" in each.f_code.co_filename), "")
-        module = next((found for each in main if (found := self._module(each))), "")
+        place = next((frame for frame in main if _is_own(frame)), main[0])
+        waits = next((frame.f_code.co_name for frame in main if "distributed_c10d" in frame.f_code.co_filename), "")
+        module = next((name_of for frame in main if (name_of := self._module_name(frame))), "")
         words = [f"in {waits}" if waits else "", f"of module {module}" if module else ""]
         file = place.f_code.co_filename.removeprefix(_OWN)
         return " ".join([*filter(None, words), f"at {file}:{place.f_lineno} in {place.f_code.co_name}"])
 
-    def _module(self, frame: FrameType) -> str:
+    def _module_name(self, frame: FrameType) -> str:
         """Return the name of the module that a frame works on; empty if none."""
-        held = [value for value in list(frame.f_locals.values()) if isinstance(value, nn.Module)]
-        return next((self._names[id(value)] for value in held if id(value) in self._names), "")
+        modules = [value for value in list(frame.f_locals.values()) if isinstance(value, nn.Module)]
+        return next((self._names[id(value)] for value in modules if id(value) in self._names), "")
 
     def _frames(self) -> dict[int, FrameType]:
         """Return the innermost frames of all other threads by thread id. On GPUs, the backward pass has a thread of its
@@ -256,23 +270,23 @@ class Watch:
         return {number: frame for number, frame in sys._current_frames().items() if number != own}
 
 
-def describe_hang(step: str, patience: float, found: Sequence[Position], silent: Mapping[int, str]) -> str:
+def describe_hang(step: str, patience: float, positions: Sequence[Position], silent: Mapping[int, str]) -> str:
     """Return one line that says which ranks have not arrived, and where the others wait."""
     parts = [f"rank {rank} {fate}" for rank, fate in silent.items()]
     waiting: dict[str, list[Position]] = {}
-    for position in found:
+    for position in positions:
         waiting.setdefault(position.at, []).append(position)
-    for at, positions in sorted(waiting.items(), key=lambda item: len(item[1])):  # the smallest group comes first
+    for at, group in sorted(waiting.items(), key=lambda item: len(item[1])):  # the smallest group comes first
         bytes_of: dict[str, int] = {}
-        for position in positions:
+        for position in group:
             for peer, size in position.waits_for.items():
                 bytes_of[peer] = bytes_of.get(peer, 0) + size
         elsewhere = {
-            peer: size for peer, size in bytes_of.items() if peer not in {str(each.rank) for each in positions}
+            peer: size for peer, size in bytes_of.items() if peer not in {str(position.rank) for position in group}
         }
         missing = ", ".join(f"{size:,} bytes of rank {peer}" for peer, size in sorted((elsewhere or bytes_of).items()))
-        verb = "is" if len(positions) == 1 else "are"
-        who = ("rank " if len(positions) == 1 else "ranks ") + ", ".join(str(position.rank) for position in positions)
+        verb = "is" if len(group) == 1 else "are"
+        who = ("rank " if len(group) == 1 else "ranks ") + ", ".join(str(position.rank) for position in group)
         parts.append(f"{who} {verb} {at}" + (f", waiting for {missing}" if missing else ""))
     line = f"{step} has stood still for {patience:g} s: {'; '.join(parts)}"
     return f"{line}: all are there, so look at the links between their nodes" if len(parts) == 1 else line
@@ -291,7 +305,7 @@ def read_hang(folder: Path) -> tuple[str, list[Position]]:
         if f"{hashlib.sha256(data).hexdigest()}  {HANG}" not in sums:
             raise ValueError(f"it does not match {HANG_SUMS}")
         table = json.loads(data)
-        return str(table["line"]), [Position(**each) for each in table["ranks"]]
+        return str(table["line"]), [Position(**position) for position in table["ranks"]]
     except FileNotFoundError as error:
         if path.exists():
             raise InputError(f"{error.filename}: is gone, so nothing vouches for {path}: delete it") from None
@@ -300,7 +314,7 @@ def read_hang(folder: Path) -> tuple[str, list[Position]]:
         raise InputError(f"{path}: cannot be read ({type(error).__name__}): it is damaged, delete it") from error
 
 
-def _task(frame: FrameType) -> str:
+def _task_in_words(frame: FrameType) -> str:
     """Return which task of a program waits, in words; `frame` is that of `executor.drive`."""
     run = frame.f_locals["steps"]
     inner, request = getattr(run, "gi_frame", None), frame.f_locals.get("request")
@@ -312,7 +326,7 @@ def _task(frame: FrameType) -> str:
         return ""
     task = program.tasks[number]
     chunks = [program.slot(name).layout.chunk for name in (*task.reads, *task.writes)]
-    chunk = next((f", chunk {each}" for each in chunks if isinstance(each, int)), "")
+    chunk = next((f", chunk {number}" for number in chunks if isinstance(number, int)), "")
     return f", task {number} ({task.name}{chunk}) of its program"
 
 
@@ -323,34 +337,34 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _marked(innermost: FrameType) -> list[tuple[int, int]]:
+def _place_of(innermost: FrameType) -> list[tuple[int, int]]:
     """Return a value that changes when a thread moves on. Frames inside a wait are left out, since a wait may loop
     while no message arrives."""
     frames = list(_outward(innermost))
-    waits = [number for number, each in enumerate(frames) if each.f_code.co_name == "wait" and _is_own(each)]
-    return [(id(each.f_code), each.f_lasti) for each in frames[waits[-1] + 1 if waits else 0 :]]
+    waits = [number for number, frame in enumerate(frames) if frame.f_code.co_name == "wait" and _is_own(frame)]
+    return [(id(frame.f_code), frame.f_lasti) for frame in frames[waits[-1] + 1 if waits else 0 :]]
 
 
 def _moved_bytes() -> int:
     """Return how many bytes the other threads of this process have read and written; 0 if the system does not say."""
-    own, found = str(threading.get_native_id()), 0
+    own, num_bytes = str(threading.get_native_id()), 0
     for path in Path("/proc/self/task").glob("*/io"):
         with suppress(OSError):
             if path.parent.name != own:
-                found += sum(int(line.split()[1]) for line in path.read_text(encoding="ascii").splitlines()[:2])
-    return found
+                num_bytes += sum(int(line.split()[1]) for line in path.read_text(encoding="ascii").splitlines()[:2])
+    return num_bytes
 
 
 def _is_own(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_OWN)
 
 
-def _all(innermost: Sequence[FrameType] | Any) -> Iterator[FrameType]:
+def _all_frames(innermost: Sequence[FrameType] | Any) -> Iterator[FrameType]:
     for frame in innermost:
         yield from _outward(frame)
 
 
 def _locals(innermost: Any, kind: type[Any]) -> Iterator[Any]:
     """Yield local variables of type `kind` from the frames of some threads, innermost first."""
-    for frame in _all(innermost):
+    for frame in _all_frames(innermost):
         yield from (value for value in list(frame.f_locals.values()) if isinstance(value, kind))

@@ -18,17 +18,17 @@ except ImportError as error:
 
 from moesaic.transformers.expert_parallel import (
     MoesaicEP,
-    complete_sizes,
+    fill_in_fsdp_size,
     refuse_uneven_experts,
     register_plan,
     use_plan,
 )
-from moesaic.transformers.experts import experts_forward, tell_where_no_experts_are
+from moesaic.transformers.experts import experts_forward, warn_if_no_experts
 
 ALL_EXPERTS_FUNCTIONS.register("moesaic", experts_forward)
 EPImplementationInterface.register("moesaic", MoesaicEP)
-complete_sizes()
+fill_in_fsdp_size()
 refuse_uneven_experts()
-tell_where_no_experts_are()
+warn_if_no_experts()
 
 __all__ = ["MoesaicEP", "experts_forward", "register_plan", "use_plan"]

@@ -31,7 +31,7 @@ from moesaic.plan import Compiled, Plan
 from moesaic.runtime.auto_plan import AutoPlan
 from moesaic.runtime.balance.calls import calls_under
 from moesaic.runtime.expert_parallel import ExpertParallel
-from moesaic.transformers.experts import FamilyExperts, Matrices, gate_of, refusal, say
+from moesaic.transformers.experts import FamilyExperts, Matrices, gate_of, refusal, warn
 
 
 class MoesaicEP(EPImplementation):
@@ -59,7 +59,7 @@ class MoesaicEP(EPImplementation):
             reason = "has its own gate or norm, which Moesaic's programs cannot run on other ranks"
         self.instead: AllToAllEP | None = None
         if reason is not None:
-            say(f"{type(experts).__name__} {reason}: transformers' own all_to_all sends its tokens")
+            warn(f"{type(experts).__name__} {reason}: transformers' own all_to_all sends its tokens")
             self.instead = AllToAllEP(experts, ep_mesh, tp_mesh)
             return
         tp = tp_mesh.size() if ep_mesh.size() % tp_mesh.size() == 0 else 1
@@ -137,7 +137,7 @@ def use_plan(model: nn.Module, plan: Plan | Compiled) -> None:
         implementation.on_mesh.auto = None
 
 
-def complete_sizes() -> None:
+def fill_in_fsdp_size() -> None:
     """Patch `DistributedConfig` to fill in `fsdp_size` if the implementation is one of Moesaic's and the user gave none.
 
     transformers would take 1 and then refuse the mesh. The value filled in gives every tensor-parallel group its own batch.

@@ -63,10 +63,12 @@ class Matrices:
         if module.is_transposed:
             up, down = up.transpose(1, 2), down.transpose(1, 2)
         biases = [getattr(module, f"{name}_bias") for name in names] if module.has_bias else [None, None]
-        return cls(_apart(module, up), None if biases[0] is None else _apart(module, biases[0]), down, biases[1])
+        return cls(
+            _split_inputs(module, up), None if biases[0] is None else _split_inputs(module, biases[0]), down, biases[1]
+        )
 
 
-def _apart(module: Any, whole: Tensor) -> Tensor:
+def _split_inputs(module: Any, whole: Tensor) -> Tensor:
     """Split (E, C H, ...) into (E, C, H, ...), the gate's rows first."""
     if not module.has_gate:
         return whole.unsqueeze(1)
@@ -187,7 +189,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     """
     reason = refusal(self)
     if reason is not None:
-        say(f"{type(self).__name__} {reason}: transformers' own loop over experts runs instead")
+        warn(f"{type(self).__name__} {reason}: transformers' own loop over experts runs instead")
         output: Tensor = type(self).forward.__wrapped__(self, hidden_states, top_k_index, top_k_weights)
         return output
     num_tokens, top_k = top_k_index.shape
@@ -201,34 +203,34 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     return run_tokens(self, hidden_states, weight, permutation)
 
 
-def tell_where_no_experts_are() -> None:
+def warn_if_no_experts() -> None:
     """Patch model loading and `set_experts_implementation` to warn if a model has no experts that "moesaic" could run."""
     load, choose = PreTrainedModel.from_pretrained.__func__, PreTrainedModel.set_experts_implementation
 
     @wraps(load)
     def from_pretrained(cls: type, *args: Any, **options: Any) -> Any:
         loaded = load(cls, *args, **options)
-        _tell(loaded[0] if isinstance(loaded, tuple) else loaded)
+        _warn_if_unused(loaded[0] if isinstance(loaded, tuple) else loaded)
         return loaded
 
     @wraps(choose)
     def set_experts_implementation(self: Any, experts_implementation: Any) -> None:
         choose(self, experts_implementation)
         if experts_implementation == "moesaic":
-            _tell(self, is_asked=True)
+            _warn_if_unused(self, is_asked=True)
 
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)
     PreTrainedModel.set_experts_implementation = set_experts_implementation
 
 
-def _tell(model: Any, is_asked: bool = False) -> None:
+def _warn_if_unused(model: Any, is_asked: bool = False) -> None:
     is_asked = is_asked or getattr(model.config, "_experts_implementation", None) == "moesaic"
     if is_asked and not any(hasattr(module, FLAGS[0]) for module in model.modules()):
         name = type(model).__name__
-        say(f'{name} has no experts with transformers\' interface: experts_implementation="moesaic" changes nothing')
+        warn(f'{name} has no experts with transformers\' interface: experts_implementation="moesaic" changes nothing')
 
 
-def say(line: str) -> None:
+def warn(line: str) -> None:
     """Show the user a warning; Python shows the same text once only."""
     warnings.warn(f"moesaic: {line}", stacklevel=3)
 

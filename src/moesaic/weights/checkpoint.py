@@ -11,7 +11,7 @@ from typing import Any
 
 from moesaic.errors import InputError
 from moesaic.weights.hub import Hub, Moesaic
-from moesaic.weights.layout import GatheredTensor, Layout, Readable, every, identity, naming, pieces
+from moesaic.weights.layout import GatheredTensor, Layout, Readable, first_names, full_region, identity, pieces
 from moesaic.weights.megatron import Megatron
 from moesaic.weights.model import AbstractFormat, Architecture
 from moesaic.weights.torchtitan import Torchtitan
@@ -57,7 +57,7 @@ class Checkpoint:
             counts = {sources[source_name].read(()).tobytes() for source_name in present} if state == COUNTER else ()
             if len(present) < len(tensor.source_names) or len(counts) > 1:
                 raise InputError(
-                    f"{state} is not the same for all of {naming(tensor.source_names)}, which become one tensor"
+                    f"{state} is not the same for all of {first_names(tensor.source_names)}, which become one tensor"
                 )
             gathered[name] = sources[present[0]] if state == COUNTER else tensor
         return gathered
@@ -77,11 +77,11 @@ class Checkpoint:
         for name in sorted(tensors):
             tensor, experts = tensors[name], self.model.experts_of(name)
             if experts is None or not tensor.shape:
-                digests[name] = _updated(hashlib.sha256(), tensor, every(tensor.shape)).hexdigest()
+                digests[name] = _updated(hashlib.sha256(), tensor, full_region(tensor.shape)).hexdigest()
                 continue
             hashes = digests.setdefault(experts, [hashlib.sha256() for _ in range(tensor.shape[0])])
             for expert, running in enumerate(hashes):
-                _updated(running, tensor, (range(expert, expert + 1), *every(tensor.shape[1:])))
+                _updated(running, tensor, (range(expert, expert + 1), *full_region(tensor.shape[1:])))
         return {
             name: [running.hexdigest() for running in entry] if isinstance(entry, list) else entry
             for name, entry in digests.items()
@@ -105,7 +105,7 @@ def format_of(folder: Path) -> str:
     """
     if not folder.is_dir():
         raise InputError(f"{folder}: no folder there: name the folder that holds the checkpoint")
-    names = [name for name, format in FORMATS.items() if format.finds(folder)]
+    names = [name for name, format in FORMATS.items() if format.recognises(folder)]
     if not names:
         raise InputError(f"{folder}: no checkpoint of {', '.join(FORMATS)} there: name the folder that holds its files")
     return names[0]
@@ -128,7 +128,7 @@ def open_checkpoint(folder: Path, format_name: str, model: Architecture) -> Chec
     weights = {str(format.stored_name(name, None)): name for name in layout.shapes}
     missing = weights.keys() - stored.keys()
     if missing:
-        raise InputError(f"{folder}: {len(missing)} tensors of the model are missing: {naming(missing)}")
+        raise InputError(f"{folder}: {len(missing)} tensors of the model are missing: {first_names(missing)}")
     tensors = {name: stored[stored_name] for stored_name, name in weights.items()}
     checkpoint = Checkpoint(model, layout, {None: tensors}, left_behind=others)
     for stored_name, name in weights.items():
@@ -140,7 +140,7 @@ def open_checkpoint(folder: Path, format_name: str, model: Architecture) -> Chec
     ignorable = {name for name in extra if name in model.tied or any(pattern.search(name) for pattern in ignored)}
     if extra - ignorable:
         raise InputError(
-            f"{folder}: {len(extra - ignorable)} tensors are unknown to the model: {naming(extra - ignorable)}"
+            f"{folder}: {len(extra - ignorable)} tensors are unknown to the model: {first_names(extra - ignorable)}"
         )
     checkpoint.left_behind += sorted(ignorable)
     checkpoint.tensors[None] = {name: format.converted(name, t, to_model=True) for name, t in tensors.items()}

@@ -16,7 +16,7 @@ from moesaic import __version__
 from moesaic.errors import InputError
 from moesaic.weights.checkpoint import FORMATS, Checkpoint, format_of, open_checkpoint
 from moesaic.weights.files import require_room
-from moesaic.weights.layout import Layout, Made, Readable, every, identity, naming
+from moesaic.weights.layout import Computed, Layout, Readable, first_names, full_region, identity
 from moesaic.weights.model import AbstractFormat, Architecture, read_config
 from moesaic.weights.upcycle import Upcycling, upcycled
 
@@ -124,7 +124,7 @@ def _receipt(before: Checkpoint, after: Checkpoint) -> dict[str, Any]:
         differing = [name for name in tables if tables[name] != digests_after[state].get(name)]
         if differing:
             raise InputError(
-                f"{naming(differing)} of {state} differ from the source: do not use the output, convert again"
+                f"{first_names(differing)} of {state} differ from the source: do not use the output, convert again"
             )
     return {
         "moesaic": __version__,
@@ -142,7 +142,7 @@ def _compared(
     folder: Path, before: Checkpoint, after: Checkpoint, target: Path, same: bool, names: tuple[str, str]
 ) -> dict[str, Any]:
     """Run both models on the fixed text and return the largest difference between their logits."""
-    is_quantized = any(isinstance(tensor, Made) for tensor in before.tensors[None].values())  # needs a GPU to load
+    is_quantized = any(isinstance(tensor, Computed) for tensor in before.tensors[None].values())  # needs a GPU to load
     old = _logits(folder if same and names[0] == "hf" and not is_quantized else None, before)
     new = _logits(target if names[1] == "hf" else None, after)
     return {"tokens": TOKENS, "largest_difference": float((old.double() - new.double()).abs().max())}
@@ -160,7 +160,7 @@ def _logits(hub: Path | None, checkpoint: Checkpoint) -> Tensor:
         model = transformers.AutoModelForCausalLM.from_pretrained(hub, dtype="auto")
     else:
         tensors = checkpoint.into(identity(checkpoint.model.shapes))
-        values = {name: torch.from_numpy(t.read(every(t.shape))).view(t.dtype) for name, t in tensors.items()}
+        values = {name: torch.from_numpy(t.read(full_region(t.shape))).view(t.dtype) for name, t in tensors.items()}
         model = transformers.AutoModelForCausalLM.from_config(checkpoint.model.config)
         model.load_state_dict(values, strict=False, assign=True)
         model.tie_weights()

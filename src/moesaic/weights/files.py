@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from moesaic.errors import InputError
 from moesaic.train.shard_metadata import read_list
-from moesaic.weights.layout import Readable, Region, every, integer, naming, pieces, volume
+from moesaic.weights.layout import Readable, Region, first_names, full_region, integer, pieces, volume
 
 CODES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
@@ -99,7 +99,7 @@ class Stored:
         for part in self.parts:
             starts = part.offsets
             inside = [
-                slice(_before(dim, start), _before(dim, start + size))
+                slice(_num_below(dim, start), _num_below(dim, start + size))
                 for dim, start, size in zip(whole, starts, part.sizes)
             ]
             rows = [dim[local] for dim, local in zip(whole, inside)]
@@ -118,7 +118,7 @@ def require_room(target: Path) -> None:
         raise InputError(f"{target}: is not empty: choose another folder, or delete it")
 
 
-def _before(dim: range, place: int) -> int:
+def _num_below(dim: range, place: int) -> int:
     """Return how many of the positions in `dim` are less than `place`."""
     return min(len(dim), max(0, -((dim.start - place) // dim.step)))
 
@@ -160,7 +160,7 @@ def read_safetensors(folder: Path) -> dict[str, Stored]:
             tensors[name] = stored
     missing = [] if listed is None else sorted(listed.keys() - tensors.keys())
     if missing:
-        raise InputError(f"{folder / listed[missing[0]]} lacks {naming(missing)}: two checkpoints are mixed")  # type: ignore[index]
+        raise InputError(f"{folder / listed[missing[0]]} lacks {first_names(missing)}: two checkpoints are mixed")  # type: ignore[index]
     return tensors
 
 
@@ -283,7 +283,7 @@ def read_dcp(folder: Path) -> tuple[dict[str, Stored], list[str]]:
     tensors = {}
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
-        if sum(volume(every(part.sizes)) for part in parts[name]) < math.prod(entry.size):
+        if sum(volume(full_region(part.sizes)) for part in parts[name]) < math.prod(entry.size):
             raise InputError(f"{folder}: parts of {name} are in no file: the checkpoint is incomplete")
         tensors[name] = Stored(entry.properties.dtype, tuple(entry.size), tuple(parts[name]))
     return tensors, others

@@ -16,7 +16,7 @@ from transformers.core_model_loading import PrefixChange, WeightConverter, rever
 from moesaic.errors import InputError
 from moesaic.train.distributed_checkpoint import SHARDS
 from moesaic.weights.files import INDEX, read_dcp, read_safetensors, write_dcp, write_safetensors
-from moesaic.weights.layout import Readable, StoredBlock, every
+from moesaic.weights.layout import Readable, Region, StoredBlock, full_region
 from moesaic.weights.model import AbstractFormat, Architecture
 from moesaic.weights.quantized import dequantized
 
@@ -26,7 +26,7 @@ class Hub(AbstractFormat):
 
     title = "Hugging Face safetensors"
 
-    def finds(self, folder: Path) -> bool:
+    def recognises(self, folder: Path) -> bool:
         return (folder / INDEX).exists() or any(folder.glob("*.safetensors"))
 
     def read(self, folder: Path) -> tuple[Mapping[str, Readable], list[str]]:
@@ -47,7 +47,7 @@ class Hub(AbstractFormat):
             hub_tensors = revert_weight_conversion(model.model, {tensor: torch.empty(shape, device="meta")})
             if not kinds:
                 (name,) = hub_tensors
-                yield StoredBlock(name, every(shape), tensor, every(shape))
+                yield StoredBlock(name, full_region(shape), tensor, full_region(shape))
             elif kinds <= {"MergeModulelist", "Concatenate"} and len(hub_tensors) % shape[0] == 0:
                 yield from _unstacked(tensor, shape, list(hub_tensors))
             else:
@@ -67,9 +67,8 @@ def _unstacked(tensor: str, shape: tuple[int, ...], names: list[str]) -> Iterato
     for number, name in enumerate(names):
         kind, expert = divmod(number, experts)
         assert f".{expert}." in name, name
-        yield StoredBlock(
-            name, every((rows, *shape[2:])), tensor, (expert, range(kind * rows, (kind + 1) * rows), *every(shape[2:]))
-        )
+        index: Region = (expert, range(kind * rows, (kind + 1) * rows), *full_region(shape[2:]))
+        yield StoredBlock(name, full_region((rows, *shape[2:])), tensor, index)
 
 
 class Moesaic(AbstractFormat):
@@ -80,7 +79,7 @@ class Moesaic(AbstractFormat):
 
     title = "Moesaic's sharded checkpoint"
 
-    def finds(self, folder: Path) -> bool:
+    def recognises(self, folder: Path) -> bool:
         return (folder / SHARDS / ".metadata").exists()
 
     def read(self, folder: Path) -> tuple[Mapping[str, Readable], list[str]]:
@@ -94,4 +93,4 @@ class Moesaic(AbstractFormat):
 
     def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[StoredBlock]:
         for tensor, shape in model.shapes.items():
-            yield StoredBlock(tensor, every(shape), tensor, every(shape))
+            yield StoredBlock(tensor, full_region(shape), tensor, full_region(shape))

@@ -42,7 +42,7 @@ class Readable(Protocol):
 
 
 @dataclass(frozen=True)
-class Made:
+class Computed:
     """A tensor that is computed when it is read."""
 
     dtype: torch.dtype
@@ -75,7 +75,7 @@ class StoredBlock:
         """Return the part of this block inside a region of the stored tensor; None if they do not overlap."""
         at: list[Dim] = []
         for pair in zip(self.at, region):
-            shared = _meet(*pair)
+            shared = _intersect(*pair)
             if shared is None:
                 return None
             at.append(shared)
@@ -88,11 +88,11 @@ class StoredBlock:
             whole, target = self.at[i], self.index[j]
             assert isinstance(whole, range)
             assert isinstance(target, range)
-            index[j] = _along(whole, at[i], target)
+            index[j] = _matching(whole, at[i], target)
         return StoredBlock(self.stored, tuple(at), self.tensor, tuple(index), self.transposed)
 
 
-def _meet(a: Dim, b: Dim) -> Dim | None:
+def _intersect(a: Dim, b: Dim) -> Dim | None:
     """Return the indices that are in both `a` and `b`; None if there are none."""
     if isinstance(a, int):
         return a if a == b or (isinstance(b, range) and a in b) else None
@@ -108,7 +108,7 @@ def _meet(a: Dim, b: Dim) -> Dim | None:
     return fine[first:last] if first < last else None
 
 
-def _along(whole: range, part: Dim, target: range) -> Dim:
+def _matching(whole: range, part: Dim, target: range) -> Dim:
     """Return the elements of `there` at the positions that the elements of `part` have in `whole`."""
     if isinstance(part, int):
         return target[whole.index(part)]
@@ -116,7 +116,7 @@ def _along(whole: range, part: Dim, target: range) -> Dim:
     return target[first : first + (len(part) - 1) * step + 1 : step]
 
 
-def every(shape: Iterable[int]) -> tuple[range, ...]:
+def full_region(shape: Iterable[int]) -> tuple[range, ...]:
     """Return the region that covers a whole tensor."""
     return tuple(range(size) for size in shape)
 
@@ -130,13 +130,13 @@ def pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[range, ...]]
     """Yield contiguous regions of at most `BUFFER` bytes (or one row) that cover a tensor in row-major order."""
     inner = next((d for d in range(len(shape)) if math.prod(shape[d + 1 :]) * itemsize <= BUFFER), len(shape))
     if inner >= len(shape):
-        yield every(shape)
+        yield full_region(shape)
         return
     rows = max(1, BUFFER // max(1, math.prod(shape[inner + 1 :]) * itemsize))
     for outer in np.ndindex(*shape[:inner]):
         for start in range(0, shape[inner], rows):
             rows_here = range(start, min(start + rows, shape[inner]))
-            yield (*(range(i, i + 1) for i in outer), rows_here, *every(shape[inner + 1 :]))
+            yield (*(range(i, i + 1) for i in outer), rows_here, *full_region(shape[inner + 1 :]))
 
 
 class BlockIndex:
@@ -192,14 +192,16 @@ class Layout:
             self.shapes[block.stored] = tuple(map(max, extent, ends))
         lost = [name for name, shape in shapes.items() if sizes[name] != math.prod(shape)]
         if lost:
-            raise InputError(f"{title} has no place for {naming(lost)}: convert this model to another format")
+            raise InputError(f"{title} has no place for {first_names(lost)}: convert this model to another format")
         for name, shape in () if copies else self.shapes.items():
-            assert math.prod(shape) == sum(volume(part.at) for _, part in self.by_stored.cuts(name, every(shape))), name
+            assert math.prod(shape) == sum(
+                volume(part.at) for _, part in self.by_stored.cuts(name, full_region(shape))
+            ), name
 
 
 def identity(shapes: Mapping[str, tuple[int, ...]]) -> Layout:
     """Return the layout in which every tensor is stored as the model has it in memory."""
-    return Layout((StoredBlock(n, every(s), n, every(s)) for n, s in shapes.items()), shapes, "the model")
+    return Layout((StoredBlock(n, full_region(s), n, full_region(s)) for n, s in shapes.items()), shapes, "the model")
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,7 @@ class GatheredTensor:
     @cached_property
     def source_names(self) -> list[str]:
         """Names of the source's stored tensors from which this tensor is gathered."""
-        own_parts = [part for _, part in self.layout.by_stored.cuts(self.name, every(self.shape))]
+        own_parts = [part for _, part in self.layout.by_stored.cuts(self.name, full_region(self.shape))]
         source_blocks = (block for own in own_parts for block, _ in self.source.by_tensor.cuts(own.tensor, own.index))
         return list(dict.fromkeys(block.tensor for block in source_blocks))
 
@@ -249,11 +251,11 @@ class GatheredTensor:
                 values = self.tensors[source_part.tensor].read(source_part.index)
                 if source_part.transposed != own_part.transposed:
                     values = values.swapaxes(-1, -2)
-                out[_within(target.index, at)] = values
+                out[_numpy_index(target.index, at)] = values
         return out
 
 
-def _within(places: Region, at: Region) -> tuple[Any, ...]:
+def _numpy_index(places: Region, at: Region) -> tuple[Any, ...]:
     """Return the NumPy index of the region `places` within an array that holds the region `at`."""
     index: list[int | slice] = []
     for place, dim in zip(places, at):
@@ -272,7 +274,7 @@ def integer(dtype: torch.dtype) -> np.dtype[Any]:
     return np.dtype(f"i{dtype.itemsize}")
 
 
-def naming(names: Iterable[str]) -> str:
+def first_names(names: Iterable[str]) -> str:
     """Return names as text for a message: the first three, and how many more there are."""
     listed = sorted(names)
     return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")

@@ -16,7 +16,7 @@ import torch
 
 from moesaic.errors import InputError
 from moesaic.weights.files import read_dcp, write_dcp
-from moesaic.weights.layout import Made, Readable, Region, StoredBlock
+from moesaic.weights.layout import Computed, Readable, Region, StoredBlock
 from moesaic.weights.model import LAYER, AbstractFormat, Architecture, Part, Place, Rules, by_rules, half
 
 OUTSIDE = {
@@ -35,16 +35,16 @@ def grouped(which: str) -> Place:
     def place(part: Part, config: Any) -> Iterator[tuple[str, range, range]]:
         groups, heads = config.num_key_value_heads, config.num_attention_heads
         kinds = 2 if config.model_type == "qwen3_next" else 1  # q_proj holds each head's query rows, then its gate rows
-        shared, mine = heads // groups, kinds if which == "q" else 1
-        held = heads if which == "q" else groups
-        width = part.shape[part.rows] // (held * mine)
+        shared, own_kinds = heads // groups, kinds if which == "q" else 1
+        num_heads = heads if which == "q" else groups
+        width = part.shape[part.rows] // (num_heads * own_kinds)
         first = {"q": 0, "k": shared * kinds, "v": shared * kinds + 1}[which]
-        for head in range(held):
-            group, place = divmod(head, shared) if which == "q" else (head, 0)
-            for kind in range(mine):
-                row = (head * mine + kind) * width
-                at = (group * (shared * kinds + 2) + first + kind * shared + place) * width
-                yield "", range(row, row + width), range(at, at + width)
+        for head in range(num_heads):
+            group, head_in_group = divmod(head, shared) if which == "q" else (head, 0)
+            for kind in range(own_kinds):
+                row = (head * own_kinds + kind) * width
+                target = (group * (shared * kinds + 2) + first + kind * shared + head_in_group) * width
+                yield "", range(row, row + width), range(target, target + width)
 
     return place
 
@@ -154,7 +154,7 @@ class Megatron(AbstractFormat):
         which = mark.read_text(encoding="utf-8", errors="replace").strip()
         return folder / (f"iter_{int(which):07}" if which.isdecimal() and len(which) < 10 else self.folder)
 
-    def finds(self, folder: Path) -> bool:
+    def recognises(self, folder: Path) -> bool:
         inside = self._inside(folder)
         return (inside / ".metadata").exists() and OUTSIDE["model.embed_tokens.weight"] in read_dcp(inside)[0]
 
@@ -184,7 +184,7 @@ class Megatron(AbstractFormat):
                 )
             return moved
 
-        return Made(tensor.dtype, tensor.shape, make)
+        return Computed(tensor.dtype, tensor.shape, make)
 
     def stored_name(self, stored: str, state: str | None) -> str | None:
         if state == "step":

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from moesaic.errors import InputError
-from moesaic.weights.layout import Readable, Region, StoredBlock, every
+from moesaic.weights.layout import Readable, Region, StoredBlock, full_region
 from moesaic.weights.quantized import METHODS
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -91,7 +91,7 @@ class Architecture:
         """Return a whole tensor as a part."""
         experts = self.experts_of(tensor)
         turned = experts is not None and self.experts[experts].is_transposed and not tensor.endswith("bias")
-        return Part(tensor, tensor, every(self.shapes[tensor]), turned, experts is not None)
+        return Part(tensor, tensor, full_region(self.shapes[tensor]), turned, experts is not None)
 
     def parts(self, tensor: str) -> list[Part]:
         """Return the parts of a tensor: gate and up if it holds both projections of experts, else the whole tensor."""
@@ -152,7 +152,7 @@ class AbstractFormat(ABC):
     """Name of the format in messages."""
 
     @abstractmethod
-    def finds(self, folder: Path) -> bool:
+    def recognises(self, folder: Path) -> bool:
         """Return whether a folder looks like a checkpoint of this format."""
 
     @abstractmethod
@@ -216,7 +216,7 @@ def by_rules(
     """
     for tensor in model.shapes:
         if tensor in outside:
-            yield model.whole(tensor).block(outside[tensor], every(model.shapes[tensor]))
+            yield model.whole(tensor).block(outside[tensor], full_region(model.shapes[tensor]))
         match = LAYER.fullmatch(tensor)
         if match is None:
             continue
@@ -231,9 +231,9 @@ def by_rules(
             stored = (layer_prefix if stacked else layer_prefix.format(layer)) + name
             lead = (layer,) if stacked else ()
             if place is None:
-                yield part.block(stored, (*lead, *every(part.shape)))
+                yield part.block(stored, (*lead, *full_region(part.shape)))
                 continue
             for ending, rows, at in place(part, model.config):
-                spread = list(every(part.shape))
+                spread = list(full_region(part.shape))
                 spread[part.rows] = at
                 yield part.block(stored + ending, (*lead, *spread), rows)

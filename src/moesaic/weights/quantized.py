@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moesaic.errors import InputError
 from moesaic.weights.files import Stored
-from moesaic.weights.layout import Made, Readable, Region, every
+from moesaic.weights.layout import Computed, Readable, Region, full_region
 
 FP8_SCALE = "_scale_inv"
 """Suffix of the tensor with the scales of an fp8 matrix, one per block."""
@@ -46,7 +46,7 @@ def dequantized(stored: Mapping[str, Stored], folder: Path) -> dict[str, Readabl
             weight = name.removesuffix(BLOCKS)
             experts, rows, groups, _ = tensor.shape
             shape = (experts, 32 * groups, rows)
-            tensors[weight] = Made(torch.bfloat16, shape, partial(_from_mxfp4, tensor, stored[weight + SCALES]))
+            tensors[weight] = Computed(torch.bfloat16, shape, partial(_from_mxfp4, tensor, stored[weight + SCALES]))
         elif tensor.dtype == torch.float8_e4m3fn:
             scales = stored.get(name + FP8_SCALE)
             sizes = _block_size(folder)
@@ -56,7 +56,7 @@ def dequantized(stored: Mapping[str, Stored], folder: Path) -> dict[str, Readabl
                     f"{folder}: {name} is fp8 without scales of {list(sizes)} blocks in float32: load the model with "
                     "transformers and dequantize=True, save it and convert the result"
                 )
-            tensors[name] = Made(torch.bfloat16, tensor.shape, partial(_from_fp8, tensor, scales, sizes))
+            tensors[name] = Computed(torch.bfloat16, tensor.shape, partial(_from_fp8, tensor, scales, sizes))
         elif not _is_scale(name, stored):
             tensors[name] = tensor
     return tensors
@@ -93,7 +93,7 @@ def _sizes(at: Region) -> list[int]:
 def _from_fp8(tensor: Stored, scales: Stored, sizes: tuple[int, ...], at: Region) -> Tensor:
     whole = _ranges(at)
     values = torch.from_numpy(tensor.read(whole)).view(torch.float8_e4m3fn).float()
-    of_blocks = torch.from_numpy(scales.read(every(scales.shape))).view(torch.float32)
+    of_blocks = torch.from_numpy(scales.read(full_region(scales.shape))).view(torch.float32)
     rows, columns = (torch.tensor(list(dim)) // size for dim, size in zip(whole, sizes))
     return (values * of_blocks[rows][:, columns]).bfloat16().view(_sizes(at))
 

@@ -77,7 +77,7 @@ class Torchtitan(AbstractFormat):
 
     title = "torchtitan"
 
-    def finds(self, folder: Path) -> bool:
+    def recognises(self, folder: Path) -> bool:
         return (folder / ".metadata").exists() and "tok_embeddings.weight" in read_dcp(folder)[0]
 
     def read(self, folder: Path) -> tuple[Mapping[str, Readable], list[str]]:

@@ -19,7 +19,7 @@ import transformers
 
 from moesaic.errors import InputError
 from moesaic.weights.checkpoint import Checkpoint
-from moesaic.weights.layout import Layout, Made, Readable, Region, StoredBlock, every, identity
+from moesaic.weights.layout import Computed, Layout, Readable, Region, StoredBlock, full_region, identity
 from moesaic.weights.model import LAYER, Architecture, Part
 
 
@@ -53,7 +53,7 @@ INTO = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
 """Dense model type -> the sparse type that differs in its feed-forward layers only and normalises routing weights."""
 
 
-def _router(shape: tuple[int, ...], dtype: torch.dtype, settings: Upcycling, layer: int) -> Made:
+def _router(shape: tuple[int, ...], dtype: torch.dtype, settings: Upcycling, layer: int) -> Computed:
     """Return a router with rows from a normal distribution. All shards of one copy have the same row."""
 
     def make(at: Region) -> torch.Tensor:
@@ -62,12 +62,14 @@ def _router(shape: tuple[int, ...], dtype: torch.dtype, settings: Upcycling, lay
         index = tuple(dim if isinstance(dim, int) else slice(dim.start, dim.stop, dim.step) for dim in at)
         return copies.repeat_interleave(settings.granularity, 0).to(dtype)[index]
 
-    return Made(dtype, shape, make)
+    return Computed(dtype, shape, make)
 
 
-def _scaled(tensor: Readable, factor: int) -> Made:
+def _scaled(tensor: Readable, factor: int) -> Computed:
     """Return a tensor times a power of two; exact unless an element leaves the dtype's range."""
-    return Made(tensor.dtype, tensor.shape, lambda at: torch.from_numpy(tensor.read(at)).view(tensor.dtype) * factor)
+    return Computed(
+        tensor.dtype, tensor.shape, lambda at: torch.from_numpy(tensor.read(at)).view(tensor.dtype) * factor
+    )
 
 
 def upcycled(dense: Checkpoint, settings: Upcycling) -> Checkpoint:
@@ -98,7 +100,7 @@ def upcycled(dense: Checkpoint, settings: Upcycling) -> Checkpoint:
             assert match is not None, name
             norm = weights[f"model.layers.{match[1]}.input_layernorm.weight"]
             tensors[name] = _router(shape, norm.dtype, settings, int(match[1]))
-        blocks.append(StoredBlock(name, every(shape), name, every(shape)))
+        blocks.append(StoredBlock(name, full_region(shape), name, full_region(shape)))
     dropped = [f"optimizer state {state}: upcycled weights have none" for state in dense.tensors if state is not None]
     layout = Layout(blocks, model.shapes, "the dense model", copies=True)
     return Checkpoint(model, layout, {None: tensors}, left_behind=dense.left_behind + dropped)
@@ -109,7 +111,7 @@ def _shards(part: Part, stored: str, shape: tuple[int, ...], settings: Upcycling
     width = shape[cut] // settings.granularity
     for expert in range(settings.num_experts):
         shard = expert % settings.granularity
-        at = list(every(shape))
+        at = list(full_region(shape))
         at[cut] = range(shard * width, (shard + 1) * width)
         yield StoredBlock(stored, tuple(at), part.tensor, (expert, *part.index[1:]))
 

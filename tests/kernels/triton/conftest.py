@@ -1,7 +1,8 @@
-"""Runs these tests where Triton can run: on a GPU, or under its interpreter in a process of its own.
+"""Runs these tests on a GPU, or under Triton's interpreter in a separate process.
 
-Triton decides when it is imported whether it interprets, and other tests import it through torch: `test_triton_interpreter.py`
-starts a second pytest in this folder with `TRITON_INTERPRET=1`. With neither, the other files here are not collected.
+Triton chooses its interpreter when it is imported, and other tests import Triton through torch. `test_triton_interpreter.py`
+therefore starts a second pytest in this folder with `TRITON_INTERPRET=1`. Without a GPU and without the interpreter, the files
+that run kernels are not collected.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ CAN_RUN = HAS_TRITON and (IS_INTERPRETED or torch.cuda.is_available())
 UNINTERPRETED = (
     "test_triton_interpreter.py", "test_triton_tiles.py", "test_triton_compiled.py", "test_triton_versions.py",
 )  # fmt: skip
-"""The tests that start others, and tests that run no kernel: collected always, but not a second time."""
+"""Tests that start other tests and tests that run no kernel: always collected, but not in the second pytest."""
 
 if IS_INTERPRETED:
     collect_ignore = list(UNINTERPRETED)
@@ -35,7 +36,7 @@ if CAN_RUN and IS_INTERPRETED:
 
 @pytest.fixture
 def device() -> str:
-    """Where tensors live: the interpreter takes those of the CPU."""
+    """The device of the tensors; the interpreter runs on CPU tensors."""
     return "cpu" if IS_INTERPRETED else "cuda"
 
 

@@ -1,4 +1,4 @@
-"""Every kernel compiles for Ampere, Ada and Hopper, in the room that the device has, on its tensor cores; no GPU needed."""
+"""Every kernel compiles for Ampere, Ada and Hopper, fits the device and uses its tensor cores; no GPU needed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moesaic_lab.gpu.mlp import moe_mlp
 PRODUCTS = {"_up_kernel", "_rows_kernel", "_down_grad_kernel", "_outer_kernel"}
 TOKENS, TOP_K, EXPERTS, DIM, HIDDEN = 512, 8, 16, 1024, 256
 SPILLED_BYTES = 64
-"""Per thread; a few in an epilogue cost nothing, hundreds mean an epilogue that does not fit."""
+"""The most spilled bytes per thread: a few in an epilogue cost nothing, hundreds mean that the epilogue does not fit."""
 FLOAT_ATOMIC = re.compile(r"\b(atom|red)\.\S*\.(f16|bf16|f32|f64)")
 
 capabilities = pytest.mark.parametrize("capability", DEVICES)
@@ -38,7 +38,7 @@ def zeros(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def run_layer(dtype: torch.dtype, *, gated: bool) -> None:
-    """Run a layer forward and backward, on zeros."""
+    """Run a layer forward and backward on zeros."""
     order = sort(torch.zeros(TOKENS * TOP_K, dtype=torch.int32), EXPERTS)
     up = zeros(EXPERTS, 2 if gated else 1, HIDDEN, DIM, dtype=dtype)
     down, weight = zeros(EXPERTS, DIM, HIDDEN, dtype=dtype), zeros(TOKENS * TOP_K, dtype=torch.float32)
@@ -46,19 +46,19 @@ def run_layer(dtype: torch.dtype, *, gated: bool) -> None:
     moe_mlp(x, up, down, weight, *order, top_k=TOP_K, activation=activation).sum().backward()
 
 
-def check(found: list[CompiledKernel], capability: int) -> set[str]:
-    """Hold compiled kernels against the device; return the names of those that use its tensor cores."""
+def check(kernels: list[CompiledKernel], capability: int) -> set[str]:
+    """Check compiled kernels against the limits of the device; return the names of those that use its tensor cores."""
     room = DEVICES[capability].shared_bytes
-    assert {kernel.name: kernel.shared_bytes for kernel in found if kernel.shared_bytes > room} == {}
-    assert {kernel.name: kernel.spilled_bytes for kernel in found if kernel.spilled_bytes > SPILLED_BYTES} == {}
-    assert [kernel.name for kernel in found if kernel.is_serialized] == []
-    assert [kernel.name for kernel in found if FLOAT_ATOMIC.search(kernel.ptx)] == [], "the same bits in every run"
-    wanted = "tcgen05.mma" if capability >= 100 else "wgmma.mma_async" if capability >= 90 else "mma.sync"
-    return {kernel.name for kernel in found if wanted in kernel.ptx}
+    assert {kernel.name: kernel.shared_bytes for kernel in kernels if kernel.shared_bytes > room} == {}
+    assert {kernel.name: kernel.spilled_bytes for kernel in kernels if kernel.spilled_bytes > SPILLED_BYTES} == {}
+    assert [kernel.name for kernel in kernels if kernel.is_serialized] == []
+    assert [kernel.name for kernel in kernels if FLOAT_ATOMIC.search(kernel.ptx)] == [], "the same bits in every run"
+    expected = "tcgen05.mma" if capability >= 100 else "wgmma.mma_async" if capability >= 90 else "mma.sync"
+    return {kernel.name for kernel in kernels if expected in kernel.ptx}
 
 
 HOPPER = (90, torch.bfloat16, True)
-"""The layer that every run of the tests compiles."""
+"""The layer that is compiled in every run of the tests."""
 LAYERS = [(capability, *form) for capability in DEVICES for form in ((torch.bfloat16, True), (torch.float16, False))]
 
 
@@ -68,11 +68,11 @@ LAYERS = [(capability, *form) for capability in DEVICES for form in ((torch.bflo
     ids=str,
 )
 def test_a_layer_runs_on_the_tensor_cores(capability, dtype, gated, tmp_path):
-    with compiling_for(capability, tmp_path) as found:
+    with compiling_for(capability, tmp_path) as kernels:
         run_layer(dtype, gated=gated)
-    assert check(found, capability) == PRODUCTS
+    assert check(kernels, capability) == PRODUCTS
     if capability == 90:
-        widths = {each.name: set(re.findall(r"wgmma\.mma_async\.\S*?m64n(\d+)k", each.ptx)) for each in found}
+        widths = {each.name: set(re.findall(r"wgmma\.mma_async\.\S*?m64n(\d+)k", each.ptx)) for each in kernels}
         assert widths["_up_kernel"] == {"128"}, "gate and up in one instruction, whose operands shared memory can feed"
 
 
@@ -83,41 +83,41 @@ def test_a_layer_in_float32_fits_the_registers(capability, precision, tmp_path):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
-        with compiling_for(capability, tmp_path) as found:
+        with compiling_for(capability, tmp_path) as kernels:
             run_layer(torch.float32, gated=True)
     finally:
         torch.set_float32_matmul_precision(before)
-    assert check(found, capability) == (PRODUCTS if precision == "high" else set())
+    assert check(kernels, capability) == (PRODUCTS if precision == "high" else set())
 
 
 @pytest.mark.slow
 def test_hopper_fetches_weights_by_descriptor(tmp_path):
-    """Rows that stand in expert order come by descriptor too; persistent programs flatten their loops."""
+    """Rows in expert order are loaded by descriptor too; persistent programs flatten their loops."""
     tile = Tile(rows=128, columns=128, depth=64, warps=8, stages=3, programs=1, descriptors=1)
     ends = torch.tensor([TOKENS], dtype=torch.int32)
-    with compiling_for(90, tmp_path) as found, torch.no_grad():
+    with compiling_for(90, tmp_path) as kernels, torch.no_grad():
         rows_times(zeros(TOKENS, DIM), zeros(1, HIDDEN, DIM), ends, tile, transposed=True)
         up(zeros(TOKENS, DIM), zeros(1, 1, HIDDEN, DIM), ends, tile, activation="silu")
-    assert check(found, 90) == {"_rows_kernel", "_up_kernel"}
-    assert all("cp.async.bulk.tensor" in kernel.ptx for kernel in found if kernel.name in PRODUCTS)
+    assert check(kernels, 90) == {"_rows_kernel", "_up_kernel"}
+    assert all("cp.async.bulk.tensor" in kernel.ptx for kernel in kernels if kernel.name in PRODUCTS)
 
 
 @pytest.mark.slow
 @capabilities
 def test_weight_gradients_have_the_room_that_their_tile_says(capability, tmp_path):
-    """Of rows that stand in expert order, as on a mesh, of tokens that are gathered, and of operands above 2^31 elements."""
+    """Checks rows in expert order, as on a mesh, gathered tokens, and operands of more than 2^31 elements."""
     rows, token = TOKENS * TOP_K, torch.zeros(TOKENS * TOP_K, dtype=torch.int32)
     p, x, ends = zeros(rows, DIM), zeros(TOKENS, HIDDEN), torch.zeros(EXPERTS, dtype=torch.int32)
     large = torch.empty(2**20, 2**11, dtype=torch.bfloat16, device="meta")
     shape = Shape(product="weight_grad", rows=rows, num_experts=EXPERTS, columns=HIDDEN, depth=rows, itemsize=2)
     tile = default_tile(shape, DEVICES[capability])
     steps = {}
-    with compiling_for(capability, tmp_path) as found, torch.no_grad():
+    with compiling_for(capability, tmp_path) as kernels, torch.no_grad():
         for name, q, q_token in (("rows", zeros(rows, HIDDEN), None), ("tokens", x, token), ("large", large, token)):
             outer_products(p, q, ends, tile, q_token=q_token)
-            steps[name] = found[-1].ptx
-    assert check(found, capability) == {"_outer_kernel"}
-    assert max(each.shared_bytes for each in found if each.name == "_outer_kernel") <= shared_bytes(tile, shape)
+            steps[name] = kernels[-1].ptx
+    assert check(kernels, capability) == {"_outer_kernel"}
+    assert max(each.shared_bytes for each in kernels if each.name == "_outer_kernel") <= shared_bytes(tile, shape)
     by_descriptor = {name: ptx.count("cp.async.bulk.tensor") for name, ptx in steps.items()}
     assert (
         (by_descriptor["rows"] > by_descriptor["tokens"] > 0) if capability >= 90 else not any(by_descriptor.values())
@@ -127,7 +127,7 @@ def test_weight_gradients_have_the_room_that_their_tile_says(capability, tmp_pat
 @pytest.mark.slow
 @capabilities
 def test_everything_else_compiles(capability, tmp_path):
-    with compiling_for(capability, tmp_path) as found:
+    with compiling_for(capability, tmp_path) as kernels:
         top_k_columns(torch.zeros(TOKENS, EXPERTS), TOP_K)
         sort(torch.zeros(TOKENS * TOP_K, dtype=torch.int32), EXPERTS)
         weight = torch.zeros(TOKENS * TOP_K)
@@ -145,8 +145,8 @@ def test_everything_else_compiles(capability, tmp_path):
             fields = split(message, codec.layout(*rows.shape, rows.dtype))
             encode(rows, *fields)
             decode(*fields, rows.dtype)
-    assert check(found, capability) == set()
-    assert {kernel.name for kernel in found} >= {
+    assert check(kernels, capability) == set()
+    assert {kernel.name for kernel in kernels} >= {
         "_top_k_kernel",
         "_place_kernel",
         "_sum_tokens_kernel",

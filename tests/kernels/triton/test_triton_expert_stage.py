@@ -1,4 +1,4 @@
-"""The expert stage in the form that `kernels/pick.py` picks from, against the one that runs on any device."""
+"""The Triton expert stage against the implementation that runs on any device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS, TOP_K, EXPERTS, DIM, HIDDEN = 13, 2, 4, 40, 24
 def work_of(
     device: str, *, gated: bool = True, dispatch: str = "even", dtype: torch.dtype = torch.float32
 ) -> ExpertWork:
-    expert = torch.rand(TOKENS, EXPERTS - 1).argsort(1)[:, :TOP_K].reshape(-1)  # the last expert gets nothing
+    expert = torch.rand(TOKENS, EXPERTS - 1).argsort(1)[:, :TOP_K].reshape(-1)  # the last expert gets no rows
     token = torch.arange(TOKENS).repeat_interleave(TOP_K)
     if dispatch == "varying":
         sent = torch.rand(len(token)) < 0.7
@@ -44,8 +44,8 @@ def work_of(
     )
 
 
-def flat(found: object) -> list[Tensor]:
-    gradients = [found.x, found.gates, found.up, found.up_bias, found.down, found.down_bias]  # type: ignore[attr-defined]
+def flat(actual: object) -> list[Tensor]:
+    gradients = [actual.x, actual.gates, actual.up, actual.up_bias, actual.down, actual.down_bias]  # type: ignore[attr-defined]
     return [each for each in gradients if each is not None]
 
 
@@ -55,9 +55,9 @@ def check(work: ExpertWork, wanted: Wanted, tolerance: float) -> None:
     dy = torch.randn_like(y)
     mine = flat(expert_stage.backward(work, pre, dy, wanted))
     exact = flat(whole_batch.backward(work, exact_pre, dy, wanted))
-    for found, true in zip([y, pre, *mine], [expected, exact_pre, *exact], strict=True):
-        assert (found.shape, found.dtype) == (true.shape, true.dtype)
-        torch.testing.assert_close(found, true, atol=tolerance * max(1.0, float(true.abs().max())), rtol=0)
+    for actual, true in zip([y, pre, *mine], [expected, exact_pre, *exact], strict=True):
+        assert (actual.shape, actual.dtype) == (true.shape, true.dtype)
+        torch.testing.assert_close(actual, true, atol=tolerance * max(1.0, float(true.abs().max())), rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The whole layer, forward and backward, against one copy after the other in float64, over odd shapes."""
+"""The whole layer, forward and backward, against a float64 loop over copies, with odd shapes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LEAVES = ("x", "up", "down", "weight")
 def moe_mlp_reference(
     x: Tensor, up: Tensor, down: Tensor, weight_TK: Tensor, expert_TK: Tensor, activation: str
 ) -> Tensor:
-    """Run one copy after the other, in float64, differentiable; a negative expert is a copy that is not sent."""
+    """Run copy by copy in float64, differentiable; copies with a negative expert are not sent."""
     x, up, down, weight_TK = (each.double() for each in (x, up, down, weight_TK))
     results = []
     for token, experts in enumerate(expert_TK.tolist()):
@@ -50,7 +50,7 @@ def layer(
 ) -> dict[str, Any]:
     num_tokens, top_k, num_experts, dim, hidden = sizes
     expert = torch.rand(num_tokens, num_experts).argsort(1)[:, :top_k].to(torch.int32)
-    expert[expert == 0] = -1 if dropped or num_experts == 1 else min(1, num_experts - 1)  # expert 0 gets nothing
+    expert[expert == 0] = -1 if dropped or num_experts == 1 else min(1, num_experts - 1)  # expert 0 gets no rows
     if num_experts == 1 and not dropped:
         expert.zero_()
     return {
@@ -62,21 +62,21 @@ def layer(
     }
 
 
-def leaves_of(of: dict[str, Any], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Return what is differentiated, as leaves, in another dtype if one is given."""
-    return {name: of[name].detach().clone().to(dtype or of[name].dtype).requires_grad_() for name in LEAVES}
+def leaves_of(inputs: dict[str, Any], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Return copies of the differentiable inputs as leaves, in `dtype` if one is given."""
+    return {name: inputs[name].detach().clone().to(dtype or inputs[name].dtype).requires_grad_() for name in LEAVES}
 
 
-def run(of: dict[str, Any], activation: str, tile: Tile | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    leaves, expert = leaves_of(of), of["expert"]
-    order = sort(expert.reshape(-1).to(of["x"].device), len(of["up"]))
+def run(inputs: dict[str, Any], activation: str, tile: Tile | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    leaves, expert = leaves_of(inputs), inputs["expert"]
+    order = sort(expert.reshape(-1).to(inputs["x"].device), len(inputs["up"]))
     tiles = None if tile is None else dict.fromkeys(TILES, tile)
     return moe_mlp(*leaves.values(), *order, top_k=expert.shape[1], activation=activation, tiles=tiles), leaves
 
 
-def check(of: dict[str, Any], activation: str, tile: Tile | None = None) -> None:
-    y, leaves = run(of, activation, tile)
-    exact, expert = leaves_of(of, torch.float64), of["expert"]
+def check(inputs: dict[str, Any], activation: str, tile: Tile | None = None) -> None:
+    y, leaves = run(inputs, activation, tile)
+    exact, expert = leaves_of(inputs, torch.float64), inputs["expert"]
     matrices = [exact[name] for name in ("x", "up", "down")]
     expected = moe_mlp_reference(*matrices, exact["weight"].view(expert.shape), expert, activation)
     dy = torch.randn_like(y)
@@ -84,12 +84,12 @@ def check(of: dict[str, Any], activation: str, tile: Tile | None = None) -> None
     expected.backward(dy.double())
     pairs = [("y", y, expected)]
     pairs += [(name, leaf.grad, exact[name].grad) for name, leaf in leaves.items()]
-    for name, found, true in pairs:
-        true = torch.zeros_like(found).double() if true is None else true
+    for name, actual, true in pairs:
+        true = torch.zeros_like(actual).double() if true is None else true
         scale = max(1.0, float(true.abs().max())) if true.numel() else 1.0
-        assert found.dtype == (torch.float32 if name == "weight" else of["x"].dtype)
-        tolerance = TOLERANCES[of["x"].dtype] * scale
-        torch.testing.assert_close(found.double(), true, atol=tolerance, rtol=0, msg=f"{name} is off: {{}}".format)
+        assert actual.dtype == (torch.float32 if name == "weight" else inputs["x"].dtype)
+        tolerance = TOLERANCES[inputs["x"].dtype] * scale
+        torch.testing.assert_close(actual.double(), true, atol=tolerance, rtol=0, msg=f"{name} is off: {{}}".format)
 
 
 FORMS = {"swiglu": ("silu", True), "gelu": ("gelu", False)}
@@ -99,7 +99,7 @@ QUICK = {
     for sizes, dtype, form in LAYERS
     if (dtype, form) == (torch.float32, "swiglu") or sizes == SIZES[4]
 }
-"""Every size in one form, and every form of one size."""
+"""Return every size with one form, and every form with one size."""
 
 
 @pytest.mark.parametrize(
@@ -119,17 +119,17 @@ def test_copies_that_are_not_sent_add_nothing_and_get_no_gradient(device):
 
 
 def test_more_tiles_than_one(device):
-    """Several row tiles, column tiles and steps each, through every kernel, persistent programs included."""
-    of = layer((30, 2, 2, 72, 40), torch.float32, device, gated=True)
+    """Every kernel runs several row tiles, column tiles and steps, also with persistent programs."""
+    inputs = layer((30, 2, 2, 72, 40), torch.float32, device, gated=True)
     tile = Tile(rows=16, columns=16, depth=16, warps=4, stages=2, group=2, programs=1, descriptors=1)
-    check(of, "silu", tile)
+    check(inputs, "silu", tile)
 
 
 def test_the_same_bits_every_time(device):
-    of = layer((40, 4, 6, 40, 24), torch.bfloat16, device, gated=True)
+    inputs = layer((40, 4, 6, 40, 24), torch.bfloat16, device, gated=True)
     results = []
     for _ in range(2):
-        y, leaves = run(of, "silu")
+        y, leaves = run(inputs, "silu")
         y.square().sum().backward()
         results.append([y, *(leaf.grad for leaf in leaves.values())])
     assert all(torch.equal(one, two) for one, two in zip(*results))
@@ -137,18 +137,20 @@ def test_the_same_bits_every_time(device):
 
 def test_backward_keeps_the_input_the_routing_and_the_pre_activation(device):
     sizes = num_tokens, top_k, num_experts, dim, hidden = 40, 4, 6, 40, 24
-    of = layer(sizes, torch.bfloat16, device, gated=True)
-    kept: dict[int, int] = {}
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t.nbytes) and t, lambda t: t):
-        run(of, "silu")
+    inputs = layer(sizes, torch.bfloat16, device, gated=True)
+    saved: dict[int, int] = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.setdefault(t.data_ptr(), t.nbytes) and t, lambda t: t
+    ):
+        run(inputs, "silu")
     copies = num_tokens * top_k
-    weights = sum(of[name].nbytes for name in ("up", "down"))
+    weights = sum(inputs[name].nbytes for name in ("up", "down"))
     activations = 2 * (num_tokens * dim + copies * 2 * hidden)
     routing = 4 * (3 * copies + num_experts)
-    assert sum(kept.values()) == weights + activations + routing
+    assert sum(saved.values()) == weights + activations + routing
 
 
 def test_shapes_name_every_tile():
-    found = shapes(80, 4, 40, 24, 2, gated=True)
-    assert tuple(found) == TILES
-    assert (found["rows_grad"].columns, found["rows_grad"].depth) == (40, 48)
+    actual = shapes(80, 4, 40, 24, 2, gated=True)
+    assert tuple(actual) == TILES
+    assert (actual["rows_grad"].columns, actual["rows_grad"].depth) == (40, 48)

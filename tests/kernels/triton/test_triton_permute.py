@@ -1,4 +1,4 @@
-"""Sums of tokens' rows against float64: weights, copies that are not sent, tokens with different numbers of rows."""
+"""Sums of tokens' rows against float64: with weights, unsent copies and varying numbers of rows per token."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_each_token_gets_the_sum_of_its_rows(size, dtype, form, copies, device):
     weighted, varying, dropped = form == "weighted", copies == "varying", copies == "some dropped"
     by_token, starts = by_token_of(num_tokens, top_k, varying=varying, dropped=dropped)
     rows = torch.randn(len(by_token), dim).to(dtype)
-    rows[~torch.isin(torch.arange(len(rows)), by_token)] = torch.nan  # rows that nobody sent must not be read
+    rows[~torch.isin(torch.arange(len(rows)), by_token)] = torch.nan  # rows of unsent copies must not be read
     weights = torch.rand(len(by_token)) if weighted else None
     expected = torch.zeros(num_tokens, dim, dtype=torch.float64)
     ends = [*starts[1:].tolist(), len(by_token)][:num_tokens]
@@ -42,9 +42,9 @@ def test_each_token_gets_the_sum_of_its_rows(size, dtype, form, copies, device):
             if row >= 0:
                 expected[token] += rows[row].double() * (1.0 if weights is None else weights[row].double())
     arguments = [each if each is None else each.to(device) for each in (rows, by_token, starts, weights)]
-    found = sum_tokens(*arguments, 0 if varying else top_k, dtype)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.double().cpu(), expected, atol=DTYPES[dtype] * top_k, rtol=DTYPES[dtype])
+    actual = sum_tokens(*arguments, 0 if varying else top_k, dtype)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double().cpu(), expected, atol=DTYPES[dtype] * top_k, rtol=DTYPES[dtype])
 
 
 def test_the_operator_holds_what_it_promises(device):

@@ -1,4 +1,4 @@
-"""The library with the Triton kernels picked, end to end: what `kernels/pick.py` picks on a GPU, against the CPU's."""
+"""The library end to end with the Triton kernels, as `kernels/pick.py` chooses them on a GPU, against the CPU's kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moesaic.routing.router import MOST_COLUMNS, top_k_indices, top_k_indices_re
 from moesaic.routing.routers import ROUTERS
 
 USERS = ("kernels.pick", "kernels.permute")
-"""The modules that ask which kernels a device runs."""
+"""The modules that call `kind_of`."""
 EXPERTS = {
     "swiglu": GatedExperts,
     "swiglu with biases": lambda d, h, n: GatedExperts(d, h, n, bias=True),
@@ -32,7 +32,7 @@ EXPERTS = {
 
 @pytest.fixture
 def picked(monkeypatch, interpreted):
-    """Let tensors of the CPU, which the interpreter takes, count as a GPU's; on a GPU nothing is changed."""
+    """Make the library treat CPU tensors, on which the interpreter runs, like GPU tensors; on a GPU nothing is changed."""
     if interpreted:
         for user in USERS:
             module = importlib.import_module(f"moesaic.{user}")
@@ -54,8 +54,8 @@ def check(layer, x, device, request, *, tolerance=2e-5, equal_nan=False, **optio
     expected = run(copy.deepcopy(layer), x, **options)
     request.getfixturevalue("picked")
     masks = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
-    found = run(copy.deepcopy(layer).to(device), x.to(device), **masks)
-    for mine, true in zip(found, expected, strict=True):
+    actual = run(copy.deepcopy(layer).to(device), x.to(device), **masks)
+    for mine, true in zip(actual, expected, strict=True):
         assert (mine is None) == (true is None)
         if mine is not None:
             torch.testing.assert_close(mine.cpu(), true, atol=tolerance, rtol=tolerance, equal_nan=equal_nan)
@@ -69,7 +69,7 @@ def layer_of(router="softmax", experts="swiglu", **options):
 
 @pytest.mark.parametrize("router", thinned(ROUTERS, every=2))
 def test_every_router_gives_what_it_gives_on_a_cpu(router, device, request):
-    layer = layer_of(router).train(router not in ("noisy", "gshard"))  # what is drawn on another device differs
+    layer = layer_of(router).train(router not in ("noisy", "gshard"))  # random draws differ between devices
     check(layer, torch.randn(13, 16), device, request)
 
 
@@ -111,7 +111,7 @@ def test_choices_are_those_of_the_stable_sort(rows, columns, top_k, device, pick
     scores = torch.randint(-3, 3, (rows, columns)).float()
     assert torch.equal(top_k_indices(scores.to(device), top_k).cpu(), top_k_indices_reference(scores, top_k))
     wide = torch.randn(2, MOST_COLUMNS + 1)
-    monkeypatch.setattr(triton_top_k, "top_k_columns", None)  # so many columns go by sorting
+    monkeypatch.setattr(triton_top_k, "top_k_columns", None)  # this many columns are sorted instead
     assert torch.equal(top_k_indices(wide.to(device), 3).cpu(), top_k_indices_reference(wide, 3))
 
 
@@ -131,7 +131,7 @@ def test_odd_rows_are_ranked_as_on_a_cpu(device, picked):
     ids=str,
 )
 def test_order_and_sums_equal_the_cpus(size, weighted, dtype, device, request):
-    """Whether every token has as many rows or not, tokens without a row among them."""
+    """With equal and with different numbers of rows per token, including tokens without rows."""
     tokens, per_token, dim = size
     token = torch.arange(tokens).repeat_interleave(per_token or 2)
     expert = torch.randint(0, 4, (len(token),))
@@ -148,16 +148,16 @@ def test_order_and_sums_equal_the_cpus(size, weighted, dtype, device, request):
     order = sort_by_expert(*there, tokens, per_token)
     assert torch.equal(order.order.cpu(), plain.order)
     for name in ("token", "by_token", "starts"):
-        found = getattr(order.dispatch, name)
-        assert found.dtype == torch.int64
-        assert torch.equal(found.cpu(), getattr(plain.dispatch, name)), name
+        actual = getattr(order.dispatch, name)
+        assert actual.dtype == torch.int64
+        assert torch.equal(actual.cpu(), getattr(plain.dispatch, name)), name
     there_weights = None if weights is None else weights.to(device)
-    found = [
+    actual = [
         sum_rows(rows.to(device), order.dispatch, weights=there_weights, dtype=dtype),
         permute(x.to(device), order),
         unpermute(rows.to(device), order),
     ]
-    for mine, true in zip(found, results, strict=True):
+    for mine, true in zip(actual, results, strict=True):
         assert mine.dtype == true.dtype
         tolerance = {torch.float32: 1e-6, torch.float64: 1e-12}.get(dtype, 2e-2)
         torch.testing.assert_close(mine.cpu(), true, atol=tolerance, rtol=tolerance)
@@ -169,7 +169,7 @@ def test_order_and_sums_equal_the_cpus(size, weighted, dtype, device, request):
     ids=str,
 )
 def test_codecs_write_and_read_the_same_bytes(name, dtype, device, request, monkeypatch):
-    """By their own methods, from rows in any layout and messages at any address; float64 stays with torch."""
+    """Through the codecs' methods, with rows in any layout and messages at any address; float64 is left to torch."""
     codec = codec_named(name)
     rows = (torch.randn(7, 40) * 10.0 ** torch.linspace(-9, 3, 7)[:, None]).to(dtype).t()
     rows[3, 2], rows[5, 4] = math.nan, -math.inf
@@ -181,8 +181,8 @@ def test_codecs_write_and_read_the_same_bytes(name, dtype, device, request, monk
     for part in (f"{name}_encode", "zfp_decode" if name == "zfp" else "decode"):
         kernel = getattr(module, part)
         monkeypatch.setattr(module, part, lambda *given, kernel=kernel: calls.append(1) or kernel(*given))
-    found = codec.encode(rows.to(device))
-    assert torch.equal(found.cpu(), message)
-    apart = torch.cat([found.new_zeros(3), found])[3:]
+    actual = codec.encode(rows.to(device))
+    assert torch.equal(actual.cpu(), message)
+    apart = torch.cat([actual.new_zeros(3), actual])[3:]
     torch.testing.assert_close(codec.decode(apart, *rows.shape, dtype).cpu(), decoded, atol=0, rtol=0, equal_nan=True)
     assert len(calls) == (0 if dtype == torch.float64 else 2)

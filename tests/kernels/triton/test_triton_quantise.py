@@ -1,4 +1,4 @@
-"""int8 and float8 rows: the oracle's bytes, bit for bit, and its decoded rows."""
+"""The int8 and fp8 kernels give the oracle's bytes, bit for bit, and its decoded rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def bad_rows(num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """Rows from tiny to huge, one of zeros, one with an infinity, one with a NaN, one of subnormals, one of ties."""
+    """Return rows from tiny to huge, a row of zeros, one with an infinity, one with a NaN, one of subnormals, one of ties."""
     rows = torch.randn(num_rows, dim) * 10.0 ** torch.linspace(-12, 3, num_rows)[:, None]
     if num_rows > 5:
         rows[1] = 0
@@ -36,15 +36,15 @@ def test_bytes_and_rows_are_the_oracles(name, dtype, size, device):
     message = torch.full_like(expected, 77, device=device)
     encode(rows.to(device), *split(message, codec.layout(num_rows, dim, dtype)))
     assert torch.equal(message.cpu(), expected)
-    found = decode(*split(message, codec.layout(num_rows, dim, dtype)), dtype).cpu()
+    actual = decode(*split(message, codec.layout(num_rows, dim, dtype)), dtype).cpu()
     decoded = codec.decode(expected, num_rows, dim, dtype)
-    assert torch.equal(found.isnan(), decoded.isnan())
-    torch.testing.assert_close(found, decoded, atol=0, rtol=0, equal_nan=True)
+    assert torch.equal(actual.isnan(), decoded.isnan())
+    torch.testing.assert_close(actual, decoded, atol=0, rtol=0, equal_nan=True)
 
 
 def test_every_float8_number_comes_back(device):
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).repeat(2)[None]
     scale = torch.tensor([[1.0, 1.0, 0.5, 3.0]])
-    found = decode(scale.to(device), codes.to(device), torch.float32).cpu()
+    actual = decode(scale.to(device), codes.to(device), torch.float32).cpu()
     expected = codes.float() * scale.repeat_interleave(128, dim=1)
-    torch.testing.assert_close(found, expected, atol=0, rtol=0, equal_nan=True)
+    torch.testing.assert_close(actual, expected, atol=0, rtol=0, equal_nan=True)

@@ -24,9 +24,9 @@ def test_chooses_as_a_stable_sort_does(size, values, dtype, device):
     num_rows, num_columns, top_k = size
     rank_by = torch.randn(num_rows, num_columns)
     rank_by = (rank_by.round() * 0.5 if values == "ties" else rank_by).to(dtype)
-    found = top_k_columns(rank_by.to(device), top_k)
-    assert found.dtype == torch.int32
-    assert torch.equal(found.long().cpu(), top_k_indices_reference(rank_by.double(), top_k))
+    actual = top_k_columns(rank_by.to(device), top_k)
+    assert actual.dtype == torch.int32
+    assert torch.equal(actual.long().cpu(), top_k_indices_reference(rank_by.double(), top_k))
 
 
 def test_equal_zeros_of_both_signs_go_to_the_lowest_index(device):
@@ -37,7 +37,7 @@ def test_equal_zeros_of_both_signs_go_to_the_lowest_index(device):
 @pytest.mark.parametrize("score", ["softmax", "switch", "sigmoid"])
 @pytest.mark.parametrize("top_k", [1, 2, 3, 5])
 def test_odd_rows_are_routed_as_on_a_cpu(score, top_k, device):
-    """Experts are those of the routers that run on a CPU, of NaN too; every expert exists and can be sorted by."""
+    """Routers choose the same experts as on a CPU, even for NaN; every chosen expert exists."""
     logits = torch.tensor(list(ODD_LOGITS.values()))
     router = {
         "softmax": SoftmaxTopK(1, 5), "switch": SoftmaxTopK(1, 5, normalize="before"), "sigmoid": SigmoidTopK(1, 5),

@@ -1,7 +1,7 @@
-"""The layer of each run of the tests, compiled by the other Tritons that supported torches bring, for Hopper and for Ampere.
+"""The layer compiles for Hopper and Ampere with the Triton versions of the other supported torch versions.
 
-`make test-random` lays them into build/triton/<version>; Triton decides at its import which one it is, hence a process each.
-`make test-triton` compiles everything, for every GPU, by each of them.
+`make test-random` installs them in build/triton/<version>. Each is imported in a process of its own. `make test-triton`
+compiles everything with each of them, for every GPU.
 """
 
 from __future__ import annotations
@@ -31,6 +31,6 @@ def test_the_layer_compiles_by_another_triton(triton: Path, tmp_path: Path) -> N
     assert version == triton.name
     tests = str(Path(__file__).with_name("test_triton_compiled.py"))
     command = [sys.executable, "-m", "pytest", tests, "-k", LAYERS, "-p", "no:cacheprovider", "--durations", "0"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "2 passed" in done.stdout
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550, check=False)
+    assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-2000:]
+    assert "2 passed" in process.stdout

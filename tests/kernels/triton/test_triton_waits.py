@@ -1,4 +1,4 @@
-"""No call of a layer on one GPU makes the host wait: seen by the stand-in, with the kernels under the interpreter."""
+"""No call of a layer on one GPU makes the host wait; checked on a simulated GPU, with the kernels under the interpreter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CASES = {
     "weight before": {"apply_weight": "before", "capacity": Capacity.fixed(0.75)},
 }
 MORE = [("capacity", torch.float16), ("biases", torch.float16), ("dropless", torch.bfloat16)]
-"""What `make test-all` runs besides."""
+"""Cases that only `make test-all` runs."""
 
 
 def step(layer, x, mask):
@@ -29,7 +29,7 @@ def step(layer, x, mask):
     return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
 
 
-@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # rows of nobody hold anything
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # rows of unsent copies hold arbitrary values
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
@@ -52,10 +52,10 @@ def test_one_gpu_waits_for_nothing(case, dtype, interpreted):
         step(there, x, mask)
         there.zero_grad(set_to_none=True)
         stand_in.record.clear()
-        found = step(there, x, mask)
+        actual = step(there, x, mask)
     assert stand_in.record.waits == []
     assert stand_in.record.uploads == []
     tolerance = 2e-5 if dtype == torch.float32 else 4e-2
-    assert all(isinstance(each, DeviceTensor) for each in found)
-    for mine, true in zip(found, expected, strict=True):
+    assert all(isinstance(each, DeviceTensor) for each in actual)
+    for mine, true in zip(actual, expected, strict=True):
         torch.testing.assert_close(values(mine), true, atol=tolerance, rtol=tolerance)

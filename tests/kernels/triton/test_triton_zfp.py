@@ -1,4 +1,4 @@
-"""zfp on the device: zfpy's own bytes at every rate, and zfpy's own values from them."""
+"""The zfp kernels give zfpy's bytes at every rate, and decode zfpy's values from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest.importorskip("zfpy")
 
 
 def bad_rows(num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """Rows from tiny to huge, blocks of zeros, values that are sent as zero, a NaN, an infinity."""
+    """Return rows from tiny to huge, with blocks of zeros, values below `ZFP_FLUSH`, a NaN and an infinity."""
     rows = torch.randn(num_rows, dim) * 10.0 ** torch.linspace(-30, 3, num_rows)[:, None]
     if num_rows > 8:
         rows[4:8] = 0
@@ -35,7 +35,7 @@ CASES = [
     for number, size in enumerate(SIZES)
     for rate in RATES
 ]
-"""Every size at every rate, of which `make test` runs each size at one."""
+"""Return every size at every rate; `make test` runs each size at one rate."""
 
 
 @pytest.mark.parametrize(("rate", "num_rows", "dim", "dtype"), CASES)
@@ -47,9 +47,9 @@ def test_bytes_and_rows_are_zfpys(rate, num_rows, dim, dtype, device):
     message = torch.full_like(expected, 77, device=device)
     zfp_encode(rows.to(device), *split(message, layout), rate)
     assert torch.equal(message.cpu(), expected)
-    found = zfp_decode(*split(message, layout), num_rows, dim, dtype, rate).cpu()
+    actual = zfp_decode(*split(message, layout), num_rows, dim, dtype, rate).cpu()
     decoded = codec.decode(expected, num_rows, dim, dtype)
-    torch.testing.assert_close(found, decoded, atol=0, rtol=0, equal_nan=True)
+    torch.testing.assert_close(actual, decoded, atol=0, rtol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("rate", range(4, 33))
@@ -63,5 +63,5 @@ def test_every_rate_at_size(rate, device, interpreted):
     layout = codec.layout(*rows.shape, rows.dtype)
     zfp_encode(rows.to(device), *split(message, layout), rate)
     assert torch.equal(message.cpu(), expected)
-    found = zfp_decode(*split(message, layout), *rows.shape, rows.dtype, rate).cpu()
-    assert torch.equal(found, codec.decode(expected, *rows.shape, rows.dtype))
+    actual = zfp_decode(*split(message, layout), *rows.shape, rows.dtype, rate).cpu()
+    assert torch.equal(actual, codec.decode(expected, *rows.shape, rows.dtype))

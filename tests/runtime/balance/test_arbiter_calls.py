@@ -1,4 +1,4 @@
-"""Layers under the arbiter: the same numbers whatever it chooses, its very programs, and recomputations that choose nothing."""
+"""Layers under the arbiter: the same results whatever it chooses, its own programs, and recomputations without a new choice."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GRIDS = {
     "copies": Grid(world=4, ep=2, ranks_per_node=2),
 }
 DEAR = ReplicationCosts(machine=Machine(tflops=1e-6, inter_gbps=1e-3, intra_gbps=1e-3, inter_latency_us=0))
-"""Replication pays even for the toy sizes of tests."""
+"""Costs by which replication pays even for the tiny sizes of tests."""
 
 
 def spread_over(
@@ -49,7 +49,7 @@ def spread_over(
 
 
 def lean(layer: MoE, by: float) -> None:
-    """Let a router prefer the first experts."""
+    """Make a router prefer the first experts."""
     with torch.no_grad():
         weight = next(layer.router.parameters())
         weight[0] += by
@@ -124,7 +124,7 @@ def test_the_true_arbiter_replicates_under_skew_and_nothing_under_even_loads(mon
 
 @dataclass(frozen=True, kw_only=True)
 class Counting(AnyOption):
-    """Says how often it was asked."""
+    """Counts how often it is asked."""
 
     asked: list[int]
 

@@ -1,4 +1,4 @@
-"""Arbiters of several ranks that measure different times: they decide alike, compute the same, and refuse to differ."""
+"""Arbiters of several ranks that measure different times: they decide identically, and raise an error if decisions differ."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def layer_on(transport: AbstractTransport, grid: Grid, policy: Any, plan: Plan |
 
 @pytest.fixture
 def noisy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank measures times of its own, ten times apart."""
+    """Each rank's measured times are scaled by a random factor from 0.3 to 3."""
     seconds = TimedCall.seconds
     rng = random.Random(0)
 
@@ -102,7 +102,7 @@ def test_ranks_that_decided_otherwise_are_refused_on_every_rank() -> None:
         return ""
 
     said = run_ranks(4, rank)
-    assert said == ["arbiter: ranks [2] decided otherwise than the first one after call 1 of a layer"] * 4
+    assert said == ["arbiter: after call 1 of a layer, ranks [2] decided differently from the first rank"] * 4
 
 
 def test_links_are_heard_of_from_the_same_call_on_by_all_ranks() -> None:

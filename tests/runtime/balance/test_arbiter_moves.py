@@ -1,4 +1,4 @@
-"""Whether samples move is decided from what moving saved last, against what the arbiter's other options save."""
+"""Whether samples move is decided by what moving saved last, compared with what the arbiter's other options save."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A budget of bytes of each rank: the same numbers, never more bytes, whatever the skew.
+"""A memory budget per rank: the same results, never more bytes, whatever the skew.
 
-Tests that count rows count the budget in rows too (`budget_by_rows`)."""
+Tests that count rows also have a budget in rows (`budget_by_rows`)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from moesaic_lab.recorder import Recorder
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """What budgets did, over all calls of a test."""
+    """The sum of what budgets did, over all calls of a test."""
     found: Counter[str] = Counter()
     hold = MemoryBudget.hold
 
@@ -79,11 +79,11 @@ def test_random_plans_compute_the_same_under_any_budget(held: Counter[str]) -> N
 
 HASHED = MoE(DIM, 2 * DIM, 8, 1, router="hash").router.table[:, 0].tolist()  # type: ignore[index, union-attr]
 ID_OF = [HASHED.index(expert) for expert in range(8)]
-"""A token id that the hash router sends to each expert."""
+"""For each expert, a token id that the hash router sends to it."""
 
 
 def ids(shares: list[int]) -> Tensor:
-    """Ids of tokens of which so many go to each expert."""
+    """Return token ids of which the given numbers go to each expert."""
     return torch.tensor([ID_OF[expert] for expert, count in enumerate(shares) for _ in range(count)])
 
 
@@ -102,11 +102,11 @@ PLANS = {
 EIGHT = Grid(world=8, ep=8, ranks_per_node=4)
 TOKENS, WIDTH = 256, 32
 ROUTED = 16 * TOKENS * WIDTH
-"""Bytes that router, routing and the gradient of the input may take, which no budget counts."""
+"""Bytes that router, routing and the gradient of the input may take, which budgets do not count."""
 
 
 def peak_bytes(plan: Plan, shares: list[int], grid: Grid = EIGHT) -> tuple[int, BudgetUse]:
-    """Return the most bytes that a rank has alive in a forward and backward pass, and what its budget did."""
+    """Return the largest number of live bytes of a rank in a forward and backward pass, and what its budget did."""
     torch.manual_seed(0)
     whole = MoE(WIDTH, 2 * WIDTH, 8, 1, router="hash", losses=())
 
@@ -127,8 +127,8 @@ def peak_bytes(plan: Plan, shares: list[int], grid: Grid = EIGHT) -> tuple[int, 
 
 @pytest.mark.parametrize("plan", thinned(PLANS, every=3))
 def test_no_rank_holds_more_bytes_than_the_budget_whatever_the_routing(plan: str) -> None:
-    """The budget is what a rank holds under balance and half as much again. MaxVio 4: the hottest of 8 ranks has 5 times the
-    mean; then all tokens want one expert."""
+    """The budget is 1.5 times a rank's bytes under balance. First MaxVio is 4: the hottest of 8 ranks has 5 times the mean.
+    Then all tokens go to one expert."""
     balanced, _ = peak_bytes(PLANS[plan], [TOKENS // 8] * 8)
     budget = balanced * 3 // 2
     limited = replace(PLANS[plan], memory_budget=budget)
@@ -145,7 +145,7 @@ def test_no_rank_holds_more_bytes_than_the_budget_whatever_the_routing(plan: str
 
 
 def test_slices_that_fit_beside_each_other_are_not_run_again() -> None:
-    """With room for much of what the call keeps, the experts of the busiest rank run once for most rows."""
+    """If there is room for much of what the call keeps, the experts of the busiest rank run only once for most rows."""
     whole, _ = peak_bytes(Plan(), [TOKENS, *[0] * 7])
     seen = {}
     for share in (0.35, 0.85):
@@ -157,7 +157,7 @@ def test_slices_that_fit_beside_each_other_are_not_run_again() -> None:
 
 
 def test_what_a_call_holds_is_told_before_it_runs() -> None:
-    """The bytes of every plan's programs, against those that are alive while they run: under balance and under skew."""
+    """The predicted bytes of every plan's programs equal the live bytes while they run, under balance and under skew."""
     for name, plan in PLANS.items():
         for shares in ([TOKENS // 8] * 8, [160, 14, 14, 14, 14, 14, 13, 13]):
             told = told_bytes(plan, shares)
@@ -166,7 +166,7 @@ def test_what_a_call_holds_is_told_before_it_runs() -> None:
 
 
 def told_bytes(plan: Plan, shares: list[int]) -> float:
-    """Return what a call is told to hold on the rank that holds most."""
+    """Return the predicted bytes of a call on the rank that holds most."""
     whole = MoE(WIDTH, 2 * WIDTH, 8, 1, router="hash", losses=())
     compiled = compile_plan(plan, EIGHT)
     copies = np.tile(shares, (8, 1))
@@ -203,7 +203,7 @@ def test_a_budget_that_nothing_fits_is_refused_in_one_line_that_tells_one_that_f
 
 
 def test_what_was_done_is_counted() -> None:
-    """4 ranks send all their 6 tokens to expert 0 of rank 0: 24 rows, of which 18 are over a budget that 6 fill."""
+    """4 ranks send all their 6 tokens to expert 0 of rank 0: 24 rows, 18 more than the budget of 6 rows."""
     grid = Grid(world=4, ep=4)
     whole = MoE(DIM, 8, 8, 1, router="hash", losses=()).double()
 
@@ -240,7 +240,7 @@ class Everything(AbstractReplicationPolicy):
 @pytest.mark.parametrize("ranks_per_node", [2, 4])
 @pytest.mark.parametrize("schedule", ["s1", "s2"])
 def test_what_is_over_the_budget_is_spilled_before_anything_is_cut(schedule: str, ranks_per_node: int) -> None:
-    """All 240 copies want rank 0, whose budget is what 150 of them fill."""
+    """All 240 copies go to rank 0, which has a budget of 150."""
     grid = Grid(world=4, ep=4, ranks_per_node=ranks_per_node)
     whole = MoE(DIM, 8, 4, 1, router="hash", losses=()).double()
     first = whole.router.table[:, 0].tolist().index(0)  # type: ignore[index, union-attr]
@@ -316,7 +316,7 @@ def test_backward_again_accumulation_and_checkpointing() -> None:
 
 
 def test_slices_draw_the_same_random_numbers_again() -> None:
-    """The layer is linear in x but for a dropout, so that x times its gradient sums to y, with the same masks only."""
+    """The layer is linear in x except for a dropout, so x times its gradient sums to y only if the masks are the same."""
 
     def dropping(dim: int, hidden: int, count: int) -> ModuleExperts:
         return ModuleExperts(lambda: nn.Sequential(nn.Linear(dim, dim, bias=False), nn.Dropout(0.5)), dim, count)
@@ -351,7 +351,7 @@ def test_one_process_runs_in_slices_too(kind: str) -> None:
 
 
 def test_half_precision_gradients_are_summed_in_float32() -> None:
-    """Of 400 equal slices: a sum in bfloat16 would stand still at 256 times a slice's own."""
+    """Of 400 equal slices: a sum in bfloat16 would stop growing at 256 times the value of a slice."""
     torch.manual_seed(0)
     whole = MoE(DIM, 8, EXPERTS, 1, router="hash", losses=()).bfloat16()
     x = torch.ones(400, DIM).bfloat16()

@@ -1,4 +1,4 @@
-"""Experts that move between steps: the model, its optimizer and its checkpoints are those of experts that stay."""
+"""Experts that move between steps: the model, its optimizer and its checkpoints equal those with experts that stay."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 def step(
     layer: MoE, mesh: Mesh, optimizer: torch.optim.Optimizer, number: int, capacity: AbstractCapacity | None = None
 ) -> list[Tensor]:
-    """Take a step as training does; returns the output and the input's gradient."""
+    """Run one training step; return the output and the input's gradient."""
     x = tokens_of(mesh.grid.coordinate(mesh.rank, "dp"), seed=number).requires_grad_()
     y = layer(x, capacity=capacity)
     (y * torch.linspace(-1, 1, y.shape[-1], dtype=torch.float64)).sin().mean().backward()
@@ -63,7 +63,7 @@ def step(
 
 
 def state_of(layer: MoE, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All parameters and what the optimizer keeps of them."""
+    """Return all parameters and their optimizer state."""
     found = []
     for parameter in layer.parameters():
         found.append(parameter.detach().clone())
@@ -80,7 +80,7 @@ def trained(
     placer: AbstractExpertPlacer | None,
     capacity: AbstractCapacity | None = None,
 ) -> tuple[list[Tensor], list[Moved]]:
-    """Train a layer, one plan per step in turn; returns all that a rank sees, and what moved."""
+    """Train a layer, with the plans in turn; return all results that a rank sees, and the moves."""
     layer, mesh = on_mesh(whole, grid, transport, plans[0]), Mesh(grid, transport)
     optimizer = make(layer.parameters())
     placement = None if placer is None else ExpertPlacement([layer], mesh, optimizer, every=EVERY, placer=placer)

@@ -1,4 +1,4 @@
-"""Experts that move under FSDP, which may cut between experts: on four processes, and on six where it cuts unevenly."""
+"""Experts that move under FSDP, which may cut between experts: on four processes, and on six with an uneven cut."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from worlds import start
 
 EXPERTS, DIM, HIDDEN, STEPS = 8, 4, 6, 4
 CUTS = ("trainer", "experts")
-"""Where FSDP cuts: as training chooses; every parameter between experts."""
+"""Where FSDP cuts: as in the trainer, or every parameter between experts."""
 
 
 def build(mesh: Mesh, cut: str) -> MoE:
@@ -46,7 +46,7 @@ def build(mesh: Mesh, cut: str) -> MoE:
 
 
 def train(mesh: Mesh, cut: str, moves: bool) -> list[Tensor]:
-    """Return outputs, and at the end all parameters and moments of the experts, whole and at home."""
+    """Return outputs, and finally all parameters and moments of the experts, gathered, with every expert in its own slot."""
     layer = build(mesh, cut)
     optimizer = torch.optim.AdamW(layer.experts.parameters(), lr=0.05, fused=True)
     draw = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""What experts cannot be moved for, in one line on every rank; and all that moves with one besides weights and moments."""
+"""Why experts cannot be moved, with one message on every rank; and what moves with them besides weights and moments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layer that balances nothing runs no line of the code that balances; one that does, runs it."""
+"""A layer without balancing runs no line of the balancing code; a layer with balancing does."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from moesaic.runtime.expert_parallel import PlainCalls
 SOURCE = Path(moesaic.__file__).parent
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
 ORDER = "runtime/expert_order.py"
-"""Where experts are, once they have moved: part of balancing in a folder that a layer without it reads too."""
+"""The order of experts, after moves: balancing code in a folder that layers without balancing use too."""
 BUDGET = "plan/budget.py"
-"""Memory budgets: planning, which knows them too, imports no runtime."""
+"""Memory budgets: planning uses them too and imports no runtime."""
 
 
 def entered(plan: Plan, *, placed: bool = False) -> set[str]:
-    """Return the files of balancing whose functions a training step of a layer enters, on any rank, by path."""
+    """Return the paths of the balancing files with functions that a layer's training step runs, on any rank."""
     whole = make_layer()
 
     def rank(transport: AbstractTransport) -> set[str]:

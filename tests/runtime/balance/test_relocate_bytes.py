@@ -1,4 +1,4 @@
-"""What moving samples saves on the wire, against what the decision was promised."""
+"""The bytes that moving samples saves on the wire, against the prediction of the decision."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROW = DIM * 8
 
 
 def layers() -> list[MoE]:
-    """Two layers that route a token by its first entries and add nothing to it, so that predictions come true."""
+    """Two layers that route a token by its first entries and add nothing to it, so predictions come true."""
     made = [MoE(DIM, 8, EXPERTS, 2, losses=()).double() for _ in range(2)]
     for layer in made:
         with torch.no_grad():
@@ -34,7 +34,7 @@ def layers() -> list[MoE]:
 
 
 def local_batch() -> torch.Tensor:
-    """Samples whose tokens like two experts each, those of another node than where the sample is."""
+    """Samples with tokens that prefer two experts each, on another node than the sample."""
     random = np.random.default_rng(0)
     x = torch.from_numpy(random.normal(size=(8, LENGTH, DIM)))
     for sample, row in enumerate(x):
@@ -44,13 +44,13 @@ def local_batch() -> torch.Tensor:
 
 
 def sent(placer: AbstractPlacer, *, rides: bool, backward: bool = False) -> tuple[int, tuple[Volume, Volume]]:
-    """Bytes between nodes of a pass through both layers, and what the first decision promised."""
+    """Return the bytes between nodes of a pass through both layers, and the volumes that the first decision predicted."""
     found = passes(placer, rides=rides, backward=backward)
     return sum(crossed for crossed, _ in found), found[0][1].moves[0].volumes()
 
 
 def passes(placer: AbstractPlacer, *, rides: bool, backward: bool = False) -> list[tuple[int, SampleTrip]]:
-    """What each rank sends to the other node, and its trip."""
+    """Return the bytes that each rank sends to the other node, and its trip."""
     whole, x = layers(), local_batch()
 
     def rank(transport: LoopbackTransport) -> tuple[int, SampleTrip]:
@@ -76,7 +76,7 @@ def passes(placer: AbstractPlacer, *, rides: bool, backward: bool = False) -> li
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("rides", [True, False])
 def test_the_bytes_that_are_saved_are_those_that_were_promised(rides: bool, backward: bool) -> None:
-    """A residual on its own travels after both layers; the second time, home, whatever was decided."""
+    """A separate residual is sent after both layers; the second time to the first homes, whatever was decided."""
     still, _ = sent(Stay(), rides=rides, backward=backward)
     moving, (before, after) = sent(TwoStage(least_gain=0.0), rides=rides, backward=backward)
     assert before.inter > 400

@@ -1,4 +1,4 @@
-"""A model whose samples move between ranks computes what it computes without: loss and every gradient, in float64."""
+"""A model with samples that move between ranks has the same loss and gradients as without moves, in float64."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ HOME_FIRST = [
     (FOUR, Plan(memory_budget=5)),
     (SHARDS, Plan(gather_weights=1)),
 ]
-"""Plans under which results come home before they go on, and S1 with tensor groups, under which they need not."""
+"""Plans under which results return home first, and S1 with tensor-parallel groups, under which they need not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What a test varies."""
+    """The settings that a test varies."""
 
     grid: Grid = FOUR
     plan: Plan = field(default_factory=Plan)
@@ -69,12 +69,12 @@ class Case:
     masked: bool = False
     sequences: bool = False
     rides: bool = False
-    """Let the residual travel with the results; without dropout only."""
+    """Send the residual with the results; only possible without dropout."""
     bias: bool = False
 
 
 class Block(nn.Module):
-    """Attention and an MoE layer, the norms before or after, dropout behind each."""
+    """Attention and an MoE layer, with norms before or after, and dropout after each."""
 
     def __init__(self, case: Case, number: int) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, mask: Tensor | None, before: Tensor, move: SampleMove | None) -> Tensor:
-        """`before`: the samples that are here; after the layer `move` knows which are."""
+        """Run the block. `before` has the samples that are here; after the layer, `move` knows the new ones."""
         pre = self.case.norm == "before"
         q, k, v = self.qkv(self.norms[0](x) if pre else x).chunk(3, dim=-1)
         attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -118,7 +118,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Three blocks and a loss per sample; with a relocator the samples move."""
+    """Three blocks and a loss per sample; with a relocator, samples move."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(case, number) for number in range(3))
 
     def forward(self, x: Tensor, goal: Tensor, mask: Tensor | None, relocator: Relocator | None = None) -> Tensor:
-        """Return each sample's loss, of the samples that are here at the end."""
+        """Return the loss of each sample that is here at the end."""
         if relocator is None:
             samples = torch.arange(len(x))
             for block in self.blocks:
@@ -141,7 +141,7 @@ class Model(nn.Module):
 
 
 class RandomHomes(AbstractPlacer):
-    """Any placement at all, within the replicas; the same on all ranks."""
+    """A random placement within the replicas, the same on all ranks."""
 
     def decide(self, load: SampleLoad) -> Homes:
         random, rank = np.random.default_rng(int(load.copies[0].sum())), load.homes.rank.copy()
@@ -164,7 +164,7 @@ def batch(case: Case) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def run_case(case: Case, *, seed: int = 0) -> list[dict[str, Any]]:
-    """Run with moving samples on loopback; per rank: loss, input gradient, parameter gradients, how many samples moved."""
+    """Run with moving samples on loopback; return per rank: loss, input gradient, parameter gradients, samples moved."""
     torch.manual_seed(0)
     whole, compiled = Model(case).double(), compile_plan(case.plan, case.grid, bias=case.bias)
     x, goal, mask = batch(case)
@@ -303,7 +303,7 @@ def test_so_it_is_with_options_drawn_at_random(seed: int) -> None:
 
 
 def test_samples_did_move_and_saved_rows() -> None:
-    """Else the tests above would show nothing."""
+    """Otherwise the tests above would show nothing."""
     whole = Model(Case()).double()
     x, goal, _ = batch(Case())
     random = np.random.default_rng(3)

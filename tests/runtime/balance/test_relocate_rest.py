@@ -1,4 +1,4 @@
-"""Policies that rest after passes in which nobody moved: when, that nothing is told meanwhile, and that results stay."""
+"""Policies that rest after passes without moves: when they rest, that nothing is exchanged then, and that results stay."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ELSEWHERE = Homes(np.array([[5, 0], [2, 7], [1, 3], [6, 4]]))
 
 
 class Lazy(AbstractPlacer):
-    """Moves samples in the passes that it is told, and rests three passes."""
+    """Moves samples in the calls with the given numbers (`moves`), and rests for three passes."""
 
     rest = 3
 

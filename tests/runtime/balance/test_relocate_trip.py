@@ -1,4 +1,4 @@
-"""Samples that move: exchanges of whole samples, what the trip knows, a language model, and what is refused."""
+"""Samples that move: exchanges of whole samples, the state of a trip, a language model, and error messages."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ OPTIONS: list[dict[str, Any]] = [
     ids=str,
 )
 def test_a_language_model_computes_the_same(options: dict[str, Any], ends_home: bool, padded: bool) -> None:
-    """Against the same mesh without placement: the mean loss, every gradient, every expert's load. Without padding the residual
-    rides along."""
+    """Compared with the same mesh without placement: mean loss, every gradient, every expert's load. Without padding, the
+    residual is sent with the results."""
     torch.manual_seed(0)
     whole = MovingGPT(gpt_config(**copy.deepcopy(options)), 11).double()
     tokens, targets = torch.randint(0, 11, (8, 6)), torch.randint(0, 11, (8, 6))
@@ -154,7 +154,7 @@ def test_a_language_model_without_targets_gives_its_own_samples_logits() -> None
 
 
 def test_in_evaluation_samples_stay() -> None:
-    """Ranks may then have different numbers of them."""
+    """In evaluation, ranks may have different numbers of samples."""
     model = MovingGPT(gpt_config(), 11).eval()
     model.relocator = Relocator(Mesh(Grid(world=1), NoTransport()))
     output = model(torch.zeros(1, 4, dtype=torch.int64), caches=[KeyValueCache() for _ in model.blocks])
@@ -197,7 +197,7 @@ def limited(dim: int, num_experts: int) -> TopologyRouter:
 def run_trip(
     transport: AbstractTransport, *, plan: Plan | None = None, samples: int = 2, length: int = 3, **options: Any
 ) -> Tensor:
-    """One layer's call in a trip of two layers."""
+    """Return one layer's call in a trip of two layers."""
     layer, mesh = make_layer(**options.pop("layer", {})), Mesh(FOUR, transport)
     layer.parallelize(mesh, plan or Plan())
     relocator = Relocator(mesh, Stay())

@@ -65,9 +65,9 @@ class TraceFormat:
         except InputError:
             raise
         except DAMAGED as error:
-            whose = self.about.partition(":")[0]
+            software = self.about.partition(":")[0]
             raise InputError(
-                f"trace {path}: is damaged, or not of {whose} ({error!r:.200}): name what it wrote"
+                f"trace {path}: is damaged, or not from {software} ({error!r:.200}): name a file that it wrote"
             ) from error
 
 
@@ -84,11 +84,11 @@ def counts_segment(table: np.ndarray, *, steps: Sequence[int], top_k: int, sourc
         InputError: the copies of the longest sequence are not a multiple of `top_k`, or an expert has more copies than tokens.
     """
     _, accumulation, layers, sequences, num_experts = table.shape
-    most = int(table.sum(-1).max(initial=0))
-    if most % top_k:
-        raise InputError(f"trace: {most} copies are no multiple of top_k={top_k}: give the right --top-k")
+    longest = int(table.sum(-1).max(initial=0))
+    if longest % top_k:
+        raise InputError(f"trace: {longest} copies are not a multiple of top_k={top_k}: give the right --top-k")
     shape = TraceShape(
-        num_layers=layers, num_experts=num_experts, top_k=top_k, sequences=sequences, seq_len=max(most // top_k, 1),
+        num_layers=layers, num_experts=num_experts, top_k=top_k, sequences=sequences, seq_len=max(longest // top_k, 1),
         accumulation=accumulation,
     )  # fmt: skip
     if table.max(initial=0) > shape.seq_len:
@@ -114,12 +114,12 @@ def tokens_segment(
         InputError: an expert's number is negative or not below `num_experts`.
     """
     _, accumulation, layers, tokens, top_k = table.shape
-    least = int(table.max(initial=0)) + 1
-    experts = max(least, top_k) if num_experts is None else num_experts
+    least_experts = int(table.max(initial=0)) + 1
+    experts = max(least_experts, top_k) if num_experts is None else num_experts
     check_experts(experts)
-    if experts < least or table.min(initial=0) < 0:
+    if experts < least_experts or table.min(initial=0) < 0:
         raise InputError(
-            f"trace: its experts are numbered {table.min()} to {least - 1}: give --num-experts {least} or more"
+            f"trace: its experts are numbered {table.min()} to {least_experts - 1}: give --num-experts {least_experts} or more"
         )
     shape = TraceShape(
         num_layers=layers, num_experts=experts, top_k=top_k, sequences=sequences, seq_len=tokens // sequences,
@@ -132,7 +132,7 @@ def check_experts(number: int) -> None:
     """Raise InputError for an implausible number of experts, before tables of that size are allocated."""
     if number > MOST_EXPERTS:
         raise InputError(
-            f"trace: {number:,} experts in a layer cannot be, {MOST_EXPERTS:,} are the most: correct the file"
+            f"trace: {number:,} experts in a layer are not possible, at most {MOST_EXPERTS:,} are: correct the file"
         )
 
 
@@ -159,15 +159,15 @@ def files_by_number(path: Path, pattern: str) -> dict[tuple[int, ...], Path]:
     Raises:
         InputError: no file matches.
     """
-    folder = [path] if path.is_file() else sorted(path.glob("*")) if path.is_dir() else []
-    found = {}
-    for each in folder:
-        match = re.fullmatch(pattern, each.name)
+    candidates = [path] if path.is_file() else sorted(path.glob("*")) if path.is_dir() else []
+    files = {}
+    for file in candidates:
+        match = re.fullmatch(pattern, file.name)
         if match:
-            found[tuple(map(int, match.groups()))] = each
-    if not found:
+            files[tuple(map(int, match.groups()))] = file
+    if not files:
         raise InputError(f"trace {path}: holds no file named like {pattern}: name the folder that was recorded")
-    return dict(sorted(found.items()))
+    return dict(sorted(files.items()))
 
 
 def require_tokens(trace: Trace, name: str) -> None:

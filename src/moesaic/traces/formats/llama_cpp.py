@@ -38,7 +38,7 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
     """
     if options.top_k is None:
         raise InputError(f"trace {path}: its rows do not tell tokens apart: give --top-k, the experts per token")
-    found: dict[int, list[int]] = defaultdict(list)
+    experts_by_layer: dict[int, list[int]] = defaultdict(list)
     for number, line in enumerate(lines_of(path), start=1):
         try:
             layer, expert = map(int, line.split(","))
@@ -46,24 +46,24 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
             if number == 1 or not line.strip():  # the header line, or an empty line
                 continue
             raise InputError(
-                f"trace {path}: line {number}: is no row of layer,expert: name what moe-trace wrote"
+                f"trace {path}: line {number}: is not a row layer,expert: name the file that moe-trace wrote"
             ) from error
-        found[layer].append(expert)
-    layers = sorted(found)
+        experts_by_layer[layer].append(expert)
+    layers = sorted(experts_by_layer)
     if not layers:
-        raise InputError(f"trace {path}: has no rows: name what moe-trace wrote")
+        raise InputError(f"trace {path}: has no rows: name the file that moe-trace wrote")
     source = {"format": "llama.cpp", "layers": layers}
-    by_layer = [np.array(found[layer], dtype=np.int64) for layer in layers]
-    if any(len(each) % options.top_k for each in by_layer):
+    by_layer = [np.array(experts_by_layer[layer], dtype=np.int64) for layer in layers]
+    if any(len(layer_experts) % options.top_k for layer_experts in by_layer):
         raise InputError(
-            f"trace {path}: a layer's rows are no multiple of top_k={options.top_k}: give the right --top-k"
+            f"trace {path}: a layer's rows are not a multiple of top_k={options.top_k}: give the right --top-k"
         )
-    if len({len(each) for each in by_layer}) == 1:
+    if len({len(layer_experts) for layer_experts in by_layer}) == 1:
         table = np.stack(by_layer).reshape(1, 1, len(layers), -1, options.top_k)
         return tokens_segment(table, steps=[0], sequences=1, num_experts=options.num_experts, source=source)
-    experts = options.num_experts or 1 + max(int(each.max(initial=0)) for each in by_layer)
+    experts = options.num_experts or 1 + max(int(layer_experts.max(initial=0)) for layer_experts in by_layer)
     check_experts(experts)
-    counts = np.stack([np.bincount(each, minlength=experts) for each in by_layer])
+    counts = np.stack([np.bincount(layer_experts, minlength=experts) for layer_experts in by_layer])
     return counts_segment(counts[None, None, :, None], steps=[0], top_k=options.top_k, source=source)
 
 

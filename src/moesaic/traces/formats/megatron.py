@@ -43,20 +43,20 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
         InputError: a line is not a record, a step lacks a layer, or the numbers of tokens differ between ranks, steps or
             layers.
     """
-    found: dict[tuple[int, Layer], dict[int, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
+    records: dict[tuple[int, Layer], dict[int, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
     for file in files_by_number(path, NAME).values():
         for number, line in enumerate(lines_of(file), start=1):
             if line.strip():
                 step, layer, rank, experts = _record(line, f"trace {file}: line {number}")
-                found[step, layer][rank].append(experts)
-    if not found:
+                records[step, layer][rank].append(experts)
+    if not records:
         raise InputError(f"trace {path}: has no records: name the folder that Megatron's router trace wrote")
-    steps, layers = sorted({step for step, _ in found}), sorted({layer for _, layer in found})
+    steps, layers = sorted({step for step, _ in records}), sorted({layer for _, layer in records})
     per_step = []
     for step in steps:
         by_layer = []
         for layer in layers:
-            by_rank = found.get((step, layer))
+            by_rank = records.get((step, layer))
             if by_rank is None:
                 raise InputError(f"trace {path}: step {step} has no layer {layer[2]} ({layer[0]}): leave the step out")
             by_layer.append([by_rank[rank] for rank in sorted(by_rank)])
@@ -65,7 +65,7 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
         table = np.array(per_step)  # (steps, layers, ranks, accumulation, tokens, top_k)
     except ValueError as error:
         raise InputError(
-            f"trace {path}: ranks, steps or layers have different numbers of tokens: keep those alike"
+            f"trace {path}: ranks, steps or layers have different numbers of tokens: remove those that differ"
         ) from error
     ranks = table.shape[2]
     table = table.transpose(0, 3, 1, 2, 4, 5)
@@ -85,14 +85,14 @@ def write(trace: Trace, path: Path) -> None:
             for micro in range(shape.accumulation):
                 for layer in range(shape.num_layers):
                     experts = sent(segment.table[row, micro, layer].astype(np.int64))
-                    for rank, mine in enumerate(np.split(experts, segment.groups)):
+                    for rank, rank_experts in enumerate(np.split(experts, segment.groups)):
                         record: dict[str, Any] = {
                             "step": step, "stage": "pre_dispatch", "block": "decoder", "layer": layer + 1, "rank": rank,
-                            "num_tokens": len(mine), "topk": shape.top_k, "top_indices": mine.tolist(),
+                            "num_tokens": len(rank_experts), "topk": shape.top_k, "top_indices": rank_experts.tolist(),
                         }  # fmt: skip
                         lines[rank].append(json.dumps(record))
-    for rank, written in lines.items():
-        (path / f"router_trace_rank{rank}.jsonl").write_text("\n".join(written) + "\n", encoding="utf-8")
+    for rank, rank_lines in lines.items():
+        (path / f"router_trace_rank{rank}.jsonl").write_text("\n".join(rank_lines) + "\n", encoding="utf-8")
 
 
 def _record(line: str, where: str) -> tuple[int, Layer, int, np.ndarray]:
@@ -105,7 +105,9 @@ def _record(line: str, where: str) -> tuple[int, Layer, int, np.ndarray]:
         layer = (str(record.get("block", "decoder")), int(record.get("mtp_idx", -1)), int(record["layer"]))
         return int(record["step"]), layer, int(record["rank"]), experts
     except DAMAGED as error:
-        raise InputError(f"{where}: is no record of Megatron's router trace ({error!r}): name what it wrote") from error
+        raise InputError(
+            f"{where}: is not a record of Megatron's router trace ({error!r}): name the folder that it wrote"
+        ) from error
 
 
 FORMAT = TraceFormat(

@@ -33,16 +33,16 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
     Raises:
         InputError: a file has no routed experts, or requests have different layers or top-k.
     """
-    files = sorted(each for each in path.glob("*") if each.suffix in (".npy", ".json")) if path.is_dir() else [path]
+    files = sorted(item for item in path.glob("*") if item.suffix in (".npy", ".json")) if path.is_dir() else [path]
     if not files:
         raise InputError(f"trace {path}: holds no .npy or .json file: name what vLLM or SGLang returned")
     requests = [_request(file, options) for file in files]
-    if len({each.shape[1:] for each in requests}) > 1:
+    if len({item.shape[1:] for item in requests}) > 1:
         raise InputError(f"trace {path}: its requests have different layers or top-k: keep those of one model")
-    alike = len({len(each) for each in requests}) == 1
+    is_equally_long = len({len(item) for item in requests}) == 1
     table = np.concatenate(requests).transpose(1, 0, 2)[None, None]
     return tokens_segment(
-        table, steps=[0], sequences=len(requests) if alike else 1, num_experts=options.num_experts,
+        table, steps=[0], sequences=len(requests) if is_equally_long else 1, num_experts=options.num_experts,
         source={"format": "routed experts", "requests": len(requests)},
     )  # fmt: skip
 
@@ -69,28 +69,28 @@ def _sequences(trace: Trace, folder: Path, name: str) -> Iterator[tuple[str, np.
         for micro in range(trace.shape.accumulation):
             layers = range(trace.shape.num_layers)
             experts = np.stack([sent(trace.experts(layer, step, micro).astype(np.int64)) for layer in layers], axis=1)
-            for number, mine in enumerate(np.split(experts, trace.shape.sequences)):
-                yield f"step{step:06d}-{micro}-{number:04d}", mine
+            for number, sequence_experts in enumerate(np.split(experts, trace.shape.sequences)):
+                yield f"step{step:06d}-{micro}-{number:04d}", sequence_experts
 
 
 def _request(file: Path, options: ReadOptions) -> np.ndarray:
     """Read the experts of one request, (tokens, layers, top_k) int64."""
     try:
         if file.suffix == ".npy":
-            found = np.load(file, allow_pickle=False)
+            experts = np.load(file, allow_pickle=False)
         else:
             answer = json.loads(file.read_text(encoding="utf-8"))
             parts = [
                 _array(value, answer, options) for value in (_field(answer, PROMPT), _field(answer, FIELD)) if value
             ]
-            found = np.concatenate(parts)
+            experts = np.concatenate(parts)
     except DAMAGED as error:
         raise InputError(
             f"trace {file}: holds no routed experts ({error}): name what vLLM or SGLang returned"
         ) from error
-    if found.ndim != 3 or found.dtype.kind not in "iu":
-        raise InputError(f"trace {file}: has shape {found.shape}: wanted whole numbers (tokens, layers, top_k)")
-    return found.astype(np.int64)
+    if experts.ndim != 3 or experts.dtype.kind not in "iu":
+        raise InputError(f"trace {file}: has shape {experts.shape}: it must hold whole numbers (tokens, layers, top_k)")
+    return experts.astype(np.int64)
 
 
 def _field(answer: Any, name: str) -> Any:
@@ -113,10 +113,10 @@ def _array(value: Any, answer: Any, options: ReadOptions) -> np.ndarray:
     flat = np.frombuffer(data, dtype="<i4")
     if isinstance(answer, dict) and "shape" in answer:
         return flat.reshape(answer["shape"])
-    meta = _field(answer, "prompt_tokens"), _field(answer, "completion_tokens")
-    if options.top_k is None or not all(isinstance(each, int) for each in meta):
-        raise ValueError('SGLang does not tell the shape: add "shape": [tokens, layers, top_k], or give --top-k')
-    return flat.reshape(sum(meta) - 1, -1, options.top_k)  # the last generated token is not routed
+    num_tokens = _field(answer, "prompt_tokens"), _field(answer, "completion_tokens")
+    if options.top_k is None or not all(isinstance(number, int) for number in num_tokens):
+        raise ValueError('SGLang responses lack the shape: add "shape": [tokens, layers, top_k], or give --top-k')
+    return flat.reshape(sum(num_tokens) - 1, -1, options.top_k)  # the last generated token is not routed
 
 
 VLLM = TraceFormat(

@@ -41,7 +41,7 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
         table = np.array([[tables[step, rank] for rank in ranks] for step in steps])
     except ValueError as error:
         raise InputError(
-            f"trace {path}: files have different layers, micro-batches or experts: keep those alike"
+            f"trace {path}: files have different layers, micro-batches or experts: remove those that differ"
         ) from error
     table = table.transpose(0, 3, 2, 1, 4)  # (steps, ranks, layers, accumulation, experts) before
     return counts_segment(table, steps=steps, top_k=options.top_k, source={"format": "smartmoe"})
@@ -59,7 +59,7 @@ def write(trace: Trace, path: Path) -> None:
             ]
         )
         for rank in range(table.shape[2]):
-            lines = [f"{layer}:{json.dumps(each.tolist())}" for layer, each in enumerate(table[:, :, rank])]
+            lines = [f"{layer}:{json.dumps(counts.tolist())}" for layer, counts in enumerate(table[:, :, rank])]
             (path / f"trace_iter{step}_rank{rank}.log").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -72,16 +72,16 @@ def _table(file: Path) -> np.ndarray:
             layers.append(np.array(json.loads(text), dtype=np.int64))
         except DAMAGED as error:
             raise InputError(
-                f"trace {file}: line {number}: is no gate table ({error}): name what SmartMoE wrote"
+                f"trace {file}: line {number}: is not a gate table ({error}): name a folder that SmartMoE wrote"
             ) from error
     try:
         table = np.array(layers)
     except ValueError as error:
         raise InputError(
-            f"trace {file}: its layers have different micro-batches or experts: keep those alike"
+            f"trace {file}: its layers have different micro-batches or experts: remove those that differ"
         ) from error
     if table.ndim != 3:
-        raise InputError(f"trace {file}: is no gate table: wanted a list of micro-batches of counts in each line")
+        raise InputError(f"trace {file}: is not a gate table: each line must hold a list of counts per micro-batch")
     return table
 
 
