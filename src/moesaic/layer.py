@@ -596,18 +596,20 @@ def _with_options(make: RouterFactory, choice: str | Callable, options: Mapping[
         return make
     if callable(choice):
         raise InputError("router_options is only for a router given by name: set the options in your function")
-    known = options_of(make)
+    option_names = options_of(make)
     for name in options:
-        if name not in known:
-            raise InputError(f"router_options: {name} is no option of router={choice!r}{suggestion(name, list(known))}")
+        if name not in option_names:
+            raise InputError(
+                f"router_options: {name} is no option of router={choice!r}{suggestion(name, list(option_names))}"
+            )
 
-    def made(dim: int, num_experts: int) -> AbstractRouter:
+    def make_with_options(dim: int, num_experts: int) -> AbstractRouter:
         try:
             return make(dim, num_experts, **options)
         except TypeError as error:
             raise InputError(f"router_options={dict(options)} do not fit router={choice!r}: {error}") from None
 
-    return made
+    return make_with_options
 
 
 def _as_losses(losses: AbstractLoss | Sequence[AbstractLoss]) -> tuple[AbstractLoss, ...]:

@@ -58,7 +58,7 @@ def test_values_for_every_dtype_and_shape(dtype, shape):
             broadcast(transport, peers, mine, 2),
             *all_gather(transport, peers, mine),
         ]
-        if dtype != torch.float8_e4m3fn:  # which has no maximum in PyTorch
+        if dtype != torch.float8_e4m3fn:  # PyTorch has no maximum for this dtype
             results.append(all_reduce_max(transport, peers, mine))
         assert all(tensor.dtype == dtype and tensor.shape == torch.Size(shape) for tensor in results)
         return [tensor.double() for tensor in results]
@@ -95,7 +95,7 @@ def test_bytes_of_a_large_sum_are_those_of_the_best_algorithm(world):
     def rank(transport: AbstractTransport, peers: tuple[int, ...]) -> int:
         assert isinstance(transport, LoopbackTransport)
         all_reduce_sum(transport, peers, torch.ones(num_bytes // 4))
-        all_gather(transport, peers, torch.ones(0))  # all have sent by then
+        all_gather(transport, peers, torch.ones(0))  # after this, all ranks have sent
         return sum(moved for (source, _), moved in transport.mailbox.bytes_sent.items() if source == transport.rank)
 
     assert on_all(world, rank) == [2 * (world - 1) * num_bytes // world] * world

@@ -116,7 +116,7 @@ def test_buffers_hold_nan_until_waited_for_and_handles_complete_in_any_order():
         order = [3, 0, 4, 1, 2] if transport.rank else [2, 4, 0, 3, 1]
         for index in order:
             transport.wait(handles[index][0])
-            transport.wait(handles[index][0])  # twice is once
+            transport.wait(handles[index][0])  # waiting again does nothing
             assert not handles[index][1].isnan().any()
         return [float(buffer) for _, buffer in handles]
 

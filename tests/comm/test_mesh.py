@@ -15,7 +15,7 @@ from moesaic.program.grid import Grid
 
 
 def test_one_process_needs_no_process_group(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # of a launcher that nobody asked
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # ignored without torch.distributed
     mesh = Mesh.create()
     assert isinstance(mesh.transport, NoTransport)
     assert (mesh.rank, mesh.grid, mesh.is_distributed, mesh.expert_mesh) == (0, Grid(world=1), False, None)

@@ -84,7 +84,7 @@ def movements(rank: int, world: int, name: TransportName) -> dict[str, Any]:
         slice_rows(transport, everyone, x * 1).sum() * (rank + 1) * share(transport, everyone, weight * 1).sum()
     ).backward()
     results["gradients"] = (weight.grad.tolist(), x.grad.tolist())
-    first = transport.take_tags(3)  # issued in another order by each rank, waited for backwards
+    first = transport.take_tags(3)  # each rank issues in another order and waits in reverse
     handles, buffers = [], {}
     for number in sorted(range(3), key=lambda number: (number + rank) % 3):
         receives = {peer: torch.empty(1) for peer in everyone if peer != rank}

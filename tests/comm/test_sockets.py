@@ -153,7 +153,7 @@ def test_what_a_peer_sent_before_it_went_still_arrives_and_more_is_refused():
     waiting = right.issue(Transfer(1, 1, {}, {0: torch.empty(1)}))
     del left
     buffer = torch.empty(1)
-    for _ in range(2):  # the second time nothing is heard of it any more
+    for _ in range(2):  # the second wait gets no event from the closed peer
         with pytest.raises(RuntimeError, match="rank 1: connection closed by rank 0"):
             right.wait(waiting)
     right.wait(right.issue(Transfer(1, 0, {}, {0: buffer})))
@@ -252,7 +252,7 @@ def test_a_rank_that_nobody_waits_for_is_not_let_in(rank, monkeypatch):
 
 
 def test_callers_that_say_nothing_or_little_keep_nobody_waiting(monkeypatch):
-    monkeypatch.setattr(sockets, "HELLO_TIMEOUT", 3600.0)  # none of them is given up
+    monkeypatch.setattr(sockets, "HELLO_TIMEOUT", 3600.0)  # no caller times out
     lines: dict[int, socket.socket] = {}
     with listening(range(1, 2), lines) as (place, answered):
         silent = [stranger(place, b"\0" * (count % 24)) for count in range(2 * sockets._CALLERS)]
@@ -356,7 +356,7 @@ def test_a_peer_that_runs_ahead_waits_until_it_is_asked(monkeypatch):
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(run_ahead)
         tag = 0
-        while not second._connections[0].unread_bytes:  # it moves what it can while it waits for another rank
+        while not second._connections[0].unread_bytes:  # it reads this peer's messages while it waits for another rank
             tag += 1
             third.issue(Transfer(2, tag, {1: torch.ones(1)}, {}))
             second.wait(second.issue(Transfer(1, tag, {}, {2: torch.empty(1)})))
@@ -364,7 +364,7 @@ def test_a_peer_that_runs_ahead_waits_until_it_is_asked(monkeypatch):
         assert not sent.done()
         buffers = [torch.empty_like(tensor) for tensor in data]
         last = second.issue(Transfer(1, 19, {}, {0: buffers[19]}))
-        second.wait(last)  # behind all the others, which are kept for its sake
+        second.wait(last)  # the earlier messages are kept so that this one can be read
         assert second._connections[0].early_bytes == 19 << 16
         sent.result()
         for tag in range(19):
@@ -441,13 +441,13 @@ def test_a_thread_that_waits_is_woken_by_one_that_sends():
     left, right = transports()
     data = torch.randint(
         256, (LARGE,), dtype=torch.uint8
-    )  # the kernel takes a part of it, the thread that polls the rest
+    )  # the kernel buffers a part, the polling thread sends the rest
     buffer, answer = torch.empty_like(data), torch.empty(1)
     with ThreadPoolExecutor(2) as pool:
         waits = pool.submit(lambda: left.wait(left.issue(Transfer(0, 2, {}, {1: answer}))))
         while not left._is_polling:
             time.sleep(0.001)
-        left.issue(Transfer(0, 1, {1: data}, {}))  # nobody waits for it but the peer
+        left.issue(Transfer(0, 1, {1: data}, {}))  # only the peer waits for this message
         right.wait(right.issue(Transfer(1, 1, {}, {0: buffer})))
         right.wait(right.issue(Transfer(1, 2, {0: torch.ones(1)}, {})))
         waits.result(60)

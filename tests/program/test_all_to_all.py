@@ -234,7 +234,7 @@ def test_1dh_crosses_nodes_through_one_rank_each(nodes: int, g: int) -> None:
         for member in node[1:]:
             assert (
                 messages("hier1d", places)[(0, member, node[0])] == (nodes - 1) * g + 1
-            )  # and the leader's own packet
+            )  # including the leader's own packet
             assert messages("hier1d", places)[(2, node[0], member)] == (nodes - 1) * g
 
 

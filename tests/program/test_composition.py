@@ -98,7 +98,7 @@ def test_movements_transpose_to_the_dual_states_and_twice_to_themselves(seed: in
     ends = {
         (task.op, task.reads, task.writes, task.group, task.power)
         for task in half.tasks
-        if half.slot(task.writes[0]).kind is not Kind.INDEX  # indices have no cotangent, and so no way back
+        if half.slot(task.writes[0]).kind is not Kind.INDEX  # indices have no cotangent, so the transpose lacks them
     }
     unprimed = {
         (

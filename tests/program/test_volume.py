@@ -195,7 +195,7 @@ def test_multicast_crosses_once_per_token_and_node(schedule: str, p: int, s: int
         rows = crossing(compiled, sizes, backward)
         for name in (dispatch, combine):
             assert (rows[name].inside_rows, rows[name].across_rows) == (0, grid.world * node_tokens * (nodes - 1))
-        once_per_rank = grid.world * rank_tokens * (p * s - nodes)  # but for the mate's own, of each rank on each node
+        once_per_rank = grid.world * rank_tokens * (p * s - nodes)  # without the copies that stay on the mate itself
         inside = [t for name, t in rows.items() if name.startswith(("rank_tokens_in", "z_rank_tokens"))]
         assert [(t.inside_rows, t.across_rows) for t in inside] == [(once_per_rank, 0)] * 2
 

@@ -101,9 +101,9 @@ def measured_operations(collectives: Mapping[str, Fit], grid: Grid, dtype: str) 
         grid: the mesh.
         dtype: dtype of rows.
     """
-    entered, held = (_span(grid, axes) for axes in (("ep", "etp"), ("tp",)))
-    names = (f"all_to_all {entered}", f"all_gather {held}", f"saa {entered}")
-    if held != "inside" or any(name not in collectives for name in names):
+    exchanged, gathered = (_span(grid, axes) for axes in (("ep", "etp"), ("tp",)))
+    names = (f"all_to_all {exchanged}", f"all_gather {gathered}", f"saa {exchanged}")
+    if gathered != "inside" or any(name not in collectives for name in names):
         return None
     lines = (replace(collectives[name], beta=collectives[name].beta * ELEMENT_BYTES[dtype]) for name in names)
     return Operations(**dict(zip(("all_to_all", "gather", "overlapped"), lines)))

@@ -69,8 +69,8 @@ def simulate_even(simulator: Simulator, compiled: Compiled, layer: Workload) -> 
         return simulator.passes(runs.forward, runs.backward, layer, runs.grid)
     if compiled.grid.world > MAX_RANKS_APART:
         raise InputError(
-            f"replication={compiled.plan.replication} is decided under even routing too, which is simulated rank by rank, "
-            f"on at most {MAX_RANKS_APART} ranks, and the mesh has {compiled.grid.world}: choose another policy, or none"
+            f"replication={compiled.plan.replication} is decided under even routing too, so every rank is simulated, on at "
+            f"most {MAX_RANKS_APART} ranks, but the mesh has {compiled.grid.world}: choose another policy, or none"
         )
     return simulate_counts(simulator, compiled, layer, counts)
 

@@ -57,8 +57,8 @@ def read_capacity(text: str) -> CapacityRule:
             raise ValueError(text)
     except ValueError as error:
         raise InputError(
-            f"model.moe.capacity={text!r}: write dropless, or {', '.join(LIMITED)} with a factor, such as fixed:1.25, and "
-            "behind it :rank or :score"
+            f"model.moe.capacity={text!r}: write dropless, or {', '.join(LIMITED)} with a factor, such as fixed:1.25, "
+            "optionally followed by :rank or :score"
         ) from error
     if not 0 < factor < math.inf:
         raise InputError(
@@ -167,7 +167,7 @@ class BlockConfig:
         read_attention(self.attention)
         if self.rope is not None and not all(0 < number < math.inf for number in self.rope):
             raise InputError(
-                f"model.block.positions={self.positions!r}: write learned, or rotary, and behind it a base and a factor "
+                f"model.block.positions={self.positions!r}: write learned, or rotary, optionally with a base and a factor "
                 "above 0 and finite, such as rotary:10000:1"
             )
         if not 0 <= self.dropout < 1:
@@ -225,8 +225,8 @@ class ModelShape:
             or self.active_hidden > LARGEST
         ):
             raise InputError(
-                f"model.ffn={self.ffn!r}: write moe or moe:2, for an MoE layer in each second block, or dense, and behind it "
-                f"the inner width of dense layers, at most {LARGEST}, such as moe:2:512 or dense:512"
+                f"model.ffn={self.ffn!r}: write moe or moe:2, for an MoE layer in each second block, or dense, optionally "
+                f"followed by the inner width of dense layers, at most {LARGEST}, such as moe:2:512 or dense:512"
             )
         if not self.is_dense and not 1 <= self.moe.top_k <= self.moe.num_experts:
             raise InputError(

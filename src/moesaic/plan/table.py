@@ -365,8 +365,8 @@ class PlanTable:
         """
         if state.get("version") != VERSION or state.get("rows_per_bucket") != self.settings.rows_per_bucket:
             raise InputError(
-                f"has version {state.get('version')} and buckets of {state.get('rows_per_bucket')} rows, this table version "
-                f"{VERSION} and {self.settings.rows_per_bucket:g}: start anew, or set rows_per_bucket back"
+                f"has version {state.get('version')} and buckets of {state.get('rows_per_bucket')} rows, but this table has "
+                f"version {VERSION} and {self.settings.rows_per_bucket:g}: start anew, or set rows_per_bucket back"
             )
         try:
             self._restore_entries(state)

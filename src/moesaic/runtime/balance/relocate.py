@@ -290,9 +290,9 @@ class Rest:
             moved: for each layer in the previous pass, which has ended: whether the policy moved samples; None if the policy
                 was not asked.
         """
-        asked = [found for found in moved if found is not None]
-        if asked:
-            self._still = 0 if any(asked) else self._still + 1
+        moved_if_asked = [found for found in moved if found is not None]
+        if moved_if_asked:
+            self._still = 0 if any(moved_if_asked) else self._still + 1
             self._left = rest if self._still >= PATIENCE else 0
         elif self._left:
             self._left -= 1
@@ -381,8 +381,8 @@ class SampleMove:
         self._following = following
         self._future: Future[Homes] | None = None
         if rests:
-            nothing = np.zeros((before.samples.size, relocator.mesh.grid.ep), dtype=np.int64)
-            self.load = SampleLoad(relocator.mesh.grid, before, nothing, None)
+            no_copies = np.zeros((before.samples.size, relocator.mesh.grid.ep), dtype=np.int64)
+            self.load = SampleLoad(relocator.mesh.grid, before, no_copies, None)
 
     @property
     def after(self) -> Homes:
