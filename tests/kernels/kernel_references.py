@@ -23,18 +23,18 @@ def expert_ffn_reference(work: ExpertWork) -> Tensor:
     num_out = len(x) if work.dispatch is None else len(work.dispatch.starts)
     out = [torch.zeros(x.shape[1], dtype=double) for _ in range(num_out)]
     expert = 0
-    for row, at in enumerate(token.tolist()):
+    for row, own_token in enumerate(token.tolist()):
         while row >= int(work.ends[expert]):
             expert += 1
         weight = torch.ones((), dtype=double) if work.gates is None else work.gates[row].double()
-        read = x[at] * (weight if work.gates_first else 1)
-        pre = [matrix.double() @ read for matrix in work.up[expert]]
+        expert_input = x[own_token] * (weight if work.gates_first else 1)
+        pre = [matrix.double() @ expert_input for matrix in work.up[expert]]
         if work.up_bias is not None:
             pre = [part + bias.double() for part, bias in zip(pre, work.up_bias[expert])]
         result = work.down[expert].double() @ hidden_rows(pre, work.activation, work.clamp)
         if work.down_bias is not None:
             result = result + work.down_bias[expert].double()
-        out[at] = out[at] + result * (1 if work.gates_first else weight)
+        out[own_token] = out[own_token] + result * (1 if work.gates_first else weight)
     return torch.stack(out) if out else x.new_zeros(0, x.shape[1])
 
 

@@ -44,8 +44,8 @@ def test_swiglu_gradients_are_exact() -> None:
 def test_clamped_swiglu_is_what_gpt_oss_writes() -> None:
     gate, up = 20 * torch.randn(50, 3, dtype=torch.float64), 20 * torch.randn(50, 3, dtype=torch.float64)
     clamp = Clamp(limit=7.0, alpha=1.702, offset=1.0)
-    one, two = torch.where(gate > 7, 7, gate), torch.where(up > 7, 7, torch.where(up < -7, -7, up))
-    expected = one / (1 + torch.exp(-1.702 * one)) * (two + 1)
+    clamped_gate, clamped_up = torch.where(gate > 7, 7, gate), torch.where(up > 7, 7, torch.where(up < -7, -7, up))
+    expected = clamped_gate / (1 + torch.exp(-1.702 * clamped_gate)) * (clamped_up + 1)
     torch.testing.assert_close(hidden_rows((gate, up), "silu", clamp), expected)
     assert (gate > 7).any()
     assert (up < -7).any()
@@ -64,7 +64,7 @@ def test_what_writes_into_memory_equals_what_autograd_finds(name: str, clamp: Cl
         torch.testing.assert_close(hidden, expected)
         if gate is not None or number == 1:
             d_hidden = torch.randn_like(hidden)
-            wanted = torch.autograd.grad(expected, pre, d_hidden)
+            d_pre = torch.autograd.grad(expected, pre, d_hidden)
             with torch.no_grad():
                 hidden_gradient_into(pre, name, d_hidden, gate, clamp)
-            torch.testing.assert_close([d_hidden] if gate is None else [d_hidden, gate], list(wanted))
+            torch.testing.assert_close([d_hidden] if gate is None else [d_hidden, gate], list(d_pre))

@@ -22,13 +22,13 @@ def test_values_and_gradients_equal_the_einsum(shape: tuple[int, int, int, int])
     form = encoding(chosen(tokens, experts, top_k), experts, capacity)
     x = torch.randn(tokens, 3, dtype=torch.float64, requires_grad=True)
     gates = torch.rand(tokens, top_k, dtype=torch.float64, requires_grad=True)
-    found, upstream = [], torch.randn(tokens, 3, dtype=torch.float64)
+    actual, upstream = [], torch.randn(tokens, 3, dtype=torch.float64)
     for encode, decode in ((fast_encode, fast_decode), (encode_reference, decode_reference)):
         rows = encode(x, form)
         y = decode(rows * rows.cos(), gates, form)
-        found.append([rows, y, *torch.autograd.grad(y, (x, gates), upstream)])
-    assert found[0][0].shape == (experts, capacity, 3)
-    torch.testing.assert_close(found[0], found[1])
+        actual.append([rows, y, *torch.autograd.grad(y, (x, gates), upstream)])
+    assert actual[0][0].shape == (experts, capacity, 3)
+    torch.testing.assert_close(actual[0], actual[1])
 
 
 def test_first_choices_come_first_and_the_rest_is_dropped() -> None:

@@ -28,7 +28,7 @@ def has_one_expert(shape: tuple[int, ...], *_: object) -> bool:
     return shape[0] < 2
 
 
-def made(
+def make_work(
     shape: tuple[int, int, int, int, int],
     *,
     ups: int = 2,
@@ -44,8 +44,8 @@ def made(
     expert = torch.rand(tokens, max(experts - 1, top_k)).argsort(1)[:, :top_k].reshape(-1)
     token = torch.arange(tokens).repeat_interleave(top_k)
     if not dropless:
-        kept = torch.rand(len(expert)) < 0.6
-        expert, token = expert[kept], token[kept]
+        is_kept = torch.rand(len(expert)) < 0.6
+        expert, token = expert[is_kept], token[is_kept]
     counts = torch.bincount(expert, minlength=experts)
     order = sort_by_expert(token, expert, counts, tokens, top_k if dropless else None)
 
@@ -62,8 +62,8 @@ def made(
 
 
 def leaves(work: ExpertWork) -> list[Tensor]:
-    found = [work.x, work.gates, work.up, work.up_bias, work.down, work.down_bias]
-    return [each for each in found if each is not None]
+    tensors = [work.x, work.gates, work.up, work.up_bias, work.down, work.down_bias]
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def compare(work: ExpertWork) -> None:
@@ -91,7 +91,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     ids=str,
 )
 def test_values_and_gradients_equal_the_reference(shape, ups, bias, weigh, dropless, rows) -> None:
-    compare(made(shape, ups=ups, bias=bias, weigh=weigh, dropless=dropless, rows=rows))
+    compare(make_work(shape, ups=ups, bias=bias, weigh=weigh, dropless=dropless, rows=rows))
 
 
 @pytest.mark.usefixtures("kernel")
@@ -99,7 +99,7 @@ def test_values_and_gradients_equal_the_reference(shape, ups, bias, weigh, dropl
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 def test_every_activation_equals_the_reference(activation: str, clamp: Clamp | None) -> None:
     for ups, bias in itertools.product((1, 2), (False, True)):
-        compare(made((7, 5, 6, 4, 2), ups=ups, bias=bias, activation=activation, clamp=clamp))
+        compare(make_work((7, 5, 6, 4, 2), ups=ups, bias=bias, activation=activation, clamp=clamp))
 
 
 @pytest.mark.parametrize(
@@ -114,13 +114,13 @@ def test_cutting_experts_into_blocks_changes_nothing(
     monkeypatch.setattr(blocks, "CACHE_BYTES", 0)
     monkeypatch.setattr(blocks, "MIN_ROWS", 2)
     monkeypatch.setattr(blocks, "SIDE_BY_SIDE_BYTES", limit)
-    compare(made(shape, ups=ups, bias=bias, weigh=weigh, dropless=dropless))
+    compare(make_work(shape, ups=ups, bias=bias, weigh=weigh, dropless=dropless))
 
 
 @pytest.mark.parametrize("smallest", [0.0, 1e-30, 1e-3])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_weight_too_small_to_divide_by_has_its_gradient(smallest: float, bias: bool) -> None:
-    work = made((13, 8, 8, 5, 5), bias=bias)
+    work = make_work((13, 8, 8, 5, 5), bias=bias)
     assert work.gates is not None
     with torch.no_grad():
         work.gates[::3] = smallest
@@ -128,35 +128,35 @@ def test_a_weight_too_small_to_divide_by_has_its_gradient(smallest: float, bias:
 
 
 def test_float16_has_no_room_for_a_weight_before_its_dot_product() -> None:
-    work = made((13, 8, 8, 5, 5), dtype=torch.float16)
+    work = make_work((13, 8, 8, 5, 5), dtype=torch.float16)
     assert work.gates is not None
     with torch.no_grad():
         work.gates.fill_(1e-5)
         work.gates.data[0] = 1e-3
     dy = torch.full(work.x.shape, 1e-3, dtype=torch.float16)
-    (found,) = torch.autograd.grad(expert_ffn(work), work.gates, dy)
+    (actual,) = torch.autograd.grad(expert_ffn(work), work.gates, dy)
     (expected,) = torch.autograd.grad(expert_ffn_reference(work), work.gates, dy.double())
-    assert (found - expected).norm() < 0.02 * expected.norm()
+    assert (actual - expected).norm() < 0.02 * expected.norm()
 
 
 def test_every_row_is_in_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "CACHE_BYTES", 0)
     monkeypatch.setattr(blocks, "MIN_ROWS", 3)
-    work = replace(made((5, 4, 4, 4, 2)), ends=torch.tensor([1, 3, 10, 10], dtype=torch.int32))
-    found = blocks.Blocks(work, 1, 1)
-    cut = [[(s.expert, size, s.is_first) for s, size in zip(b.segments, b.sizes)] for b in found.all]
-    assert cut == [[(0, 1, True), (1, 2, True)], [(2, 3, True)], [(2, 3, False)], [(2, 1, False)]]
-    assert (found.most_rows, found.sizes) == (3, [1, 2, 3, 3, 1])
+    work = replace(make_work((5, 4, 4, 4, 2)), ends=torch.tensor([1, 3, 10, 10], dtype=torch.int32))
+    call_blocks = blocks.Blocks(work, 1, 1)
+    segments = [[(s.expert, size, s.is_first) for s, size in zip(b.segments, b.sizes)] for b in call_blocks.all]
+    assert segments == [[(0, 1, True), (1, 2, True)], [(2, 3, True)], [(2, 3, False)], [(2, 1, False)]]
+    assert (call_blocks.most_rows, call_blocks.sizes) == (3, [1, 2, 3, 3, 1])
 
 
 def test_scratch_memory_is_cut_as_each_block_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "CACHE_BYTES", 0)
     monkeypatch.setattr(blocks, "MIN_ROWS", 3)
-    work = replace(made((5, 4, 4, 5, 2)), ends=torch.tensor([1, 3, 4, 7, 10], dtype=torch.int32))
-    found = blocks.Blocks(work, 1, 1)
-    assert [block.sizes for block in found.all] == [(1, 2), (1,), (3,), (3,)]
-    scratch = blocks.Scratch(found, 4, work.x)
-    for block in found.all:
+    work = replace(make_work((5, 4, 4, 5, 2)), ends=torch.tensor([1, 3, 4, 7, 10], dtype=torch.int32))
+    call_blocks = blocks.Blocks(work, 1, 1)
+    assert [block.sizes for block in call_blocks.all] == [(1, 2), (1,), (3,), (3,)]
+    scratch = blocks.Scratch(call_blocks, 4, work.x)
+    for block in call_blocks.all:
         part = scratch.of(block)
         assert (len(part.rows), tuple(map(len, part.segments))) == (block.rows, tuple(block.sizes))
 
@@ -165,7 +165,7 @@ def test_scratch_memory_is_cut_as_each_block_is(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("wanted", [Wanted(x=False), Wanted(gates=False), Wanted(weights=False)], ids=str)
 @pytest.mark.parametrize("weigh", ["after", "before"])
 def test_what_needs_no_gradient_gets_none(weigh: str, wanted: Wanted) -> None:
-    work = made((7, 5, 6, 4, 2), weigh=weigh, bias=True)
+    work = make_work((7, 5, 6, 4, 2), weigh=weigh, bias=True)
     full = torch.autograd.grad(expert_ffn(work).sum(), leaves(work))
     for leaf, wants in zip(leaves(work), [wanted.x, wanted.gates, *[wanted.weights] * 99]):
         leaf.requires_grad_(wants)
@@ -178,7 +178,7 @@ def test_what_needs_no_gradient_gets_none(weigh: str, wanted: Wanted) -> None:
 
 @pytest.mark.usefixtures("kernel")
 def test_bfloat16_stays_near_float64_and_the_result_has_the_dtype_asked_for() -> None:
-    work = made((64, 16, 24, 4, 2), dtype=torch.bfloat16)
+    work = make_work((64, 16, 24, 4, 2), dtype=torch.bfloat16)
     y = expert_ffn(work, torch.float32)
     assert y.dtype == torch.float32
     exact = expert_ffn_reference(work)
@@ -189,16 +189,16 @@ def test_bfloat16_stays_near_float64_and_the_result_has_the_dtype_asked_for() ->
 def test_backward_keeps_the_input_the_routing_and_the_pre_activations() -> None:
     tokens, dim, hidden, experts, top_k = shape = (64, 16, 24, 4, 2)
     for ups in (1, 2):
-        work, kept = made(shape, ups=ups, dtype=torch.float32), {}
+        work, saved = make_work(shape, ups=ups, dtype=torch.float32), {}
 
-        def pack(tensor: Tensor, kept: dict[int, Tensor] = kept) -> Tensor:
-            kept[tensor.data_ptr()] = tensor
+        def pack(tensor: Tensor, saved: dict[int, Tensor] = saved) -> Tensor:
+            saved[tensor.data_ptr()] = tensor
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             expert_ffn(work)
-        given = {each.data_ptr() for each in (work.up, work.down)}
-        found = sum(each.nbytes for at, each in kept.items() if at not in given)
+        weights = {weight.data_ptr() for weight in (work.up, work.down)}
+        num_bytes = sum(weight.nbytes for address, weight in saved.items() if address not in weights)
         copies = tokens * top_k
         indices = 8 * copies + 8 * copies + 8 * tokens + 4 * experts
-        assert found == 4 * (tokens * dim + copies + ups * copies * hidden) + indices
+        assert num_bytes == 4 * (tokens * dim + copies + ups * copies * hidden) + indices

@@ -27,8 +27,8 @@ def flops(layer: torch.nn.Module, x: torch.Tensor) -> tuple[int, int]:
 @pytest.mark.parametrize("apply_weight", ["after", "before"])
 def test_a_layer_makes_one_product_per_matrix_and_two_in_backward(make: type, matrices: int, apply_weight: str) -> None:
     layer = MoE(DIM, HIDDEN, EXPERTS, TOP_K, experts=make, losses=(), apply_weight=apply_weight)
-    found = flops(layer, torch.randn(TOKENS, DIM, requires_grad=True))
-    assert found == (matrices * PRODUCT + ROUTER, 2 * matrices * PRODUCT + 2 * ROUTER)
+    actual = flops(layer, torch.randn(TOKENS, DIM, requires_grad=True))
+    assert actual == (matrices * PRODUCT + ROUTER, 2 * matrices * PRODUCT + 2 * ROUTER)
 
 
 @pytest.mark.parametrize("wants_x", [True, False])
@@ -39,25 +39,25 @@ def test_gradients_that_nobody_wants_are_no_products(apply_weight: str, trains: 
     layer = MoE(DIM, HIDDEN, EXPERTS, TOP_K, losses=(), apply_weight=apply_weight)
     layer.experts.requires_grad_(trains)
     x = torch.randn(TOKENS, DIM, requires_grad=wants_x)
-    with FlopCounterMode(display=False) as seen:
+    with FlopCounterMode(display=False) as by_formula:
         layer(x).sum().backward()
-    with FlopCounterMode(display=False) as counted:
-        made = products_of(layer, x.detach().requires_grad_(wants_x))
-    assert counted.get_total_flops() == 0
-    assert seen.get_flop_counts()["Global"][torch.ops.moesaic.expert_backward] == made
+    with FlopCounterMode(display=False) as by_torch:
+        expected = products_of(layer, x.detach().requires_grad_(wants_x))
+    assert by_torch.get_total_flops() == 0
+    assert by_formula.get_flop_counts()["Global"][torch.ops.moesaic.expert_backward] == expected
 
 
 def products_of(layer: MoE, x: torch.Tensor) -> int:
     """Return the FLOPs of the backward kernel's products, counted by wrapping the functions that multiply."""
-    made = []
+    product_flops = []
     original = torch.mm
 
     def counting(a: torch.Tensor, b: torch.Tensor, **options: object) -> torch.Tensor:
-        made.append(2 * a.shape[0] * a.shape[1] * b.shape[1])
+        product_flops.append(2 * a.shape[0] * a.shape[1] * b.shape[1])
         return original(a, b, **options)
 
     def adding(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        made.append(2 * a.shape[0] * a.shape[1] * b.shape[1])
+        product_flops.append(2 * a.shape[0] * a.shape[1] * b.shape[1])
         return out.add_(original(a, b))
 
     with pytest.MonkeyPatch.context() as patch, torch.utils._python_dispatch._disable_current_modes():
@@ -65,7 +65,7 @@ def products_of(layer: MoE, x: torch.Tensor) -> int:
         patch.setattr(torch, "mm", counting)
         patch.setattr(torch.Tensor, "addmm_", adding)
         y.sum().backward()
-    return sum(made)
+    return sum(product_flops)
 
 
 def test_a_grouped_product_counts_its_rows() -> None:

@@ -26,9 +26,9 @@ def ragged(tokens: int, experts: int, per_token: int) -> Permutation:
     """Route like `uniform`, but drop half of the rows: tokens have different numbers of rows, some have none."""
     full = uniform(tokens, experts, per_token)
     expert = torch.repeat_interleave(torch.arange(experts), full.counts)
-    kept = torch.rand(len(expert)) < 0.5
-    by_token = full.token[kept].argsort(stable=True)
-    token, expert = full.token[kept][by_token], expert[kept][by_token]
+    is_kept = torch.rand(len(expert)) < 0.5
+    by_token = full.token[is_kept].argsort(stable=True)
+    token, expert = full.token[is_kept][by_token], expert[is_kept][by_token]
     return sort_by_expert(token, expert, count(expert, None, experts), tokens, None)
 
 

@@ -28,21 +28,21 @@ def onednn(request, monkeypatch) -> list[int]:
     """Let oneDNN compute all float32 products, or none; return the numbers of rows that it got."""
     if request.param == "onednn" and not has_operator():
         pytest.skip("this torch has no such operator of oneDNN")
-    got: list[int] = []
+    row_counts: list[int] = []
 
     def counted(rows, transposed, by=products._by_onednn):
-        got.append(len(rows))
+        row_counts.append(len(rows))
         return by(rows, transposed)
 
     monkeypatch.setattr(products, "onednn_is_faster", lambda: request.param == "onednn")
     monkeypatch.setattr(products, "FEWEST", 0)
     monkeypatch.setattr(products, "NARROWEST", 1)
     monkeypatch.setattr(products, "_by_onednn", counted)
-    return got
+    return row_counts
 
 
-def close(found: torch.Tensor, exact: torch.Tensor) -> bool:
-    return bool((found.double() - exact).norm() <= TOLERANCE[found.dtype] * exact.norm().clamp_min(1e-30))
+def close(actual: torch.Tensor, exact: torch.Tensor) -> bool:
+    return bool((actual.double() - exact).norm() <= TOLERANCE[actual.dtype] * exact.norm().clamp_min(1e-30))
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -119,12 +119,12 @@ def test_a_linear_layer_and_its_gradients(with_bias, wanted, onednn):
         y.backward(dy.to(dtype))
         results.append([y.detach(), *(each.grad for each in given.values() if each.grad is not None)])
     assert len(results[0]) == (1 + len(leaves) if wanted == "all" else 2)
-    for found, exact in zip(*results, strict=True):
-        assert close(found, exact)
+    for actual, exact in zip(*results, strict=True):
+        assert close(actual, exact)
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("cpuinfo", "expected"),
     [
         ("vendor_id\t: AuthenticAMD\ncpu family\t: 26\n\nvendor_id\t: x\n", True),
         ("vendor_id\t: AuthenticAMD\ncpu family\t: 25\n", False),
@@ -133,10 +133,10 @@ def test_a_linear_layer_and_its_gradients(with_bias, wanted, onednn):
         ("", False),
     ],
 )
-def test_processors_are_told_apart(said: str, expected: bool, tmp_path: Path) -> None:
-    described = tmp_path / "cpuinfo"
-    described.write_text(said, encoding="utf-8")
-    assert products._is_zen_5(described) is expected
+def test_processors_are_told_apart(cpuinfo: str, expected: bool, tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text(cpuinfo, encoding="utf-8")
+    assert products._is_zen_5(path) is expected
     assert not products._is_zen_5(tmp_path / "absent")
 
 

@@ -50,8 +50,8 @@ def results(work: ExpertWork) -> dict[str, Tensor]:
     y = expert_ffn(work)
     torch.manual_seed(1)
     leaves = {"x": work.x, "gates": work.gates, "up": work.up, "down": work.down}
-    found = torch.autograd.grad(y, list(leaves.values()), torch.randn(y.shape).bfloat16().to(y.dtype))
-    return {"y": y.detach(), **dict(zip(leaves, found))}
+    actual = torch.autograd.grad(y, list(leaves.values()), torch.randn(y.shape).bfloat16().to(y.dtype))
+    return {"y": y.detach(), **dict(zip(leaves, actual))}
 
 
 def unswizzled(scale: Tensor, rows: int, columns: int) -> Tensor:
@@ -97,8 +97,8 @@ def to_8_bits(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Return values rounded to 8 bits, and the largest error of each, from the formats' definitions."""
     blocks = x.double().unflatten(-1, (-1, block or x.shape[-1]))
     scale = torch.exp2(torch.ceil(torch.log2(blocks.abs().amax(-1, keepdim=True) / 448)).nan_to_num(0, 0, 0))
-    held = (blocks / scale).to(torch.float8_e4m3fn).double() * scale
-    return held.flatten(-2), torch.maximum(2.0**-4 * blocks.abs(), 2.0**-10 * scale).flatten(-2)
+    rounded_blocks = (blocks / scale).to(torch.float8_e4m3fn).double() * scale
+    return rounded_blocks.flatten(-2), torch.maximum(2.0**-4 * blocks.abs(), 2.0**-10 * scale).flatten(-2)
 
 
 @scaled
@@ -113,10 +113,10 @@ def test_a_product_is_that_of_values_rounded_in_their_blocks(name, stored, on_gp
     w = torch.randn(3, 96, 64) * torch.randn(3, 96, 1).exp()
     w = (w if stored == "(E, N, K)" else w.transpose(1, 2).contiguous().transpose(1, 2)).bfloat16()
     x[290:], x[5] = float("nan"), 0
-    found = SCALED[name].rows_times(x, w.transpose(1, 2), ends)
+    actual = SCALED[name].rows_times(x, w.transpose(1, 2), ends)
     (rows, rows_off), (matrices, matrices_off) = to_8_bits(x, BLOCKS[name]), to_8_bits(w, BLOCKS[name])
     for e, (start, end) in enumerate(((0, 100), (100, 100), (100, 290))):
-        mine, of = found[start:end].double(), slice(start, end)
+        mine, of = actual[start:end].double(), slice(start, end)
         torch.testing.assert_close(mine, rows[of] @ matrices[e].t(), rtol=2**-8, atol=1e-12)
         exact = x[of].double() @ w[e].double().t()
         bound = x[of].double().abs() @ matrices_off[e].t() + rows_off[of] @ (w[e].double().abs() + matrices_off[e]).t()
@@ -127,11 +127,11 @@ def test_a_product_is_that_of_values_rounded_in_their_blocks(name, stored, on_gp
 def test_a_layer_stays_within_its_bounds_of_the_float64_reference(name, on_gpu):
     """One rounding changes a value by 2.6 % (uniform, at most 2^-4 of it); a result depends on two to four roundings."""
     exact = results(work_of(dtype=torch.float64))
-    found = results(replace(work_of(), kernel=name))
+    actual = results(replace(work_of(), kernel=name))
     for each, true in exact.items():
-        error = float((found[each].double() - true).square().mean().sqrt() / true.square().mean().sqrt())
+        error = float((actual[each].double() - true).square().mean().sqrt() / true.square().mean().sqrt())
         assert 0.005 < error < 0.10, (each, error)
-    assert not found["up"][-1].any(), "an expert without rows gets zeros"
+    assert not actual["up"][-1].any(), "an expert without rows gets zeros"
 
 
 @scaled
@@ -141,11 +141,11 @@ def test_what_is_not_finite_stays_so_in_its_row(name, on_gpu):
     expected = SCALED[name].rows_times(x, w.transpose(1, 2), ends)
     for row, value in ((3, float("nan")), (70, float("inf")), (71, float("-inf"))):
         x[row, 5] = value
-    found = SCALED[name].rows_times(x, w.transpose(1, 2), ends)
+    actual = SCALED[name].rows_times(x, w.transpose(1, 2), ends)
     others = torch.ones(130, dtype=torch.bool)
     others[[3, 70, 71]] = False
-    assert torch.equal(found[others], expected[others])
-    assert not found[~others].isfinite().any()
+    assert torch.equal(actual[others], expected[others])
+    assert not actual[~others].isfinite().any()
 
 
 def test_extreme_rows_have_a_scale():
@@ -181,11 +181,11 @@ def test_other_products_give_the_same(name, monkeypatch):
     monkeypatch.delitem(sys.modules, "moesaic.kernels.quack", raising=False)
     monkeypatch.setattr(whole_batch, "require", lambda *_: None)
     pick._expert_kernel.cache_clear()
-    exact, found = results(work_of(dtype=torch.float64)), results(replace(work_of(dtype=torch.float32), kernel=name))
+    exact, actual = results(work_of(dtype=torch.float64)), results(replace(work_of(dtype=torch.float32), kernel=name))
     pick._expert_kernel.cache_clear()
     sys.modules.pop("moesaic.kernels.quack", None)
     for each, true in exact.items():
-        torch.testing.assert_close(found[each].double(), true, atol=1e-5 * float(true.abs().max()), rtol=0)
+        torch.testing.assert_close(actual[each].double(), true, atol=1e-5 * float(true.abs().max()), rtol=0)
 
 
 def test_quack_takes_the_arguments_that_it_is_given():
@@ -195,11 +195,11 @@ def test_quack_takes_the_arguments_that_it_is_given():
     torch.testing.assert_close(
         interface.gemm_ref(x, w, cu_seqlens_m=ends), quack_gemm(x, w, cu_seqlens_m=ends, tuned=False)
     )
-    found, expected = (
+    actual, expected = (
         interface.gemm_ref(x.t(), x, cu_seqlens_k=ends),
         quack_gemm(x.t(), x, cu_seqlens_k=ends, tuned=False),
     )
-    torch.testing.assert_close(found[[0, 2]], expected[[0, 2]])
+    torch.testing.assert_close(actual[[0, 2]], expected[[0, 2]])
     assert {"cu_seqlens_m", "cu_seqlens_k", "tuned"} <= set(inspect.signature(interface.gemm).parameters)
 
 
@@ -251,5 +251,5 @@ def test_experts_of_the_users_own_have_no_kernel_to_choose():
     def make(dim: int, hidden: int, count: int) -> ModuleExperts:
         return ModuleExperts(lambda: torch.nn.Linear(dim, dim), dim, count)
 
-    with pytest.raises(InputError, match=r"kernel='fp8' is for experts that are named, got ModuleExperts"):
+    with pytest.raises(InputError, match=r"kernel='fp8' is only for built-in experts, got ModuleExperts"):
         MoE(8, 8, 2, experts=make, kernel="fp8")

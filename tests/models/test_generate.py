@@ -66,8 +66,8 @@ def test_top_k_draws_among_the_likeliest(model):
 
 def test_top_p_draws_among_the_likeliest_that_make_it_up(model):
     scores = model(torch.tensor([PROMPT])).logits[0, -1] / 20
-    found, order = scores.softmax(-1).sort(descending=True)
-    few = int((found.cumsum(0) < 0.2).sum()) + 1
+    actual, order = scores.softmax(-1).sort(descending=True)
+    few = int((actual.cumsum(0) < 0.2).sum()) + 1
     drawn = {draw(model, num_tokens=1, top_p=0.2, temperature=20.0, seed=seed)[0] for seed in range(80)}
     assert drawn <= set(order[:few].tolist())
     assert 1 < len(drawn) <= few < VOCABULARY

@@ -181,9 +181,9 @@ def test_decoding_with_gradients_extends_a_cache_once() -> None:
 
 
 def test_losses_have_the_names_of_the_table() -> None:
-    made = MoEConfig(losses=tuple(f"{name}:0.5" for name in LOSSES)).make_losses()
-    assert [loss.name for loss in made] == list(LOSSES)
-    assert {loss.coefficient for loss in made} == {0.5}
+    losses = MoEConfig(losses=tuple(f"{name}:0.5" for name in LOSSES)).make_losses()
+    assert [loss.name for loss in losses] == list(LOSSES)
+    assert {loss.coefficient for loss in losses} == {0.5}
     assert MoEConfig(losses=("z_loss:0.0",)).make_losses() == ()
 
 

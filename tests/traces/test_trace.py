@@ -36,11 +36,11 @@ def tokens(steps: list[int], shape: TraceShape = SHAPE, seed: int = 0, groups: i
 def counted(segment: TraceSegment) -> np.ndarray:
     """Count the copies of each sequence for each expert, in a loop over tokens."""
     shape = segment.shape
-    found = np.zeros((len(segment.steps), *shape.table("counts")), dtype=np.int64)
+    copies = np.zeros((len(segment.steps), *shape.table("counts")), dtype=np.int64)
     for place in np.ndindex(*segment.table.shape):
         if segment.table[place] >= 0:
-            found[(*place[:3], place[3] // shape.seq_len, segment.table[place])] += 1
-    return found
+            copies[(*place[:3], place[3] // shape.seq_len, segment.table[place])] += 1
+    return copies
 
 
 @pytest.mark.parametrize("experts", [5, 128, 129, 300])
@@ -232,11 +232,11 @@ def slow_locality(experts: np.ndarray, shape: TraceShape) -> float:
     same = {True: [0, 0], False: [0, 0]}
     copies = [(t, int(e)) for t, row in enumerate(experts) for e in row]
     for token, expert in copies:
-        for other, wanted in copies:
-            if token != other:
-                found = same[token // shape.seq_len == other // shape.seq_len]
-                found[0] += expert == wanted
-                found[1] += 1
+        for other_token, other_expert in copies:
+            if token != other_token:
+                counts = same[token // shape.seq_len == other_token // shape.seq_len]
+                counts[0] += expert == other_expert
+                counts[1] += 1
     within, between = (hits / pairs for hits, pairs in (same[True], same[False]))
     return (within - between) / (1 / shape.top_k - between)
 

@@ -73,10 +73,10 @@ def test_requests_of_vllm_and_sglang(tmp_path):
     raw = base64.b64encode(experts.astype("<i4").tobytes()).decode()
     flat.write_text(json.dumps([{"meta_info": {"routed_experts": raw, "prompt_tokens": 3, "completion_tokens": 1}}]))
     bare.write_text(json.dumps({"choices": [{"sgl_ext": {"routed_experts": raw}}]}))
-    found = [
+    actual = [
         opened("vllm", npy), opened("vllm", nested), opened("vllm", encoded), opened("sglang", flat, top_k=2)
     ]  # fmt: skip
-    for trace in found:
+    for trace in actual:
         assert trace.shape == TraceShape(num_layers=2, num_experts=4, top_k=2, sequences=1, seq_len=3)
         assert [trace.experts(layer, 0).tolist() for layer in (0, 1)] == np.swapaxes(EXPERTS, 0, 1).tolist()
     with pytest.raises(InputError, match="SGLang responses lack the shape"):

@@ -30,10 +30,10 @@ def workload(tokens: int = 1000, experts: int = 16, top_k: int = 2) -> Workload:
 @pytest.mark.parametrize("max_vio", [0.0, 0.5, 1.0, 2.0, 3.0])
 def test_counts_have_the_max_vio_that_was_asked_for(max_vio, top_k):
     trace = make_trace(SyntheticRouting(steps=1, top_k=top_k, sequences=4, seq_len=1000, max_vio=max_vio, seed=5))
-    found = trace.samples(0, 0)
-    assert (found.sum(1) == 1000 * top_k).all()
-    assert found.max() <= 1000
-    assert max_violation(found.sum(0)) == pytest.approx(max_vio, abs=16 / (1000 * top_k))
+    actual = trace.samples(0, 0)
+    assert (actual.sum(1) == 1000 * top_k).all()
+    assert actual.max() <= 1000
+    assert max_violation(actual.sum(0)) == pytest.approx(max_vio, abs=16 / (1000 * top_k))
 
 
 def test_popularity_follows_zipfs_law():
@@ -49,10 +49,10 @@ def test_popularity_follows_zipfs_law():
 @given(st.integers(1, 4), st.integers(4, 12), st.integers(0, 2**32 - 1))
 def test_caps_keep_order_and_sum(top_k, experts, seed):
     shares = np.random.default_rng(seed).dirichlet(np.full(experts, 0.3), size=5) + 1e-12
-    found = capped(shares, top_k)
-    assert found.sum(1) == pytest.approx(np.ones(5))
-    assert found.max() <= 1 / top_k
-    for before, after in zip(shares / shares.sum(1, keepdims=True), found):
+    actual = capped(shares, top_k)
+    assert actual.sum(1) == pytest.approx(np.ones(5))
+    assert actual.max() <= 1 / top_k
+    for before, after in zip(shares / shares.sum(1, keepdims=True), actual):
         assert (np.diff(after[np.argsort(before)]) >= -1e-12).all()
         below = after < 1 / top_k - 1e-9
         if below.sum() > 1:
@@ -62,9 +62,9 @@ def test_caps_keep_order_and_sum(top_k, experts, seed):
 
 def test_draws_of_any_concentration_are_capped():
     for spread in (1e-3, 0.1, 1.0, 100.0):
-        found = dirichlet_capped(np.full(6, spread), 200, 2, np.random.default_rng(0))
-        assert found.sum(1) == pytest.approx(np.ones(200))
-        assert found.max() <= 0.5
+        actual = dirichlet_capped(np.full(6, spread), 200, 2, np.random.default_rng(0))
+        assert actual.sum(1) == pytest.approx(np.ones(200))
+        assert actual.max() <= 0.5
     assert (np.sort(dirichlet_capped(np.full(6, 1e-3), 200, 2, np.random.default_rng(0)), 1)[:, -2] > 0.49).mean() > 0.9
     mean = dirichlet_capped(np.array([4.0, 2.0, 1.0, 1.0]), 20000, 1, np.random.default_rng(0)).mean(0)
     assert mean == pytest.approx([0.5, 0.25, 0.125, 0.125], abs=0.01)
@@ -76,10 +76,10 @@ def test_tokens_choose_distinct_experts_by_their_shares(top_k):
     experts = draw_tokens(shares, 2000, top_k, np.random.default_rng(1))
     assert experts.shape == (2000, top_k)
     assert all(len(set(row)) == top_k for row in experts.tolist())
-    found = np.bincount(experts.reshape(-1), minlength=6)
-    assert found == pytest.approx(shares * 2000 * top_k, abs=top_k + 1)
+    actual = np.bincount(experts.reshape(-1), minlength=6)
+    assert actual == pytest.approx(shares * 2000 * top_k, abs=top_k + 1)
     if top_k > 1:  # no expert is always the first choice
-        assert 0.2 < (experts[:, 0] == 0).sum() / found[0] < 0.8
+        assert 0.2 < (experts[:, 0] == 0).sum() / actual[0] < 0.8
 
 
 @pytest.mark.parametrize("tokens", [False, True])

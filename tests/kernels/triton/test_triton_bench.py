@@ -55,8 +55,8 @@ def no_gpu(monkeypatch, device):
 @pytest.mark.random
 def test_measure_from_checks_to_claims_and_once_more_from_its_files(no_gpu, tmp_path):
     options = GpuOptions(folder=tmp_path, stages=("check", "measure"), repeats=2)
-    found = measure(options)
-    row = next(row for row in found.rows if row["name"] == TINY.name)
+    report = measure(options)
+    row = next(row for row in report.rows if row["name"] == TINY.name)
     assert "error" not in row
     assert set(row["errors"]) == {"y", "x", "weight", "w13", "w2"}
     assert row["ours"]["forward_tflops"] > 0
@@ -73,14 +73,14 @@ def test_measure_from_checks_to_claims_and_once_more_from_its_files(no_gpu, tmp_
         "sum",
         "sort",
     }
-    values = {claim.name.rsplit(".", 1)[1]: claim for claim in found.claims}
+    values = {claim.name.rsplit(".", 1)[1]: claim for claim in report.claims}
     assert values["forward_tflops"].value == row["ours"]["forward_tflops"]
     assert values["activation_gib"].value == 1.0
     assert values["over_liger"].value is None
     assert "liger-kernel could not be run" in values["over_liger"].reason
-    found.write(str(tmp_path / "out.json"))
+    report.write(str(tmp_path / "out.json"))
     assert json.loads((tmp_path / "out.json").read_text())["claims"][0]["name"].startswith("gpu.T24_H40")
-    assert measure(options).rows == found.rows  # nothing is timed again: the same figures
+    assert measure(options).rows == report.rows  # nothing is timed again: the same figures
 
 
 def test_logits_of_nan_are_checked(no_gpu, device, monkeypatch):
@@ -101,10 +101,10 @@ def test_tune_writes_every_tile_and_stops_at_the_deadline(no_gpu, tmp_path, monk
 
 def test_a_layer_that_fails_is_a_row_with_its_reason(no_gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_tune, "breakdown", lambda *_: 1 / 0)
-    found = measure(GpuOptions(folder=tmp_path, stages=("measure",), repeats=2))
-    assert {row["name"]: row.get("error") for row in found.rows}[TINY.name] == "ZeroDivisionError: division by zero"
-    assert {claim.value for claim in found.claims} == {None}
-    assert all("ZeroDivisionError" in claim.reason for claim in found.claims)
+    report = measure(GpuOptions(folder=tmp_path, stages=("measure",), repeats=2))
+    assert {row["name"]: row.get("error") for row in report.rows}[TINY.name] == "ZeroDivisionError: division by zero"
+    assert {claim.value for claim in report.claims} == {None}
+    assert all("ZeroDivisionError" in claim.reason for claim in report.claims)
 
 
 def test_wrong_results_are_found(device):
@@ -115,8 +115,8 @@ def test_wrong_results_are_found(device):
     assert max(errors(of, results[0], tuple(results[1:])).values()) < 1e-4
     for number, name in enumerate(("y", "x", "w13", "w2", "weight")):
         spoilt = [*results[:number], results[number] * 1.1, *results[number + 1 :]]
-        found = errors(of, spoilt[0], tuple(spoilt[1:]))
-        assert {key for key, error in found.items() if error > gpu_layers.TOLERANCE} == {name}
+        report = errors(of, spoilt[0], tuple(spoilt[1:]))
+        assert {key for key, error in report.items() if error > gpu_layers.TOLERANCE} == {name}
 
 
 def test_the_way_of_grouped_mm_is_the_same_layer(device):
@@ -162,17 +162,17 @@ def test_the_way_of_sonic_moe_is_the_same_layer(sonic_moe, device):
 def test_sonic_moe_is_timed_beside_ours(no_gpu, sonic_moe, device, tmp_path, monkeypatch):
     random = Inputs.random  # as replaced by no_gpu
     monkeypatch.setattr(Inputs, "random", staticmethod(lambda layer, at, _: random(layer, at, torch.float32)))
-    found = measure(GpuOptions(folder=tmp_path, stages=("sonic",), repeats=2))
-    row = next(row for row in found.rows if row["name"] == f"sonic.{TINY.name}")
+    report = measure(GpuOptions(folder=tmp_path, stages=("sonic",), repeats=2))
+    row = next(row for row in report.rows if row["name"] == f"sonic.{TINY.name}")
     assert row["forward_tflops"] > 0
-    assert {claim.name: claim.value for claim in found.claims}[f"gpu.{TINY.name}.over_sonic"] == row["over_ours"]
+    assert {claim.name: claim.value for claim in report.claims}[f"gpu.{TINY.name}.over_sonic"] == row["over_ours"]
 
 
 def test_claims_of_layers_that_were_not_measured_say_so():
-    found = claims(list(LAYERS), {})
-    assert len(found) == 7 * 12 + 2
-    assert all(claim.value is None and claim.reason for claim in found)
-    targets = {claim.name: claim.target for claim in found}
+    report = claims(list(LAYERS), {})
+    assert len(report) == 7 * 12 + 2
+    assert all(claim.value is None and claim.reason for claim in report)
+    targets = {claim.name: claim.target for claim in report}
     assert targets["gpu.T40960_H768_I256_E128_K8.forward_tflops"] == 337
     assert targets[f"gpu.{LARGEST.name}.backward_tflops"] == 586
     assert targets["gpu.T24576_H1536_I512_E64_K4.activation_gib"] == pytest.approx(0.66)

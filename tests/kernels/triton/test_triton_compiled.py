@@ -46,15 +46,15 @@ def run_layer(dtype: torch.dtype, *, gated: bool) -> None:
     moe_mlp(x, up, down, weight, *order, top_k=TOP_K, activation=activation).sum().backward()
 
 
-def check(found: list[CompiledKernel], capability: int) -> set[str]:
+def check(kernels: list[CompiledKernel], capability: int) -> set[str]:
     """Check compiled kernels against the limits of the device; return the names of those that use its tensor cores."""
     room = DEVICES[capability].shared_bytes
-    assert {kernel.name: kernel.shared_bytes for kernel in found if kernel.shared_bytes > room} == {}
-    assert {kernel.name: kernel.spilled_bytes for kernel in found if kernel.spilled_bytes > SPILLED_BYTES} == {}
-    assert [kernel.name for kernel in found if kernel.is_serialized] == []
-    assert [kernel.name for kernel in found if FLOAT_ATOMIC.search(kernel.ptx)] == [], "the same bits in every run"
-    wanted = "tcgen05.mma" if capability >= 100 else "wgmma.mma_async" if capability >= 90 else "mma.sync"
-    return {kernel.name for kernel in found if wanted in kernel.ptx}
+    assert {kernel.name: kernel.shared_bytes for kernel in kernels if kernel.shared_bytes > room} == {}
+    assert {kernel.name: kernel.spilled_bytes for kernel in kernels if kernel.spilled_bytes > SPILLED_BYTES} == {}
+    assert [kernel.name for kernel in kernels if kernel.is_serialized] == []
+    assert [kernel.name for kernel in kernels if FLOAT_ATOMIC.search(kernel.ptx)] == [], "the same bits in every run"
+    expected = "tcgen05.mma" if capability >= 100 else "wgmma.mma_async" if capability >= 90 else "mma.sync"
+    return {kernel.name for kernel in kernels if expected in kernel.ptx}
 
 
 HOPPER = (90, torch.bfloat16, True)
@@ -68,11 +68,11 @@ LAYERS = [(capability, *form) for capability in DEVICES for form in ((torch.bflo
     ids=str,
 )
 def test_a_layer_runs_on_the_tensor_cores(capability, dtype, gated, tmp_path):
-    with compiling_for(capability, tmp_path) as found:
+    with compiling_for(capability, tmp_path) as kernels:
         run_layer(dtype, gated=gated)
-    assert check(found, capability) == PRODUCTS
+    assert check(kernels, capability) == PRODUCTS
     if capability == 90:
-        widths = {each.name: set(re.findall(r"wgmma\.mma_async\.\S*?m64n(\d+)k", each.ptx)) for each in found}
+        widths = {each.name: set(re.findall(r"wgmma\.mma_async\.\S*?m64n(\d+)k", each.ptx)) for each in kernels}
         assert widths["_up_kernel"] == {"128"}, "gate and up in one instruction, whose operands shared memory can feed"
 
 
@@ -83,11 +83,11 @@ def test_a_layer_in_float32_fits_the_registers(capability, precision, tmp_path):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
-        with compiling_for(capability, tmp_path) as found:
+        with compiling_for(capability, tmp_path) as kernels:
             run_layer(torch.float32, gated=True)
     finally:
         torch.set_float32_matmul_precision(before)
-    assert check(found, capability) == (PRODUCTS if precision == "high" else set())
+    assert check(kernels, capability) == (PRODUCTS if precision == "high" else set())
 
 
 @pytest.mark.slow
@@ -95,11 +95,11 @@ def test_hopper_fetches_weights_by_descriptor(tmp_path):
     """Rows in expert order are loaded by descriptor too; persistent programs flatten their loops."""
     tile = Tile(rows=128, columns=128, depth=64, warps=8, stages=3, programs=1, descriptors=1)
     ends = torch.tensor([TOKENS], dtype=torch.int32)
-    with compiling_for(90, tmp_path) as found, torch.no_grad():
+    with compiling_for(90, tmp_path) as kernels, torch.no_grad():
         rows_times(zeros(TOKENS, DIM), zeros(1, HIDDEN, DIM), ends, tile, transposed=True)
         up(zeros(TOKENS, DIM), zeros(1, 1, HIDDEN, DIM), ends, tile, activation="silu")
-    assert check(found, 90) == {"_rows_kernel", "_up_kernel"}
-    assert all("cp.async.bulk.tensor" in kernel.ptx for kernel in found if kernel.name in PRODUCTS)
+    assert check(kernels, 90) == {"_rows_kernel", "_up_kernel"}
+    assert all("cp.async.bulk.tensor" in kernel.ptx for kernel in kernels if kernel.name in PRODUCTS)
 
 
 @pytest.mark.slow
@@ -112,12 +112,12 @@ def test_weight_gradients_have_the_room_that_their_tile_says(capability, tmp_pat
     shape = Shape(product="weight_grad", rows=rows, num_experts=EXPERTS, columns=HIDDEN, depth=rows, itemsize=2)
     tile = default_tile(shape, DEVICES[capability])
     steps = {}
-    with compiling_for(capability, tmp_path) as found, torch.no_grad():
+    with compiling_for(capability, tmp_path) as kernels, torch.no_grad():
         for name, q, q_token in (("rows", zeros(rows, HIDDEN), None), ("tokens", x, token), ("large", large, token)):
             outer_products(p, q, ends, tile, q_token=q_token)
-            steps[name] = found[-1].ptx
-    assert check(found, capability) == {"_outer_kernel"}
-    assert max(each.shared_bytes for each in found if each.name == "_outer_kernel") <= shared_bytes(tile, shape)
+            steps[name] = kernels[-1].ptx
+    assert check(kernels, capability) == {"_outer_kernel"}
+    assert max(each.shared_bytes for each in kernels if each.name == "_outer_kernel") <= shared_bytes(tile, shape)
     by_descriptor = {name: ptx.count("cp.async.bulk.tensor") for name, ptx in steps.items()}
     assert (
         (by_descriptor["rows"] > by_descriptor["tokens"] > 0) if capability >= 90 else not any(by_descriptor.values())
@@ -127,7 +127,7 @@ def test_weight_gradients_have_the_room_that_their_tile_says(capability, tmp_pat
 @pytest.mark.slow
 @capabilities
 def test_everything_else_compiles(capability, tmp_path):
-    with compiling_for(capability, tmp_path) as found:
+    with compiling_for(capability, tmp_path) as kernels:
         top_k_columns(torch.zeros(TOKENS, EXPERTS), TOP_K)
         sort(torch.zeros(TOKENS * TOP_K, dtype=torch.int32), EXPERTS)
         weight = torch.zeros(TOKENS * TOP_K)
@@ -145,8 +145,8 @@ def test_everything_else_compiles(capability, tmp_path):
             fields = split(message, codec.layout(*rows.shape, rows.dtype))
             encode(rows, *fields)
             decode(*fields, rows.dtype)
-    assert check(found, capability) == set()
-    assert {kernel.name for kernel in found} >= {
+    assert check(kernels, capability) == set()
+    assert {kernel.name for kernel in kernels} >= {
         "_top_k_kernel",
         "_place_kernel",
         "_sum_tokens_kernel",

@@ -44,8 +44,8 @@ def work_of(
     )
 
 
-def flat(found: object) -> list[Tensor]:
-    gradients = [found.x, found.gates, found.up, found.up_bias, found.down, found.down_bias]  # type: ignore[attr-defined]
+def flat(actual: object) -> list[Tensor]:
+    gradients = [actual.x, actual.gates, actual.up, actual.up_bias, actual.down, actual.down_bias]  # type: ignore[attr-defined]
     return [each for each in gradients if each is not None]
 
 
@@ -55,9 +55,9 @@ def check(work: ExpertWork, wanted: Wanted, tolerance: float) -> None:
     dy = torch.randn_like(y)
     mine = flat(expert_stage.backward(work, pre, dy, wanted))
     exact = flat(whole_batch.backward(work, exact_pre, dy, wanted))
-    for found, true in zip([y, pre, *mine], [expected, exact_pre, *exact], strict=True):
-        assert (found.shape, found.dtype) == (true.shape, true.dtype)
-        torch.testing.assert_close(found, true, atol=tolerance * max(1.0, float(true.abs().max())), rtol=0)
+    for actual, true in zip([y, pre, *mine], [expected, exact_pre, *exact], strict=True):
+        assert (actual.shape, actual.dtype) == (true.shape, true.dtype)
+        torch.testing.assert_close(actual, true, atol=tolerance * max(1.0, float(true.abs().max())), rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,9 @@ def ends_of(counts: list[int], device: str) -> Tensor:
     return torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
 
 
-def close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
+def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
     scale = float(expected.abs().max()) if expected.numel() else 1.0
-    torch.testing.assert_close(found.double(), expected.double(), atol=tolerance * max(scale, 1.0), rtol=0)
+    torch.testing.assert_close(actual.double(), expected.double(), atol=tolerance * max(scale, 1.0), rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ def test_rows_times(tile, counts, order, size, device):
     ends, tile, transposed, (dim, width) = ends_of(counts, device), TILES[tile], order == "(E, N, K)", size
     x, w = torch.randn(sum(counts) + 3, dim, device=device), torch.randn(len(counts), width, dim, device=device)
     stored = w if transposed else w.transpose(1, 2).contiguous()
-    found = rows_times(x, stored, ends, tile, transposed=transposed)
-    close(found[: sum(counts)], rows_times_reference(x, w, ends))
+    actual = rows_times(x, stored, ends, tile, transposed=transposed)
+    close(actual[: sum(counts)], rows_times_reference(x, w, ends))
 
 
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
@@ -56,8 +56,8 @@ def test_rows_times_a_slice_of_wider_weights(tile, device):
     ends = ends_of([4, 0, 6], device)
     x, wide = torch.randn(10, 24, device=device), torch.randn(3, 40, 24, device=device)
     w = wide[:, 8:28]
-    found = rows_times(x, w, ends, tile, transposed=True)
-    close(found, rows_times_reference(x, w, ends))
+    actual = rows_times(x, w, ends, tile, transposed=True)
+    close(actual, rows_times_reference(x, w, ends))
 
 
 @pytest.mark.parametrize(
@@ -68,13 +68,13 @@ def test_outer_products(tile, counts, gathered, device):
     num_rows = sum(counts)
     token = torch.randint(0, max(1, num_rows), (num_rows,), device=device).to(torch.int32)
     p, q = torch.randn(num_rows, 40, device=device), torch.randn(num_rows, 24, device=device)
-    found = outer_products(
+    actual = outer_products(
         p, q, ends, tile, p_token=token if gathered == "p" else None, q_token=token if gathered == "q" else None
     )
     sides = {"p": p, "q": q}
     if gathered:
         sides[gathered] = sides[gathered][token.long()]
-    close(found, outer_products_reference(sides["p"], sides["q"], ends))
+    close(actual, outer_products_reference(sides["p"], sides["q"], ends))
 
 
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
@@ -87,10 +87,10 @@ def test_outer_products_see_the_rows_of_their_expert_alone(tile, gathered, devic
     exact = outer_products_reference(p, q, ends)
     for side in (p, q):
         side[21:24], side[44:] = float("inf"), float("nan")
-    found = outer_products(
+    actual = outer_products(
         p, q, ends, tile, p_token=token if gathered == "p" else None, q_token=token if gathered == "q" else None
     )
-    close(found[[0, 2]], exact[[0, 2]])
+    close(actual[[0, 2]], exact[[0, 2]])
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,6 @@ pytest.importorskip("triton", reason="the GPU extra is not installed: pip instal
 def test_kernels_under_the_interpreter(which):
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", str(Path(__file__).parent), "-m", which, "-x", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550, check=False)
+    assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-2000:]
+    assert " passed" in process.stdout

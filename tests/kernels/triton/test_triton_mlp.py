@@ -62,21 +62,21 @@ def layer(
     }
 
 
-def leaves_of(of: dict[str, Any], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def leaves_of(inputs: dict[str, Any], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Return copies of the differentiable inputs as leaves, in `dtype` if one is given."""
-    return {name: of[name].detach().clone().to(dtype or of[name].dtype).requires_grad_() for name in LEAVES}
+    return {name: inputs[name].detach().clone().to(dtype or inputs[name].dtype).requires_grad_() for name in LEAVES}
 
 
-def run(of: dict[str, Any], activation: str, tile: Tile | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    leaves, expert = leaves_of(of), of["expert"]
-    order = sort(expert.reshape(-1).to(of["x"].device), len(of["up"]))
+def run(inputs: dict[str, Any], activation: str, tile: Tile | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    leaves, expert = leaves_of(inputs), inputs["expert"]
+    order = sort(expert.reshape(-1).to(inputs["x"].device), len(inputs["up"]))
     tiles = None if tile is None else dict.fromkeys(TILES, tile)
     return moe_mlp(*leaves.values(), *order, top_k=expert.shape[1], activation=activation, tiles=tiles), leaves
 
 
-def check(of: dict[str, Any], activation: str, tile: Tile | None = None) -> None:
-    y, leaves = run(of, activation, tile)
-    exact, expert = leaves_of(of, torch.float64), of["expert"]
+def check(inputs: dict[str, Any], activation: str, tile: Tile | None = None) -> None:
+    y, leaves = run(inputs, activation, tile)
+    exact, expert = leaves_of(inputs, torch.float64), inputs["expert"]
     matrices = [exact[name] for name in ("x", "up", "down")]
     expected = moe_mlp_reference(*matrices, exact["weight"].view(expert.shape), expert, activation)
     dy = torch.randn_like(y)
@@ -84,12 +84,12 @@ def check(of: dict[str, Any], activation: str, tile: Tile | None = None) -> None
     expected.backward(dy.double())
     pairs = [("y", y, expected)]
     pairs += [(name, leaf.grad, exact[name].grad) for name, leaf in leaves.items()]
-    for name, found, true in pairs:
-        true = torch.zeros_like(found).double() if true is None else true
+    for name, actual, true in pairs:
+        true = torch.zeros_like(actual).double() if true is None else true
         scale = max(1.0, float(true.abs().max())) if true.numel() else 1.0
-        assert found.dtype == (torch.float32 if name == "weight" else of["x"].dtype)
-        tolerance = TOLERANCES[of["x"].dtype] * scale
-        torch.testing.assert_close(found.double(), true, atol=tolerance, rtol=0, msg=f"{name} is off: {{}}".format)
+        assert actual.dtype == (torch.float32 if name == "weight" else inputs["x"].dtype)
+        tolerance = TOLERANCES[inputs["x"].dtype] * scale
+        torch.testing.assert_close(actual.double(), true, atol=tolerance, rtol=0, msg=f"{name} is off: {{}}".format)
 
 
 FORMS = {"swiglu": ("silu", True), "gelu": ("gelu", False)}
@@ -120,16 +120,16 @@ def test_copies_that_are_not_sent_add_nothing_and_get_no_gradient(device):
 
 def test_more_tiles_than_one(device):
     """Every kernel runs several row tiles, column tiles and steps, also with persistent programs."""
-    of = layer((30, 2, 2, 72, 40), torch.float32, device, gated=True)
+    inputs = layer((30, 2, 2, 72, 40), torch.float32, device, gated=True)
     tile = Tile(rows=16, columns=16, depth=16, warps=4, stages=2, group=2, programs=1, descriptors=1)
-    check(of, "silu", tile)
+    check(inputs, "silu", tile)
 
 
 def test_the_same_bits_every_time(device):
-    of = layer((40, 4, 6, 40, 24), torch.bfloat16, device, gated=True)
+    inputs = layer((40, 4, 6, 40, 24), torch.bfloat16, device, gated=True)
     results = []
     for _ in range(2):
-        y, leaves = run(of, "silu")
+        y, leaves = run(inputs, "silu")
         y.square().sum().backward()
         results.append([y, *(leaf.grad for leaf in leaves.values())])
     assert all(torch.equal(one, two) for one, two in zip(*results))
@@ -137,18 +137,20 @@ def test_the_same_bits_every_time(device):
 
 def test_backward_keeps_the_input_the_routing_and_the_pre_activation(device):
     sizes = num_tokens, top_k, num_experts, dim, hidden = 40, 4, 6, 40, 24
-    of = layer(sizes, torch.bfloat16, device, gated=True)
-    kept: dict[int, int] = {}
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t.nbytes) and t, lambda t: t):
-        run(of, "silu")
+    inputs = layer(sizes, torch.bfloat16, device, gated=True)
+    saved: dict[int, int] = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.setdefault(t.data_ptr(), t.nbytes) and t, lambda t: t
+    ):
+        run(inputs, "silu")
     copies = num_tokens * top_k
-    weights = sum(of[name].nbytes for name in ("up", "down"))
+    weights = sum(inputs[name].nbytes for name in ("up", "down"))
     activations = 2 * (num_tokens * dim + copies * 2 * hidden)
     routing = 4 * (3 * copies + num_experts)
-    assert sum(kept.values()) == weights + activations + routing
+    assert sum(saved.values()) == weights + activations + routing
 
 
 def test_shapes_name_every_tile():
-    found = shapes(80, 4, 40, 24, 2, gated=True)
-    assert tuple(found) == TILES
-    assert (found["rows_grad"].columns, found["rows_grad"].depth) == (40, 48)
+    actual = shapes(80, 4, 40, 24, 2, gated=True)
+    assert tuple(actual) == TILES
+    assert (actual["rows_grad"].columns, actual["rows_grad"].depth) == (40, 48)

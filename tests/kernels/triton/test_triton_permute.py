@@ -42,9 +42,9 @@ def test_each_token_gets_the_sum_of_its_rows(size, dtype, form, copies, device):
             if row >= 0:
                 expected[token] += rows[row].double() * (1.0 if weights is None else weights[row].double())
     arguments = [each if each is None else each.to(device) for each in (rows, by_token, starts, weights)]
-    found = sum_tokens(*arguments, 0 if varying else top_k, dtype)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.double().cpu(), expected, atol=DTYPES[dtype] * top_k, rtol=DTYPES[dtype])
+    actual = sum_tokens(*arguments, 0 if varying else top_k, dtype)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double().cpu(), expected, atol=DTYPES[dtype] * top_k, rtol=DTYPES[dtype])
 
 
 def test_the_operator_holds_what_it_promises(device):

@@ -54,8 +54,8 @@ def check(layer, x, device, request, *, tolerance=2e-5, equal_nan=False, **optio
     expected = run(copy.deepcopy(layer), x, **options)
     request.getfixturevalue("picked")
     masks = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
-    found = run(copy.deepcopy(layer).to(device), x.to(device), **masks)
-    for mine, true in zip(found, expected, strict=True):
+    actual = run(copy.deepcopy(layer).to(device), x.to(device), **masks)
+    for mine, true in zip(actual, expected, strict=True):
         assert (mine is None) == (true is None)
         if mine is not None:
             torch.testing.assert_close(mine.cpu(), true, atol=tolerance, rtol=tolerance, equal_nan=equal_nan)
@@ -148,16 +148,16 @@ def test_order_and_sums_equal_the_cpus(size, weighted, dtype, device, request):
     order = sort_by_expert(*there, tokens, per_token)
     assert torch.equal(order.order.cpu(), plain.order)
     for name in ("token", "by_token", "starts"):
-        found = getattr(order.dispatch, name)
-        assert found.dtype == torch.int64
-        assert torch.equal(found.cpu(), getattr(plain.dispatch, name)), name
+        actual = getattr(order.dispatch, name)
+        assert actual.dtype == torch.int64
+        assert torch.equal(actual.cpu(), getattr(plain.dispatch, name)), name
     there_weights = None if weights is None else weights.to(device)
-    found = [
+    actual = [
         sum_rows(rows.to(device), order.dispatch, weights=there_weights, dtype=dtype),
         permute(x.to(device), order),
         unpermute(rows.to(device), order),
     ]
-    for mine, true in zip(found, results, strict=True):
+    for mine, true in zip(actual, results, strict=True):
         assert mine.dtype == true.dtype
         tolerance = {torch.float32: 1e-6, torch.float64: 1e-12}.get(dtype, 2e-2)
         torch.testing.assert_close(mine.cpu(), true, atol=tolerance, rtol=tolerance)
@@ -181,8 +181,8 @@ def test_codecs_write_and_read_the_same_bytes(name, dtype, device, request, monk
     for part in (f"{name}_encode", "zfp_decode" if name == "zfp" else "decode"):
         kernel = getattr(module, part)
         monkeypatch.setattr(module, part, lambda *given, kernel=kernel: calls.append(1) or kernel(*given))
-    found = codec.encode(rows.to(device))
-    assert torch.equal(found.cpu(), message)
-    apart = torch.cat([found.new_zeros(3), found])[3:]
+    actual = codec.encode(rows.to(device))
+    assert torch.equal(actual.cpu(), message)
+    apart = torch.cat([actual.new_zeros(3), actual])[3:]
     torch.testing.assert_close(codec.decode(apart, *rows.shape, dtype).cpu(), decoded, atol=0, rtol=0, equal_nan=True)
     assert len(calls) == (0 if dtype == torch.float64 else 2)

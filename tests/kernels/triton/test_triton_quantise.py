@@ -36,15 +36,15 @@ def test_bytes_and_rows_are_the_oracles(name, dtype, size, device):
     message = torch.full_like(expected, 77, device=device)
     encode(rows.to(device), *split(message, codec.layout(num_rows, dim, dtype)))
     assert torch.equal(message.cpu(), expected)
-    found = decode(*split(message, codec.layout(num_rows, dim, dtype)), dtype).cpu()
+    actual = decode(*split(message, codec.layout(num_rows, dim, dtype)), dtype).cpu()
     decoded = codec.decode(expected, num_rows, dim, dtype)
-    assert torch.equal(found.isnan(), decoded.isnan())
-    torch.testing.assert_close(found, decoded, atol=0, rtol=0, equal_nan=True)
+    assert torch.equal(actual.isnan(), decoded.isnan())
+    torch.testing.assert_close(actual, decoded, atol=0, rtol=0, equal_nan=True)
 
 
 def test_every_float8_number_comes_back(device):
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).repeat(2)[None]
     scale = torch.tensor([[1.0, 1.0, 0.5, 3.0]])
-    found = decode(scale.to(device), codes.to(device), torch.float32).cpu()
+    actual = decode(scale.to(device), codes.to(device), torch.float32).cpu()
     expected = codes.float() * scale.repeat_interleave(128, dim=1)
-    torch.testing.assert_close(found, expected, atol=0, rtol=0, equal_nan=True)
+    torch.testing.assert_close(actual, expected, atol=0, rtol=0, equal_nan=True)

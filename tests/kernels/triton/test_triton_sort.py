@@ -23,16 +23,16 @@ def test_sort_is_stable_and_complete(num_copies, num_experts, sent, device):
         expert = torch.where(torch.rand(num_copies) < 0.4, wrong[torch.randint(0, 6, (num_copies,))], expert)
     if sent == "one expert":
         expert.fill_(num_experts - 1)
-    found, expected = RowOrder(*sort(expert.to(device), num_experts)), sort_reference(expert, num_experts)
+    actual, expected = RowOrder(*sort(expert.to(device), num_experts)), sort_reference(expert, num_experts)
     for name in RowOrder._fields:
-        assert torch.equal(getattr(found, name).cpu(), getattr(expected, name)), name
+        assert torch.equal(getattr(actual, name).cpu(), getattr(expected, name)), name
 
 
 def test_more_blocks_than_one_scan_takes(device, monkeypatch):
     monkeypatch.setattr("moesaic.kernels.triton.rows.sort.SCANNED", 4)
     expert = torch.randint(0, 3, (128 * 9 + 5,))
-    for found, expected in zip(sort(expert.to(device), 3), sort_reference(expert, 3)):
-        assert torch.equal(found.cpu(), expected)
+    for actual, expected in zip(sort(expert.to(device), 3), sort_reference(expert, 3)):
+        assert torch.equal(actual.cpu(), expected)
 
 
 @pytest.mark.parametrize("counts", [[0], [1], [16], [17], [0, 40, 0, 3], [5, 0, 0], [16, 32, 48], [1] * 40])
@@ -43,6 +43,6 @@ def test_every_row_of_an_expert_is_in_one_tile(counts, unused, device):
     schedule = row_tiles(ends.to(device), num_rows, 16).tolist()
     capacity = max_tiles(num_rows, len(counts), 16)
     total, fields = schedule[0], schedule[1:]
-    found = [tuple(fields[i * capacity + tile] for i in range(3)) for tile in range(total)]
-    assert found == row_tiles_reference(ends, 16)
+    actual = [tuple(fields[i * capacity + tile] for i in range(3)) for tile in range(total)]
+    assert actual == row_tiles_reference(ends, 16)
     assert total <= capacity

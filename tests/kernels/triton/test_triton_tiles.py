@@ -27,10 +27,10 @@ LAYERS = [(327_680, 128, 768, 256), (262_144, 64, 4096, 2048), (524_288, 256, 40
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_every_tile_on_offer_fits_the_device(device, sizes, itemsize):
     for shape in shapes(*sizes, itemsize, gated=True).values():
-        found = list(candidates(shape, device))
-        assert found[0] == default_tile(shape, device)
-        assert len(set(found)) == len(found) <= 16
-        for tile in found:
+        actual = list(candidates(shape, device))
+        assert actual[0] == default_tile(shape, device)
+        assert len(set(actual)) == len(actual) <= 16
+        for tile in actual:
             assert shared_bytes(tile, shape) <= device.shared_bytes
             assert not tile.descriptors or device.capability >= (9, 0)
             assert min(tile.rows, tile.columns, tile.depth) >= 16
@@ -70,9 +70,9 @@ def test_search_keeps_the_fastest_and_survives_tiles_that_fail():
             raise RuntimeError("out of resources\nand more")
         return 1.0 / (tile.rows * tile.columns)
 
-    found, is_done = search(a_shape(), device, seconds_of, say=said.append)
+    actual, is_done = search(a_shape(), device, seconds_of, say=said.append)
     assert is_done
-    assert (found.rows * found.columns, found.programs) == (128 * 256, 0)
+    assert (actual.rows * actual.columns, actual.programs) == (128 * 256, 0)
     assert any("RuntimeError: out of resources" in line and "more" not in line for line in said)
 
 

@@ -24,9 +24,9 @@ def test_chooses_as_a_stable_sort_does(size, values, dtype, device):
     num_rows, num_columns, top_k = size
     rank_by = torch.randn(num_rows, num_columns)
     rank_by = (rank_by.round() * 0.5 if values == "ties" else rank_by).to(dtype)
-    found = top_k_columns(rank_by.to(device), top_k)
-    assert found.dtype == torch.int32
-    assert torch.equal(found.long().cpu(), top_k_indices_reference(rank_by.double(), top_k))
+    actual = top_k_columns(rank_by.to(device), top_k)
+    assert actual.dtype == torch.int32
+    assert torch.equal(actual.long().cpu(), top_k_indices_reference(rank_by.double(), top_k))
 
 
 def test_equal_zeros_of_both_signs_go_to_the_lowest_index(device):

@@ -31,6 +31,6 @@ def test_the_layer_compiles_by_another_triton(triton: Path, tmp_path: Path) -> N
     assert version == triton.name
     tests = str(Path(__file__).with_name("test_triton_compiled.py"))
     command = [sys.executable, "-m", "pytest", tests, "-k", LAYERS, "-p", "no:cacheprovider", "--durations", "0"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "2 passed" in done.stdout
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550, check=False)
+    assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-2000:]
+    assert "2 passed" in process.stdout

@@ -52,10 +52,10 @@ def test_one_gpu_waits_for_nothing(case, dtype, interpreted):
         step(there, x, mask)
         there.zero_grad(set_to_none=True)
         stand_in.record.clear()
-        found = step(there, x, mask)
+        actual = step(there, x, mask)
     assert stand_in.record.waits == []
     assert stand_in.record.uploads == []
     tolerance = 2e-5 if dtype == torch.float32 else 4e-2
-    assert all(isinstance(each, DeviceTensor) for each in found)
-    for mine, true in zip(found, expected, strict=True):
+    assert all(isinstance(each, DeviceTensor) for each in actual)
+    for mine, true in zip(actual, expected, strict=True):
         torch.testing.assert_close(values(mine), true, atol=tolerance, rtol=tolerance)

@@ -47,9 +47,9 @@ def test_bytes_and_rows_are_zfpys(rate, num_rows, dim, dtype, device):
     message = torch.full_like(expected, 77, device=device)
     zfp_encode(rows.to(device), *split(message, layout), rate)
     assert torch.equal(message.cpu(), expected)
-    found = zfp_decode(*split(message, layout), num_rows, dim, dtype, rate).cpu()
+    actual = zfp_decode(*split(message, layout), num_rows, dim, dtype, rate).cpu()
     decoded = codec.decode(expected, num_rows, dim, dtype)
-    torch.testing.assert_close(found, decoded, atol=0, rtol=0, equal_nan=True)
+    torch.testing.assert_close(actual, decoded, atol=0, rtol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("rate", range(4, 33))
@@ -63,5 +63,5 @@ def test_every_rate_at_size(rate, device, interpreted):
     layout = codec.layout(*rows.shape, rows.dtype)
     zfp_encode(rows.to(device), *split(message, layout), rate)
     assert torch.equal(message.cpu(), expected)
-    found = zfp_decode(*split(message, layout), *rows.shape, rows.dtype, rate).cpu()
-    assert torch.equal(found, codec.decode(expected, *rows.shape, rows.dtype))
+    actual = zfp_decode(*split(message, layout), *rows.shape, rows.dtype, rate).cpu()
+    assert torch.equal(actual, codec.decode(expected, *rows.shape, rows.dtype))

@@ -47,12 +47,12 @@ def row_tiles_reference(ends: Tensor, height: int) -> list[tuple[int, int, int]]
 
 def sort_reference(expert: Tensor, num_experts: int) -> RowOrder:
     """Sort copies with a list per expert."""
-    copies = [[i for i, e in enumerate(expert.tolist()) if e == wanted] for wanted in range(num_experts)]
-    order = [i for of_one in copies for i in of_one]
+    copies = [[i for i, e in enumerate(expert.tolist()) if e == own_expert] for own_expert in range(num_experts)]
+    order = [i for own_copies in copies for i in own_copies]
     row = [-1] * len(expert)
     for place, i in enumerate(order):
         row[i] = place
-    ends = torch.tensor([len(of_one) for of_one in copies], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    ends = torch.tensor([len(own_copies) for own_copies in copies], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     filled = order + [0] * (len(expert) - len(order))
     return RowOrder(torch.tensor(filled, dtype=torch.int32), torch.tensor(row, dtype=torch.int32), ends)
 
@@ -61,6 +61,6 @@ def up_reference(
     x: Tensor, matrices: Tensor, ends: Tensor, *, activation: str, weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute `up` in float64 for rows in expert order; matrices are (E, 1 or 2, I, D)."""
-    pre = [rows_times_reference(x, each, ends) for each in matrices.unbind(1)]
+    pre = [rows_times_reference(x, matrix, ends) for matrix in matrices.unbind(1)]
     hidden = ACTIVATIONS[activation](pre[0]) * (pre[1] if len(pre) == 2 else 1.0)
     return torch.cat(pre, 1), hidden if weight is None else hidden * weight.double()[:, None]

@@ -195,16 +195,16 @@ def activation_grad(
     inside = is_row[:, None] & (column < width)[None, :]
     first = row.to(tl.int64)[:, None] * width
     from_pre, to_pre, to_hidden = pre + first * PARTS, d_pre + first * PARTS, hidden + first
-    at = column[None, :]
-    one = tl.load(from_pre + at, mask=inside, other=0.0).to(tl.float32)
-    active = act(one, ACTIVATION)
+    offset = column[None, :]
+    pre_first = tl.load(from_pre + offset, mask=inside, other=0.0).to(tl.float32)
+    active = act(pre_first, ACTIVATION)
     d_active = d_hidden * factor[:, None]
-    d_first = d_active * slope(one, ACTIVATION)
+    d_first = d_active * slope(pre_first, ACTIVATION)
     if PARTS == 2:
-        two = tl.load(from_pre + at + width, mask=inside, other=0.0).to(tl.float32)
-        tl.store(to_pre + at + width, (d_active * active).to(d_pre.dtype.element_ty), mask=inside)
-        d_first *= two
-        active *= two
-    tl.store(to_pre + at, d_first.to(d_pre.dtype.element_ty), mask=inside)
-    tl.store(to_hidden + at, (active * factor[:, None]).to(hidden.dtype.element_ty), mask=inside)
+        pre_second = tl.load(from_pre + offset + width, mask=inside, other=0.0).to(tl.float32)
+        tl.store(to_pre + offset + width, (d_active * active).to(d_pre.dtype.element_ty), mask=inside)
+        d_first *= pre_second
+        active *= pre_second
+    tl.store(to_pre + offset, d_first.to(d_pre.dtype.element_ty), mask=inside)
+    tl.store(to_hidden + offset, (active * factor[:, None]).to(hidden.dtype.element_ty), mask=inside)
     return tl.sum(tl.where(inside, d_hidden * active, 0.0), 1)

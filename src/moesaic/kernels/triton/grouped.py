@@ -96,8 +96,8 @@ def _rows_kernel(
             )  # fmt: skip
             total = tl.dot(a, b, total, input_precision=PRECISION)
         column = start + tl.arange(0, BLOCK_N)
-        to = out + row.to(tl.int64)[:, None] * columns + column[None, :]
-        tl.store(to, total.to(out.dtype.element_ty), mask=is_row[:, None] & (column < columns)[None, :])
+        pointers = out + row.to(tl.int64)[:, None] * columns + column[None, :]
+        tl.store(pointers, total.to(out.dtype.element_ty), mask=is_row[:, None] & (column < columns)[None, :])
 
 
 @triton.jit
@@ -120,8 +120,8 @@ def rows_tile(
         rows = x.load([first, k])
     else:
         step = k + tl.arange(0, BLOCK_K)
-        at = x + source.to(tl.int64)[:, None] * stride_x + step[None, :]
-        rows = tl.load(at, mask=is_row[:, None] & (step < depth)[None, :], other=0.0)
+        pointers = x + source.to(tl.int64)[:, None] * stride_x + step[None, :]
+        rows = tl.load(pointers, mask=is_row[:, None] & (step < depth)[None, :], other=0.0)
     return rows
 
 

@@ -121,8 +121,8 @@ def _outer_kernel(
             right = step_tile(q, q_token, whole, end, first_k, width, Q_GATHERED, False, True, WIDE, BLOCK_R, BLOCK_K)
             total = tl.dot(tl.trans(left), right, total, input_precision=PRECISION)
         n, k = first_n + tl.arange(0, BLOCK_N), first_k + tl.arange(0, BLOCK_K)
-        to = out + expert.to(tl.int64) * height * width + n.to(tl.int64)[:, None] * width + k[None, :]
-        tl.store(to, total.to(out.dtype.element_ty), mask=(n < height)[:, None] & (k < width)[None, :])
+        pointers = out + expert.to(tl.int64) * height * width + n.to(tl.int64)[:, None] * width + k[None, :]
+        tl.store(pointers, total.to(out.dtype.element_ty), mask=(n < height)[:, None] & (k < width)[None, :])
 
 
 @triton.jit

@@ -90,14 +90,27 @@ def _up_kernel(
                 BLOCK_N, BLOCK_K,
             )  # fmt: skip
             total = tl.dot(a, b, total, input_precision=PRECISION)
-        one, two = total, total
+        pre_first, pre_second = total, total
         if PARTS == 2:
-            one, two = halves(total, BLOCK_R, 2 * BLOCK_N)
+            pre_first, pre_second = halves(total, BLOCK_R, 2 * BLOCK_N)
         factor = tl.full((BLOCK_R,), 1.0, tl.float32)
         if WEIGHTED:
             factor = tl.load(weight + row, mask=is_row, other=0.0).to(tl.float32)
         write_in_bites(
-            one, two, factor, pre, hidden, row, is_row, start, width, ACTIVATION, PARTS, BLOCK_R, BLOCK_N, BITES
+            pre_first,
+            pre_second,
+            factor,
+            pre,
+            hidden,
+            row,
+            is_row,
+            start,
+            width,
+            ACTIVATION,
+            PARTS,
+            BLOCK_R,
+            BLOCK_N,
+            BITES,
         )
 
 
@@ -125,17 +138,17 @@ def parts_tile(
         matrices = tl.trans(w.load([expert, 0, column, k]).reshape(PARTS * BLOCK_N, BLOCK_K))
     else:
         n = tl.arange(0, PARTS * BLOCK_N)
-        own, step = column + n % BLOCK_N, k + tl.arange(0, BLOCK_K)
+        own_column, step = column + n % BLOCK_N, k + tl.arange(0, BLOCK_K)
         base = w + expert.to(tl.int64) * stride_expert
-        at = base + ((n // BLOCK_N) * stride_part + own * stride_w)[None, :] + step[:, None]
-        matrices = tl.load(at, mask=(step < depth)[:, None] & (own < columns)[None, :], other=0.0)
+        pointers = base + ((n // BLOCK_N) * stride_part + own_column * stride_w)[None, :] + step[:, None]
+        matrices = tl.load(pointers, mask=(step < depth)[:, None] & (own_column < columns)[None, :], other=0.0)
     return matrices
 
 
 @triton.jit
 def write_in_bites(
-    one: tl.tensor,
-    two: tl.tensor,
+    pre_first: tl.tensor,
+    pre_second: tl.tensor,
     factor: tl.tensor,
     pre: tl.tensor,
     hidden: tl.tensor,
@@ -155,20 +168,20 @@ def write_in_bites(
         inside = is_row[:, None] & (column < width)[None, :]
         first = row.to(tl.int64)[:, None] * width
         to_pre = pre + first * PARTS + column[None, :]
-        rounded = one.to(pre.dtype.element_ty)
+        rounded = pre_first.to(pre.dtype.element_ty)
         tl.store(to_pre, rounded, mask=inside)
         active = act(rounded.to(tl.float32), ACTIVATION) * factor[:, None]
         if PARTS == 2:
-            rounded = two.to(pre.dtype.element_ty)
+            rounded = pre_second.to(pre.dtype.element_ty)
             tl.store(to_pre + width, rounded, mask=inside)
             active *= rounded.to(tl.float32)
         tl.store(hidden + first + column[None, :], active.to(hidden.dtype.element_ty), mask=inside)
     else:
         HALF: tl.constexpr = BLOCK_N // 2
-        left, right = halves(one, BLOCK_R, BLOCK_N)
+        left, right = halves(pre_first, BLOCK_R, BLOCK_N)
         other_left, other_right = left, right
         if PARTS == 2:
-            other_left, other_right = halves(two, BLOCK_R, BLOCK_N)
+            other_left, other_right = halves(pre_second, BLOCK_R, BLOCK_N)
         write_in_bites(
             left, other_left, factor, pre, hidden, row, is_row, start, width,
             ACTIVATION, PARTS, BLOCK_R, HALF, BITES // 2,

@@ -58,22 +58,22 @@ def encode_kernel(
             is_known = codes & (known > 0)
             is_test = codes & (known == 0) & (searching == 0)
             is_search = codes & (known == 0) & (searching == 1)
-            sent = tl.where(is_test, (bits != 0).to(tl.int32), bits & 1)
-            sent = tl.where(codes, sent, 0)
-            sent = tl.where(step < HEADER, (header >> tl.minimum(step, 31)) & 1, sent)
-            word |= sent << place
+            bit = tl.where(is_test, (bits != 0).to(tl.int32), bits & 1)
+            bit = tl.where(codes, bit, 0)
+            bit = tl.where(step < HEADER, (header >> tl.minimum(step, 31)) & 1, bit)
+            word |= bit << place
             # The last coefficient needs no bit if only it remains and the test is positive, or if a search reaches it.
-            is_last = (is_test & (sent == 1) & (reached == 15)) | (is_search & (sent == 0) & (reached == 14))
-            moves = is_search | (is_test & (sent == 1) & (reached == 15))
-            searching = tl.where(is_test & (sent == 1) & (reached < 15), 1, searching)
-            searching = tl.where(is_search & (sent == 1), 0, searching)
+            is_last = (is_test & (bit == 1) & (reached == 15)) | (is_search & (bit == 0) & (reached == 14))
+            moves = is_search | (is_test & (bit == 1) & (reached == 15))
+            searching = tl.where(is_test & (bit == 1) & (reached < 15), 1, searching)
+            searching = tl.where(is_search & (bit == 1), 0, searching)
             known = tl.where(is_known, known - 1, known)
             bits = tl.where(is_known | moves, bits >> 1, bits)
             reached = tl.where(is_last, 16, tl.where(moves, reached + 1, reached))
-            is_done = is_last | (is_test & (sent == 0)) | (is_known & (known == 0) & (reached == 16))
+            is_done = is_last | (is_test & (bit == 0)) | (is_known & (known == 0) & (reached == 16))
             plane = tl.where(is_done, plane - 1, plane)
-            at = planes + tl.maximum(plane, 0) * num_blocks + block
-            new = tl.load(at, mask=is_block & is_done & (plane >= 0), other=0).to(tl.int32) & 0xFFFF
+            pointers = planes + tl.maximum(plane, 0) * num_blocks + block
+            new = tl.load(pointers, mask=is_block & is_done & (plane >= 0), other=0).to(tl.int32) & 0xFFFF
             bits = tl.where(is_done, new, bits)
             known = tl.where(is_done, reached, known)
             searching = tl.where(is_done, 0, searching)
@@ -121,16 +121,16 @@ def decode_kernel(
             known = tl.where(is_known, known - 1, known)
             reached = tl.where(is_last, 16, tl.where(is_search, reached + 1, reached))
             is_done = is_last | (is_test & (bit == 0)) | (is_known & (known == 0) & (reached == 16))
-            at = planes + tl.maximum(plane, 0) * num_blocks + block
-            tl.store(at, bits.to(tl.int16), mask=is_block & is_done)
+            pointers = planes + tl.maximum(plane, 0) * num_blocks + block
+            tl.store(pointers, bits.to(tl.int16), mask=is_block & is_done)
             plane = tl.where(is_done, plane - 1, plane)
             bits = tl.where(is_done, 0, bits)
             known = tl.where(is_done, reached, known)
             searching = tl.where(is_done, 0, searching)
     holds = (header & 1) == 1
     bits = tl.where(searching == 1, bits | (1 << reached), bits)
-    at = planes + tl.maximum(plane, 0) * num_blocks + block
-    tl.store(at, bits.to(tl.int16), mask=is_block & holds & (plane >= 0))
+    pointers = planes + tl.maximum(plane, 0) * num_blocks + block
+    tl.store(pointers, bits.to(tl.int16), mask=is_block & holds & (plane >= 0))
     tl.store(exponents + block, tl.where(holds, (header >> 1) - BIAS, -127), mask=is_block)
 
 

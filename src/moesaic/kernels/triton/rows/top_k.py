@@ -59,8 +59,8 @@ def _top_k_kernel(
     column = tl.arange(0, COLUMNS)
     slot = tl.arange(0, SLOTS)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
-    at = row.to(tl.int64)[:, None] * num_columns + column[None, :]
-    value = tl.load(rank_by + at, mask=inside, other=float("-inf")).to(tl.float32)
+    read_pointers = row.to(tl.int64)[:, None] * num_columns + column[None, :]
+    value = tl.load(rank_by + read_pointers, mask=inside, other=float("-inf")).to(tl.float32)
     # Integers in the order of the floats: -0 equals 0, NaN is above all numbers, and entries that may not be chosen are below.
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
     place = tl.where(value != value, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
@@ -71,5 +71,5 @@ def _top_k_kernel(
         index = tl.minimum(tl.min(tl.where(is_best, column[None, :], COLUMNS), 1), num_columns - 1)
         place = tl.where(column[None, :] == index[:, None], -0x80000000, place)
         best = tl.where(slot[None, :] == k, index[:, None], best)
-    to = row.to(tl.int64)[:, None] * TOP_K + slot[None, :]
-    tl.store(chosen + to, best, mask=(row < num_rows)[:, None] & (slot < TOP_K)[None, :])
+    write_pointers = row.to(tl.int64)[:, None] * TOP_K + slot[None, :]
+    tl.store(chosen + write_pointers, best, mask=(row < num_rows)[:, None] & (slot < TOP_K)[None, :])
