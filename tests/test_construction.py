@@ -84,7 +84,7 @@ def test_named_experts_take_biases(experts: str) -> None:
 
 
 def test_a_function_says_itself_whether_it_has_biases() -> None:
-    with pytest.raises(InputError, match="bias=True is for experts that are named"):
+    with pytest.raises(InputError, match="bias=True is only for experts given by name"):
         MoE(8, 8, 4, 2, experts=PlainExperts, bias=True)
 
 

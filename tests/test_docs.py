@@ -75,6 +75,22 @@ def test_files_that_pages_and_docstrings_name_exist() -> None:
     assert {(path, where) for path, where in ours if path not in ends} == set()
 
 
+def test_tests_that_pages_name_exist() -> None:
+    written = {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text("utf-8"), re.MULTILINE)
+    }
+    named = {
+        (name, page.name)
+        for page in PAGES
+        if page.name != "log.md"
+        for name in re.findall(r"::(test_\w+)", page.read_text("utf-8"))
+    }
+    assert len(named) > 20
+    assert {(name, page) for name, page in named if name not in written} == set()
+
+
 def test_errata_that_are_cited_are_listed() -> None:
     listed = set(re.findall(r"^\| ([FNPST]\d) \|", (ROOT / "docs" / "papers.md").read_text("utf-8"), re.MULTILINE))
     cited = {

@@ -125,7 +125,7 @@ def test_options_that_a_router_does_not_have_are_refused() -> None:
         MoE(8, 6, 4, router="hash", router_options={"bias": True})
     with pytest.raises(InputError, match="normalize='both' is unknown: write normalize=\"before\" or"):
         MoE(8, 6, 4, router="cosine", router_options={"normalize": "both"})
-    with pytest.raises(InputError, match="router_options is for routers that are named"):
+    with pytest.raises(InputError, match="router_options is only for a router given by name"):
         MoE(8, 6, 4, router=lambda dim, n: None, router_options={"scale": 2.0})  # type: ignore[arg-type, return-value]
 
 

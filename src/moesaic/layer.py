@@ -576,7 +576,7 @@ def _use_kernel(experts: AbstractExperts, name: str) -> None:
         return
     if not isinstance(experts, StackedExperts):
         raise InputError(
-            f"kernel={name!r} is for experts that are named, got {type(experts).__name__}: leave it at {AUTO}"
+            f"kernel={name!r} is only for built-in experts, got {type(experts).__name__}: leave it at {AUTO}"
         )
     experts.kernel = name
 
@@ -586,7 +586,7 @@ def _with_bias(make: ExpertsFactory, choice: str | Callable, bias: bool) -> Expe
     if not bias:
         return make
     if callable(choice):
-        raise InputError("bias=True is for experts that are named: let your function make them with biases")
+        raise InputError("bias=True is only for experts given by name: let your function create them with biases")
     return partial(make, bias=True)  # type: ignore[call-arg]
 
 
@@ -595,19 +595,21 @@ def _with_options(make: RouterFactory, choice: str | Callable, options: Mapping[
     if not options:
         return make
     if callable(choice):
-        raise InputError("router_options is for routers that are named: let your function make one with its options")
-    known = options_of(make)
+        raise InputError("router_options is only for a router given by name: set the options in your function")
+    option_names = options_of(make)
     for name in options:
-        if name not in known:
-            raise InputError(f"router_options: {name} is no option of router={choice!r}{suggestion(name, list(known))}")
+        if name not in option_names:
+            raise InputError(
+                f"router_options: {name} is no option of router={choice!r}{suggestion(name, list(option_names))}"
+            )
 
-    def made(dim: int, num_experts: int) -> AbstractRouter:
+    def make_with_options(dim: int, num_experts: int) -> AbstractRouter:
         try:
             return make(dim, num_experts, **options)
         except TypeError as error:
             raise InputError(f"router_options={dict(options)} do not fit router={choice!r}: {error}") from None
 
-    return made
+    return make_with_options
 
 
 def _as_losses(losses: AbstractLoss | Sequence[AbstractLoss]) -> tuple[AbstractLoss, ...]:

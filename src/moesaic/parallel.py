@@ -141,8 +141,8 @@ def shard_over_data(
     unsharded: set[nn.Parameter] = set()
     for module in model.modules():
         if isinstance(module, MoE) and edp > 1:
-            gathered_in = dtype if isinstance(module.experts, StackedExperts) else None
-            _shard(module.experts, mesh.sparse["edp"], divide_by=dp, dtype=gathered_in)
+            gather_dtype = dtype if isinstance(module.experts, StackedExperts) else None
+            _shard(module.experts, mesh.sparse["edp"], divide_by=dp, dtype=gather_dtype)
         elif isinstance(module, MoE):
             unsharded |= set(module.experts.parameters())
     if dp == 1:
@@ -164,17 +164,17 @@ def prepare_ddp(model: nn.Module, mesh: Mesh) -> None:
         model: the model that you or a trainer will wrap in DDP; its MoE layers are parallelized on `mesh`.
         mesh: the mesh of the MoE layers.
     """
-    spread = {id(parameter) for parameter in expert_parameters(model)}
+    expert_ids = {id(parameter) for parameter in expert_parameters(model)}
     group = mesh.sparse["edp"].get_group() if mesh.grid.edp > 1 else None
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     for name, parameter in model.named_parameters():
-        if id(parameter) in spread:
+        if id(parameter) in expert_ids:
             ignored.add(name)
-            parameter.register_hook(partial(_averaged, group=group, dp=mesh.grid.dp))
+            parameter.register_hook(partial(_average_expert_gradient, group=group, dp=mesh.grid.dp))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
 
 
-def _averaged(gradient: Tensor, *, group: dist.ProcessGroup | None, dp: int) -> Tensor:
+def _average_expert_gradient(gradient: Tensor, *, group: dist.ProcessGroup | None, dp: int) -> Tensor:
     """Return an expert's gradient, summed over the copies of the expert and divided by dp."""
     total = local_part(gradient) / dp
     if group is not None:
@@ -193,18 +193,18 @@ def _shard(
     dtype: torch.dtype | None = None,
 ) -> None:
     """Make a module an FSDP2 unit, gathered in `dtype`. Its gradients are summed over `mesh` and divided by `divide_by`."""
-    joined = {
+    gate_and_up = {
         parameter
         for experts in module.modules()
         if isinstance(experts, StackedExperts)
         for name, parameter in experts.named_parameters(recurse=False)
         if name in experts.paired
     }
-    summed_in = None if dtype is None else next(module.parameters()).dtype
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=summed_in, cast_forward_inputs=False)
+    reduce_dtype = None if dtype is None else next(module.parameters()).dtype
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
     def place(parameter: nn.Parameter) -> Shard:
-        return Shard(shard_dim(parameter, mesh.size(), whole=(1,) if parameter in joined else ()))
+        return Shard(shard_dim(parameter, mesh.size(), whole=(1,) if parameter in gate_and_up else ()))
 
     # Reshard the outermost unit too: if an evaluation left it gathered, it would miss the optimizer step that follows.
     fully_shard(
@@ -232,10 +232,10 @@ def shard_dim(parameter: Tensor, parts: int, whole: Collection[int] = ()) -> int
         whole: dimensions that must not be split, such as the one that holds gate and up.
     """
     placements = parameter.placements if isinstance(parameter, DTensor) else ()
-    split = {place.dim for place in placements if isinstance(place, Shard)}
+    split_dims = {place.dim for place in placements if isinstance(place, Shard)}
     sizes = local_part(parameter).shape
-    even = [dim for dim, size in enumerate(sizes) if size % parts == 0 and dim not in whole]
-    return next((dim for dim in even if dim not in split), even[0] if even else 0)
+    even_dims = [dim for dim, size in enumerate(sizes) if size % parts == 0 and dim not in whole]
+    return next((dim for dim in even_dims if dim not in split_dims), even_dims[0] if even_dims else 0)
 
 
 @torch.no_grad()
@@ -266,8 +266,8 @@ def clip_grad_norm_(
         the norm before clipping, ().
     """
     parameters = list(model.parameters() if isinstance(model, nn.Module) else model)
-    places = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in parameters}
-    if mesh is group is None and len(places) < 2 and not any(_is_spread(parameter) for parameter in parameters):
+    meshes = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in parameters}
+    if mesh is group is None and len(meshes) < 2 and not any(_is_spread(parameter) for parameter in parameters):
         norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
     norm = gradient_norm(parameters, norm_type, mesh=mesh, group=group)
@@ -296,18 +296,20 @@ def gradient_norm(
         group: the ranks that together hold the model, in all pipeline stages; None for the ranks of `mesh`.
     """
     parameters = list(parameters)
-    present = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    with_gradient = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     holders = world if mesh is None else mesh.grid.world
     group = mesh.process_group if group is None and mesh is not None else group
     if world == 1:
-        return nn.utils.get_total_norm([local_part(gradient) for _, gradient in present], norm_type)
-    by_copies: dict[int, list[Tensor]] = {}
-    for parameter, gradient in present:
+        return nn.utils.get_total_norm([local_part(gradient) for _, gradient in with_gradient], norm_type)
+    parts_by_copies: dict[int, list[Tensor]] = {}
+    for parameter, gradient in with_gradient:
         if local_part(gradient).numel():
-            by_copies.setdefault(num_copies(gradient, _holders(parameter, holders)), []).append(local_part(gradient))
+            parts_by_copies.setdefault(num_copies(gradient, _holders(parameter, holders)), []).append(
+                local_part(gradient)
+            )
     total = torch.zeros((), dtype=torch.float64, device=parameters[0].device if parameters else None)
-    for copies, parts in by_copies.items():
+    for copies, parts in parts_by_copies.items():
         norm = nn.utils.get_total_norm(parts, norm_type).double()
         total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm.pow(norm_type) / copies
     if math.isinf(norm_type):
@@ -330,8 +332,8 @@ def clip(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
     parts = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     for dtype in {part.dtype for part in parts}:
-        same = [part for part in parts if part.dtype == dtype]
-        torch._foreach_mul_(same, factor.to(dtype))
+        same_dtype = [part for part in parts if part.dtype == dtype]
+        torch._foreach_mul_(same_dtype, factor.to(dtype))
 
 
 def num_copies(tensor: Tensor, holders: int) -> int:
@@ -348,6 +350,7 @@ def num_copies(tensor: Tensor, holders: int) -> int:
 
 
 def _axes(parameter: nn.Parameter) -> tuple[str, ...]:
+    """Return the mesh dimensions of a DTensor; () for a plain tensor."""
     return (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
 
 

@@ -72,3 +72,23 @@ def test_refusals_are_one_line(words, message):
 )
 def test_frames_are_taken_off(box):
     assert _one_line(box) == "--steps: no number: 'x'"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explained:
+    """What to do."""
+
+    count: int = 1
+    """A text that is long enough to be written on two lines in the source, and whose
+    second line continues the sentence."""
+    inner: Inner = field(default_factory=Inner)
+    """More."""
+
+
+def test_help_texts_break_lines_where_the_terminal_does(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        parse(Explained, ["--help"], prog="moesaic do", description="Do.")
+    printed = capsys.readouterr().out
+    assert "in the source, and whose second line continues the sentence. (default: 1)" in printed
+    assert "One of two." in printed

@@ -53,19 +53,19 @@ def test_values_for_every_dtype_and_shape(dtype, shape):
 
     def rank(transport: AbstractTransport, peers: tuple[int, ...]) -> list[Tensor]:
         mine = values(transport.rank, shape, dtype)
-        found = [
+        results = [
             all_reduce_sum(transport, peers, mine),
             broadcast(transport, peers, mine, 2),
             *all_gather(transport, peers, mine),
         ]
-        if dtype != torch.float8_e4m3fn:  # which has no maximum in PyTorch
-            found.append(all_reduce_max(transport, peers, mine))
-        assert all(tensor.dtype == dtype and tensor.shape == torch.Size(shape) for tensor in found)
-        return [tensor.double() for tensor in found]
+        if dtype != torch.float8_e4m3fn:  # PyTorch has no maximum for this dtype
+            results.append(all_reduce_max(transport, peers, mine))
+        assert all(tensor.dtype == dtype and tensor.shape == torch.Size(shape) for tensor in results)
+        return [tensor.double() for tensor in results]
 
-    wanted = [stacked.sum(0), stacked[2], *stacked, stacked.amax(0)]
-    for found in on_all(world, rank):
-        for a, b in zip(found, wanted):
+    expected = [stacked.sum(0), stacked[2], *stacked, stacked.amax(0)]
+    for results in on_all(world, rank):
+        for a, b in zip(results, expected):
             assert torch.equal(a, b)
 
 
@@ -82,10 +82,10 @@ def test_sums_are_in_the_order_of_ranks_and_the_same_bits_everywhere(size, dtype
     for limit in (0, DIRECT_BYTES, 2**30):
         monkeypatch.setattr(collectives, "DIRECT_BYTES", limit)
         for seed in range(3):
-            for found in on_all(
+            for result in on_all(
                 world, lambda transport, peers: all_reduce_sum(transport, peers, parts[transport.rank]), seed
             ):
-                assert torch.equal(found, in_order.to(dtype))
+                assert torch.equal(result, in_order.to(dtype))
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
@@ -95,7 +95,7 @@ def test_bytes_of_a_large_sum_are_those_of_the_best_algorithm(world):
     def rank(transport: AbstractTransport, peers: tuple[int, ...]) -> int:
         assert isinstance(transport, LoopbackTransport)
         all_reduce_sum(transport, peers, torch.ones(num_bytes // 4))
-        all_gather(transport, peers, torch.ones(0))  # all have sent by then
+        all_gather(transport, peers, torch.ones(0))  # after this, all ranks have sent
         return sum(moved for (source, _), moved in transport.mailbox.bytes_sent.items() if source == transport.rank)
 
     assert on_all(world, rank) == [2 * (world - 1) * num_bytes // world] * world
@@ -194,9 +194,9 @@ def test_sharing_and_slicing_give_the_gradients_of_one_process(world, num_rows):
     w, whole = weight.clone().requires_grad_(), x.clone().requires_grad_()
     y = torch.tanh(whole * 2 @ w)
     (y * scale).sum().backward()
-    found = on_all(world, rank, seed=num_rows)
-    torch.testing.assert_close(torch.cat([part for part, _, _ in found]), y.detach(), rtol=0, atol=1e-12)
-    for _, dx, dw in found:
+    results = on_all(world, rank, seed=num_rows)
+    torch.testing.assert_close(torch.cat([part for part, _, _ in results]), y.detach(), rtol=0, atol=1e-12)
+    for _, dx, dw in results:
         torch.testing.assert_close(dx, whole.grad, rtol=0, atol=1e-12)
         torch.testing.assert_close(dw, w.grad, rtol=0, atol=1e-11)
 

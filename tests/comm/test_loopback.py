@@ -55,7 +55,7 @@ def test_autograd_waits_inside_backward(world, seed):
         assert x.grad is not None
         return y.detach(), x.grad
 
-    found = run_ranks(world, rank, seed=seed)
+    results = run_ranks(world, rank, seed=seed)
     xs, stacks = [], []
     for r in range(world):
         torch.manual_seed(r)
@@ -66,9 +66,9 @@ def test_autograd_waits_inside_backward(world, seed):
         total = torch.stack([torch.tanh(stacks[r][depth](ys[r])) for r in range(world)]).sum(0)
         ys = [total] * world
     loss = sum(y.square().sum() * (r + 1) for r, y in enumerate(ys))
-    for (y, grad), expected, wanted in zip(found, ys, torch.autograd.grad(loss, xs)):
+    for (y, grad), expected, expected_grad in zip(results, ys, torch.autograd.grad(loss, xs)):
         torch.testing.assert_close(y, expected.detach(), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(grad, wanted, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(grad, expected_grad, rtol=1e-10, atol=1e-12)
 
 
 def interleaving(seed: int) -> list[int]:
@@ -114,10 +114,10 @@ def test_buffers_hold_nan_until_waited_for_and_handles_complete_in_any_order():
             )
         assert all(buffer.isnan().all() for _, buffer in handles)
         order = [3, 0, 4, 1, 2] if transport.rank else [2, 4, 0, 3, 1]
-        for at in order:
-            transport.wait(handles[at][0])
-            transport.wait(handles[at][0])  # twice is once
-            assert not handles[at][1].isnan().any()
+        for index in order:
+            transport.wait(handles[index][0])
+            transport.wait(handles[index][0])  # waiting again does nothing
+            assert not handles[index][1].isnan().any()
         return [float(buffer) for _, buffer in handles]
 
     assert run_ranks(2, rank, seed=3) == [[0, 1, 2, 3, 4]] * 2
@@ -246,10 +246,10 @@ def test_each_rank_has_its_own_default_generator_and_the_callers_is_kept():
 
     torch.manual_seed(99)
     before = torch.get_rng_state()
-    found = run_ranks(4, rank, seed=5)
+    results = run_ranks(4, rank, seed=5)
     assert torch.equal(torch.get_rng_state(), before)
     first = float(torch.rand(()))
-    for number, drawn in enumerate(found):
+    for number, drawn in enumerate(results):
         torch.manual_seed(number)
         assert drawn == [first, *(float(torch.rand(())) for _ in range(3))]
 

@@ -15,7 +15,7 @@ from moesaic.program.grid import Grid
 
 
 def test_one_process_needs_no_process_group(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # of a launcher that nobody asked
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # ignored without torch.distributed
     mesh = Mesh.create()
     assert isinstance(mesh.transport, NoTransport)
     assert (mesh.rank, mesh.grid, mesh.is_distributed, mesh.expert_mesh) == (0, Grid(world=1), False, None)
@@ -95,8 +95,8 @@ def test_nodes_and_rails():
         mesh = Mesh(Grid(world=6, tp=3, ranks_per_node=2), transport)
         return mesh.intra_node, mesh.inter_node, mesh.group("tp")
 
-    found = run_ranks(6, rank)
-    assert found[3] == ((2, 3), (1, 3, 5), (3, 4, 5))
-    assert found[4] == ((4, 5), (0, 2, 4), (3, 4, 5))
-    for r, (intra, inter, _) in enumerate(found):
+    results = run_ranks(6, rank)
+    assert results[3] == ((2, 3), (1, 3, 5), (3, 4, 5))
+    assert results[4] == ((4, 5), (0, 2, 4), (3, 4, 5))
+    for r, (intra, inter, _) in enumerate(results):
         assert set(intra) & set(inter) == {r}

@@ -69,7 +69,7 @@ def recorder(monkeypatch) -> Recorder:
     monkeypatch.setattr(torch.cuda, "stream", entered)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: recorder.current)
     monkeypatch.setattr(dist, "batch_isend_irecv", batch)
-    monkeypatch.setattr(dist, "P2POp", lambda op, tensor, **more: SimpleNamespace(op=op, tensor=tensor, **more))
+    monkeypatch.setattr(dist, "P2POp", lambda op, tensor, **options: SimpleNamespace(op=op, tensor=tensor, **options))
     monkeypatch.setattr(torch.Tensor, "record_stream", used)
     return recorder
 
@@ -126,7 +126,7 @@ def test_what_has_no_bytes_is_not_enqueued(recorder):
 
 
 def test_creating_it_makes_a_communicator_per_lane_with_all_ranks(recorder, monkeypatch):
-    made: list[Any] = []
+    groups: list[Any] = []
 
     class FakeGroup(dist.ProcessGroup):
         def __init__(self) -> None:
@@ -135,16 +135,16 @@ def test_creating_it_makes_a_communicator_per_lane_with_all_ranks(recorder, monk
     def new_group(ranks: list[int] | None, backend: str, pg_options: Any, use_local_synchronization: bool) -> Any:
         assert (ranks, use_local_synchronization) == (None, False)
         assert pg_options.is_high_priority_stream
-        made.append((backend, FakeGroup()))
-        return made[-1][1]
+        groups.append((backend, FakeGroup()))
+        return groups[-1][1]
 
     reduced: list[Any] = []
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: reduced.append(group))
     transport = Nccl.create(DEVICE)
-    assert [backend for backend, _ in made] == ["nccl", "nccl"]
-    assert [id(group) for group in reduced] == [id(group) for _, group in made]
+    assert [backend for backend, _ in groups] == ["nccl", "nccl"]
+    assert [id(group) for group in reduced] == [id(group) for _, group in groups]
     assert (transport.rank, transport.world, transport.device, transport.take_tags(2), transport.take_tags(1)) == (
         1,
         3,

@@ -36,7 +36,7 @@ def refusal(function: Any) -> str:
 
 def meshes(rank: int, world: int) -> dict[str, Any]:
     """Return what a rank observes of meshes."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for innermost in ("etp", "ep"):
         mesh = Mesh.create(tp=2, ep=2, etp=world // 2, innermost=innermost, ranks_per_node=2)
         for name, device_mesh, grid_axes in (
@@ -53,51 +53,51 @@ def meshes(rank: int, world: int) -> dict[str, Any]:
         assert mesh.is_distributed
         total = torch.ones(1)
         dist.all_reduce(total, group=mesh.sparse["ep"].get_group())
-        found[innermost] = (float(total), mesh.group("ep"), mesh.intra_node, mesh.inter_node)
+        results[innermost] = (float(total), mesh.group("ep"), mesh.intra_node, mesh.inter_node)
     os.environ["LOCAL_WORLD_SIZE"] = str(world // 2)
-    found["launcher"] = Mesh.create().grid.ranks_per_node
+    results["launcher"] = Mesh.create().grid.ranks_per_node
     os.environ["LOCAL_WORLD_SIZE"] = "3"
-    found["bad launcher"] = refusal(Mesh.create)
-    found["config over launcher"] = Mesh.create(ranks_per_node=1).grid.ranks_per_node
+    results["bad launcher"] = refusal(Mesh.create)
+    results["config over launcher"] = Mesh.create(ranks_per_node=1).grid.ranks_per_node
     del os.environ["LOCAL_WORLD_SIZE"]
-    found["misfit"] = refusal(lambda: Mesh.create(ep=3))
-    found["differ"] = refusal(lambda: Mesh.create(ep=2 if rank else 1))
-    return found
+    results["misfit"] = refusal(lambda: Mesh.create(ep=3))
+    results["differ"] = refusal(lambda: Mesh.create(ep=2 if rank else 1))
+    return results
 
 
 def movements(rank: int, world: int, name: TransportName) -> dict[str, Any]:
     """Return what a rank observes of its transport."""
     mesh = Mesh.create(transport=name)
     transport, everyone = mesh.transport, tuple(range(world))
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     large = torch.randn(DIRECT_BYTES, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
-    found["large"] = all_reduce_sum(transport, everyone, large)
-    found["small"] = all_reduce_sum(transport, everyone, torch.tensor(rank + 1, dtype=torch.int16)).item()
-    found["empty"] = tuple(all_reduce_sum(transport, everyone, torch.ones(0, 3)).shape)
-    found["halves"] = all_reduce_sum(
+    results["large"] = all_reduce_sum(transport, everyone, large)
+    results["small"] = all_reduce_sum(transport, everyone, torch.tensor(rank + 1, dtype=torch.int16)).item()
+    results["empty"] = tuple(all_reduce_sum(transport, everyone, torch.ones(0, 3)).shape)
+    results["halves"] = all_reduce_sum(
         transport, mesh.grid.group(rank, ("dp",)), torch.ones(2, dtype=torch.bfloat16)
     ).tolist()
-    found["sent"] = broadcast(transport, everyone, torch.full((2,), rank).to(torch.float8_e4m3fn), world - 1).tolist()
-    found["gathered"] = [bool(part) for part in all_gather(transport, everyone, torch.tensor(rank % 2 == 0))]
+    results["sent"] = broadcast(transport, everyone, torch.full((2,), rank).to(torch.float8_e4m3fn), world - 1).tolist()
+    results["gathered"] = [bool(part) for part in all_gather(transport, everyone, torch.tensor(rank % 2 == 0))]
     weight, x = torch.ones(3, requires_grad=True), torch.arange(5.0).requires_grad_()
     (
         slice_rows(transport, everyone, x * 1).sum() * (rank + 1) * share(transport, everyone, weight * 1).sum()
     ).backward()
-    found["gradients"] = (weight.grad.tolist(), x.grad.tolist())
-    first = transport.take_tags(3)  # issued in another order by each rank, waited for backwards
+    results["gradients"] = (weight.grad.tolist(), x.grad.tolist())
+    first = transport.take_tags(3)  # each rank issues in another order and waits in reverse
     handles, buffers = [], {}
-    for at in sorted(range(3), key=lambda at: (at + rank) % 3):
+    for number in sorted(range(3), key=lambda number: (number + rank) % 3):
         receives = {peer: torch.empty(1) for peer in everyone if peer != rank}
-        sends = {peer: torch.full((1,), float(100 * at + rank)) for peer in everyone if peer != rank}
-        handles.append(transport.issue(Transfer(rank, first + at, sends, receives)))
-        buffers[at] = receives
+        sends = {peer: torch.full((1,), float(100 * number + rank)) for peer in everyone if peer != rank}
+        handles.append(transport.issue(Transfer(rank, first + number, sends, receives)))
+        buffers[number] = receives
     for handle in reversed(handles):
         transport.wait(handle)
-    found["tags"] = all(float(b) == 100 * at + peer for at in buffers for peer, b in buffers[at].items())
-    found["different"] = refusal(lambda: check_same(transport, {"a": 1, **({"b": 2} if rank else {})}))
+    results["tags"] = all(float(b) == 100 * number + peer for number in buffers for peer, b in buffers[number].items())
+    results["different"] = refusal(lambda: check_same(transport, {"a": 1, **({"b": 2} if rank else {})}))
     check_same(transport, {"a": 1})
-    found["transport"] = type(transport).__name__
-    return found
+    results["transport"] = type(transport).__name__
+    return results
 
 
 def other_transports(rank: int) -> dict[str, object]:
@@ -119,8 +119,8 @@ def process(rank: int, world: int, name: TransportName, folder: str) -> None:
     store = FileStore(str(Path(folder) / "store"), world)
     timeout = datetime.timedelta(seconds=300)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-    found = {**meshes(rank, world), **movements(rank, world, name), **other_transports(rank)}
-    torch.save(found, Path(folder) / f"{rank}.pt")
+    results = {**meshes(rank, world), **movements(rank, world, name), **other_transports(rank)}
+    torch.save(results, Path(folder) / f"{rank}.pt")
     leave()
 
 
@@ -128,13 +128,13 @@ def process(rank: int, world: int, name: TransportName, folder: str) -> None:
 def test_real_processes(world, name, tmp_path, monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     start(world, process, world, name, str(tmp_path))
-    found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(world)]
+    results = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(world)]
     large = torch.zeros(DIRECT_BYTES)
     for rank in range(world):
         large += torch.randn(DIRECT_BYTES, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
     others = "rank 1" if world == 2 else f"ranks 1-{world - 1}"
     step = world // 2
-    for rank, saw in enumerate(found):
+    for rank, saw in enumerate(results):
         outer = tuple(r for r in range(world) if r % step == rank % step)
         inner = tuple(r for r in range(world) if r // 2 == rank // 2)
         rail = tuple(r for r in range(world) if r % 2 == rank % 2)

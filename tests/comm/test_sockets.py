@@ -153,7 +153,7 @@ def test_what_a_peer_sent_before_it_went_still_arrives_and_more_is_refused():
     waiting = right.issue(Transfer(1, 1, {}, {0: torch.empty(1)}))
     del left
     buffer = torch.empty(1)
-    for _ in range(2):  # the second time nothing is heard of it any more
+    for _ in range(2):  # the second wait gets no event from the closed peer
         with pytest.raises(RuntimeError, match="rank 1: connection closed by rank 0"):
             right.wait(waiting)
     right.wait(right.issue(Transfer(1, 0, {}, {0: buffer})))
@@ -219,9 +219,9 @@ def listening(
         line.close()
 
 
-def stranger(place: _Endpoint, said: bytes) -> socket.socket:
+def stranger(place: _Endpoint, data: bytes) -> socket.socket:
     line = socket.create_connection(place.addresses[0])
-    line.sendall(said)
+    line.sendall(data)
     return line
 
 
@@ -252,7 +252,7 @@ def test_a_rank_that_nobody_waits_for_is_not_let_in(rank, monkeypatch):
 
 
 def test_callers_that_say_nothing_or_little_keep_nobody_waiting(monkeypatch):
-    monkeypatch.setattr(sockets, "HELLO_TIMEOUT", 3600.0)  # none of them is given up
+    monkeypatch.setattr(sockets, "HELLO_TIMEOUT", 3600.0)  # no caller times out
     lines: dict[int, socket.socket] = {}
     with listening(range(1, 2), lines) as (place, answered):
         silent = [stranger(place, b"\0" * (count % 24)) for count in range(2 * sockets._CALLERS)]
@@ -299,9 +299,9 @@ def test_sizes_no_peer_of_ours_announces_are_refused_before_memory_is_taken(size
     ours, theirs = socket.socketpair()
     right = Sockets(1, {0: ours})
     theirs.sendall(struct.pack("<qq", 7, size))
-    wanted = Transfer(1, 7 if is_asked_for else 8, {}, {0: torch.empty(1)})
+    transfer = Transfer(1, 7 if is_asked_for else 8, {}, {0: torch.empty(1)})
     with pytest.raises(MessageSizeError, match=rf"^rank 0 (announced|sent) {size} bytes under tag 7"):
-        right.wait(right.issue(wanted))
+        right.wait(right.issue(transfer))
     theirs.close()
     gone = Transfer(1, 8, {}, {0: torch.empty(1)})
     with pytest.raises(RuntimeError, match="closed by rank 0"):
@@ -350,27 +350,27 @@ def test_a_peer_that_runs_ahead_waits_until_it_is_asked(monkeypatch):
     data = [torch.randint(256, (1 << 16,), dtype=torch.uint8) for _ in range(20)]
 
     def run_ahead() -> None:
-        for handle in [first.issue(Transfer(0, tag, {1: each}, {})) for tag, each in enumerate(data)]:
+        for handle in [first.issue(Transfer(0, tag, {1: tensor}, {})) for tag, tensor in enumerate(data)]:
             first.wait(handle)
 
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(run_ahead)
         tag = 0
-        while not second._connections[0].unread_bytes:  # it moves what it can while it waits for another rank
+        while not second._connections[0].unread_bytes:  # it reads this peer's messages while it waits for another rank
             tag += 1
             third.issue(Transfer(2, tag, {1: torch.ones(1)}, {}))
             second.wait(second.issue(Transfer(1, tag, {}, {2: torch.empty(1)})))
         assert second._connections[0].early_bytes == 3 << 16
         assert not sent.done()
-        buffers = [torch.empty_like(each) for each in data]
+        buffers = [torch.empty_like(tensor) for tensor in data]
         last = second.issue(Transfer(1, 19, {}, {0: buffers[19]}))
-        second.wait(last)  # behind all the others, which are kept for its sake
+        second.wait(last)  # the earlier messages are kept so that this one can be read
         assert second._connections[0].early_bytes == 19 << 16
         sent.result()
         for tag in range(19):
             second.wait(second.issue(Transfer(1, tag, {}, {0: buffers[tag]})))
     assert second._connections[0].early_bytes == 0
-    assert all(torch.equal(each, there) for each, there in zip(data, buffers))
+    assert all(torch.equal(tensor, buffer) for tensor, buffer in zip(data, buffers))
 
 
 def test_messages_that_were_left_with_a_peer_are_read_in_turn(monkeypatch):
@@ -433,21 +433,21 @@ def test_threads_of_a_rank_send_and_receive_at_the_same_time():
 
     both = transports()
     with ThreadPoolExecutor(2 * threads) as pool:
-        found = [pool.submit(exchange, each, thread) for each in both for thread in range(threads)]
-        assert [each.result(120) for each in found] == [True] * 2 * threads
+        futures = [pool.submit(exchange, each, thread) for each in both for thread in range(threads)]
+        assert [each.result(120) for each in futures] == [True] * 2 * threads
 
 
 def test_a_thread_that_waits_is_woken_by_one_that_sends():
     left, right = transports()
     data = torch.randint(
         256, (LARGE,), dtype=torch.uint8
-    )  # the kernel takes a part of it, the thread that polls the rest
+    )  # the kernel buffers a part, the polling thread sends the rest
     buffer, answer = torch.empty_like(data), torch.empty(1)
     with ThreadPoolExecutor(2) as pool:
         waits = pool.submit(lambda: left.wait(left.issue(Transfer(0, 2, {}, {1: answer}))))
         while not left._is_polling:
             time.sleep(0.001)
-        left.issue(Transfer(0, 1, {1: data}, {}))  # nobody waits for it but the peer
+        left.issue(Transfer(0, 1, {1: data}, {}))  # only the peer waits for this message
         right.wait(right.issue(Transfer(1, 1, {}, {0: buffer})))
         right.wait(right.issue(Transfer(1, 2, {0: torch.ones(1)}, {})))
         waits.result(60)

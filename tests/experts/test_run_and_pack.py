@@ -244,7 +244,7 @@ class Buffered(nn.Module):
 def test_what_would_stay_behind_does_not_travel(make: type[nn.Module]) -> None:
     experts = ModuleExperts(make, DIM, 2)
     with pytest.raises(
-        InputError, match=f"experts like {make.__name__} cannot travel.*leave plan.gather_weights at none"
+        InputError, match=f"experts like {make.__name__} cannot be sent.*leave plan.gather_weights at none"
     ):
         experts.pack(weights_of(experts)[0])
     out = experts(torch.randn(3, DIM), None, ends_of([1, 2]))
@@ -253,7 +253,9 @@ def test_what_would_stay_behind_does_not_travel(make: type[nn.Module]) -> None:
 
 def test_modules_of_different_kinds_are_refused() -> None:
     kinds = iter([two_layers, Biased, two_layers])
-    with pytest.raises(InputError, match="must have parameters of the same names and shapes: make all alike"):
+    with pytest.raises(
+        InputError, match="must have parameters of the same names and shapes: create all in the same way"
+    ):
         ModuleExperts(lambda: next(kinds)(), DIM, 3)
 
 

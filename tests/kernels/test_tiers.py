@@ -251,5 +251,5 @@ def test_experts_of_the_users_own_have_no_kernel_to_choose():
     def make(dim: int, hidden: int, count: int) -> ModuleExperts:
         return ModuleExperts(lambda: torch.nn.Linear(dim, dim), dim, count)
 
-    with pytest.raises(InputError, match=r"kernel='fp8' is for experts that are named, got ModuleExperts"):
+    with pytest.raises(InputError, match=r"kernel='fp8' is only for built-in experts, got ModuleExperts"):
         MoE(8, 8, 2, experts=make, kernel="fp8")

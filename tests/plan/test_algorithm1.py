@@ -28,7 +28,7 @@ def test_the_choice_is_the_rules_on_the_clusters_operations() -> None:
 
 
 def test_a_rule_needs_times_from_one_place() -> None:
-    with pytest.raises(InputError, match=r"planner\.plan=parm takes the times"):
+    with pytest.raises(InputError, match=r"planner\.plan=parm needs the times"):
         PlannerConfig(plan="parm")
     named = PlannerConfig(plan="parm_printed", cluster="25gbe")
     assert (named.rule, named.file, named.is_auto) == ("parm_printed", "", False)

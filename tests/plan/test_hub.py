@@ -101,12 +101,15 @@ def test_a_group_limit_keeps_tokens_from_nodes(nodes: int) -> None:
     ("change", "words"),
     [
         ({"num_local_experts": None}, "so the model has no experts to plan for"),
-        ({"hidden_size": None}, "none of hidden_size, d_model, n_embd is there, so it is of an unknown architecture"),
-        ({"vocab_size": None}, "add one, vocab_size = 32000 as in Mixtral 8x7B say, or write the sizes as [model]"),
+        ({"hidden_size": None}, "has none of hidden_size, d_model, n_embd, so the model is of an unknown architecture"),
+        (
+            {"vocab_size": None},
+            "add one, for example vocab_size = 32000 as in Mixtral 8x7B, or write the sizes as [model]",
+        ),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0: must be at least 1"),
         ({"hidden_size": 10**400}, "a size is larger than that of any model"),
         ({"num_experts_per_tok": 9}, "model.moe.top_k=9 does not fit model.moe.num_experts=8"),
-        ({"mamba_d_state": 16}, "mamba_d_state means layers that planning does not know"),
+        ({"mamba_d_state": 16}, "mamba_d_state belongs to layers that planning cannot predict"),
     ],
 )
 def test_a_model_that_cannot_be_planned_is_one_line(change: dict[str, Any], words: str, tmp_path: Path) -> None:

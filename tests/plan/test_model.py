@@ -66,10 +66,10 @@ def test_a_file_is_read_and_what_does_not_matter_is_passed_over(tmp_path: Path) 
         ("model = 3\n", "model must be a table, got 3"),
         ("batch_size = 0\n", "batch_size=0: must be at least 1"),
         ("[model]\nffn = 'moe:0'\n", "model.ffn='moe:0': write moe or moe:2, for an MoE layer"),
-        ("", "planning reads batch_size, accumulation, precision, model, data of a training configuration"),
+        ("", "planning reads the fields batch_size, accumulation, precision, model, data"),
         (
             'model_type = "mixtral"\nhidden_size = 4096\n',
-            "none of num_hidden_layers, n_layers, num_layers is there, so it is of an unknown architecture",
+            "has none of num_hidden_layers, n_layers, num_layers, so the model is of an unknown architecture",
         ),
     ],
 )

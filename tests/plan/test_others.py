@@ -23,7 +23,7 @@ from moesaic.plan.others import (
     predict,
     unread_flags,
 )  # fmt: skip
-from moesaic.plan.search import Found, Settings, search
+from moesaic.plan.search import PlannedStep, Settings, search
 from moesaic.program.grid import Grid
 from plan.hub_configs import DEEPSEEK_V3, MIXTRAL, QWEN3_30B
 
@@ -90,7 +90,7 @@ def test_megatrons_flags_say_what_lies_in_parts(flags: str, sharded: str) -> Non
         ("--expert-model-parallel-size many", "needs a whole number, got 'many'"),
         ("--expert-model-parallel-size", "needs a whole number, got ''"),
         ("--expert-model-paralel-size 8", "did you mean expert-model-parallel-size?"),
-        ("", "no flag of Megatron or torchtitan that splits a model is there, but nothing"),
+        ("", "found no flag of Megatron or torchtitan that splits a model, only nothing"),
         (
             "--data-parallel-sharding-strategy half",
             "'half': choose one of no_shard, optim, optim_grads, optim_grads_params",
@@ -123,9 +123,9 @@ def test_flags_that_may_matter_and_are_not_read_are_named() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--seq-length 8192", "--seq-length 8192, and what is planned has 2048: make them agree (--seq-len)"),
-        ("--training.seq_len=4096", "--training.seq_len 4096, and what is planned has 2048"),
-        ("--num-layers 32", "--num-layers 32, and what is planned has 48: make them agree"),
+        ("--seq-length 8192", "--seq-length 8192, but the planned model has 2048: make them agree (--seq-len)"),
+        ("--training.seq_len=4096", "--training.seq_len 4096, but the planned model has 2048"),
+        ("--num-layers 32", "--num-layers 32, but the planned model has 48: make them agree"),
     ],
 )
 def test_flags_of_another_model_or_other_sequences_are_one_line(flags: str, words: str) -> None:
@@ -173,7 +173,7 @@ def test_the_stage_with_the_output_keeps_a_pipeline_waiting() -> None:
 def test_stages_of_unlike_length_take_their_own_time() -> None:
     """Nine layers on four stages are three, two, two and two: the first sets the pace, the others pass on sooner."""
 
-    def found(layers: int, batch: int) -> Found:
+    def found(layers: int, batch: int) -> PlannedStep:
         of = job({**QWEN3_30B, "vocab_size": 8, "num_hidden_layers": layers})
         return predict(of, H100, OthersLayout(pp=4, ep=8, global_batch=batch))
 
@@ -239,7 +239,7 @@ def test_runs_of_a_stage_are_given_by_number_or_by_layers() -> None:
     flags = "--pipeline-model-parallel-size 4 --expert-model-parallel-size 8 --num-layers-per-virtual-pipeline-stage"
     by_layers = replace(from_flags(f"{flags} 4"), global_batch=32)
     assert seconds(by_layers) == seconds(replace(by_layers, virtual_layers=0, virtual_pp=3))
-    with pytest.raises(InputError, match="a stage of 12 layers has no whole runs of 5: choose a divisor"):
+    with pytest.raises(InputError, match="a stage of 12 layers does not split into runs of 5: choose a divisor"):
         seconds(replace(by_layers, virtual_layers=5))
 
 
@@ -320,7 +320,7 @@ def test_kernels_of_attention_and_what_runs_step_by_step_are_part_of_a_layout() 
     assert slow["small kernels"] == pytest.approx(48 * 2048 * 36 * 128 * 88 / 2850e9)
     scores = 3 * 48 * 2048 * 2 * 2 * 32 * 128 * 1024 / 677e12
     assert slow["attention"] - fast["attention"] == pytest.approx(scores * (1 / 0.356 - 1 / 0.61))
-    with pytest.raises(InputError, match="layout: stepwise='dropout': choose of norms"):
+    with pytest.raises(InputError, match="layout: stepwise='dropout': choose from norms"):
         OthersLayout(stepwise=("dropout",))  # type: ignore[arg-type]
 
 
@@ -381,7 +381,9 @@ def test_every_emitter_says_what_was_found() -> None:
     assert "--moe-router-num-groups 8 --moe-router-group-topk 4" in EMITTERS["megatron"](
         limited, layout_of(limited, found), found
     )
-    with pytest.raises(InputError, match="it has no expert tensor parallelism, the best layout etp 2: pin --etp 1"):
+    with pytest.raises(
+        InputError, match="torchtitan has no expert tensor parallelism, but the layout has etp 2: pin --etp 1"
+    ):
         EMITTERS["torchtitan"](small, OthersLayout(ep=4, etp=2), None)
 
 
@@ -572,12 +574,16 @@ def test_torchtitan_says_a_layout_and_reads_it_back(layout: OthersLayout) -> Non
 @pytest.mark.parametrize(
     ("system", "layout", "words"),
     [
-        ("megatron", OthersLayout(pp=2, schedule="dualpipe"), "--emit megatron: it has no schedule='dualpipe'"),
-        ("torchtitan", OthersLayout(recompute=("moe",)), "it has no recompute=('moe',)"),
+        (
+            "megatron",
+            OthersLayout(pp=2, schedule="dualpipe"),
+            "--emit megatron: megatron does not support schedule='dualpipe'",
+        ),
+        ("torchtitan", OthersLayout(recompute=("moe",)), "torchtitan does not support recompute=('moe',)"),
         (
             "moesaic",
             OthersLayout(pp=2, schedule="zb-h1"),
-            "it has no schedule='zb-h1': choose '1f1b', or another system",
+            "does not support schedule='zb-h1': choose '1f1b', or another system",
         ),
     ],
 )
@@ -591,7 +597,7 @@ def test_what_a_system_has_not_is_one_line(system: str, layout: OthersLayout, wo
     ("flags", "words"),
     [
         ("--recompute-modules --bf16", "--recompute-modules is empty: name at least one of block, core_attn"),
-        ("--recompute-modules attention", "recompute='attention': choose of block, core_attn"),
+        ("--recompute-modules attention", "recompute='attention': choose from block, core_attn"),
         ("--fp8-recipe int8", "--fp8-recipe='int8': choose one of delayed, tensorwise, blockwise, mxfp8"),
         ("--parallelism.pipeline_parallel_schedule GPipe", "choose one of 1F1B, Interleaved1F1B"),
         ("--activation_checkpoint.mode memory_budget", "choose one of none, full, selective"),
@@ -623,5 +629,7 @@ def test_automodel_is_told_what_its_recipes_have() -> None:
         "--distributed.pipeline.pp_schedule interleaved1f1b",
         "--distributed.pipeline.pp_microbatch_size 1",
     ]
-    with pytest.raises(InputError, match="--emit automodel: it has no etp=2: choose 1, or another system"):
+    with pytest.raises(
+        InputError, match="--emit automodel: automodel does not support etp=2: choose 1, or another system"
+    ):
         EMITTERS["automodel"](QWEN, OthersLayout(ep=4, etp=2), None)

@@ -11,10 +11,10 @@ from moesaic.cost.step import Estimate
 from moesaic.errors import InputError
 from moesaic.plan import Plan
 from moesaic.plan.files import read_plan, read_planned, write_plan, write_planned
-from moesaic.plan.search import Found
+from moesaic.plan.search import PlannedStep
 from moesaic.program.grid import Grid
 
-FOUND = Found(
+FOUND = PlannedStep(
     plan=Plan(schedule="s2", gather_weights=1, chunks=4, overlap_gather=True),
     grid=Grid(world=16, tp=2, ep=4, etp=2, innermost="ep", ranks_per_node=8),
     estimate=Estimate(seconds=0.5, parts={"attention": 0.5}, limits={"compute": 0.25, 'a "quoted" nic': 0.3}),

@@ -20,7 +20,7 @@ from moesaic.plan.candidates import Pins, SearchSpace
 from moesaic.plan.model import Job
 from moesaic.plan.predict import Predictor
 from moesaic.plan.presets import PRESETS
-from moesaic.plan.search import LOSSLESS, Found, Result, Settings, search
+from moesaic.plan.search import LOSSLESS, PlannedStep, Result, Settings, search
 from moesaic.program.grid import Grid
 
 JOB = replace(PRESETS["gpt-tiny"], batch_size=16, accumulation=2)
@@ -47,7 +47,7 @@ SETTINGS = Settings(space=SPACE, pins=Pins(tp=1, ep=4), keep=50, exhaustive=True
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
 
 
-def measured_seconds(found: Found, job: Job = JOB, profile: ClusterProfile = PROFILE) -> float:
+def measured_seconds(found: PlannedStep, job: Job = JOB, profile: ClusterProfile = PROFILE) -> float:
     """Return a layer's time as `moesaic bench model` predicts it."""
     made = compile_plan(found.plan, found.grid, host_runs_compute=True)
     layer = job.step_model(profile.to_cluster(), found.grid.dp).layer

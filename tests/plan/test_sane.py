@@ -20,7 +20,7 @@ from moesaic.plan.hub import HubShape
 from moesaic.plan.model import Job
 from moesaic.plan.others import EMITTERS, OthersLayout, from_flags, layout_of, predict
 from moesaic.plan.presets import CONFIGS, read_job
-from moesaic.plan.search import LOSSLESS, Found, Settings, search
+from moesaic.plan.search import LOSSLESS, PlannedStep, Settings, search
 
 LAYOUTS: dict[str, Callable[[int], OthersLayout]] = {
     "ep": lambda world: OthersLayout(ep=min(8, world), global_batch=4 * world),
@@ -78,7 +78,7 @@ def test_predictions_agree_with_themselves(name: str, model: str, split: str, no
         assert predict(job, cluster_then, layout).seconds <= found.seconds * (1 + 1e-6), f"{what} twice as good"
 
 
-def best_on(model: str, name: str, nodes: int) -> tuple[Job, ClusterSpec, Found]:
+def best_on(model: str, name: str, nodes: int) -> tuple[Job, ClusterSpec, PlannedStep]:
     job, cluster = asked(model, name, nodes)
     assert isinstance(job.model, HubShape)
     few = replace(LOSSLESS, all_to_alls=("linear", "multicast"), chunks=(1, 2), orders=("fifo",), fuse=(False,))

@@ -15,7 +15,7 @@ from moesaic.plan.candidates import Pins
 from moesaic.plan.hub import read_shape
 from moesaic.plan.model import DataShape, Job
 from moesaic.plan.others import OthersLayout, predict
-from moesaic.plan.search import Found, Settings, search
+from moesaic.plan.search import PlannedStep, Settings, search
 from moesaic.plan.stages import best_in_stages
 from plan.hub_configs import QWEN3_30B
 
@@ -25,15 +25,15 @@ JOB = Job(batch_size=16, accumulation=4, model=SHAPE, data=DataShape(vocab_size=
 
 
 @pytest.fixture(scope="module")
-def best() -> Found:
+def best() -> PlannedStep:
     return search(JOB, H100, Settings(pins=Pins(tp=1, etp=1, ep=8), keep=1)).best
 
 
-def as_there(best: Found) -> dict[str, Any]:
+def as_there(best: PlannedStep) -> dict[str, Any]:
     return {"tp": best.grid.tp, "crossing": best.plan.crossing}
 
 
-def every(best: Found) -> dict[OthersLayout, Found]:
+def every(best: PlannedStep) -> dict[OthersLayout, PlannedStep]:
     """Predict every combination that is tried, those that cannot be left out."""
     found = {}
     for pp, ep, (schedule, runs) in itertools.product(
@@ -50,7 +50,7 @@ def every(best: Found) -> dict[OthersLayout, Found]:
     return found
 
 
-def test_no_layout_that_fits_makes_a_shorter_step(best: Found) -> None:
+def test_no_layout_that_fits_makes_a_shorter_step(best: PlannedStep) -> None:
     told = best_in_stages(JOB, H100, **as_there(best))
     assert told is not None
     layout, step = told
@@ -60,7 +60,7 @@ def test_no_layout_that_fits_makes_a_shorter_step(best: Found) -> None:
     assert (layout, step.seconds) == (least, of[least].seconds)
 
 
-def test_blocks_are_recomputed_where_nothing_else_fits(best: Found) -> None:
+def test_blocks_are_recomputed_where_nothing_else_fits(best: PlannedStep) -> None:
     of_two = [
         OthersLayout(pp=2, ep=ep, global_batch=64, all_to_all=best.plan.all_to_all, recompute=recompute)
         for ep in (1, 2, 4, 8) for recompute in ((), ("block",))
@@ -81,7 +81,7 @@ def test_blocks_are_recomputed_where_nothing_else_fits(best: Found) -> None:
     )
 
 
-def test_long_sequences_may_be_shared(best: Found) -> None:
+def test_long_sequences_may_be_shared(best: PlannedStep) -> None:
     shape = replace(SHAPE, seq_len=65536)
     long = replace(JOB, model=shape, batch_size=16)
     tight = best_in_stages(long, H100, **as_there(best), reserve_gib=40)

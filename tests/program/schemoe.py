@@ -81,20 +81,20 @@ def merges(first: list[str], other: int) -> Iterator[list[str]]:
 def _run_lanes(seconds: dict[str, float], lanes: list[list[str]]) -> float:
     """Return the makespan of queues whose tasks wait for each other; infinity if they deadlock."""
     ends: dict[str, float] = {}
-    free, at = [0.0] * len(lanes), [0] * len(lanes)
+    free, positions = [0.0] * len(lanes), [0] * len(lanes)
     progress = True
     while progress:
         progress = False
         for lane, queue in enumerate(lanes):
-            while at[lane] < len(queue):
-                word, chunk = queue[at[lane]].split(".")
+            while positions[lane] < len(queue):
+                word, chunk = queue[positions[lane]].split(".")
                 place = PASSES.index(word)
                 before = f"{PASSES[place - 1]}.{chunk}"
                 if place and before not in ends:
                     break
-                free[lane] = max(free[lane], ends.get(before, 0.0) if place else 0.0) + seconds[queue[at[lane]]]
-                ends[queue[at[lane]]] = free[lane]
-                at[lane] += 1
+                free[lane] = max(free[lane], ends.get(before, 0.0) if place else 0.0) + seconds[queue[positions[lane]]]
+                ends[queue[positions[lane]]] = free[lane]
+                positions[lane] += 1
                 progress = True
     return max(free) if len(ends) == len(seconds) else float("inf")
 
@@ -103,7 +103,7 @@ def best_of_all_merges(seconds: dict[str, float], num_chunks: int) -> float:
     """Return the smallest makespan by dynamic programming over the progress of each chunk, keeping all Pareto states."""
     layers = {(0,) * num_chunks: {(0.0, 0.0, *(0.0,) * num_chunks)}}
     for _ in range(len(PASSES) * num_chunks):
-        found: dict[tuple[int, ...], set[tuple[float, ...]]] = {}
+        reached: dict[tuple[int, ...], set[tuple[float, ...]]] = {}
         for progress, states in layers.items():
             for state in states:
                 for chunk in range(num_chunks):
@@ -113,18 +113,18 @@ def best_of_all_merges(seconds: dict[str, float], num_chunks: int) -> float:
                         times = list(state)
                         times[lane] = times[2 + chunk] = max(state[lane], state[2 + chunk]) + seconds[f"{word}.{chunk}"]
                         after = tuple(steps + (number == chunk) for number, steps in enumerate(progress))
-                        found.setdefault(after, set()).add(tuple(times))
-        layers = {progress: _pareto(states) for progress, states in found.items()}
+                        reached.setdefault(after, set()).add(tuple(times))
+        layers = {progress: _pareto(states) for progress, states in reached.items()}
     (states,) = layers.values()
     return min(max(state) for state in states)
 
 
 def _pareto(states: set[tuple[float, ...]]) -> set[tuple[float, ...]]:
-    kept: list[tuple[float, ...]] = []
+    best: list[tuple[float, ...]] = []
     for state in sorted(states):
-        if not any(all(a <= b for a, b in zip(other, state)) for other in kept):
-            kept.append(state)
-    return set(kept)
+        if not any(all(a <= b for a, b in zip(other, state)) for other in best):
+            best.append(state)
+    return set(best)
 
 
 def best_of_all_lists(program: Program, seconds: dict[str, float], *, host_runs_compute: bool) -> float:
@@ -137,12 +137,12 @@ def best_of_all_lists(program: Program, seconds: dict[str, float], *, host_runs_
 def all_lists(program: Program) -> Iterator[Program]:
     """Yield the program in every legal order."""
 
-    def extend(tasks: tuple[Task, ...], left: tuple[Task, ...], have: frozenset[str]) -> Iterator[tuple[Task, ...]]:
+    def extend(tasks: tuple[Task, ...], left: tuple[Task, ...], written: frozenset[str]) -> Iterator[tuple[Task, ...]]:
         if not left:
             yield tasks
         for number, task in enumerate(left):
-            if have.issuperset(task.reads):
-                yield from extend((*tasks, task), left[:number] + left[number + 1 :], have.union(task.writes))
+            if written.issuperset(task.reads):
+                yield from extend((*tasks, task), left[:number] + left[number + 1 :], written.union(task.writes))
 
     for tasks in extend((), program.tasks, frozenset(program.inputs)):
         yield replace(program, tasks=tasks)

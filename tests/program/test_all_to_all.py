@@ -66,7 +66,7 @@ def messages(name: str, places: NodeMap) -> Counter[tuple[int, int, int]]:
 
 def per_rank(name: str, places: NodeMap, hop: int) -> list[int]:
     """Return the number of messages that each rank sends in a hop."""
-    sent = Counter(source for at, source, _ in messages(name, places) if at == hop)
+    sent = Counter(source for number, source, _ in messages(name, places) if number == hop)
     return [sent[rank] for rank in places.ranks]
 
 
@@ -75,15 +75,15 @@ def check_paths(name: str, grid: Grid, places: NodeMap) -> None:
     for source, target, path in legs(name, places):
         assert path, "a packet between two ranks moves"
         assert (path[0].source, path[-1].target) == (source, target)
-        at, last = source, PACKED
+        position, last = source, PACKED
         for leg in path:
-            assert leg.source == at != leg.target
+            assert leg.source == position != leg.target
             assert leg.target in places.ranks
             assert last in hops[leg.hop].reads, f"hop {leg.hop} does not wait for {last}, where the packet is"
             assert leg.hop > last
             if hops[leg.hop].lane is Lane.INTRA:
                 assert grid.node_of(leg.source) == grid.node_of(leg.target), f"{name} hop {leg.hop} goes inside nodes"
-            at, last = leg.target, leg.hop
+            position, last = leg.target, leg.hop
         assert path == ALL_TO_ALLS[name].path(places, source, target), "asked twice it says the same"
 
 
@@ -131,7 +131,7 @@ def test_what_is_found_regular_does_the_same_for_all_nodes(name: str, nodes: int
 def swaps(count: int, run: int, times: int) -> Iterator[list[int]]:
     """Return permutations that swap the first two of `count` runs of nodes, and that shift all of them, in `times` copies."""
     for order in ([1, 0, *range(2, count)] if count > 1 else [0], [*range(1, count), 0]):
-        yield [(at * count + each) * run + place for at in range(times) for each in order for place in range(run)]
+        yield [(copy * count + index) * run + place for copy in range(times) for index in order for place in range(run)]
 
 
 @pytest.mark.parametrize(("nodes", "g"), EVEN)
@@ -234,7 +234,7 @@ def test_1dh_crosses_nodes_through_one_rank_each(nodes: int, g: int) -> None:
         for member in node[1:]:
             assert (
                 messages("hier1d", places)[(0, member, node[0])] == (nodes - 1) * g + 1
-            )  # and the leader's own packet
+            )  # including the leader's own packet
             assert messages("hier1d", places)[(2, node[0], member)] == (nodes - 1) * g
 
 

@@ -24,7 +24,7 @@ GRIDS = (
 
 
 def compiled() -> list[Compiled]:
-    found = []
+    programs = []
     choices = itertools.product(
         tuple(SCHEDULES),
         ("linear", "hier2d", "multicast"),
@@ -35,11 +35,11 @@ def compiled() -> list[Compiled]:
     for (schedule, all_to_all, chunks, codec, order), grid in itertools.product(choices, GRIDS):
         try:
             plan = Plan(schedule=schedule, all_to_all=all_to_all, chunks=chunks, codec=codec, order=order)
-            found.append(compile_plan(plan, grid))
+            programs.append(compile_plan(plan, grid))
         except InputError:
             continue
-    assert len(found) > 60
-    return found
+    assert len(programs) > 60
+    return programs
 
 
 PROGRAMS = [program for each in compiled() for program in (each.forward, each.backward)]

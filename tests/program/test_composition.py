@@ -89,12 +89,16 @@ def test_movements_transpose_to_the_dual_states_and_twice_to_themselves(seed: in
     for slot in half.slots:
         if slot.kind is Kind.INDEX and slot.name not in slots:
             continue  # the index of a movement that needs no cotangent
-        again = slots[slot.name]
-        assert (again.kind, again.layout, dict(again.state)) == (slot.kind, slot.layout, dict(slot.state))
+        slot_twice = slots[slot.name]
+        assert (slot_twice.kind, slot_twice.layout, dict(slot_twice.state)) == (
+            slot.kind,
+            slot.layout,
+            dict(slot.state),
+        )
     ends = {
         (task.op, task.reads, task.writes, task.group, task.power)
         for task in half.tasks
-        if half.slot(task.writes[0]).kind is not Kind.INDEX  # indices have no cotangent, and so no way back
+        if half.slot(task.writes[0]).kind is not Kind.INDEX  # indices have no cotangent, so the transpose lacks them
     }
     unprimed = {
         (
@@ -112,11 +116,11 @@ def test_movements_transpose_to_the_dual_states_and_twice_to_themselves(seed: in
         source, target = program.slot(task.reads[0]), program.slot(task.writes[0])
         if source.kind is Kind.INDEX:
             continue
-        back = backward[cotangent(task.name)]
-        assert back.reads == (cotangent(target.name),)
-        assert back.group == task.group
+        transposed = backward[cotangent(task.name)]
+        assert transposed.reads == (cotangent(target.name),)
+        assert transposed.group == task.group
         slots = {slot.name: slot for slot in transpose(program).slots}
-        assert all(slots[back.writes[0]].on(axis) is state.dual for axis, state in source.state)
+        assert all(slots[transposed.writes[0]].on(axis) is state.dual for axis, state in source.state)
 
 
 def dispatch_of(program: Program) -> Program:

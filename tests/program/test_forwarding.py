@@ -41,14 +41,14 @@ def test_rows_move_between_nodes_and_inside_them_at_once(inter: float, way: int)
     pairs = (
         ("node_tokens_here", "rank_tokens_in"), ("z_rank_tokens", "z")
     ) if way == 0 else (("z'", "z_rank_tokens'"), ("rank_tokens_in'", "node_tokens_here'"))  # fmt: skip
-    apart, found = spans(run(program, inter)), spans(run(pieces, inter))
+    apart, together = spans(run(program, inter)), spans(run(pieces, inter))
     for first, second in pairs:
         assert apart[second][0] >= apart[first][1]
-        assert found[second][0] == pytest.approx(found[first][0])
+        assert together[second][0] == pytest.approx(together[first][0])
         reader = {name: task for task in pieces.tasks for name in task.reads}[
             next(task for task in program.tasks if task.name == second).writes[0]
         ]
-        assert found[reader.name][0] >= max(found[first][1], found[second][1])
+        assert together[reader.name][0] >= max(together[first][1], together[second][1])
     assert run(pieces, inter).seconds < run(program, inter).seconds
 
 

@@ -104,9 +104,9 @@ def test_a_compile_looks_at_one_period_of_the_mesh(plan: Plan, monkeypatch: pyte
     asked: list[int] = []
     group = Grid.group
     monkeypatch.setattr(Grid, "group", lambda self, rank, axes: asked.append(rank) or group(self, rank, axes))
-    found = []
+    results = []
     for world in (256, 4096, 131_072):
         asked.clear()
         compiled = compile_plan(plan, Grid(world=world, tp=8, ep=32, etp=8, ranks_per_node=8))
-        found.append((to_text(compiled.forward), to_text(compiled.backward), len(asked)))
-    assert found[0] == found[1] == found[2], "the same programs, after as much work"
+        results.append((to_text(compiled.forward), to_text(compiled.backward), len(asked)))
+    assert results[0] == results[1] == results[2], "the same programs, after as much work"

@@ -101,9 +101,9 @@ def test_rails_and_nodes_of_one_copy_of_the_experts(p: int, s: int, g: int) -> N
 def test_irregular_nodes_are_recognised(world: int, p: int, s: int, g: int | None, nodes: int) -> None:
     grid = Grid(world=world, ep=p, etp=s, ranks_per_node=g)
     assert grid.nodes_per_replica == nodes
-    found = [grid.group(r, ("local",)) for r in range(world)]
-    assert all(r in group for r, group in enumerate(found))
-    assert all(len({grid.node_of(peer) for peer in group}) == 1 for group in found)
+    groups = [grid.group(r, ("local",)) for r in range(world)]
+    assert all(r in group for r, group in enumerate(groups))
+    assert all(len({grid.node_of(peer) for peer in group}) == 1 for group in groups)
 
 
 @pytest.mark.parametrize(

@@ -84,12 +84,12 @@ def test_exact_is_never_worse_than_the_others_on_our_programs(host_runs_compute:
     better = 0
     for program in PROGRAMS.values():
         seconds = some_seconds(program, rng)
-        found = search(program, seconds, host_runs_compute=host_runs_compute, max_nodes=60)
-        validate(found.program)
+        result = search(program, seconds, host_runs_compute=host_runs_compute, max_nodes=60)
+        validate(result.program)
         others = min(makespan(order(program), seconds, host_runs_compute) for order in (fifo, early, optsche))
-        assert found.makespan <= others
-        assert found.makespan == makespan(found.program, seconds, host_runs_compute)
-        better += found.makespan < others * (1 - 1e-9)
+        assert result.makespan <= others
+        assert result.makespan == makespan(result.program, seconds, host_runs_compute)
+        better += result.makespan < others * (1 - 1e-9)
     assert better > len(PROGRAMS) / 4
 
 
@@ -127,8 +127,8 @@ def test_optsche_gathers_one_chunk_ahead_inside_a_node() -> None:
 
 def test_optsche_starts_a_hop_of_all_chunks_before_the_next_hop_of_one() -> None:
     hops = [task for task in optsche(HOPS["s3-2-hier1d"]).tasks if task.link and task.lane is not Lane.COMPUTE]
-    there = [task.name for task in hops if task.stage is Stage.DISPATCH and task.name.startswith("arrived")]
-    assert there[:4] == ["arrived.0@0", "arrived.1@0", "arrived.0@1", "arrived.1@1"]
+    dispatches = [task.name for task in hops if task.stage is Stage.DISPATCH and task.name.startswith("arrived")]
+    assert dispatches[:4] == ["arrived.0@0", "arrived.1@0", "arrived.0@1", "arrived.1@1"]
 
 
 def test_early_issues_hops_as_the_movements_they_are() -> None:
@@ -169,9 +169,9 @@ def test_exact_equals_brute_force(num_chunks: int, equal_chunks: bool, cases: in
     for _ in range(cases):
         seconds = durations_of(rng, num_chunks, equal_chunks=equal_chunks, equal_passes=False)
         best = best_of_lane_orders(seconds) if num_chunks == 2 else best_of_all_merges(seconds, num_chunks)
-        found = search(program, seconds)
-        assert found.is_optimal
-        assert found.makespan == pytest.approx(best, rel=1e-12)
+        result = search(program, seconds)
+        assert result.is_optimal
+        assert result.makespan == pytest.approx(best, rel=1e-12)
         count += makespan(optsche(program), seconds) > best * (1 + 1e-9)
     assert count >= improved
 
@@ -186,10 +186,10 @@ def test_exact_equals_all_lists_of_small_programs(
         lanes = rng.choice((tuple(Lane), (Lane.COMPUTE, Lane.INTRA, Lane.INTER), (Lane.COMPUTE, Lane.INTER)))
         program = random_program(rng, rng.randint(smallest, largest), lanes)
         seconds = {task.name: rng.choice((0.0, 1.0, 2.0, 3 * rng.random())) for task in program.tasks}
-        found = search(program, seconds, host_runs_compute=host_runs_compute)
+        result = search(program, seconds, host_runs_compute=host_runs_compute)
         best = best_of_all_lists(program, seconds, host_runs_compute=host_runs_compute)
-        assert found.is_optimal
-        assert found.makespan == pytest.approx(best, rel=1e-12)
+        assert result.is_optimal
+        assert result.makespan == pytest.approx(best, rel=1e-12)
 
 
 @pytest.mark.parametrize("host_runs_compute", [False, True])
@@ -200,8 +200,8 @@ def test_the_search_starts_from_the_best_of_the_others(host_runs_compute: bool) 
         program = random_program(rng, 8, (Lane.COMPUTE, Lane.INTRA, Lane.INTER))
         seconds = {task.name: rng.random() for task in program.tasks}
         others = [makespan(order(program), seconds, host_runs_compute) for order in (fifo, early, optsche)]
-        found = search(program, seconds, host_runs_compute=host_runs_compute, max_nodes=0)
-        assert found.makespan == min(others)
+        result = search(program, seconds, host_runs_compute=host_runs_compute, max_nodes=0)
+        assert result.makespan == min(others)
         winners |= {place for place, length in enumerate(others) if others.count(length) == 1 and length == min(others)}
     assert winners == {0, 1, 2}
 
@@ -209,8 +209,8 @@ def test_the_search_starts_from_the_best_of_the_others(host_runs_compute: bool) 
 def test_a_lane_may_stay_idle_for_what_arrives_soon() -> None:
     """An order that never leaves a lane idle is not always the best: here `a` could run at once, but would delay `c`."""
     program = schemoe(2)
-    a, arrives, c, rest = (task for task in program.tasks if task.name in ("C1.0", "A1.1", "D1.1", "A2.1"))
-    tasks = (a, replace(arrives, reads=("x.1",)), c, replace(rest, reads=("D1.1",)))
+    a, arrives, c, last = (task for task in program.tasks if task.name in ("C1.0", "A1.1", "D1.1", "A2.1"))
+    tasks = (a, replace(arrives, reads=("x.1",)), c, replace(last, reads=("D1.1",)))
     program = replace(program, tasks=tasks, outputs=())
     seconds = {"C1.0": 5.0, "A1.1": 1.0, "D1.1": 4.5, "A2.1": 20.0}
     assert makespan(program, seconds) == 29.5
@@ -230,19 +230,19 @@ def test_exact_equals_all_lists_where_the_thread_computes() -> None:
     rng = random.Random(11)
     for equal in (True, False):
         seconds = durations_of(rng, 2, equal_chunks=equal, equal_passes=False)
-        found = search(schemoe(2), seconds, host_runs_compute=True)
-        assert found.is_optimal
+        result = search(schemoe(2), seconds, host_runs_compute=True)
+        assert result.is_optimal
         best = best_of_all_lists(schemoe(2), seconds, host_runs_compute=True)
-        assert found.makespan == pytest.approx(best, rel=1e-12)
+        assert result.makespan == pytest.approx(best, rel=1e-12)
 
 
 def test_a_long_dispatch_lets_the_first_result_go_before_the_second_dispatch() -> None:
     """If A1 is far longer than A2 and decoding takes long, it helps to send A2 of the first chunk before A1 of the second."""
-    found = search(schemoe(2), LONG_DISPATCH)
-    moves = [task.name for task in found.program.tasks if task.lane is Lane.INTER]
+    result = search(schemoe(2), LONG_DISPATCH)
+    moves = [task.name for task in result.program.tasks if task.lane is Lane.INTER]
     assert moves == ["A1.0", "A2.0", "A1.1", "A2.1"]
-    assert (makespan(optsche(schemoe(2)), LONG_DISPATCH), found.makespan) == (46, 41)
-    assert found.is_optimal
+    assert (makespan(optsche(schemoe(2)), LONG_DISPATCH), result.makespan) == (46, 41)
+    assert result.is_optimal
 
 
 def test_unequal_chunks_are_reordered() -> None:
@@ -252,10 +252,10 @@ def test_unequal_chunks_are_reordered() -> None:
         for chunk, lengths in enumerate((slow_there, slow_back))
         for word, length in zip(PASSES, lengths)
     }
-    found = search(schemoe(2), seconds)
-    assert found.program.tasks[0].name == "C1.1"
-    assert found.makespan == pytest.approx(best_of_lane_orders(seconds))
-    assert found.makespan < makespan(optsche(schemoe(2)), seconds)
+    result = search(schemoe(2), seconds)
+    assert result.program.tasks[0].name == "C1.1"
+    assert result.makespan == pytest.approx(best_of_lane_orders(seconds))
+    assert result.makespan < makespan(optsche(schemoe(2)), seconds)
 
 
 def test_the_search_is_deterministic_and_its_limit_is_kept() -> None:
@@ -264,7 +264,7 @@ def test_the_search_is_deterministic_and_its_limit_is_kept() -> None:
     one, two = (search(program, seconds, max_nodes=40) for _ in range(2))
     assert one == two
     limits = [search(program, seconds, max_nodes=limit) for limit in (0, 1, 40, 100_000)]
-    assert [found.nodes <= limit for found, limit in zip(limits, (0, 1, 40, 100_000))] == [True] * 4
+    assert [result.nodes <= limit for result, limit in zip(limits, (0, 1, 40, 100_000))] == [True] * 4
     assert all(before.makespan >= after.makespan for before, after in pairwise(limits))
     assert limits[0].makespan == min(makespan(order(program), seconds) for order in (fifo, early, optsche))
     assert not limits[0].is_optimal
@@ -279,9 +279,9 @@ def test_exact_without_durations_is_optsche_and_with_them_the_search() -> None:
 
 
 def test_the_found_list_is_issued_by_starting_time() -> None:
-    found = search(schemoe(2), LONG_DISPATCH)
-    starts = [span.start for span in lay_out(found.program, LONG_DISPATCH).spans]
-    assert found.nodes > 0
+    result = search(schemoe(2), LONG_DISPATCH)
+    starts = [span.start for span in lay_out(result.program, LONG_DISPATCH).spans]
+    assert result.nodes > 0
     assert starts == sorted(starts)
 
 

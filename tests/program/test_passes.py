@@ -84,9 +84,9 @@ def test_r_etp_is_the_program_itself() -> None:
 
 def test_r_1_gathers_the_shards_and_rows_node_token_ep_only_in_effect() -> None:
     program, grid = gather_weights(SCHEDULES["s2"](), 1, GRID)
-    found = moved(program)
-    assert found["w_full"] == "gather etp_inner"
-    assert found["h"] == "deliver ep+etp_outer"
+    movements = moved(program)
+    assert movements["w_full"] == "gather etp_inner"
+    assert movements["h"] == "deliver ep+etp_outer"
     assert grid.group(3, ("ep", "etp_outer")) == (1, 3, 5, 7)
     assert moved(transpose(program))["w_full'"] == "reduce_scatter etp_inner"
 
@@ -109,14 +109,14 @@ def test_chunks_partition_what_is_between_and_leave_the_rest(schedule: str) -> N
     stems = Counter(name[:-2] for name in doubled)
     assert set(stems.values()) == {3}
     assert stems["out"] == 3
-    rest = [name for name in names(cut) if name not in doubled and not name.startswith(("take-", "join-"))]
-    assert sorted([*rest, *stems]) == sorted(names(plain))
+    outside = [name for name in names(cut) if name not in doubled and not name.startswith(("take-", "join-"))]
+    assert sorted([*outside, *stems]) == sorted(names(plain))
 
 
 def test_peer_groups_take_dispatch_expert_and_combine_step_by_step() -> None:
     program = split_peers(SCHEDULES["s1"](), 4, GRID)
-    kept = [name for name in names(program) if "~" in name]
-    assert kept == [f"{name}~{step}" for step in range(4) for name in ("h", "g", "out", "z")]
+    in_steps = [name for name in names(program) if "~" in name]
+    assert in_steps == [f"{name}~{step}" for step in range(4) for name in ("h", "g", "out", "z")]
     assert {program.slot(f"h~{step}").layout.step for step in range(4)} == {(step, 4) for step in range(4)}
 
 
@@ -133,10 +133,12 @@ def test_peer_groups_of_chunks_are_a_grid_of_parts(schedule: str) -> None:
 def test_the_results_of_a_step_leave_right_after_its_experts(order: str, groups: int) -> None:
     """FasterMoE enqueues R_j only after the last C; here R_j comes right after C_j."""
     compiled = compile_plan(Plan(schedule="s1", peer_groups=groups, order=order), GRID)  # type: ignore[arg-type]
-    found = names(compiled.forward)
+    task_names = names(compiled.forward)
     for step in range(groups):
-        assert found[found.index(f"out~{step}") + 1] == f"z~{step}"
-    assert max(found.index(f"h~{step}") for step in range(groups)) < found.index("out~0"), "S's are issued first"
+        assert task_names[task_names.index(f"out~{step}") + 1] == f"z~{step}"
+    assert max(task_names.index(f"h~{step}") for step in range(groups)) < task_names.index("out~0"), (
+        "S's are issued first"
+    )
 
 
 def test_overlapped_gather_goes_by_ranks_of_ep_and_sums_inside_each_phase() -> None:
@@ -185,19 +187,21 @@ def test_halving_leaves_what_does_not_sum_and_the_weights() -> None:
 @pytest.mark.parametrize("schedule", ["s1", "s2"])
 def test_multicast_crosses_nodes_once_per_token_and_sums_before_it_goes_back(schedule: str) -> None:
     program = multicast(SCHEDULES[schedule](), GRID)
-    found = moved(program)
-    crossing = {name for name, how in found.items() if how.endswith(" node")}
+    forward = moved(program)
+    crossing = {name for name, how in forward.items() if how.endswith(" node")}
     assert crossing == {"node_tokens_here", "rank_token_index_here", "copy_index_here", "gates_here", "z"}
     assert program.slot("node_tokens_here").layout.flow == program.slot("z").layout.flow == "node_tokens"
-    assert (found["rank_tokens_in"], found["z_rank_tokens"]) == ("deliver local", "collect local")
+    assert (forward["rank_tokens_in"], forward["z_rank_tokens"]) == ("deliver local", "collect local")
     assert program.slot("rank_tokens_in").layout.flow == program.slot("z_rank_tokens").layout.flow == "rank_tokens"
-    assert not {"h", "out"} & set(found), "copies are made, and summed, where they are computed"
-    back = moved(transpose(program))
-    assert back["z'"] == back["node_tokens_here'"] == "exchange node", "backward crosses once per token too"
-    assert (back["z_rank_tokens'"], back["rank_tokens_in'"]) == ("deliver local", "collect local"), (
+    assert not {"h", "out"} & set(forward), "copies are made, and summed, where they are computed"
+    backward = moved(transpose(program))
+    assert backward["z'"] == backward["node_tokens_here'"] == "exchange node", "backward crosses once per token too"
+    assert (backward["z_rank_tokens'"], backward["rank_tokens_in'"]) == ("deliver local", "collect local"), (
         "and goes to a rank once"
     )
-    assert not {"copy_index_here'", "copy_index_in'", "rank_token_index_here'"} & set(back), "indices have no cotangent"
+    assert not {"copy_index_here'", "copy_index_in'", "rank_token_index_here'"} & set(backward), (
+        "indices have no cotangent"
+    )
 
 
 DIRECT = {"rank_tokens_in": "deliver ep+etp", "z": "collect ep+etp"}

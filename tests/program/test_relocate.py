@@ -62,9 +62,11 @@ def test_places_travel_when_results_do_and_no_earlier(plan: Plan) -> None:
     """The new homes can be computed during all dispatches and the first experts."""
     tasks = relocate(compile_plan(plan, GRID).forward).tasks
     names = [task.name for task in tasks]
-    first_expert = next(at for at, task in enumerate(tasks) if task.op is Op.EXPERT)
+    first_expert = next(number for number, task in enumerate(tasks) if task.op is Op.EXPERT)
     slots = {slot.name: slot for slot in relocate(compile_plan(plan, GRID).forward).slots}
-    needs = [at for at, task in enumerate(tasks) for name in task.writes if isinstance(slots[name].layout, Placed)]
+    needs = [
+        number for number, task in enumerate(tasks) for name in task.writes if isinstance(slots[name].layout, Placed)
+    ]
     assert first_expert < names.index(INDEX) == min(needs)
 
 
@@ -77,9 +79,9 @@ def test_results_go_from_the_experts_to_the_new_homes() -> None:
         home = int(HOMES.rank[sample])
         for expert in range(8):
             rows = int(copies[sample // 2, sample % 2, expert])
-            for found, source in ((expected, expert // 2), (places, sample // 2)):
+            for table, source in ((expected, expert // 2), (places, sample // 2)):
                 if source != home and rows:
-                    found[(source, home)] = found.get((source, home), 0) + rows
+                    table[(source, home)] = table.get((source, home), 0) + rows
     assert messages(program, "z", sizes) == expected
     assert messages(program, INDEX, sizes) == places
     assert messages(transpose(program), "z'", sizes) == {(b, a): rows for (a, b), rows in expected.items()}
@@ -108,13 +110,13 @@ def test_messages_match_on_both_sides(grid: Grid) -> None:
     slots = {slot.name: slot for slot in program.slots}
     for task in program.tasks:
         if task.op is Op.MOVE and slots[task.reads[0]].layout.flow == "copies":
-            found = messages(program, task.name, sizes)
+            sent = messages(program, task.name, sizes)
             for source in range(grid.world):
                 for target in range(grid.world):
                     if source != target:
                         before, after = slots[task.reads[0]], slots[task.writes[0]]
                         move = Move(before.layout, after.layout, task.group, reduces(before, after))
-                        assert sizes.num_moved(move, source, target) == found.get((source, target), 0)
+                        assert sizes.num_moved(move, source, target) == sent.get((source, target), 0)
 
 
 def test_chunks_are_samples() -> None:

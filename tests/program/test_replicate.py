@@ -30,10 +30,10 @@ TOKENS = COPIES.sum(1)
 
 def replicated(*entries: tuple[int, int, int, int]) -> np.ndarray:
     """Return the `replicated` argument of `CallSizes` from (origin, expert, helper, copies) tuples."""
-    found = np.zeros((4, 4, 4), dtype=np.int64)
+    counts = np.zeros((4, 4, 4), dtype=np.int64)
     for origin, expert, helper, copies in entries:
-        found[origin, expert, helper] = copies
-    return found
+        counts[origin, expert, helper] = copies
+    return counts
 
 
 def messages(task_name: str, sizes: CallSizes, *, backward: bool = False) -> dict[tuple[int, int], int]:
@@ -90,9 +90,9 @@ def test_helpers_hold_the_experts_they_help_and_no_others():
 def test_shards_of_an_expert_help_at_their_own_place():
     grid = Grid(world=4, ep=2, etp=2, ranks_per_node=2)
     copies = np.array([[4, 0], [4, 0], [4, 0], [4, 0]])
-    told = np.zeros((4, 2, 2), dtype=np.int64)
-    told[2:, 0, 1] = 4
-    sizes = CallSizes(grid, copies, copies.sum(1), replicated=told, units=8)
+    replicated_copies = np.zeros((4, 2, 2), dtype=np.int64)
+    replicated_copies[2:, 0, 1] = 4
+    sizes = CallSizes(grid, copies, copies.sum(1), replicated=replicated_copies, units=8)
     assert messages("w_here", sizes) == {(0, 2): 8, (1, 3): 8}
     assert messages("h.replicated", sizes) == {(2, 3): 4, (3, 2): 4}
 
@@ -100,9 +100,9 @@ def test_shards_of_an_expert_help_at_their_own_place():
 def test_replicas_replicate_apart():
     grid = Grid(world=4, ep=2, ranks_per_node=2)
     copies = np.array([[4, 0], [4, 0], [4, 0], [4, 0]])
-    told = np.zeros((4, 2, 2), dtype=np.int64)
-    told[1, 0, 1] = 4
-    sizes = CallSizes(grid, copies, copies.sum(1), replicated=told, units=8)
+    replicated_copies = np.zeros((4, 2, 2), dtype=np.int64)
+    replicated_copies[1, 0, 1] = 4
+    sizes = CallSizes(grid, copies, copies.sum(1), replicated=replicated_copies, units=8)
     assert [sizes.helped(rank).tolist() for rank in range(4)] == [[False, False], [True, False], *[[False, False]] * 2]
     assert messages("w_here", sizes) == {(0, 1): 8}
 
@@ -132,10 +132,10 @@ def on_nodes(*entries: tuple[int, int, int, int], grid: Grid = NODES, num_expert
     """Return the sizes of a call with 9 copies per rank and expert, of which (origin, expert, helper, copies) are
     replicated."""
     copies = np.full((grid.world, num_experts), 9)
-    told = np.zeros((*copies.shape, grid.ep), dtype=np.int64)
+    replicated_copies = np.zeros((*copies.shape, grid.ep), dtype=np.int64)
     for origin, expert, helper, number in entries:
-        told[origin, expert, helper] = number
-    return CallSizes(grid, copies, copies.sum(1), replicated=told, units=16)
+        replicated_copies[origin, expert, helper] = number
+    return CallSizes(grid, copies, copies.sum(1), replicated=replicated_copies, units=16)
 
 
 def relayed(task_name: str, sizes: CallSizes, *, backward: bool = False) -> dict[tuple[int, int], int]:
@@ -225,8 +225,8 @@ def test_weights_travel_beside_the_experts_that_stay() -> None:
     ends = {}
     for name, plan in (("lends", Plan(replication="spill")), ("plain", Plan())):
         work = compile_plan(plan, NODES)
-        given = replicated if work.replicates else None
-        sizes = CallSizes(NODES, copies, copies.sum(1), replicated=given, units=512, shapes=work.shapes(8))
+        counts = replicated if work.replicates else None
+        sizes = CallSizes(NODES, copies, copies.sum(1), replicated=counts, units=512, shapes=work.shapes(8))
         run = Simulator(cluster).run(work.forward, workload, NODES, sizes=sizes)
         ends[name] = {span.task: span for span in run.timeline.spans}
     replicates, plain = ends["lends"], ends["plain"]

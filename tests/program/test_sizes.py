@@ -41,8 +41,8 @@ def sizes_of(draw: st.DrawFn, grid: Grid, num_chunks: int, node_tokens: bool = F
     num_experts = grid.ep * draw(st.integers(1, 3))
     count = st.one_of(st.just(0), st.integers(0, 7))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    kept = rng.random((grid.world, num_experts)) < draw(st.sampled_from([0.0, 0.3, 1.0]))
-    copies = rng.integers(0, 9, (grid.world, num_experts)) * kept
+    is_counted = rng.random((grid.world, num_experts)) < draw(st.sampled_from([0.0, 0.3, 1.0]))
+    copies = rng.integers(0, 9, (grid.world, num_experts)) * is_counted
     tokens = np.array([draw(count) for _ in range(grid.world)])
     table = None
     if node_tokens:
@@ -51,8 +51,8 @@ def sizes_of(draw: st.DrawFn, grid: Grid, num_chunks: int, node_tokens: bool = F
 
 
 def pieces(shapes: LayoutIndex, layout: Layout, rank: int) -> list[Piece]:
-    found = shapes.pieces(layout, rank)
-    return list(zip(found.origin.tolist(), found.expert.tolist(), found.chunk.tolist()))
+    held = shapes.pieces(layout, rank)
+    return list(zip(held.origin.tolist(), held.expert.tolist(), held.chunk.tolist()))
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -70,9 +70,11 @@ def test_pieces_are_what_the_layout_says(grid: Grid) -> None:
                 mate for peer in origins for mate in range(peer // grid.tp * grid.tp, (peer // grid.tp + 1) * grid.tp)
             }
         home = grid.group(rank, ("ep",)).index(rank)
-        held = range(2 * grid.ep) if experts == "all" else range(2 * home, 2 * home + 2)
+        experts_held = range(2 * grid.ep) if experts == "all" else range(2 * home, 2 * home + 2)
         chunks = range(3) if chunk is None else [chunk]
-        assert pieces(shapes, layout, rank) == [(o, e, c) for e in held for o in sorted(origins) for c in chunks]
+        assert pieces(shapes, layout, rank) == [
+            (o, e, c) for e in experts_held for o in sorted(origins) for c in chunks
+        ]
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -102,15 +104,15 @@ def test_steps_partition_the_pieces_and_go_that_many_groups_ahead(ep: int, group
     shapes = LayoutIndex(grid, 2 * ep, 2)
     for whole in (Layout(), Layout(whole_tp=True), Layout(spread=("ep", "etp"), experts="rank")):
         for rank in range(grid.world):
-            found: Counter[Piece] = Counter()
+            seen: Counter[Piece] = Counter()
             for step in range(groups):
                 part = Layout(spread=whole.spread, whole_tp=whole.whole_tp, experts=whole.experts, step=(step, groups))
                 of_step = pieces(shapes, part, rank)
-                found.update(of_step)
+                seen.update(of_step)
                 for origin, expert, _ in of_step:
-                    there = grid.group(origin, ("ep",)).index(origin) * groups // ep
-                    assert (there + step) % groups == expert // 2 * groups // ep
-            assert found == Counter(pieces(shapes, whole, rank))
+                    origin_group = grid.group(origin, ("ep",)).index(origin) * groups // ep
+                    assert (origin_group + step) % groups == expert // 2 * groups // ep
+            assert seen == Counter(pieces(shapes, whole, rank))
 
 
 @pytest.mark.parametrize(
@@ -133,8 +135,8 @@ def pairs(program: Program, sizes: CallSizes, name: str) -> list[tuple[int, int,
     slots = {slot.name: slot for slot in program.slots}
     move = move_of(task, slots)
     world = range(sizes.grid.world)
-    found = [(a, b, sizes.num_moved(move, a, b)) for a in world for b in world if a != b]
-    return [pair for pair in found if pair[2]]
+    counts = [(a, b, sizes.num_moved(move, a, b)) for a in world for b in world if a != b]
+    return [pair for pair in counts if pair[2]]
 
 
 def move_of(task: Task, slots: dict[str, Slot]) -> Move:
@@ -179,15 +181,15 @@ def test_both_ends_of_every_movement_agree(seed: int, data: st.DataObject) -> No
         slots = {slot.name: slot for slot in program.slots}
         move = move_of(task, slots)
         for rank in range(grid.world):
-            out, back = sizes.outgoing(move, rank), sizes.incoming(move, rank)
-            assert set(out.peers) | set(back.peers) <= set(grid.group(rank, move.group))
-            assert len(out.runs.rows) == sum(out.counts)
-            assert len(out.runs.rows) == 0 or out.runs.rows.max() < sizes.num_rows(move.source, rank)
-            for peer, count in zip(out.peers, out.counts):
+            outgoing, incoming = sizes.outgoing(move, rank), sizes.incoming(move, rank)
+            assert set(outgoing.peers) | set(incoming.peers) <= set(grid.group(rank, move.group))
+            assert len(outgoing.runs.rows) == sum(outgoing.counts)
+            assert len(outgoing.runs.rows) == 0 or outgoing.runs.rows.max() < sizes.num_rows(move.source, rank)
+            for peer, count in zip(outgoing.peers, outgoing.counts):
                 theirs = sizes.incoming(move, peer)
                 assert dict(zip(theirs.peers, theirs.counts)).get(rank, 0) == count == sizes.num_moved(move, rank, peer)
                 assert sent_pieces(sizes, move, rank, peer) == received_pieces(sizes, move, rank, peer)
-            placed = Counter(back.runs.rows.tolist())
+            placed = Counter(incoming.runs.rows.tolist())
             assert sorted(placed) == list(range(sizes.num_rows(move.target, rank))), "every row of the target is filled"
             if not move.reduce:
                 assert set(placed.values()) <= {1}
@@ -197,25 +199,25 @@ def test_both_ends_of_every_movement_agree(seed: int, data: st.DataObject) -> No
 
 def sent_pieces(sizes: CallSizes, move: Move, rank: int, peer: int) -> list[Piece]:
     sent = sizes.shapes.sent(move, rank)
-    at = sent.peers.index(peer)
-    places = sent.places[sent.starts[at] : sent.starts[at + 1]]
+    index = sent.peers.index(peer)
+    places = sent.places[sent.starts[index] : sent.starts[index + 1]]
     return [pieces(sizes.shapes, move.source, rank)[place] for place in places]
 
 
 def received_pieces(sizes: CallSizes, move: Move, rank: int, peer: int) -> list[Piece]:
     received = sizes.shapes.received(move, peer)
-    at = received.peers.index(rank)
-    places = received.places[received.starts[at] : received.starts[at + 1]]
+    index = received.peers.index(rank)
+    places = received.places[received.starts[index] : received.starts[index + 1]]
     return [pieces(sizes.shapes, move.target, peer)[place] for place in places]
 
 
 def holders_of_rows(sizes: CallSizes, move: Move, rank: int) -> Counter[int]:
     """Return how many ranks of the group hold each row of a target."""
-    held = Counter(
+    holders = Counter(
         piece for member in sizes.grid.group(rank, move.group) for piece in pieces(sizes.shapes, move.source, member)
     )
     lengths = np.diff(sizes.offsets(move.target, rank))
-    times = [held[piece] for piece in pieces(sizes.shapes, move.target, rank)]
+    times = [holders[piece] for piece in pieces(sizes.shapes, move.target, rank)]
     return Counter(dict(enumerate(np.repeat(times, lengths).tolist())))
 
 

@@ -27,13 +27,13 @@ GRIDS = [
 
 def replicated(copies: np.ndarray, grid: Grid) -> np.ndarray:
     """Return counts in which one or two helpers compute a third of some runs each, and never an expert's home."""
-    random, found = np.random.default_rng(5), np.zeros((*copies.shape, grid.ep), dtype=np.int64)
+    random, counts = np.random.default_rng(5), np.zeros((*copies.shape, grid.ep), dtype=np.int64)
     home = np.arange(copies.shape[1]) * grid.ep // copies.shape[1]
     for expert in random.choice(copies.shape[1], 5, replace=False):
         for helper in random.choice(grid.ep, 2, replace=False):
             if helper != home[expert]:
-                found[:, expert, helper] = copies[:, expert] // 3
-    return found
+                counts[:, expert, helper] = copies[:, expert] // 3
+    return counts
 
 
 def held_and_moved(program: Program) -> tuple[set[Layout], set[Move]]:
@@ -54,9 +54,9 @@ def agree(sizes: CallSizes, program: Program) -> int:
         if layout.flow == "copies" and layout.experts == "rank":
             of_ranks = sizes.rows_per_expert_of_ranks(layout)
             for rank in world:
-                own, held = sizes.rows_per_expert(layout, rank), sizes.shapes.experts(layout, rank)
+                own, experts = sizes.rows_per_expert(layout, rank), sizes.shapes.experts(layout, rank)
                 listed = dict(zip(sizes.held(layout, rank).tolist(), own.tolist()))
-                assert of_ranks[rank, : len(held)].tolist() == [listed.get(each, 0) for each in held.tolist()]
+                assert of_ranks[rank, : len(experts)].tolist() == [listed.get(each, 0) for each in experts.tolist()]
     for move in moves:
         moved = sizes.moved(move)
         pairs = {(s, t): n for s, t, n in zip(moved.source.tolist(), moved.target.tolist(), moved.rows.tolist())}

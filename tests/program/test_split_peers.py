@@ -31,9 +31,9 @@ def pairs(grid: Grid, groups: int, task_name: str, *, backward: bool = False) ->
     copies = np.full((grid.world, grid.ep), 2)
     sizes = CallSizes(grid, copies, copies.sum(1))
     task = next(task for task in program.tasks if task.name == task_name)
-    each = grid.ep // groups
-    at = [grid.coordinate(rank, "ep") // each for rank in range(grid.world)]
-    return {(at[source], at[target]) for source, target, _ in messages_of(task, slots, sizes)}
+    ranks_per_group = grid.ep // groups
+    group_of_rank = [grid.coordinate(rank, "ep") // ranks_per_group for rank in range(grid.world)]
+    return {(group_of_rank[source], group_of_rank[target]) for source, target, _ in messages_of(task, slots, sizes)}
 
 
 @pytest.mark.parametrize("groups", [2, 4, 8])
@@ -44,10 +44,10 @@ def test_group_g_sends_to_g_plus_j_and_gets_from_g_minus_j(grid: Grid, groups: i
     assert pairs(grid, groups, "h~0") <= {(g, g) for g in range(groups)}
     assert pairs(grid, groups, "z~0'", backward=True) <= {(g, g) for g in range(groups)}
     for step in range(1, groups):
-        there = {(g, (g + step) % groups) for g in range(groups)}
-        back = {(b, a) for a, b in there}
-        assert pairs(grid, groups, f"h~{step}") == pairs(grid, groups, f"z~{step}'", backward=True) == there
-        assert pairs(grid, groups, f"z~{step}") == pairs(grid, groups, f"h~{step}'", backward=True) == back
+        forward = {(g, (g + step) % groups) for g in range(groups)}
+        backward = {(b, a) for a, b in forward}
+        assert pairs(grid, groups, f"h~{step}") == pairs(grid, groups, f"z~{step}'", backward=True) == forward
+        assert pairs(grid, groups, f"z~{step}") == pairs(grid, groups, f"h~{step}'", backward=True) == backward
     last = pairs(grid, groups, f"z~{groups - 1}")
     assert last == {(g, (g + 1) % groups) for g in range(groups)}, "the last results travel between neighbours"
 
@@ -104,7 +104,7 @@ def test_the_next_step_travels_while_the_experts_of_one_run() -> None:
         first, second = by_node[f"out~{step}"], by_node[f"h~{step + 1}"]
         assert first.start < second.end, f"step {step + 1} arrives while the experts of step {step} run, or later"
     assert by_node["z~0"].start < by_node["h~3"].end, "results leave while other steps still arrive"
-    ends = [max(span.end for span in found.values()) for found in (by_node, whole)]
+    ends = [max(span.end for span in timeline.values()) for timeline in (by_node, whole)]
     assert ends[0] < 0.85 * ends[1]
 
 

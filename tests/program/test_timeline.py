@@ -35,18 +35,18 @@ OPTSCHE = "C1.0 A1.0 C1.1 A1.1 D1.0 E.0 C2.0 A2.0 D1.1 E.1 C2.1 A2.1 D2.0 D2.1"
 
 @pytest.mark.parametrize("host_runs_compute", [False, True])
 def test_an_order_without_waiting_movements_runs_alike_on_both(host_runs_compute: bool) -> None:
-    made = lay_out(listed(schemoe(2), OPTSCHE), TWO, host_runs_compute=host_runs_compute)
-    assert times(made) == {
+    laid_out = lay_out(listed(schemoe(2), OPTSCHE), TWO, host_runs_compute=host_runs_compute)
+    assert times(laid_out) == {
         "C1.0": (0, 1), "C1.1": (1, 2), "A1.0": (1, 5), "A1.1": (5, 9),
         "D1.0": (5, 6), "E.0": (6, 9), "C2.0": (9, 10), "A2.0": (10, 12),
         "D1.1": (10, 11), "E.1": (11, 14), "C2.1": (14, 15), "A2.1": (15, 17),
         "D2.0": (15, 16), "D2.1": (17, 18),
     }  # fmt: skip
-    assert made.makespan == 18
-    assert made.busy == {Lane.COMPUTE: 14 / 18, Lane.INTER: 12 / 18}
+    assert laid_out.makespan == 18
+    assert laid_out.busy == {Lane.COMPUTE: 14 / 18, Lane.INTER: 12 / 18}
     hidden = 1 + 3 + 2 + 1  # A1.0 behind C1.1; A1.1 behind D1.0 and E.0; A2.0 behind D1.1 and E.1; A2.1 behind D2.0
-    assert made.communication == 12
-    assert made.overlap == pytest.approx((hidden + 1) / 12)
+    assert laid_out.communication == 12
+    assert laid_out.overlap == pytest.approx((hidden + 1) / 12)
 
 
 def test_a_computation_that_waits_holds_up_what_follows_only_where_the_thread_computes() -> None:
@@ -81,8 +81,8 @@ def test_host_tasks_hold_up_the_issue_of_everything_behind_them() -> None:
     slots = (*program.slots, replace(program.slots[0], name="other"))
     program = replace(program, slots=slots, tasks=(*tasks.values(), other))
     seconds = {"other": 1.0} | {f"{word}.0": length for word, length in SECONDS.items()}
-    made = lay_out(program, seconds)
-    assert times(made)["D1.0"] == (5, 6)
+    laid_out = lay_out(program, seconds)
+    assert times(laid_out)["D1.0"] == (5, 6)
     early = replace(program, tasks=(*program.tasks[:2], other, *program.tasks[2:7]))
     assert times(lay_out(early, seconds))["other"] == (1, 2)
     deferred_wgrad = replace(program, tasks=(*program.tasks[:3], other, *program.tasks[3:7]))
@@ -95,19 +95,19 @@ def test_random_timelines_respect_lanes_and_dependencies(host_runs_compute: bool
     for _ in range(100):
         program = random_program(rng, 9, tuple(Lane))
         seconds = {task.name: rng.choice((0.0, rng.random())) for task in program.tasks}
-        made = lay_out(program, seconds, host_runs_compute=host_runs_compute)
-        found = times(made)
+        laid_out = lay_out(program, seconds, host_runs_compute=host_runs_compute)
+        spans_by_task = times(laid_out)
         for task in program.tasks:
-            assert found[task.name][1] - found[task.name][0] == pytest.approx(seconds[task.name])
-            assert all(found[name][1] <= found[task.name][0] for name in task.reads if name != "x")
+            assert spans_by_task[task.name][1] - spans_by_task[task.name][0] == pytest.approx(seconds[task.name])
+            assert all(spans_by_task[name][1] <= spans_by_task[task.name][0] for name in task.reads if name != "x")
         for lane in LANES:
-            spans = made.on(lane)
+            spans = laid_out.on(lane)
             assert all(one.end <= two.start for one, two in pairwise(spans))
         if host_runs_compute:
-            thread = [span for span in made.spans if span.lane in (Lane.COMPUTE, Lane.HOST)]
+            thread = [span for span in laid_out.spans if span.lane in (Lane.COMPUTE, Lane.HOST)]
             assert all(one.end <= two.start for one, two in pairwise(thread))
-        assert 0 <= made.overlap <= 1
-        assert all(share <= 1 + 1e-12 for share in made.busy.values())
+        assert 0 <= laid_out.overlap <= 1
+        assert all(share <= 1 + 1e-12 for share in laid_out.busy.values())
 
 
 def test_a_thread_that_computes_is_never_faster() -> None:
@@ -120,20 +120,20 @@ def test_a_thread_that_computes_is_never_faster() -> None:
 
 def test_spans_know_their_chunk() -> None:
     program = split_capacity(SCHEDULES["s2"](), 2)
-    made = lay_out(program, {task.name: 1.0 for task in program.tasks})
-    chunks = {span.task: span.chunk for span in made.spans}
+    laid_out = lay_out(program, {task.name: 1.0 for task in program.tasks})
+    chunks = {span.task: span.chunk for span in laid_out.spans}
     assert (chunks["h.0"], chunks["out.1"], chunks["take-rows"], chunks["y"]) == (0, 1, None, None)
 
 
 def test_nothing_to_move_is_all_hidden_and_nothing_to_do_takes_no_time() -> None:
     program = schemoe(1)
-    made = lay_out(program, {task.name: 0.0 for task in program.tasks})
-    assert (made.makespan, made.overlap, made.busy) == (0.0, 1.0, {Lane.COMPUTE: 0.0, Lane.INTER: 0.0})
+    laid_out = lay_out(program, {task.name: 0.0 for task in program.tasks})
+    assert (laid_out.makespan, laid_out.overlap, laid_out.busy) == (0.0, 1.0, {Lane.COMPUTE: 0.0, Lane.INTER: 0.0})
 
 
 def test_trace_has_a_row_per_lane_and_microseconds() -> None:
-    made = lay_out(listed(schemoe(2), OPTSCHE), TWO)
-    trace = json.loads(json.dumps(to_trace(made), allow_nan=False))
+    laid_out = lay_out(listed(schemoe(2), OPTSCHE), TWO)
+    trace = json.loads(json.dumps(to_trace(laid_out), allow_nan=False))
     rows = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
     assert rows == {LANES.index(Lane.COMPUTE): "compute", LANES.index(Lane.INTER): "inter"}
     spans = {event["name"]: event for event in trace["traceEvents"] if event["ph"] == "X"}

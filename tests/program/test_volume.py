@@ -127,8 +127,8 @@ def test_weights_move_by_tutels_closed_form_whatever_the_schedule(schedule: str,
         compiled, sizes = bound_sizes(Plan(schedule=schedule, gather_weights=r), grid, units=hidden // s)  # type: ignore[arg-type]
         expected = parameters * (p * s - 1) / (p * s) if r == 0 else (s // r - 1) * parameters / (p * s)
         for backward, name in ((False, "w_full"), (True, "w_full"), (True, "w_full'")):
-            found = crossing(compiled, sizes, backward).get(name)
-            rows = 0 if found is None else found.inside_rows + found.across_rows
+            moved_rows = crossing(compiled, sizes, backward).get(name)
+            rows = 0 if moved_rows is None else moved_rows.inside_rows + moved_rows.across_rows
             assert rows == expected * p * s
 
 
@@ -138,8 +138,8 @@ def test_tokens_node_token_r_shards(p: int, s: int) -> None:
     grid = Grid(world=p * s, ep=p, etp=s)
     for r in (r for r in range(1, s + 1) if s % r == 0):
         compiled, sizes = bound_sizes(Plan(schedule="s2", gather_weights=r), grid, units=8 // s)
-        found = crossing(compiled, sizes)
-        rows = found["h"].inside_rows + found["h"].across_rows
+        moved_rows = crossing(compiled, sizes)
+        rows = moved_rows["h"].inside_rows + moved_rows["h"].across_rows
         assert rows == grid.world * COPIES * (r - 1 / p)
 
 
@@ -162,7 +162,7 @@ def expert_flops(compiled: Compiled, sizes: CallSizes, rank: int) -> float:
     total = 0.0
     for task in compiled.forward.tasks:
         if task.op is Op.EXPERT:
-            rows, weights = (compiled.forward.slot(task.reads[at]).layout for at in (0, 2))
+            rows, weights = (compiled.forward.slot(task.reads[index]).layout for index in (0, 2))
             units = sizes.num_rows(weights, rank) / sizes.num_held(weights, rank)
             total += sizes.num_rows(rows, rank) * units
     return total
@@ -191,12 +191,12 @@ def test_multicast_crosses_once_per_token_and_node(schedule: str, p: int, s: int
     elsewhere = EXPERTS - EXPERTS // nodes
     assert node_tokens == round(TOKENS * (1 - elsewhere * (elsewhere - 1) / (EXPERTS * (EXPERTS - 1))))
     arrived = "rank_tokens_here" if nodes == p else "node_tokens_here"
-    for backward, there, back in ((False, arrived, "z"), (True, "z'", f"{arrived}'")):
-        found = crossing(compiled, sizes, backward)
-        for name in (there, back):
-            assert (found[name].inside_rows, found[name].across_rows) == (0, grid.world * node_tokens * (nodes - 1))
-        once_per_rank = grid.world * rank_tokens * (p * s - nodes)  # but for the mate's own, of each rank on each node
-        inside = [t for name, t in found.items() if name.startswith(("rank_tokens_in", "z_rank_tokens"))]
+    for backward, dispatch, combine in ((False, arrived, "z"), (True, "z'", f"{arrived}'")):
+        rows = crossing(compiled, sizes, backward)
+        for name in (dispatch, combine):
+            assert (rows[name].inside_rows, rows[name].across_rows) == (0, grid.world * node_tokens * (nodes - 1))
+        once_per_rank = grid.world * rank_tokens * (p * s - nodes)  # without the copies that stay on the mate itself
+        inside = [t for name, t in rows.items() if name.startswith(("rank_tokens_in", "z_rank_tokens"))]
         assert [(t.inside_rows, t.across_rows) for t in inside] == [(once_per_rank, 0)] * 2
 
 
@@ -207,8 +207,8 @@ def test_multicast_sends_a_token_once_to_a_rank_where_nodes_make_no_difference(n
     rank_tokens = int(even_node_tokens(grid, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K)[0, 0, 0])
     assert rank_tokens < COPIES // 4
     for backward, names in ((False, ("rank_tokens_in", "z")), (True, ("z'", "rank_tokens_in'"))):
-        found = crossing(compiled, sizes, backward)
-        sent = [found[name].inside_rows + found[name].across_rows for name in names]
+        rows = crossing(compiled, sizes, backward)
+        sent = [rows[name].inside_rows + rows[name].across_rows for name in names]
         assert sent == [4 * 3 * rank_tokens] * 2
 
 

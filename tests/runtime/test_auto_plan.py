@@ -166,7 +166,7 @@ def test_real_processes_agree_and_find_another_plan_when_the_link_changes():
         assert set(of_rank["ran"][60:80]) == {0}
         assert set(of_rank["ran"][80 + LIMIT :]) == {last}
         assert len(of_rank["said"]) == 2
-        assert "steps did not take what they took before; the fastest of" in of_rank["said"][1]
+        assert "step times have changed; the fastest of" in of_rank["said"][1]
 
 
 def test_evaluation_alone_changes_nothing():

@@ -24,7 +24,7 @@ from moesaic.plan import Plan, compile_plan
 from moesaic.plan.hub import read_shape
 from moesaic.plan.model import DataShape, Job
 from moesaic.plan.others import OthersLayout, predict
-from moesaic.plan.search import Found
+from moesaic.plan.search import PlannedStep
 from moesaic.program.grid import Grid
 from moesaic.program.passes.multicast import in_pieces
 from moesaic.program.task import Op, Stage
@@ -219,7 +219,7 @@ def laer() -> Iterator[Entry]:
         )  # fmt: skip
 
 
-def predicted_step(row: dict[str, Any], models: dict[str, Any]) -> tuple[Found, float]:
+def predicted_step(row: dict[str, Any], models: dict[str, Any]) -> tuple[PlannedStep, float]:
     """Return a published step as predicted, and its tokens per second and device."""
     shape = read_shape(models[row["model"]] | row.get("routing", {}), row["model"], seq_len=row["seq_len"])
     machine, gpus = row["machine"], row["gpus"]

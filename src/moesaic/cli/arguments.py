@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar, get_type_hints
 
 import tyro
+from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo
 
 from moesaic.errors import InputError
 
@@ -35,7 +36,13 @@ def parse(kind: type[T], arguments: Sequence[str], *, prog: str, description: st
     try:
         with contextlib.redirect_stderr(errors):
             parsed, unknown = tyro.cli(
-                kind, args=list(arguments), prog=prog, description=description, return_unknown_args=True, **options
+                kind,
+                args=list(arguments),
+                prog=prog,
+                description=description,
+                return_unknown_args=True,
+                registry=_joining_registry(),
+                **options,
             )
     except SystemExit as stop:
         if not stop.code:
@@ -45,6 +52,34 @@ def parse(kind: type[T], arguments: Sequence[str], *, prog: str, description: st
         raise InputError(f"unknown argument {unknown[0]}{_nearest(unknown[0], kind)}; --help lists all")
     result: T = parsed
     return result
+
+
+def _joining_registry() -> ConstructorRegistry:
+    """Return tyro's rules for dataclasses, with the line breaks of field docstrings removed: tyro keeps those of the source."""
+    registry, is_asking = ConstructorRegistry(), False
+
+    @registry.struct_rule
+    def joined(info: StructTypeInfo) -> StructConstructorSpec | None:
+        nonlocal is_asking
+        if is_asking or not is_dataclass(info.type):
+            return None
+        is_asking = True  # so that the lookup finds the rule of tyro, not this one
+        try:
+            spec = registry.get_struct_spec(info)
+        finally:
+            is_asking = False
+        if not isinstance(spec, StructConstructorSpec):
+            return None
+        return replace(
+            spec, fields=tuple(replace(field, helptext=_on_one_line(field.helptext)) for field in spec.fields)
+        )
+
+    return registry
+
+
+def _on_one_line(text: str | Callable[[], str | None] | None) -> Callable[[], str]:
+    """Return a function that returns a help text without line breaks."""
+    return lambda: " ".join(((text() if callable(text) else text) or "").split())
 
 
 def _nearest(word: str, kind: Any) -> str:

@@ -151,7 +151,7 @@ def _print(evidence: Evidence) -> None:
         table.add_row(f"worst error, {quantity}", f"{error:.1e}")
     console.print(table)
     for number, failure in enumerate(evidence.failures):
-        again = f"--only {failure.case.seed}"
-        again += f" --world {failure.case.grid.world}" if failure in evidence.gloo_failures else ""
-        said = "".join(f"\n  {line}" for line in (looks_like(failure.case) if number < EXPLAINED else ()))
-        console.print(f"failed: {failure}{said}\n  again: moesaic check {again}", markup=False, soft_wrap=True)
+        flags = f"--only {failure.case.seed}"
+        flags += f" --world {failure.case.grid.world}" if failure in evidence.gloo_failures else ""
+        explanation = "".join(f"\n  {line}" for line in (looks_like(failure.case) if number < EXPLAINED else ()))
+        console.print(f"failed: {failure}{explanation}\n  again: moesaic check {flags}", markup=False, soft_wrap=True)

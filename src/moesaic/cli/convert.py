@@ -83,10 +83,12 @@ def run(arguments: Sequence[str]) -> int:
             raise InputError(
                 f"{options.source}: a run can only be exported as a Hugging Face model: --to hf, no --experts"
             )
-        made = export_run(Path(options.source), Path(options.out))
-        beside = "with tokenizer.json" if made["tokenizer"] else "without tokenizer.json, since token ids are bytes"
-        told = f"{made['model']}: {made['parameters']:,} parameters in {options.out}; {beside}"
-        print(json.dumps(made) if options.json else told)
+        summary = export_run(Path(options.source), Path(options.out))
+        about_tokenizer = (
+            "with tokenizer.json" if summary["tokenizer"] else "without tokenizer.json, since token ids are bytes"
+        )
+        line = f"{summary['model']}: {summary['parameters']:,} parameters in {options.out}; {about_tokenizer}"
+        print(json.dumps(summary) if options.json else line)
         return 0
     receipt = convert(
         options.source,
@@ -97,19 +99,20 @@ def run(arguments: Sequence[str]) -> int:
         upcycle=upcycle,
         logits={"auto": None, "yes": True, "no": False}[options.logits],
     )
-    print(json.dumps(receipt) if options.json else "\n".join(_told(receipt, f"{options.out}/{RECEIPT}")))
+    print(json.dumps(receipt) if options.json else "\n".join(_receipt_lines(receipt, f"{options.out}/{RECEIPT}")))
     return 0
 
 
-def _told(receipt: dict[str, Any], path: str) -> list[str]:
+def _receipt_lines(receipt: dict[str, Any], path: str) -> list[str]:
     """Return the lines that summarize a receipt."""
-    experts = sum(len(each) for each in receipt["sha256"]["weights"].values() if isinstance(each, list))
+    experts = sum(len(counts) for counts in receipt["sha256"]["weights"].values() if isinstance(counts, list))
     lines = [
         f"{receipt['model']}: {receipt['source']['format']} to {receipt['target']['format']}, {receipt['tensors']} tensors, "
         f"{receipt['bytes']:,} bytes, {experts} experts"
     ]
     lines += [
-        f"{state}: {each['placed']} of {each['in the source']} placed" for state, each in receipt["moments"].items()
+        f"{state}: {counts['placed']} of {counts['in the source']} placed"
+        for state, counts in receipt["moments"].items()
     ]
     if receipt["left_behind"]:
         lines.append(f"entries not converted: {len(receipt['left_behind'])}, for example {receipt['left_behind'][0]}")
@@ -127,8 +130,8 @@ def _verify(arguments: Sequence[str]) -> int:
     )
     from moesaic.weights.convert import verify
 
-    found = verify(options.out)
-    states = f", and {', '.join(found['states'][1:])} of an optimizer" if len(found["states"]) > 1 else ""
-    told = f"{options.out}: {found['tensors']} entries and {found['experts']} experts are what the receipt says{states}"
-    print(json.dumps(found) if options.json else told)
+    verified = verify(options.out)
+    states = f", and {', '.join(verified['states'][1:])} of an optimizer" if len(verified["states"]) > 1 else ""
+    line = f"{options.out}: {verified['tensors']} entries and {verified['experts']} experts are what the receipt says{states}"
+    print(json.dumps(verified) if options.json else line)
     return 0

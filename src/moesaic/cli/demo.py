@@ -67,8 +67,8 @@ def run(arguments: Sequence[str]) -> int:
         prompt = options.prompt or EXAMPLES[options.model]
         console.rule("a sample of the sparse model")
         sample = SampleOptions(run=str(folder), prompt=(prompt,))
-        between = "" if options.model == "gpt" else " -> "
-        console.print(prompt + between + continuations(sample)[0], markup=False, highlight=False)
+        separator = "" if options.model == "gpt" else " -> "
+        console.print(prompt + separator + continuations(sample)[0], markup=False, highlight=False)
         console.rule()
     page = write_report([results["moe"].folder, results["dense"].folder], Path(options.out) / "report.html")
     console.print(f"the report: {page}", soft_wrap=True, highlight=False)

@@ -42,7 +42,7 @@ from moesaic.plan.others import (
 from moesaic.plan.plan import AllToAll, Codec, Crossing, Order, Schedule, plan_in_words
 from moesaic.plan.predict import APART
 from moesaic.plan.presets import CONFIGS, PRESETS, read_job
-from moesaic.plan.search import LOSSLESS, LOSSY, Found, OfEp, Result, Settings, TooLargeError, search
+from moesaic.plan.search import LOSSLESS, LOSSY, EpResults, PlannedStep, Result, Settings, TooLargeError, search
 from moesaic.plan.stages import best_in_stages
 from moesaic.traces.trace import Trace
 
@@ -143,7 +143,7 @@ class PlanOptions:
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
-    options = parse(PlanOptions, _joined(arguments, "--explain"), prog="moesaic plan", description=DESCRIPTION)
+    options = parse(PlanOptions, _join_flag(arguments, "--explain"), prog="moesaic plan", description=DESCRIPTION)
     if not options.model:
         raise InputError(
             f"--model is missing: choose one of {', '.join({**PRESETS, **CONFIGS})}, or give a training configuration, or the "
@@ -164,10 +164,10 @@ def run(arguments: Sequence[str]) -> int:
             return 0
     console = Console(stderr=True)
     try:
-        with _shown(console) as progress:
-            job, result = _searched(job, _settings(options), counts, simulator, progress)
+        with _progress_bar(console) as progress:
+            job, result = _search(job, _settings(options), counts, simulator, progress)
     except TooLargeError as error:
-        return _told_without_ours(error, job, cluster, options, console)
+        return _print_without_layout(error, job, cluster, options, console)
     if options.write is not None:
         write_planned(result.best, Path(options.write), model=options.model, cluster=cluster.name)
     if options.emit is not None:
@@ -177,15 +177,19 @@ def run(arguments: Sequence[str]) -> int:
         else:
             print("\n".join(EMITTERS[options.emit](job, layout_of(job, best), best)))
         return 0
-    told = [*reasons(result, cluster), *answers(job, cluster, result, options), *_by_rules(job, simulator, result.best)]
-    told.append(what_was_measured(cluster))
+    lines = [
+        *reasons(result, cluster),
+        *answers(job, cluster, result, options),
+        *_by_rules(job, simulator, result.best),
+    ]
+    lines.append(what_was_measured(cluster))
     if options.page is not None:
-        _write_page(options, told, job, result, simulator)
+        _write_page(options, lines, job, result, simulator)
     if options.json:
-        print(json.dumps({**as_data(result, cluster), "reasons": told}, indent=2))
+        print(json.dumps({**as_data(result, cluster), "reasons": lines}, indent=2))
         return 0
     console.print(_table(result, cluster, options.model))
-    for line in told:
+    for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
     if options.write is not None:
         console.print(f"wrote {options.write}", highlight=False, soft_wrap=True)
@@ -194,15 +198,15 @@ def run(arguments: Sequence[str]) -> int:
 
 def _emitted_in_stages(job: Job, cluster: ClusterSpec, options: PlanOptions, tp: int, crossing: Crossing) -> list[str]:
     """Return the best layout with `options.pp` stages as flags of the system `options.emit`."""
-    found = _in_stages(job, cluster, options, tp, crossing)
-    if found is None:
+    best = _in_stages(job, cluster, options, tp, crossing)
+    if best is None:
         raise InputError(
-            f"--pp {options.pp}: no layout of {cluster.world} devices with so many stages fits: try another"
+            f"--pp {options.pp}: no layout of {cluster.world} devices with {options.pp} stages fits: try another number"
         )
-    return EMITTERS[str(options.emit)](job, found[0], None)
+    return EMITTERS[str(options.emit)](job, best[0], None)
 
 
-def _told_without_ours(
+def _print_without_layout(
     error: TooLargeError, job: Job, cluster: ClusterSpec, options: PlanOptions, console: Console
 ) -> int:
     """Print what is known if no layout of the search fits the memory; returns the exit code.
@@ -217,11 +221,11 @@ def _told_without_ours(
         return 0
 
     def larger(count: int) -> tuple[Job, ClusterSpec]:
-        more = read_cluster(options.cluster, nodes=-(-count // read_cluster(options.cluster).devices_per_node))
-        return _job(options, more), more
+        larger_spec = read_cluster(options.cluster, nodes=-(-count // read_cluster(options.cluster).devices_per_node))
+        return _job(options, larger_spec), larger_spec
 
-    known = None if options.profile is not None else larger
-    lines = [f"{error}: {in_words(remedies(job, cluster, _settings(options), known))}"]
+    larger_cluster = None if options.profile is not None else larger
+    lines = [f"{error}: {in_words(remedies(job, cluster, _settings(options), larger_cluster))}"]
     lines += _with_stages(job, cluster, options, error.grid.tp, Crossing.LINK, None)
     if options.explain is None or options.emit is not None:
         raise InputError("; ".join(lines))
@@ -231,7 +235,7 @@ def _told_without_ours(
     return 0
 
 
-def _write_page(options: PlanOptions, told: list[str], job: Job, result: Result, simulator: Simulator) -> None:
+def _write_page(options: PlanOptions, lines: list[str], job: Job, result: Result, simulator: Simulator) -> None:
     from moesaic.report.plan_page import write_plan_page
 
     best, cluster = result.best, simulator.cluster
@@ -242,22 +246,22 @@ def _write_page(options: PlanOptions, told: list[str], job: Job, result: Result,
         for name, program in (("forward", compiled.forward), ("backward", compiled.backward))
     }
     title = f"{options.model} on {cluster.name}, {cluster.world} devices"
-    write_plan_page(title, told, job, result, cluster, timelines, Path(str(options.page)))
+    write_plan_page(title, lines, job, result, cluster, timelines, Path(str(options.page)))
 
 
-def _by_rules(job: Job, simulator: Simulator, best: Found) -> list[str]:
+def _by_rules(job: Job, simulator: Simulator, best: PlannedStep) -> list[str]:
     """Return a line about the schedule that Parm's Algorithm 1 chooses on the best layout; [] if tp and etp are 1."""
     if best.grid.tp == best.grid.etp == 1:
         return []
     layer = job.step_model(simulator.cluster, best.grid.dp).layer
-    taken = {rule: choose(rule, simulator, layer, best.grid).schedule for rule in RULES}
+    schedules = {rule: choose(rule, simulator, layer, best.grid).schedule for rule in RULES}
     return [
-        f"Parm's Algorithm 1 chooses {taken['parm']} on the best layout, and {taken['parm_printed']} as printed "
+        f"Parm's Algorithm 1 chooses {schedules['parm']} on the best layout, and {schedules['parm_printed']} as printed "
         "(--plan parm, parm_printed)"
     ]
 
 
-def _joined(arguments: Sequence[str], flag: str) -> list[str]:
+def _join_flag(arguments: Sequence[str], flag: str) -> list[str]:
     """Return the words with `flag` and its value joined by "=": argparse takes no separate value that begins with hyphens."""
     words = list(arguments)
     if flag in words[:-1]:
@@ -268,14 +272,14 @@ def _joined(arguments: Sequence[str], flag: str) -> list[str]:
 
 def _job(options: PlanOptions, cluster: ClusterSpec) -> Job:
     """Return the training job, with the batch size, accumulation and sequence length of the options."""
-    read = read_job(options.model, seq_len=options.seq_len or 4096, world=cluster.world)
-    job = read if options.batch_size is None else replace(read, batch_size=options.batch_size)
+    job_of_model = read_job(options.model, seq_len=options.seq_len or 4096, world=cluster.world)
+    job = job_of_model if options.batch_size is None else replace(job_of_model, batch_size=options.batch_size)
     if options.seq_len is not None and job.model.seq_len != options.seq_len:
         job = replace(job, model=replace(job.model, seq_len=options.seq_len))
     return job if options.accumulation is None else replace(job, accumulation=options.accumulation)
 
 
-def _searched(
+def _search(
     job: Job,
     settings: Settings,
     counts: list[np.ndarray],
@@ -340,7 +344,7 @@ def _settings(options: PlanOptions) -> Settings:
 
 
 @contextmanager
-def _shown(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+def _progress_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
     """Yield the `progress` callback of a search, shown as a progress bar."""
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("", total=None)
@@ -356,20 +360,23 @@ def as_data(result: Result, cluster: ClusterSpec) -> dict[str, Any]:
         "layouts": result.num_layouts,
         "layouts_left_out": result.num_left_out,
         "plans_simulated": result.num_simulated,
-        "ranking": [_found_as_data(found) for found in result.ranking],
+        "ranking": [_step_as_data(planned) for planned in result.ranking],
         "by_ep": {
-            str(ep): {"floor_seconds": of.floor_seconds, "best_seconds": of.best.seconds if of.best else None}
-            for ep, of in result.by_ep.items()
+            str(ep): {
+                "floor_seconds": results.floor_seconds,
+                "best_seconds": results.best.seconds if results.best else None,
+            }
+            for ep, results in result.by_ep.items()
         },
         "reasons": reasons(result, cluster),
     }
 
 
-def _found_as_data(found: Found) -> dict[str, Any]:
-    grid = found.grid
+def _step_as_data(planned: PlannedStep) -> dict[str, Any]:
+    grid = planned.grid
     return {
-        "seconds": found.seconds,
-        "over_bound": found.seconds / found.bound_seconds,
+        "seconds": planned.seconds,
+        "over_bound": planned.seconds / planned.bound_seconds,
         "mesh": {
             "dp": grid.dp,
             "tp": grid.tp,
@@ -378,11 +385,11 @@ def _found_as_data(found: Found) -> dict[str, Any]:
             "etp": grid.etp,
             "innermost": grid.innermost,
         },
-        "plan": asdict(found.plan),
-        "bottleneck": found.estimate.bottleneck,
-        "parts": found.estimate.parts,
-        "limits": found.estimate.limits,
-        "memory_bytes": {**asdict(found.memory), "total": found.memory.total},
+        "plan": asdict(planned.plan),
+        "bottleneck": planned.estimate.bottleneck,
+        "parts": planned.estimate.parts,
+        "limits": planned.estimate.limits,
+        "memory_bytes": {**asdict(planned.memory), "total": planned.memory.total},
     }
 
 
@@ -392,17 +399,17 @@ def _table(result: Result, cluster: ClusterSpec, model: str) -> Table:
     )
     for name in ("", "ms", "over bound", "layout", "plan", "limited by", "GiB"):
         table.add_column(name, justify="right" if name in ("", "ms", "over bound", "GiB") else "left")
-    for number, found in enumerate(result.ranking, start=1):
+    for number, planned in enumerate(result.ranking, start=1):
         table.add_row(
-            str(number), f"{found.seconds * 1e3:,.2f}", f"{found.seconds / found.bound_seconds:.2f}", name_of(found.grid),
-            plan_in_words(found.plan), _limit(found), f"{found.memory.total / GIB:.1f}",
+            str(number), f"{planned.seconds * 1e3:,.2f}", f"{planned.seconds / planned.bound_seconds:.2f}",
+            name_of(planned.grid), plan_in_words(planned.plan), _limit(planned), f"{planned.memory.total / GIB:.1f}",
         )  # fmt: skip
     return table
 
 
-def _limit(found: Found) -> str:
-    limits, name = found.estimate.limits, found.estimate.bottleneck
-    return f"{name} ({limits[name] / found.seconds:.0%})"
+def _limit(planned: PlannedStep) -> str:
+    limits, name = planned.estimate.limits, planned.estimate.bottleneck
+    return f"{name} ({limits[name] / planned.seconds:.0%})"
 
 
 def reasons(result: Result, cluster: ClusterSpec) -> list[str]:
@@ -423,13 +430,13 @@ def reasons(result: Result, cluster: ClusterSpec) -> list[str]:
 
 def what_was_measured(cluster: ClusterSpec) -> str:
     """Return a line that says which numbers of a cluster were measured, and where the others come from."""
-    rest = cluster.source or "its description does not say where its numbers come from (source = ...)"
+    source = cluster.source or "its description does not say where its numbers come from (source = ...)"
     if not cluster.measured:
-        return f"measured of {cluster.name}: nothing by us; {rest}"
-    return f"measured of {cluster.name}: {'; '.join(cluster.measured)}; the rest: {rest}"
+        return f"measured of {cluster.name}: nothing by us; {source}"
+    return f"measured of {cluster.name}: {'; '.join(cluster.measured)}; the rest: {source}"
 
 
-def _about_whole_experts(best: Found, by_ep: dict[int, OfEp]) -> list[str]:
+def _about_whole_experts(best: PlannedStep, by_ep: dict[int, EpResults]) -> list[str]:
     """Return a line about ep = 1, under which every rank has all experts."""
     if 1 not in by_ep or by_ep[1].is_too_large:
         return ["ep = 1, every rank with all experts, needs more memory than a device has, or was not searched"]
@@ -444,7 +451,7 @@ def _about_whole_experts(best: Found, by_ep: dict[int, OfEp]) -> list[str]:
         return [f"ep = 1 would take at least {by_ep[1].floor_seconds * 1e3:,.1f} ms"]
     return [
         f"ep = 1 would take {whole.seconds / best.seconds:.2f} times as long ({name_of(whole.grid)}, limited by "
-        f"{whole.estimate.bottleneck}); it wins where a block has so many tokens that gathering its experts hides behind them"
+        f"{whole.estimate.bottleneck}); it wins if blocks have enough tokens to hide the gathering of experts"
     ]
 
 
@@ -457,16 +464,20 @@ def answers(job: Job, cluster: ClusterSpec, result: Result, options: PlanOptions
     best, sequences = result.best, job.batch_size * job.accumulation
     longer = longer_by_rank_skew(job, cluster, best)
     speed = speed_of(job, best, cluster, devices=cluster.world, sequences=sequences, longer=longer or (1.0, 1.0))
-    lines = [f"speed: {_in_words(speed, best.seconds, sequences * job.model.seq_len)}"]
-    lines += ["activations are recomputed: without that it fits no layout"] * (
+    lines = [f"speed: {_speed_in_words(speed, best.seconds, sequences * job.model.seq_len)}"]
+    lines += ["activations are recomputed: otherwise no layout fits the memory"] * (
         job.model.checkpoint_activations and isinstance(job.model, HubShape)
     )
     changed = changes(job, cluster, result, reserve_gib=options.reserve_gib)
     gains, losses = (
-        [f"{each.what}: {each.speedup:.2f} times the speed" for each in changed if (each.speedup > 1) == is_gain]
+        [
+            f"{change.what}: {change.speedup:.2f} times the speed"
+            for change in changed
+            if (change.speedup > 1) == is_gain
+        ]
         for is_gain in (True, False)
     )
-    lines.append(f"change first: {'; '.join(gains[:5]) or 'nothing that was tried helps by half a percent'}")
+    lines.append(f"change first: {'; '.join(gains[:5]) or 'no single change helps by more than half a percent'}")
     lines += [f"slower: {'; '.join(losses[:3])}"] * bool(losses)
     skew = cost_of_skew(job, cluster, best)
     if skew is not None:
@@ -499,7 +510,7 @@ def answers(job: Job, cluster: ClusterSpec, result: Result, options: PlanOptions
 
 def _in_stages(
     job: Job, cluster: ClusterSpec, options: PlanOptions, tp: int, crossing: Crossing
-) -> tuple[OthersLayout, Found] | None:
+) -> tuple[OthersLayout, PlannedStep] | None:
     return best_in_stages(job, cluster, tp=tp, crossing=crossing, stages=options.pp, reserve_gib=options.reserve_gib)
 
 
@@ -513,21 +524,23 @@ def _with_stages(
     """
     if cluster.world == 1 or not isinstance(job.model, HubShape) or options.profile is not None:
         return []
-    found = _in_stages(job, cluster, options, tp, crossing)
-    if found is None:
+    best = _in_stages(job, cluster, options, tp, crossing)
+    if best is None:
         return [
             "as Megatron shards (parameters whole, the optimizer in parts): no layout fits, with a pipeline or without"
         ]
-    layout, step = found
+    layout, step = best
     speed = speed_of(job, step, cluster, devices=cluster.world, sequences=layout.sequences(cluster.world))
     sizes = [f"{name} {getattr(layout, name)}" for name in ("pp", "cp", "tp", "ep") if getattr(layout, name) > 1]
-    words = sizes + [layout.schedule] * (layout.pp > 1) + [f"{layout.virtual_pp} runs a rank"] * (layout.virtual_pp > 1)
-    words += ["blocks recomputed"] * bool(layout.recompute)
-    words = words or ["every size 1"]
+    choices = (
+        sizes + [layout.schedule] * (layout.pp > 1) + [f"{layout.virtual_pp} runs a rank"] * (layout.virtual_pp > 1)
+    )
+    choices += ["blocks recomputed"] * bool(layout.recompute)
+    choices = choices or ["every size 1"]
     emit = f" (--pp {layout.pp} --emit megatron prints it)" * (layout.pp > 1)
     times = "" if ours is None else f", {speed.tokens_per_second / ours.tokens_per_second:.2f} times the speed above"
     return [
-        f"as Megatron shards (parameters whole, the optimizer in parts): {', '.join(words)}: "
+        f"as Megatron shards (parameters whole, the optimizer in parts): {', '.join(choices)}: "
         f"{speed.tokens_per_second:,.0f} tokens/s and device, {step.memory.total / GIB:.1f} GiB{times}{emit}"
     ]
 
@@ -542,17 +555,17 @@ def _explained(job: Job, cluster: ClusterSpec, ours: Speed | None, flags: str) -
         flags: the flags of --explain.
     """
     layout = from_flags(flags)
-    found = predict(job, cluster, layout)
+    step = predict(job, cluster, layout)
     sequences = layout.sequences(cluster.world)
     longer = longer_by_narrow_rate(job, cluster, layout)
-    speed = speed_of(job, found, cluster, devices=cluster.world, sequences=sequences, longer=longer)
-    fits = found.memory.total <= usable_bytes(cluster, 0)
+    speed = speed_of(job, step, cluster, devices=cluster.world, sequences=sequences, longer=longer)
+    fits = step.memory.total <= usable_bytes(cluster, 0)
     lines = [
-        f"yours: {_in_words(speed, found.seconds, sequences * job.model.seq_len)}; limited by {_limit(found)}; "
-        f"{found.memory.total / GIB:.1f} GiB"
+        f"yours: {_speed_in_words(speed, step.seconds, sequences * job.model.seq_len)}; limited by {_limit(step)}; "
+        f"{step.memory.total / GIB:.1f} GiB"
         + (f", which a device of {cluster.device.memory_gib:g} does not have" if not fits else ""),
-        f"your parts: {', '.join(f'{part} {seconds * 1e3:,.1f} ms' for part, seconds in found.estimate.parts.items())}; "
-        f"memory: {', '.join(f'{part} {num_bytes / GIB:.1f}' for part, num_bytes in asdict(found.memory).items())}",
+        f"your parts: {', '.join(f'{part} {seconds * 1e3:,.1f} ms' for part, seconds in step.estimate.parts.items())}; "
+        f"memory: {', '.join(f'{part} {num_bytes / GIB:.1f}' for part, num_bytes in asdict(step.memory).items())}",
     ]
     unread = unread_flags(flags, job)
     lines += [f"flags of yours that may matter but are not read: {', '.join(unread)}"] * bool(unread)
@@ -571,7 +584,7 @@ def _explained(job: Job, cluster: ClusterSpec, ours: Speed | None, flags: str) -
     ]
 
 
-def _in_words(speed: Speed, seconds: float, tokens: int) -> str:
+def _speed_in_words(speed: Speed, seconds: float, tokens: int) -> str:
     low, high = speed.interval
     return (
         f"{speed.tokens_per_second:,.0f} tokens/s and device ({low:,.0f} to {high:,.0f} by published steps), a step of "

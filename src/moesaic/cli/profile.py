@@ -82,11 +82,11 @@ def run(arguments: Sequence[str]) -> int:
         )
     try:
         profile = profile_of(measured)
-        found = failings(profile, layer_errors(profile, measured))
-        if found and not options.accept:
+        failed = failings(profile, layer_errors(profile, measured))
+        if failed and not options.accept:
             raise InputError(
-                f"the profile fails its own check ({'; '.join(found)}), so {options.out} is not written: measure while nothing "
-                "else runs, give more --repeats, or write it anyway with --accept"
+                f"the profile fails its own check ({'; '.join(failed)}), so {options.out} is not written: measure while "
+                "nothing else runs, give more --repeats, or write it anyway with --accept"
             )
     except InputError:  # raised on every rank; only the first rank prints it
         if started.is_first:
@@ -112,12 +112,12 @@ def failings(profile: ClusterProfile, layers: Sequence[float]) -> list[str]:
         "processor time of plans": profile.errors.host_median,
         "whole layers": max(profile.errors.layers_median, ordered[len(ordered) // 2] if ordered else 0.0),
     }
-    found = [
+    failed = [
         f"{name} {medians[name]:.0%} off, at most {limit:.0%}"
         for name, limit in LIMITS.items()
         if medians[name] > limit
     ]
-    return found + [line.trouble for line in profile.collectives.values() if line.trouble]
+    return failed + [line.trouble for line in profile.collectives.values() if line.trouble]
 
 
 LIMITS = {"processor time of plans": 0.25, "whole layers": 0.5}
@@ -131,38 +131,38 @@ def table(profile: ClusterProfile, layers: Sequence[float]) -> Table:
         profile: the profile.
         layers: errors of the predicted times of whole layers, as shares.
     """
-    made = Table(
+    figures = Table(
         "what", "value", title=f"{profile.nodes} x {profile.ranks_per_node} ranks, {profile.machine.processor}"
     )
     for name, link in (("inside nodes", profile.inside), ("between nodes", profile.outside)):
         if link.all_senders:
-            made.add_row(f"{name}: one sender", f"{link.one_sender / 1e6:.1f} MB/s")
-            made.add_row(f"{name}: each of all senders", f"{link.all_senders / 1e6:.1f} MB/s")
-            made.add_row(f"{name}: latency", f"{1e6 * link.latency_seconds:.0f} us")
+            figures.add_row(f"{name}: one sender", f"{link.one_sender / 1e6:.1f} MB/s")
+            figures.add_row(f"{name}: each of all senders", f"{link.all_senders / 1e6:.1f} MB/s")
+            figures.add_row(f"{name}: latency", f"{1e6 * link.latency_seconds:.0f} us")
     for name, line in profile.collectives.items():
         rate = f"{1e-6 / line.beta:.1f} MB/s" if line.beta else "no bytes seen"
-        made.add_row(f"{name}", f"{1e6 * line.alpha:.0f} us + {rate}, r2 {line.r2:.3f}, worst {line.worst:.0%}")
-    for each in fields(profile.host):
-        value = getattr(profile.host, each.name)
+        figures.add_row(f"{name}", f"{1e6 * line.alpha:.0f} us + {rate}, r2 {line.r2:.3f}, worst {line.worst:.0%}")
+    for cost in fields(profile.host):
+        value = getattr(profile.host, cost.name)
         text = (
             f"{value:.2f}"
-            if each.name == "sharing"
+            if cost.name == "sharing"
             else f"{1e9 * value:.3g} ns"
-            if "byte" in each.name
+            if "byte" in cost.name
             else f"{1e6 * value:.1f} us"
         )
-        made.add_row(f"host: {each.name}", text)
+        figures.add_row(f"host: {cost.name}", text)
     for name in DTYPES:
         rates = getattr(profile.products, name)
         if rates:
-            made.add_row(f"products, {name}, most", f"{max(rates) / 1e9:.1f} GFLOP/s")
-    made.add_row("copies", f"{profile.copy_bytes_per_second / 1e9:.1f} GB/s")
-    made.add_row(
+            figures.add_row(f"products, {name}, most", f"{max(rates) / 1e9:.1f} GFLOP/s")
+    figures.add_row("copies", f"{profile.copy_bytes_per_second / 1e9:.1f} GB/s")
+    figures.add_row(
         "check: held-out plans, processor time",
         f"{profile.errors.host_median:.1%} (worst {profile.errors.host_worst:.1%})",
     )
-    made.add_row("check: held-out sizes, links", f"worst {profile.errors.links_worst:.1%}")
+    figures.add_row("check: held-out sizes, links", f"worst {profile.errors.links_worst:.1%}")
     ordered = sorted(abs(error) for error in layers)
     if ordered:
-        made.add_row("check: whole layers, wall time", f"{ordered[len(ordered) // 2]:.1%} (worst {ordered[-1]:.1%})")
-    return made
+        figures.add_row("check: whole layers, wall time", f"{ordered[len(ordered) // 2]:.1%} (worst {ordered[-1]:.1%})")
+    return figures

@@ -18,7 +18,7 @@ from moesaic.errors import InputError
 class SampleOptions:
     """Options of `moesaic sample`."""
 
-    run: Annotated[str, tyro.conf.Positional]
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder of the model."""
     prompt: tuple[str, ...] = ("def ",)
     """Text to continue; several prompts are sampled in one batch."""

@@ -130,15 +130,15 @@ def run(arguments: Sequence[str]) -> int:
     grid = Grid(**vars(options.mesh))
     cluster = _cluster(options)
     layer, simulator = options.layer.workload, Simulator(cluster)
-    stays = compile_on(plan, grid, simulator, layer)
-    compiled = moving(stays) if options.samples else stays
+    unmoved = compile_on(plan, grid, simulator, layer)
+    compiled = moving(unmoved) if options.samples else unmoved
     sizes = sizes_of(compiled.forward, layer, compiled.grid)
     if options.samples:
         sizes = _by_sample(sizes, plan, options.layer, options.samples)
     programs = {"forward": compiled.forward, "backward": compiled.backward}
     if compiled.again is not None:
         programs["again"] = compiled.again
-    rows = {name: _moved(program, sizes, layer) for name, program in programs.items()}
+    rows = {name: _movement_rows(program, sizes, layer) for name, program in programs.items()}
     timelines = {
         name: simulator.run(program, layer, compiled.grid, sizes=sizes if options.samples else None).timeline
         for name, program in programs.items()
@@ -146,9 +146,9 @@ def run(arguments: Sequence[str]) -> int:
     if options.write is not None:
         write_plan(plan, Path(options.write))
     _write_pictures(options, timelines)
-    held = [] if options.samples else _held(compiled, layer)
+    memory = [] if options.samples else _memory_rows(compiled, layer)
     if options.json:
-        print(json.dumps({**_as_data(programs, rows, timelines), "held": held}, indent=2))
+        print(json.dumps({**_as_data(programs, rows, timelines), "held": memory}, indent=2))
         return 0
     for name, program in programs.items():
         print(to_text(program))
@@ -156,28 +156,28 @@ def run(arguments: Sequence[str]) -> int:
             f"{timelines[name].makespan * 1e3:.2f} ms on {cluster.name}, {timelines[name].overlap:.0%} of the moving"
         )
         Console().print(_table(name, rows[name], times, options.mesh, replicates=compiled.replicates))
-    for each in held:
-        print(_held_line(each, plan.memory_budget))
+    for row in memory:
+        print(_memory_line(row, plan.memory_budget))
     return 0
 
 
-def _held(compiled: Compiled, layer: Workload) -> list[dict[str, Any]]:
+def _memory_rows(compiled: Compiled, layer: Workload) -> list[dict[str, Any]]:
     """Return the memory of a call on the rank that holds most, and how the call is run within the memory budget.
 
     There is one entry for even routing, and one for all tokens on the same experts.
     """
     grid, even = compiled.grid, uniform_counts(compiled.grid.dp, layer)
-    one = np.zeros_like(even)
-    one[:, : layer.top_k] = layer.tokens
+    skewed = np.zeros_like(even)
+    skewed[:, : layer.top_k] = layer.tokens
     experts = ExpertSizes.stacked(layer.dim, layer.hidden // grid.etp, layer.matrices, layer.element_bytes)
-    budget, found = MemoryBudget(compiled, layer.num_experts), []
-    for routing, counts in (("even", even), ("all tokens to the same experts", one)):
+    budget, rows = MemoryBudget(compiled, layer.num_experts), []
+    for routing, counts in (("even", even), ("all tokens to the same experts", skewed)):
         copies = copies_by_rank(compiled.forward, grid, counts)
         call = CountedCall(copies, -(-copies.sum(1) // layer.top_k), experts.units, lambda: experts)
-        bare = compiled.unreplicated or compiled
-        _, replicated, cut = budget.hold(bare, None, call)
-        whole = float(budget.peak(bare, None, call).max())
-        found.append(
+        unreplicated = compiled.unreplicated or compiled
+        _, replicated, cut = budget.hold(unreplicated, None, call)
+        whole = float(budget.peak(unreplicated, None, call).max())
+        rows.append(
             {
                 "routing": routing,
                 "bytes": int(whole),
@@ -186,18 +186,18 @@ def _held(compiled: Compiled, layer: Workload) -> list[dict[str, Any]]:
                 "kept_slices": 1 if cut is None else cut.kept,
             }
         )
-    return found
+    return rows
 
 
-def _held_line(held: dict[str, Any], budget: int | None) -> str:
-    """Return an entry of `_held` as a line."""
-    line = f"memory, {held['routing']}: a call holds {held['bytes'] / 1e6:,.2f} MB on a rank, forward and backward"
-    if budget is None or held["bytes"] <= budget:
+def _memory_line(row: dict[str, Any], budget: int | None) -> str:
+    """Return an entry of `_memory_rows` as a line."""
+    line = f"memory, {row['routing']}: a call holds {row['bytes'] / 1e6:,.2f} MB on a rank, forward and backward"
+    if budget is None or row["bytes"] <= budget:
         return line
-    ways = [f"{held['replicated_rows']} rows go to other ranks"] if held["replicated_rows"] else []
-    if held["slices"] > 1:
-        ways.append(f"{held['slices']} slices, of which {held['slices'] - held['kept_slices']} run again for backward")
-    return f"{line}; within {budget / 1e6:,.2f} MB: {', '.join(ways)}"
+    measures = [f"{row['replicated_rows']} rows go to other ranks"] if row["replicated_rows"] else []
+    if row["slices"] > 1:
+        measures.append(f"{row['slices']} slices, of which {row['slices'] - row['kept_slices']} run again for backward")
+    return f"{line}; within {budget / 1e6:,.2f} MB: {', '.join(measures)}"
 
 
 def _cluster(options: ShowOptions) -> ClusterSpec:
@@ -210,8 +210,8 @@ def _cluster(options: ShowOptions) -> ClusterSpec:
 def _by_sample(sizes: CallSizes, plan: Plan, layer: LayerOptions, slots: int) -> CallSizes:
     """Return the sizes of a call whose copies are kept apart by sample, with every sample staying on its rank."""
     grid = sizes.grid
-    share, rest = divmod(layer.tokens * layer.top_k // layer.num_experts, slots)
-    if rest or layer.tokens % slots or grid.tp > 1:
+    share, remainder = divmod(layer.tokens * layer.top_k // layer.num_experts, slots)
+    if remainder or layer.tokens % slots or grid.tp > 1:
         raise InputError(
             f"--samples {slots}: needs --mesh.tp 1, and samples among which a rank's {layer.tokens} tokens and each "
             f"expert's {layer.tokens * layer.top_k // layer.num_experts} copies split evenly"
@@ -223,7 +223,7 @@ def _by_sample(sizes: CallSizes, plan: Plan, layer: LayerOptions, slots: int) ->
     return placed_sizes(grid, copies, placed, layer.hidden // grid.etp)
 
 
-def _moved(program: Program, sizes: CallSizes, layer: Workload) -> list[dict[str, Any]]:
+def _movement_rows(program: Program, sizes: CallSizes, layer: Workload) -> list[dict[str, Any]]:
     rows = []
     for moved in traffic(program, sizes, sizes.grid.node_of):
         inside, across = moved.num_bytes(layer.dim, layer.element_bytes, unit_columns=layer.matrices * layer.dim)
@@ -244,10 +244,10 @@ def _moved(program: Program, sizes: CallSizes, layer: Workload) -> list[dict[str
 def _as_data(
     programs: dict[str, Program], rows: dict[str, list[dict[str, Any]]], timelines: dict[str, Timeline]
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    data: dict[str, Any] = {}
     for name, program in programs.items():
         total = {key: sum(row[key] for row in rows[name]) for key in ("inside_bytes", "across_bytes")}
-        found[name] = {
+        data[name] = {
             "program": program.name,
             "tasks": len(program.tasks),
             "experts": sum(task.op in (Op.EXPERT, Op.EXPERT_GRAD) for task in program.tasks),
@@ -256,7 +256,7 @@ def _as_data(
             "seconds": timelines[name].makespan,
             "overlap": timelines[name].overlap,
         }
-    return found
+    return data
 
 
 def _write_pictures(options: ShowOptions, timelines: dict[str, Timeline]) -> None:

@@ -17,7 +17,7 @@ from moesaic.errors import InputError
 class TokenizeOptions:
     """Options of `moesaic tokenize`."""
 
-    path: Annotated[tuple[str, ...], tyro.conf.Positional]
+    path: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PATH ...")]
     """Files, globs or folders of text, JSON lines, Arrow or Parquet tables; each argument is one source."""
     out: str = "tokens.bin"
     """The .bin file to write."""
@@ -51,6 +51,8 @@ def run(arguments: Sequence[str]) -> int:
     packed = pack(Path(options.out), options.path, data, options.weights, options.tokens)
     for source, tokens, documents in zip(options.path, packed.tokens, packed.documents):
         print(f"{source}: {tokens:,} tokens of {documents:,} documents")
-    named = f" --data.tokenizer {packed.tokenizer}" if packed.tokenizer else ""
-    print(f"train on it with moesaic train --data.path {packed.path} --data.vocab-size {packed.vocab_size}{named}")
+    tokenizer_flag = f" --data.tokenizer {packed.tokenizer}" if packed.tokenizer else ""
+    print(
+        f"train on it with moesaic train --data.path {packed.path} --data.vocab-size {packed.vocab_size}{tokenizer_flag}"
+    )
     return 0

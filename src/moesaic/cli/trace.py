@@ -42,7 +42,7 @@ moesaic trace show --help lists the options of show, and so on."""
 class TraceShowOptions:
     """Options of `moesaic trace show`."""
 
-    file: Annotated[str, tyro.conf.Positional]
+    file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """A trace, or the folder of a run that recorded one."""
     picture: str | None = None
     """Plot load and MaxVio over the steps into this HTML file."""
@@ -54,7 +54,7 @@ class TraceShowOptions:
 class MakeOptions(SyntheticRouting):
     """Options of `moesaic trace make`."""
 
-    file: Annotated[str, tyro.conf.Positional]
+    file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """The .npz file to write."""
 
 
@@ -62,7 +62,7 @@ class MakeOptions(SyntheticRouting):
 class CountsOptions:
     """Options of `moesaic trace counts`."""
 
-    file: Annotated[str, tyro.conf.Positional]
+    file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """A trace, or the folder of a run that recorded one."""
     out: str
     """The .csv or .npy file to write."""
@@ -80,7 +80,7 @@ class CountsOptions:
 class TraceCheckOptions(ReadOptions):
     """Options of `moesaic trace check`."""
 
-    file: Annotated[str, tyro.conf.Positional]
+    file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """A trace, the folder of a run that recorded one, or, with --from, a recording of other software."""
     from_format: Annotated[str | None, tyro.conf.arg(name="from")] = None
     """Format of the file: laer, megatron, vllm, sglang, llama.cpp or smartmoe; None for a trace of Moesaic."""
@@ -167,16 +167,16 @@ def _check(arguments: Sequence[str]) -> int:
     options = parse(
         TraceCheckOptions, arguments, prog="moesaic trace check", description="Print the faults of a routing trace."
     )
-    trace = _opened(options)
-    found, shape = faults(trace), trace.shape
-    for line in found:
+    trace = _open(options)
+    problems, shape = faults(trace), trace.shape
+    for line in problems:
         print(line)
     print(
-        f"{trace.name}: {len(found) or 'no'} faults; {trace.holds}, steps {steps_in_words(trace.steps)}, "
+        f"{trace.name}: {len(problems) or 'no'} faults; {trace.holds}, steps {steps_in_words(trace.steps)}, "
         f"{shape.num_layers} layers, {shape.num_experts} experts, top {shape.top_k}, "
         f"{shape.accumulation} x {shape.sequences} sequences of {shape.seq_len}"
     )
-    return 1 if found else 0
+    return 1 if problems else 0
 
 
 def _convert(arguments: Sequence[str]) -> int:
@@ -186,7 +186,7 @@ def _convert(arguments: Sequence[str]) -> int:
     if options.to is not None:
         write = _format(options.to).write
         try:
-            write(_opened(options), out)
+            write(_open(options), out)
         except OSError as error:
             raise InputError(f"--out {out}: cannot be written ({error.strerror}): choose another place") from error
     elif options.from_format is None:
@@ -199,7 +199,7 @@ def _convert(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _opened(options: TraceCheckOptions) -> Trace:
+def _open(options: TraceCheckOptions) -> Trace:
     """Open a trace of Moesaic, or a recording of other software."""
     return Trace.open(Path(options.file)) if options.from_format is None else Trace.of(_read(options), options.file)
 
@@ -240,17 +240,17 @@ def as_data(trace: Trace, loads: Sequence[LayerLoad]) -> dict[str, Any]:
 
 def _print(trace: Trace, loads: Sequence[LayerLoad]) -> None:
     shape = trace.shape
-    held = "every token's experts" if trace.holds == "tokens" else "counts"
+    content = "every token's experts" if trace.holds == "tokens" else "counts"
     table = Table(
-        title=f"{trace.name}: {held}, steps {steps_in_words(trace.steps)}",
+        title=f"{trace.name}: {content}, steps {steps_in_words(trace.steps)}",
         caption=f"{shape.num_experts} experts, {shape.top_k} per token; {shape.accumulation} x {shape.sequences} sequences of "
         f"{shape.seq_len} tokens a step; {shape.bytes_per_step(trace.holds):,} bytes a step before compression",
     )
     for name in ("layer", "MaxVio first", "mean", "largest", "last", "busiest", "dead", "drift", "locality"):
         table.add_column(name, justify="right", no_wrap=True)
     for load in loads:
-        found = load.max_violation
-        figures = [found[0], float(np.mean(found)), max(found), found[-1]]
+        violations = load.max_violation
+        figures = [violations[0], float(np.mean(violations)), max(violations), violations[-1]]
         table.add_row(
             str(load.layer), *(f"{value:.2f}" for value in figures), str(load.busiest[-1]), str(load.dead_experts),
             f"{load.drift:.3f}", f"{load.locality:.3f}",

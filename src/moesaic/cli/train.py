@@ -111,16 +111,16 @@ def _table(path: Path) -> dict[str, Any]:
 
 def _take(words: list[str], flags: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
     """Split `--flag value` and `--flag=value` off a command line; returns the other words, and the values by flag."""
-    rest, taken = [], {}
+    others, values = [], {}
     while words:
         word = words.pop(0)
         flag, equals, value = word.partition("=")
         if flag not in flags:
-            rest.append(word)
+            others.append(word)
         elif equals:
-            taken[flag] = value
+            values[flag] = value
         elif words:
-            taken[flag] = words.pop(0)
+            values[flag] = words.pop(0)
         else:
             raise InputError(f"{flag} needs a value")
-    return rest, taken
+    return others, values

@@ -18,7 +18,7 @@ from moesaic.errors import InputError
 class WhyHungOptions:
     """Options of `moesaic why-hung`."""
 
-    run: Annotated[str, tyro.conf.Positional] = ""
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = ""
     """Run folder."""
     json: bool = False
     """Print the record as JSON."""

@@ -35,7 +35,9 @@ class ModuleExperts(AbstractExperts):
         self.experts: nn.ModuleList | nn.ModuleDict = nn.ModuleList(factory() for _ in range(num_experts))
         first, *others = (_shapes(module) for module in self.experts.children())
         if any(shapes != first for shapes in others):
-            raise InputError("user-defined experts must have parameters of the same names and shapes: make all alike")
+            raise InputError(
+                "user-defined experts must have parameters of the same names and shapes: create all in the same way"
+            )
 
     @property
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -103,7 +105,7 @@ class ModuleExperts(AbstractExperts):
         per_module = sum(1 for _ in module.parameters())
         if not per_module or any(True for _ in module.buffers()):
             raise InputError(
-                f"plan.gather_weights: experts like {type(module).__name__} cannot travel, since they have buffers, or no "
+                f"plan.gather_weights: experts like {type(module).__name__} cannot be sent, since they have buffers, or no "
                 "parameters: leave plan.gather_weights at none"
             )
         rows = [sharded[first : first + per_module] for first in range(0, len(sharded), per_module)]

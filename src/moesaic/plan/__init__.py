@@ -1,6 +1,6 @@
-"""Plans: which of the equivalent ways a layer runs in. No torch.
+"""Plans, which say how a layer runs, and planning: search, prediction, memory budgets. Works without torch.
 
-The names are imported when they are used: a configuration needs no compiler.
+Names are imported on first use, so that a configuration does not load the compiler.
 """
 
 from __future__ import annotations

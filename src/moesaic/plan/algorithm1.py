@@ -86,10 +86,10 @@ def choose(rule: str, simulator: Simulator, layer: Workload, grid: Grid) -> Plan
         layer: the workload of a rank.
         grid: the mesh.
     """
-    found = measured_operations(simulator.timing.collectives, grid, layer.dtype) or operations(
+    known = measured_operations(simulator.timing.collectives, grid, layer.dtype) or operations(
         simulator, grid, layer.top_k, layer.dtype, layer.capacity_factor
     )
-    return CHOICES[RULES[rule](found, layer, grid.tp, grid.etp)]
+    return CHOICES[RULES[rule](known, layer, grid.tp, grid.etp)]
 
 
 def measured_operations(collectives: Mapping[str, Fit], grid: Grid, dtype: str) -> Operations | None:
@@ -101,9 +101,9 @@ def measured_operations(collectives: Mapping[str, Fit], grid: Grid, dtype: str) 
         grid: the mesh.
         dtype: dtype of rows.
     """
-    entered, held = (_span(grid, axes) for axes in (("ep", "etp"), ("tp",)))
-    names = (f"all_to_all {entered}", f"all_gather {held}", f"saa {entered}")
-    if held != "inside" or any(name not in collectives for name in names):
+    exchanged, gathered = (_span(grid, axes) for axes in (("ep", "etp"), ("tp",)))
+    names = (f"all_to_all {exchanged}", f"all_gather {gathered}", f"saa {exchanged}")
+    if gathered != "inside" or any(name not in collectives for name in names):
         return None
     lines = (replace(collectives[name], beta=collectives[name].beta * ELEMENT_BYTES[dtype]) for name in names)
     return Operations(**dict(zip(("all_to_all", "gather", "overlapped"), lines)))
@@ -136,7 +136,7 @@ def operations(
         tokens=LARGE, num_experts=grid.ep, top_k=min(top_k, grid.ep), dim=4096, hidden=1024, matrices=2,
         dtype=dtype, capacity_factor=capacity_factor,  # type: ignore[arg-type]
     )  # fmt: skip
-    small, large = ((each, _spans(simulator, grid, each)) for each in (replace(layer, tokens=SMALL), layer))
+    small, large = ((workload, _spans(simulator, grid, workload)) for workload in (replace(layer, tokens=SMALL), layer))
 
     def line(name: str, elements: Callable[[Workload], float]) -> Fit:
         (x0, t0), (x1, t1) = ((elements(layer), spans[name]) for layer, spans in (small, large))
@@ -155,11 +155,11 @@ def operations(
 
 def _spans(simulator: Simulator, grid: Grid, layer: Workload) -> dict[str, float]:
     """Return the seconds of the three operations in the forward pass of one layer."""
-    one, two = (compile_plan(plan, grid) for plan in CHOICES.values())
-    volumes = simulator.volumes(one.forward, layer, one.grid)
-    slots = {slot.name: slot for slot in one.forward.slots}
-    found = {"all_to_all": 0.0, "gather": 0.0}
-    for task in one.forward.tasks:
+    s1, s2 = (compile_plan(plan, grid) for plan in CHOICES.values())
+    volumes = simulator.volumes(s1.forward, layer, s1.grid)
+    slots = {slot.name: slot for slot in s1.forward.slots}
+    seconds_of = {"all_to_all": 0.0, "gather": 0.0}
+    for task in s1.forward.tasks:
         if task.op not in (Op.MOVE, Op.HOP):
             continue
         kind = slots[(task.of or task.reads)[0]].kind
@@ -167,16 +167,16 @@ def _spans(simulator: Simulator, grid: Grid, layer: Workload) -> dict[str, float
             continue
         seconds = sum(moved.load.alone for moved in volumes.movements(task, slots, ""))
         if kind is Kind.TOKENS:
-            found["gather"] += seconds
+            seconds_of["gather"] += seconds
         elif task.stage is Stage.COMBINE:
-            found["all_to_all"] += seconds
-    run = simulator.run(two.forward, layer, two.grid)
+            seconds_of["all_to_all"] += seconds
+    run = simulator.run(s2.forward, layer, s2.grid)
     tail = [
         span
         for span in run.timeline.spans
         if span.stage is Stage.COMBINE and span.lane in (Lane.INTER, Lane.INTRA) and span.end > span.start
     ]
-    found["overlapped"] = max((span.end for span in tail), default=0.0) - min(
+    seconds_of["overlapped"] = max((span.end for span in tail), default=0.0) - min(
         (span.start for span in tail), default=0.0
     )
-    return found
+    return seconds_of

@@ -1,6 +1,7 @@
-"""What a person asks of a planner: tokens per second with an interval, utilization, what to change first, what skew and tokens
-cost. Each is the search's best plan predicted again with one thing changed.
-Where no layout fits, single changes that make one fit are looked for.
+"""Answers to common questions about a planned step, such as its speed and utilization, what to change first, and costs.
+
+Most answers predict the best plan of the search again with one thing changed. If no layout fits the memory, `remedies` finds
+single changes after which one does.
 """
 
 from __future__ import annotations
@@ -25,194 +26,199 @@ from moesaic.plan.loads import simulate_counts
 from moesaic.plan.model import Job
 from moesaic.plan.plan import Plan
 from moesaic.plan.predict import APART
-from moesaic.plan.search import Found, Result, Settings
+from moesaic.plan.search import PlannedStep, Result, Settings
 
 SPREAD = (0.83, 0.93)
-"""Measured over predicted speed between which the middle half of published steps lies; docs/ledger.md has them."""
+"""Quartiles of measured over predicted speed of the published steps in docs/ledger.md."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """How fast a step is."""
+    """The predicted speed of a step."""
 
     tokens_per_second: float
-    """Of one device."""
+    """Tokens per second and device."""
     interval: tuple[float, float]
-    """What the same may turn out to be: as far off as the ledger's steps were, and where ranks are unlike, slower by that."""
+    """Likely range of `tokens_per_second`, by the errors of the ledger's steps and, if the cluster has any, unequal ranks."""
     utilization: float
-    """Model FLOPs (6 per active parameter and token, and scores) over the data sheet's rate; recomputing counts nothing."""
+    """Model FLOPs (6 per active parameter and token, plus scores, without recomputation) over the rate of the data sheet."""
 
     def price(self, per_hour: float) -> float:
-        """Return what a trillion tokens cost.
+        """Return the cost of training on a trillion tokens.
 
         Args:
-            per_hour: of one device.
+            per_hour: price of one device per hour.
         """
         return per_hour / 3600 / self.tokens_per_second * 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """The best plan with one thing changed."""
+    """The effect of one change on the best plan."""
 
     what: str
+    """The change, in words."""
     speedup: float
-    """Seconds before over seconds after."""
+    """Step time before the change over step time after it."""
 
 
 DRAWS = (8, 2)
-"""Steps that are drawn of unlike ranks, each with speeds of its own, and passes of each, with latenesses of their own."""
+"""Number of steps that are simulated with random rank speeds, and of passes per step with random delays of the ranks."""
 
 
 def speed_of(
     job: Job,
-    found: Found,
+    step: PlannedStep,
     cluster: ClusterSpec,
     *,
     devices: int,
     sequences: int,
     longer: tuple[float, float] = (1.0, 1.0),
 ) -> Speed:
-    """Return how fast a step is.
+    """Return the speed of a step.
 
     Args:
-        job: sizes of the model.
-        found: the step.
-        cluster: on what.
-        devices: that run it, pipeline stages included.
-        sequences: of an optimizer step.
-        longer: as of `longer_by_rank_skew`.
+        job: the training job.
+        step: the step.
+        cluster: the cluster.
+        devices: number of devices that run the step, those of all pipeline stages included.
+        sequences: number of sequences per optimizer step.
+        longer: range of factors by which the step may take longer, for example from `longer_by_rank_skew`.
     """
     tokens = sequences * job.model.seq_len
-    each = tokens / found.seconds / devices
+    tokens_per_second = tokens / step.seconds / devices
     peak = cluster.device.peak_tflops * 1e12 or cluster.device.tflops.of(job.dtype(cluster))
     return Speed(
-        tokens_per_second=each,
-        interval=(each * SPREAD[0] / longer[1], each * SPREAD[1] / longer[0]),
-        utilization=each * operations_per_token(job, cluster) / peak,
+        tokens_per_second=tokens_per_second,
+        interval=(tokens_per_second * SPREAD[0] / longer[1], tokens_per_second * SPREAD[1] / longer[0]),
+        utilization=tokens_per_second * operations_per_token(job, cluster) / peak,
     )
 
 
 def operations_per_token(job: Job, cluster: ClusterSpec) -> float:
-    """Return the operations of a training step per token, forward and backward."""
+    """Return the floating-point operations of a training step per token, forward and backward."""
     step = job.step_model(cluster, job.batch_size)
     layer, matrices = step.layer, step.layer.matrices
     experts = step.moe_layers * matrices * layer.dim * (layer.top_k * layer.hidden + step.shared_hidden)
-    around = step.dense_parameters - (step.embeddings - 1) * step.vocab * layer.dim
-    return 6 * (experts + around) + 3 * step.num_layers * step.scores
+    others = step.dense_parameters - (step.embeddings - 1) * step.vocab * layer.dim
+    return 6 * (experts + others) + 3 * step.num_layers * step.scores
 
 
 def changes(job: Job, cluster: ClusterSpec, result: Result, *, reserve_gib: float = 1.0) -> list[Change]:
-    """Return what the best plan would gain by one change of the machine, or of ep, the most first; what changes nothing is
-    left out.
+    """Return the effects of single changes of the machine or of ep on the best plan, largest speedup first.
+
+    Changes of less than half a percent are left out.
 
     Args:
-        job: sizes of the model.
-        cluster: on what.
-        result: of a search.
-        reserve_gib: memory of a device that the framework takes.
+        job: the training job.
+        cluster: the cluster.
+        result: result of the search.
+        reserve_gib: device memory set aside for the framework.
     """
     best = result.best
-    # By the cluster's description both times: a ranking under counts or by a profile has other seconds.
-    before = again(job, cluster, best)[0]
-    found = [Change(what=what, speedup=before / again(job, other, best)[0]) for what, other in _machines(cluster)]
-    more = []
+    # Both times are by the cluster's description; those of the ranking may be under counts or by a profile.
+    seconds_before = again(job, cluster, best)[0]
+    effects = [
+        Change(what=what, speedup=seconds_before / again(job, other, best)[0]) for what, other in _machines(cluster)
+    ]
+    memory_changes = []
     if result.too_large is not None:
-        more.append((name_of(result.too_large.grid), *again(job, cluster, result.too_large)))
+        memory_changes.append((name_of(result.too_large.grid), *again(job, cluster, result.too_large)))
     if job.model.checkpoint_activations:
-        kept = replace(job, model=replace(job.model, checkpoint_activations=False))
-        more.append(("nothing recomputed", *again(kept, cluster, best)))
-    for what, seconds, memory in more:
+        without_recomputation = replace(job, model=replace(job.model, checkpoint_activations=False))
+        memory_changes.append(("nothing recomputed", *again(without_recomputation, cluster, best)))
+    for what, seconds, memory in memory_changes:
         gib = math.ceil(memory.total * FRAGMENTED / GIB + reserve_gib)
-        if gib > cluster.device.memory_gib and seconds < before:
-            found.append(Change(what=f"devices of {gib} GiB ({what})", speedup=before / seconds))
-    for ep, of in result.by_ep.items():
-        if of.best is not None and ep != best.grid.ep:
-            found.append(Change(what=f"ep {ep} ({name_of(of.best.grid)})", speedup=best.seconds / of.best.seconds))
-    return sorted((each for each in found if abs(each.speedup - 1) > 0.005), key=lambda each: -each.speedup)
+        if gib > cluster.device.memory_gib and seconds < seconds_before:
+            effects.append(Change(what=f"devices of {gib} GiB ({what})", speedup=seconds_before / seconds))
+    for ep, results in result.by_ep.items():
+        if results.best is not None and ep != best.grid.ep:
+            effects.append(
+                Change(what=f"ep {ep} ({name_of(results.best.grid)})", speedup=best.seconds / results.best.seconds)
+            )
+    return sorted((effect for effect in effects if abs(effect.speedup - 1) > 0.005), key=lambda effect: -effect.speedup)
 
 
-def again(job: Job, cluster: ClusterSpec, found: Found) -> tuple[float, Memory]:
-    """Return the seconds and the memory of a plan on its layout under even routing, by a cluster's description.
+def again(job: Job, cluster: ClusterSpec, planned: PlannedStep) -> tuple[float, Memory]:
+    """Predict a plan again under even routing, by the description of a cluster; returns the seconds of a step and the memory.
 
     Args:
-        job: sizes of the model.
-        cluster: of as many ranks as the plan is for.
-        found: the plan and its layout.
+        job: the training job.
+        cluster: the cluster, with as many ranks as the layout.
+        planned: the plan and its layout.
     """
     simulator = Simulator(cluster)
-    around = StepCostModel(job.step_model(cluster, found.grid.dp), found.grid, simulator)
-    compiled = compile_on(found.plan, found.grid, simulator, around.model.layer)
+    cost_model = StepCostModel(job.step_model(cluster, planned.grid.dp), planned.grid, simulator)
+    compiled = compile_on(planned.plan, planned.grid, simulator, cost_model.model.layer)
     programs = compiled.forward, compiled.backward
-    memory = around.memory(*programs, compiled.grid, memory_budget=found.plan.memory_budget)
-    return around.estimate(*simulator.passes(*programs, around.model.layer, compiled.grid)).seconds, memory
+    memory = cost_model.memory(*programs, compiled.grid, memory_budget=planned.plan.memory_budget)
+    return cost_model.estimate(*simulator.passes(*programs, cost_model.model.layer, compiled.grid)).seconds, memory
 
 
-def cost_of_skew(job: Job, cluster: ClusterSpec, found: Found) -> float | None:
-    """Return how many times as long a step takes where one rank's experts get twice their share (a MaxVio of ranks of 1) in
-    every layer; None where ranks are too many to simulate apart.
+def cost_of_skew(job: Job, cluster: ClusterSpec, planned: PlannedStep) -> float | None:
+    """Return the factor by which a step takes longer if the experts of one ep rank get twice their share in every layer.
 
-    One replica of the experts stands for all; all of them are as uneven.
+    That is a MaxVio over ranks of 1. One replica of the experts is simulated and stands for all. Returns None if ep is 1, or
+    if one replica has too many ranks to simulate them individually.
     """
-    grid, simulator = found.grid, Simulator(cluster)
-    compiled = _replica(job, found, simulator)
+    grid, simulator = planned.grid, Simulator(cluster)
+    compiled = _replica(job, planned, simulator)
     if compiled is None or grid.ep == 1:
         return None
-    around = StepCostModel(job.step_model(cluster, grid.dp), grid, simulator)
-    layer = around.model.layer
+    cost_model = StepCostModel(job.step_model(cluster, grid.dp), grid, simulator)
+    layer = cost_model.model.layer
     share = np.ones(layer.num_experts)
     hot = layer.num_experts // grid.ep
     share[:hot] = min(2.0, grid.ep)
     share[hot:] = (layer.num_experts - share[:hot].sum()) / (layer.num_experts - hot)
     counts = np.tile(np.rint(share * layer.copies / layer.num_experts).astype(np.int64), (compiled.grid.dp, 1))
-    skewed = around.estimate(*simulate_counts(simulator, compiled, layer, counts)).seconds
-    return skewed / again(job, cluster, found)[0]
+    skewed = cost_model.estimate(*simulate_counts(simulator, compiled, layer, counts)).seconds
+    return skewed / again(job, cluster, planned)[0]
 
 
-def longer_by_rank_skew(job: Job, cluster: ClusterSpec, found: Found) -> tuple[float, float] | None:
-    """Return between how many times the time of a step with equal ranks the middle half of steps lies; None where the cluster
-    says nothing of unlike ranks, or they are too many to simulate apart.
+def longer_by_rank_skew(job: Job, cluster: ClusterSpec, planned: PlannedStep) -> tuple[float, float] | None:
+    """Return the quartiles of the factor by which a step takes longer because ranks differ in speed and arrive late.
 
-    A step has speeds of its own and the mean over several passes of a layer, each with latenesses of its own. One replica of
-    the experts stands for all, and what runs outside MoE layers waits for its slowest rank.
+    Each simulated step draws a speed per rank, and takes the mean of several passes of a layer, each of which draws a delay
+    per rank. One replica of the experts stands for all, and work outside MoE layers waits for its slowest rank. Returns None
+    if the cluster has no `rank_skew`, or if one replica has too many ranks to simulate them individually.
 
     Args:
-        job: sizes of the model.
-        cluster: on what; its `rank_skew` is drawn from.
-        found: the step with equal ranks.
+        job: the training job.
+        cluster: the cluster; its `rank_skew` gives the distributions.
+        planned: the step with equal ranks.
     """
-    skew, compiled = cluster.rank_skew, _replica(job, found, Simulator(cluster))
+    skew, compiled = cluster.rank_skew, _replica(job, planned, Simulator(cluster))
     if compiled is None or skew == type(skew)():
         return None
-    step, ranks = job.step_model(cluster, found.grid.dp), compiled.grid.world
+    step, ranks = job.step_model(cluster, planned.grid.dp), compiled.grid.world
     counts, draw = uniform_counts(compiled.grid.dp, step.layer), np.random.default_rng(0)
 
     def seconds(speeds: np.ndarray, late: np.ndarray) -> float:
-        known = np.resize(cluster.speeds or (1.0,), cluster.world)
-        # Devices behind the replica's are as fast as its slowest.
-        known[ranks:] = known[:ranks].min()
-        unlike = known * np.append(speeds, np.full(cluster.world - ranks, speeds.min()))
-        uneven = replace(cluster, speeds=tuple(unlike.tolist()))
+        speed_of_devices = np.resize(cluster.speeds or (1.0,), cluster.world)
+        # Devices outside the replica are as fast as its slowest one.
+        speed_of_devices[ranks:] = speed_of_devices[:ranks].min()
+        drawn_speeds = speed_of_devices * np.append(speeds, np.full(cluster.world - ranks, speeds.min()))
+        uneven = replace(cluster, speeds=tuple(drawn_speeds.tolist()))
         simulator = Simulator(uneven, timing=SpecTiming(uneven, late=late))
         runs = simulate_counts(simulator, compiled, step.layer, counts)
-        return StepCostModel(step, found.grid, simulator).estimate(*runs).seconds
+        return StepCostModel(step, planned.grid, simulator).estimate(*runs).seconds
 
     equal, (steps, passes) = seconds(np.ones(ranks), np.zeros(ranks)), DRAWS
-    drawn = []
+    step_seconds = []
     for _ in range(steps):
         speeds = np.exp(skew.speed * draw.standard_normal(ranks))
-        drawn.append(
+        step_seconds.append(
             np.mean([seconds(speeds, skew.start_us * 1e-6 * draw.exponential(size=ranks)) for _ in range(passes)])
         )
-    low, high = np.quantile(drawn, (0.25, 0.75)) / equal
+    low, high = np.quantile(step_seconds, (0.25, 0.75)) / equal
     return float(low), float(high)
 
 
-def _replica(job: Job, found: Found, simulator: Simulator) -> Compiled | None:
-    """Return a plan compiled on the ranks of one replica of the experts, whole nodes; None if they are too many to simulate
-    apart."""
-    grid, cluster = found.grid, simulator.cluster
-    small = compile_on(found.plan, grid, simulator, job.step_model(cluster, grid.dp).layer)
+def _replica(job: Job, planned: PlannedStep, simulator: Simulator) -> Compiled | None:
+    """Return a plan compiled for one replica of the experts, on whole nodes; None if it has more than `APART` ranks."""
+    grid, cluster = planned.grid, simulator.cluster
+    small = compile_on(planned.plan, grid, simulator, job.step_model(cluster, grid.dp).layer)
     unit = max(grid.ep * grid.etp, cluster.devices_per_node, grid.tp)
     if unit > APART:
         return None
@@ -221,7 +227,7 @@ def _replica(job: Job, found: Found, simulator: Simulator) -> Compiled | None:
 
 
 def _machines(cluster: ClusterSpec) -> Iterator[tuple[str, ClusterSpec]]:
-    """Yield clusters with one thing twice as good, and what that is."""
+    """Yield clusters with one property twice as good, each after a description of the change."""
     kinds: tuple[tuple[Literal["inside", "outside"], str], ...] = (
         ("outside", "links between nodes"), ("inside", "links inside nodes"),
     )  # fmt: skip
@@ -237,54 +243,61 @@ def _machines(cluster: ClusterSpec) -> Iterator[tuple[str, ClusterSpec]]:
 
 
 MOST_TIMES = 64
-"""So many times as many devices are tried at most."""
+"""Largest factor by which the number of devices is increased."""
 Larger = Callable[[int], tuple[Job, ClusterSpec]]
-"""The job and the cluster of so many devices."""
+"""Function of a number of devices that returns the job and a cluster of at least so many devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """One change."""
+    """One change that may make a layout fit the memory."""
 
     what: str
-    """How it is asked for, in words."""
+    """The change, in words."""
     num_bytes: float
-    """Least that a rank then needs of any layout."""
+    """Bytes per rank of the smallest layout after the change."""
     fits: bool
+    """Whether these bytes fit the memory of a device."""
 
 
 def remedies(job: Job, cluster: ClusterSpec, settings: Settings, larger: Larger | None = None) -> list[Remedy]:
-    """Return changes, those first after which a layout fits.
+    """Return changes that were tried, first those after which a layout fits the memory.
 
     Args:
-        job: what fits no layout.
-        cluster: all of it.
-        settings: of the search.
-        larger: makes the job and a cluster of more devices, whole nodes; None where nobody can tell.
+        job: a job that fits no layout.
+        cluster: the cluster.
+        settings: settings of the search.
+        larger: returns the job and a cluster for a larger number of devices; None if there is no larger cluster.
     """
-    found = []
-    for what, changed, on, how in _changes(job, cluster, settings):
-        need = _least(changed, on, how)
-        if need is not None:
-            found.append(Remedy(what=what, num_bytes=need, fits=need <= usable_bytes(on, how.reserve_gib)))
-    found += _more_devices(cluster, settings, larger) if larger is not None else []
-    need = _least(_recomputed(job), cluster, settings)
-    if need is not None:
-        gib = math.ceil(need * FRAGMENTED / GIB + settings.reserve_gib)
-        found.append(Remedy(what=f"devices of {gib} GiB, blocks recomputed", num_bytes=need, fits=True))
-    return sorted(found, key=lambda each: not each.fits)
+    changes_tried = []
+    for what, changed, changed_cluster, changed_settings in _changes(job, cluster, settings):
+        num_bytes = _smallest_bytes(changed, changed_cluster, changed_settings)
+        if num_bytes is not None:
+            changes_tried.append(
+                Remedy(
+                    what=what,
+                    num_bytes=num_bytes,
+                    fits=num_bytes <= usable_bytes(changed_cluster, changed_settings.reserve_gib),
+                )
+            )
+    changes_tried += _more_devices(cluster, settings, larger) if larger is not None else []
+    num_bytes = _smallest_bytes(_recomputed(job), cluster, settings)
+    if num_bytes is not None:
+        gib = math.ceil(num_bytes * FRAGMENTED / GIB + settings.reserve_gib)
+        changes_tried.append(Remedy(what=f"devices of {gib} GiB, blocks recomputed", num_bytes=num_bytes, fits=True))
+    return sorted(changes_tried, key=lambda each: not each.fits)
 
 
-def in_words(found: list[Remedy]) -> str:
-    """Return changes as a clause."""
-    told = [f"{each.what} ({each.num_bytes / GIB:.1f} GiB)" for each in found if each.fits]
-    short = [f"{each.what} ({each.num_bytes / GIB:.1f})" for each in found if not each.fits]
-    words = f"what fits: {'; '.join(told)}" if told else "no single change that was tried makes it fit"
-    return words + f"; not enough alone: {'; '.join(short)}" * bool(short)
+def in_words(tried: list[Remedy]) -> str:
+    """Return remedies as a clause of a sentence."""
+    fitting = [f"{each.what} ({each.num_bytes / GIB:.1f} GiB)" for each in tried if each.fits]
+    too_large = [f"{each.what} ({each.num_bytes / GIB:.1f})" for each in tried if not each.fits]
+    words = f"what fits: {'; '.join(fitting)}" if fitting else "no single change makes it fit"
+    return words + f"; not enough alone: {'; '.join(too_large)}" * bool(too_large)
 
 
 def _changes(job: Job, cluster: ClusterSpec, settings: Settings) -> Iterator[tuple[str, Job, ClusterSpec, Settings]]:
-    """Yield what to change, and the job, the cluster and the settings after it."""
+    """Yield changes: a description of each, and the job, the cluster and the settings after it."""
     model = job.model
     if settings.pins != Pins():
         yield "sizes of axes left free", job, cluster, replace(settings, pins=Pins())
@@ -299,29 +312,33 @@ def _changes(job: Job, cluster: ClusterSpec, settings: Settings) -> Iterator[tup
 
 
 def _more_devices(cluster: ClusterSpec, settings: Settings, larger: Larger) -> list[Remedy]:
-    """Return the least number of devices, by doubling, that fits; or the most that were tried."""
+    """Return the smallest number of devices, by doubling, on which a layout fits, or the largest number tried; [] if none."""
     times = 2
-    told: list[Remedy] = []
-    while times <= MOST_TIMES and not (told and told[-1].fits):
+    tried: list[Remedy] = []
+    while times <= MOST_TIMES and not (tried and tried[-1].fits):
         try:
-            job, more = larger(times * cluster.world)
-        except InputError:  # a description that holds for so many nodes only
+            job, larger_cluster = larger(times * cluster.world)
+        except InputError:  # the description of the cluster is valid for its number of nodes only
             break
-        need = _least(_recomputed(job), more, settings)
-        if need is not None:
-            fits = need <= usable_bytes(more, settings.reserve_gib)
-            told.append(Remedy(what=f"{more.world} devices, blocks recomputed", num_bytes=need, fits=fits))
+        num_bytes = _smallest_bytes(_recomputed(job), larger_cluster, settings)
+        if num_bytes is not None:
+            fits = num_bytes <= usable_bytes(larger_cluster, settings.reserve_gib)
+            tried.append(
+                Remedy(what=f"{larger_cluster.world} devices, blocks recomputed", num_bytes=num_bytes, fits=fits)
+            )
         times *= 2
-    return told[-1:]
+    return tried[-1:]
 
 
 def _recomputed(job: Job) -> Job:
     return replace(job, model=replace(job.model, checkpoint_activations=True))
 
 
-def _least(job: Job, cluster: ClusterSpec, settings: Settings) -> float | None:
-    """Return the bytes that a rank needs at least, of every size of ep on the layout with the least that any plan needs and
-    under the plainest plan; None if the job fits no mesh."""
+def _smallest_bytes(job: Job, cluster: ClusterSpec, settings: Settings) -> float | None:
+    """Return the bytes per rank of the smallest layout; None if the job fits no mesh.
+
+    For each size of ep, only the layout with the smallest lower bound is compiled, under the simplest plan.
+    """
     simulator = Simulator(cluster)
     try:
         meshes = layouts(job, cluster, settings.pins)
@@ -329,14 +346,14 @@ def _least(job: Job, cluster: ClusterSpec, settings: Settings) -> float | None:
         return None
     by_ep: dict[int, StepCostModel] = {}
     for grid in meshes:
-        around = StepCostModel(job.step_model(cluster, grid.dp), grid, simulator)
-        if grid.ep not in by_ep or around.least_bytes < by_ep[grid.ep].least_bytes:
-            by_ep[grid.ep] = around
-    found = []
-    for around in by_ep.values():
+        cost_model = StepCostModel(job.step_model(cluster, grid.dp), grid, simulator)
+        if grid.ep not in by_ep or cost_model.least_bytes < by_ep[grid.ep].least_bytes:
+            by_ep[grid.ep] = cost_model
+    sizes = []
+    for cost_model in by_ep.values():
         try:
-            compiled = compile_on(Plan(order="fifo"), around.grid, simulator, around.model.layer)
-            found.append(around.memory(compiled.forward, compiled.backward, compiled.grid).total)
+            compiled = compile_on(Plan(order="fifo"), cost_model.grid, simulator, cost_model.model.layer)
+            sizes.append(cost_model.memory(compiled.forward, compiled.backward, compiled.grid).total)
         except InputError:
             continue
-    return min(found, default=None)
+    return min(sizes, default=None)

@@ -1,10 +1,10 @@
-"""A budget of bytes for each call of a layer: what skew would need beyond it goes to helpers, or is run in slices.
+"""Keeps each call of a layer within a memory budget, by replication to helper ranks or by running the call in slices.
 
-Under `Plan.memory_budget` a dropless layer holds no more than the budget on any rank, forward and backward, whatever the
-routing is. What a call would hold follows from its programs and its counts (`cost/held.py`), so all ranks know it of all
-ranks before anything moves. Where a plan replicates copies, what is over the budget goes to ranks with room. Where no rank
-has room, or nothing may be replicated, or replication costs more, the call runs in slices, dispatch to combine: as many of
-them as fit are kept for the backward pass, the others are run again in it.
+Under `Plan.memory_budget` a dropless layer holds no more bytes than the budget on any rank, forward and backward, under any
+routing. The bytes of a call follow from its programs and its counts (`cost/held.py`), so every rank knows those of all ranks
+before anything is sent. If the plan replicates, copies beyond the budget go to ranks with room. If no rank has room, if the
+plan does not replicate, or if replication costs more, the call runs in slices, each from dispatch to combine. As many slices
+as fit are kept for the backward pass; the others are recomputed in it.
 """
 
 from __future__ import annotations
@@ -25,52 +25,52 @@ from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op
 
 TRIES = 16
-"""Numbers of slices that are tried until a call fits."""
+"""Largest number of slice counts that are tried until a call fits."""
 MORE_SLICES = (1.5, 2.0)
-"""Times as many slices as need be are tried too: of small slices more rows are kept for the backward pass."""
+"""Multiples of the smallest fitting number of slices that are also tried: with smaller slices, more rows can be kept."""
 
-_Way = tuple[Compiled, np.ndarray | None, Cut]
-"""What runs, what it replicates, and how it is cut."""
+_Option = tuple[Compiled, np.ndarray | None, Cut]
+"""A way to run a call: the compiled plan, the replicated rows, and the slices."""
 
 
 class CountedCall(NamedTuple):
-    """A call of a layer, as all ranks know it before anything moves."""
+    """The counts and sizes of a call, which all ranks know before anything is sent."""
 
     copies: np.ndarray
-    """(world, num_experts) int64 that each origin has for each expert."""
+    """(world, num_experts) int64, copies that each origin rank has for each expert."""
     tokens: np.ndarray
-    """(world,) int64 of which each origin is responsible."""
+    """(world,) int64, tokens that each rank is the origin of."""
     units: int
     """Hidden units of one shard of an expert."""
     experts: Callable[[], ExpertSizes]
-    """What the experts hold."""
+    """Returns the memory sizes of the experts."""
 
 
 @dataclass
 class BudgetUse:
-    """What a layer's calls did about their budget, over all ranks; the same on every rank."""
+    """Statistics about the memory budget of the calls of a layer, over all ranks; the same on every rank."""
 
     calls: int = 0
-    """Calls of the layer, recomputations among them."""
+    """Calls of the layer, including recomputations."""
     bytes_over: int = 0
-    """Bytes beyond the budget that ranks would have held, before anything was done about them."""
+    """Bytes beyond the budget, summed over ranks, that the calls would hold without replication for the budget or slices."""
     rows_spilled: int = 0
-    """Rows that were replicated to another rank for it."""
+    """Rows that were replicated to another rank because of the budget."""
     sliced_calls: int = 0
     """Calls that ran in slices."""
     slices: int = 0
     """Slices of these calls."""
     kept_slices: int = 0
-    """Those of them that were kept for the backward pass; the others ran twice."""
+    """Slices that were kept for the backward pass; the others ran twice."""
 
 
 class MemoryBudget:
-    """Holds the calls of one layer to their plan's budget.
+    """Decides how each call of one layer stays within the memory budget of its plan.
 
     Args:
-        compiled: of the layer; its plan has the budget.
-        num_experts: of the layer.
-        costs: by which slices are weighed against replication; None for those of `cost.Machine`.
+        compiled: the compiled plan of the layer, which has the budget.
+        num_experts: number of experts of the layer.
+        costs: cost model that compares slices with replication; None for that of `cost.Machine`.
     """
 
     def __init__(self, compiled: Compiled, num_experts: int, costs: ReplicationCosts | None = None) -> None:
@@ -82,15 +82,17 @@ class MemoryBudget:
     def hold(
         self, compiled: Compiled, replicated: np.ndarray | None, call: CountedCall
     ) -> tuple[Compiled, np.ndarray | None, Cut | None]:
-        """Return what a call runs, what it replicates, and how it is cut; None where it runs as a whole.
+        """Return how a call runs within the budget: the compiled plan, the replicated rows, and the slices.
+
+        The slices are None if the call runs as a whole.
 
         Args:
-            compiled: what it would run without a budget.
-            replicated: (world, num_experts, ep) int64, what it would replicate; None for nothing.
-            call: its counts.
+            compiled: the compiled plan that the call would run without a budget.
+            replicated: (world, num_experts, ep) int64, rows that it would replicate without a budget; None for no rows.
+            call: the call.
 
         Raises:
-            InputError: on every rank, if the budget is less than a call of so many tokens needs whatever its slices are.
+            InputError: on every rank, if the call exceeds the budget even in the smallest slices.
         """
         if self.compiled.plan.memory_budget is None:
             return compiled, replicated, None
@@ -99,34 +101,34 @@ class MemoryBudget:
         self.use.bytes_over += int(over.sum())
         if not over.any():
             return compiled, replicated, None
-        wanted = 0 if replicated is None else int(replicated.sum())
+        rows_before = 0 if replicated is None else int(replicated.sum())
         experts = call.experts()
         load = CallLoad(self.compiled.grid, call.copies, self.num_experts, call.units, experts.dim)
-        ways = list(self._ways(compiled, replicated, load, call, budget))
-        if not ways:
+        options = list(self._options(compiled, replicated, load, call, budget))
+        if not options:
             raise InputError(self._too_small(call, budget))
-        compiled, replicated, found = self._cheapest(ways, load)
-        self.use.rows_spilled += max((0 if replicated is None else int(replicated.sum())) - wanted, 0)
-        if found.num_slices == 1:
+        compiled, replicated, slices = self._cheapest(options, load)
+        self.use.rows_spilled += max((0 if replicated is None else int(replicated.sum())) - rows_before, 0)
+        if slices.num_slices == 1:
             return compiled, replicated, None
         self.use.sliced_calls += 1
-        self.use.slices += found.num_slices
-        self.use.kept_slices += found.kept
-        return compiled, replicated, found
+        self.use.slices += slices.num_slices
+        self.use.kept_slices += slices.kept
+        return compiled, replicated, slices
 
     def budget(self, call: CountedCall) -> int:
-        """Return the bytes that a call may hold."""
+        """Return the bytes that a call may hold on a rank; a subclass may let them depend on the call."""
         del call
         assert self.compiled.plan.memory_budget is not None
         return self.compiled.plan.memory_budget
 
     def peak(self, compiled: Compiled, replicated: np.ndarray | None, call: CountedCall) -> np.ndarray:
-        """Return the most bytes that a call holds on each rank if it runs as a whole, (world,).
+        """Return the peak of the bytes that a call holds on each rank if it runs as a whole, (world,).
 
         Args:
-            compiled: what it runs.
-            replicated: (world, num_experts, ep) int64; None for nothing.
-            call: its counts.
+            compiled: the compiled plan that the call runs.
+            replicated: (world, num_experts, ep) int64, replicated rows; None for no rows.
+            call: the call.
         """
         return compiled.held(self.num_experts, call.experts()).peak(
             self._sizes(compiled, replicated, call.copies, call)
@@ -135,75 +137,78 @@ class MemoryBudget:
     def _sizes(
         self, compiled: Compiled, replicated: np.ndarray | None, copies: np.ndarray, call: CountedCall
     ) -> CallSizes:
-        """Return the sizes of a call or a slice; under multicast every copy is taken for a token of its own."""
+        """Return the sizes of a call or a slice; under multicast an upper bound that counts every copy as a separate token."""
         grid, chunks, node_tokens = compiled.grid, compiled.plan.chunks, None
         if compiled.is_multicast:
-            there = [copies.reshape(len(copies), places, -1).sum(2) for places in grid.cast_levels]
-            each = np.minimum(np.concatenate(there, axis=1), call.tokens[:, None])
-            node_tokens = np.repeat(-(-each // chunks)[:, :, None], chunks, axis=2)
+            copies_by_place = [copies.reshape(len(copies), places, -1).sum(2) for places in grid.cast_levels]
+            visits = np.minimum(np.concatenate(copies_by_place, axis=1), call.tokens[:, None])
+            node_tokens = np.repeat(-(-visits // chunks)[:, :, None], chunks, axis=2)
         return CallSizes(
             grid, copies, call.tokens, chunks, node_tokens=node_tokens, units=call.units, replicated=replicated,
             shapes=compiled.shapes(self.num_experts),
         )  # fmt: skip
 
-    def _ways(
+    def _options(
         self, compiled: Compiled, replicated: np.ndarray | None, load: CallLoad, call: CountedCall, budget: int
-    ) -> Iterator[_Way]:
-        """Yield in which ways a call fits its budget: as it would run, with nothing replicated, with another table."""
-        for each in self._cuts(compiled, replicated, call, budget):
-            yield compiled, replicated, each
+    ) -> Iterator[_Option]:
+        """Yield ways to run a call within the budget: as without a budget, without replication, with other replicated rows."""
+        for slices in self._cuts(compiled, replicated, call, budget):
+            yield compiled, replicated, slices
         if not self.compiled.replicates:
             return
-        bare = self._bare
-        # What may replicate holds more, also where it does not.
+        bare = self._unreplicated
+        # A program that may replicate holds more bytes even in calls that replicate nothing.
         if replicated is not None or compiled.digest != bare.digest:
-            for each in self._cuts(bare, None, call, budget):
-                yield bare, None, each
+            for slices in self._cuts(bare, None, call, budget):
+                yield bare, None, slices
         replication = compiled if compiled.replicates else self.compiled
-        none = np.zeros((*call.copies.shape, self.compiled.grid.ep), dtype=np.int64)
+        nothing_replicated = np.zeros((*call.copies.shape, self.compiled.grid.ep), dtype=np.int64)
         rows, fewest = self._rows_that_fit(call, budget)
-        for table in fitting_tables(load, none if replicated is None else replicated, rows, fewest):
-            for each in self._cuts(replication, table, call, budget):
-                yield replication, table, each
+        for table in fitting_tables(load, nothing_replicated if replicated is None else replicated, rows, fewest):
+            for slices in self._cuts(replication, table, call, budget):
+                yield replication, table, slices
 
     @property
-    def _bare(self) -> Compiled:
-        """The plan without replication."""
+    def _unreplicated(self) -> Compiled:
+        """The compiled plan without replication."""
         return self.compiled.unreplicated or self.compiled
 
     def _rows_that_fit(self, call: CountedCall, budget: int) -> tuple[int, int]:
-        """Return about how many rows at the experts of a rank fit, nothing replicated, and how many times there are as many."""
-        bare = self._bare
+        """Return about how many rows at the experts of a rank fit the budget, and how many times that the busiest rank has.
+
+        Both are without replication.
+        """
+        bare = self._unreplicated
         busiest = int(self._cut(bare, None, call, None).loads.max())
         most = float(self.peak(bare, None, call).max())
-        least = float(self.peak(bare, None, _nothing(call)).max())
+        least = float(self.peak(bare, None, _without_copies(call)).max())
         rows = max(1, int(busiest * max(0.0, budget - least) / max(1.0, most - least)))
         return rows, -(-busiest // rows)
 
     def _cut(self, compiled: Compiled, replicated: np.ndarray | None, call: CountedCall, limit: int | None) -> Cut:
-        """Return a call cut at so many rows at a rank's experts; None for one slice."""
+        """Return a call cut into slices of at most `limit` rows at the experts of a rank; one slice if `limit` is None."""
         if compiled.digest not in self._holders:
             self._holders[compiled.digest] = holders_of(compiled, self.num_experts)
-        every = limit or max(1, int(call.copies.sum()))
-        return cut(self._holders[compiled.digest], call.copies, replicated, every)
+        most_rows = limit or max(1, int(call.copies.sum()))
+        return cut(self._holders[compiled.digest], call.copies, replicated, most_rows)
 
     def _cuts(self, compiled: Compiled, replicated: np.ndarray | None, call: CountedCall, budget: int) -> Iterator[Cut]:
-        """Yield cuts of a call that fit the budget, as few slices as can be first; none where none is found."""
+        """Yield cuts of a call whose slices fit the budget, that with the fewest slices first; nothing if no cut fits."""
         whole = self._cut(compiled, replicated, call, None)
         most = float(self.peak(compiled, replicated, call).max())
         if most <= budget:
             yield whole
             return
         rows, count = int(whole.loads.max()), 2
-        least = self._slices(compiled, self._cut(compiled, replicated, _nothing(call), None), call)[0].max()
+        least = self._slices(compiled, self._cut(compiled, replicated, _without_copies(call), None), call)[0].max()
         if least >= budget:
             return
 
         def cut_into(count: int) -> tuple[Cut, float]:
-            """Return about so many slices, as many kept as fit, and the most bytes that one of them holds."""
-            found = self._cut(compiled, replicated, call, -(-rows // count))
-            peak, kept = self._slices(compiled, found, call)
-            return replace(found, kept=_most_kept(peak, kept, budget)), float(peak.max())
+            """Return a cut into about `count` slices, with as many kept as fit, and the peak bytes of all slices."""
+            slices = self._cut(compiled, replicated, call, -(-rows // count))
+            peak, kept = self._slices(compiled, slices, call)
+            return replace(slices, kept=_most_kept(peak, kept, budget)), float(peak.max())
 
         for _ in range(TRIES):
             found, most = cut_into(count)
@@ -220,34 +225,40 @@ class MemoryBudget:
             if most <= budget:
                 yield another
 
-    def _slices(self, compiled: Compiled, found: Cut, call: CountedCall) -> tuple[np.ndarray, np.ndarray]:
-        """Return the most bytes that each slice holds on each rank, and those that it keeps, (slices, world) both."""
+    def _slices(self, compiled: Compiled, slices: Cut, call: CountedCall) -> tuple[np.ndarray, np.ndarray]:
+        """Return the peak bytes of each slice on each rank, and the bytes that it keeps for backward, (slices, world) each."""
         held = compiled.held(self.num_experts, call.experts())
         parts = [
-            held.of_slice(self._sizes(compiled, found.replicated(number), found.copies(number), call))
-            for number in range(found.num_slices)
+            held.of_slice(self._sizes(compiled, slices.replicated(number), slices.copies(number), call))
+            for number in range(slices.num_slices)
         ]
         peak, kept = (np.stack(values) for values in zip(*parts))
         return peak, kept
 
-    def _cheapest(self, ways: list[_Way], load: CallLoad) -> _Way:
-        """Return the way that takes least by the policies' model."""
-        none = np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
+    def _cheapest(self, options: list[_Option], load: CallLoad) -> _Option:
+        """Return the fastest way, by the cost model of the replication policies."""
+        nothing_replicated = np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
 
-        def cost(way: _Way) -> float:
-            _, replicated, found = way
-            again = found.share_again
-            return seconds(load, self.costs, none if replicated is None else replicated, found.num_slices, again)
+        def cost(option: _Option) -> float:
+            _, replicated, slices = option
+            share_recomputed = slices.share_again
+            return seconds(
+                load,
+                self.costs,
+                nothing_replicated if replicated is None else replicated,
+                slices.num_slices,
+                share_recomputed,
+            )
 
-        return min(ways, key=cost)
+        return min(options, key=cost)
 
     def bytes_of_rows(self, rows: int, call: CountedCall) -> int:
-        """Return what a rank holds at most if a call runs in slices of so many rows at a rank's experts, nothing replicated."""
-        bare = self._bare
+        """Return the peak bytes of a call in slices of at most `rows` rows at the experts of a rank, without replication."""
+        bare = self._unreplicated
         return int(np.ceil(self._slices(bare, self._cut(bare, None, call, rows), call)[0].max()))
 
     def _too_small(self, call: CountedCall, budget: int) -> str:
-        """Return the line about a budget that nothing fits; it tells one that fits."""
+        """Return the message about a budget that is too small, with the smallest budget that would fit."""
         return (
             f"plan.memory_budget={budget}: a call of {int(call.tokens.max())} tokens on a rank holds "
             f"{self.bytes_of_rows(1, call)} bytes even in slices of one row (sums, and gradients of the experts): give more, "
@@ -255,31 +266,31 @@ class MemoryBudget:
         )
 
     def refuse_padding(self) -> None:
-        """Raise InputError if there is a budget: with a padded capacity no rank has the counts that it is held by."""
+        """Raise InputError if the plan has a budget: with a padded capacity no rank has the counts that a budget needs."""
         budget = self.compiled.plan.memory_budget
         if budget is not None:
             raise InputError(
-                f"a padded capacity clashes with memory_budget={budget}, which is held by counts that no rank then has: "
+                f"a padded capacity clashes with memory_budget={budget}, which needs counts that no rank has under padding: "
                 "leave memory_budget unset, since a padded capacity bounds memory by itself, or do not pad"
             )
 
     def take(self) -> BudgetUse:
-        """Return what was counted since the last `take`."""
-        found, self.use = self.use, BudgetUse()
-        return found
+        """Return the statistics since the last `take`."""
+        use, self.use = self.use, BudgetUse()
+        return use
 
 
-def _nothing(call: CountedCall) -> CountedCall:
+def _without_copies(call: CountedCall) -> CountedCall:
     return call._replace(copies=np.zeros_like(call.copies))
 
 
 def _most_kept(peak: np.ndarray, kept: np.ndarray, budget: int) -> int:
-    """Return how many slices, the first ones, may be kept beside each other: the last of them runs first, and ends last.
+    """Return how many of the first slices can be kept at the same time; the last of them runs first and ends last.
 
     Args:
-        peak: (slices, world) bytes that each slice holds while it runs.
-        kept: (slices, world) bytes that it keeps.
-        budget: of each rank.
+        peak: (slices, world) peak bytes of each slice while it runs.
+        kept: (slices, world) bytes that each slice keeps for backward.
+        budget: bytes that each rank may hold.
     """
     for count in range(2, len(peak) + 1):
         later = kept[:count].sum(0) - kept[:count].cumsum(0)
@@ -289,13 +300,14 @@ def _most_kept(peak: np.ndarray, kept: np.ndarray, budget: int) -> int:
 
 
 def holders_of(compiled: Compiled, num_experts: int) -> np.ndarray:
-    """Return at whose experts the rows of each origin for each expert are, (world, num_experts, 1 or 1 + ep) int64.
+    """Return the rank that computes the rows of each origin for each expert, (world, num_experts, 1 or 1 + ep) int64.
 
-    The shards of an expert see the same rows, so the first rank stands for all; -1 where there can be none.
+    All shards of an expert compute the same rows, so the first of their ranks stands for all. Entries are -1 if there can be
+    no such rows.
 
     Args:
-        compiled: the program.
-        num_experts: of the layer.
+        compiled: the compiled plan.
+        num_experts: number of experts of the layer.
     """
     grid, shapes = compiled.grid, compiled.shapes(num_experts)
     layouts = [compiled.logical.slot(task.reads[0]).layout for task in compiled.logical.tasks if task.op is Op.EXPERT]
@@ -303,13 +315,11 @@ def holders_of(compiled: Compiled, num_experts: int) -> np.ndarray:
     for rank in range(grid.world):
         pieces = [shapes.pieces(layout, rank) for layout in layouts]
         origin, expert, chunk = (
-            np.concatenate([getattr(each, name) for each in pieces]) for name in ("origin", "expert", "chunk")
+            np.concatenate([getattr(piece, name) for piece in pieces]) for name in ("origin", "expert", "chunk")
         )
         part = np.maximum(chunk - shapes.num_chunks + 1, 0)
-        found = np.unique(holders[origin, expert, part])
-        joined = rank if found.max(initial=-1) < 0 else int(found[found >= 0].min())
-        holders[np.isin(holders, found[found >= 0])] = (
-            joined  # ranks that share some rows are held to one budget together
-        )
+        present = np.unique(holders[origin, expert, part])
+        joined = rank if present.max(initial=-1) < 0 else int(present[present >= 0].min())
+        holders[np.isin(holders, present[present >= 0])] = joined  # ranks that share rows count as one
         holders[origin, expert, part] = joined
     return holders

@@ -1,5 +1,6 @@
-"""The space that is searched: the meshes that a job fits on, and every plan that a mesh can run, out of a space of choices. A
-planner ranks them, and a benchmark tries them.
+"""The search space: the meshes that a job fits, and the plans of a space of choices that a mesh can run.
+
+The planner ranks these plans, and benchmarks try them.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from moesaic.program.passes.split import groups_inside_nodes
 
 @dataclass(frozen=True, kw_only=True)
 class Pins:
-    """Sizes of axes that a search must keep; None leaves one free."""
+    """Sizes of mesh axes that a search must use; None leaves an axis free."""
 
     tp: int | None = None
-    """Tensor parallelism; free, it stays inside nodes."""
+    """Tensor parallelism; if free, only sizes inside a node are tried."""
     ep: int | None = None
     """Expert parallelism."""
     etp: int | None = None
@@ -37,32 +38,36 @@ class Pins:
 
 
 def layouts(job: Job, cluster: ClusterSpec, pins: Pins = Pins()) -> list[Grid]:
-    """Return the meshes of all of a cluster's devices that a job fits on; pipeline stages are not among them.
+    """Return the meshes of all devices of a cluster that split a job evenly, without pipeline stages.
 
     Raises:
-        InputError: if there is none; the line names what refused the one with the smallest sizes.
+        InputError: if there are none; the message says why the mesh with the smallest sizes does not fit.
     """
     refusals = {grid: _refusal(job, grid) for grid in _grids(cluster, pins)}
-    found = [grid for grid, refusal in refusals.items() if not refusal]
-    if not found:
+    grids = [grid for grid, refusal in refusals.items() if not refusal]
+    if not grids:
         first, refusal = next(iter(refusals.items()), (None, ""))
-        why = _undivided(cluster.world, pins) if first is None else f": the first one, {name_of(first)}: {refusal}"
+        why = (
+            _which_do_not_divide(cluster.world, pins)
+            if first is None
+            else f": the first one, {name_of(first)}: {refusal}"
+        )
         raise InputError(f"the search space holds no layout of {cluster.world} ranks{why}")
-    return found
+    return grids
 
 
-def _undivided(world: int, pins: Pins) -> str:
-    """Return which sizes that must be kept do not divide the ranks."""
-    given = {name: size for name in ("tp", "ep", "etp") if (size := getattr(pins, name)) is not None}
-    alone = [name for name, size in given.items() if world % size]
-    wrong = alone or [name for name in given if name != "tp"]
-    said = " x ".join(f"{name} {given[name]}" for name in wrong)
+def _which_do_not_divide(world: int, pins: Pins) -> str:
+    """Return the end of a message: the pinned sizes that do not divide the ranks."""
+    pinned = {name: size for name in ("tp", "ep", "etp") if (size := getattr(pins, name)) is not None}
+    alone = [name for name, size in pinned.items() if world % size]
+    wrong = alone or [name for name in pinned if name != "tp"]
+    sizes = " x ".join(f"{name} {pinned[name]}" for name in wrong)
     flags = " and ".join(f"--{name}" for name in wrong)
-    return f": {said} does not divide them: choose a divisor, or leave {flags} out and every size is tried"
+    return f": {sizes} does not divide them: choose a divisor, or leave {flags} out and every size is tried"
 
 
 def name_of(grid: Grid) -> str:
-    """Return a layout in a few words."""
+    """Return a layout in words, for example "tp 2, ep 8, etp 1"."""
     inner = ", ep innermost" if grid.innermost == "ep" else ""
     return f"tp {grid.tp}, ep {grid.ep}, etp {grid.etp}{inner}"
 
@@ -82,47 +87,48 @@ def _grids(cluster: ClusterSpec, pins: Pins) -> Iterator[Grid]:
 
 
 def _refusal(job: Job, grid: Grid) -> str:
-    """Return why a job does not fit a mesh; "" if it does."""
+    """Return the reason why a job does not fit a mesh; "" if it fits."""
     model = job.model
-    wanted = [
+    divisions = [
         ("mesh.tp", grid.tp, "model.num_heads", model.num_heads),
         ("mesh.ep", grid.ep, "model.moe.num_experts", model.moe.num_experts),
         ("mesh.etp", grid.etp, "model.moe.hidden", model.moe.hidden),
         ("the data-parallel groups, ", grid.dp, "batch_size", job.batch_size),
     ]
     if job.dense_layers:
-        wanted.append(("mesh.tp", grid.tp, "the dense layers' inner width", model.active_hidden))
-    for axis, ranks, name, size in wanted:
+        divisions.append(("mesh.tp", grid.tp, "the dense layers' inner width", model.active_hidden))
+    for axis, ranks, name, size in divisions:
         if size % ranks:
             return f"{axis}={ranks} does not divide {name}={size}".replace(", =", ", ")
     return ""
 
 
 def compile_on(plan: Plan, grid: Grid, simulator: Simulator, layer: Workload) -> Compiled:
-    """Return a plan's programs for a layer on a mesh of a simulator's devices."""
+    """Compile a plan for a layer on a mesh of the cluster of a simulator, with the task durations of that cluster."""
     on_cpu = simulator.cluster.host.runs_compute
     return compile_plan(plan, grid, durations=durations_on(simulator, layer), host_runs_compute=on_cpu)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """Which values of each choice to combine. The default holds lossless plans only."""
+    """The values of each choice of a plan that a search combines. The default has lossless plans only."""
 
     schedules: tuple[Schedule, ...] = tuple(SCHEDULES)
     fuse: tuple[bool, ...] = (False,)
-    """With True also the one movement over ep and etp of baseline and s3."""
+    """With True, also plans that fuse the movements over ep and etp (baseline and s3)."""
     gather_weights: tuple[int, ...] | None = None
-    """Values of Tutel's r beside "no weight moves"; None takes 0 and every divisor of etp below etp."""
+    """Values of Tutel's r besides etp (no weights move); None for 0 and every divisor of etp below etp."""
     chunks: tuple[int, ...] = (1, 2, 4)
     peer_groups: tuple[int, ...] = (1,)
     node_groups: bool = False
-    """Also the smart schedule by topology: one group of peers per node, or the fewest that stay inside nodes."""
+    """Whether to also try one peer group per node, or the fewest peer groups that stay inside nodes."""
     overlap_gather: tuple[bool, ...] = (False, True)
     all_to_alls: tuple[AllToAll, ...] = (*ALL_TO_ALLS, "multicast")
     orders: tuple[Order, ...] = ("optsche",)
     codecs: tuple[Codec, ...] = ("none",)
-    """Of the forward pass. A lossy codec is tried only where it is listed here."""
+    """Codecs of the forward pass. A lossy codec is tried only if it is listed."""
     backward_codecs: tuple[Codec, ...] = ("none",)
+    """Codecs of the backward pass."""
 
     def __post_init__(self) -> None:
         for name, values in vars(self).items():
@@ -130,10 +136,10 @@ class SearchSpace:
                 raise InputError(f"search.{name} is empty: name at least one value")
 
     def values(self, grid: Grid) -> dict[str, tuple[Any, ...]]:
-        """Return the values of every choice on a mesh, by the fields of `Plan`.
+        """Return the values of every choice on a mesh, by the names of the fields of `Plan`.
 
         Args:
-            grid: tells the values of r, and how many groups of peers there are for one per node.
+            grid: the mesh; the values of r and of peer groups per node depend on it.
         """
         shards = self.gather_weights
         if shards is None:
@@ -147,21 +153,21 @@ class SearchSpace:
         }  # fmt: skip
 
     def plans(self, grid: Grid) -> Iterator[Plan]:
-        """Yield every combination on a mesh, those that do not fit it among them."""
+        """Yield every combination of choices on a mesh, including combinations that do not fit it."""
         values = self.values(grid)
         for choice in itertools.product(*values.values()):
             yield Plan(**dict(zip(values, choice)))
 
 
 def candidates(grid: Grid, space: SearchSpace | None = None) -> Iterator[Compiled]:
-    """Yield the compiled plans that fit a mesh, each different program once: of equal ones, the first of the space.
+    """Yield the compiled plans that fit a mesh; of plans with equal programs, only the first.
 
     Args:
         grid: the mesh.
-        space: of choices; None is the default, lossless one.
+        space: the choices to combine; None for the default, lossless space.
 
     Raises:
-        InputError: if no plan of the space fits; the line repeats why the last one does not.
+        InputError: if no plan of the space fits; the message says why the last one does not.
     """
     seen, refusal = set[bytes](), ""
     for plan in (space or SearchSpace()).plans(grid):

@@ -182,7 +182,7 @@ def moving(compiled: Compiled) -> Compiled:
     plan = compiled.plan
     if plan.crossing is Crossing.DEEPEP:
         raise InputError(
-            "sample placement clashes with plan.all_to_all=deepep, whose kernels bring results back themselves: choose linear"
+            "sample placement clashes with plan.all_to_all=deepep, whose kernels return results to the senders: choose linear"
         )
     if plan.memory_budget is not None:
         raise InputError(
@@ -238,11 +238,11 @@ def durations_on(simulator: Simulator, layer: Workload) -> Durations:
     Durations are rounded to nanoseconds: all ranks must search with equal ones, and the last bits differ between processors.
     """
 
-    def found(program: Program, grid: Grid) -> Mapping[str, float]:
+    def rounded(program: Program, grid: Grid) -> Mapping[str, float]:
         seconds = simulator.durations(program, layer, grid)
-        return {name: round(each, 9) for name, each in seconds.items()}
+        return {name: round(duration, 9) for name, duration in seconds.items()}
 
-    return found
+    return rounded
 
 
 def _nominal(program: Program, grid: Grid) -> Mapping[str, float]:

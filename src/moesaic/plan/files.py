@@ -1,6 +1,7 @@
-"""Plans as files: TOML or JSON with a version, so that a plan that was found once can be run again.
+"""Reads and writes plan files: TOML or JSON with a version.
 
-What a search found is such a file with a table `mesh` for `moesaic train`, and one that says where both come from, for people.
+A file with the result of a search also has a table `mesh` for `moesaic train`, and a table `found` with information for people
+about the search.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ from moesaic.configfile import override, read_table
 from moesaic.cost.memory import GIB
 from moesaic.errors import InputError
 from moesaic.plan.plan import Plan
-from moesaic.plan.search import Found
+from moesaic.plan.search import PlannedStep
 
 VERSION = 1
-"""Of the file; a reader refuses newer ones."""
+"""Version of the file format; readers refuse newer ones."""
 MESH = ("tp", "ep", "etp", "innermost")
-"""Fields of a mesh that a search decides."""
+"""Fields of the table `mesh`."""
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a plan; raises InputError as `read_planned` does."""
+    """Return the plan in a file; raises InputError as `read_planned` does."""
     return read_planned(path)[1]
 
 
 def read_planned(path: Path) -> tuple[dict[str, Any], Plan]:
-    """Return the table of the mesh, empty where the file holds a plan alone, and the plan.
+    """Return the mesh table and the plan in a file; the mesh table is empty if the file has only a plan.
 
     Raises:
-        InputError: if the file is missing, does not parse, was written by a newer version, or holds no plan, or if its mesh is
-            no table of the four fields.
+        InputError: if the file is missing, does not parse, has a newer version, has no plan, or has another field than the
+            four of `MESH` in its mesh table.
     """
     table = read_table(path)
     version = table.get("version")
@@ -52,48 +53,48 @@ def read_planned(path: Path) -> tuple[dict[str, Any], Plan]:
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    """Write a plan.
+    """Write a plan to a file.
 
     Args:
-        plan: to write.
-        path: ends in .toml or .json.
+        plan: the plan.
+        path: the file, with the suffix .toml or .json.
 
     Raises:
-        InputError: if the file cannot be written, or has another ending.
+        InputError: if the file has another suffix or cannot be written.
     """
     _write({"version": VERSION, "plan": _fields_of(plan)}, path)
 
 
-def write_planned(found: Found, path: Path, *, model: str, cluster: str) -> None:
-    """Write a mesh and a plan.
+def write_planned(planned: PlannedStep, path: Path, *, model: str, cluster: str) -> None:
+    """Write the mesh and the plan of a search result to a file.
 
     Args:
-        found: both.
-        path: ends in .toml or .json.
-        model: what was planned for, for people.
-        cluster: on what.
+        planned: the search result.
+        path: the file, with the suffix .toml or .json.
+        model: name of the model, for people.
+        cluster: name of the cluster, for people.
 
     Raises:
-        InputError: if the file cannot be written, or has another ending.
+        InputError: if the file has another suffix or cannot be written.
     """
     table: dict[str, Any] = {
         "version": VERSION,
-        "mesh": {name: getattr(found.grid, name) for name in MESH},
-        "plan": _fields_of(found.plan),
+        "mesh": {name: getattr(planned.grid, name) for name in MESH},
+        "plan": _fields_of(planned.plan),
         "found": {
             "model": model,
             "cluster": cluster,
-            "ranks": found.grid.world,
-            "simulated_step_seconds": found.seconds,
-            "bottleneck": found.estimate.bottleneck,
-            "memory_gib": round(found.memory.total / GIB, 3),
+            "ranks": planned.grid.world,
+            "simulated_step_seconds": planned.seconds,
+            "bottleneck": planned.estimate.bottleneck,
+            "memory_gib": round(planned.memory.total / GIB, 3),
         },
     }
     _write(table, path)
 
 
 def _fields_of(plan: Plan) -> dict[str, Any]:
-    """Return the fields of a plan that are set: TOML has no null."""
+    """Return the fields of a plan that are not None, since TOML has no null."""
     return {name: value for name, value in asdict(plan).items() if value is not None}
 
 
@@ -108,7 +109,7 @@ def _write(table: dict[str, Any], path: Path) -> None:
 
 
 def _to_toml(table: dict[str, Any]) -> str:
-    """Write numbers, words and truth values in tables of depth one; their JSON is TOML too."""
+    """Return tables of depth one as TOML; the JSON of numbers, strings and truth values is also TOML."""
     lines = [f"{name} = {json.dumps(value)}" for name, value in table.items() if not isinstance(value, dict)]
     for name, inner in table.items():
         if isinstance(inner, dict):

@@ -1,7 +1,7 @@
-"""What of a training configuration decides how long a step takes and what memory it needs: `Job`. Read without torch.
+"""`Job`: the part of a training configuration that determines the time and the memory of a step. Needs no torch.
 
-One file serves `moesaic train` and `moesaic plan`. The model's fields are the trainer's own (`model_shape.py`); of the run
-around it the few that matter stand here under the trainer's names, and a test holds their defaults together.
+`moesaic train` and `moesaic plan` read the same files. The fields of the model are those of the trainer (`model_shape.py`). The
+few other fields here have the names of the trainer's fields, and a test checks that their defaults are equal.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from moesaic.plan.model_shape import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class DataShape:
-    """The data."""
+    """The training data."""
 
     vocab_size: int = 256
-    """Tokens."""
+    """Size of the vocabulary."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training run, as far as its speed and memory go."""
+    """A training run, reduced to what determines its speed and memory."""
 
     batch_size: int = 16
     """Sequences per micro-batch, over all ranks."""
     accumulation: int = 1
     """Micro-batches per optimizer step."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """Of products and activations; auto takes bfloat16 where the cluster's rate of it is known. Parameters stay float32."""
+    """Precision of products and activations. auto: bfloat16 if the cluster computes it at least 1.5 times as fast as float32,
+    or if the rate of float32 is unknown; else float32. Parameters stay float32, except under float64."""
     model: ModelShape = field(default_factory=ModelShape)
     """The model."""
     data: DataShape = DataShape()
-    """The data."""
+    """The training data."""
 
     def __post_init__(self) -> None:
         if self.model.is_dense:
@@ -59,21 +60,21 @@ class Job:
         """Return the dtype of products on a cluster.
 
         Raises:
-            InputError: if the cluster's rate of it is not known.
+            InputError: if the cluster does not have the rate of that dtype.
         """
         names: dict[str, Dtype] = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
         rates = cluster.device.tflops
         if self.precision == "auto":
             return "bf16" if rates.bf16 and rates.bf16 >= 1.5 * rates.fp32 else "fp32" if rates.fp32 else "bf16"
-        found = names[self.precision]
-        rates.of(found)
-        return found
+        dtype = names[self.precision]
+        rates.of(dtype)
+        return dtype
 
     def step_model(self, cluster: ClusterSpec, dp: int) -> StepModel:
-        """Return a step as its model of time and memory takes it, for so many data-parallel groups.
+        """Return the model of time and memory of a step on `dp` data-parallel groups.
 
         Raises:
-            InputError: if the batch does not split over them.
+            InputError: if the batch does not split over the groups.
         """
         model, moe = self.model, self.model.moe
         if self.batch_size % dp:
@@ -106,22 +107,22 @@ class Job:
 
 
 def job_of(table: dict[str, Any], source: str) -> Job:
-    """Return the job of a training configuration as a table.
+    """Return the job of a training configuration.
 
     Args:
-        table: with any of its fields.
-        source: where it comes from, for messages.
+        table: the configuration as a table; missing fields have their defaults.
+        source: origin of the table, for messages.
 
     Raises:
         InputError: as `read_job` does.
     """
-    return override(Job(), _known(Job(), table, source), source=source)
+    return override(Job(), _planning_fields(Job(), table, source), source=source)
 
 
-def _known(shape: Any, table: dict[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
-    """Return the fields of a table that planning reads, nested ones too; a name that is nearly one of them is refused."""
+def _planning_fields(shape: Any, table: dict[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
+    """Return the fields of a table that planning reads, including nested ones; raises InputError for misspelt ones."""
     names = [each.name for each in fields(shape)]
-    found = {}
+    read = {}
     for name, value in table.items():
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.84)
@@ -130,6 +131,6 @@ def _known(shape: Any, table: dict[str, Any], source: str, prefix: str = "") -> 
             continue
         nested = getattr(shape, name)
         if is_dataclass(nested) and isinstance(value, dict):
-            value = _known(nested, value, source, f"{prefix}{name}.")
-        found[name] = value
-    return found
+            value = _planning_fields(nested, value, source, f"{prefix}{name}.")
+        read[name] = value
+    return read

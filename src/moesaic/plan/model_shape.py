@@ -1,7 +1,7 @@
-"""What of a language model decides how long a step takes and what memory it needs. Without torch.
+"""The fields of a language model that determine the time and the memory of a step. Needs no torch.
 
-The configuration that a model is built from (`models/config.py`) takes these fields over and adds what changes neither, so
-that names, defaults and checks stand once, and one file serves planning and training.
+The configuration from which models are built (`models/config.py`) inherits these fields and adds those that change neither.
+Names, defaults and checks are thus written once, and one file serves planning and training.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from moesaic.errors import InputError
 LIMITED = ("fixed", "fitted", "padded")
 """Kinds of capacity that have a factor."""
 PREFERENCES = ("rank", "score")
-"""What may stand behind the factor."""
+"""Options that may follow the factor of a capacity."""
 ROTARY, ROPE = "rotary", (10_000.0, 1.0)
-"""Rotary positions, and their base and factor where nobody says others."""
+"""Name of rotary positions, and their default base and factor."""
 PLAIN = "plain"
-"""Attention."""
+"""Name of the only kind of attention."""
 LARGEST = 2**31 - 1
-"""Of any size."""
+"""Largest value of any size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityRule:
-    """How many rows an expert takes, and whose."""
+    """A parsed `MoEShape.capacity`: how many copies an expert accepts, and which ones."""
 
     kind: str
     """dropless, or one of `LIMITED`."""
     factor: float = 1.0
-    """Rows per expert over the mean load."""
+    """Capacity over the mean load of an expert."""
     by_rank: bool = False
-    """Each rank counts its own copies, in place of all ranks together."""
+    """Whether the capacity applies to the copies of each rank, instead of to those of all ranks together."""
     by_score: bool = False
-    """Tokens with larger weights get in first, in place of earlier ones."""
+    """Whether tokens with larger routing weights are accepted first, instead of earlier tokens."""
 
 
 def read_capacity(text: str) -> CapacityRule:
-    """Return what the text of `MoEShape.capacity` says.
+    """Parse the text of `MoEShape.capacity`.
 
     Raises:
-        InputError: if it says nothing that is known.
+        InputError: if the text is invalid.
     """
     kind, *words = text.split(":")
     if kind == "dropless" and not words:
@@ -57,8 +57,8 @@ def read_capacity(text: str) -> CapacityRule:
             raise ValueError(text)
     except ValueError as error:
         raise InputError(
-            f"model.moe.capacity={text!r}: write dropless, or {', '.join(LIMITED)} with a factor, such as fixed:1.25, and "
-            "behind it :rank or :score"
+            f"model.moe.capacity={text!r}: write dropless, or {', '.join(LIMITED)} with a factor, such as fixed:1.25, "
+            "optionally followed by :rank or :score"
         ) from error
     if not 0 < factor < math.inf:
         raise InputError(
@@ -71,37 +71,38 @@ def read_capacity(text: str) -> CapacityRule:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionRule:
-    """The heads of attention."""
+    """A parsed `BlockConfig.attention`: the heads of attention."""
 
     kv_heads: int | None = None
-    """Heads of keys and values, each shared by as many queries (grouped-query attention); None for one per head."""
+    """Heads of keys and values, each shared by equally many query heads (grouped-query attention); None for one per query
+    head."""
     head_dim: int | None = None
-    """Width of a head; None for model.dim over model.num_heads."""
+    """Width of a head; None for model.dim / model.num_heads."""
     qk_norm: bool = False
-    """RMSNorm over each head's queries and keys, as in Qwen3."""
+    """Whether the queries and keys of each head pass an RMSNorm, as in Qwen3."""
 
 
 def read_attention(text: str) -> AttentionRule:
-    """Return what the text of `BlockConfig.attention` says.
+    """Parse the text of `BlockConfig.attention`.
 
     Raises:
-        InputError: if it says nothing that is known.
+        InputError: if the text is invalid.
     """
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     kind, *words = text.split(":")
     for word in words:
         name, equals, number = word.partition("=")
-        found[name] = True if name == "qk_norm" and not equals else int(number) if number.isdecimal() else 0
-    sizes = [value for name, value in found.items() if name != "qk_norm"]
+        options[name] = True if name == "qk_norm" and not equals else int(number) if number.isdecimal() else 0
+    sizes = [value for name, value in options.items() if name != "qk_norm"]
     known = {each.name for each in fields(AttentionRule)}
-    if kind != PLAIN or len(found) < len(words) or found.keys() - known or found.get("qk_norm", True) is not True:
+    if kind != PLAIN or len(options) < len(words) or options.keys() - known or options.get("qk_norm", True) is not True:
         raise InputError(
             f"model.block.attention={text!r}: write {PLAIN}, and behind it each once, where you want them, "
             ":kv_heads=4, :head_dim=128 and :qk_norm"
         )
     if not all(1 <= size <= LARGEST for size in sizes):
         raise InputError(f"model.block.attention={text!r}: kv_heads and head_dim must be numbers from 1 to {LARGEST}")
-    return AttentionRule(**found)
+    return AttentionRule(**options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,14 +116,15 @@ class MoEShape:
     hidden: int = 256
     """Inner width of one expert."""
     shared_hidden: int = 0
-    """Inner width of a shared expert that every token passes; 0 for none."""
+    """Inner width of a shared expert that every token passes; 0 for no shared expert."""
     experts: Literal["swiglu", "gelu", "relu"] = "swiglu"
-    """Three-matrix SwiGLU, or two matrices with GELU or ReLU; the dense blocks use the same."""
+    """Activation of the experts and of dense feed-forward layers: SwiGLU (three matrices), GELU or ReLU (two matrices)."""
     capacity: str = "dropless"
-    """dropless serves every copy. fixed:1.25 drops what is above 1.25 times an expert's mean load; fitted:1.25 takes what is
-    needed, at most that; padded:1.25 is fixed on each rank, which sends always as many rows, so that no size waits for
-    counts. Behind the factor, :rank has each rank count its own copies in place of those of all, and :score lets tokens with
-    larger weights in first, in place of earlier ones."""
+    """Capacity of an expert. dropless: every copy is computed. fixed:1.25: copies above 1.25 times the mean load are dropped.
+    fitted:1.25: as much capacity as a call needs, but at most this factor. padded:1.25: fixed per rank, and each rank always
+    sends the same number of padded rows, so that no size depends on counts. Append :rank to apply the capacity to the copies
+    of each rank instead of all ranks, and :score to accept tokens with larger routing weights first instead of earlier
+    tokens."""
 
     def __post_init__(self) -> None:
         read_capacity(self.capacity)
@@ -132,39 +134,40 @@ class MoEShape:
 
     @property
     def capacity_rule(self) -> CapacityRule:
-        """What `capacity` says."""
+        """The parsed `capacity`."""
         return read_capacity(self.capacity)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """What the blocks of a model are made of."""
+    """The transformer blocks of a model."""
 
     kind: Literal["decoder", "encoder", "encoder_decoder"] = "decoder"
-    """decoder: predicts the next token (GPT); encoder: predicts hidden tokens (BERT); encoder_decoder: the first half of the
-    blocks reads the first half of a sequence, the others write the second half of it (translation)."""
+    """decoder: predicts the next token (GPT). encoder: predicts masked tokens (BERT). encoder_decoder: the first half of the
+    blocks encodes the first half of a sequence, the other blocks predict the second half (translation)."""
     attention: str = PLAIN
-    """The heads of attention. plain: as many of keys and values as of queries, together as wide as the model. Behind it
-    :kv_heads=4 has each of four shared by as many queries (grouped-query attention), :head_dim=128 is another width of a head,
-    and :qk_norm puts an RMSNorm over each head's queries and keys, as in Qwen3."""
+    """Attention heads. plain: as many heads of keys and values as of queries, together as wide as the model. Append
+    :kv_heads=4 for four heads of keys and values, each shared by equally many query heads (grouped-query attention),
+    :head_dim=128 for another width of a head, and :qk_norm for an RMSNorm over the queries and keys of each head (Qwen3)."""
     tied: bool = True
-    """The embedding is the output matrix too."""
+    """Use the embedding matrix as the output matrix too."""
     norm: Literal["rms", "layer", "post_layer"] = "rms"
-    """RMSNorm or LayerNorm in front of each layer, or LayerNorm behind the residual, as in BERT and the first Transformer."""
+    """rms or layer: RMSNorm or LayerNorm before each layer; post_layer: LayerNorm after the residual addition, as in BERT and
+    the first Transformer."""
     positions: str = ROTARY
-    """rotary: queries and keys are rotated by position; behind it stand the base of the frequencies, 10000 where none does, and
-    the factor by which positions are divided (linear scaling): rotary:1000000:4. learned: a vector per position is added to
-    the embedding."""
+    """rotary: queries and keys are rotated by position. Append the base of the frequencies (default 10000) and the factor by
+    which positions are divided (linear scaling): rotary:1000000:4. learned: a vector per position is added to the
+    embedding."""
     bias: bool = False
-    """Biases in attention and in dense feed-forward layers; experts have none."""
+    """Use biases in attention and in dense feed-forward layers; experts have none."""
     dropout: float = 0.0
-    """On the embedding, on attention's weights and on what a layer adds. Its draws depend on the mesh."""
+    """Dropout of the embedding, of attention weights and of layer outputs. The random draws depend on the mesh."""
 
     def __post_init__(self) -> None:
         read_attention(self.attention)
         if self.rope is not None and not all(0 < number < math.inf for number in self.rope):
             raise InputError(
-                f"model.block.positions={self.positions!r}: write learned, or rotary, and behind it a base and a factor "
+                f"model.block.positions={self.positions!r}: write learned, or rotary, optionally with a base and a factor "
                 "above 0 and finite, such as rotary:10000:1"
             )
         if not 0 <= self.dropout < 1:
@@ -172,13 +175,15 @@ class BlockConfig:
 
     @property
     def heads(self) -> AttentionRule:
-        """What `attention` says."""
+        """The parsed `attention`."""
         return read_attention(self.attention)
 
     @property
     def rope(self) -> tuple[float, float] | None:
-        """Of rotary positions: the base of the frequencies, and the factor by which positions are divided; None for learned
-        ones, and not a number where `positions` says none."""
+        """Base of the frequencies of rotary positions, and the factor by which positions are divided.
+
+        None for learned positions; numbers that `positions` does not give correctly are NaN.
+        """
         if self.positions == "learned":
             return None
         kind, *words = self.positions.split(":")
@@ -190,24 +195,24 @@ class BlockConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A transformer."""
+    """The sizes of a transformer."""
 
     ffn: str = "moe"
-    """Feed-forward layers. moe: sparse in every block; moe:2 in each second one, counted from the last block, the others being
-    dense; dense: in none. Behind it stands the inner width of dense ones: moe:2:512, dense:512. Where none does, it is the MoE
-    layer's active width, top_k * hidden + shared_hidden, so that a dense model has the active parameters of the sparse one."""
+    """Feed-forward layers. moe: an MoE layer in every block; moe:2: in every second block, counted from the last, and dense
+    layers in the others; dense: no MoE layer. Append the inner width of dense layers: moe:2:512, dense:512. The default width
+    is the active width of an MoE layer, top_k * hidden + shared_hidden, which gives equally many active parameters."""
     dim: int = 128
     """Width of the residual stream."""
     num_layers: int = 4
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     num_heads: int = 4
-    """Attention heads; must divide dim into heads of even width."""
+    """Number of attention heads; must divide dim into heads of even width."""
     seq_len: int = 256
     """Tokens per training sequence, and the longest context."""
     block: BlockConfig = field(default_factory=BlockConfig)
-    """What the blocks are made of."""
+    """The transformer blocks."""
     moe: MoEShape = field(default_factory=MoEShape)
-    """The sparse layers."""
+    """The MoE layers."""
     checkpoint_activations: bool = False
     """Recompute each block in backward instead of keeping its activations; routing is replayed."""
 
@@ -220,8 +225,8 @@ class ModelShape:
             or self.active_hidden > LARGEST
         ):
             raise InputError(
-                f"model.ffn={self.ffn!r}: write moe or moe:2, for an MoE layer in each second block, or dense, and behind it "
-                f"the inner width of dense layers, at most {LARGEST}, such as moe:2:512 or dense:512"
+                f"model.ffn={self.ffn!r}: write moe or moe:2, for an MoE layer in each second block, or dense, optionally "
+                f"followed by the inner width of dense layers, at most {LARGEST}, such as moe:2:512 or dense:512"
             )
         if not self.is_dense and not 1 <= self.moe.top_k <= self.moe.num_experts:
             raise InputError(
@@ -230,7 +235,7 @@ class ModelShape:
             )
 
     def check_heads(self) -> None:
-        """Raise InputError unless the width splits into the heads."""
+        """Raise InputError if the width does not split into the heads, or an encoder_decoder does not split into halves."""
         heads, asked = self.block.heads, f"model.block.attention={self.block.attention}"
         if self.num_heads % self.kv_heads:
             raise InputError(
@@ -252,14 +257,14 @@ class ModelShape:
 
     @property
     def around(self) -> dict[str, float]:
-        """What a step has around MoE layers where it is not the default of `StepModel`, by its names."""
+        """Fields of `StepModel` about the parts of a step outside MoE layers, if they differ from its defaults."""
         block = self.block
         width = self.head_dim * (self.num_heads + self.kv_heads)
         crosses = 1.5 if block.kind == "encoder_decoder" else 1.0  # every second block attends twice
-        found: dict[str, float] = {"attention_parameters": crosses * 2 * self.dim * width}
+        step_fields: dict[str, float] = {"attention_parameters": crosses * 2 * self.dim * width}
         if block.heads.head_dim is not None:
-            found["score_operations"] = 2 * self.seq_len * self.num_heads * self.head_dim
-        return found if found["attention_parameters"] != 4 * self.dim * self.dim else {}
+            step_fields["score_operations"] = 2 * self.seq_len * self.num_heads * self.head_dim
+        return step_fields if step_fields["attention_parameters"] != 4 * self.dim * self.dim else {}
 
     @property
     def head_dim(self) -> int:
@@ -272,21 +277,21 @@ class ModelShape:
         return self.block.heads.kv_heads or self.num_heads
 
     def is_decoder(self, layer: int) -> bool:
-        """Whether block `layer`, counted from 0, sees no later positions."""
+        """Return whether block `layer`, counted from 0, has causal attention."""
         kind = self.block.kind
         return kind == "decoder" or (kind == "encoder_decoder" and layer >= self.num_layers // 2)
 
     @property
     def routing(self) -> dict[str, int]:
-        """How tokens choose experts where it is not the default of `Workload`, by its names."""
+        """Fields of `Workload` about groups of experts, if they differ from its defaults."""
         return {}
 
     @property
     def active_hidden(self) -> int:
-        """Inner width that a token passes in one feed-forward layer."""
+        """Inner width of a dense feed-forward layer; by default the active width of an MoE layer."""
         kind, *numbers = self.ffn.split(":")
-        given = numbers[kind == "moe" :]
-        return int(given[0]) if given else self.moe.top_k * self.moe.hidden + self.moe.shared_hidden
+        dense_hidden = numbers[kind == "moe" :]
+        return int(dense_hidden[0]) if dense_hidden else self.moe.top_k * self.moe.hidden + self.moe.shared_hidden
 
     @property
     def is_dense(self) -> bool:
@@ -295,20 +300,20 @@ class ModelShape:
 
     @property
     def moe_every(self) -> int:
-        """Each how-many-th block has an MoE layer, where any has, counted from the last block."""
+        """Distance between blocks with an MoE layer, counted from the last block; 1 for a dense model."""
         return int([*self.ffn.split(":"), "1"][1]) if not self.is_dense else 1
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether block `layer`, counted from 0, has an MoE layer."""
+        """Return whether block `layer`, counted from 0, has an MoE layer."""
         return not self.is_dense and (self.num_layers - 1 - layer) % self.moe_every == 0
 
 
 MOST = {"num_layers": 10_000}
-"""Of sizes over which Python loops."""
+"""Largest values of sizes over which Python loops."""
 
 
 def check_at_least(section: str, config: object, name: str, least: int) -> None:
-    """Raise InputError unless a field is finite, no less than a number, and a size that can be."""
+    """Raise InputError if a field is below `least`, infinite, or above the largest value of a size."""
     value = getattr(config, name)
     if not least <= value < math.inf:
         finite = " and finite" if isinstance(value, float) else ""

@@ -1,7 +1,7 @@
-"""Layouts of other training systems: read from Megatron's flags, predicted on a cluster, and ours in the words of others.
+"""Layouts of other training systems: reads them from flags, predicts them on a cluster, and writes our layouts as flags.
 
-What a system overlaps and shards is data here (`OthersLayout`), so that a published step and somebody's flags are predicted by
-one function, and by the same models of time and memory as our own plans.
+`OthersLayout` describes what a system overlaps and shards. One function predicts published steps and layouts from flags, with
+the models of time and memory that also predict our own plans.
 """
 
 from __future__ import annotations
@@ -24,111 +24,112 @@ from moesaic.errors import InputError
 from moesaic.plan.candidates import compile_on
 from moesaic.plan.model import Job
 from moesaic.plan.plan import AllToAll, Crossing, Plan
-from moesaic.plan.search import Found
+from moesaic.plan.search import PlannedStep
 from moesaic.program.grid import Grid
 from moesaic.program.passes.multicast import in_pieces
 
 
 @dataclass(frozen=True, kw_only=True)
 class OthersLayout:
-    """How a system splits a model over ranks, and what it runs at once."""
+    """A layout of another training system: how it splits a model over ranks, and what it overlaps and fuses."""
 
     tp: int = 1
     """Tensor parallelism of attention."""
     pp: int = 1
     """Pipeline stages."""
     schedule: str = "1f1b"
-    """Of the pipeline, a key of `SCHEDULES` (`cost/pipeline.py`)."""
+    """Pipeline schedule, a key of `SCHEDULES` (`cost/pipeline.py`)."""
     virtual_pp: int = 1
-    """Runs of layers that a rank has of the pipeline."""
+    """Runs of consecutive layers (virtual stages) that each pipeline rank has."""
     virtual_layers: int = 0
-    """Layers of such a run, where these are given and `virtual_pp` is not; 0 where they are not."""
+    """Layers per run, if given instead of `virtual_pp`; else 0."""
     mtp: int = 0
-    """Further tokens that are predicted, each by a block of its own with a projection of twice a token's width before it."""
+    """Number of further tokens that are predicted (multi-token prediction). Each has a block of its own, preceded by a
+    projection from twice the width of a token."""
     cp: int = 1
-    """Context parallelism: so many ranks share a sequence."""
+    """Context parallelism: number of ranks that share a sequence."""
     ep: int = 1
     """Expert parallelism."""
     etp: int = 1
     """Tensor parallelism of experts."""
     micro_batch: int = 1
-    """Sequences of a data-parallel group at once."""
+    """Sequences per micro-batch of a data-parallel group."""
     local_batch: int = 0
-    """Sequences of a data-parallel group at once, where a pipeline cuts them into micro-batches; 0 for a micro-batch."""
+    """Sequences of a data-parallel group that a pipeline cuts into micro-batches; 0 for one micro-batch."""
     global_batch: int = 0
-    """Sequences of an optimizer step; 0 for those that all groups have at once."""
+    """Sequences per optimizer step; 0 for one local batch of every data-parallel group."""
     recompute: tuple[Part, ...] = ()
-    """Parts of blocks that backward computes again; "block" for all of them."""
+    """Parts of blocks that backward recomputes; "block" for whole blocks."""
     sharded: Sharded = "optimizer"
-    """As of `StepModel`."""
+    """See `StepModel.sharded`."""
     replicas: int = 1
-    """As of `StepModel`."""
+    """See `StepModel.replicas`."""
     precision: Literal["bf16", "fp8", "mxfp8"] = "bf16"
-    """Of products with parameters."""
+    """Precision of matrix products with parameters."""
     all_to_all: AllToAll = "linear"
-    """What comes nearest to its dispatcher among ours; deepep for those whose kernels forward between nodes and inside them at
-    once (DeepEP, HybridEP)."""
+    """Our all-to-all that is most similar to the dispatcher of the system; deepep for kernels that forward tokens between and
+    inside nodes at the same time (DeepEP, HybridEP)."""
     overlapped: bool = False
-    """All-to-alls run beside another micro-batch's computing."""
+    """Whether all-to-alls overlap with the computing of another micro-batch."""
     hides_parameters: bool = True
-    """As of `StepModel`."""
+    """See `StepModel.hides_parameters`."""
     hides_gradients: bool = True
-    """As of `StepModel`."""
+    """See `StepModel.hides_gradients`."""
     fused_loss: bool = True
-    """The loss is one kernel or few, which read logits as they are."""
+    """Whether one or a few kernels compute the loss, without a float32 copy of the logits."""
     float32_states: bool = True
-    """Gradients and moments have four bytes."""
+    """Whether gradients and moments have four bytes per element."""
     stepwise: tuple[str, ...] = ()
-    """What runs step by step in eager PyTorch, in place of fused or compiled kernels."""
+    """Operations that run step by step in eager PyTorch instead of in fused or compiled kernels: keys of `COSTS`."""
     score_kernel: ScoreKernel = "best"
-    """What computes attention's scores: the fastest kernels of the device, FlashAttention-2, or FlexAttention."""
+    """Kernel of the attention scores: the fastest one of the device, FlashAttention-2, or FlexAttention."""
 
     @property
     def is_narrow(self) -> bool:
-        """Whether products read numbers of less than two bytes."""
+        """Whether matrix products read elements of less than two bytes."""
         return ELEMENT_BYTES[self.precision] < 2
 
     def sequences(self, world: int) -> int:
-        """Return the sequences of an optimizer step on so many ranks."""
+        """Return the number of sequences per optimizer step on `world` ranks."""
         groups = world // (self.tp * self.cp * self.pp)
         return self.global_batch or groups * max(self.local_batch, self.micro_batch)
 
     def __post_init__(self) -> None:
         for part in self.recompute:
             if part not in PARTS:
-                raise InputError(f"layout: recompute={part!r}: choose of {', '.join(PARTS)}")
-        for each in self.stepwise:
-            if each not in COSTS:
-                raise InputError(f"layout: stepwise={each!r}: choose of {', '.join(COSTS)}")
+                raise InputError(f"layout: recompute={part!r}: choose from {', '.join(PARTS)}")
+        for operation in self.stepwise:
+            if operation not in COSTS:
+                raise InputError(f"layout: stepwise={operation!r}: choose from {', '.join(COSTS)}")
         Pipeline(schedule=self.schedule, ranks=self.pp, runs=self.virtual_pp)
-        for number in fields(self):
-            value = getattr(self, number.name)
-            least = 0 if number.name in ("global_batch", "local_batch", "virtual_layers", "mtp") else 1
-            if number.type == "int" and value < least:
-                raise InputError(f"layout: {number.name}={value}: must be at least {least}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.name in ("global_batch", "local_batch", "virtual_layers", "mtp") else 1
+            if field.type == "int" and value < least:
+                raise InputError(f"layout: {field.name}={value}: must be at least {least}")
 
 
 FUSED_LOSS_BYTES, LOSS_BYTES, TORCH_LOSS_BYTES = 10, 52, 36
-"""Read and written per logit of two bytes by a loss of Transformer Engine's, which goes over them five times, by that of
-Megatron without it, in eight steps on a float32 copy, and by PyTorch's cross entropy of one (as of `StepModel`)."""
+"""Bytes read and written per logit of two bytes by three losses: that of Transformer Engine, in five passes; that of Megatron
+alone, in eight steps on a float32 copy; and PyTorch's cross entropy of a float32 copy (see `StepModel.loss_bytes`)."""
 STRATEGIES: dict[str, Sharded] = {
     "no_shard": "none", "optim": "optimizer", "optim_grads": "gradients", "optim_grads_params": "parameters",
 }  # fmt: skip
-"""What Megatron's FSDP calls what lies in parts."""
+"""Values of `sharded` by their names in Megatron's FSDP."""
 RECIPES: dict[str, str] = dict.fromkeys(("delayed", "tensorwise", "blockwise"), "fp8") | {"mxfp8": "mxfp8"}
-"""What Transformer Engine calls ways to scale narrow numbers."""
+"""Precisions by the names of Transformer Engine's recipes for scaling."""
 SCHEDULES: dict[str, str] = {
     "1F1B": "1f1b", "Interleaved1F1B": "1f1b", "InterleavedZeroBubble": "zb-h1", "ZBVZeroBubble": "zb-v",
     "DualPipeV": "dualpipev",
 }  # fmt: skip
-"""What PyTorch calls the schedules of a pipeline."""
+"""Pipeline schedules by their names in PyTorch."""
 MODES: dict[str, tuple[Part, ...]] = {"none": (), "full": ("block",), "selective": ("layernorm", "moe")}
-"""What torchtitan calls what is computed again. Selective keeps the scores and every second dense product; grouped products are
-not among the operations whose results it keeps (its `_op_sac_save_list`). Dense products are counted as if it kept all."""
+"""Recomputed parts by the names of torchtitan's modes. Mode selective keeps the scores and every second dense product, but no
+grouped product, since that is not in `_op_sac_save_list` of torchtitan. Here it counts as if all dense products were kept."""
 
 
 class Alone(NamedTuple):
-    """A flag without a value, and what it sets; where `yields`, unless another flag says more."""
+    """A flag without a value, and the value that it sets; if `yields`, other flags for the same field win over it."""
 
     value: Any
     yields: bool = False
@@ -163,10 +164,10 @@ MEGATRON: dict[str, tuple[str, Any]] = {
     "fp8-format": ("precision", lambda word: "fp8"),
     "fp8-recipe": ("precision", RECIPES),
 }
-"""Flags of Megatron, and of what is built on it (zero bubbles, DualPipeV), that say how a model is split: the field, and how a
-word becomes its value, or what each word means; `list` for several words."""
+"""Flags of Megatron, and of extensions of it (zero bubbles, DualPipeV), that define a layout. Each has the field that it sets,
+and a function from its word to the value, a table from words to values, or `list` if it takes several words."""
 APART = ("hides_parameters", "hides_gradients", "fused_loss")
-"""Fields that Megatron has to be told."""
+"""Fields that are False in Megatron unless a flag sets them."""
 TORCHTITAN: dict[str, tuple[str, Any]] = {
     "parallelism.tensor-parallel-degree": ("tp", int),
     "parallelism.pipeline-parallel-degree": ("pp", int),
@@ -180,45 +181,43 @@ TORCHTITAN: dict[str, tuple[str, Any]] = {
     "training.global-batch-size": ("global_batch", int),
     "activation-checkpoint.mode": ("recompute", MODES),
 }
-"""The same of torchtitan."""
+"""Flags of torchtitan that define a layout, in the form of `MEGATRON`."""
 
 
 def from_flags(flags: str) -> OthersLayout:
-    """Return the layout that flags of Megatron or torchtitan ask for; flags that split nothing are passed over.
+    """Return the layout that flags of Megatron or torchtitan define; other flags are ignored.
 
     Raises:
-        InputError: if no flag is known, one lacks its value, or a value is none that it takes.
+        InputError: if no flag is known, if a flag lacks its value, or if its value is unknown.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     try:
         words = [part for word in shlex.split(flags) for part in word.split("=", 1)]
     except ValueError as error:
         raise InputError(f"--explain: the flags do not parse ({error}): close what is quoted") from error
-    known, weak = MEGATRON | TORCHTITAN, dict[str, Any]()
+    known, yielding = MEGATRON | TORCHTITAN, dict[str, Any]()
     named = {place: word.lstrip("-").replace("_", "-") for place, word in enumerate(words) if word.startswith("--")}
     for place, name in named.items():
         field, make = known.get(name, ("", None))
         if isinstance(make, Alone):
-            (weak if make.yields else found)[field] = make.value
+            (yielding if make.yields else values)[field] = make.value
         elif field:
             until = min((other for other in named if other > place), default=len(words))
-            found[field] = _value(words[place], words[place + 1 : until], make)
-    found = weak | found
-    if not found:
+            values[field] = _flag_value(words[place], words[place + 1 : until], make)
+    values = yielding | values
+    if not values:
         first = next((word for word in words if word.startswith("--")), "nothing")
         near = suggestion(first.lstrip("-"), list(known)) if first != "nothing" else ""
-        raise InputError(
-            f"--explain: no flag of Megatron or torchtitan that splits a model is there, but {first}{near}"
-        )
+        raise InputError(f"--explain: found no flag of Megatron or torchtitan that splits a model, only {first}{near}")
     if any(name in TORCHTITAN for name in named.values()):
         # FSDP2 gathers parameters for every block, but keeps them whole between the micro-batches of a pipeline.
-        local = found.get("local_batch", 1)
-        micro = local if found.get("pp", 1) == 1 else found.get("micro_batch", 1)
-        sharded: Sharded = "parameters" if found.get("pp", 1) == 1 else "gradients"
-        return OthersLayout(**{"sharded": sharded, **found, "local_batch": local, "micro_batch": micro})
-    # Megatron splits experts as it splits attention, keeps all of the optimizer on every rank, hides no parameters and
-    # gradients, and computes the loss step by step, unless it is told otherwise.
-    return OthersLayout(**{"etp": found.get("tp", 1), "sharded": "none", **dict.fromkeys(APART, False), **found})
+        local = values.get("local_batch", 1)
+        micro = local if values.get("pp", 1) == 1 else values.get("micro_batch", 1)
+        sharded: Sharded = "parameters" if values.get("pp", 1) == 1 else "gradients"
+        return OthersLayout(**{"sharded": sharded, **values, "local_batch": local, "micro_batch": micro})
+    # By default, Megatron splits experts over tp like attention, keeps the whole optimizer on every rank, does not overlap
+    # parameters and gradients, and computes the loss step by step.
+    return OthersLayout(**{"etp": values.get("tp", 1), "sharded": "none", **dict.fromkeys(APART, False), **values})
 
 
 SIZES: dict[str, Callable[[Job], int]] = {
@@ -227,25 +226,25 @@ SIZES: dict[str, Callable[[Job], int]] = {
     "num-experts": lambda job: job.model.moe.num_experts, "moe-router-topk": lambda job: job.model.moe.top_k,
     "moe-ffn-hidden-size": lambda job: job.model.moe.hidden,
 }  # fmt: skip
-"""Flags that say what is trained, and what a job says of it."""
+"""Flags for the sizes of a model, and the function that reads the same size from a job."""
 ASSUMED = (
     "sequence-parallel", "use-megatron-fsdp", "recompute-method", "recompute-num-layers",
     "parallelism.data-parallel-shard-degree",
 )  # fmt: skip
-"""Flags whose usual value a prediction takes."""
+"""Flags that are not read because predictions assume their usual value."""
 MATTERING = ("parallel", "pipeline", "offload", "overlap", "capacity", "dtype", "checkpoint", "recompute", "converters")
-"""Parts of names of flags that may change how long a step takes, or its memory."""
+"""Words in names of flags that may change the time or the memory of a step."""
 
 
 def unread_flags(flags: str, job: Job) -> list[str]:
-    """Return the flags of a layout that may matter and that no prediction reads.
+    """Return the flags that may change the time or the memory of a step but that no prediction reads.
 
     Args:
-        flags: as of `from_flags`.
-        job: what is trained.
+        flags: flags of Megatron or torchtitan.
+        job: the training job.
 
     Raises:
-        InputError: if the flags are those of another model, or of longer or shorter sequences.
+        InputError: if a flag gives a size of the model or a sequence length that is not that of the job.
     """
     words = [part for word in shlex.split(flags) for part in word.split("=", 1)]
     names = {word: word.lstrip("-").replace("_", "-") for word in words if word.startswith("--")}
@@ -253,18 +252,18 @@ def unread_flags(flags: str, job: Job) -> list[str]:
         size = SIZES.get(names.get(word, ""))
         if size is not None and value.isdecimal() and int(value) != size(job):
             flag = " (--seq-len)" if "seq" in word else ""
-            raise InputError(f"--explain: {word} {value}, and what is planned has {size(job)}: make them agree{flag}")
+            raise InputError(f"--explain: {word} {value}, but the planned model has {size(job)}: make them agree{flag}")
     read = {*MEGATRON, *TORCHTITAN, *SIZES, *ASSUMED}
     return [word for word, name in names.items() if name not in read and any(part in name for part in MATTERING)]
 
 
-def _value(flag: str, given: list[str], make: Any) -> Any:
-    """Return what a flag's words mean."""
+def _flag_value(flag: str, words: list[str], make: Any) -> Any:
+    """Return the value that the words after a flag give; `make` is the second entry of the flag in `MEGATRON`."""
     if make is list:
-        if not given:
+        if not words:
             raise InputError(f"--explain: {flag} is empty: name at least one of {', '.join(PARTS)}")
-        return tuple(given)
-    word = given[0] if given else ""
+        return tuple(words)
+    word = words[0] if words else ""
     if isinstance(make, dict):
         if word not in make:
             raise InputError(f"--explain: {flag}={word!r}: choose one of {', '.join(make)}")
@@ -275,16 +274,17 @@ def _value(flag: str, given: list[str], make: Any) -> Any:
         raise InputError(f"--explain: {flag} needs a whole number, got {word!r}") from error
 
 
-def predict(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> Found:
-    """Return a step under a layout of another system; its plan is the nearest of ours, without chunks.
+def predict(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> PlannedStep:
+    """Return the predicted step under a layout of another system, with our most similar plan (without chunks).
 
-    Blocks are dealt to the pipeline's stages in runs, of unequal ones the first are longer; the last has the output. Ranks that
-    share a sequence have a part of its tokens each and the means of its scores, and pass keys and values round behind them.
+    Blocks are split over the pipeline stages in runs; if the split is uneven, the first runs are longer. The last run has the
+    output. Ranks that share a sequence each have a part of its tokens and an average share of its scores. They pass keys and
+    values around in a ring, overlapped with the scores.
 
     Args:
-        job: sizes of the model; its own batch does not count.
-        cluster: all of it.
-        layout: of all its ranks.
+        job: the training job; its batch is ignored.
+        cluster: the cluster; the layout uses all of its ranks.
+        layout: the layout.
 
     Raises:
         InputError: if the layout does not fit the model or the cluster.
@@ -314,54 +314,58 @@ def predict(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> Found:
     by_deepep = Plan(all_to_all=layout.all_to_all).crossing is Crossing.DEEPEP and layout.ep > 1
     crossing = "multicast" if by_deepep else layout.all_to_all
     plan = Plan(all_to_all=crossing if layout.ep > 1 else "linear", order="fifo")
-    whole = replace(job, batch_size=groups * layout.micro_batch).step_model(cluster, groups)
-    whole = replace(whole, micro_batches=batch // (groups * layout.micro_batch))
-    step, simulator = _stage(whole, layout), Simulator(cluster)
-    step = replace(step, runs=_runs(job, whole, step, layout.mtp))
-    around, compiled = StepCostModel(step, grid, simulator), compile_on(plan, grid, simulator, step.layer)
+    whole_step = replace(job, batch_size=groups * layout.micro_batch).step_model(cluster, groups)
+    whole_step = replace(whole_step, micro_batches=batch // (groups * layout.micro_batch))
+    step, simulator = _largest_stage(whole_step, layout), Simulator(cluster)
+    step = replace(step, runs=_runs(job, whole_step, step, layout.mtp))
+    cost_model, compiled = StepCostModel(step, grid, simulator), compile_on(plan, grid, simulator, step.layer)
     programs = compiled.forward, compiled.backward
     forward, backward = map(in_pieces, programs) if by_deepep else programs
-    there, back = simulator.passes(forward, backward, step.layer, compiled.grid)
-    both = around.simulate_overlapped(forward, backward, compiled.grid) if step.overlapped else None
-    ranks = [StepCostModel(each, grid, simulator) for each in _ranks(whole, step)]
-    return Found(
+    forward_run, backward_run = simulator.passes(forward, backward, step.layer, compiled.grid)
+    both = cost_model.simulate_overlapped(forward, backward, compiled.grid) if step.overlapped else None
+    ranks = [StepCostModel(each, grid, simulator) for each in _pipeline_ranks(whole_step, step)]
+    return PlannedStep(
         plan=plan,
         grid=grid,
-        estimate=around.estimate(there, back, both),
+        estimate=cost_model.estimate(forward_run, backward_run, both),
         memory=max((each.memory(*programs, compiled.grid) for each in ranks), key=lambda memory: memory.total),
-        bound_seconds=max(around.compute_bound, around.link_bound),
+        bound_seconds=max(cost_model.compute_bound, cost_model.link_bound),
     )
 
 
 def longer_by_narrow_rate(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> tuple[float, float]:
-    """Return between how many times its time a step may take because nobody measured narrow products as training uses them;
-    1 and 1 where somebody did, or products are not narrow.
+    """Return the range of factors by which a step may take longer because the rate of narrow products is uncertain.
+
+    The range is (1, 1) if products are not narrow, or if their rate was measured in training (`Device.narrow_between`).
 
     Args:
-        job, cluster, layout: as of `predict`.
+        job, cluster, layout: the arguments of `predict`.
     """
     device = cluster.device
     if not layout.is_narrow or not device.narrow_between:
         return 1.0, 1.0
-    usual = predict(job, cluster, layout).seconds
+    at_usual_rate = predict(job, cluster, layout).seconds
 
     def seconds(times: float) -> float:
         rates = replace(device.tflops, **{layout.precision: times * getattr(device.tflops, layout.precision)})
         return predict(job, replace(cluster, device=replace(device, tflops=rates)), layout).seconds
 
     slow, fast = map(seconds, device.narrow_between)
-    return fast / usual, slow / usual
+    return fast / at_usual_rate, slow / at_usual_rate
 
 
-def _stage(step: StepModel, layout: OthersLayout) -> StepModel:
-    """Return the rank of a pipeline with the most layers; of the output each has an equal part, as `StepModel.runs` has not."""
+def _largest_stage(step: StepModel, layout: OthersLayout) -> StepModel:
+    """Return the model of the pipeline rank with the most layers.
+
+    Each rank has an equal share of the output here; `StepModel.runs`, in contrast, gives the output to one run.
+    """
     blocks = step.num_layers + layout.mtp
     layers, runs = -(-blocks // layout.pp), layout.virtual_pp
     if layout.virtual_layers:
-        runs, rest = divmod(layers, layout.virtual_layers)
-        if rest:
+        runs, remainder = divmod(layers, layout.virtual_layers)
+        if remainder:
             raise InputError(
-                f"a stage of {layers} layers has no whole runs of {layout.virtual_layers}: choose a divisor"
+                f"a stage of {layers} layers does not split into runs of {layout.virtual_layers}: choose a divisor"
             )
     pipeline = Pipeline(schedule=layout.schedule, ranks=layout.pp, runs=runs)
     attention = (blocks * step.attention + layout.mtp * 2 * step.layer.dim**2) / blocks
@@ -387,26 +391,27 @@ def _stage(step: StepModel, layout: OthersLayout) -> StepModel:
         loss_bytes=_loss_bytes(layout),
         stepwise=layout.stepwise,
         score_kernel=layout.score_kernel,
-        # Megatron asks for it wherever a model has experts and tensor parallelism.
+        # Megatron requires sequence parallelism if a model has experts and tensor parallelism.
         sequence_parallel=layout.tp > 1,
         sharded=layout.sharded,
         parameter_bytes=4 if layout.float32_states else 2,
-        # FSDP2 and Megatron's gather what products read (mixed precision), not the float32 master.
+        # The FSDP of PyTorch and that of Megatron gather parameters in the precision of products, not the float32 master.
         gathered_bytes=step.layer.element_bytes,
     )
 
 
 def _loss_bytes(layout: OthersLayout) -> int:
-    """Return what the loss reads and writes per logit."""
+    """Return the bytes that the loss reads and writes per logit."""
     if "loss" in layout.stepwise:
         return TORCH_LOSS_BYTES
     return FUSED_LOSS_BYTES if layout.fused_loss else LOSS_BYTES
 
 
 def _runs(job: Job, whole: StepModel, step: StepModel, mtp: int) -> tuple[StageRun, ...]:
-    """Return the runs of layers of a pipeline; () without one.
+    """Return the runs of layers of a pipeline; () without a pipeline.
 
-    Blocks are dealt in equal numbers, of unequal ones the first are longer; further predictions come last, and the output.
+    All runs have equally many blocks, or the first ones have one more. The blocks of multi-token prediction come last,
+    followed by the output.
     """
     count = step.pipeline.num_runs
     if count == 1:
@@ -418,15 +423,15 @@ def _runs(job: Job, whole: StepModel, step: StepModel, mtp: int) -> tuple[StageR
     )
 
 
-def _ranks(whole: StepModel, step: StepModel) -> list[StepModel]:
-    """Return every rank of a pipeline with the blocks that it has, and with the embedding or the output if it has them."""
+def _pipeline_ranks(whole: StepModel, step: StepModel) -> list[StepModel]:
+    """Return the model of every distinct pipeline rank: its blocks, and the embedding or the output if the rank has them."""
     if not step.runs:
         return [step]
-    alive, found = step.pipeline.alive(step.micro_batches), []
+    alive, models = step.pipeline.alive(step.micro_batches), []
     for rank, numbers in enumerate(step.pipeline.runs_of_ranks):
         runs = [step.runs[number] for number in numbers]
         embeds, ends = 0 in numbers, any(run.outputs for run in runs)
-        found.append(
+        models.append(
             replace(
                 step,
                 num_layers=max(sum(run.blocks for run in runs), 1),
@@ -439,12 +444,12 @@ def _ranks(whole: StepModel, step: StepModel) -> list[StepModel]:
                 alive=alive[rank],
             )
         )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(models))
 
 
-def layout_of(job: Job, found: Found) -> OthersLayout:
-    """Return what comes nearest to a plan of ours among the layouts of other systems."""
-    grid, plan = found.grid, found.plan
+def layout_of(job: Job, planned: PlannedStep) -> OthersLayout:
+    """Return the layout of other systems that is most similar to one of our plans."""
+    grid, plan = planned.grid, planned.plan
     return OthersLayout(
         tp=grid.tp,
         ep=grid.ep,
@@ -458,19 +463,19 @@ def layout_of(job: Job, found: Found) -> OthersLayout:
     )
 
 
-def _only(system: str, layout: OthersLayout, **known: tuple[Any, ...]) -> None:
-    """Raise InputError if a layout has what a system has not.
+def _check_supported(system: str, layout: OthersLayout, **known: tuple[Any, ...]) -> None:
+    """Raise InputError if a layout has a value that a system does not support.
 
     Args:
-        system: its name.
-        layout: to write.
-        known: the values of fields that it has.
+        system: name of the system.
+        layout: the layout.
+        known: supported values by field of the layout.
     """
     for name, values in known.items():
         if getattr(layout, name) not in values:
             raise InputError(
-                f"--emit {system}: it has no {name}={getattr(layout, name)!r}: choose {' or '.join(map(repr, values))}, or "
-                "another system"
+                f"--emit {system}: {system} does not support {name}={getattr(layout, name)!r}: choose "
+                f"{' or '.join(map(repr, values))}, or another system"
             )
 
 
@@ -478,17 +483,17 @@ ZERO_BUBBLES = {
     "1f1b": "", "zb-h1": "--enable-zero-bubble", "zb-v": "--enable-zero-bubble --zero-bubble-v-schedule",
     "dualpipev": "--schedules-method dualpipev",
 }  # fmt: skip
-"""Flags of schedules, in Megatron and what is built on it."""
+"""Flags of pipeline schedules in Megatron and its extensions."""
 PRECISIONS = {
     "bf16": "", "fp8": "--fp8-format hybrid --fp8-recipe tensorwise", "mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8",
 }  # fmt: skip
-"""Megatron's flags of narrow products."""
+"""Flags of precisions in Megatron."""
 CONVERTERS = {"bf16": "", "fp8": "float8", "mxfp8": "mx"}
-"""Torchtitan's names of them."""
+"""Names of precisions in the converters of torchtitan."""
 
 
-def _megatron(job: Job, layout: OthersLayout, found: Found | None) -> list[str]:
-    _only("megatron", layout, schedule=tuple(ZERO_BUBBLES))
+def _megatron(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> list[str]:
+    _check_supported("megatron", layout, schedule=tuple(ZERO_BUBBLES))
     moe, model = job.model.moe, job.model
     lines = [
         f"--tensor-model-parallel-size {layout.tp}" + " --sequence-parallel" * (layout.tp > 1),
@@ -524,12 +529,14 @@ def _megatron(job: Job, layout: OthersLayout, found: Found | None) -> list[str]:
     return lines
 
 
-def _torchtitan(job: Job, layout: OthersLayout, found: Found | None) -> list[str]:
+def _torchtitan(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> list[str]:
     if layout.etp > 1:
         raise InputError(
-            f"--emit torchtitan: it has no expert tensor parallelism, the best layout etp {layout.etp}: pin --etp 1"
+            f"--emit torchtitan: torchtitan has no expert tensor parallelism, but the layout has etp {layout.etp}: pin --etp 1"
         )
-    _only("torchtitan", layout, mtp=(0,), recompute=tuple(MODES.values()), schedule=tuple(SCHEDULES.values()))
+    _check_supported(
+        "torchtitan", layout, mtp=(0,), recompute=tuple(MODES.values()), schedule=tuple(SCHEDULES.values())
+    )
     mode = next(mode for mode, parts in MODES.items() if parts == layout.recompute)
     lines = [
         f"--parallelism.tensor_parallel_degree {layout.tp}", "--parallelism.data_parallel_shard_degree -1",
@@ -550,12 +557,12 @@ def _torchtitan(job: Job, layout: OthersLayout, found: Found | None) -> list[str
     return lines + [f"--model.converters quantize.linear.{kind},quantize.grouped_mm.{kind}"] * bool(kind)
 
 
-def _automodel(job: Job, layout: OthersLayout, found: Found | None) -> list[str]:
-    _only("automodel", layout, schedule=tuple(SCHEDULES.values()), etp=(1,), mtp=(0,), precision=("bf16",),
+def _automodel(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> list[str]:
+    _check_supported("automodel", layout, schedule=tuple(SCHEDULES.values()), etp=(1,), mtp=(0,), precision=("bf16",),
           recompute=((), ("block",)))  # fmt: skip
     sizes = {"tp_size": layout.tp, "cp_size": layout.cp, "pp_size": layout.pp, "ep_size": layout.ep}
     sizes |= {"dp_replicate_size": layout.replicas} if layout.replicas > 1 else {}
-    # A pipeline cuts the sequences that a data-parallel group has at once into micro-batches.
+    # A pipeline cuts the local batch of a data-parallel group into micro-batches.
     local = max(layout.local_batch, layout.micro_batch * layout.pp)
     lines = ["--distributed.strategy fsdp2", *(f"--distributed.{name} {size}" for name, size in sizes.items())]
     lines += [f"--step_scheduler.local_batch_size {local}", f"--dataset.seq_length {job.model.seq_len}"]
@@ -572,31 +579,31 @@ def _automodel(job: Job, layout: OthersLayout, found: Found | None) -> list[str]
 
 
 def _schedule_name(layout: OthersLayout) -> str:
-    """Return what PyTorch calls the schedule of a layout."""
+    """Return the PyTorch name of the pipeline schedule of a layout."""
     names = [name for name, schedule in SCHEDULES.items() if schedule == layout.schedule]
     return names[-1 if layout.virtual_pp > 1 else 0]
 
 
-def _moesaic(job: Job, layout: OthersLayout, found: Found | None) -> list[str]:
-    _only("moesaic", layout, schedule=("1f1b",), cp=(1,), mtp=(0,), replicas=(1,), precision=("bf16",),
+def _moesaic(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> list[str]:
+    _check_supported("moesaic", layout, schedule=("1f1b",), cp=(1,), mtp=(0,), replicas=(1,), precision=("bf16",),
           recompute=((), ("block",)))  # fmt: skip
     mesh: dict[str, Any] = {"tp": layout.tp, "ep": layout.ep, "etp": layout.etp}
-    mesh |= {} if found is None else {"innermost": found.grid.innermost}
+    mesh |= {} if planned is None else {"innermost": planned.grid.innermost}
     mesh |= {"pp": f"{layout.pp} {layout.virtual_pp}"} if layout.pp > 1 else {}
-    lines, usual = [f"--mesh.{name} {value}" for name, value in mesh.items()], Plan()
-    plan = Plan(all_to_all=layout.all_to_all) if found is None else found.plan
-    for each in fields(Plan):
-        value = getattr(plan, each.name)
-        if value != getattr(usual, each.name):
-            flag = each.name.replace("_", "-")
+    lines, default = [f"--mesh.{name} {value}" for name, value in mesh.items()], Plan()
+    plan = Plan(all_to_all=layout.all_to_all) if planned is None else planned.plan
+    for choice in fields(Plan):
+        value = getattr(plan, choice.name)
+        if value != getattr(default, choice.name):
+            flag = choice.name.replace("_", "-")
             lines.append(f"--plan.{flag} {value}" if not isinstance(value, bool) else f"--plan.{flag}")
-    if found is not None:
+    if planned is not None:
         lines += [f"--batch-size {job.batch_size}", f"--accumulation {job.accumulation}"]
     return lines + ["--model.checkpoint-activations"] * bool(layout.recompute)
 
 
-EMITTERS: dict[str, Callable[[Job, OthersLayout, Found | None], list[str]]] = {
+EMITTERS: dict[str, Callable[[Job, OthersLayout, PlannedStep | None], list[str]]] = {
     "megatron": _megatron, "torchtitan": _torchtitan, "automodel": _automodel, "moesaic": _moesaic,
 }  # fmt: skip
-"""By the name of a training system: the flags that ask it for a layout and, of one of our plans, for that plan as far as the
-system has it."""
+"""Functions that write a layout as flags, by the name of the training system. The last argument is the plan of ours that the
+layout comes from, or None; flags for its choices are included as far as the system has them."""

@@ -185,13 +185,13 @@ def _check_kinds(plan: StaticPlan) -> None:
     for field in fields(plan):
         value = getattr(plan, field.name)
         if field.type == "bool":
-            fits, wanted = isinstance(value, bool), "True or False"
+            fits, expected = isinstance(value, bool), "True or False"
         elif field.type in ("int", "int | None"):
             whole = isinstance(value, Integral) and not isinstance(value, bool)
-            fits, wanted = whole or (value is None and field.type != "int"), "a whole number"
+            fits, expected = whole or (value is None and field.type != "int"), "a whole number"
             if whole:
                 object.__setattr__(plan, field.name, int(value))
         else:
-            fits, wanted = isinstance(value, str), "a name, as text"
+            fits, expected = isinstance(value, str), "a name, as text"
         if not fits:
-            raise InputError(f"plan.{field.name}={value!r}: must be {wanted}")
+            raise InputError(f"plan.{field.name}={value!r}: must be {expected}")

@@ -23,7 +23,7 @@ from moesaic.plan.loads import simulate_counts, simulate_even
 from moesaic.plan.model import Job, job_of
 from moesaic.plan.model_shape import ModelShape, MoEShape
 from moesaic.plan.plan import Plan
-from moesaic.plan.search import LOSSLESS, Found, Settings, search
+from moesaic.plan.search import LOSSLESS, PlannedStep, Settings, search
 from moesaic.program.grid import Grid
 
 APART = 64
@@ -72,8 +72,8 @@ class Predictor:
     ) -> None:
         self.plans = tuple(plans)
         self._simulator = simulator or Simulator(cluster)
-        self._around = StepCostModel(job.step_model(cluster, grid.dp), grid, self._simulator)
-        layer = self._around.model.layer
+        self._cost_model = StepCostModel(job.step_model(cluster, grid.dp), grid, self._simulator)
+        layer = self._cost_model.model.layer
         self._compiled = [compile_on(plan, grid, self._simulator, layer) for plan in self.plans]
 
     @classmethod
@@ -103,13 +103,13 @@ class Predictor:
         simulator = simulator_of(cluster, grid.world, grid.ranks_per_node or grid.world)
         for carries, faster in (times or {}).items():
             simulator = Simulator(simulator.cluster.with_links(carries, faster))
-        spec = simulator.cluster
+        described = simulator.cluster
         job = job_of(config, "planner")
         codecs = tuple(dict.fromkeys((first.codec, "none"))), tuple(dict.fromkeys((first.backward_codec, "none")))
         space = replace(LOSSLESS, codecs=codecs[0], backward_codecs=codecs[1])
-        found = search(job, spec, Settings(space=space, pins=_pins(grid), keep=plans + 1), simulator=simulator)
-        wanted = [each.plan for each in found.ranking if each.plan != first]
-        return cls(job, spec, grid, [first, *wanted[:plans]], simulator=simulator)
+        result = search(job, described, Settings(space=space, pins=_pins(grid), keep=plans + 1), simulator=simulator)
+        others = [each.plan for each in result.ranking if each.plan != first]
+        return cls(job, described, grid, [first, *others[:plans]], simulator=simulator)
 
     @classmethod
     def assumed(cls, job: Job, grid: Grid, first: Plan, *, plans: int, on_cpu: bool) -> Predictor:
@@ -143,19 +143,19 @@ class Predictor:
             load: number of copies that the busiest expert gets from all data-parallel groups; the other experts share the
                 remaining copies evenly.
         """
-        around, found = self._around, []
-        layer = around.model.layer
-        counts = hot_counts(load, around.grid.dp, layer)
+        cost_model, step_seconds = self._cost_model, []
+        layer = cost_model.model.layer
+        counts = hot_counts(load, cost_model.grid.dp, layer)
         for compiled in self._compiled:
-            if around.grid.world <= APART:
-                there, back = simulate_counts(self._simulator, compiled, layer, counts)
+            if cost_model.grid.world <= APART:
+                forward, backward = simulate_counts(self._simulator, compiled, layer, counts)
             else:
-                there, back = simulate_even(self._simulator, compiled, layer)
-            found.append(around.estimate(there, back).seconds)
-        return found
+                forward, backward = simulate_even(self._simulator, compiled, layer)
+            step_seconds.append(cost_model.estimate(forward, backward).seconds)
+        return step_seconds
 
 
-def find_layout(config: dict[str, Any], world: int, per_node: int, *, cluster: str, on_cpu: bool) -> Found:
+def find_layout(config: dict[str, Any], world: int, per_node: int, *, cluster: str, on_cpu: bool) -> PlannedStep:
     """Search the mesh and the plan of a run for a number of ranks; the result is the same on every machine.
 
     Args:

@@ -1,7 +1,7 @@
-"""Models by name: those that `moesaic train --preset` trains in minutes, and those of papers in their published sizes.
+"""Preset models: small ones that `moesaic train --preset` trains in minutes, and models of papers in their published sizes.
 
-A model is a configuration of one block. Where a paper leaves a size open, the comment says what was taken; docs/papers.md
-holds the parameters against the published ones.
+If a paper does not give a size, a comment says which one is used; docs/papers.md compares the numbers of parameters with the
+published ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moesaic.plan.model import DataShape, Job, job_of
 from moesaic.plan.model_shape import BlockConfig, ModelShape, MoEShape
 
 GPT2 = BlockConfig(norm="layer", positions="learned", bias=True)
-"""GPT-2's block, without its dropout of 0.1, which large corpora do without."""
+"""GPT-2's block, without its dropout of 0.1, which training on large corpora does not need."""
 BERT = BlockConfig(kind="encoder", norm="post_layer", positions="learned", bias=True)
 """BERT's block; the model has neither segments nor a pooler, and no layer in front of the output matrix."""
 TRANSFORMER = BlockConfig(kind="encoder_decoder", norm="post_layer", positions="learned", tied=False)
@@ -46,13 +46,13 @@ def _gated(num_experts: int, top_k: int, hidden: int, shared_hidden: int = 0) ->
 
 
 def _ours() -> dict[str, Job]:
-    """Return what trains in seconds or minutes, and one for a GPU."""
+    """Return small models that train in seconds or minutes, and one for a GPU."""
     modern = BlockConfig()
     small = _job(768, 12, 12, 1024, 16_384, _gated(8, 2, 1024), modern)
     return {
         "demo": _job(128, 4, 4, 256, 256, _gated(64, 2, 64), modern, 8),
         "gpt-tiny": _job(32, 2, 2, 64, 256, _gated(4, 2, 32), modern, 4),
-        # More blocks or longer sequences learn to copy at some step or other, attention's work, in which experts have no part.
+        # With more blocks or longer sequences attention learns to copy at some point, and experts contribute nothing to that.
         "bert-tiny": _job(32, 1, 4, 16, 256, _gated(16, 1, 16, shared_hidden=16), BlockConfig(kind="encoder"), 128),
         "seq2seq-tiny": _job(
             32, 2, 4, 32, 1024, _gated(16, 1, 16, shared_hidden=16), BlockConfig(kind="encoder_decoder"), 64
@@ -63,36 +63,36 @@ def _ours() -> dict[str, Job]:
 
 def _papers() -> dict[str, Job]:
     """Return the models of the five papers."""
-    found = {
-        # Parm: k is not given; E is that of its testbed B.
+    jobs = {
+        # Parm: k is not given in the paper; E is that of its testbed B.
         "parm-bert-base": _job(768, 12, 12, 512, BERT_VOCAB, _plain(8, 2, 3072), BERT),
         "parm-gpt2": _job(768, 12, 12, 1024, GPT2_VOCAB, _plain(8, 2, 3072), GPT2),
-        # ScheMoE: vocabularies are not given; these are those that meet its counts (Megatron pads GPT-2's to 51,200).
+        # ScheMoE: vocabularies are not given; these reproduce its numbers of parameters (Megatron pads GPT-2's to 51,200).
         "transformer-moe": _job(512, 24, 8, 256, 51_200, _plain(8, 1, 2048), TRANSFORMER),
         "gpt2-tiny-moe": _job(64, 4, 4, 256, GPT2_VOCAB, _plain(32, 2, 64), GPT2, 4),
         "bert-large-moe": _job(1024, 24, 16, 512, 37_000, _plain(32, 1, 4096), BERT),
     }
     for layers in (12, 16, 20, 24):
-        # Its counts grow by 8 D^2 per layer: the mean of an encoder's and a decoder's attention, and one dense layer beside.
+        # The paper's counts grow by 8 D^2 per layer: the mean attention of an encoder and a decoder, plus one dense layer.
         moe = _plain(32, 1, 512, shared_hidden=512)
-        found[f"ct-moe-{layers}"] = _job(512, layers, 8, 62, GPT2_VOCAB, moe, TRANSFORMER, 136)
+        jobs[f"ct-moe-{layers}"] = _job(512, layers, 8, 62, GPT2_VOCAB, moe, TRANSFORMER, 136)
     for name, layers, experts, dim, block in (
         ("gpt-s", 12, 16, 1024, GPT2), ("gpt-base", 12, 16, 2048, GPT2), ("gpt-l", 12, 16, 4096, GPT2),
         ("bert-deep", 24, 16, 1024, BERT), ("bert-deep-l", 24, 16, 4096, BERT),
         ("bert-wide", 12, 64, 1024, BERT), ("bert-wide-l", 12, 64, 2048, BERT),
     ):  # fmt: skip
         vocab, length = (GPT2_VOCAB, 1024) if block is GPT2 else (BERT_VOCAB, 512)
-        found[f"fastermoe-{name}"] = _job(dim, layers, dim // 64, length, vocab, _plain(experts, 2, 2 * dim), block)
+        jobs[f"fastermoe-{name}"] = _job(dim, layers, dim // 64, length, vocab, _plain(experts, 2, 2 * dim), block)
     # NetMoE: GPT-2's depths, E of 16 devices; the largest has GPT-3's depth at this width.
     for name, layers, heads, dim in (
         ("s", 12, 12, 768), ("m", 24, 16, 1024), ("l", 36, 20, 1280), ("xl", 48, 25, 1600), ("xxl", 32, 32, 4096),
     ):  # fmt: skip
-        found[f"netmoe-gpt-{name}"] = _job(dim, layers, heads, 1024, GPT2_VOCAB, _plain(32, 2, 4 * dim), GPT2)
-    return found
+        jobs[f"netmoe-gpt-{name}"] = _job(dim, layers, heads, 1024, GPT2_VOCAB, _plain(32, 2, 4 * dim), GPT2)
+    return jobs
 
 
 def _hub() -> dict[str, Job]:
-    """Return models of the hub that our block builds; others train in transformers with our layer."""
+    """Return Hugging Face models that our block can build; others train in transformers with our layer."""
     million = "rotary:1000000"
     olmoe = BlockConfig(attention="plain:qk_norm", tied=False)
     mixtral = BlockConfig(attention="plain:kv_heads=8", tied=False, positions=million)
@@ -105,7 +105,7 @@ def _hub() -> dict[str, Job]:
 
 
 PRESETS: dict[str, Job] = {**_ours(), **_papers(), **_hub()}
-"""The sparse models of `moesaic train --preset`, by the same names."""
+"""The sparse models of `moesaic train --preset`, by name."""
 CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral-8x7b": {
         "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -138,28 +138,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 1,
     }
 }  # fmt: skip
-"""Models of the hub that are planned by name as by their `config.json`: with a batch that fits the cluster, not with the small
-one that `moesaic train --preset` takes of those that it trains. The others' blocks are transformers' and train there with our
-layer (DeepSeek-V3 has latent attention, gpt-oss sinks)."""
+"""The `config.json` of Hugging Face models that are planned by name. Their batch fits the cluster; that of `moesaic train
+--preset` is small. Models that are not in `PRESETS` train in transformers with our layer, since our block lacks latent
+attention (DeepSeek-V3) and attention sinks (gpt-oss)."""
 
 
 TOKENS = 1 << 22
-"""Tokens of an optimizer step of a model of the hub, about, unless the batch says otherwise."""
+"""Approximate number of tokens per optimizer step of a Hugging Face model."""
 
 
 def read_job(name: str, *, seq_len: int = 4096, world: int = 1) -> Job:
-    """Return a job.
+    """Return the job of a preset or a file.
 
     Args:
-        name: a preset, or the path of a training configuration: TOML, or JSON as a run folder has it. Fields that change
-            neither time nor memory are passed over. A model's `config.json` of the hub is trained in bfloat16 with one
-            sequence per rank and micro-batch, and as many micro-batches as make about `TOKENS`.
-        seq_len: tokens of a sequence, of a model of the hub only.
-        world: ranks, of a model of the hub only.
+        name: a preset, the path of a training configuration (TOML, or the JSON of a run folder), or the path of the
+            `config.json` of a Hugging Face model. Fields that change neither time nor memory are ignored. A Hugging Face
+            model has the default precision, one sequence per rank and micro-batch, and about `TOKENS` tokens per step.
+        seq_len: tokens per sequence; for Hugging Face models only.
+        world: number of ranks; for Hugging Face models only.
 
     Raises:
-        InputError: for an unknown preset, a file that does not parse, none of whose fields is known, a misspelt field, or a
-            value that cannot be.
+        InputError: if the preset is unknown, the file does not parse or has no known field, a field is misspelt, or a value
+            is invalid.
     """
     if name in PRESETS and name not in CONFIGS:
         return PRESETS[name]
@@ -176,7 +176,7 @@ def read_job(name: str, *, seq_len: int = 4096, world: int = 1) -> Job:
     job = job_of(table, f"model {name}")
     if not any(field in known for field in table):
         raise InputError(
-            f"model {name}: planning reads {', '.join(known)} of a training configuration, and the file has none of them: "
+            f"model {name}: planning reads the fields {', '.join(known)}, and the file has none of them: "
             "write the sizes as [model] and [model.moe], as a run folder's config.json has them, or give a config.json of the "
             "Hugging Face hub"
         )

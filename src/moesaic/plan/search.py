@@ -46,7 +46,7 @@ PAIRED = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class PlannedStep:
     """A plan on a layout, with its predicted step time and memory."""
 
     plan: Plan
@@ -64,12 +64,12 @@ class Found:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfEp:
+class EpResults:
     """Results of a search for the layouts with one size of ep."""
 
     floor_seconds: float
     """Lower bound on the step time of all plans on these layouts."""
-    best: Found | None
+    best: PlannedStep | None
     """The best simulated plan that fits the memory; None if there is none."""
     is_too_large: bool
     """Whether plans were simulated and none of them fits the memory."""
@@ -79,9 +79,9 @@ class OfEp:
 class Result:
     """The result of a search."""
 
-    ranking: tuple[Found, ...]
+    ranking: tuple[PlannedStep, ...]
     """The best plans that fit the memory, best first."""
-    by_ep: dict[int, OfEp]
+    by_ep: dict[int, EpResults]
     """Results by size of ep."""
     bound_seconds: float
     """The smallest bound of all layouts that fit the memory."""
@@ -91,11 +91,11 @@ class Result:
     """Number of these layouts on which no plan was simulated, because of their floor or memory."""
     num_simulated: int
     """Number of simulated plans."""
-    too_large: Found | None = None
+    too_large: PlannedStep | None = None
     """The fastest simulated plan if it does not fit the memory, else None."""
 
     @property
-    def best(self) -> Found:
+    def best(self) -> PlannedStep:
         """The plan to use."""
         return self.ranking[0]
 
@@ -176,22 +176,22 @@ class _Search:
     ) -> None:
         self.job, self.simulator, self.settings, self.progress = job, simulator, settings, progress
         self.cluster = simulator.cluster
-        self.tried: dict[tuple[Grid, Plan], Found | None] = {}
+        self.tried: dict[tuple[Grid, Plan], PlannedStep | None] = {}
         self.times: dict[tuple[Grid, bytes], tuple[Simulated, Simulated]] = {}
         self.refusal = ""
 
     def run(self, counts: Sequence[np.ndarray]) -> Result:
         """Run the search; returns its result. `counts` is that of `search`."""
         grids = layouts(self.job, self.cluster, self.settings.pins)
-        around = []
+        cost_models = []
         for number, grid in enumerate(grids):
             self.progress("bounding layouts", number, len(grids))
-            around.append(StepCostModel(self.job.step_model(self.cluster, grid.dp), grid, self.simulator))
-        fitting = [each for each in around if each.least_bytes <= self._memory]
+            cost_models.append(StepCostModel(self.job.step_model(self.cluster, grid.dp), grid, self.simulator))
+        fitting = [each for each in cost_models if each.least_bytes <= self._usable_bytes]
         if not fitting:
-            least = min(around, key=lambda each: each.least_bytes)
+            least = min(cost_models, key=lambda each: each.least_bytes)
             raise self._too_large(least.grid, least.least_bytes)
-        started = self._start(fitting)
+        started = self._promising_layouts(fitting)
         if not started:
             raise InputError(f"no plan of the search space fits any layout; the last one: {self.refusal}")
         self._refine(started[: self.settings.refine])
@@ -209,50 +209,52 @@ class _Search:
             too_large=self._too_large_and_faster(),
         )
 
-    def _by_ep(self, fitting: list[StepCostModel], ranking: list[Found]) -> dict[int, OfEp]:
-        found = {}
+    def _by_ep(self, fitting: list[StepCostModel], ranking: list[PlannedStep]) -> dict[int, EpResults]:
+        results = {}
         for ep in sorted({each.grid.ep for each in fitting}):
             floors = [each.floor(compression=self.settings.compression) for each in fitting if each.grid.ep == ep]
-            best = min((one for one in ranking if one.grid.ep == ep), key=lambda one: one.seconds, default=None)
-            tried = any(grid.ep == ep and one is not None for (grid, _), one in self.tried.items())
-            found[ep] = OfEp(floor_seconds=min(floors), best=best, is_too_large=tried and best is None)
-        return found
+            best = min((plan for plan in ranking if plan.grid.ep == ep), key=lambda plan: plan.seconds, default=None)
+            tried = any(grid.ep == ep and plan is not None for (grid, _), plan in self.tried.items())
+            results[ep] = EpResults(floor_seconds=min(floors), best=best, is_too_large=tried and best is None)
+        return results
 
-    def _too_large_and_faster(self) -> Found | None:
+    def _too_large_and_faster(self) -> PlannedStep | None:
         """Return the fastest simulated plan if it does not fit the memory, else None."""
-        best = min(filter(None, self.tried.values()), key=lambda found: found.seconds)
+        best = min(filter(None, self.tried.values()), key=lambda planned: planned.seconds)
         return best if self._cost(best)[0] else None
 
     @property
-    def _memory(self) -> float:
+    def _usable_bytes(self) -> float:
         return usable_bytes(self.cluster, self.settings.reserve_gib)
 
-    def _start(self, around: list[StepCostModel]) -> list[StepCostModel]:
+    def _promising_layouts(self, cost_models: list[StepCostModel]) -> list[StepCostModel]:
         """Simulate a few plans on every layout with a floor below the best step so far; returns these layouts, best first."""
         compression = self.settings.compression
         best = math.inf
         judged: list[tuple[tuple[bool, float], int, StepCostModel]] = []
-        for number, each in enumerate(sorted(around, key=lambda each: each.floor(compression=compression))):
-            self.progress("judging layouts", number, len(around))
+        for number, cost_model in enumerate(
+            sorted(cost_models, key=lambda cost_model: cost_model.floor(compression=compression))
+        ):
+            self.progress("judging layouts", number, len(cost_models))
             # Layouts with whole experts on every rank are always simulated, since users ask when those pay off.
-            if each.floor(compression=compression) > best and each.grid.ep * each.grid.etp > 1:
+            if cost_model.floor(compression=compression) > best and cost_model.grid.ep * cost_model.grid.etp > 1:
                 continue
-            found = list(self._judge(each, best))
-            if found:
-                judged.append((min(map(self._cost, found)), len(judged), each))
-                best = min([best, *(one.seconds for one in found if one.memory.total <= self._memory)])
-        return [each for _, _, each in sorted(judged, key=lambda item: item[:2])]
+            plans = list(self._simulate_starts(cost_model, best))
+            if plans:
+                judged.append((min(map(self._cost, plans)), len(judged), cost_model))
+                best = min([best, *(one.seconds for one in plans if one.memory.total <= self._usable_bytes)])
+        return [cost_model for _, _, cost_model in sorted(judged, key=lambda item: item[:2])]
 
-    def _judge(self, around: StepCostModel, best: float) -> Iterator[Found]:
+    def _simulate_starts(self, cost_model: StepCostModel, best: float) -> Iterator[PlannedStep]:
         """Simulate the starting plans of a layout; stops after a plan that is hopeless compared with the best step so far."""
-        for plan in self._starts(around.grid):
-            found = self._try(around, plan)
-            if found is not None:
-                yield found
-                if found.seconds > self.settings.give_up * best:
+        for plan in self._starting_plans(cost_model.grid):
+            planned = self._simulate(cost_model, plan)
+            if planned is not None:
+                yield planned
+                if planned.seconds > self.settings.give_up * best:
                     return
 
-    def _starts(self, grid: Grid) -> Iterator[Plan]:
+    def _starting_plans(self, grid: Grid) -> Iterator[Plan]:
         space = self.settings.space
         first = {name: values[0] for name, values in space.values(grid).items()}
         links = list(filter(_judges_layouts, space.all_to_alls)) or [space.all_to_alls[0]]
@@ -262,102 +264,112 @@ class _Search:
 
     def _refine(self, layouts: list[StepCostModel]) -> None:
         """Simulate more plans on the most promising layouts, by changed choices or exhaustively."""
-        best: list[tuple[Found, StepCostModel]] = []
-        for number, each in enumerate(layouts):
+        best: list[tuple[PlannedStep, StepCostModel]] = []
+        for number, cost_model in enumerate(layouts):
             if self.settings.exhaustive:
-                plans = list(self.settings.space.plans(each.grid))
+                plans = list(self.settings.space.plans(cost_model.grid))
                 for tried, plan in enumerate(plans):
-                    self.progress(f"trying every plan on {name_of(each.grid)}", tried, len(plans))
-                    self._try(each, plan)
+                    self.progress(f"trying every plan on {name_of(cost_model.grid)}", tried, len(plans))
+                    self._simulate(cost_model, plan)
                 continue
             self.progress("changing choices", number, len(layouts))
-            starts: dict[str, Found] = {}
-            for found in sorted(self._on(each.grid), key=self._cost):
-                if not starts or found.seconds <= self.settings.give_up * next(iter(starts.values())).seconds:
-                    starts.setdefault(found.plan.schedule, found)
-            best.append((min((self._climb(each, start) for start in starts.values()), key=self._cost), each))
+            starts: dict[str, PlannedStep] = {}
+            for planned in sorted(self._simulated_on(cost_model.grid), key=self._cost):
+                if not starts or planned.seconds <= self.settings.give_up * next(iter(starts.values())).seconds:
+                    starts.setdefault(planned.plan.schedule, planned)
+            best.append(
+                (min((self._climb(cost_model, start) for start in starts.values()), key=self._cost), cost_model)
+            )
         best.sort(key=lambda item: self._cost(item[0]))
         near = [item for item in best[:PAIRED] if item[0].seconds <= self.settings.give_up * best[0][0].seconds]
-        for number, (found, each) in enumerate(near):
+        for number, (planned, cost_model) in enumerate(near):
             self.progress("changing pairs of choices", number, PAIRED)
-            self._climb(each, found, choices=2)
+            self._climb(cost_model, planned, choices=2)
 
-    def _climb(self, around: StepCostModel, best: Found, *, choices: int = 1) -> Found:
+    def _climb(self, cost_model: StepCostModel, best: PlannedStep, *, choices: int = 1) -> PlannedStep:
         """Return the plan that steepest descent reaches from `best`; each step changes at most `choices` choices."""
         changed = 1
         while changed <= choices:
-            near = neighbours(best.plan, self.settings.space, around.grid, changed)
-            step = min([best, *filter(None, (self._try(around, plan) for plan in near))], key=self._cost)
+            neighbourhood = neighbours(best.plan, self.settings.space, cost_model.grid, changed)
+            step = min(
+                [best, *filter(None, (self._simulate(cost_model, plan) for plan in neighbourhood))], key=self._cost
+            )
             changed = 1 if self._cost(step) < self._cost(best) else changed + 1
             best = step
         return best
 
-    def _on(self, grid: Grid) -> list[Found]:
+    def _simulated_on(self, grid: Grid) -> list[PlannedStep]:
         """Return the simulated plans of a layout."""
-        return [found for (tried, _), found in self.tried.items() if tried == grid and found is not None]
+        return [planned for (tried, _), planned in self.tried.items() if tried == grid and planned is not None]
 
-    def _cost(self, found: Found) -> tuple[bool, float]:
-        return found.memory.total > self._memory, found.seconds
+    def _cost(self, planned: PlannedStep) -> tuple[bool, float]:
+        return planned.memory.total > self._usable_bytes, planned.seconds
 
-    def _try(self, around: StepCostModel, plan: Plan) -> Found | None:
+    def _simulate(self, cost_model: StepCostModel, plan: Plan) -> PlannedStep | None:
         """Simulate a plan on a layout, or return the earlier result; None if the plan does not fit the layout."""
-        key = (around.grid, plan)
+        key = (cost_model.grid, plan)
         if key not in self.tried:
             try:
-                compiled = compile_on(plan, around.grid, self.simulator, around.model.layer)
-                there, back = self._run(around, compiled)
+                compiled = compile_on(plan, cost_model.grid, self.simulator, cost_model.model.layer)
+                forward, backward = self._run(cost_model, compiled)
             except InputError as error:
                 self.refusal = str(error)
                 self.tried[key] = None
                 return None
-            self.tried[key] = Found(
+            self.tried[key] = PlannedStep(
                 plan=plan,
-                grid=around.grid,
-                estimate=around.estimate(there, back),
-                memory=around.memory(
+                grid=cost_model.grid,
+                estimate=cost_model.estimate(forward, backward),
+                memory=cost_model.memory(
                     compiled.forward, compiled.backward, compiled.grid, memory_budget=plan.memory_budget
                 ),
-                bound_seconds=max(around.compute_bound, around.link_bound),
+                bound_seconds=max(cost_model.compute_bound, cost_model.link_bound),
             )
         return self.tried[key]
 
-    def _run(self, around: StepCostModel, compiled: Compiled) -> tuple[Simulated, Simulated]:
+    def _run(self, cost_model: StepCostModel, compiled: Compiled) -> tuple[Simulated, Simulated]:
         """Simulate the programs of a plan; plans with equal programs are simulated once."""
-        key = (around.grid, compiled.digest)
+        key = (cost_model.grid, compiled.digest)
         if key not in self.times:
             programs = compiled.forward, compiled.backward
-            self.times[key] = self.simulator.passes(*programs, around.model.layer, compiled.grid)
+            self.times[key] = self.simulator.passes(*programs, cost_model.model.layer, compiled.grid)
         return self.times[key]
 
-    def _ranking(self, counts: Sequence[np.ndarray]) -> list[Found]:
+    def _ranking(self, counts: Sequence[np.ndarray]) -> list[PlannedStep]:
         """Return all plans that fit the memory, best first; with counts, only the best under even routing, ranked again."""
-        fitting = [found for found in self.tried.values() if found is not None and self._cost(found)[0] is False]
-        fitting.sort(key=lambda found: found.seconds)
+        fitting = [
+            planned for planned in self.tried.values() if planned is not None and self._cost(planned)[0] is False
+        ]
+        fitting.sort(key=lambda planned: planned.seconds)
         if not counts:
-            return _different(fitting)
+            return _without_duplicates(fitting)
         if self.cluster.world > MAX_RANKS_APART:
             raise InputError(
                 f"counts: {self.cluster.world} ranks cannot be simulated one by one: plan without them, or use at most "
                 f"{MAX_RANKS_APART} ranks"
             )
-        some = _different(fitting)[: 3 * self.settings.keep]
-        again = []
-        for number, found in enumerate(some):
-            self.progress("simulating under counts", number, len(some))
-            around = StepCostModel(self.job.step_model(self.cluster, found.grid.dp), found.grid, self.simulator)
-            layer = around.model.layer
-            compiled = compile_on(found.plan, found.grid, self.simulator, layer)
-            tables = [fit_counts(table, found.grid.dp, layer) for table in counts]
+        best = _without_duplicates(fitting)[: 3 * self.settings.keep]
+        reranked = []
+        for number, planned in enumerate(best):
+            self.progress("simulating under counts", number, len(best))
+            cost_model = StepCostModel(self.job.step_model(self.cluster, planned.grid.dp), planned.grid, self.simulator)
+            layer = cost_model.model.layer
+            compiled = compile_on(planned.plan, planned.grid, self.simulator, layer)
+            tables = [fit_counts(table, planned.grid.dp, layer) for table in counts]
             runs = [simulate_counts(self.simulator, compiled, layer, table) for table in tables]
-            again.append(replace(found, estimate=mean_of([around.estimate(there, back) for there, back in runs])))
-        return sorted(again, key=lambda found: found.seconds)
+            reranked.append(
+                replace(
+                    planned, estimate=mean_of([cost_model.estimate(forward, backward) for forward, backward in runs])
+                )
+            )
+        return sorted(reranked, key=lambda planned: planned.seconds)
 
     def _too_large(self, grid: Grid, num_bytes: float) -> TooLargeError:
         device, reserve = self.cluster.device.memory_gib, self.settings.reserve_gib
-        over = (num_bytes - self._memory) * FRAGMENTED / GIB
+        over = (num_bytes - self._usable_bytes) * FRAGMENTED / GIB
         return TooLargeError(
             f"the model fits no layout of {self.cluster.world} ranks: the smallest, {name_of(grid)}, needs "
-            f"{num_bytes / GIB:.1f} GiB, {FRAGMENTED - 1:.0%} more by fragments and {reserve:g} in reserve, {over:.1f} more "
+            f"{num_bytes / GIB:.1f} GiB, plus {FRAGMENTED - 1:.0%} for fragments and {reserve:g} in reserve: {over:.1f} more "
             f"than a device of {self.cluster.name} has ({device:g})",
             grid,
         )
@@ -382,8 +394,8 @@ def neighbours(plan: Plan, space: SearchSpace, grid: Grid, changed: int = 1) -> 
 def _schedules(space: SearchSpace, grid: Grid) -> tuple[Schedule, ...]:
     """Return the schedules of a space; only one if tp and etp are 1, under which all schedules are equal."""
     if grid.tp == grid.etp == 1:
-        usual = Plan().schedule
-        return (usual,) if usual in space.schedules else space.schedules[:1]
+        default = Plan().schedule
+        return (default,) if default in space.schedules else space.schedules[:1]
     return space.schedules
 
 
@@ -392,16 +404,16 @@ def _judges_layouts(all_to_all: AllToAll) -> bool:
     return all_to_all not in ALL_TO_ALLS or ALL_TO_ALLS[all_to_all].judges_layouts
 
 
-def _different(ranking: list[Found]) -> list[Found]:
+def _without_duplicates(ranking: list[PlannedStep]) -> list[PlannedStep]:
     """Return the ranking with one plan per layout and step time: the plan with the fewest choices that are not the default."""
-    kept: dict[tuple[Grid, str], Found] = {}
-    for found in ranking:
-        key = (found.grid, f"{found.seconds:.6g}")
-        if key not in kept or _choices(found.plan) < _choices(kept[key].plan):
-            kept[key] = found
-    return sorted(kept.values(), key=lambda found: found.seconds)
+    plainest: dict[tuple[Grid, str], PlannedStep] = {}
+    for planned in ranking:
+        key = (planned.grid, f"{planned.seconds:.6g}")
+        if key not in plainest or _num_choices(planned.plan) < _num_choices(plainest[key].plan):
+            plainest[key] = planned
+    return sorted(plainest.values(), key=lambda planned: planned.seconds)
 
 
-def _choices(plan: Plan) -> int:
+def _num_choices(plan: Plan) -> int:
     """Return the number of choices of a plan that are not the default."""
     return sum(value != getattr(Plan(), name) for name, value in vars(plan).items())

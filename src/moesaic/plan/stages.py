@@ -1,8 +1,8 @@
-"""The best layout as Megatron runs them: parameters whole on every rank and only the optimizer in parts, with a pipeline and
-shared sequences where these help. The search of meshes holds none of that.
+"""Searches the best Megatron-style layout: whole parameters on every rank, a sharded optimizer, pipelines, shared sequences.
 
-Stages, copies of the experts and parts of a sequence are tried in the combinations that fit the ranks, under 1F1B; the schedule
-is chosen on the best of them for each number of stages. Each is predicted as somebody's layout is (`others.py`).
+The search of meshes (`search.py`) has neither pipelines nor shared sequences. Here numbers of stages, sizes of ep and parts of
+a sequence are tried in all combinations that fit the ranks, under 1F1B. For each number of stages, other pipeline schedules
+are tried on the best layout. `others.py` predicts each layout.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from moesaic.errors import InputError
 from moesaic.plan.model import Job
 from moesaic.plan.others import OthersLayout, predict
 from moesaic.plan.plan import AllToAll, Crossing
-from moesaic.plan.search import Found
+from moesaic.plan.search import PlannedStep
 
 MOST_STAGES, MOST_PARTS = 16, 8
-"""Stages, and parts of a sequence, that are tried."""
+"""Largest numbers of pipeline stages and of parts of a sequence that are tried."""
 LONG = 16384
-"""Tokens of a sequence from which on sequences are shared; a rank keeps at least a quarter of it."""
+"""Shortest sequences, in tokens, that ranks share; each rank keeps at least a quarter of this many tokens."""
 SCHEDULES = (("1f1b", 2), ("zb-v", 1), ("dualpipev", 1))
-"""Schedules and runs of layers that are tried in place of 1F1B with one run."""
+"""Pipeline schedules and runs of layers per rank that are tried besides 1F1B with one run."""
 
 
 def best_in_stages(
@@ -36,42 +36,42 @@ def best_in_stages(
     crossing: Crossing,
     stages: int | None = None,
     reserve_gib: float = 1.0,
-) -> tuple[OthersLayout, Found] | None:
-    """Return the layout that makes the shortest step, and that step; None if none fits.
+) -> tuple[OthersLayout, PlannedStep] | None:
+    """Return the layout with the shortest predicted step, and that step; None if no layout fits the memory.
 
     Args:
-        job: what is trained, with the sequences of a step.
-        cluster: all of it.
-        tp: tensor parallelism of attention, that of our best layout say.
-        crossing: how tokens cross, as in our best plan say.
-        stages: of the pipeline; None: any number.
-        reserve_gib: memory of a device that the framework takes.
+        job: the training job; its batch and accumulation give the sequences of a step.
+        cluster: the cluster; layouts use all of its ranks.
+        tp: tensor parallelism of attention, for example that of our best layout.
+        crossing: how tokens cross ep, for example that of our best plan.
+        stages: number of pipeline stages; None tries powers of two.
+        reserve_gib: device memory set aside for the framework.
     """
     most = usable_bytes(cluster, reserve_gib)
-    found = [
+    fitting = [
         tried
         for layout in _layouts(job, cluster, tp, crossing, stages)
         if (tried := _fitting(job, cluster, layout, most))
     ]
-    if not found:
+    if not fitting:
         return None
-    counts = dict.fromkeys(layout.pp for layout, _ in found)
-    leaders = [min((each for each in found if each[0].pp == count), key=_seconds) for count in counts]
-    again = (
+    counts = dict.fromkeys(layout.pp for layout, _ in fitting)
+    leaders = [min((each for each in fitting if each[0].pp == count), key=_seconds) for count in counts]
+    rescheduled = (
         _fitting(job, cluster, replace(layout, schedule=schedule, virtual_pp=runs), most)
         for layout, _ in leaders
         for schedule, runs in SCHEDULES
         if layout.pp > 1
     )
-    return min([*leaders, *filter(None, again)], key=_seconds)
+    return min([*leaders, *filter(None, rescheduled)], key=_seconds)
 
 
-def _seconds(tried: tuple[OthersLayout, Found]) -> float:
+def _seconds(tried: tuple[OthersLayout, PlannedStep]) -> float:
     return tried[1].seconds
 
 
 def _layouts(job: Job, cluster: ClusterSpec, tp: int, crossing: Crossing, stages: int | None) -> Iterator[OthersLayout]:
-    """Yield layouts under 1F1B, sizes in powers of two."""
+    """Yield layouts under 1F1B whose sizes are powers of two."""
     seq_len = job.model.seq_len
     counts = [2**power for power in range(MOST_STAGES.bit_length())] if stages is None else [stages]
     parts = [part for part in (1, 2, 4, MOST_PARTS) if part == 1 or (seq_len >= LONG and 4 * seq_len // part >= LONG)]
@@ -89,15 +89,17 @@ def _layouts(job: Job, cluster: ClusterSpec, tp: int, crossing: Crossing, stages
         )
 
 
-def _fitting(job: Job, cluster: ClusterSpec, layout: OthersLayout, most: float) -> tuple[OthersLayout, Found] | None:
-    """Return a layout that fits the memory, with blocks recomputed if it must, and its step; None if it cannot be."""
+def _fitting(
+    job: Job, cluster: ClusterSpec, layout: OthersLayout, most: float
+) -> tuple[OthersLayout, PlannedStep] | None:
+    """Return a layout and its step, with recomputed blocks if it needs them to fit `most` bytes; None if it does not fit."""
     choices: tuple[tuple[Part, ...], ...] = ((), ("block",))
     for recompute in choices:
         tried = replace(layout, recompute=recompute)
         try:
-            found = predict(job, cluster, tried)
+            step = predict(job, cluster, tried)
         except InputError:
             return None
-        if found.memory.total <= most:
-            return tried, found
+        if step.memory.total <= most:
+            return tried, step
     return None

@@ -1,13 +1,13 @@
-"""Which plan to run at which load, learnt while training: Tutel's dictionary (Hwang et al. 2023, section 3.3), filled first.
+"""Learns during training which plan to run at which load: Tutel's dictionary (Hwang et al. 2023, section 3.3), prefilled.
 
-The paper's dictionary tries every choice at every load that it meets. Here each load starts with simulated times; measured
-ones replace and correct them, so that only plans near the best are ever tried, each a few times, in a bounded share of steps.
+The dictionary of the paper tries every choice at every load. Here the entries of each load start with simulated times, which
+measured times correct. So only plans close to the best are tried, a few steps each, in a bounded share of all steps.
 
-Where nothing was measured before, predictions say too little for that. Under `race` all plans are timed first, a few steps
-each, and the faster half again, until one is left; and anew when steps take longer or shorter than they did.
+If the machine was neither described nor measured, predictions are not good enough for that. Under `race` all plans are first
+timed for a few steps, then the faster half again, until one is left. A new race starts when step times drift.
 
-Pure and deterministic: given the same loads and the same measured seconds, every rank comes to the same plan. Who uses it has
-the ranks agree on both first. A plan whose codec loses precision is run only where the caller has named that codec as tested.
+The table is deterministic: given the same loads and measured seconds, all ranks choose the same plan. The caller must make
+the ranks agree on both first. A plan with a lossy codec runs only if the caller lists the codec as tested.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from moesaic.errors import InputError
 from moesaic.plan.plan import Codec, Plan
 
 VERSION = 1
-"""Of the saved form."""
+"""Version of the saved state."""
 Predict = Callable[[float], Sequence[float]]
-"""From a load to the predicted seconds of a step under each plan."""
+"""Function of a load that returns the predicted seconds of a step under each plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableSettings:
-    """How a table learns."""
+    """Settings of a plan table."""
 
     rows_per_bucket: float = 128
-    """Loads that differ by less share an entry: Tutel's R. A load is the copies that the busiest expert gets."""
+    """Width of a bucket of loads that share an entry (Tutel's R). A load is the number of copies of the busiest expert."""
     explore: float = 0.05
-    """Largest share of steps under plans that are being tried, of the first two hundred and of every two hundred after."""
+    """Largest share of trial steps among the first 200 steps, and among every further 200 steps."""
     hysteresis: float = 0.03
-    """Leave a plan only for one that is faster by this share."""
+    """Share by which another plan must be faster to replace the plan that is used at a load."""
     trial_steps: int = 2
-    """Steps that a trial measures, after one that it does not."""
+    """Steps that a trial measures, after one warm-up step."""
     optimism: float = 0.25
-    """How much faster than predicted a plan may turn out: those that would then be best are worth a trial. Less once the
-    plans that were measured turn out to be off alike."""
+    """Share by which a plan may be faster than predicted. A plan is worth a trial if it would then be the best. The share
+    shrinks if all measured plans have similar prediction errors."""
     race: bool = False
-    """Time all plans before one is held, whatever is predicted and whatever the load, and again when times drift."""
+    """Time all plans before one is chosen, regardless of predictions and loads, and again when step times drift."""
     drift: float = 0.15
-    """Under `race`, the share by which steps must take longer or shorter than they did; more where they vary by themselves."""
+    """Under `race`, the relative change of step times that starts a new race; larger if step times vary a lot."""
 
     def __post_init__(self) -> None:
         if not (self.rows_per_bucket > 0 and math.isfinite(self.rows_per_bucket)):
@@ -61,28 +61,28 @@ class TableSettings:
 
 @dataclass
 class Entry:
-    """What is known of one plan at one load."""
+    """Times of one plan at one load."""
 
     predicted: float
-    """Seconds of a step."""
+    """Predicted seconds of a step."""
     measured: list[float] = field(default_factory=list)
-    """Of the last steps, at most `KEPT`."""
+    """Seconds of the last measured steps, at most `KEPT`."""
     count: int = 0
-    """Steps measured in all."""
+    """Number of steps measured so far."""
 
 
 WINDOW = 200
-"""Steps of which `explore` is a share: what a share of them allows may be used at once."""
+"""Number of steps of which `explore` is a share. The trial steps of one window need not be spread over it."""
 KEPT = 8
-"""Measured steps that an entry remembers; their median counts, so that one slow step decides nothing."""
+"""Number of measured steps that an entry keeps. Their median is used, so that one slow step does not matter."""
 SURE = 0.2
-"""Share of the hysteresis that is left between plans that were both measured many times."""
+"""Share of the hysteresis that remains between two plans that were both measured many times."""
 LIKELY = 5
-"""Loads that a step may have, by how far loads were off before, over which plans are compared."""
+"""Number of likely loads of a step, by the errors of earlier load forecasts, over which plans are compared."""
 REMEMBERED = 50
-"""Steps over which what a load was said to be is held against what it was."""
+"""Number of steps for which the ratio of actual to expected load is kept."""
 TRUST = 8
-"""Measured steps at a load that weigh as much as what predictions and other loads say of it."""
+"""Number of measured steps at a load that weigh as much as the corrected prediction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,30 +90,30 @@ class Decision:
     """A change of plan."""
 
     step: int
-    """Steps decided before, this run and earlier ones together."""
+    """Number of steps decided before, in this run and earlier ones."""
     bucket: int
-    """The load, in buckets."""
+    """Bucket of the load."""
     plan: int
-    """Which plan runs from now on."""
+    """Number of the plan that runs from this step on."""
     why: str
-    """start, trial, trial over, load, faster; under a race: trial, fastest."""
+    """Reason: start, trial, trial over, load or faster; under a race, trial or fastest."""
 
 
 ROUNDS = (2, 3, 5)
-"""Steps that each round of a race measures of every plan that is left, after one that it does not; the last again."""
+"""Steps that each round of a race measures per remaining plan, after one warm-up step; further rounds are like the last."""
 RECENT = 7
-"""Steps whose median is held against those before."""
+"""Number of recent steps whose median is compared with the level after the race."""
 LEVEL = 8
-"""Steps after a race that say what a step takes, and how much steps vary by themselves."""
+"""Number of steps after a race that give the level and the spread of step times."""
 
 
 class Race:
-    """Which of some plans is fastest, by a few steps of each. After a round the faster half goes on.
+    """A race between plans: each round times a few steps of every remaining plan and drops the slower half.
 
-    Eight plans take 24 + 16 + 12 steps.
+    A race of eight plans takes 24 + 16 + 12 steps, including the warm-up steps.
 
     Args:
-        plans: their numbers, the most promising first.
+        plans: numbers of the plans, the most promising first.
         drift: see `TableSettings`.
     """
 
@@ -122,26 +122,26 @@ class Race:
         self.seconds: dict[int, list[list[float]]] = {plan: [[]] for plan in plans}
         self._drift, self._round, self._waiting = drift, 0, list(plans)
         self.is_void = False
-        """Whether times drifted while it went on, so that its plans were not timed alike."""
+        """Whether step times drifted during the race, so that the times of its plans are not comparable."""
 
     @property
     def steps(self) -> int:
-        """Steps that are measured of each plan in this round."""
+        """Steps that this round measures per plan."""
         return ROUNDS[min(self._round, len(ROUNDS) - 1)]
 
     def next(self) -> int | None:
-        """Return the plan to time next; None once one is left."""
+        """Return the plan to time next; None if only one plan is left."""
         if not self._waiting and len(self.left) > 1:
             self._end_round()
         return self._waiting.pop(0) if self._waiting and len(self.left) > 1 else None
 
     def record(self, plan: int, seconds: float) -> None:
-        """Take down a step of a plan that is timed."""
+        """Record the seconds of a step of a plan."""
         self.seconds[plan][-1].append(seconds)
 
     def median(self, plan: int) -> float:
-        """Return what a step of a plan took, over all rounds; of two steps the faster, since what disturbs makes slower."""
-        return median_low([each for of_round in self.seconds[plan] for each in of_round])
+        """Return the low median of all step times of a plan; the low one, since disturbances only make steps slower."""
+        return median_low([seconds for of_round in self.seconds[plan] for seconds in of_round])
 
     def _end_round(self) -> None:
         if self._round:
@@ -156,16 +156,16 @@ class Race:
 
 
 class PlanTable:
-    """Chooses a plan before every step and is told afterwards how long the step took.
+    """Chooses a plan before every step, and learns from the measured time of the step.
 
     Args:
-        plans: to choose from; the first is the one to fall back on.
-        predict: seconds of a step under each of them at a load.
-        settings: how to learn.
-        tested: pairs of codecs (forward, backward) that the user has tested; other lossy plans are never run.
+        plans: the plans to choose from; the first allowed one is used until the table knows better.
+        predict: predicts the seconds of a step under each plan at a load.
+        settings: settings of the table; None for the defaults.
+        tested: pairs of codecs (forward, backward) that the user has tested; other lossy plans never run.
 
     Raises:
-        InputError: if no plan may be run.
+        InputError: if no plan may run.
     """
 
     def __init__(
@@ -193,38 +193,37 @@ class PlanTable:
         self.steps = self.explored = self.switches = 0
         self.running: int | None = None
         self._bucket = 0
-        self._told = 0.0
-        self._ratios: list[float] = []
+        self._expected_load = 0.0
+        self._load_ratios: list[float] = []
         self._trial_left = self._unsettled = 0
         self.race = Race(self.allowed, self.settings.drift) if self.settings.race else None
         self.races = int(self.settings.race)
         self.timed: dict[int, float] = {}
-        """Seconds of a step under each plan, of the last race that ended."""
+        """Seconds of a step under each plan that the last finished race timed."""
         self._level: list[float] = []
         self._recent: deque[float] = deque(maxlen=RECENT)
 
     @property
     def is_racing(self) -> bool:
-        """Whether plans are being timed, before one of them is held."""
+        """Whether a race is running."""
         return self.race is not None
 
     def bucket_of(self, load: float) -> int:
-        """Return the bucket of a load."""
+        """Return the bucket of a load; under `race` all loads share one bucket."""
         return 0 if self.settings.race else int(load // self.settings.rows_per_bucket)
 
     def choose(self, load: float) -> int:
         """Return the number of the plan for the next step.
 
-        What is said of a load may be wrong: plans are compared over the loads that the step may have, by how far earlier steps'
-        were off.
+        The expected load may be wrong, so plans are compared over several likely loads, by the errors of earlier steps.
 
         Args:
-            load: copies that the busiest expert is expected to get; the same on all ranks.
+            load: expected number of copies of the busiest expert, the same on all ranks.
         """
         if self.settings.race:
             return self._choose_by_race()
-        self._told = load
-        ratios = _quantiles(self._ratios)
+        self._expected_load = load
+        ratios = _quantiles(self._load_ratios)
         bucket = self.bucket_of(load * ratios[len(ratios) // 2])
         seconds = self._mean_estimates([self.bucket_of(load * ratio) for ratio in ratios])
         moved, self._bucket = bucket != self._bucket, bucket
@@ -248,17 +247,17 @@ class PlanTable:
         return self.running
 
     def record(self, seconds: float, load: float | None = None) -> None:
-        """Take down how long the step took; the first one after a change of plan is left out, as it warms caches.
+        """Record the time of the step; the first step after a change of plan is ignored, since it warms caches.
 
         Args:
-            seconds: the same on all ranks: the slowest one's.
-            load: that the step turned out to have; None takes what `choose` was told. A step counts at its own load, brought
-                to the middle of the bucket by what predictions say of the way there: else two plans whose steps were at the
-                two ends of a bucket would seem a tenth apart.
+            seconds: time of the slowest rank, the same on all ranks.
+            load: actual load of the step; None for the load given to `choose`. The time is scaled to the middle of the load's
+                bucket, by the ratio of the predictions. Without that, two plans with steps at the two ends of a bucket would
+                seem to differ by a tenth.
         """
         assert self.running is not None, "choose a plan first"
-        if load is not None and self._told > 0:
-            self._ratios = [*self._ratios, load / self._told][-REMEMBERED:]
+        if load is not None and self._expected_load > 0:
+            self._load_ratios = [*self._load_ratios, load / self._expected_load][-REMEMBERED:]
         if self._unsettled:
             self._unsettled -= 1
             return
@@ -266,14 +265,14 @@ class PlanTable:
             self._record_in_race(seconds)
             return
         bucket = self._bucket if load is None else self.bucket_of(load)
-        entry = self._filled(bucket)[self.running]
+        entry = self._entries_of(bucket)[self.running]
         if load is not None:
             seconds *= entry.predicted / self._predicted(load, self.running)
         entry.measured = [*entry.measured, seconds][-KEPT:]
         entry.count += 1
         others = [each for plan, each in enumerate(self.estimates(bucket)) if plan != self.running]
         if self._trial_left and seconds > (1 + self.settings.hysteresis) * min(others, default=math.inf):
-            self._trial_left = 1  # slower, and seen to be: the rest of the trial would tell no more
+            self._trial_left = 1  # end the trial: the plan is slower, and more steps would not change that
         self._last_run[self.running] = self.steps
 
     def _choose_by_race(self) -> int:
@@ -289,7 +288,9 @@ class PlanTable:
                 plan = self.race.next()
             if plan is None:
                 self._run(self.race.left[0], "fastest")
-                self.timed = {each: self.race.median(each) for each in self.race.seconds if self.race.seconds[each][0]}
+                self.timed = {
+                    number: self.race.median(number) for number in self.race.seconds if self.race.seconds[number][0]
+                }
                 self.race, self._level = None, []
                 self._recent.clear()
             else:
@@ -303,7 +304,7 @@ class PlanTable:
 
     def _record_in_race(self, seconds: float) -> None:
         assert self.running is not None
-        entry = self._filled(0)[self.running]
+        entry = self._entries_of(0)[self.running]
         entry.measured, entry.count = [*entry.measured, seconds][-KEPT:], entry.count + 1
         if self.race is not None:
             self.race.record(self.running, seconds)
@@ -313,36 +314,37 @@ class PlanTable:
             self._recent.append(seconds)
 
     def _has_drifted(self) -> bool:
-        """Whether steps take longer or shorter than they did after the race, by more than they vary by themselves."""
+        """Return whether the level of step times has changed since the race by more than their spread."""
         if len(self._recent) < RECENT:
             return False
         level = median(self._level)
-        spread = median(abs(math.log(each / level)) for each in self._level)
+        spread = median(abs(math.log(seconds / level)) for seconds in self._level)
         return abs(math.log(median(self._recent) / level)) > max(math.log1p(self.settings.drift), 4 * spread)
 
     def estimates(self, bucket: int) -> list[float]:
-        """Return what each plan is thought to take at a load: predicted and corrected, then measured as steps come in.
+        """Return the estimated seconds of a step under each plan at a load.
 
-        Measured over predicted is taken as a factor of the plan times one of the load: what a plan was seen to take at other
-        loads counts here too, and a plan that never ran is taken to be off as much as those that did. A few steps measured at
-        this very load do not decide alone: loads differ within a bucket, and two plans' steps may have been at its two ends.
+        An estimate is the mean of a corrected prediction and the measured median, weighted by the number of measured steps.
+        The correction is a factor of the plan times a factor of the load, so measurements at other loads count too. A plan
+        that never ran gets the usual factor of the plans that did. A few measured steps do not decide alone, since loads
+        differ within a bucket.
         """
-        entries, of_plan = self._filled(bucket), self._plan_factors()
-        usual = median(of_plan.values()) if of_plan else 1.0
-        here = [
-            median(entry.measured) / entry.predicted / of_plan[plan]
+        entries, plan_factors = self._entries_of(bucket), self._plan_factors()
+        usual_factor = median(plan_factors.values()) if plan_factors else 1.0
+        factors = [
+            median(entry.measured) / entry.predicted / plan_factors[plan]
             for plan, entry in enumerate(entries) if entry.measured
         ]  # fmt: skip
-        of_load = median(here) if here else 1.0
-        found = []
+        load_factor = median(factors) if factors else 1.0
+        estimates = []
         for plan, entry in enumerate(entries):
-            thought, count = entry.predicted * of_plan.get(plan, usual) * of_load, len(entry.measured)
-            seen = median(entry.measured) if entry.measured else thought
-            found.append((count * seen + TRUST * thought) / (count + TRUST))
-        return found
+            corrected, count = entry.predicted * plan_factors.get(plan, usual_factor) * load_factor, len(entry.measured)
+            measured = median(entry.measured) if entry.measured else corrected
+            estimates.append((count * measured + TRUST * corrected) / (count + TRUST))
+        return estimates
 
     def state(self) -> dict[str, Any]:
-        """Return everything as plain data for JSON."""
+        """Return the state of the table as plain data for JSON."""
         return {
             "version": VERSION,
             "rows_per_bucket": self.settings.rows_per_bucket,
@@ -351,46 +353,46 @@ class PlanTable:
             "held": {str(bucket): plan for bucket, plan in self.held.items()},
             "running": self.running,
             "last_run": {str(plan): step for plan, step in self._last_run.items()},
-            "ratios": self._ratios,
+            "ratios": self._load_ratios,
             "counts": [self.steps, self.explored, self.switches],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up what `state` returned: of the plans that this table has too, what was measured; predictions are anew.
+        """Restore the measurements in a `state` for the plans that this table has too; predictions are made again.
 
         Raises:
-            InputError: if it is of another version, has other buckets, or is not as it was written.
+            InputError: if the state has another version or other buckets, or is damaged.
         """
         if state.get("version") != VERSION or state.get("rows_per_bucket") != self.settings.rows_per_bucket:
             raise InputError(
-                f"has version {state.get('version')} and buckets of {state.get('rows_per_bucket')} rows, this table version "
-                f"{VERSION} and {self.settings.rows_per_bucket:g}: start anew, or set rows_per_bucket back"
+                f"has version {state.get('version')} and buckets of {state.get('rows_per_bucket')} rows, but this table has "
+                f"version {VERSION} and {self.settings.rows_per_bucket:g}: start anew, or set rows_per_bucket back"
             )
         try:
-            self._take_up(state)
+            self._restore_entries(state)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
             raise InputError(f"is damaged ({error!r}): delete the file to start anew") from error
 
-    def _take_up(self, state: dict[str, Any]) -> None:
-        now = {plan: number for number, plan in enumerate(self.plans)}
-        before = [now.get(override(Plan(), table, source="plan table")) for table in state["plans"]]
+    def _restore_entries(self, state: dict[str, Any]) -> None:
+        numbers = {plan: number for number, plan in enumerate(self.plans)}
+        number_of_saved = [numbers.get(override(Plan(), table, source="plan table")) for table in state["plans"]]
         for bucket, saved in state["entries"].items():
-            entries = self._filled(_whole(bucket))
-            for number, entry in zip(before, saved):
+            entries = self._entries_of(_whole(bucket))
+            for number, entry in zip(number_of_saved, saved):
                 if number is not None:
                     entries[number].measured, entries[number].count = (
                         _numbers(entry["measured"]),
                         _whole(entry["count"]),
                     )
-        places = {_whole(bucket): before[plan] for bucket, plan in state["held"].items()}
+        places = {_whole(bucket): number_of_saved[plan] for bucket, plan in state["held"].items()}
         self.held = {bucket: plan for bucket, plan in places.items() if plan in self.allowed and plan is not None}
-        last = {before[int(plan)]: step for plan, step in state["last_run"].items()}
-        self._ratios = _numbers(state["ratios"])
+        last = {number_of_saved[int(plan)]: step for plan, step in state["last_run"].items()}
+        self._load_ratios = _numbers(state["ratios"])
         self.steps, self.explored, self.switches = map(_whole, state["counts"])
         self._last_run = {plan: min(_whole(step), self.steps) for plan, step in last.items() if plan is not None}
 
-    def _filled(self, bucket: int) -> list[Entry]:
-        """Return the entries of a load; a load that is new is given its predictions, taken at the middle of its bucket."""
+    def _entries_of(self, bucket: int) -> list[Entry]:
+        """Return the entries of a bucket; those of a new bucket are predicted at its middle."""
         if bucket not in self.entries:
             predicted = list(self._predict((bucket + 0.5) * self.settings.rows_per_bucket))
             assert len(predicted) == len(self.plans), "a prediction for each plan"
@@ -398,54 +400,60 @@ class PlanTable:
         return self.entries[bucket]
 
     def _predicted(self, load: float, plan: int) -> float:
-        """Return the predicted seconds of a plan at a load, on the line between the middles of two buckets."""
+        """Return the predicted seconds of a plan at a load, by linear interpolation between the middles of buckets."""
         at = max(load / self.settings.rows_per_bucket - 0.5, 0.0)
         low = int(at)
-        before, after = (self._filled(bucket)[plan].predicted for bucket in (low, low + 1))
+        before, after = (self._entries_of(bucket)[plan].predicted for bucket in (low, low + 1))
         return before + (at - low) * (after - before)
 
     def _plan_factors(self) -> dict[int, float]:
-        """Return measured over predicted seconds of every plan that was measured, the median over loads."""
+        """Return the ratio of measured to predicted seconds of every measured plan, the median over loads."""
         ratios: dict[int, list[float]] = {}
         for entries in self.entries.values():
             for plan, entry in enumerate(entries):
                 if entry.measured:
                     ratios.setdefault(plan, []).append(median(entry.measured) / entry.predicted)
-        return {plan: median(each) for plan, each in ratios.items()}
+        return {plan: median(of_loads) for plan, of_loads in ratios.items()}
 
     def _count(self, plan: int) -> int:
-        """Return how many steps of a plan were measured, at any load."""
+        """Return the number of measured steps of a plan, at all loads."""
         return sum(entries[plan].count for entries in self.entries.values())
 
     def _weight(self, plan: int) -> float:
-        """Return the measured steps of a plan, fewer the longer ago: what was seen at other loads may have misled."""
+        """Return the number of measured steps of a plan, reduced the longer ago it ran, since old measurements may mislead."""
         return self._count(plan) / (1 + (self.steps - self._last_run.get(plan, 0)) // WINDOW)
 
     def _mean_estimates(self, buckets: Sequence[int]) -> list[float]:
-        """Return what each plan is thought to take, the mean over loads that are as likely as one another."""
-        each = {bucket: self.estimates(bucket) for bucket in set(buckets)}
-        return [fmean(each[bucket][plan] for bucket in buckets) for plan in range(len(self.plans))]
+        """Return the estimate of each plan, averaged over equally likely loads."""
+        by_bucket = {bucket: self.estimates(bucket) for bucket in set(buckets)}
+        return [fmean(by_bucket[bucket][plan] for bucket in buckets) for plan in range(len(self.plans))]
 
     def _best(self, bucket: int, seconds: Sequence[float]) -> int:
-        """Return the plan to hold at a load; a plan that was measured is left only for another that was, or for one that is
-        faster even if its prediction is off as far as may be. The more steps of both were measured, the less it takes."""
+        """Return the plan to use at a load.
+
+        A measured plan is replaced only by another measured plan, or by one that would be faster even with the largest
+        prediction error. The required margin shrinks with the number of measured steps of both.
+        """
         optimism = self._optimism()
-        held = self.held.get(bucket)
-        if held is None:
-            held = self.running if self.running in self.allowed else self.allowed[0]
-        assert held is not None
-        known = [
+        current = self.held.get(bucket)
+        if current is None:
+            current = self.running if self.running in self.allowed else self.allowed[0]
+        assert current is not None
+        eligible = [
             plan for plan in self.allowed
-            if self._count(plan) or not self._count(held) or seconds[plan] * (1 + optimism) < seconds[held]
+            if self._count(plan) or not self._count(current) or seconds[plan] * (1 + optimism) < seconds[current]
         ]  # fmt: skip
-        best = min(known, key=lambda plan: (seconds[plan], plan))
-        known_by = min(self._count(best), self._count(held))
-        margin = self.settings.hysteresis * max(TRUST / (TRUST + known_by), SURE)
-        self.held[bucket] = best if seconds[best] < (1 - margin) * seconds[held] else held
+        best = min(eligible, key=lambda plan: (seconds[plan], plan))
+        steps_of_both = min(self._count(best), self._count(current))
+        margin = self.settings.hysteresis * max(TRUST / (TRUST + steps_of_both), SURE)
+        self.held[bucket] = best if seconds[best] < (1 - margin) * seconds[current] else current
         return self.held[bucket]
 
     def _worth_trying(self, seconds: Sequence[float], best: int) -> int | None:
-        """Return a plan to try next, the most promising of those tried least; None if none is, or it would be too often."""
+        """Return the plan to try next: of the promising plans with the fewest measured steps, the fastest.
+
+        Returns None if no plan is promising, or if the share of trial steps is used up.
+        """
         cost, budget = 1 + self.settings.trial_steps, self.settings.explore * WINDOW * (1 + self.steps // WINDOW)
         if self.explored + cost > budget or self._count(best) < self.settings.trial_steps:
             return None
@@ -458,8 +466,11 @@ class PlanTable:
         return min(hopeful, key=lambda plan: (self._count(plan), seconds[plan], plan), default=None)
 
     def _optimism(self) -> float:
-        """Return how far a prediction may be off: what the settings say until plans were measured, then no more than twice
-        what those that were measured are apart, the hysteresis at least."""
+        """Return the share by which a prediction may be off.
+
+        It is that of the settings until two plans are measured. Then it is at most twice the spread of their ratios of
+        measured to predicted time, but at least the hysteresis.
+        """
         factors = list(self._plan_factors().values())
         if len(factors) < 2:
             return self.settings.optimism
@@ -477,21 +488,21 @@ class PlanTable:
 
 
 def _whole(value: Any) -> int:
-    """Return a whole number of at least 0; raises ValueError or TypeError for others."""
-    if (found := int(value)) < 0:
-        raise ValueError(f"{found} is below 0")
-    return found
+    """Return the value as an int of at least 0; raises ValueError or TypeError if it is none."""
+    if (number := int(value)) < 0:
+        raise ValueError(f"{number} is below 0")
+    return number
 
 
 def _numbers(values: list[Any]) -> list[float]:
-    """Return finite numbers above 0; raises ValueError or TypeError for others."""
-    found = [float(value) for value in values]
-    if not all(0 < value < math.inf for value in found):
+    """Return the values as finite floats above 0; raises ValueError or TypeError if one is none."""
+    numbers = [float(value) for value in values]
+    if not all(0 < value < math.inf for value in numbers):
         raise ValueError("seconds are not above 0")
-    return found
+    return numbers
 
 
 def _quantiles(ratios: Sequence[float]) -> list[float]:
-    """Return ratios at the middles of `LIKELY` equal parts of those seen; 1 where none was."""
+    """Return `LIKELY` evenly spaced quantiles of the ratios; [1.0] if there are none."""
     ascending = sorted(ratios)
     return [ascending[int((part + 0.5) * len(ascending) / LIKELY)] for part in range(LIKELY)] if ascending else [1.0]

@@ -27,8 +27,8 @@ def validate(program: Program) -> None:
     """Check a program.
 
     Raises:
-        ProgramError: if tasks depend on each other in a cycle, a slot is unknown, written twice or read before it is
-            written, an output is never written, no collective performs a movement's change of state, or the experts'
+        ProgramError: if tasks depend on each other in a cycle; a slot is unknown, written twice or read before it is
+            written; an output is never written; no collective performs a movement's change of state; or the experts'
             output is not partial.
     """
     known = {slot.name for slot in program.slots}
@@ -97,8 +97,8 @@ def reduces(source: Slot, target: Slot) -> bool:
 def collective(program: Program, task_name: str) -> str:
     """Return the name of the collective that a movement performs.
 
-    The name is exchange, gather, slice, share, reduce_scatter, all_reduce, deliver (an exchange and a gather in one),
-    collect (an exchange and a reduce-scatter in one), several of them joined by "+", or keep.
+    One of exchange, gather, slice, share, reduce_scatter, all_reduce and keep, or several joined by "+". An exchange
+    and a gather in one is deliver; an exchange and a reduce-scatter in one is collect.
 
     Raises:
         ProgramError: if no collective performs its change of states.

@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 
 from moesaic.errors import InputError
 from moesaic.plan.model import Job
-from moesaic.plan.search import Found
+from moesaic.plan.search import PlannedStep
 from moesaic.program.task import Lane
 from moesaic.program.timeline import LANES, Span, Timeline
 from moesaic.report.style import Drawn, Picture, figure, page_text, rounded, run_colour, write_text
@@ -134,7 +134,7 @@ class Bar(NamedTuple):
     end: float
 
 
-def bars_of(job: Job, best: Found, timelines: Mapping[str, Timeline]) -> list[Bar]:
+def bars_of(job: Job, best: PlannedStep, timelines: Mapping[str, Timeline]) -> list[Bar]:
     """Return the bars of a step: the first micro-batch block by block, all others as one bar, then the optimizer.
 
     Args:
@@ -152,7 +152,7 @@ def bars_of(job: Job, best: Found, timelines: Mapping[str, Timeline]) -> list[Ba
     return bars + [Bar(COMPUTING, name, name, end, end + seconds) for name, seconds in after.items() if seconds]
 
 
-def _micro_batch(job: Job, best: Found, timelines: Mapping[str, Timeline]) -> Iterator[Bar]:
+def _micro_batch(job: Job, best: PlannedStep, timelines: Mapping[str, Timeline]) -> Iterator[Bar]:
     """Yield the bars of the first micro-batch, in the order in which a rank runs them."""
     model, count = job.model, job.accumulation
     recomputes, blocks = int(model.checkpoint_activations), range(model.num_layers)

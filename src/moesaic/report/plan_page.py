@@ -15,7 +15,7 @@ from moesaic.cost.workload import Workload
 from moesaic.plan.candidates import name_of
 from moesaic.plan.model import Job
 from moesaic.plan.plan import plan_in_words
-from moesaic.plan.search import Found, Result
+from moesaic.plan.search import PlannedStep, Result
 from moesaic.program.timeline import Timeline
 from moesaic.report.gantt import bars_of, gantt, in_words, step_gantt, unit_of
 from moesaic.report.style import INK, Drawn, Picture, figure, line, page_text, rounded, run_colour, write_text
@@ -97,7 +97,7 @@ def stacked(bars: Mapping[str, Mapping[str, float]], unit: str, *, limit: float 
     return chart
 
 
-def roofline(best: Found, cluster: ClusterSpec, layer: Workload) -> go.Figure:
+def roofline(best: PlannedStep, cluster: ClusterSpec, layer: Workload) -> go.Figure:
     """Draw the rate of an expert's matrix products over its rows: the upper bound, the rate reached, and the plan's experts."""
     rates = rates_of(cluster, layer.products or layer.dtype)
     work = float(layer.matrices * layer.dim * layer.hidden / best.grid.etp)
@@ -122,6 +122,6 @@ def roofline(best: Found, cluster: ClusterSpec, layer: Workload) -> go.Figure:
     return chart
 
 
-def _name(candidate: Found) -> str:
+def _name(candidate: PlannedStep) -> str:
     unit, length = unit_of(candidate.seconds)
     return f"{name_of(candidate.grid)}, {plan_in_words(candidate.plan)}: {candidate.seconds / length:.4g} {unit}"

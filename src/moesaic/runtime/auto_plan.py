@@ -238,7 +238,7 @@ class AutoPlan(AbstractStepChooser):
     def _log_choice(self, table: PlanTable, *, again: bool) -> None:
         assert table.running is not None
         best, first = table.timed.get(table.running, 0.0), table.timed.get(0, 0.0)
-        why = "steps did not take what they took before; " if again else ""
+        why = "step times have changed; " if again else ""
         self.said.append(
             f"plan auto: {plan_in_words(table.plans[table.running])}, {1e3 * best:.1f} ms a step: {why}the fastest of "
             f"{len(table.timed)} plans, {plan_in_words(table.plans[0])} takes {1e3 * first:.1f} ms"

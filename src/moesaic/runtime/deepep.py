@@ -43,7 +43,7 @@ class DispatchRoute:
     handle: Any
     """The handle that the buffer returned."""
 
-    def again(self, x: Tensor) -> Tensor:
+    def redispatch(self, x: Tensor) -> Tensor:
         """Send other rows of the same tokens: (tokens, dim) bfloat16 -> (R, dim)."""
         # num_sms is passed because DeepEP 2.0 and 2.1 compute a default from num_experts before they read it off the handle.
         rows, _, _, _, event = self.buffer.dispatch(
@@ -52,7 +52,7 @@ class DispatchRoute:
         event.current_stream_wait()
         return rows
 
-    def back(self, rows: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def combine(self, rows: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return the sums of rows, and of weights if there are any, at their origins."""
         sums, weights, event = self.buffer.combine(
             rows, handle=self.handle, topk_weights=weight, async_with_compute_stream=True
@@ -71,7 +71,7 @@ class Received:
     """(R, top_k) int64: expert on this rank, or -1 for an expert of another rank."""
     weight: Tensor
     """(R, top_k) float32 routing weights, differentiable."""
-    sent: DispatchRoute
+    route: DispatchRoute
     """The route back, for combine."""
 
 
@@ -122,7 +122,7 @@ class DeepEP:
 
     def combine(self, rows: Tensor, received: Received) -> Tensor:
         """Sum each token's rows at its origin: (R, dim) -> (tokens, dim); differentiable."""
-        out: Tensor = _Combine.apply(received.sent, rows)
+        out: Tensor = _Combine.apply(received.route, rows)
         return out
 
 
@@ -148,28 +148,28 @@ class _Dispatch(torch.autograd.Function):
             async_with_compute_stream=True,
         )
         event.current_stream_wait()
-        ctx.sent = DispatchRoute(buffer, handle)
-        routes.append(ctx.sent)
+        ctx.route = DispatchRoute(buffer, handle)
+        routes.append(ctx.route)
         ctx.mark_non_differentiable(experts)
         return rows, weights, experts
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_rows: Tensor, d_weights: Tensor, _: Tensor) -> tuple[Any, ...]:
-        d_x, d_weight = ctx.sent.back(d_rows.contiguous(), d_weights.contiguous())
+        d_x, d_weight = ctx.route.combine(d_rows.contiguous(), d_weights.contiguous())
         return None, None, None, None, d_x, d_weight, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sent: DispatchRoute, rows: Tensor) -> Tensor:
-        ctx.sent = sent
-        return sent.back(rows)[0]
+    def forward(ctx: Any, route: DispatchRoute, rows: Tensor) -> Tensor:
+        ctx.route = route
+        return route.combine(rows)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_sums: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.sent.again(d_sums.contiguous())
+        return None, ctx.route.redispatch(d_sums.contiguous())
 
 
 def run_by_deepep(deepep: DeepEP, experts: AbstractExperts, x_TD: Tensor, routed: Routed) -> Tensor:
@@ -201,10 +201,10 @@ def run_by_deepep(deepep: DeepEP, experts: AbstractExperts, x_TD: Tensor, routed
         )
         is_local = received.expert >= 0
         token, slot = is_local.nonzero(as_tuple=True)
-        local = received.expert[token, slot].long()
+        local_expert = received.expert[token, slot].long()
         num_local = len(sharded[0])
-        counts = torch.bincount(local, minlength=num_local)
-        order = sort_by_expert(token, local, counts, len(received.x), None)
+        counts = torch.bincount(local_expert, minlength=num_local)
+        order = sort_by_expert(token, local_expert, counts, len(received.x), None)
         gates = received.weight[token, slot][order.order]
         out = experts.compute(ExpertCall(sharded, common, permute(received.x, order), gates, order.ends))
         return deepep.combine(unpermute(out, order, dtype=x.dtype), received)

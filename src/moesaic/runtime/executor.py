@@ -106,13 +106,13 @@ def _unread_after(groups: Sequence[Sequence[Task]], outputs: frozenset[str] | No
     unread: list[list[str]] = [[] for _ in groups]
     if outputs is None:
         return unread
-    last: dict[str, int] = {}
+    last_use: dict[str, int] = {}
     for number, tasks in enumerate(groups):
         for task in tasks:
-            last.update(dict.fromkeys((*task.reads, *task.writes), number))
+            last_use.update(dict.fromkeys((*task.reads, *task.writes), number))
             if task.op in (Op.EXPERT, Op.EXPERT_GRAD):
-                last[kept(task.name)] = number
-    for name, number in last.items():
+                last_use[kept(task.name)] = number
+    for name, number in last_use.items():
         if name not in outputs and name != "w":  # "w" is stored anyway, and every movement of weights reads its shape
             unread[number].append(name)
     return unread
@@ -125,7 +125,7 @@ Steps = Generator[Transfer | Handle, Handle | None, Environment]
 class _Arriving:
     """A slot that is being received."""
 
-    flight: Handle | None
+    handle: Handle | None
     """The transfer of its messages, which may carry other slots too; None if there are no messages."""
     settle: Callable[[], Value | Packets]
     """Builds the slot's value from the received messages."""
@@ -155,12 +155,12 @@ def interpret(
     arriving: dict[str, _Arriving] = {}
 
     def settle(name: str) -> Generator[Transfer | Handle, Handle | None, None]:
-        flight = arriving[name].flight
-        if flight is not None:
-            if flight.transfer.lane == script.slowest:
+        handle = arriving[name].handle
+        if handle is not None:
+            if handle.transfer.lane == script.slowest:
                 call.finish()  # while the messages are in flight
-            yield flight
-        landed = [name] if flight is None else [each for each, other in arriving.items() if other.flight is flight]
+            yield handle
+        landed = [name] if handle is None else [each for each, other in arriving.items() if other.handle is handle]
         for landed_name in landed:  # all slots of these messages, so that no reference to the buffers remains
             value = arriving.pop(landed_name).settle()
             if isinstance(value, Packets):
@@ -212,8 +212,8 @@ def _issue(
         transfer, settle = start_hop(task, slots, [packets[name] for name in task.reads], call, tag)
         settles = [settle]
     has_messages = bool(transfer.sends or transfer.receives)
-    flight = (yield transfer) if has_messages else None
-    arriving.update({each.writes[0]: _Arriving(flight, settled) for each, settled in zip(step.tasks, settles)})
+    handle = (yield transfer) if has_messages else None
+    arriving.update({each.writes[0]: _Arriving(handle, settled) for each, settled in zip(step.tasks, settles)})
 
 
 def _run_local(

@@ -51,8 +51,8 @@ class ExpertOrder:
         """
         check_order(experts, len(self.experts))
         self.experts = np.array(experts, dtype=np.int64)
-        plain = np.array_equal(self.experts, np.arange(len(self.experts)))
-        self._slot = None if plain else torch.from_numpy(np.append(np.argsort(self.experts), len(self.experts)))
+        is_plain = np.array_equal(self.experts, np.arange(len(self.experts)))
+        self._slot = None if is_plain else torch.from_numpy(np.append(np.argsort(self.experts), len(self.experts)))
 
     def slots(self, experts: Tensor) -> Tensor:
         """Return the slot of each expert, int64. The number that means "no expert" stays as it is."""
@@ -118,6 +118,6 @@ class ExpertOrder:
     def _refuse(self, *_: object) -> None:
         if not self.is_plain:
             raise InputError(
-                "experts are placed anew, so a state_dict would take one for another: save and load within "
+                "experts have changed their slots, so a state_dict would mix them up: save and load within "
                 "`with placement.at_home():`"
             )

@@ -253,9 +253,9 @@ class Bundle:
 
     def _messages(self, memory: Tensor, number: int) -> list[Tensor]:
         """Return each peer's part of a movement, peer by peer, as slices of `memory`."""
-        split, begins = self.splits[number], self._starts[number]
+        split, starts = self.splits[number], self._starts[number]
         return [
-            memory.narrow(0, begins[peer], count * self._widths[number])
+            memory.narrow(0, starts[peer], count * self._widths[number])
             for peer, count in zip(split.peers, split.counts)
         ]
 
@@ -263,13 +263,13 @@ class Bundle:
         """Return the offset in memory, in units, at which each row of a movement starts, peer by peer."""
         split, width = self.splits[number], self._widths[number]
         counts = np.array(split.counts, dtype=np.int64)
-        begins = np.array([self._starts[number][peer] for peer in split.peers], dtype=np.int64)
-        return np.repeat(begins - (counts.cumsum() - counts) * width, counts) + np.arange(split.runs.total) * width
+        starts = np.array([self._starts[number][peer] for peer in split.peers], dtype=np.int64)
+        return np.repeat(starts - (counts.cumsum() - counts) * width, counts) + np.arange(split.runs.total) * width
 
-    def _unit_offsets(self, number: int, places: np.ndarray) -> Tensor:
-        """Return the offset in memory of every unit of the rows that start at `places`."""
+    def _unit_offsets(self, number: int, row_offsets: np.ndarray) -> Tensor:
+        """Return the offset in memory of every unit of the rows that start at `row_offsets`."""
         width = self._widths[number]
-        return torch.from_numpy(places if width == 1 else (places[:, None] + np.arange(width)).reshape(-1))
+        return torch.from_numpy(row_offsets if width == 1 else (row_offsets[:, None] + np.arange(width)).reshape(-1))
 
 
 Pair = tuple[int, int]

@@ -99,7 +99,8 @@ def _is_installed(codec: str) -> bool:
 
 
 ADVICE = (
-    "give every rank the same weights (seed alike before the layer is made), or call parallelize(..., broadcast=True)"
+    "give every rank the same weights (set the same seed before creating the layer), or call "
+    "parallelize(..., broadcast=True)"
 )
 """Advice in the error for weights that differ."""
 _WORDS = 65536

@@ -102,7 +102,7 @@ def test_ranks_that_decided_otherwise_are_refused_on_every_rank() -> None:
         return ""
 
     said = run_ranks(4, rank)
-    assert said == ["arbiter: ranks [2] decided otherwise than the first one after call 1 of a layer"] * 4
+    assert said == ["arbiter: after call 1 of a layer, ranks [2] decided differently from the first rank"] * 4
 
 
 def test_links_are_heard_of_from_the_same_call_on_by_all_ranks() -> None:

@@ -12,9 +12,9 @@ dependencies:
 - middle, chunk by chunk: from D1 to the crossing of the result (A2);
 - last: the tasks that wait for that crossing (D2, gathers inside a node).
 
-The phases before and last go level by level. A level is the number of movements on the longest path to a task, so hops
-of several chunks on one lane do not wait for each other's next hops. In the middle, the movements that a chunk still
-needs inside a node before its expert come after the expert of the previous chunk, which they overlap.
+The phases before and last go level by level. A level is the number of movements on the longest path to a task. So hops
+of several chunks on one lane do not wait for each other's next hops. In the middle, a chunk may still have movements
+inside a node before its expert. These come after the expert of the previous chunk, which they overlap.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ rank on all nodes form a rail. A rank sends each of its tokens once per destinat
 (`node_tokens`). The mate sends the token once to each ep rank on the node that holds any of its experts
 (`rank_tokens`). Only that rank makes the copies.
 
-On the way back, a token's results are summed in float32 on the rank that computed them, and again by the mate, so that
-they cross between nodes once. With top-k routing and expert shards this divides the bytes between nodes by up to top_k
-* etp, and those inside nodes by up to the number of experts per rank, in both directions. The derived backward program
+On the way back, a token's results are summed in float32 on the rank that computed them. The mate sums again, so one sum
+crosses between nodes. With top-k routing and expert shards this divides the bytes between nodes by up to top_k * etp,
+in both directions. Those inside nodes are divided by up to the number of experts per rank. The derived backward program
 does the same.
 
 On a single node, or with one ep rank per node, node_tokens and rank_tokens coincide, and the program has one step
@@ -34,9 +34,10 @@ def multicast(program: Program, grid: Grid) -> Program:
 
     Instead of `index`, the program reads `rank_token_index`, the token of each of the rank_tokens. It also reads
     `copy_index`: for each copy, the position of its token among the rank_tokens of the same origin, ep rank and chunk.
+
     If a node has several ep ranks (two `Grid.cast_levels`), `rank_token_index` instead gives positions among the
-    node_tokens, counted in the same way, and `node_token_index` gives the token of each of these. `CallSizes` needs
-    `node_tokens`.
+    node_tokens, counted in the same way. `node_token_index` then gives the token of each of the node_tokens.
+    `CallSizes` needs `node_tokens`.
 
     Args:
         program: the program that `s1` or `s2` returns.

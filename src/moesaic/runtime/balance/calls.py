@@ -68,7 +68,7 @@ class _DecidedCall:
     program: int
     replicated: np.ndarray | None
     timed: TimedCall | None = None
-    again: bool = False
+    is_recomputed: bool = False
     """Whether a recomputation has asked for it."""
 
 
@@ -159,7 +159,7 @@ class BalancedCalls(AbstractCallPolicy):
             decided = self._decide_early(record, load) if self._all_ranks_exchange(record) else self._decide_now(load)
             self._decided_by_call[record.by_rank] = decided
         else:
-            decided.again = True
+            decided.is_recomputed = True
         return self.compiled.options[decided.program], decided.replicated
 
     def _load(self, copies: np.ndarray, units: int) -> CallLoad:
@@ -172,7 +172,7 @@ class BalancedCalls(AbstractCallPolicy):
             return program()
         if chosen.compiled is not self.compiled.options[decided.program]:
             return program()
-        if not decided.again:
+        if not decided.is_recomputed:
             return decided.timed.ran(program())
         try:
             return program()
@@ -299,7 +299,7 @@ class BalancedCalls(AbstractCallPolicy):
         first = next(iter(digests.values()))
         if others := [rank for rank, digest in digests.items() if digest != first]:
             raise RuntimeError(
-                f"arbiter: ranks {others} decided otherwise than the first one after call {int(ready)} of a layer"
+                f"arbiter: after call {int(ready)} of a layer, ranks {others} decided differently from the first rank"
             )
         if not self._number:
             return None

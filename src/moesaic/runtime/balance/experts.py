@@ -174,8 +174,8 @@ def carry_slots(
     for peer, places in receives.items():
         for new, part in zip(places, arrived[peer].view(len(places), -1)):
             _unpack(part, expert_slots.slots[new])
-    across = [peer for peer in messages if grid.node_of(peer) != grid.node_of(rank)]
-    return sum(each.numel() for each in messages.values()), sum(messages[peer].numel() for peer in across)
+    other_node_peers = [peer for peer in messages if grid.node_of(peer) != grid.node_of(rank)]
+    return sum(each.numel() for each in messages.values()), sum(messages[peer].numel() for peer in other_node_peers)
 
 
 def _holders(expert_slots: ExpertSlots, grid: Grid, rank: int, num_experts: int) -> list[tuple[int, int]]:
@@ -335,8 +335,8 @@ class ExpertPlacement:
             moved += int((places_of(order.experts, grid.ep) != places_of(new_order, grid.ep)).sum())
             order.change(new_order)
         everyone = tuple(range(grid.world))
-        num_bytes, between = all_reduce_sum(transport, everyone, sent.to(transport.device)).tolist()
-        return Moved(experts=moved, num_bytes=num_bytes, inter_node_bytes=between)
+        num_bytes, inter_node_bytes = all_reduce_sum(transport, everyone, sent.to(transport.device)).tolist()
+        return Moved(experts=moved, num_bytes=num_bytes, inter_node_bytes=inter_node_bytes)
 
     @contextmanager
     def at_home(self) -> Iterator[None]:

@@ -217,13 +217,13 @@ class Relocator:
             (samples, tokens), (other_samples, other_tokens) = sizes[0].tolist(), sizes[different[0]].tolist()
             raise InputError(
                 f"sample placement needs samples that split evenly: rank 0 has {samples} of {tokens} tokens, rank "
-                f"{different[0]} has {other_samples} of {other_tokens}: give every rank equally many of one length"
+                f"{different[0]} has {other_samples} of {other_tokens}: give every rank equally many samples of one length"
             )
         tp = self.mesh.grid.tp
         if num_samples % tp:
             raise InputError(
                 f"sample placement with mesh.tp={tp} needs a multiple of {tp} samples per tensor group, got {num_samples}: "
-                "each of its ranks answers for as many of them"
+                "each of its ranks is responsible for equally many"
             )
         self.trip = SampleTrip(self, followings, num_samples // tp, length, rests=rests)
         return self.trip
@@ -290,9 +290,9 @@ class Rest:
             moved: for each layer in the previous pass, which has ended: whether the policy moved samples; None if the policy
                 was not asked.
         """
-        asked = [found for found in moved if found is not None]
-        if asked:
-            self._still = 0 if any(asked) else self._still + 1
+        moved_if_asked = [found for found in moved if found is not None]
+        if moved_if_asked:
+            self._still = 0 if any(moved_if_asked) else self._still + 1
             self._left = rest if self._still >= PATIENCE else 0
         elif self._left:
             self._left -= 1
@@ -381,8 +381,8 @@ class SampleMove:
         self._following = following
         self._future: Future[Homes] | None = None
         if rests:
-            nothing = np.zeros((before.samples.size, relocator.mesh.grid.ep), dtype=np.int64)
-            self.load = SampleLoad(relocator.mesh.grid, before, nothing, None)
+            no_copies = np.zeros((before.samples.size, relocator.mesh.grid.ep), dtype=np.int64)
+            self.load = SampleLoad(relocator.mesh.grid, before, no_copies, None)
 
     @property
     def after(self) -> Homes:

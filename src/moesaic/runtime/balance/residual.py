@@ -93,21 +93,23 @@ class WithResidual(AbstractExperts):
     def gradients(
         self, call: ExpertCall, kept: Weights, dy: Tensor, deferred_wgrad: DeferredWgrad | None = None
     ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
-        row = self._split(call.common)[1]
-        leaves = [call.rows.detach().requires_grad_(), row.detach().requires_grad_()]
+        norm_row = self._split(call.common)[1]
+        leaves = [call.rows.detach().requires_grad_(), norm_row.detach().requires_grad_()]
         with torch.enable_grad():
             normed = self._normed(*leaves)
         inside = self._inner_call(call, normed.detach())
         inner_grads = self.inner.gradients(inside, kept, dy, deferred_wgrad)
         assert inner_grads[1] is not None
-        d_rows, d_row = torch.autograd.grad(normed, leaves, inner_grads[0], allow_unused=True, materialize_grads=True)
+        d_rows, d_norm_row = torch.autograd.grad(
+            normed, leaves, inner_grads[0], allow_unused=True, materialize_grads=True
+        )
         d_rows = d_rows + self._share(dy, call)
         # Shares are constants without a gradient.
         d_gates = torch.stack([inner_grads[1], torch.zeros_like(inner_grads[1])], dim=1)
         d_common: Weights = inner_grads[3]
         if self._columns:
             d_norm = torch.zeros_like(call.common[0][:, -self._columns :])
-            d_norm[:1] = d_row
+            d_norm[:1] = d_norm_row
             d_common = (torch.cat([*d_common, d_norm], dim=1),)
         return d_rows, d_gates, inner_grads[2], d_common
 
@@ -144,16 +146,16 @@ class WithResidual(AbstractExperts):
         """
         if self.norm is None or not self._columns:
             return common
-        row = torch.cat([value.reshape(-1) for value in self.norm.parameters()])
-        row = row if len(group) == 1 else share(transport, group, row)
-        row = row if shards == 1 else row / shards + (row - row / shards).detach()
-        return (torch.cat([*common, row.expand(num_experts, -1)], dim=1),)
+        norm_row = torch.cat([value.reshape(-1) for value in self.norm.parameters()])
+        norm_row = norm_row if len(group) == 1 else share(transport, group, norm_row)
+        norm_row = norm_row if shards == 1 else norm_row / shards + (norm_row - norm_row / shards).detach()
+        return (torch.cat([*common, norm_row.expand(num_experts, -1)], dim=1),)
 
     def _inner_call(self, call: ExpertCall, normed: Tensor | None = None) -> ExpertCall:
         """Return the call of the inner experts, with rows after the norm."""
-        own, row = self._split(call.common)
-        rows = self._normed(call.rows, row) if normed is None else normed
-        return replace(call, common=own, rows=rows, gates=_gates_and_shares(call)[:, 0].contiguous())
+        inner_common, norm_row = self._split(call.common)
+        rows = self._normed(call.rows, norm_row) if normed is None else normed
+        return replace(call, common=inner_common, rows=rows, gates=_gates_and_shares(call)[:, 0].contiguous())
 
     def _split(self, common: Weights) -> tuple[Weights, Tensor]:
         """Return the inner experts' common parameters, and the norm's parameters, (columns,)."""
@@ -162,10 +164,10 @@ class WithResidual(AbstractExperts):
         width = common[0].shape[1] - self._columns
         return ((common[0][:, :width],) if width else ()), common[0][0, width:]
 
-    def _normed(self, rows: Tensor, row: Tensor) -> Tensor:
+    def _normed(self, rows: Tensor, norm_row: Tensor) -> Tensor:
         if self.norm is None:
             return rows.view_as(rows)
-        parts = row.split([shape.numel() for shape in self._shapes.values()]) if self._columns else ()
+        parts = norm_row.split([shape.numel() for shape in self._shapes.values()]) if self._columns else ()
         parameters = {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts)}
         out: Tensor = functional_call(self.norm, parameters, (rows,))
         return out

@@ -115,8 +115,8 @@ def run_slices(cut: Cut, call: UncutCall, x: Tensor, gates: Tensor, sharded: Wei
         cut: how the call is cut.
         call: the call.
     """
-    work = SlicedRun(call.whole, slices_of(cut, call), cut.kept)
-    y: Tensor = RunSlices.apply(work, torch.is_grad_enabled(), len(sharded), x, gates, *sharded, *common)
+    sliced_run = SlicedRun(call.whole, slices_of(cut, call), cut.kept)
+    y: Tensor = RunSlices.apply(sliced_run, torch.is_grad_enabled(), len(sharded), x, gates, *sharded, *common)
     return y
 
 
@@ -158,16 +158,16 @@ class RunSlices(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Run the backward programs of kept slices; for each other slice, run its experts again, then its backward program."""
         (x, gates, *weights), kept = _take_saved(ctx)
-        work: SlicedRun = ctx.work
-        tags, ctx.tags = ctx.tags or work.take_tags(), None  # a second backward pass needs new tags
+        sliced_run: SlicedRun = ctx.work
+        tags, ctx.tags = ctx.tags or sliced_run.take_tags(), None  # a second backward pass needs new tags
         d_gates = torch.zeros_like(gates)
         totals: list[Tensor] = []
-        for number, part in enumerate(work.slices):
-            run = work.run(number, tags[number])
+        for number, part in enumerate(sliced_run.slices):
+            run = sliced_run.run(number, tags[number])
             if not kept:
                 inputs = inputs_of(run, x, gates[part.rows], *_split(weights, ctx.num_sharded))
                 with ctx.states[number].again():
-                    kept = [run_forward(run, work.again, inputs, set(work.names))]
+                    kept = [run_forward(run, sliced_run.again, inputs, set(sliced_run.names))]
                 del inputs
             d_x, d_own, *d_parameters = run_backward(run, kept.pop(), dy)
             d_gates[part.rows] = d_own
