@@ -1,6 +1,6 @@
 """Moesaic: sparse Mixture-of-Experts training in PyTorch, fast on any cluster, the small and slow ones included.
 
-Names are imported when they are first used, so that the parts which plan and report work without torch.
+Names are imported on first use, so planning and reporting work without torch.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its home."""
+    """Import a public name from the module that defines it."""
     if name not in _HOMES:
         raise AttributeError(f"module 'moesaic' has no attribute {name!r}")
     try:
@@ -93,5 +93,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names, those that are not imported yet too."""
+    """List the public names, including those that are not imported yet."""
     return sorted({*globals(), *__all__})

@@ -350,6 +350,7 @@ def num_copies(tensor: Tensor, holders: int) -> int:
 
 
 def _axes(parameter: nn.Parameter) -> tuple[str, ...]:
+    """Return the mesh dimensions of a DTensor; () for a plain tensor."""
     return (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
 
 

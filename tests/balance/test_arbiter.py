@@ -99,8 +99,8 @@ def test_options_that_are_about_as_good_do_not_take_turns():
 
     def switches(**options: float) -> int:
         arbiter = made(machine=Machine(tflops=1, inter_gbps=10), **options)
-        found = [arbiter.choose(skewed(0.5, seed=seed, tokens=512)).option for seed in range(30)]
-        return sum(a != b for a, b in itertools.pairwise(found))
+        options_chosen = [arbiter.choose(skewed(0.5, seed=seed, tokens=512)).option for seed in range(30)]
+        return sum(a != b for a, b in itertools.pairwise(options_chosen))
 
     assert switches(margin=0.0, memory=0.0, weigh_every=1) > 8
     assert switches(weigh_every=1) == switches() == 0

@@ -37,21 +37,21 @@ def skewed(seed: int, skew: float = 1.0, tokens: int = 4096) -> CallLoad:
 
 def trained(arbiter: Arbitration, clock: Clock, calls: int, first: int = 1, **how: object) -> list[CallDecision]:
     """Return the decisions of a series of calls; the time of each is known before the next one."""
-    found: list[CallDecision] = []
-    told: Mapping[int, float] = {}
+    decisions: list[CallDecision] = []
+    call_seconds: Mapping[int, float] = {}
     for call in range(first, first + calls):
         load = skewed(call % 5, **how)  # type: ignore[arg-type]
         pick = arbiter.pick(load)
-        arbiter.hear(told)
-        found.append(arbiter.weigh(pick, call=call))
+        arbiter.hear(call_seconds)
+        decisions.append(arbiter.weigh(pick, call=call))
         alone = arbiter.weigher.alone(pick.replicas)
         option = arbiter.weigher.priced(pick.choice, pick.replicated, pick.replicas, alone)
-        told = {call: option.seconds * clock(pick.choice.name, call)}
-    return found
+        call_seconds = {call: option.seconds * clock(pick.choice.name, call)}
+    return decisions
 
 
-def settled(found: list[CallDecision]) -> list[str]:
-    return [each.option for each in found if not each.is_trial]
+def settled(decisions: list[CallDecision]) -> list[str]:
+    return [each.option for each in decisions if not each.is_trial]
 
 
 def model_says() -> str:
@@ -69,31 +69,31 @@ def test_an_option_that_takes_longer_than_the_model_says_is_left_for_the_truly_b
     """The option that is best by the model is slower than modelled, so the first choice is wrong."""
     first = model_says()
     arbiter = made()
-    found = trained(arbiter, lambda name, call: wrong if name == first else 1.0, 80)
-    assert found[0].option == first
-    late = set(settled(found[50:]))
+    decisions = trained(arbiter, lambda name, call: wrong if name == first else 1.0, 80)
+    assert decisions[0].option == first
+    late = set(settled(decisions[50:]))
     assert first not in late
-    seconds = found[-1].seconds
+    seconds = decisions[-1].seconds
     honest = {name: each.seconds for name, each in options_of(arbiter).items()}
     best = min(each * (wrong if name == first else 1.0) for name, each in honest.items())
     assert all(honest[name] <= 1.1 * best for name in late), (late, honest, seconds)
 
 
 def options_of(arbiter: Arbitration) -> dict:
-    found = arbiter.weigher.replica_loads(skewed(0))
-    return {each.name: each for each in arbiter.weigher.all(found, arbiter.weigher.alone(found), anew=True)}
+    replicas = arbiter.weigher.replica_loads(skewed(0))
+    return {each.name: each for each in arbiter.weigher.all(replicas, arbiter.weigher.alone(replicas), anew=True)}
 
 
 def test_leaving_alone_is_found_where_everything_else_is_dear() -> None:
-    found = trained(made(), lambda name, call: 1.0 if name == "alone" else 4.0, 80)
-    assert set(settled(found[60:])) == {"alone"}
+    decisions = trained(made(), lambda name, call: 1.0 if name == "alone" else 4.0, 80)
+    assert set(settled(decisions[60:])) == {"alone"}
 
 
 def test_an_option_that_is_faster_than_modelled_is_found() -> None:
     names = sorted(options_of(made()), key=lambda name: options_of(made())[name].seconds)
     hidden = next(name for name in names if name not in (model_says(), "alone"))
-    found = trained(made(), lambda name, call: 0.75 if name == hidden else 1.0, 120)
-    assert settled(found)[-1] == hidden
+    decisions = trained(made(), lambda name, call: 0.75 if name == hidden else 1.0, 120)
+    assert settled(decisions)[-1] == hidden
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -109,8 +109,8 @@ def test_noisy_times_do_not_make_it_flap(seed: int) -> None:
 
 
 def test_trials_are_few_and_become_fewer() -> None:
-    found = trained(made(), lambda name, call: 1.0, 400)
-    trials = [each.is_trial for each in found]
+    decisions = trained(made(), lambda name, call: 1.0, 400)
+    trials = [each.is_trial for each in decisions]
     assert 4 < sum(trials[:100]) <= 40
     assert sum(trials[200:]) <= 12
     assert not any(a and b and c for a, b, c in zip(trials, trials[1:], trials[2:])), (
@@ -120,9 +120,9 @@ def test_trials_are_few_and_become_fewer() -> None:
 
 def test_nothing_is_tried_where_times_are_not_known() -> None:
     arbiter = made()
-    found = [arbiter.weigh(arbiter.pick(skewed(0)), call=None) for _ in range(1, 40)]
-    assert not any(each.is_trial for each in found)
-    assert len({each.option for each in found}) == 1
+    decisions = [arbiter.weigh(arbiter.pick(skewed(0)), call=None) for _ in range(1, 40)]
+    assert not any(each.is_trial for each in decisions)
+    assert len({each.option for each in decisions}) == 1
     assert not arbiter._pending
 
 
@@ -158,9 +158,9 @@ def test_a_skew_that_comes_later_is_weighed_during_its_first_call() -> None:
     arbiter = made()
     trained(arbiter, lambda name, call: 1.0, 30, skew=0.0)
     before = arbiter.last.name
-    found = trained(arbiter, lambda name, call: 1.0, 30, first=100, skew=2.0)
-    assert max(found[-1].rows[1]) < 0.8 * max(found[-1].rows[0])
-    assert found[0].option == before
+    decisions = trained(arbiter, lambda name, call: 1.0, 30, first=100, skew=2.0)
+    assert max(decisions[-1].rows[1]) < 0.8 * max(decisions[-1].rows[0])
+    assert decisions[0].option == before
 
 
 def test_the_verdict_counts_what_ran() -> None:

@@ -46,12 +46,12 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_table_keeps_its_shares_of_other_counts_and_is_that_of_the_recipe_under_the_same(grid, recipe):
     weighs, choice = weigher(grid), CallChoice(recipe.policy, 1, recipe)
     before, home = load(grid, 1), load(grid, 1).home
-    found = weighs.replica_loads(before)
-    tables = weighs.tables(recipe, found)
+    replicas = weighs.replica_loads(before)
+    tables = weighs.tables(recipe, replicas)
     assert tables is not None
-    made, exact = Prepared(weighs, choice, True, found), spread(found, tables)
-    again = Prepared(weighs, choice, True, found)
-    assert made.digest == again.digest != Prepared(weighs, choice, False, found).digest
+    made, exact = Prepared(weighs, choice, True, replicas), spread(replicas, tables)
+    again = Prepared(weighs, choice, True, replicas)
+    assert made.digest == again.digest != Prepared(weighs, choice, False, replicas).digest
     same = made.fit(before)
     assert (same.table == exact).all()
     assert [sum(map(int, each.amount)) for each in same.replicated] == [sum(map(int, each.amount)) for each in tables]

@@ -59,10 +59,10 @@ def test_what_is_replicated_is_there_and_never_at_home():
     replicated = 0
     for seed in range(60):
         for replica in boards_of(seed):
-            for name, found in every_table(replica).items():
-                assert (found.amount > 0).all(), name
-                assert (found.helper != replica.load.home[found.expert]).all(), name
-                table = found.table(replica.load.num_experts, len(replica.origins))
+            for name, replications in every_table(replica).items():
+                assert (replications.amount > 0).all(), name
+                assert (replications.helper != replica.load.home[replications.expert]).all(), name
+                table = replications.table(replica.load.num_experts, len(replica.origins))
                 assert (table.sum(2) <= replica.copies).all(), name
                 replicated += int(table.sum())
     assert replicated > 10_000
@@ -79,16 +79,16 @@ def shared_one_by_one(replica: ReplicaLoad, dense: np.ndarray, total: np.ndarray
 
 def test_tables_are_shared_among_the_ranks_of_a_place_first_come_first():
     for seed in range(12):
-        found = boards_of(seed)
-        tables = [every_table(replica)["mix 1.0 False"] for replica in found]
-        wanted = np.zeros_like(full_table(found, tables))
-        for replica, each in zip(found, tables):
+        replicas = boards_of(seed)
+        tables = [every_table(replica)["mix 1.0 False"] for replica in replicas]
+        expected = np.zeros_like(full_table(replicas, tables))
+        for replica, each in zip(replicas, tables):
             dense = each.table(replica.load.num_experts, len(replica.origins))
             again = Replications.of(dense)
             assert (again.table(replica.load.num_experts, len(replica.origins)) == dense).all()
-            shared_one_by_one(replica, dense, wanted)
-        assert (full_table(found, tables) == wanted).all()
-        assert (spread(found, tables) is None) == (not wanted.any())
+            shared_one_by_one(replica, dense, expected)
+        assert (full_table(replicas, tables) == expected).all()
+        assert (spread(replicas, tables) is None) == (not expected.any())
 
 
 def test_rows_are_those_of_the_table():
@@ -167,10 +167,10 @@ def test_what_replicated_experts_cost_the_host_makes_it_replicate_fewer():
     for microseconds in (0.0, 1.0, 1e9):
         (replica,) = replica_loads(load, ReplicationCosts(machine=QUICK, expert_us=microseconds))
         (free,) = replica_loads(load, ReplicationCosts(machine=QUICK))
-        found = shadows(replica, microseconds * 1e-6)
-        held.append(len(found.amount))
-        more = replicated_cost(replica, found).seconds(1) - replicated_cost(free, found).seconds(1)
-        assert more == pytest.approx(len(found.amount) * microseconds * 1e-6)
+        replications = shadows(replica, microseconds * 1e-6)
+        held.append(len(replications.amount))
+        more = replicated_cost(replica, replications).seconds(1) - replicated_cost(free, replications).seconds(1)
+        assert more == pytest.approx(len(replications.amount) * microseconds * 1e-6)
     assert held[0] > 0
     assert held == sorted(held, reverse=True)
     assert held[2] == 0
@@ -201,9 +201,9 @@ def test_costs_are_those_of_the_board_where_messages_start_at_once():
     """The cost is never below that of the board: replicated copies travel after the others, while the board adds up links."""
     for seed in range(40):
         for replica in boards_of(seed):
-            for found in every_table(replica).values():
-                cost = replicated_cost(replica, found)
-                dense = found.table(replica.load.num_experts, len(replica.origins))
+            for replications in every_table(replica).values():
+                cost = replicated_cost(replica, replications)
+                dense = replications.table(replica.load.num_experts, len(replica.origins))
                 board = replica.seconds(dense)
                 assert board * (1 - 1e-9) <= cost.seconds(1) <= 1.5 * board
                 if not (dense.sum(1) * (1 - np.eye(len(dense)))).any():

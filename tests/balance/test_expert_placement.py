@@ -43,9 +43,9 @@ FREE = ExpertRates(machine=Machine(intra_gbps=1e9, inter_gbps=1e9, tflops=1e-3))
 
 def load_of(copies: object, grid: Grid = FOUR, order: object = None, **changes: object) -> ExpertLoad:
     table = np.asarray(copies, dtype=np.float64)
-    given = np.arange(table.shape[1]) if order is None else np.asarray(order)
+    slots = np.arange(table.shape[1]) if order is None else np.asarray(order)
     sizes = {"dim": 64, "expert_parameters": 3 * 64 * 128, "expert_bytes": 3 * 64 * 128 * 14, "steps": 50, **changes}
-    return ExpertLoad(grid=grid, copies=table, order=given, **sizes)  # type: ignore[arg-type]
+    return ExpertLoad(grid=grid, copies=table, order=slots, **sizes)  # type: ignore[arg-type]
 
 
 def drawn(seed: int, grid: Grid, each: int, skew: float = 1.0, **changes: object) -> ExpertLoad:
@@ -64,12 +64,12 @@ def evenly(place: np.ndarray, ep: int) -> bool:
 
 def brute_busiest(load: ExpertLoad, order: np.ndarray) -> float:
     """Return the rows of the busiest place, counted one by one."""
-    grid, each, found = load.grid, len(order) // load.grid.ep, {}
+    grid, per_place, rows = load.grid, len(order) // load.grid.ep, {}
     for origin in range(grid.world):
         for slot, expert in enumerate(order):
-            key = (grid.coordinate(origin, "edp"), slot // each)
-            found[key] = found.get(key, 0.0) + load.copies[origin, expert]
-    return max(found.values())
+            key = (grid.coordinate(origin, "edp"), slot // per_place)
+            rows[key] = rows.get(key, 0.0) + load.copies[origin, expert]
+    return max(rows.values())
 
 
 def brute_between(load: ExpertLoad, order: np.ndarray) -> float:
@@ -232,11 +232,11 @@ def test_greedy_as_published() -> None:
 
 def test_swaps_lower_the_busiest_place_all_the_way() -> None:
     weight = np.array([[9, 9, 1, 1, 1, 1, 1, 1.0]])
-    way = least_busiest(weight, np.arange(8) // 2, np.ones((len(weight), 4)))
-    tops = [np.bincount(place, weights=weight[0]).max() for place in way]
+    steps = least_busiest(weight, np.arange(8) // 2, np.ones((len(weight), 4)))
+    tops = [np.bincount(place, weights=weight[0]).max() for place in steps]
     assert (tops[0], tops[-1]) == (18, 10)
     assert tops == sorted(tops, reverse=True)
-    assert all(evenly(place, 4) for place in way)
+    assert all(evenly(place, 4) for place in steps)
 
 
 def test_two_copies_of_the_experts_are_balanced_together() -> None:

@@ -46,10 +46,10 @@ COUNTS = [[1, 2, 3, 0], [0, 0, 0, 0], [0, 5, 0, 0], [0, 0, 0, 4]]
 
 def test_a_movement_takes_what_its_fullest_port_sends_or_receives() -> None:
     """Between nodes rank 2 sends five rows to rank 1 and gets three from rank 0; two rows inside a node finish earlier."""
-    found = moving(Plan(), NODES, COUNTS)
-    assert found["h"] == pytest.approx(10e-6 + 5 * ROW * 10e-9)
-    assert found["z"] == found["h"], "the way back: rank 1 is now the busiest sender"
-    assert found["g"] == pytest.approx(10e-6 + 5 * 4 * 10e-9)
+    seconds = moving(Plan(), NODES, COUNTS)
+    assert seconds["h"] == pytest.approx(10e-6 + 5 * ROW * 10e-9)
+    assert seconds["z"] == seconds["h"], "the way back: rank 1 is now the busiest sender"
+    assert seconds["g"] == pytest.approx(10e-6 + 5 * 4 * 10e-9)
 
 
 def test_experts_take_the_operations_of_the_busiest_rank() -> None:
@@ -59,22 +59,22 @@ def test_experts_take_the_operations_of_the_busiest_rank() -> None:
 
 
 def test_copying_takes_bytes_read_and_written() -> None:
-    found = seconds_of(Plan(), NODES, COUNTS)
-    assert found["rows"] == pytest.approx(2 * 6 * ROW * 8 / 80e9), "six rows of rank 0, read and written"
+    seconds = seconds_of(Plan(), NODES, COUNTS)
+    assert seconds["rows"] == pytest.approx(2 * 6 * ROW * 8 / 80e9), "six rows of rank 0, read and written"
 
 
 @pytest.mark.parametrize("r", [0, 1, 2])
 def test_operations_do_not_depend_on_r_and_weights_take_their_way(r: int) -> None:
     grid = Grid(world=4, ep=2, etp=2)
-    found = moving(Plan(schedule="s2", gather_weights=r), grid, [[4, 4]] * 4)
-    assert found["out"] == pytest.approx(8 * 2 * 10 * 6 * 3 / 1e6)
+    seconds = moving(Plan(schedule="s2", gather_weights=r), grid, [[4, 4]] * 4)
+    assert seconds["out"] == pytest.approx(8 * 2 * 10 * 6 * 3 / 1e6)
     unit = 3 * 10 * 2 * 1e-9
     if r == 0:
-        assert found["w_full"] == pytest.approx(3 * (1e-6 + 3 * unit)), "three others' shards of three units each"
+        assert seconds["w_full"] == pytest.approx(3 * (1e-6 + 3 * unit)), "three others' shards of three units each"
     if r == 1:
-        assert found["w_full"] == pytest.approx(1e-6 + 3 * unit)
+        assert seconds["w_full"] == pytest.approx(1e-6 + 3 * unit)
     if r == 2:
-        assert "w_full" not in found
+        assert "w_full" not in seconds
 
 
 def test_a_codec_shortens_what_crosses_and_costs_encoding() -> None:
@@ -89,9 +89,9 @@ def test_a_codec_shortens_what_crosses_and_costs_encoding() -> None:
 
 def test_hops_join_packets_to_one_message() -> None:
     """In 2DH on two nodes of two ranks, each rank sends a message of 2 packets inside its node, then one to the other node."""
-    found = moving(Plan(all_to_all="hier2d"), NODES, [[1] * 4] * 4)
-    assert found["h@0"] == pytest.approx(1e-6 + 2 * ROW * 1e-9)
-    assert found["h@1"] == pytest.approx(10e-6 + 2 * ROW * 10e-9)
+    seconds = moving(Plan(all_to_all="hier2d"), NODES, [[1] * 4] * 4)
+    assert seconds["h@0"] == pytest.approx(1e-6 + 2 * ROW * 1e-9)
+    assert seconds["h@1"] == pytest.approx(10e-6 + 2 * ROW * 10e-9)
     straight = moving(Plan(), NODES, [[1] * 4] * 4)
     assert straight["h"] == pytest.approx(2 * (10e-6 + ROW * 10e-9))
 
@@ -106,10 +106,10 @@ def test_chunks_share_the_bytes_and_repeat_the_latency() -> None:
 def test_a_world_of_one_moves_nothing() -> None:
     compiled = compile_plan(Plan(), Grid(world=1))
     endless = replace(MACHINE, memory_gbps=1e12)
-    found = Simulator(endless.to_cluster(compiled.grid)).durations(compiled.forward, LAYER, compiled.grid)
+    seconds = Simulator(endless.to_cluster(compiled.grid)).durations(compiled.forward, LAYER, compiled.grid)
     moves = {task.name for task in compiled.forward.tasks if task.op is Op.MOVE}
-    assert max(found[name] for name in moves) < 1e-12
-    assert set(found) == {task.name for task in compiled.forward.tasks}
+    assert max(seconds[name] for name in moves) < 1e-12
+    assert set(seconds) == {task.name for task in compiled.forward.tasks}
 
 
 @pytest.mark.parametrize("backward", [False, True])

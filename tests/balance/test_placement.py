@@ -75,12 +75,12 @@ def counted(load: SampleLoad, homes: Homes) -> tuple[int, int]:
 
 def every_placement(load: SampleLoad) -> list[Homes]:
     """Return all placements in which samples stay within their replicas."""
-    found = set()
+    orders = set()
     rank = load.homes.rank
     for order in set(itertools.permutations(rank.tolist())):
         if all((rank[s] in group) == (r in group) for s, r in enumerate(order) for group in map(list, load.replicas)):
-            found.add(order)
-    return [Homes.of_ranks(np.array(order), load.grid.world) for order in sorted(found)]
+            orders.add(order)
+    return [Homes.of_ranks(np.array(order), load.grid.world) for order in sorted(orders)]
 
 
 def test_homes_say_where_each_sample_is_and_goes() -> None:
@@ -149,10 +149,10 @@ def test_two_stages_are_best_between_nodes_and_then_within(grid: Grid, seed: int
     """Compares with all placements. Stage two does not revise stage one. Among placements that are equal between nodes it may
     therefore miss the best one within nodes, but the result is always optimal between nodes."""
     load = random_load(grid, seed, slots=1, carried=3 * (seed % 2))
-    found = load.volume(BARE.decide(load))
+    chosen = load.volume(BARE.decide(load))
     volumes = [load.volume(homes) for homes in every_placement(load)]
-    assert found.inter == min(volume.inter for volume in volumes)
-    assert found in volumes
+    assert chosen.inter == min(volume.inter for volume in volumes)
+    assert chosen in volumes
 
 
 def test_stage_two_is_best_where_stage_one_has_no_say() -> None:

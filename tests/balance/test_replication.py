@@ -127,15 +127,15 @@ def algorithm_1(copies: np.ndarray, dim: int, alpha: float, flops: float, bytes_
 
 def test_the_published_rule_charges_the_weights_that_equation_8_charges():
     """If weights are not free, they travel once forward and once back: 2 r * 2 alpha H^2 / W."""
-    random, dim, alpha, found = np.random.default_rng(0), 64, 2.0, []
+    random, dim, alpha, numbers_shadowed = np.random.default_rng(0), 64, 2.0, []
     costs = ReplicationCosts(machine=Machine(tflops=1e-2, inter_gbps=1.0, intra_gbps=1.0), matrices=2)
     for _ in range(200):
         copies = random.multinomial(int(random.integers(200, 2000)), random.dirichlet(np.full(8, 0.5)), size=8)
         load = CallLoad(Grid(world=8, ep=8), copies, 8, units=int(alpha * dim), dim=dim)
         right = algorithm_1(copies, dim, alpha, 1e10, 1e9 / 8)
         assert set(np.flatnonzero(Published(costs).decide(load).sum((0, 2)))) == right
-        found.append(len(right))
-    assert len(set(found)) > 2  # none, some, and more
+        numbers_shadowed.append(len(right))
+    assert len(set(numbers_shadowed)) > 2  # none, some, and more
 
 
 def test_a_place_is_replicated_no_more_experts_than_it_has_room_for():
@@ -199,20 +199,20 @@ def busiest(load: CallLoad, replicated: np.ndarray) -> int:
 
 def test_eplb_shares_the_hottest_experts_equally_with_the_least_loaded_places():
     load = flat([800, 80, 80, 80, 400, 80, 80, 80], ep=4)
-    found = EPLB().decide(load)
+    table = EPLB().decide(load)
     # Loads per replica with four redundant experts: 800 -> 400 -> 266 -> 200 for expert 0, which all places hold, and
     # 400 -> 200 for expert 4, which two places hold.
-    assert found.sum(0).tolist()[0] == [0, 200, 200, 200]
-    assert found.sum(0)[4].sum() == 200
-    assert (found.sum((0, 2)) > 0).tolist() == [True, False, False, False, True, False, False, False]
+    assert table.sum(0).tolist()[0] == [0, 200, 200, 200]
+    assert table.sum(0)[4].sum() == 200
+    assert (table.sum((0, 2)) > 0).tolist() == [True, False, False, False, True, False, False, False]
 
 
 def test_lplb_is_the_optimum_of_its_edges_by_hand():
     load = flat([200, 200, 0, 0, 0, 0, 0, 0], ep=4)
-    found = LPLB().decide(load)
+    table = LPLB().decide(load)
     # Place 1 holds its neighbour's heaviest expert, and place 2 the second one of place 0, so three places have 400 / 3 each.
-    assert found.sum(0)[:2].tolist() == [[0, 133, 0, 0], [0, 0, 133, 0]]
-    assert busiest(load, found) == 134
+    assert table.sum(0)[:2].tolist() == [[0, 133, 0, 0], [0, 0, 133, 0]]
+    assert busiest(load, table) == 134
     loads, source, target = np.array([10, 0, 2]), np.array([0, 0]), np.array([1, 2])
     assert least_busiest_flow(loads, source, target, np.array([3, 9])).tolist() == [3, 2]
 
@@ -238,7 +238,7 @@ def test_laer_computes_experts_anywhere_within_room_and_near_their_tokens():
     assert holds.sum(0).max() <= 3
     assert holds.any(1).all()
     assert holds.sum(1)[0] == 4
-    found = LAER().decide(load)
-    assert busiest(load, found) <= 1.1 * load.copies.sum() / 4
+    table = LAER().decide(load)
+    assert busiest(load, table) <= 1.1 * load.copies.sum() / 4
     for origin, node in enumerate((0, 0, 1, 1)):  # expert 0 is on all places, so its copies never leave a node
-        assert found[origin, 0, [p for p in range(4) if p // 2 != node]].sum() == 0
+        assert table[origin, 0, [p for p in range(4) if p // 2 != node]].sum() == 0

@@ -90,13 +90,13 @@ def rows_at_experts(work: Compiled, copies: np.ndarray, replicated: np.ndarray |
 def test_no_slice_puts_more_than_the_budget_at_any_ranks_experts(grid: str, plan: str, budget: int) -> None:
     work = compiled(grid, plan)
     copies, replicated = draw(work, seed=budget)
-    found = cut(holders_of(work, EXPERTS), copies, replicated, budget)
+    slices = cut(holders_of(work, EXPERTS), copies, replicated, budget)
     whole = rows_at_experts(work, copies, replicated)
-    by_slice = [rows_at_experts(work, found.copies(n), found.replicated(n)) for n in range(found.num_slices)]
+    by_slice = [rows_at_experts(work, slices.copies(n), slices.replicated(n)) for n in range(slices.num_slices)]
     assert np.max(by_slice) <= budget
     assert (np.sum(by_slice, axis=0) == whole).all(), "a row is missing, or there twice"
-    assert found.num_slices == max(1, -(-int(whole.max()) // budget)), "more slices than need be"
-    alone = [int(found.loads[rank]) for rank in range(work.grid.world)]
+    assert slices.num_slices == max(1, -(-int(whole.max()) // budget)), "more slices than need be"
+    alone = [int(slices.loads[rank]) for rank in range(work.grid.world)]
     assert max(alone) == whole.max()
 
 
@@ -104,13 +104,13 @@ def test_no_slice_puts_more_than_the_budget_at_any_ranks_experts(grid: str, plan
 def test_the_slices_of_a_tensor_group_take_each_of_its_rows_once_and_in_order(plan: str) -> None:
     work = compiled("tp, ep and etp", plan)
     copies, replicated = draw(work, seed=3)
-    found = cut(holders_of(work, EXPERTS), copies, replicated, 5)
+    slices = cut(holders_of(work, EXPERTS), copies, replicated, 5)
     for group in ((0, 1), (6, 7), (2,)):
-        taken, origins = zip(*(found.rows(number, group) for number in range(found.num_slices)))
+        taken, origins = zip(*(slices.rows(number, group) for number in range(slices.num_slices)))
         assert all((np.diff(rows) > 0).all() for rows in taken)
         assert sorted(np.concatenate(taken).tolist()) == list(range(copies[list(group)].sum()))
         for number, origin in enumerate(origins):
-            assert [int((origin == member).sum()) for member in group] == found.copies(number)[list(group)].sum(
+            assert [int((origin == member).sum()) for member in group] == slices.copies(number)[list(group)].sum(
                 1
             ).tolist()
 
@@ -119,24 +119,24 @@ def test_a_slice_by_hand() -> None:
     """Rank 1 gets 2 + 3 + 4 rows for its expert, in slices of 4 rows."""
     work = compile_plan(Plan(), Grid(world=3, ep=3))
     copies = np.array([[1, 2, 0], [0, 3, 1], [0, 4, 0]])
-    found = cut(holders_of(work, 3), copies, None, 4)
-    assert found.num_slices == 3
-    assert [found.copies(n).tolist() for n in range(3)] == [
+    slices = cut(holders_of(work, 3), copies, None, 4)
+    assert slices.num_slices == 3
+    assert [slices.copies(n).tolist() for n in range(3)] == [
         [[1, 2, 0], [0, 2, 1], [0, 0, 0]],
         [[0, 0, 0], [0, 1, 0], [0, 3, 0]],
         [[0, 0, 0], [0, 0, 0], [0, 1, 0]],
     ]
-    assert found.rows(1, (1,))[0].tolist() == [2]
-    assert found.rows(0, (1,))[0].tolist() == [0, 1, 3]
-    assert found.loads.tolist() == [1, 9, 1]
-    assert (found.share_again, replace(found, kept=2).share_again) == (5 / 9, 1 / 9)
+    assert slices.rows(1, (1,))[0].tolist() == [2]
+    assert slices.rows(0, (1,))[0].tolist() == [0, 1, 3]
+    assert slices.loads.tolist() == [1, 9, 1]
+    assert (slices.share_again, replace(slices, kept=2).share_again) == (5 / 9, 1 / 9)
 
 
 def test_no_rows_are_one_slice() -> None:
     work = compile_plan(Plan(), GRIDS["ep 4"])
     nothing = np.zeros((4, EXPERTS), dtype=np.int64)
-    found = cut(holders_of(work, EXPERTS), nothing, None, 1)
-    assert (found.num_slices, found.share_again, found.copies(0).sum()) == (1, 0.0, 0)
+    slices = cut(holders_of(work, EXPERTS), nothing, None, 1)
+    assert (slices.num_slices, slices.share_again, slices.copies(0).sum()) == (1, 0.0, 0)
 
 
 def rows_of(load: CallLoad, replicated: np.ndarray) -> np.ndarray:
@@ -147,10 +147,10 @@ def rows_of(load: CallLoad, replicated: np.ndarray) -> np.ndarray:
 
 def limits_of_ranks(load: CallLoad, replicated: np.ndarray, budget: int) -> np.ndarray:
     """Return the rows that each rank may compute in addition to replicated weights, (world,)."""
-    found = np.zeros(len(load.copies), dtype=np.int64)
+    rows = np.zeros(len(load.copies), dtype=np.int64)
     for replica in replica_loads(load, ReplicationCosts()):
-        found[replica.origins] = limits(replica, replicated[replica.origins].sum((0, 1)) > 0, budget)[:, None]
-    return found
+        rows[replica.origins] = limits(replica, replicated[replica.origins].sum((0, 1)) > 0, budget)[:, None]
+    return rows
 
 
 def test_what_is_over_a_budget_goes_where_there_is_room() -> None:
@@ -172,16 +172,16 @@ def test_replicated_weights_take_room() -> None:
     """Helpers hold weights and gradients while gradients are computed; all hold messages, and homes more, in transfers."""
     load = CallLoad(Grid(world=4, ep=4), np.array([[40, 5, 0, 0]] * 4), 4, units=6, dim=30)
     assert rows_for_weights(load) == 5  # 540 numbers, where a row has 90 + 18
-    given = np.zeros((4, 4, 4), dtype=np.int64)
-    assert limits_of_ranks(load, given, 100).tolist() == [100] * 4
-    given[:, 0, 3] = given[1, 0, 2] = 1
-    assert limits_of_ranks(load, given, 100).tolist() == [100, 100, 90, 90], "at home behind the peak of rows"
-    assert limits_of_ranks(load, given, 40).tolist() == [30, 40, 30, 30], "(40 - 5 * (2 + 2)) * 3 / 2 at home"
+    replicated = np.zeros((4, 4, 4), dtype=np.int64)
+    assert limits_of_ranks(load, replicated, 100).tolist() == [100] * 4
+    replicated[:, 0, 3] = replicated[1, 0, 2] = 1
+    assert limits_of_ranks(load, replicated, 100).tolist() == [100, 100, 90, 90], "at home behind the peak of rows"
+    assert limits_of_ranks(load, replicated, 40).tolist() == [30, 40, 30, 30], "(40 - 5 * (2 + 2)) * 3 / 2 at home"
     relayed = replace(load, grid=GRIDS["ep 4"])
-    assert limits_of_ranks(relayed, given, 40).tolist() == [37, 40, 30, 30], "one message leaves home"
-    given[0, 0, 1] = 1
-    assert limits_of_ranks(load, given, 20).tolist()[1:] == [10] * 3
-    assert limits_of_ranks(load, given, 20)[0] < 0, "no room for the messages"
+    assert limits_of_ranks(relayed, replicated, 40).tolist() == [37, 40, 30, 30], "one message leaves home"
+    replicated[0, 0, 1] = 1
+    assert limits_of_ranks(load, replicated, 20).tolist()[1:] == [10] * 3
+    assert limits_of_ranks(load, replicated, 20)[0] < 0, "no room for the messages"
 
 
 @pytest.mark.parametrize("slices", [1, 2])
@@ -223,9 +223,9 @@ def test_budgets_below_one_token_are_refused() -> None:
     for budget in (0, -4):
         with pytest.raises(
             InputError, match=rf"plan\.memory_budget={budget}: choose bytes per rank, at least 1"
-        ) as found:
+        ) as caught:
             Plan(memory_budget=budget)
-        assert "\n" not in str(found.value)
+        assert "\n" not in str(caught.value)
     with pytest.raises(InputError, match=r"plan\.memory_budget=8 clashes with plan\.all_to_all=deepep"):
         compile_plan(Plan(memory_budget=8, all_to_all="deepep"), GRIDS["ep 4"])
 

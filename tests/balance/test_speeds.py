@@ -23,8 +23,8 @@ SPEEDS = (1.0, 1.0, 1.0, 0.5)
 def computed(table: np.ndarray) -> np.ndarray:
     """Return the copies of the even load that each place computes, (4,)."""
     staying = (EVEN.copies - table.sum(2)).sum(0).reshape(4, 2).sum(1)
-    found: np.ndarray = staying + table.sum((0, 1))
-    return found
+    copies: np.ndarray = staying + table.sum((0, 1))
+    return copies
 
 
 def costs(speeds: tuple[float, ...] = ()) -> ReplicationCosts:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -91,6 +94,31 @@ def test_slots_live_until_they_are_read_for_the_last_time() -> None:
     assert peak_bytes(tasks, size, ()) == 20.0
     assert peak_bytes(tasks, size, ("rows",)) == 30.0
     assert peak_bytes(tasks, size, ("rows", "h", "out")) == 40.0
+
+
+def test_memory_does_not_depend_on_the_order_of_hashes() -> None:
+    """Every rank hashes names with a seed of its own, and sums of fractional bytes depend on their order."""
+    code = (
+        "from moesaic.cost.cluster import read_cluster\n"
+        "from moesaic.cost.memory import layer_memory\n"
+        "from moesaic.cost.simulate import Simulator\n"
+        "from moesaic.cost.workload import Workload\n"
+        "from moesaic.plan import Plan, compile_plan\n"
+        "from moesaic.program.grid import Grid\n"
+        "layer = Workload(tokens=1024, num_experts=32, top_k=4, dim=512, hidden=256, groups=4, top_groups=2)\n"
+        "compiled = compile_plan(Plan(all_to_all='multicast', chunks=2), Grid(world=16, ep=16, ranks_per_node=8))\n"
+        "volumes = Simulator(read_cluster('dgx-h100')).volumes(compiled.forward, layer, compiled.grid)\n"
+        "print(layer_memory(compiled.forward, compiled.backward, volumes))\n"
+    )
+    outputs = set()
+    for seed in range(4):
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False,
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        outputs.add(done.stdout)
+    assert len(outputs) == 1
 
 
 def test_a_device_holds_less_than_its_memory_by_a_reserve_and_fragments() -> None:

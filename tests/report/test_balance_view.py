@@ -37,45 +37,45 @@ LINES = [
 
 
 @pytest.fixture
-def found() -> balance.BalanceLines:
+def entries() -> balance.BalanceLines:
     lines = balance.balance_of([*LINES, eval_line(20, 2.0), train_line(30, 2.0, 100.0, [])])
     assert lines is not None
     return lines
 
 
-def test_the_lines_are_those_with_decisions(found: balance.BalanceLines) -> None:
-    assert found.steps == (10, 20)
-    assert found.options == ("alone", "shadow", "<spill>")
+def test_the_lines_are_those_with_decisions(entries: balance.BalanceLines) -> None:
+    assert entries.steps == (10, 20)
+    assert entries.options == ("alone", "shadow", "<spill>")
     assert balance.balance_of([train_line(30, 2.0, 100.0, [])]) is None
 
 
-def test_loads_are_those_of_the_busiest_rank_over_the_mean(found: balance.BalanceLines) -> None:
-    made = balance.busiest_rank(found)
-    assert [trace.name for trace in made.data] == ["left alone", "as decided"]
-    assert list(made.data[0].y) == pytest.approx([(1 + 1.8) / 2, (1.6 + 1.8) / 2])
-    assert list(made.data[1].y) == pytest.approx([(1 + 1.8) / 2, (1 + 1.2) / 2])
+def test_loads_are_those_of_the_busiest_rank_over_the_mean(entries: balance.BalanceLines) -> None:
+    chart = balance.busiest_rank(entries)
+    assert [trace.name for trace in chart.data] == ["left alone", "as decided"]
+    assert list(chart.data[0].y) == pytest.approx([(1 + 1.8) / 2, (1.6 + 1.8) / 2])
+    assert list(chart.data[1].y) == pytest.approx([(1 + 1.8) / 2, (1 + 1.2) / 2])
 
 
-def test_the_layer_with_most_skew_is_drawn_rank_by_rank(found: balance.BalanceLines) -> None:
-    assert balance.most_skewed(found) == 1
-    before, after = (balance.load_per_rank(found, 1, name).data[0] for name in ("rows_alone", "rows"))
+def test_the_layer_with_most_skew_is_drawn_rank_by_rank(entries: balance.BalanceLines) -> None:
+    assert balance.most_skewed(entries) == 1
+    before, after = (balance.load_per_rank(entries, 1, name).data[0] for name in ("rows_alone", "rows"))
     assert [list(row) for row in before.z] == [[1.8, 1.8], [0.2, 0.2]]
     assert [list(row) for row in after.z] == [[1.8, 1.2], [0.2, 0.8]]
     assert list(after.x) == [10, 20]
 
 
-def test_decisions_are_the_commonest_of_each_line(found: balance.BalanceLines) -> None:
-    (trace,) = balance.decisions(found).data
+def test_decisions_are_the_commonest_of_each_line(entries: balance.BalanceLines) -> None:
+    (trace,) = balance.decisions(entries).data
     assert [list(row) for row in trace.z] == [[0, 2], [0, 1]]
     assert trace.text[0][1] == "&lt;spill&gt;"
-    colours = balance.option_colours(found.options)
+    colours = balance.option_colours(entries.options)
     assert len(set(colours.values())) == 3
     assert trace.colorscale[0][1] == colours["alone"]
     assert trace.colorscale[-1][1] == colours["<spill>"]
 
 
-def test_bytes_are_means_over_the_layers_that_have_them(found: balance.BalanceLines) -> None:
-    traces = {trace.name: list(trace.y) for trace in balance.bytes_moved(found).data}
+def test_bytes_are_means_over_the_layers_that_have_them(entries: balance.BalanceLines) -> None:
+    traces = {trace.name: list(trace.y) for trace in balance.bytes_moved(entries).data}
     assert traces["tokens, left alone"] == [4, 4]
     assert traces["tokens"] == [2, 2]
     assert traces["weights of experts"] == [1, 1]
@@ -83,20 +83,20 @@ def test_bytes_are_means_over_the_layers_that_have_them(found: balance.BalanceLi
     assert "samples, inside nodes" not in traces
 
 
-def test_the_words_add_up(found: balance.BalanceLines) -> None:
-    assert balance.in_words(found) == (
+def test_the_words_add_up(entries: balance.BalanceLines) -> None:
+    assert balance.in_words(entries) == (
         "Of 12 calls: alone 42 %, shadow 33 %, <spill> 25 %. Deciding took 2.0 % of the steps' time."
     )
-    table = balance.table(found)
+    table = balance.table(entries)
     assert table.rows[1] == ("layer 1", "shadow x 4", "1.80", "1.20", "3", "2", "2.00")
-    assert [key.name for key in balance.legend(found.options).keys] == list(found.options)
+    assert [key.name for key in balance.legend(entries.options).keys] == list(entries.options)
 
 
 def test_long_runs_are_thinned_and_keep_their_last_line() -> None:
     many = [told(step, [of_layer({"alone": 1}, [1, 1], [1, 1])]) for step in range(1, 451)]
-    found = balance.balance_of(many)
-    assert found is not None
-    steps = [step for step, _ in balance.thinned(found)]
+    entries = balance.balance_of(many)
+    assert entries is not None
+    steps = [step for step, _ in balance.thinned(entries)]
     assert len(steps) <= 200
     assert steps[-1] == 450
 

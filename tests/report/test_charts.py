@@ -22,17 +22,17 @@ def runs(tmp_path: Path) -> list[RunSummary]:
 
 
 def test_loss_has_both_losses_of_both_runs(runs: list[RunSummary]) -> None:
-    made = charts.loss_over_steps(runs)
-    assert [(trace.name, trace.line.color) for trace in made.data] == [
+    chart = charts.loss_over_steps(runs)
+    assert [(trace.name, trace.line.color) for trace in chart.data] == [
         ("moe, training", run_colour(0)),
         ("dense, training", run_colour(1)),
         ("moe, validation", run_colour(0)),
         ("dense, validation", run_colour(1)),
     ]
-    assert list(made.data[2].y) == [2.5, 2.75]
-    assert made.data[2].mode == "lines+markers"
-    assert made.data[0].line.width < made.data[2].line.width
-    assert made.layout.yaxis.title.text == "loss (nats/byte)"
+    assert list(chart.data[2].y) == [2.5, 2.75]
+    assert chart.data[2].mode == "lines+markers"
+    assert chart.data[0].line.width < chart.data[2].line.width
+    assert chart.layout.yaxis.title.text == "loss (nats/byte)"
 
 
 def test_a_single_evaluation_is_a_marker(runs: list[RunSummary]) -> None:
@@ -41,9 +41,9 @@ def test_a_single_evaluation_is_a_marker(runs: list[RunSummary]) -> None:
 
 def test_losses_of_other_tokens_are_named_as_such(tmp_path: Path) -> None:
     run = write_run(tmp_path / "bpe", [train_line(1, 5.0, 1.0, []), eval_line(1, 5.0, per_byte=1.5)])
-    made = charts.loss_over_steps(read_runs([run]))
-    assert made.layout.yaxis.title.text == "loss (nats/token)"
-    assert list(made.data[1].y) == [5.0]
+    chart = charts.loss_over_steps(read_runs([run]))
+    assert chart.layout.yaxis.title.text == "loss (nats/token)"
+    assert list(chart.data[1].y) == [5.0]
     assert list(charts.validation_over_time(read_runs([run])).data[0].y) == [1.5]
 
 
@@ -57,37 +57,37 @@ def test_the_loss_axis_starts_below_the_first_steep_drop(tmp_path: Path) -> None
 def test_validation_over_time_uses_a_fitting_unit(runs: list[RunSummary]) -> None:
     assert list(charts.validation_over_time(runs).data[0].x) == [5.0, 15.0]
     long = [replace(run, training_seconds=1200.0) for run in runs]
-    made = charts.validation_over_time(long)
-    assert list(made.data[0].x) == [5 / 60, 15 / 60]
-    assert made.layout.xaxis.title.text == "training time (min)"
+    chart = charts.validation_over_time(long)
+    assert list(chart.data[0].x) == [5 / 60, 15 / 60]
+    assert chart.layout.xaxis.title.text == "training time (min)"
     assert [time_unit(seconds)[0] for seconds in (599, 601, 4 * 3600)] == ["s", "min", "h"]
 
 
 def test_runs_without_a_number_are_left_out_and_colours_stay(tmp_path: Path) -> None:
     runs = read_runs([dense_run(tmp_path / "dense"), sparse_run(tmp_path / "moe")])
-    for made in (charts.speed(runs)[-1].figure, *(each.figure for each in charts.comparison(runs))):
-        assert [(trace.name, trace.line.color) for trace in made.data] == [("moe", run_colour(1))]
+    for chart in (charts.speed(runs)[-1].figure, *(each.figure for each in charts.comparison(runs))):
+        assert [(trace.name, trace.line.color) for trace in chart.data] == [("moe", run_colour(1))]
 
 
 def test_charts_over_steps_have_a_line_per_run_and_titles(runs: list[RunSummary]) -> None:
     drawn = charts.speed(runs)
     assert [each.title for each in drawn[:4]] == ["Throughput", "MFU", "Gradient norm", "Learning rate"]
-    for made in (each.figure for each in drawn[:4]):
-        assert [trace.name for trace in made.data] == ["moe", "dense"]
-        assert made.layout.xaxis.title.text == "optimizer step"
-        assert made.layout.yaxis.title.text
-        assert made.layout.showlegend is True
+    for chart in (each.figure for each in drawn[:4]):
+        assert [trace.name for trace in chart.data] == ["moe", "dense"]
+        assert chart.layout.xaxis.title.text == "optimizer step"
+        assert chart.layout.yaxis.title.text
+        assert chart.layout.showlegend is True
     assert [trace.y[0] for trace in drawn[0].figure.data] == [run.tokens_per_second.values[0] for run in runs]
     assert [trace.y[0] for trace in drawn[1].figure.data] == [run.mfu.values[0] for run in runs]
     assert [trace.line.dash for trace in drawn[3].figure.data] == [None, "dash"]
 
 
 def test_max_violation_has_a_line_per_layer_and_the_mean(runs: list[RunSummary]) -> None:
-    made = charts.balance_of_layers(runs[0])[0].figure
-    assert [trace.name for trace in made.data] == ["layer 0", "layer 1", "mean"]
-    assert list(made.data[2].y) == [0.2, 0.5, 0.7]
-    assert made.data[2].line.color == INK
-    assert len({trace.line.color for trace in made.data}) == 3
+    chart = charts.balance_of_layers(runs[0])[0].figure
+    assert [trace.name for trace in chart.data] == ["layer 0", "layer 1", "mean"]
+    assert list(chart.data[2].y) == [0.2, 0.5, 0.7]
+    assert chart.data[2].line.color == INK
+    assert len({trace.line.color for trace in chart.data}) == 3
 
 
 def test_small_charts_have_no_mean(runs: list[RunSummary]) -> None:

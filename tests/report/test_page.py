@@ -90,7 +90,7 @@ def test_a_dense_run_has_no_empty_charts(tmp_path: Path) -> None:
     page = Page(read_runs([dense_run(tmp_path / "dense")]))
     text = page.text()
     assert len(page.drawn.figures) == NUM_RUN_CHARTS
-    assert all(len(made.data) for made in page.drawn.figures.values())
+    assert all(len(chart.data) for chart in page.drawn.figures.values())
     assert "<h2>Experts of" not in text
 
 
@@ -145,7 +145,7 @@ def test_a_browser_draws_every_chart_without_a_complaint(tmp_path: Path) -> None
         assert re.search(rf'id="{name}"[^>]*class="[^"]*js-plotly-plot|class="[^"]*js-plotly-plot[^>]*id="{name}"', dom)
     drawn = dom[dom.index("<main>") :]
     assert drawn.count('class="main-svg"') >= len(page.drawn.figures)
-    traces = [trace.type for made in page.drawn.figures.values() for trace in made.data]
+    traces = [trace.type for chart in page.drawn.figures.values() for trace in chart.data]
     assert len(re.findall('class="trace scatter', drawn)) == traces.count("scatter")
     assert len(re.findall('<g class="hm"', drawn)) == traces.count("heatmap") == 2
     assert "&lt;moe&gt; &amp; co, validation" in drawn

@@ -22,11 +22,11 @@ JOB = Job()
 
 
 def test_bars_add_up_part_by_part() -> None:
-    made = stacked({"one": {"a": 1.0, "b": 2.0}, "two": {"b": 0.5}}, "s", limit=4.0)
-    assert {trace.name: tuple(trace.x) for trace in made.data} == {"a": (1.0, 0.0), "b": (2.0, 0.5)}
-    assert all(tuple(trace.y) == ("one", "two") for trace in made.data)
-    assert [shape.x0 for shape in made.layout.shapes] == [4.0]
-    assert made.layout.barmode == "stack"
+    chart = stacked({"one": {"a": 1.0, "b": 2.0}, "two": {"b": 0.5}}, "s", limit=4.0)
+    assert {trace.name: tuple(trace.x) for trace in chart.data} == {"a": (1.0, 0.0), "b": (2.0, 0.5)}
+    assert all(tuple(trace.y) == ("one", "two") for trace in chart.data)
+    assert [shape.x0 for shape in chart.layout.shapes] == [4.0]
+    assert chart.layout.barmode == "stack"
 
 
 def test_the_roofline_is_never_passed_and_holds_the_plans_experts() -> None:
@@ -37,11 +37,11 @@ def test_the_roofline_is_never_passed_and_holds_the_plans_experts() -> None:
     assert tuple(bound.x) == tuple(reached.x)
     assert all(y <= 1.000001 * most for y, most in zip(reached.y, bound.y))
     assert max(reached.y) == pytest.approx(H100.device.tflops.bf16)
-    (here,) = (trace for name, trace in lines.items() if name.startswith("experts of the best plan"))
+    (plan_trace,) = (trace for name, trace in lines.items() if name.startswith("experts of the best plan"))
     rows = best.grid.dp * layer.tokens * layer.top_k / layer.num_experts / best.grid.edp
-    assert tuple(here.x) == (rows,)
+    assert tuple(plan_trace.x) == (rows,)
     before = max(x for x in reached.x if x <= rows)
-    assert here.y[0] >= reached.y[list(reached.x).index(before)] * 0.999
+    assert plan_trace.y[0] >= reached.y[list(reached.x).index(before)] * 0.999
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -52,10 +52,10 @@ def test_the_bars_of_a_step_are_its_parts_and_end_with_it(again: bool) -> None:
     job = Job(batch_size=16, accumulation=3, model=shape)
     best = search(job, H100, Settings(pins=Pins(tp=1, ep=8, etp=1), keep=1)).best
     layer, simulator = job.step_model(H100, best.grid.dp).layer, Simulator(H100)
-    made = compile_on(best.plan, best.grid, simulator, layer)
+    compiled = compile_on(best.plan, best.grid, simulator, layer)
     timelines = {
-        name: simulator.run(program, layer, made.grid).timeline
-        for name, program in (("forward", made.forward), ("backward", made.backward))
+        name: simulator.run(program, layer, compiled.grid).timeline
+        for name, program in (("forward", compiled.forward), ("backward", compiled.backward))
     }
     bars, parts = bars_of(job, best, timelines), best.estimate.parts
     assert max(bar.end for bar in bars) == pytest.approx(best.seconds)

@@ -40,18 +40,18 @@ def test_even_ranks_hold_nobody_up():
 
 def test_a_rank_that_works_longer_is_slow_and_those_that_wait_for_it_are_not():
     late = [(rank, 2, 0.4) for rank in (0, 1, 3)]
-    (said,) = stragglers(times(compute=[0.5, 0.5, 0.9, 0.5], waited=waiting(*late)))
-    assert said.startswith("rank 2 is slow: its programs work 1.8 times as long as those of other ranks")
+    (phrase,) = stragglers(times(compute=[0.5, 0.5, 0.9, 0.5], waited=waiting(*late)))
+    assert phrase.startswith("rank 2 is slow: its programs work 1.8 times as long as those of other ranks")
 
 
 def test_a_rank_for_which_all_wait_though_it_works_no_longer_comes_late():
-    (said,) = stragglers(times(waited=waiting(*((rank, 1, 0.3) for rank in (0, 2, 3)))))
-    assert said.startswith("rank 1 comes late: all others wait for it for 30% of the steps")
+    (phrase,) = stragglers(times(waited=waiting(*((rank, 1, 0.3) for rank in (0, 2, 3)))))
+    assert phrase.startswith("rank 1 comes late: all others wait for it for 30% of the steps")
 
 
 def test_a_rank_that_one_other_waits_for_stands_behind_a_slow_link():
-    (said,) = stragglers(times(waited=waiting((3, 0, 0.4), (0, 3, 0.3))))
-    assert said == "the link from rank 0 to rank 3 is slow: rank 3 waits for its messages for 40% of the steps"
+    (phrase,) = stragglers(times(waited=waiting((3, 0, 0.4), (0, 3, 0.3))))
+    assert phrase == "the link from rank 0 to rank 3 is slow: rank 3 waits for its messages for 40% of the steps"
 
 
 @pytest.mark.parametrize(
@@ -81,5 +81,5 @@ def test_a_slow_rank_of_a_run_is_named_in_its_report(tmp_path):
     assert ranks["compute"][1] > ranks["compute"][0]
     assert ranks["waited"][0][1] > ranks["waited"][1][0]
     assert ranks["waited"][0][0] == ranks["waited"][1][1] == 0
-    (said,) = summarise(tmp_path / "run", "run").stragglers
-    assert said.startswith("rank 1 is slow: its programs work 3.0 times as long as those of other ranks")
+    (phrase,) = summarise(tmp_path / "run", "run").stragglers
+    assert phrase.startswith("rank 1 is slow: its programs work 3.0 times as long as those of other ranks")

@@ -42,8 +42,8 @@ def test_the_page_holds_everything_and_escapes_names(tmp_path):
 
 def test_deep_models_show_layers_evenly_spread():
     assert drawn_layers(12) == list(range(12))
-    found = drawn_layers(60)
-    assert (found[0], found[-1], len(found)) == (0, 59, 12)
+    shown = drawn_layers(60)
+    assert (shown[0], shown[-1], len(shown)) == (0, 59, 12)
     trace = made(num_layers=14, steps=2, sequences=2, seq_len=8)
     assert len(violations(trace.steps, layer_loads(trace)).data) == 15
 

@@ -35,12 +35,12 @@ def test_a_run_without_evaluation_is_described_by_its_training_loss(tmp_path: Pa
 
 def test_cards_hold_a_value_per_run(tmp_path: Path) -> None:
     runs = read_runs([sparse_run(tmp_path / "moe"), dense_run(tmp_path / "dense")])
-    found = {card.title: card.values for card in cards(runs)}
-    assert found["Validation loss"] == ("2.750", "2.875")
-    assert found["Best validation"] == ("2.500", "2.875")
-    assert found["Tokens"] == ("1.92 k", "1.92 k")
-    assert found["MaxVio"] == ("0.70", "—")
-    assert found["Dead · dropped"] == ("1 · 4.2 %", "—")
+    values_of = {card.title: card.values for card in cards(runs)}
+    assert values_of["Validation loss"] == ("2.750", "2.875")
+    assert values_of["Best validation"] == ("2.500", "2.875")
+    assert values_of["Tokens"] == ("1.92 k", "1.92 k")
+    assert values_of["MaxVio"] == ("0.70", "—")
+    assert values_of["Dead · dropped"] == ("1 · 4.2 %", "—")
     assert "MaxVio" not in {card.title for card in cards(runs[1:])}
 
 

@@ -124,8 +124,8 @@ def test_admission_equals_the_loop(data: st.DataObject) -> None:
     ]
     expected = sorted((c.token, c.slot, c.expert) for c in reference_admission(copies, limit, order))
     sent = admit(choice, alive, torch.tensor(limit), best if order == "score" else None, num_experts)
-    kept = sent.nonzero().flatten()
-    actual = [(int(choice.token[i]), int(choice.slot[i]), int(choice.expert[i])) for i in kept]
+    indices = sent.nonzero().flatten()
+    actual = [(int(choice.token[i]), int(choice.slot[i]), int(choice.expert[i])) for i in indices]
     assert actual == expected
 
 

@@ -67,17 +67,17 @@ def test_injection_leaves_values_and_the_main_gradient_alone() -> None:
 def test_the_losses_of_accumulated_micro_batches_weigh_one_in_every_step(to_none: bool) -> None:
     layer = layer_of()
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
-    found = []
+    weights = []
     for _ in range(3):
         gradient, per_pass = once(layer), []
         for _ in range(8):
             propagate(layer, tokens())
             per_pass.append(weight_of(layer, gradient))
-        found.append(per_pass)
+        weights.append(per_pass)
         optimizer.step()
         optimizer.zero_grad(set_to_none=to_none)
-    assert found[0] == [1.0] * 8
-    assert found[1] == found[2] == [each / 8 for each in range(1, 9)]
+    assert weights[0] == [1.0] * 8
+    assert weights[1] == weights[2] == [each / 8 for each in range(1, 9)]
 
 
 def test_more_passes_than_in_the_step_before_add_nothing() -> None:

@@ -202,15 +202,15 @@ def statistics(with_importance: bool = True, dtype: torch.dtype = torch.float32,
 
 
 def test_counts_are_exact_beyond_the_integers_of_float32() -> None:
-    taken = statistics(earlier_counts_E=torch.tensor([2**24 + 3, 2**24 + 2]))
-    assert taken.counts_GE.tolist() == [[3.0, 2.0]]
-    assert taken.step_counts_E.tolist() == [2**24 + 6, 2**24 + 4]  # in float32 the first would become 2**24 + 8
+    sums = statistics(earlier_counts_E=torch.tensor([2**24 + 3, 2**24 + 2]))
+    assert sums.counts_GE.tolist() == [[3.0, 2.0]]
+    assert sums.step_counts_E.tolist() == [2**24 + 6, 2**24 + 4]  # in float32 the first would become 2**24 + 8
 
 
 def test_importance_sums_the_living_weights_when_a_loss_asks() -> None:
-    taken = statistics()
-    assert taken.importance_E.tolist() == [1.0 + 4.0 + 5.0, 2.0 + 3.0]
-    assert taken.importance_E.requires_grad
+    sums = statistics()
+    assert sums.importance_E.tolist() == [1.0 + 4.0 + 5.0, 2.0 + 3.0]
+    assert sums.importance_E.requires_grad
     assert statistics(with_importance=False).importance_E is None
     assert [loss.name for loss in ALL_LOSSES if loss.needs_importance] == ["importance"]
 

@@ -266,15 +266,15 @@ def test_queues_by_hand() -> None:
 
 def test_different_numbers_of_sequences_are_refused_on_every_rank() -> None:
     grid = Grid(world=2, ep=2)
-    said: list[str] = []
+    messages: list[str] = []
 
     def rank(transport: AbstractTransport) -> None:
         layer = MoE(8, 8, 4, 2, losses=(LoadBalance(0.1, level="sequence"),))
         layer.parallelize(Mesh(grid, transport), Plan())
         with pytest.raises(InputError, match=r"call\.sequences differs: 2 on rank 0, 3 on rank 1: pad") as caught:
             layer(torch.randn(2 + transport.rank, 5, 8))
-        said.append(str(caught.value))
+        messages.append(str(caught.value))
 
     run_ranks(2, rank)
-    assert len(said) == 2
-    assert said[0] == said[1]
+    assert len(messages) == 2
+    assert messages[0] == messages[1]

@@ -49,9 +49,9 @@ def dot_errors(compiled: Compiled, calls: list[Call], seed: int) -> dict[str, fl
         forward, backward = (route_all_to_all(p, compiled.plan.link, compiled.grid) for p in (alone, transpose(alone)))
         x = [_values(source, call, seed + 2 * number) for call in calls]
         y = [_values(_dual(target), call, seed + 2 * number + 1) for call in calls]
-        given = [{source.name: _as_value(source, value)} for value in x]
-        ax = _run(forward, target.name, given, calls)
-        both = [values | {cotangent(target.name): _as_value(target, value)} for values, value in zip(given, y)]
+        inputs = [{source.name: _as_value(source, value)} for value in x]
+        ax = _run(forward, target.name, inputs, calls)
+        both = [values | {cotangent(target.name): _as_value(target, value)} for values, value in zip(inputs, y)]
         ay = _run(backward, cotangent(source.name), both, calls)
         left, right = _pairing(target, ax, y, compiled.grid), _pairing(source, x, ay, compiled.grid)
         errors[task.name] = abs(left - right) / max(abs(left), abs(right), 1.0)
@@ -74,12 +74,12 @@ class _RowsAsWeights:
         return (rows,)
 
 
-def _run(program: Program, wanted: str, given: list[dict[str, Value]], calls: list[Call]) -> list[Tensor]:
+def _run(program: Program, output: str, inputs: list[dict[str, Value]], calls: list[Call]) -> list[Tensor]:
     """Run a program of one movement on all ranks."""
 
     def rank(transport: AbstractTransport) -> Tensor:
         call = replace(calls[transport.rank], experts=cast(AbstractExperts, _RowsAsWeights()), first_tag=0)
-        out = drive(interpret(program, given[transport.rank], call), transport)[wanted]
+        out = drive(interpret(program, inputs[transport.rank], call), transport)[output]
         return out if isinstance(out, Tensor) else out[0]
 
     return run_ranks(len(calls), rank)
@@ -107,11 +107,11 @@ def _pairing(slot: Slot, left: list[Tensor], right: list[Tensor], grid: Grid) ->
 
 def _closure(slot: Slot, grid: Grid, rank: int) -> set[int]:
     """Return the ranks that hold the same values of a slot as `rank`."""
-    found, new = {rank}, {rank}
+    ranks, new = {rank}, {rank}
     while new:
-        new = {peer for member in new for axis in same_axes(slot) for peer in grid.group(member, (axis,))} - found
-        found |= new
-    return found
+        new = {peer for member in new for axis in same_axes(slot) for peer in grid.group(member, (axis,))} - ranks
+        ranks |= new
+    return ranks
 
 
 def _dual(slot: Slot) -> Slot:

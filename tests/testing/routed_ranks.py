@@ -87,11 +87,11 @@ class _Summed(torch.autograd.Function):
 
 def findings(bugs: list[str]) -> dict[str, list[Certified]]:
     """Return the findings for each bug."""
-    found = {}
+    findings = {}
     for bug in bugs:
-        made = type("Buggy", (Gathering,), {"bug": bug})
-        found[bug] = certify(made)
-    return found
+        buggy = type("Buggy", (Gathering,), {"bug": bug})
+        findings[bug] = certify(buggy)
+    return findings
 
 
 def findings_of_one_that_fails() -> list[Certified]:

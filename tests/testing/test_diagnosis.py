@@ -18,11 +18,11 @@ from moesaic_lab.planted.mutants import BASE, CASES
 
 @pytest.mark.parametrize("name", ["step", "chunks", "shared", "nodes", "placed", "recompute"])
 def test_all_factors_of_a_case_that_passes_are_one(name):
-    found = factors_of(ran_case(CASES[name]))
-    assert {what: factor for what, factor in found.items() if not is_right(factor)} == {}
-    assert {"outputs", "expert gradients", "router gradients"} <= set(found)
-    assert "router gradients from the auxiliary losses" in found
-    assert ("input gradients through the shared expert" in found) == CASES[name].shared
+    factors = factors_of(ran_case(CASES[name]))
+    assert {what: factor for what, factor in factors.items() if not is_right(factor)} == {}
+    assert {"outputs", "expert gradients", "router gradients"} <= set(factors)
+    assert "router gradients from the auxiliary losses" in factors
+    assert ("input gradients through the shared expert" in factors) == CASES[name].shared
 
 
 def test_parts_add_up_to_the_gradients():
@@ -41,9 +41,9 @@ def test_parts_add_up_to_the_gradients():
 
 
 def test_a_case_that_passes_looks_like_nothing():
-    found = diagnose(CASES["chunks"], ran_case)
-    assert found.wrong == {}
-    assert found.findings == ()
+    diagnosis = diagnose(CASES["chunks"], ran_case)
+    assert diagnosis.wrong == {}
+    assert diagnosis.findings == ()
 
 
 def spoiled(change):
@@ -60,8 +60,8 @@ def test_rows_in_other_places_are_said_to_be():
     def change(case, result):
         result.outputs = [y.flip(0).flip(1) for y in result.outputs]
 
-    found = diagnose(CASES["chunks"], spoiled(change)).findings
-    assert [str(finding) for finding in found] == [
+    findings = diagnose(CASES["chunks"], spoiled(change)).findings
+    assert [str(finding) for finding in findings] == [
         "outputs are wrong by no single factor: they are the right values in other places"
     ]
 
@@ -70,17 +70,17 @@ def test_a_wrong_shape_is_no_factor():
     def change(case, result):
         result.outputs = [y[:, :1] for y in result.outputs]
 
-    found = diagnose(CASES["chunks"], spoiled(change)).findings
-    assert [finding.factor for finding in found] == [""]
-    assert "another shape" in str(found[0])
+    findings = diagnose(CASES["chunks"], spoiled(change)).findings
+    assert [finding.factor for finding in findings] == [""]
+    assert "another shape" in str(findings[0])
 
 
 def test_one_parameter_alone_is_named():
     def change(case, result):
         result.gradients["experts.w2"] *= case.grid.etp
 
-    found = diagnose(CASES["step"], spoiled(change)).findings
-    assert [str(finding) for finding in found] == [
+    findings = diagnose(CASES["step"], spoiled(change)).findings
+    assert [str(finding) for finding in findings] == [
         "gradients of experts.w2 are 2.00 times too large: looks like a missing division by etp (=2)"
     ]
 
@@ -91,8 +91,8 @@ def test_one_auxiliary_loss_alone_is_named():
         for name, by_source in parts.items():
             result.gradients[name] += (case.top_k - 1) * by_source["z_loss"]
 
-    found = diagnose(CASES["step"], spoiled(change)).findings
-    assert [str(finding) for finding in found] == [
+    findings = diagnose(CASES["step"], spoiled(change)).findings
+    assert [str(finding) for finding in findings] == [
         "router gradients from z_loss are 2.00 times too large: looks like a missing division by top_k (=2)"
     ]
 

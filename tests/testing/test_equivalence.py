@@ -57,20 +57,20 @@ def test_the_worst_error_in_float64_is_rounding(summary):
 
 @pytest.mark.random
 def test_cases_have_every_feature(summary):
-    wanted = [f"schedule={name}" for name in SCHEDULES]
-    wanted += [f"all_to_all={name}" for name in (*ALL_TO_ALLS, "multicast")]
-    wanted += [f"order={name}" for name in ORDERS]
-    wanted += [f"router={name}" for name in ROUTERS]
-    wanted += [f"codec={name}" for name in ("bf16", "fp16", "int8", "fp8", "zfp")]
-    wanted += [f"gather_weights={r}" for r in (0, 1, 2)] + [f"chunks={n}" for n in (1, 2, 3)]
-    wanted += ["peer_groups=2", "peer_groups=4", "world=1", "world=2", "world=4", "world=8", "tp=4", "etp=4", "ep=8"]
-    wanted += ["precision=float32", "precision=autocast", "experts=modules", "experts=gelu", "innermost=ep", "fuse"]
-    wanted += ["loss=load_balance", "loss=load_balance_sequence", "loss=load_balance_global_batch", "loss=z_loss"]
-    wanted += ["loss=importance", "overlap_gather", "padding", "recompute", "evaluate", "shared", "accumulation"]
-    wanted += ["group without tokens", "uneven groups", "several nodes", "capacity per rank", "admission by score"]
-    wanted += ["coded, exact", "padded capacity", "apply_weight=before"]
-    wanted += [f"balance={answer}" for answer in BALANCE if answer != "memory budget"]  # no drawn plan has one yet
-    assert {name: summary.features[name] for name in wanted if summary.features[name] < LEAST} == {}
+    required = [f"schedule={name}" for name in SCHEDULES]
+    required += [f"all_to_all={name}" for name in (*ALL_TO_ALLS, "multicast")]
+    required += [f"order={name}" for name in ORDERS]
+    required += [f"router={name}" for name in ROUTERS]
+    required += [f"codec={name}" for name in ("bf16", "fp16", "int8", "fp8", "zfp")]
+    required += [f"gather_weights={r}" for r in (0, 1, 2)] + [f"chunks={n}" for n in (1, 2, 3)]
+    required += ["peer_groups=2", "peer_groups=4", "world=1", "world=2", "world=4", "world=8", "tp=4", "etp=4", "ep=8"]
+    required += ["precision=float32", "precision=autocast", "experts=modules", "experts=gelu", "innermost=ep", "fuse"]
+    required += ["loss=load_balance", "loss=load_balance_sequence", "loss=load_balance_global_batch", "loss=z_loss"]
+    required += ["loss=importance", "overlap_gather", "padding", "recompute", "evaluate", "shared", "accumulation"]
+    required += ["group without tokens", "uneven groups", "several nodes", "capacity per rank", "admission by score"]
+    required += ["coded, exact", "padded capacity", "apply_weight=before"]
+    required += [f"balance={answer}" for answer in BALANCE if answer != "memory budget"]  # no drawn plan has one yet
+    assert {name: summary.features[name] for name in required if summary.features[name] < LEAST} == {}
 
 
 def test_a_case_is_the_same_again():
@@ -135,14 +135,14 @@ def test_what_answers_skewed_routing_is_named():
 def test_policies_replicate_where_they_decide(replication, count, replicating, monkeypatch):
     """Cases whose policy leaves all copies at home would test nothing."""
     replicated = []
-    plain = BalancedCalls._selected
+    plain = BalancedCalls._select
 
     def selected(self, record, copies, units):
         compiled, table = plain(self, record, copies, units)
         replicated.append(0 if table is None else int(table.sum()))
         return compiled, table
 
-    monkeypatch.setattr(BalancedCalls, "_selected", selected)
+    monkeypatch.setattr(BalancedCalls, "_select", selected)
     for case in replicating[:count]:
         plan = dataclasses.replace(case.plan, replication=replication)
         decided = dataclasses.replace(case, plan=plan, by_policy=True, placement="none")

@@ -31,7 +31,7 @@ def cause_of(factor, first=FIRST, others=MESHES) -> Cause:
 
 
 @pytest.mark.parametrize(
-    ("factor", "named"),
+    ("factor", "expected"),
     [
         (lambda g: g.ep, "ep"),
         (lambda g: g.etp, "etp"),
@@ -47,24 +47,24 @@ def cause_of(factor, first=FIRST, others=MESHES) -> Cause:
         (lambda g: 1 / 3, "0.3333"),
     ],
 )
-def test_one_product_is_left(factor, named):
-    found = cause_of(factor)
-    assert [str(product) for product in found.products] == [named]
-    assert found.runs > 1
+def test_one_product_is_left(factor, expected):
+    cause = cause_of(factor)
+    assert [str(product) for product in cause.products] == [expected]
+    assert cause.runs > 1
 
 
 def test_what_no_mesh_can_tell_apart_is_all_named():
     first = Grid(world=4, tp=2, ep=2)
     assert [str(product) for product in cause_of(lambda g: g.tp, first, []).products] == ["ep", "tp", "dp"]
     alike = [Grid(world=size, tp=size, ep=size) for size in (2, 3, 4, 6)]
-    found = cause_of(lambda g: g.tp, alike[0], alike[1:])
-    assert str(found).endswith("division by ep (=2), or like a missing division by tp (=2)")
+    cause = cause_of(lambda g: g.tp, alike[0], alike[1:])
+    assert str(cause).endswith("division by ep (=2), or like a missing division by tp (=2)")
 
 
 def test_a_factor_that_differs_on_another_mesh_is_no_axis():
-    found = cause_of(lambda g: 2.0 if g.world == 8 else 1.7)
-    assert found.products == ()
-    assert str(found) == "2.00 times too large: is no product of the sizes of the mesh"
+    cause = cause_of(lambda g: 2.0 if g.world == 8 else 1.7)
+    assert cause.products == ()
+    assert str(cause) == "2.00 times too large: is no product of the sizes of the mesh"
 
 
 def test_a_mesh_that_a_layer_does_not_fit_is_left_out():

@@ -53,23 +53,25 @@ def found():
 
 
 def wrong(findings):
-    return {each.quantity for each in findings if not each.holds()}
+    return {finding.quantity for finding in findings if not finding.holds()}
 
 
 def test_a_layer_that_is_right_passes_every_situation(found):
-    assert {each.situation for each in found[""]} == {each.name for each in LAYER_SITUATIONS}
-    assert [str(each) for each in found[""] if not each.holds()] == []
-    losses = [each for each in found[""] if each.quantity.startswith("auxiliary loss")]
-    assert {each.quantity.removeprefix("auxiliary loss over ") for each in losses} >= {"own tokens"}
-    assert all(each.factor == pytest.approx(3, rel=1e-4) for each in losses)
+    assert {finding.situation for finding in found[""]} == {each.name for each in LAYER_SITUATIONS}
+    assert [str(finding) for finding in found[""] if not finding.holds()] == []
+    losses = [finding for finding in found[""] if finding.quantity.startswith("auxiliary loss")]
+    assert {finding.quantity.removeprefix("auxiliary loss over ") for finding in losses} >= {"own tokens"}
+    assert all(finding.factor == pytest.approx(3, rel=1e-4) for finding in losses)
 
 
 def test_bugs_are_told_from_each_other(found):
-    averaged = [each for each in found["router averaged"] if not each.holds()]
-    assert {each.quantity.partition(" over")[0] for each in averaged} == {"router", "auxiliary loss"}
-    assert {round(each.factor, 4) for each in averaged if each.quantity == "router"} == {0.5}
-    assert {each.partition(" over")[0] for each in wrong(found["loss without a gradient"])} == {"auxiliary loss"}
+    averaged = [finding for finding in found["router averaged"] if not finding.holds()]
+    assert {finding.quantity.partition(" over")[0] for finding in averaged} == {"router", "auxiliary loss"}
+    assert {round(finding.factor, 4) for finding in averaged if finding.quantity == "router"} == {0.5}
+    assert {quantity.partition(" over")[0] for quantity in wrong(found["loss without a gradient"])} == {
+        "auxiliary loss"
+    }
     assert wrong(found["keeps all"]) == {"capacity"}
-    assert {str(each) for each in found["fails"]} == {
+    assert {str(finding) for finding in found["fails"]} == {
         f"{each.name}: ValueError: no such layer" for each in LAYER_SITUATIONS
     }

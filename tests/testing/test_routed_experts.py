@@ -20,36 +20,38 @@ def found():
 
 
 def wrong(findings):
-    return {each.quantity for each in findings if not each.holds()}
+    return {finding.quantity for finding in findings if not finding.holds()}
 
 
 def test_experts_that_are_right_pass_every_situation(found):
-    assert {each.situation for each in found[""]} == {each.name for each in SITUATIONS}
-    assert [str(each) for each in found[""] if not each.holds()] == []
-    assert max(each.error for each in found[""]) > 0  # compared, not skipped
+    assert {finding.situation for finding in found[""]} == {each.name for each in SITUATIONS}
+    assert [str(finding) for finding in found[""] if not finding.holds()] == []
+    assert max(finding.error for finding in found[""]) > 0  # compared, not skipped
 
 
 def test_averaged_experts_are_found_with_their_factor(found):
     assert wrong(found["experts averaged"]) == {"experts"}
-    told = next(str(each) for each in found["experts averaged"] if not each.holds())
-    assert told.startswith("even: experts wrong, ")
-    assert told.endswith(", 0.5 times what it should be")
+    message = next(str(finding) for finding in found["experts averaged"] if not finding.holds())
+    assert message.startswith("even: experts wrong, ")
+    assert message.endswith(", 0.5 times what it should be")
 
 
 def test_a_router_that_learns_nothing_is_found(found):
     assert wrong(found["router detached"]) == {"gates"}
-    assert {each.factor for each in found["router detached"] if not each.holds()} == {0.0}
+    assert {finding.factor for finding in found["router detached"] if not finding.holds()} == {0.0}
 
 
 def test_what_is_raised_is_the_finding(found):
-    assert {str(each) for each in found["fails"]} == {f"{each.name}: ValueError: no such thing" for each in SITUATIONS}
+    assert {str(finding) for finding in found["fails"]} == {
+        f"{each.name}: ValueError: no such thing" for each in SITUATIONS
+    }
 
 
 def test_where_one_rank_fails_the_others_say_so_and_the_rest_is_left_out():
     found = on_ranks(2, routed_ranks.findings_of_one_that_fails)
     assert str(found[0]) == str(found[1])
-    told = {each.situation: str(each) for each in found[0]}
-    assert "right" in told["even"]
-    assert told["uneven"].startswith("uneven: rank 0: RuntimeError: ")
-    assert told["uneven"].endswith("; rank 1: ValueError: not with one token")
-    assert all("is left out" in told[each.name] for each in SITUATIONS[2:])
+    messages = {finding.situation: str(finding) for finding in found[0]}
+    assert "right" in messages["even"]
+    assert messages["uneven"].startswith("uneven: rank 0: RuntimeError: ")
+    assert messages["uneven"].endswith("; rank 1: ValueError: not with one token")
+    assert all("is left out" in messages[each.name] for each in SITUATIONS[2:])

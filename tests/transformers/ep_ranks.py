@@ -21,14 +21,14 @@ def lines(folder: str) -> list[str]:
 
     as_launched()
     chunks = 1 + dist.get_rank()
-    said = [refusal(load, RankCase(folder, ep=2, plan={"chunks": chunks}))]
+    messages = [refusal(load, RankCase(folder, ep=2, plan={"chunks": chunks}))]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = load(RankCase(folder, ep=2), hidden_act="mish")
-    said += [str(each.message) for each in caught if "moesaic" in str(each.message)][:1]
-    said.append(refusal(moesaic.transformers.use_plan, model, Plan()))
-    said.append(refusal(moesaic.transformers.register_plan, "all_to_all", Plan()))
-    return said
+    messages += [str(each.message) for each in caught if "moesaic" in str(each.message)][:1]
+    messages.append(refusal(moesaic.transformers.use_plan, model, Plan()))
+    messages.append(refusal(moesaic.transformers.register_plan, "all_to_all", Plan()))
+    return messages
 
 
 def find_plan(folder: str) -> dict[str, Any]:
@@ -91,5 +91,5 @@ def train(folder: str, out: str) -> list[float]:
 
     as_launched()
     model = load(RankCase(folder, ep=dist.get_world_size()))
-    given = TrainingArguments(**arguments(out, per_device_train_batch_size=4 // dist.get_world_size()))
-    return losses(Trainer(model=model, args=given, train_dataset=Sequences()))
+    options = TrainingArguments(**arguments(out, per_device_train_batch_size=4 // dist.get_world_size()))
+    return losses(Trainer(model=model, args=options, train_dataset=Sequences()))

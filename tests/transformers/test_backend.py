@@ -127,8 +127,8 @@ def test_experts_that_cannot_be_taken_are_named_and_run_as_before() -> None:
         if type(module).__name__ == "MixtralExperts":
             del module.has_post_expert_norm
     with pytest.warns(UserWarning, match="MixtralExperts has no has_post_expert_norm.*transformers' own loop"):
-        found, _ = outcome(model, "moesaic")
-    assert torch.equal(found, expected)
+        actual, _ = outcome(model, "moesaic")
+    assert torch.equal(actual, expected)
 
 
 def test_quantized_weights_are_refused() -> None:

@@ -55,9 +55,9 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def assert_bitwise(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_bitwise(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Assert equal names, shapes, dtypes and bits."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype), name
-        assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+        assert (actual[name].shape, actual[name].dtype) == (tensor.shape, tensor.dtype), name
+        assert torch.equal(actual[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name

@@ -79,8 +79,8 @@ def test_any_two_ways_to_keep_a_tensor_convert_into_each_other(data: st.DataObje
 @given(st.integers(0, 9), st.integers(0, 9), st.sampled_from([1, 2, 3]), st.integers(0, 9), st.integers(0, 9))
 def test_what_two_rows_share(start: int, length: int, step: int, other: int, size: int) -> None:
     a, b = range(start, start + length * step, step), range(other, other + size)
-    for found in (_intersect(a, b), _intersect(b, a)):
-        assert list(found or ()) == sorted(set(a) & set(b))  # type: ignore[arg-type]
+    for shared in (_intersect(a, b), _intersect(b, a)):
+        assert list(shared or ()) == sorted(set(a) & set(b))  # type: ignore[arg-type]
 
 
 def test_pieces_follow_each_other_and_fit_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,10 +89,10 @@ def test_pieces_follow_each_other_and_fit_the_buffer(monkeypatch: pytest.MonkeyP
         array = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)
         held = [Held(array).read(region) for region in pieces(shape, 4)]
         np.testing.assert_array_equal(
-            np.concatenate([array[:0].reshape(-1) if shape else [], *(each.reshape(-1) for each in held)]),
+            np.concatenate([array[:0].reshape(-1) if shape else [], *(piece.reshape(-1) for piece in held)]),
             array.reshape(-1),
         )
-        assert all(each.nbytes <= 40 for each in held)
+        assert all(piece.nbytes <= 40 for piece in held)
 
 
 def test_a_format_without_a_place_or_with_two_is_refused() -> None:

@@ -21,9 +21,9 @@ from worlds import on_ranks
 def test_every_rank_loads_its_own_part(world: int, ep: int, tmp_path: Path) -> None:
     build("Mixtral").to(torch.float32).save_pretrained(tmp_path / "hub")
     moesaic.convert(tmp_path / "hub", tmp_path / "out", to="moesaic", logits=False)
-    for spread, odd in on_ranks(world, differing, RankCase(str(tmp_path / "hub"), ep=ep), str(tmp_path / "out")):
+    for spread, wrong in on_ranks(world, differing, RankCase(str(tmp_path / "hub"), ep=ep), str(tmp_path / "out")):
         assert spread > 10
-        assert odd == []
+        assert wrong == []
 
 
 def test_what_several_ranks_wrote_is_read(tmp_path: Path) -> None:

@@ -25,18 +25,18 @@ def quantize(folder: Path, family: str, method: dict[str, object], change) -> di
     """Save a tiny model in which `change` replaces tensors by quantized ones, and return the values that these represent."""
     sizes = {"hidden_size": 64, "intermediate_size": 32} if family == "GptOss" else {}
     build(family, **sizes).save_pretrained(folder)
-    tensors, meant = load_file(folder / FILE), {}
+    tensors, expected = load_file(folder / FILE), {}
     for name in list(tensors):
-        made = change(name, tensors[name])
-        if made is not None:
+        replaced = change(name, tensors[name])
+        if replaced is not None:
             del tensors[name]
-            tensors |= made[0]
-            meant[name] = made[1]
+            tensors |= replaced[0]
+            expected[name] = replaced[1]
     save_file(tensors, folder / FILE, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": method}
     (folder / "config.json").write_text(json.dumps(config))
-    assert meant
-    return meant
+    assert expected
+    return expected
 
 
 def to_fp8(name: str, tensor: torch.Tensor):
@@ -69,10 +69,10 @@ def test_quantized_weights_become_their_values(tmp_path, monkeypatch, family, me
     torch.manual_seed(0)
     meant = quantize(tmp_path / "hub", family, method, change)
     receipt = moesaic.convert(tmp_path / "hub", tmp_path / "plain", to="hf")
-    found = tensors_of(tmp_path / "plain")
+    tensors = tensors_of(tmp_path / "plain")
     for name, tensor in meant.items():
-        assert torch.equal(found[name], tensor), name
-    assert not [name for name in found if name.endswith(("_scale_inv", "_blocks", "_scales"))]
+        assert torch.equal(tensors[name], tensor), name
+    assert not [name for name in tensors if name.endswith(("_scale_inv", "_blocks", "_scales"))]
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
     assert receipt["logits"]["largest_difference"] == 0
 

@@ -41,8 +41,8 @@ def logits(folder: Path) -> torch.Tensor:
     """Load a hub checkpoint with transformers and return its logits, on a text whose tokens reach many experts."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     model.set_experts_implementation("eager")
-    found: torch.Tensor = model(input_ids=torch.arange(48).view(2, 24) + 5).logits.detach()
-    return found
+    values: torch.Tensor = model(input_ids=torch.arange(48).view(2, 24) + 5).logits.detach()
+    return values
 
 
 @pytest.mark.parametrize(("experts", "top_k", "granularity"), [(4, 2, 1), (4, 1, 1), (8, 4, 2), (8, 4, 4), (16, 8, 4)])
@@ -52,11 +52,11 @@ def test_the_sparse_model_computes_what_the_dense_one_did(
 ) -> None:
     source, how = dense(tmp_path, kind), Upcycling(num_experts=experts, top_k=top_k, granularity=granularity)
     receipt = moesaic.convert(source, tmp_path / "out", to="hf", upcycle=how)
-    expected, found = logits(source), logits(tmp_path / "out")
+    expected, actual = logits(source), logits(tmp_path / "out")
     assert float(expected.abs().max()) > 1
     # transformers takes the softmax in float32: weights of several copies sum to 1 up to its rounding.
     tolerance = (1e-13 if top_k == granularity else 1e-6) * float(expected.abs().max())
-    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
     assert receipt["logits"]["largest_difference"] <= tolerance
     assert receipt["upcycled"] == vars(how)
     assert receipt["model"] == INTO[kind]
@@ -90,8 +90,8 @@ def test_whole_layers_without_normalised_weights_would_not_be_the_same(tmp_path:
     model.set_experts_implementation("eager")
     for layer in model.model.layers:
         layer.mlp.gate.norm_topk_prob = False
-    found = model(input_ids=torch.arange(48).view(2, 24) + 5).logits.detach()
-    assert float((found - logits(tmp_path / "qwen3")).abs().max()) > 1e-3
+    actual = model(input_ids=torch.arange(48).view(2, 24) + 5).logits.detach()
+    assert float((actual - logits(tmp_path / "qwen3")).abs().max()) > 1e-3
 
 
 def test_the_command_line_upcycles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,14 +103,14 @@ def test_the_command_line_upcycles(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_what_cannot_be_upcycled_is_refused(tmp_path: Path) -> None:
-    for given, message in [
+    for settings, message in [
         ({"granularity": 3, "num_experts": 6, "top_k": 3}, "granularity=3: give a power of two"),
         ({"granularity": 2, "num_experts": 7}, "num_experts=7: give a multiple of granularity=2"),
         ({"granularity": 4, "top_k": 2}, "top_k=2: give a multiple of granularity=4"),
         ({"top_k": 9}, "top_k=9: give at most num_experts=8"),
     ]:
         with pytest.raises(InputError, match=message):
-            Upcycling(**given)
+            Upcycling(**settings)
     source = dense(tmp_path, "llama", attention_bias=True)
     with pytest.raises(InputError, match="llama with biases in attention or mlp cannot be upcycled"):
         moesaic.convert(source, tmp_path / "out", to="hf", upcycle=Upcycling())

@@ -180,12 +180,12 @@ def _groups_met(workload: Workload, group_size: int, experts_per_node: int) -> l
     ]
 
 
-def _node_tokens(copies: np.ndarray, workload: Workload, share: int, nodes: int, chunks: int) -> np.ndarray:
+def _node_tokens(copies: np.ndarray, workload: Workload, num_sharers: int, nodes: int, chunks: int) -> np.ndarray:
     """Return the expected visits, (world, nodes, chunks) int64; with ep ranks in place of nodes, the expected stops."""
     node_copies = copies.reshape(len(copies), nodes, -1).sum(axis=2)
-    even_copies = workload.copies / share / nodes
-    unchunked, chunked = (node_tokens_per_node(workload, nodes, num_chunks) / share for num_chunks in (1, chunks))
-    tokens = workload.tokens / share
+    even_copies = workload.copies / num_sharers / nodes
+    unchunked, chunked = (node_tokens_per_node(workload, nodes, num_chunks) / num_sharers for num_chunks in (1, chunks))
+    tokens = workload.tokens / num_sharers
     chunk_copies = node_copies / chunks
     expected = (
         tokens * (1 - (1 - min(unchunked / tokens, 1.0)) ** (node_copies / even_copies)) / chunks * chunked / unchunked

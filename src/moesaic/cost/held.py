@@ -278,11 +278,14 @@ class _Alive:
         self.arriving: dict[str, int] = {}
         """Slots in flight, with the bundle in which each travels."""
         self._flights: dict[int, list[Bytes]] = {}
+        """By bundle, the buffers of its messages in flight: to send, to receive, and slots that are sent without a copy."""
         self._arrive_in_place: set[str] = set()
         self._deferred: Bytes = Counter()
         """Temporary memory of deferred weight-gradient products, which run while rows are in flight."""
         self._storage_of: dict[str, str] = {}
+        """By slot that a move leaves in place, the slot whose memory it shares."""
         self._last_use: dict[str, int] = {}
+        """By slot, the last bundle that reads or writes it."""
         allocated_before = {"x", "w", "b", *(name for name in program.inputs if name.endswith("'"))}
         self._alive = {name: walk.slot_bytes(name) for name in program.inputs if name not in allocated_before}
         forward = {task.name: task for task in program.tasks if task.op is Op.EXPERT_GRAD}

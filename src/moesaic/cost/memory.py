@@ -61,7 +61,7 @@ def layer_memory(
             fit it.
     """
     forward_bytes, backward_bytes = (_slot_bytes(program, volumes) for program in (forward, backward))
-    kept = {name for name in backward.inputs if name in forward_bytes}
+    kept = [name for name in dict.fromkeys(backward.inputs) if name in forward_bytes]  # in order: sums are of floats
     saved = sum(forward_bytes[name] for name in kept) + _hidden(forward, volumes)
     buffers = 0.0
     for program, slot_bytes in ((forward, forward_bytes), (backward, backward_bytes)):
@@ -118,5 +118,5 @@ def peak_bytes(program: Program, size: Mapping[str, float], stay: Iterable[str])
     for number, task in enumerate(program.tasks):
         alive += sum(size[name] for name in task.writes)
         peak = max(peak, alive)
-        alive -= sum(size[name] for name in {*task.reads, *task.writes} if last_use[name] == number)
+        alive -= sum(size[name] for name in dict.fromkeys((*task.reads, *task.writes)) if last_use[name] == number)
     return peak

@@ -142,7 +142,7 @@ def shadows_above(replica: ReplicaLoad, least: float, *, at_most: int = 8, whole
 
 
 def least_of(replica: ReplicaLoad, shadows: Replications, *, whole: bool = False) -> float:
-    """Return the share of all copies above which a pair (with `whole`, an expert) is shadowed.
+    """Return the share of all copies from which a pair (with `whole`, an expert) is shadowed.
 
     The threshold is halfway between the coldest pair that is shadowed and the hottest pair that is not.
 

@@ -107,8 +107,8 @@ class Recipe:
     redundant: int = 0
     """Number of redundant experts on each place, as in EPLB; 0 for none."""
     least: tuple[float, ...] = ()
-    """For each replica of the experts, the share of all copies above which a pair is shadowed (an expert, with `whole`); see
-    `tables.least_of`. It is set when options are compared. The counts of each call then decide how many pairs exceed it."""
+    """For each replica of the experts, the share of all copies from which a pair is shadowed (an expert, with `whole`); see
+    `tables.least_of`. It is set when options are compared. The counts of each call then decide how many pairs reach it."""
 
     @property
     def policy(self) -> str:
@@ -445,8 +445,8 @@ def gathered_cost(replica: ReplicaLoad, alone: Cost, r: int) -> Cost:
 def is_even(replica: ReplicaLoad, margin: float) -> bool:
     """Return whether a load is so even that replication cannot gain much.
 
-    That is so if no place computes, sends or receives more than the mean by `margin`, and if the weights of every expert are
-    more bytes than the tokens that any one place sends to the expert.
+    That is so if no place computes, sends or receives more than the mean by `margin`, and if no place exchanges more bytes of
+    tokens with an expert of another place than the expert's weights have.
 
     Args:
         replica: the load of one replica of the experts.
