@@ -177,27 +177,30 @@ def test_ranks_whose_copies_of_a_weight_drift_apart_are_named(tmp_path):
 
 
 def _check_alone() -> list[str]:
-    """Let copies on four ranks differ, by much on one of them and by rounding on another; return what each hears."""
+    """Make copies on four ranks differ: by much, by rounding, and by a NaN. Return each error and the weight's maximum."""
     mesh = Mesh.create(tp=4)
     found = []
-    for odd, by in ((2, 0.5), (3, 1e-6)):
+    for odd, by in ((2, 0.5), (3, 1e-6), (1, math.nan)):
         model = nn.Linear(8, 4)
         nn.init.constant_(model.weight, 1.0)
         nn.init.constant_(model.bias, 0.0)
         with torch.no_grad():
-            model.weight[1, 3] += by * (dist.get_rank() == odd)
+            model.weight[1, 3] += by if dist.get_rank() == odd else 0.0
         found.append(refusal(require_same_weights, model, Ranks(mesh), 7, "go on", align=True))
         found.append(str(float(model.weight.detach().max())))
     return found
 
 
 def test_of_several_copies_the_odd_one_is_named_and_rounding_is_aligned():
-    for rank, (much, left, little, aligned) in enumerate(on_ranks(4, _check_alone)):
+    for rank, (much, left, little, aligned, no_number, _) in enumerate(on_ranks(4, _check_alone)):
         assert much.startswith(
             "TrainingError: after step 7 rank 2 disagrees with the other ranks on weight, by up to 0.5"
         )
         assert float(left) == (1.5 if rank == 2 else 1.0)
         assert (little, float(aligned)) == ("", 1.0)
+        assert no_number.startswith(
+            "TrainingError: after step 7 rank 1 disagrees with the other ranks on weight, by up"
+        )
 
 
 def test_a_leap_of_the_loss_is_no_wandering():

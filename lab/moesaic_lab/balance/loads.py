@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moesaic.errors import InputError
-from moesaic.traces.synthetic import capped, concentration, popularity, tastes
+from moesaic.traces.synthetic import capped, concentration, draw_sequence_shares, popularity
 from moesaic.traces.trace import Trace
 
 STEEPEST = 60.0
@@ -80,7 +80,7 @@ def made_up(skew: Skew) -> Routes:
         shares = solved(together(np.argsort(np.argsort(-mixed)), skew), skew)
         if skew.locality and spread is None:
             spread = concentration(shares, skew.samples, skew.locality, skew.top_k, skew.seed)
-        own = tastes(shares, skew.samples, spread, skew.top_k, random)
+        own = draw_sequence_shares(shares, skew.samples, spread, skew.top_k, random)
         tables.append(whole(own, shares, skew))
     experts = np.stack([dealt(table, skew.sample_tokens, skew.top_k) for table in tables[1:]])
     return Routes(experts=experts, history=tables[0].sum(axis=0))

@@ -53,12 +53,12 @@ class Blocks:
 
     Args:
         work: the call.
-        wide: the number of scratch buffers of width `hidden` that a block needs.
-        narrow: the number of scratch buffers of width `dim` that a block needs.
+        hidden_buffers: the number of scratch buffers of width `hidden` that a block needs.
+        dim_buffers: the number of scratch buffers of width `dim` that a block needs.
     """
 
-    def __init__(self, work: ExpertWork, wide: int, narrow: int) -> None:
-        row_bytes = (wide * work.hidden + narrow * work.x.shape[1]) * work.x.element_size()
+    def __init__(self, work: ExpertWork, hidden_buffers: int, dim_buffers: int) -> None:
+        row_bytes = (hidden_buffers * work.hidden + dim_buffers * work.x.shape[1]) * work.x.element_size()
         max_rows = max(CACHE_BYTES // max(row_bytes, 1), MIN_ROWS)
         self.all: list[RowBlock] = []
         self.sizes: list[int] = []

@@ -88,7 +88,7 @@ def expert_kernel(device: torch.device, name: str = AUTO) -> ExpertKernel:
         return _expert_kernel(TIERS[name])
     except ImportError as error:
         raise InputError(
-            f"kernel={name!r} does not import here ({error}): install what it needs, or write auto"
+            f"kernel={name!r} cannot be imported here ({error}): install what it needs, or choose auto"
         ) from None
 
 

@@ -24,7 +24,7 @@ from moesaic.experts import EXPERTS, AbstractExperts
 from moesaic.layer import MoE
 from moesaic.models.attention import Attention, KeyValueCache, ShortConv
 from moesaic.models.config import ModelConfig, MoEConfig
-from moesaic.models.split import LayerNorm, Norm, RowLinear, StackedLinear, local_part, part_of_sum, unembed
+from moesaic.models.split import LayerNorm, Norm, RowLinear, StackedLinear, bias_share, local_part, unembed
 from moesaic.routing.routing import Routing
 from moesaic.runtime.routing_cache import checkpoint
 
@@ -69,7 +69,7 @@ class Dense(nn.Module):
         # The weights are sharded: each rank computes with its part of the inner width, and the caller sums.
         parts = {name: local_part(parameter) for name, parameter in parameters.items()}
         if "b2" in parts:
-            parts["b2"] = part_of_sum(parameters["b2"])
+            parts["b2"] = bias_share(parameters["b2"])
         y: Tensor = functional_call(self.expert, parts, (x_TD, None, ends))
         return y.view(x.shape)
 
@@ -120,7 +120,7 @@ class TransformerBlock(nn.Module):
 
         def moe(y: Tensor) -> Tensor:
             y, routing = self.ffn(y, mask=mask, token_ids=tokens, return_routing=True)
-            routings.append(without_graph(routing))
+            routings.append(detached_routing(routing))
             return y
 
         return self.add(x, self.ffn_norm, moe), routings[0]
@@ -148,7 +148,7 @@ class LearnedPositions(nn.Embedding):
         return x + self.weight[start : start + x.shape[1]]
 
 
-def without_graph(routing: Routing) -> Routing:
+def detached_routing(routing: Routing) -> Routing:
     """Detach a routing from autograd: FSDP would start its backward pass at every block output that has a graph."""
     return replace(routing, weight=routing.weight.detach())
 

@@ -15,7 +15,7 @@ from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.models.attention import KeyValueCache
 from moesaic.models.config import ModelConfig
-from moesaic.models.gpt import GPT, GPTOutput, TransformerBlock, without_graph
+from moesaic.models.gpt import GPT, GPTOutput, TransformerBlock, detached_routing
 from moesaic.routing.routing import Routing
 from moesaic.runtime.balance.moving import MovingMoE
 from moesaic.runtime.balance.relocate import Following, Relocator, SampleMove, SampleTrip
@@ -47,7 +47,7 @@ class MovingBlock(TransformerBlock):
             token_ids=tokens,
             return_routing=True,
         )
-        return y.clone(), without_graph(routing)  # FSDP's hooks are lost if a view is changed in place
+        return y.clone(), detached_routing(routing)  # FSDP's hooks are lost if a view is changed in place
 
 
 class MovingGPT(GPT):

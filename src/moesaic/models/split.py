@@ -46,7 +46,7 @@ class RowLinear(nn.Linear):
     """`nn.Linear`. If the weight is sharded by its inputs, the result is a partial sum that includes a share of the bias."""
 
     def forward(self, input: Tensor) -> Tensor:
-        bias = None if self.bias is None else part_of_sum(self.bias)
+        bias = None if self.bias is None else bias_share(self.bias)
         return F.linear(input, local_part(self.weight), bias)
 
 
@@ -57,7 +57,7 @@ class Norm(nn.RMSNorm):
     """The mesh of ranks that normalise different positions or heads; None if all ranks normalise the same."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight if self.different_over is None else use_differently(self.weight, self.different_over)
+        weight = self.weight if self.different_over is None else with_summed_gradient(self.weight, self.different_over)
         return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
@@ -70,18 +70,18 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         if self.different_over is None:
             return super().forward(input)
-        weight, bias = (use_differently(each, self.different_over) for each in (self.weight, self.bias))
+        weight, bias = (with_summed_gradient(each, self.different_over) for each in (self.weight, self.bias))
         return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
-def part_of_sum(bias: Tensor) -> Tensor:
+def bias_share(bias: Tensor) -> Tensor:
     """Return the part of a bias that a rank adds: an equal share if ranks sum their outputs, else the whole bias."""
     if not isinstance(bias, DTensor):  # the weight is not sharded
         return bias
     return bias.to_local(grad_placements=[Partial()]) / bias.device_mesh.size()
 
 
-def use_differently(x: Tensor, mesh: DeviceMesh) -> Tensor:
+def with_summed_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return `x`, which is the same on all ranks of a mesh; sum its gradient over the ranks, which use it differently."""
     whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     return whole.to_local(grad_placements=[Partial()])
@@ -105,7 +105,7 @@ def unembed(x: Tensor, weight: Tensor) -> Tensor:
     if not isinstance(weight, DTensor):
         return F.linear(x, weight)
     mesh = weight.device_mesh
-    part = F.linear(use_differently(x, mesh), local_part(weight))
+    part = F.linear(with_summed_gradient(x, mesh), local_part(weight))
     logits: Tensor = GatherVocabulary.apply(part, mesh, weight.shape[0])
     return logits
 

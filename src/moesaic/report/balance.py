@@ -142,7 +142,7 @@ def load_per_rank(entries: BalanceLines, layer: int, name: str) -> go.Figure:
     """Draw a heatmap of each rank's load relative to the mean in one layer, over steps.
 
     Args:
-        found: the entries about balancing.
+        entries: the entries about balancing.
         layer: number of the layer.
         name: "rows_alone" for the load without balancing, "rows" for the load as decided.
     """

@@ -134,15 +134,15 @@ class Page:
 
     def _configuration(self) -> list[dict[str, Any]]:
         """Return the tables of the configuration: the fields that differ between runs (if any), and all fields."""
-        tables = [flattened(run.config) for run in self.runs]
-        fields = list(dict.fromkeys(name for table in tables for name in table))
-        rows = {name: [table.get(name, NONE) for table in tables] for name in fields}
+        configurations = [flattened(run.config) for run in self.runs]
+        fields = list(dict.fromkeys(name for configuration in configurations for name in configuration))
+        rows = {name: [configuration.get(name, NONE) for configuration in configurations] for name in fields}
         different = {name: values for name, values in rows.items() if len(set(values)) > 1}
-        found = [{"title": f"All fields ({len(rows)})", "rows": list(rows.items()), "is_open": False}]
+        tables = [{"title": f"All fields ({len(rows)})", "rows": list(rows.items()), "is_open": False}]
         if different:
             title = f"Fields that differ ({len(different)})"
-            found.insert(0, {"title": title, "rows": list(different.items()), "is_open": True})
-        return found
+            tables.insert(0, {"title": title, "rows": list(different.items()), "is_open": True})
+        return tables
 
 
 def flattened(table: dict[str, Any], prefix: str = "") -> dict[str, str]:

@@ -408,7 +408,7 @@ def in_words(runs: Sequence[RunSummary]) -> list[str]:
 
 def cards(runs: Sequence[RunSummary]) -> list[Card]:
     """Return the headline cards. Cards about experts are included only if a run has MoE layers."""
-    found = [
+    shown = [
         _card(runs, "Validation loss", lambda run: number(run.val_nats_per_byte.last, "{:.3f}"), "nats/byte, last"),
         _card(runs, "Best validation", lambda run: number(run.best_val, "{:.3f}"), "nats/byte, lowest"),
         _card(runs, "Trained for", lambda run: duration(run.training_seconds), "evaluation not counted"),
@@ -417,13 +417,13 @@ def cards(runs: Sequence[RunSummary]) -> list[Card]:
         _card(runs, "MFU", lambda run: percent(run.mfu.median), "of the matmul peak, median"),
     ]
     if any(run.layers for run in runs):
-        found += [
+        shown += [
             _card(
                 runs, "MaxVio", lambda run: number(run.final_max_violation, "{:.2f}"), "mean over layers, at the end"
             ),
             _card(runs, "Dead · dropped", _dead_and_dropped, "experts at the end · share of copies"),
         ]
-    return found
+    return shown
 
 
 def number(value: float | None, form: str) -> str:

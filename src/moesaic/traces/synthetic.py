@@ -113,7 +113,7 @@ def make_segment(config: SyntheticRouting) -> TraceSegment:
             if config.locality and dirichlet_scale is None:
                 dirichlet_scale = concentration(shares, config.sequences, config.locality, config.top_k, config.seed)
             for number, sequence_shares in enumerate(
-                tastes(shares, config.sequences, dirichlet_scale, config.top_k, random)
+                draw_sequence_shares(shares, config.sequences, dirichlet_scale, config.top_k, random)
             ):
                 experts = draw_tokens(sequence_shares, config.seq_len, config.top_k, random)
                 if config.tokens:
@@ -170,13 +170,17 @@ def concentration(shares: np.ndarray, sequences: int, local: float, top_k: int, 
     def mean_locality(spread: float) -> float:
         random = np.random.default_rng(seed)
         draws = range(-(-64 // sequences))
-        return float(np.mean([locality(tastes(shares, sequences, spread, top_k, random) * 1e9, top_k) for _ in draws]))
+        return float(
+            np.mean(
+                [locality(draw_sequence_shares(shares, sequences, spread, top_k, random) * 1e9, top_k) for _ in draws]
+            )
+        )
 
     # A grid instead of bisection: with few sequences a concentration near 0 may give less locality than a larger one.
     return min(np.geomspace(0.01, 1000, 48).tolist(), key=lambda spread: abs(mean_locality(spread) - local))
 
 
-def tastes(
+def draw_sequence_shares(
     shares: np.ndarray, sequences: int, spread: float | None, top_k: int, random: np.random.Generator
 ) -> np.ndarray:
     """Draw the shares of each sequence, (sequences, num_experts). Their mean is `shares`.

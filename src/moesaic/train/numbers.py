@@ -245,8 +245,8 @@ def require_same_weights(model: nn.Module, ranks: Ranks, step: int, advice: str,
     )
     for key in differing:
         copies = {rank: parts[key].double() for rank, parts in enumerate(parts_of_ranks) if key in parts}
-        usual = torch.stack(list(copies.values())).median(0).values
-        differences = {rank: float((tensor - usual).abs().max()) for rank, tensor in copies.items()}
+        usual = torch.stack(list(copies.values())).nanmedian(0).values
+        differences = {rank: _difference(tensor, usual) for rank, tensor in copies.items()}
         if max(differences.values(), default=0.0) <= ROUNDING * float(usual.abs().max()):
             if align and key in own_sums:
                 local_part(shared[key[0]].detach()).copy_(copies[min(copies)])
@@ -257,6 +257,12 @@ def require_same_weights(model: nn.Module, ranks: Ranks, step: int, advice: str,
             f"after step {step} {in_words(drifted)} {what} on {key[0]}, by up to {max(differences.values()):.3g}: suspect "
             f"the memory or the processor of {in_words(drifted)}; {advice}"
         )
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    """Return the largest absolute difference of two tensors; infinite if only one of them has a NaN at some place."""
+    is_same = (one == other) | (one.isnan() & other.isnan())
+    return float((one - other).abs().nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(is_same, 0.0).max())
 
 
 def _shard_coordinates(tensor: Tensor) -> tuple[int, ...]:

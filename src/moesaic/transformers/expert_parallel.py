@@ -127,7 +127,7 @@ def use_plan(model: nn.Module, plan: Plan | Compiled) -> None:
         InputError: no experts of the model run with Moesaic's programs, or the plan does not fit their mesh.
     """
     attached = [getattr(module, "_moesaic", None) for module in model.modules()]
-    implementations = [each for each in attached if isinstance(each, MoesaicEP)]
+    implementations = [mark for mark in attached if isinstance(mark, MoesaicEP)]
     if not implementations:
         raise InputError(
             'use_plan: no experts of this model run on Moesaic: load it with ep_implementation="moesaic" and ep_size > 1'

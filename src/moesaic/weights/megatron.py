@@ -26,7 +26,7 @@ OUTSIDE = {
 }
 
 
-def grouped(which: str) -> Place:
+def grouped(projection: str) -> Place:
     """Return the place of q, k or v in Megatron's joint tensor.
 
     For each key head, that tensor holds the heads of its queries, their gates (if any), the key head and its value head.
@@ -35,12 +35,12 @@ def grouped(which: str) -> Place:
     def place(part: Part, config: Any) -> Iterator[tuple[str, range, range]]:
         groups, heads = config.num_key_value_heads, config.num_attention_heads
         kinds = 2 if config.model_type == "qwen3_next" else 1  # q_proj holds each head's query rows, then its gate rows
-        shared, own_kinds = heads // groups, kinds if which == "q" else 1
-        num_heads = heads if which == "q" else groups
+        shared, own_kinds = heads // groups, kinds if projection == "q" else 1
+        num_heads = heads if projection == "q" else groups
         width = part.shape[part.rows] // (num_heads * own_kinds)
-        first = {"q": 0, "k": shared * kinds, "v": shared * kinds + 1}[which]
+        first = {"q": 0, "k": shared * kinds, "v": shared * kinds + 1}[projection]
         for head in range(num_heads):
-            group, head_in_group = divmod(head, shared) if which == "q" else (head, 0)
+            group, head_in_group = divmod(head, shared) if projection == "q" else (head, 0)
             for kind in range(own_kinds):
                 row = (head * own_kinds + kind) * width
                 target = (group * (shared * kinds + 2) + first + kind * shared + head_in_group) * width
@@ -151,8 +151,8 @@ class Megatron(AbstractFormat):
         mark = folder / "latest_checkpointed_iteration.txt"
         if not mark.exists():
             return folder
-        which = mark.read_text(encoding="utf-8", errors="replace").strip()
-        return folder / (f"iter_{int(which):07}" if which.isdecimal() and len(which) < 10 else self.folder)
+        iteration = mark.read_text(encoding="utf-8", errors="replace").strip()
+        return folder / (f"iter_{int(iteration):07}" if iteration.isdecimal() and len(iteration) < 10 else self.folder)
 
     def recognises(self, folder: Path) -> bool:
         inside = self._inside(folder)

@@ -163,8 +163,8 @@ def hub_values(model: GPT) -> dict[str, Tensor]:
             values |= {
                 f"{prefix}.mlp.{theirs}.weight": getattr(block.ffn.expert, ours)[0] for theirs, ours in names.items()
             }
-    found: dict[str, Tensor] = {name: value.detach() for name, value in values.items()}
-    return found
+    detached: dict[str, Tensor] = {name: value.detach() for name, value in values.items()}
+    return detached
 
 
 def _attention(attention: Attention) -> dict[str, Tensor]:

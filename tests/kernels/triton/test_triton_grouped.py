@@ -13,7 +13,7 @@ from helpers import pairwise
 from moesaic.kernels.triton.down_grad import down_grad
 from moesaic.kernels.triton.grouped import rows_times
 from moesaic.kernels.triton.outer import longest_first, outer_products
-from moesaic.kernels.triton.rows.tiles import Tile, num_bites
+from moesaic.kernels.triton.rows.tiles import Tile, num_column_splits
 from moesaic.kernels.triton.up import up
 
 SMALL = Tile(rows=16, columns=32, depth=16, warps=4, stages=2, group=2)
@@ -127,12 +127,12 @@ def test_backward_makes_the_very_hidden_rows_of_forward(device):
     torch.testing.assert_close(again, hidden, atol=0, rtol=2**-7)
 
 
-def test_the_epilogue_in_bites_is_the_epilogue(device):
+def test_the_epilogue_in_splits_is_the_epilogue(device):
     ends = ends_of([70, 0, 50], device)
     dy, down = torch.randn(120, 24, device=device), torch.randn(3, 24, 96, device=device)
     pre, weight = torch.randn(120, 192, device=device), torch.rand(120, device=device)
     tile = Tile(rows=64, columns=128, depth=16, warps=4, stages=2)
-    assert num_bites(tile) > 1
+    assert num_column_splits(tile) > 1
     d_pre, hidden, parts = down_grad(dy, down, pre, ends, tile, activation="silu", weight=weight)
     exact = down_grad_reference(dy, down, pre, ends, activation="silu", weight=weight)
     for mine, expected in zip((d_pre, hidden, parts.sum(1)), exact, strict=True):

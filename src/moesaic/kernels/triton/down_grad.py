@@ -20,7 +20,7 @@ from torch import Tensor
 from moesaic.kernels.triton.grouped import matrix_tile, rows_tile
 from moesaic.kernels.triton.parts import act, halves, max_tiles, place, row_tiles, rows_of_tile, slope
 from moesaic.kernels.triton.rows.launch import as_operand, dot_precision, num_programs, unit_stride
-from moesaic.kernels.triton.rows.tiles import Tile, num_bites
+from moesaic.kernels.triton.rows.tiles import Tile, num_column_splits
 
 
 def down_grad(
@@ -58,7 +58,7 @@ def down_grad(
         return d_pre, hidden, parts.zero_()
     dy, down = dy.contiguous(), unit_stride(down)
     gated = pre.shape[1] > width
-    bites = num_bites(tile, is_long=gated or activation == "gelu")
+    splits = num_column_splits(tile, is_long=gated or activation == "gelu")
     capacity = max_tiles(num_rows, len(ends), tile.rows)
     matrix, by_descriptor = as_operand(down, (1, tile.depth, tile.columns), tile)
     rows, rows_by_descriptor = as_operand(dy, (tile.rows, tile.depth), tile if token is None else None)
@@ -67,7 +67,7 @@ def down_grad(
         dy if token is None else token, dy if weight is None else weight, row_tiles(ends, num_rows, tile.rows), capacity,
         width, dy.shape[1], dy.stride(0), down.stride(0), down.stride(1), ACTIVATION=activation, PARTS=2 if gated else 1,
         WEIGHTED=weight is not None, GATHERED=token is not None, ROWS_BY_DESCRIPTOR=rows_by_descriptor,
-        BY_DESCRIPTOR=by_descriptor, PRECISION=dot_precision(dy.dtype), FLATTEN=tile.programs > 0, BITES=bites,
+        BY_DESCRIPTOR=by_descriptor, PRECISION=dot_precision(dy.dtype), FLATTEN=tile.programs > 0, SPLITS=splits,
         BLOCK_R=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=tile.group, num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip
@@ -99,7 +99,7 @@ def _down_grad_kernel(
     BY_DESCRIPTOR: tl.constexpr,
     PRECISION: tl.constexpr,
     FLATTEN: tl.constexpr,
-    BITES: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -121,15 +121,15 @@ def _down_grad_kernel(
         factor = tl.full((BLOCK_R,), 1.0, tl.float32)
         if WEIGHTED:
             factor = tl.load(weight + row, mask=is_row, other=0.0).to(tl.float32)
-        d_row = in_bites(
+        d_row = activation_grad_in_splits(
             d_hidden, factor, pre, d_pre, hidden, row, is_row, start, width,
-            ACTIVATION, PARTS, BLOCK_R, BLOCK_N, BITES,
+            ACTIVATION, PARTS, BLOCK_R, BLOCK_N, SPLITS,
         )  # fmt: skip
         tl.store(parts + row.to(tl.int64) * column_tiles + column_tile, d_row, mask=is_row)
 
 
 @triton.jit
-def in_bites(
+def activation_grad_in_splits(
     d_hidden: tl.tensor,
     factor: tl.tensor,
     pre: tl.tensor,
@@ -143,10 +143,10 @@ def in_bites(
     PARTS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BITES: tl.constexpr,
+    SPLITS: tl.constexpr,
 ) -> tl.tensor:
-    """Run `activation_grad` on BITES parts of the columns: in one part, its operands do not fit the registers."""
-    if BITES == 1:
+    """Run `activation_grad` on SPLITS parts of the columns: in one part, its operands do not fit the registers."""
+    if SPLITS == 1:
         d_row = activation_grad(
             d_hidden,
             factor,
@@ -164,13 +164,13 @@ def in_bites(
     else:
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = halves(d_hidden, BLOCK_R, BLOCK_N)
-        d_row = in_bites(
+        d_row = activation_grad_in_splits(
             left, factor, pre, d_pre, hidden, row, is_row, start, width,
-            ACTIVATION, PARTS, BLOCK_R, HALF, BITES // 2,
+            ACTIVATION, PARTS, BLOCK_R, HALF, SPLITS // 2,
         )  # fmt: skip
-        d_row += in_bites(
+        d_row += activation_grad_in_splits(
             right, factor, pre, d_pre, hidden, row, is_row, start + HALF, width,
-            ACTIVATION, PARTS, BLOCK_R, HALF, BITES // 2,
+            ACTIVATION, PARTS, BLOCK_R, HALF, SPLITS // 2,
         )  # fmt: skip
     return d_row
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from moesaic.kernels.triton.grouped import rows_tile
 from moesaic.kernels.triton.parts import act, halves, max_tiles, place, row_tiles, rows_of_tile
 from moesaic.kernels.triton.rows.launch import as_operand, dot_precision, num_programs, unit_stride
-from moesaic.kernels.triton.rows.tiles import Tile, num_bites
+from moesaic.kernels.triton.rows.tiles import Tile, num_column_splits
 
 
 def up(
@@ -60,7 +60,7 @@ def up(
         row_tiles(ends, num_rows, tile.rows), capacity, width, x.shape[1], x.stride(0), w.stride(0), w.stride(1),
         w.stride(2), ACTIVATION=activation, PARTS=parts, WEIGHTED=weight is not None,
         GATHERED=token is not None, ROWS_BY_DESCRIPTOR=rows_by_descriptor, BY_DESCRIPTOR=by_descriptor,
-        PRECISION=dot_precision(x.dtype), FLATTEN=tile.programs > 0, BITES=num_bites(tile), BLOCK_R=tile.rows,
+        PRECISION=dot_precision(x.dtype), FLATTEN=tile.programs > 0, SPLITS=num_column_splits(tile), BLOCK_R=tile.rows,
         BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=tile.group, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return pre, hidden
@@ -73,7 +73,7 @@ def _up_kernel(
     depth: tl.tensor, stride_x: tl.tensor, stride_expert: tl.tensor, stride_part: tl.tensor, stride_w: tl.tensor,
     ACTIVATION: tl.constexpr, PARTS: tl.constexpr, WEIGHTED: tl.constexpr, GATHERED: tl.constexpr,
     ROWS_BY_DESCRIPTOR: tl.constexpr, BY_DESCRIPTOR: tl.constexpr,
-    PRECISION: tl.constexpr, FLATTEN: tl.constexpr, BITES: tl.constexpr, BLOCK_R: tl.constexpr,
+    PRECISION: tl.constexpr, FLATTEN: tl.constexpr, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
     column_tiles = tl.cdiv(width, BLOCK_N)
@@ -96,7 +96,7 @@ def _up_kernel(
         factor = tl.full((BLOCK_R,), 1.0, tl.float32)
         if WEIGHTED:
             factor = tl.load(weight + row, mask=is_row, other=0.0).to(tl.float32)
-        write_in_bites(
+        write_in_splits(
             pre_first,
             pre_second,
             factor,
@@ -110,7 +110,7 @@ def _up_kernel(
             PARTS,
             BLOCK_R,
             BLOCK_N,
-            BITES,
+            SPLITS,
         )
 
 
@@ -146,7 +146,7 @@ def parts_tile(
 
 
 @triton.jit
-def write_in_bites(
+def write_in_splits(
     pre_first: tl.tensor,
     pre_second: tl.tensor,
     factor: tl.tensor,
@@ -160,10 +160,10 @@ def write_in_bites(
     PARTS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BITES: tl.constexpr,
+    SPLITS: tl.constexpr,
 ) -> None:
-    """Write pre-activations and hidden rows in BITES parts of the columns: in one part, erf spills registers."""
-    if BITES == 1:
+    """Write pre-activations and hidden rows in SPLITS parts of the columns: in one part, erf spills registers."""
+    if SPLITS == 1:
         column = start + tl.arange(0, BLOCK_N)
         inside = is_row[:, None] & (column < width)[None, :]
         first = row.to(tl.int64)[:, None] * width
@@ -182,11 +182,11 @@ def write_in_bites(
         other_left, other_right = left, right
         if PARTS == 2:
             other_left, other_right = halves(pre_second, BLOCK_R, BLOCK_N)
-        write_in_bites(
+        write_in_splits(
             left, other_left, factor, pre, hidden, row, is_row, start, width,
-            ACTIVATION, PARTS, BLOCK_R, HALF, BITES // 2,
+            ACTIVATION, PARTS, BLOCK_R, HALF, SPLITS // 2,
         )  # fmt: skip
-        write_in_bites(
+        write_in_splits(
             right, other_right, factor, pre, hidden, row, is_row, start + HALF, width,
-            ACTIVATION, PARTS, BLOCK_R, HALF, BITES // 2,
+            ACTIVATION, PARTS, BLOCK_R, HALF, SPLITS // 2,
         )  # fmt: skip

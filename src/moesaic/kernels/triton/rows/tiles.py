@@ -108,7 +108,7 @@ def shared_bytes(tile: Tile, shape: Shape) -> int:
     return tile.stages * (tile.rows + columns) * tile.depth * shape.itemsize + aside + RESERVED_BYTES
 
 
-def num_bites(tile: Tile, *, is_long: bool = False) -> int:
+def num_column_splits(tile: Tile, *, is_long: bool = False) -> int:
     """Return into how many parts an epilogue splits its columns: 32 values per operand and thread, at least 16 columns.
 
     Args:
