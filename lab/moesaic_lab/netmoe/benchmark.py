@@ -1,4 +1,4 @@
-"""NetMoE's comparison: bytes between nodes and time that moving samples saves, by how few experts each sample prefers.
+"""NetMoE's comparison: bytes between nodes and time that moving samples saves, at several localities of the routing.
 
 Simulated: NetMoE's small model (768 wide, 4 samples of 1024 tokens per device, two experts per device, top 2, float32,
 8 MoE layers) on 4 nodes of 2, 4 and 8 devices of its cluster, with one port per node. Measured: 3 layers forward and
