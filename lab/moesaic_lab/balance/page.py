@@ -22,7 +22,7 @@ from moesaic_lab.balance.cells import BED, share_rows
 from moesaic_lab.balance.claims import EQUIVALENT
 from moesaic_lab.balance.config import BalancePlace, SharesOfForced
 from moesaic_lab.balance.methods import OURS, OURS_PLACED, PLAIN, methods
-from moesaic_lab.balance.shares import RECORDED, Share
+from moesaic_lab.balance.shares import MADE_UP, RECORDED, SYNTHETIC, Share
 from moesaic_lab.performance_page import line
 from moesaic_lab.pictures import write_picture
 from moesaic_lab.tables import markdown_table, write_page
@@ -130,9 +130,9 @@ def tables(result: dict[str, Any]) -> str:
 
 def equivalence(cases: Sequence[Needed]) -> str:
     """Return how many pairs would show each case of a bed to be equivalent, or that none would."""
-    lines = [["on a bed", "best single technique", "ours over it", "pairs if both took the same", "pairs as they are"]]
+    lines = [["on a bed", "best single technique", "ours over it", "pairs if times were equal", "pairs as measured"]]
     for each in cases:
-        pairs = "none would do" if each.pairs is None else str(each.pairs)
+        pairs = "no number suffices" if each.pairs is None else str(each.pairs)
         lines.append([each.case, each.best, f"{each.ratio:.2f}", str(each.pairs_if_same), pairs])
     return markdown_table(lines)
 
@@ -141,7 +141,8 @@ def crossed(title: str, rows: Sequence[dict[str, Any]], across: str) -> str:
     """Return medians as a table: a line for each method, a column for each value of a key."""
     columns = sorted({row[across] for row in rows})
     found = {(row["method"], row[across]): f"{row['median']:.2f}" for row in rows}
-    lines = [[title, *(column if isinstance(column, str) else f"{column:g}" for column in columns)]]
+    names = [column.replace(MADE_UP, SYNTHETIC) if isinstance(column, str) else f"{column:g}" for column in columns]
+    lines = [[title, *names]]
     for method in dict.fromkeys(row["method"] for row in rows):
         lines.append([method, *(found.get((method, column), "") for column in columns)])
     return markdown_table(lines)

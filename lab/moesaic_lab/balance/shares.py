@@ -20,6 +20,8 @@ from moesaic_lab.balance.simulated import BEST, Larger
 from moesaic_lab.benchmark import Told
 
 RECORDED, MADE_UP, SLOW = "recorded", "made up", "slow rank"
+SYNTHETIC = "synthetic"
+"""What pages and pictures call `MADE_UP`."""
 """Kinds of loads; under the last all experts get alike, and the last rank is slower."""
 WHOLE = 128
 """Ranks up to which everything is simulated. On more, where a call of one method takes seconds, of recorded loads the middle
