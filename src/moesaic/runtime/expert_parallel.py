@@ -423,7 +423,7 @@ class ExpertParallel:
         if self.compiled.replicates:
             raise InputError(
                 f"a padded capacity clashes with replication={self.compiled.plan.replication}, which is decided from "
-                "counts that no rank then has: choose a capacity that is not padded, or replication none"
+                "counts that no rank has under padding: choose a capacity that is not padded, or replication none"
             )
         if self.compiled.is_multicast:
             raise InputError(
