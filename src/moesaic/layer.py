@@ -380,8 +380,8 @@ class MoE(InjectsLosses, RoutingCached):
             by_rank = capacity is not None and not capacity.never_drops and not capacity.spans_mesh
             if by_rank and (capacity.is_padded or mesh.grid.tp > 1):
                 raise InputError(
-                    f'plan="auto" clashes with {name}={capacity}, counted on each rank, where what is dropped depends on the '
-                    'plan: choose Dropless(), or a capacity with scope="mesh"'
+                    f'plan="auto" clashes with {name}={capacity}, a capacity per rank: which tokens it drops would depend on '
+                    'the plan. Choose Dropless(), or a capacity with scope="mesh"'
                 )
         return True
 
