@@ -1,4 +1,4 @@
-"""`moesaic bench`: measured comparisons, each with tables, claims, JSON and, where it says so, a picture."""
+"""`moesaic bench`: measured comparisons with tables, claims and JSON, some with a picture."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ BENCHMARKS = {
     "train": ("train.benchmark", "the demo model end to end on an emulated cluster, beside others"),
     "vision_sweeps": ("vision.sweeps", "balance loss, inference capacity and admission of a vision model"),
 }
-"""Name to module, which has a `BENCHMARK`, and what it measures."""
+"""By name: the module with the `BENCHMARK`, and a summary for --help."""
 GPU = "every figure of one GPU in nine minutes, one process a step; --dry without a GPU"
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one benchmark; returns its exit code."""
+    """Run one benchmark and return its exit code."""
     words = list(arguments)
     if not words or words[0] in ("-h", "--help"):
         summaries = {name: summary for name, (_, summary) in BENCHMARKS.items()} | {"gpu": GPU}
@@ -64,7 +64,7 @@ def run(arguments: Sequence[str]) -> int:
         usage = ["usage: moesaic bench WHAT ...", "", *lines, "", "moesaic bench WHAT --help tells what it takes."]
         print("\n".join(usage))
         return 0
-    if words[0] == "gpu":  # whose own command needs torch alone
+    if words[0] == "gpu":  # this command needs only torch
         from moesaic_lab.gpu.command import main
 
         return main(words[1:])
@@ -74,6 +74,6 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def benchmark_named(name: str) -> Benchmark[Any, Any, Any]:
-    """Return a benchmark; its module is imported now."""
+    """Import a benchmark's module and return the benchmark."""
     found: Benchmark[Any, Any, Any] = import_module(f"moesaic_lab.{BENCHMARKS[name][0]}").BENCHMARK
     return found
