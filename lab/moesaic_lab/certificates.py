@@ -541,14 +541,14 @@ SYSTEMS = {
         "torchtitan", "AllToAllTokenDispatcher around plain products", TorchtitanExperts, TorchtitanLayer
     ),
     "automodel": CertifiedSystem(
-        "nemo_automodel", "GroupedExperts, by gathering tokens; MoE", AutomodelExperts, AutomodelLayer
+        "nemo_automodel", "GroupedExperts, by gathering tokens; for whole layers, MoE", AutomodelExperts, AutomodelLayer
     ),
     "deepspeed": CertifiedSystem(
-        "deepspeed", "MOELayer and Experts behind a gate that is told the routing; TopKGate before them",
+        "deepspeed", "MOELayer and Experts behind a gate with the given routing; for whole layers, TopKGate",
         DeepSpeedExperts, DeepSpeedMoELayer, True,
     ),
     "deepspeed-autoep": CertifiedSystem(
-        "deepspeed", "AutoEPMoELayer, of Mixtral's layer", AutoEPExperts, AutoEPLayer, put=_autoep_in_model
+        "deepspeed", "AutoEPMoELayer, made from Mixtral's layer", AutoEPExperts, AutoEPLayer, put=_autoep_in_model
     ),
 }  # fmt: skip
 """Tested systems by name. A new system takes two classes, for its experts and its whole layer, and a line here."""
@@ -637,15 +637,15 @@ def page(found: Sequence[Mapping[str, Any]]) -> str:
     """Return docs/certificates.md from the rows of a result."""
     experts, layers = _parted(found)
     lines = [_HEAD, _markdown(_COLUMNS, _summary(experts, [each.name for each in SITUATIONS]))]
-    lines += ["", "What each situation is:", ""]
+    lines += ["", "The situations:", ""]
     lines += [f"- **{each.name}**: {each.says}." for each in SITUATIONS]
-    lines += ["", "What of each system is tested:", ""]
+    lines += ["", "The tested part of each system:", ""]
     lines += [f"- **{name}**: {each.what}." for name, each in SYSTEMS.items()]
     if layers:
-        lines += [_LAYER_HEAD, _markdown(_LAYER_COLUMNS, _layer_summary(layers)), "", "What each situation is:", ""]
+        lines += [_LAYER_HEAD, _markdown(_LAYER_COLUMNS, _layer_summary(layers)), "", "The situations:", ""]
         lines += [f"- **{each.name}**: {each.says}." for each in LAYER_SITUATIONS]
     wrong = [row for row in found if "quantity" in row and not row["holds"]]
-    lines += ["", "## What is wrong where", ""] if wrong else ["", "No difference was found in these versions."]
+    lines += ["", "## Differences", ""] if wrong else ["", "No difference was found in these versions."]
     said = (
         f"- {row['system']}{', whole layer' if 'is_layer' in row else ''} on {row['world']} ranks, {row['situation']}: "
         f"{_wrong(row)}"
@@ -658,26 +658,26 @@ def page(found: Sequence[Mapping[str, Any]]) -> str:
 
 CASES = {
     ("automodel", "no tokens"): (
-        "The smallest case of automodel's: experts that are asked for no tokens, as on a rank whose micro-batch is empty.",
+        "Smallest example for automodel: experts that get no tokens, as on a rank with an empty micro-batch.",
         "GroupedExperts.forward(torch.empty(0, dim), no_mask, no_gates, no_experts)    # IndexError",
     ),
     ("transformers", "empty rank"): (
-        "The smallest case of transformers': a mean over no tokens. Neither the loss nor its gradient is a number.",
+        "Smallest example for transformers: a mean over no tokens. Neither the loss nor its gradient is a number.",
         "load_balancing_loss_func((torch.empty(0, 8),), num_experts=8, top_k=2)    # tensor(nan)",
     ),
     ("deepspeed-autoep", "in a model"): (
-        "The smallest case of AutoEP's own way into a model, with transformers 5.23: it asks the registry of recorded\n"
-        "outputs with a default, which `get` of transformers' registry does not take.",
+        "Smallest example for AutoEP in a model, with transformers 5.23: it passes a default to `get` of transformers' registry of\n"
+        "recorded outputs, which takes none.",
         'auto_ep = AutoEP(MixtralForCausalLM(config), parse_autoep_config({"enabled": True}))\n'
         "    auto_ep.replace_moe_layer(auto_ep.ep_parser()[0], 1, 0)    # TypeError",
     ),
     ("deepspeed", "empty rank"): (
-        "The smallest case of deepspeed's is the same mean.",
+        "Smallest example for deepspeed: the same mean.",
         "TopKGate(16, 8, k=2, min_capacity=0, drop_tokens=False)(torch.empty(0, 16))[0]    # tensor(nan), the loss",
     ),
     ("deepspeed", "even"): (
-        "The smallest case of DeepSpeed's norm (without ZeRO, in float32): it is the mean of what the ranks find over\n"
-        "their own experts, so gradients are clipped too little. Two ranks with an expert each, whose gradients are 3 and 4:",
+        "Smallest example for DeepSpeed's norm (without ZeRO, in float32): it is the mean of the ranks' norms over\n"
+        "their own experts, so gradients are clipped too little. Take two ranks with an expert each, with gradients 3 and 4:",
         "deepspeed.runtime.utils.clip_grad_norm_(model.parameters(), math.inf)    # 3.5 on both ranks, where the norm is 5",
     ),
 }
@@ -755,23 +755,23 @@ def _wrong(row: Mapping[str, Any]) -> str:
     return row["failed"] or f"{row['quantity']} wrong by {row['error']:.1e}{by}"
 
 
-_HEAD = """# Certificates: whose experts compute what dense experts compute
+_HEAD = """# Certificates: systems that compute the same as dense experts
 
-Every system brings tokens to experts and results back in its own way. `moesaic.testing.routed_experts.certify` treats that
-way as a black box: it gives each rank tokens, the numbers of their experts and their routing weights, and compares outputs and
-all gradients with dense experts in float64. A system passes a situation when the output, the gradients of tokens and routing
-weights, and the gradients of the experts are right to 1e-4 on 2 and on 4 Gloo processes. What a trainer does to gradients
-afterwards is not tested here.
+This page shows which expert-parallel systems compute the same outputs and gradients as dense experts, and lists the differences. Use it before you trust
+or compare a system, or to test your own. `moesaic.testing.routed_experts.certify` treats a system as a black box. It gives each rank tokens,
+their experts and their routing weights, and compares outputs and all gradients with dense experts in float64. A system passes a situation if the output and the
+gradients of tokens, routing weights and experts are correct to 1e-4 on 2 and on 4 Gloo processes. Later changes of gradients by a trainer
+are not tested.
 
-This page is written by `moesaic bench certificates --page docs/certificates.md` from what is installed.
+`moesaic bench certificates --page docs/certificates.md` writes this page from the installed systems.
 """
 _LAYER_HEAD = """
 ## Whole layers
 
-`moesaic.testing.moe_layers.certify_layer` starts before the router: output, gradients of tokens, of the router (summed over the
-ranks) and of experts, the auxiliary loss by itself with its gradient, the norm of the gradient where the layer's own package
-finds it, and capacities. A loss over a rank's own tokens is another loss on every mesh: the mean of its values is not that of
-all tokens. The factor is beside `E * sum_e f_e P_e` with shares f and P that add up to 1.
+`moesaic.testing.moe_layers.certify_layer` includes the router. It compares the output, the gradients of tokens, router (summed over the
+ranks) and experts, the auxiliary loss and its gradient, the gradient norm if the layer's own package
+computes it, and capacities. A loss over a rank's own tokens depends on the mesh: the mean of its values is not the loss over
+all tokens. The factor is relative to `E * sum_e f_e P_e`, with shares f and P that add up to 1.
 """
 _TAIL = """
 ## Your own system
@@ -781,8 +781,8 @@ from moesaic.testing.routed_experts import AbstractRoutedExperts, certify
 ```
 
 Write a class with `run` and `gradients`, start a process group, and call `certify(YourExperts)` on every rank.
-`AbstractMoELayer` and `certify_layer` of `moesaic.testing.moe_layers` do the same for a whole layer. Each finding prints what
-is wrong, by how much, and by which factor if one explains it. `lab/moesaic_lab/certificates.py` has twelve such classes of
+`AbstractMoELayer` and `certify_layer` of `moesaic.testing.moe_layers` do the same for a whole layer. Each finding prints the wrong
+quantity, its error, and the factor if one explains the error. `lab/moesaic_lab/certificates.py` has twelve such classes of
 about 20 lines each.
 """
 

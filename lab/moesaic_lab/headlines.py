@@ -52,8 +52,8 @@ from moesaic_testbed.cluster import Launcher
 
 Paper = Literal["parm", "schemoe", "tutel", "netmoe", "fastermoe"]
 TITLES = {"parm": "Parm", "schemoe": "ScheMoE", "tutel": "Tutel", "netmoe": "NetMoE", "fastermoe": "FasterMoE"}
-CORES = "the ranks share two cores, and what a message costs these both sides pay"
-STEPS = "the ranks share two cores, and every further part of an exchange costs these a message more"
+CORES = "the ranks share two cores, and both methods pay the processor time of messages"
+STEPS = "the ranks share two cores, and each further part of an exchange costs them another message"
 """Reasons why speed-ups on an emulated cluster are smaller."""
 MISS = 0.25
 """Largest relative amount by which a ratio may fall below the published one."""
@@ -180,7 +180,7 @@ def schemoe_ablation() -> Comparison:
         headlines=(
             Headline(
                 cells=("schemoe.ablation.naive", "schemoe.ablation.zfp"), slow=("naive",), fast=("+ zfp",),
-                what="the ablation's layer: no codec over zfp", why="the rate of its codec is not told; ours is assumed",
+                what="the ablation's layer: no codec over zfp", why="the paper does not give the rate of its codec; ours is assumed",
             ),
         ),
         run=of_layer(_schemoe_job(place, plans), "naive"),
@@ -205,7 +205,7 @@ def schemoe() -> Comparison:
             Headline(
                 cells=("schemoe.layers.gain",), slow=tuple(plans), fast=("ScheMoE",),
                 what="a layer: Tutel at its best degree over zfp, Pipe-A2A and OptSche in two chunks",
-                why="the published figure is the mean of 675 layers, in many of which start-up decides and not bytes",
+                why="the published figure is the mean of 675 layers, many of which are limited by start-ups instead of bytes",
             ),
         ),
         run=of_layer(_schemoe_job(place, {**plans, "ScheMoE": coded}), "Tutel, degree 1"),
@@ -248,8 +248,8 @@ def tutel() -> Comparison:
         headlines=(
             Headline(
                 cells=("tutel.layer.16",), slow=("Fairseq",), fast=tuple(ours),
-                what="a layer on 16 GPUs: Fairseq's, which dispatches by products with masks, over Tutel's best plan",
-                why="what products with masks take is computed, not measured",
+                what="a layer on 16 GPUs: Fairseq's, with dispatch by products with masks, over Tutel's best plan",
+                why="the time of products with masks is computed, not measured",
             ),
             Headline(
                 cells=("tutel.pipelining.linear1.16",), slow=(first,), fast=tuple(ours),
@@ -280,7 +280,7 @@ def fastermoe() -> Comparison:
     chosen[SMART] = BalanceMethod(plan=steps)
     chosen["both, published"] = BalanceMethod(plan=replace(steps, replication="published"), is_single=False)
     chosen["both"] = BalanceMethod(plan=replace(steps, replication="shadow"), is_single=False)
-    both, load = ("both, published", "both"), "one made-up load stands for the paper's trace of iterations"
+    both, load = ("both, published", "both"), "one synthetic load replaces the paper's trace of iterations"
 
     def run(launcher: Launcher, repeats: int) -> tuple[TimedCell, float]:
         timed = replace(place, repeats=repeats, pairs=repeats)
@@ -353,7 +353,7 @@ def netmoe() -> Comparison:
             Headline(
                 cells=("netmoe.speedup.fastmoe",), slow=(fast,), fast=(placed,),
                 what=f"{LAYERS} MoE layers in a row: FastMoE over NetMoE, up to",
-                why="39 % less between nodes bounds a step at 1.64; the first scatter and the last gather are not saved",
+                why="39 % fewer bytes between nodes limit the gain to 1.64, and the first scatter and the last gather are not saved",
             ),
             Headline(
                 cells=("netmoe.speedup.fastermoe",), slow=(faster,), fast=(placed,),
@@ -439,8 +439,7 @@ def section(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the table of headlines for docs/papers.md."""
     lines = [
         [
-            "paper", "its headline, and the same comparison", "published", "here", "communication, paper", "here",
-            "off by",
+            "paper", "comparison", "published", "here", "communication, paper", "here", "difference",
         ]
     ]  # fmt: skip
     for row in rows:

@@ -6,4 +6,4 @@ class InputError(ValueError):
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on, for example since the loss is not finite. Commands leave with exit code 1."""
+    """Training cannot go on, for example because the loss is not finite. Commands leave with exit code 1."""

@@ -102,15 +102,15 @@ def page(found: list[Entry]) -> str:
         for claim in claims(found)
     ]
     names = [
-        "kind", "figures", "used for a fit", "median error", "worst", "median ratio", "half of the ratios lie between",
+        "kind", "figures", "used for a fit", "median error", "worst", "median ratio", "middle half of the ratios",
     ]  # fmt: skip
     text = [
-        "# Ledger of errors: what others measured beside what Moesaic predicts", INTRODUCTION, "## By kind",
+        "# Ledger of errors: predictions and measurements by others", INTRODUCTION, "## By kind",
         markdown_table([names, *of_kinds]), markdown_table([["claim", "value", "target", "holds"], *of_claims]),
         MISSES,
-        "## What of a preset was measured",
+        "## Measured numbers of presets",
         markdown_table([["preset", "measured", "the rest"], *([
-            f"`{name}`", "; ".join(read_cluster(name).measured) or "nothing of it by us", read_cluster(name).source,
+            f"`{name}`", "; ".join(read_cluster(name).measured) or "nothing by us", read_cluster(name).source,
         ] for name in presets())]),
     ]  # fmt: skip
     text += [_kind(found, kind) for kind in get_args(Kind) if any(each.kind == kind for each in found)]
@@ -118,27 +118,28 @@ def page(found: list[Entry]) -> str:
     return "\n\n".join(text) + "\n"
 
 
-INTRODUCTION = """Made by `moesaic bench ledger --page docs/ledger.md`; do not edit it. Every row is a figure that somebody
-measured and the prediction of it, which was not used for a fit; rows that a preset's numbers rest on are marked *fit* and count
-nowhere. A ratio is predicted over measured, of times (of memory, bytes); an error is how far it is from 1. The data and their
-licences are in `lab/moesaic_lab/ledger/data/README.md`."""
-MISSES = """What is off, and why as far as we know:
+INTRODUCTION = """This page compares predictions of the planner with figures that others measured. It tells you how far you can trust a prediction, by kind of
+figure. Rows marked *fit* were used to fit a preset and are not counted; no other row was. A ratio is predicted over measured time (for memory, bytes);
+an error is its distance from 1. `lab/moesaic_lab/ledger/data/README.md` lists the data and their licences.
 
-- Products of few rows and narrow matrices: one curve by rows knows nothing of the tiles that fill a device.
-- Expert stages on L40S come out twice as fast as measured: the only framework measured there runs them at half the rate of
-  plain products, on which the preset's rate agrees.
-- DeepEP with one or two experts per token is slower than the links: its kernels have a cost per token that the preset has not.
-- A ring of eight inside a node is 5 to 10 % faster than an all-to-all of as many bytes, a ring of two 15 % slower than one of
-  two, whose messages are the same. So many senders to one receiver are not the reason: a share of the rate for them, fitted to
-  the marked rows, is 1. All-reduces of a few megabytes in eight GPUs' switch are slower than its two passes.
-- Of steps, every row that is off by more than 16 % says why, as far as anybody knows. Layouts are those of the recipes that are
-  published beside the figures (performance recipes of Megatron-Bridge, benchmark recipes of NeMo Automodel, launch scripts of
-  SimuMax, the threads named). What a framework runs step by step in eager PyTorch and which kernels compute its attention are
-  read in its source (`stepwise` and `score_kernel` of a layout, `cost/step_model.py`); what few kernels cost that are counted
-  nowhere makes most rows 5 to 18 % too fast. LAER's steps have no published layout, and Megatron-Bridge's releases
-  before 26.04 ran slower on the same machines than those after them; neither is here.
-- Float8 products of few rows with a scale per block are several times slower than the preset says.
-- DeepSeek's trace has no licence to be committed here: `moesaic bench ledger --trace FILE` holds a copy of it against the
+`moesaic bench ledger --page docs/ledger.md` writes this page; do not edit it."""
+MISSES = """Known errors and their causes:
+
+- Products of few rows and narrow matrices: the model has one curve by rows and ignores how the tiles of a product fill a device.
+- Expert stages on L40S are predicted twice as fast as measured. The only framework measured there runs them at half the rate of
+  plain products, which the preset predicts correctly.
+- DeepEP with one or two experts per token is slower than the links: its kernels have a cost per token, which the preset lacks.
+- A ring of eight inside a node is 5 to 10 % faster than an all-to-all of the same size. A ring of two is 15 % slower than an all-to-all of
+  two, although the messages are the same. Several senders to one receiver do not explain this: a share of the rate for them, fitted to
+  the marked rows, is 1. All-reduces of a few megabytes in the switch of eight GPUs are slower than its two passes.
+- Steps: each row with an error above 16 % states the likely cause. Layouts are those of recipes
+  published with the figures (performance recipes of Megatron-Bridge, benchmark recipes of NeMo Automodel, launch scripts of
+  SimuMax, the named threads). The source of each framework shows the parts that it runs in eager PyTorch and its attention
+  kernels (`stepwise` and `score_kernel` of a layout, `cost/step_model.py`). Small kernels that the model omits
+  make most rows 5 to 18 % too fast. LAER's steps are excluded, since they have no published layout. So are Megatron-Bridge's releases
+  before 26.04, which ran slower on the same machines than later ones.
+- Float8 products of few rows with a scale per block are several times slower than predicted.
+- DeepSeek's trace has no licence that allows a copy in this repository. `moesaic bench ledger --trace FILE` compares your copy with the
   simulator."""
 
 
@@ -154,7 +155,7 @@ def _kind(found: list[Entry], kind: str) -> str:
             each.what, each.machine, f"{each.measured:.4g}", f"{each.predicted:.4g}", each.unit, f"{each.ratio:.2f}", source,
             "fit" if each.fitted else each.why,
         ])  # fmt: skip
-    shown = "" if step == 1 else f", {len(some)} of them from the fastest prediction to the slowest"
+    shown = "" if step == 1 else f", {len(some)} of them shown, by ratio"
     figures = f"<details><summary>{len(of)} figures{shown}</summary>\n\n{markdown_table(lines)}\n\n</details>"
     return f"## {kind.capitalize()}\n\n{figures}"
 

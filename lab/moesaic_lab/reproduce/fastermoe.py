@@ -282,7 +282,7 @@ def _findings(bed: FasterMoEBed, middle: Gains, skew: float) -> tuple[PaperFindi
     printed, corrected = shadow_gain(bed, skew), shadow_gain(bed, skew, "corrected")
     return (
         PaperFinding(
-            "shadowing gains more than the schedule, both together more than either",
+            "shadowing gains more than the schedule, and both together more than either",
             f"{middle.schedule:.2f}, {middle.shadow:.2f}, {middle.both:.2f}",
             middle.schedule < middle.shadow < middle.both,
         ),
@@ -290,7 +290,7 @@ def _findings(bed: FasterMoEBed, middle: Gains, skew: float) -> tuple[PaperFindi
             "the schedule reaches up to 99 % of its bound", f"{middle.schedule / middle.bound:.0%} for MoE-GPT"
         ),
         PaperFinding(
-            "equation 8 corrected, with the best prefix, is never worse than as printed",
+            "equation 8 as corrected, with the best prefix, is never worse than as printed",
             f"{corrected:.2f} against {printed:.2f}",
             corrected >= printed * 0.999,
         ),

@@ -259,7 +259,7 @@ def _findings(
 ) -> Iterator[PaperFinding]:
     right, known = order(book, rows)
     yield PaperFinding(
-        "S1 and S2 come in the order of Table IV (target: three quarters of the cells)",
+        "S1 and S2 rank as in Table IV (target: three quarters of the cells)",
         f"{right} of {known} cells",
         right >= 0.75 * known,
     )
