@@ -1,7 +1,7 @@
-"""Where faults are played: a process that starts ranks as torchrun's agent does, disturbs them, and looks at what is left.
+"""Play faults: start ranks as torchrun's agent does, disturb them, and examine what they leave behind.
 
-It runs inside the process namespace of an emulated cluster, whose links it can cut, or as a plain process. It has imported
-everything that ranks need and has one thread, so that ranks are forked from it in no time.
+This code runs inside the process namespace of an emulated cluster, where it can cut links, or in a plain process. The process
+has imported everything that ranks need and has a single thread, so ranks can be forked from it quickly.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from moesaic_testbed.rank import launcher_variables
 from moesaic_testbed.wiring import Wiring, node_address
 
 LAST_STEPS = 20
-"""Of a run, in which no fault begins any more."""
+"""Number of steps at the end of a run in which no fault begins."""
 PATIENCE, SLACK = 5.0, 30.0
-"""Seconds after which a run that stands still is given up, and what the ranks have to agree on one line and to leave."""
+"""Seconds after which a run without progress gives up, and seconds that its ranks then have to agree on a message and exit."""
 MEETING_SECONDS = 20.0
-"""After which ranks that wait for one that was killed before it could be known give up."""
+"""Seconds after which ranks stop waiting for a rank that was killed before it had joined them."""
 START_SECONDS = 120.0
-"""After which ranks that have taken no step count as hung."""
+"""Seconds after which ranks that have taken no step count as hung."""
 LASTS_SECONDS = 1.5
-"""How long a fault that passes lasts."""
+"""Duration of a temporary fault in seconds."""
 SMALL: dict[str, Any] = {
     "batch_size": 4, "device": "cpu:1", "precision": "float32", "patience": (MEETING_SECONDS, PATIENCE), "log_every": 1,
     "save": f"{INTERVAL}", "trackers": [],
     "model": {"dim": 16, "num_layers": 2, "num_heads": 2, "seq_len": 16, "moe": {"num_experts": 8, "hidden": 16}},
     "mesh": {"ep": 2, "etp": 2},
 }  # fmt: skip
-"""What the demo model is made small by."""
+"""Settings that shrink the demo model."""
 GONE = "rank {rank} (died|does not answer|is gone)"
 SAYS = {
     "startup": f"{GONE}|rank {{rank}} did not answer|ranks? .*{{rank}}.* did not come",
@@ -60,33 +60,33 @@ SAYS = {
     "disk": "(by rank {rank}: .*|metrics .* could not be written, )(the disk is full|File too large)",
     "damage": "a checkpoint is damaged .*: taking step-",
 }
-"""What the line about a fault must hold, where it is not `GONE`."""
+"""By kind of fault, the pattern that the ranks' line about it must match; `GONE` for kinds that are not listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """Faults that one run meets, one after another."""
+    """One training run and the faults that are injected into it, one after another."""
 
     folder: Path
-    """For the run and the logs of its ranks; is made."""
+    """Folder for the run and the logs of its ranks; `play` creates it."""
     steps: int
-    """Of the run."""
+    """Steps of the run."""
     transport: str
-    """What carries the messages of MoE layers."""
+    """Transport of the MoE layers' messages."""
     in_background: bool = False
-    """Whether threads write the checkpoints, so that steps of one more interval may be lost."""
+    """Whether threads write the checkpoints; the steps of one more interval may be lost then."""
     faults: Sequence[Fault]
     reference: Sequence[float] = ()
     """Losses of the undisturbed run, by step."""
     told: Path | None = None
-    """Gets a line when a fault is over."""
+    """File to which a line is appended after each fault."""
     keeps: bool = False
-    """Whether the folder stays where something was wrong."""
+    """Whether to keep the folder if a promise was broken."""
 
 
 @dataclass(kw_only=True)
 class FaultOutcome:
-    """What came of a fault."""
+    """What happened after a fault."""
 
     number: int
     kind: str
@@ -96,29 +96,32 @@ class FaultOutcome:
     in_background: bool = False
     """Whether threads wrote the checkpoints."""
     seconds: float = 0.0
-    """From the fault to the end of the last rank."""
+    """Seconds from the fault to the end of the last rank."""
     reached: int = 0
-    """The last step that was written down before."""
+    """Last step that the metrics recorded before the attempt ended."""
     resumed: int | None = None
-    """The step from which the next attempt went on; None if there was none."""
+    """Step from which the next attempt continued; None if no later attempt has taken a step."""
     hung: bool = False
+    """Whether the attempt did not react in time."""
     named: bool = True
-    """Whether a line names the rank or the cause, and nothing is a traceback."""
+    """Whether a line names the rank or the cause, and no rank printed a traceback."""
     same: bool = True
     """Whether all losses so far are bitwise those of the undisturbed run."""
     recovered: bool = False
+    """Whether a later attempt has taken a step."""
     leftovers: int = 0
-    """Processes that outlived the attempt."""
+    """Number of processes that outlived the attempt, and at the end of the run of temporary files and locks left over."""
     line: str = ""
+    """The line that names the rank or the cause, or the last output if there is none."""
 
     @property
     def lost(self) -> int:
-        """Steps to be taken again."""
+        """Number of steps that had to be repeated."""
         return 0 if self.resumed is None else max(self.reached - self.resumed, 0)
 
     @property
     def may_be_lost(self) -> int:
-        """Steps since the newest checkpoint that there had to be: one that a thread writes has its name an interval later."""
+        """The most steps that may be lost: an interval, or two if a thread, which completes checkpoints later, writes them."""
         return (2 if self.in_background else 1) * INTERVAL
 
     @property
@@ -129,7 +132,11 @@ class FaultOutcome:
 
 
 def play(wiring: Wiring | None, course: Course) -> list[dict[str, Any]]:
-    """Play a course; returns an outcome per fault that the run met before its last steps, or its losses if it has none."""
+    """Play a course.
+
+    Returns:
+        An outcome per fault that began before the last `LAST_STEPS` steps. For a course without faults, a row with its losses.
+    """
     course.folder.mkdir(parents=True)
     stage = FaultedRun(wiring, course)
     if not course.faults:
@@ -154,19 +161,19 @@ def play(wiring: Wiring | None, course: Course) -> list[dict[str, Any]]:
 
 
 class FaultedRun:
-    """One run folder, and the attempts at its run.
+    """A run's folder and the attempts to complete the run.
 
     Args:
-        wiring: of the emulated cluster around; None for plain processes.
-        course: what happens.
+        wiring: links of the emulated cluster; None for plain processes.
+        course: the run and its faults.
     """
 
     def __init__(self, wiring: Wiring | None, course: Course) -> None:
         self.wiring, self.course, self.run = wiring, course, course.folder / "run"
         self._attempts = 0
-        self._pending: list[FaultOutcome] = []  # of faults after which no attempt has taken a step yet
+        self._pending: list[FaultOutcome] = []  # outcomes of faults after which no attempt has taken a step yet
         self._first = course.folder / "first"
-        text, self._given = course.folder / "text.txt", course.folder / "given.json"
+        text, self._config_path = course.folder / "text.txt", course.folder / "given.json"
         draw = random.Random(0)
         text.write_text(" ".join("".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(2000)))
         config = override(replace(demo(), out=str(self.run), existing="resume"), SMALL, source="chaos")
@@ -175,67 +182,67 @@ class FaultedRun:
             "steps": course.steps, "evaluate": (course.steps, 4), "mesh": {"transport": course.transport}, "save": save,
         }  # fmt: skip
         config = override(config, changes, source="chaos")
-        self._given.write_text(as_json(replace(config, data=replace(config.data, path=(str(text),)))))
+        self._config_path.write_text(as_json(replace(config, data=replace(config.data, path=(str(text),)))))
         if wiring is None:
             adopt_orphans()
 
     def newest(self) -> int:
-        """Return the step of the newest checkpoint; 0 for none."""
-        found = list_checkpoints(self.run / "checkpoints")
-        return int(found[-1].name.split("-")[1]) if found else 0
+        """Return the step of the newest checkpoint; 0 if there is none."""
+        checkpoints = list_checkpoints(self.run / "checkpoints")
+        return int(checkpoints[-1].name.split("-")[1]) if checkpoints else 0
 
     def meet(self, fault: Fault) -> FaultOutcome:
-        """Start the run, let the fault happen, and look at what came of it; completes the outcomes before."""
+        """Start the run, inject the fault and return its outcome; also completes the outcomes of earlier faults."""
         if fault.kind == "damage":
-            # What is lost by the faults before is told apart from what is lost by the damage.
+            # An undisturbed attempt first, so that steps lost by earlier faults are not attributed to the damage.
             if self._pending or len(list_checkpoints(self.run / "checkpoints")) < 2:
                 self._undisturbed(until=self.newest() + INTERVAL * 2 + 1)
             _damage(list_checkpoints(self.run / "checkpoints")[-1], fault)
-        found = FaultOutcome(
+        outcome = FaultOutcome(
             number=fault.number, kind=fault.kind, way=fault.way, rank=fault.rank, transport=self.course.transport,
             in_background=self.course.in_background,
         )  # fmt: skip
-        found.reached = self.newest()
+        outcome.reached = self.newest()
         strikes_at = self.newest() + fault.after
         with self._store() as port:
             attempt = self._start(port, fault, strikes_at)
-            at = time.monotonic()
+            began_at = time.monotonic()
             try:
-                at = self._happens(fault, attempt, strikes_at)
-                self._ends(fault, attempt, found, at)
-                if fault.kind == "restart" and not found.hung:
-                    self._look(fault, attempt, found)
+                began_at = self._inject(fault, attempt, strikes_at)
+                self._await_end(fault, attempt, outcome, began_at)
+                if fault.kind == "restart" and not outcome.hung:
+                    self._judge(fault, attempt, outcome)
                     attempt.end()
                     self._complete()
                     attempt = self._start(port, None, 0, restarts=1)
-                    self._leave(attempt, found)
-                    found.resumed, found.recovered = self._began(), self._began() is not None
+                    self._stop_gracefully(attempt, outcome)
+                    outcome.resumed, outcome.recovered = self._resumed_step(), self._resumed_step() is not None
             except _HungError:
-                found.hung = True
+                outcome.hung = True
             finally:
-                found.seconds = round(time.monotonic() - at, 2)
+                outcome.seconds = round(time.monotonic() - began_at, 2)
                 attempt.end()
-        found.leftovers = self._sweep()
+        outcome.leftovers = self._sweep()
         self._complete()
         if fault.kind != "restart":
-            self._look(fault, attempt, found)
-            self._pending.append(found)
-        return found
+            self._judge(fault, attempt, outcome)
+            self._pending.append(outcome)
+        return outcome
 
     def finish(self) -> None:
-        """Let the run come to its end, undisturbed, as fast as it goes, and without a checkpoint before its last step."""
-        last = list(self._pending)
+        """Complete the run without faults and pacing, with no checkpoint before its last step, and check what is left over."""
+        pending = list(self._pending)
         self._undisturbed(until=None)
-        for each in last:
-            each.same = each.same and self._is_same() and self._step() == self.course.steps
-            rest = [*(self.run / "checkpoints").glob(".*"), *self.run.glob("*.writing"), *self.run.glob(".lock")]
-            each.leftovers += len(rest)
+        for outcome in pending:
+            outcome.same = outcome.same and self._is_same() and self._step() == self.course.steps
+            leftovers = [*(self.run / "checkpoints").glob(".*"), *self.run.glob("*.writing"), *self.run.glob(".lock")]
+            outcome.leftovers += len(leftovers)
 
     def _is_same(self) -> bool:
-        """Whether every step up to the last that is written down is there once, with the loss of the undisturbed run."""
+        """Return whether the metrics hold each step so far exactly once, with the loss of the undisturbed run."""
         lines = [line for line in read_metrics(self.run) if line["kind"] == "train"] if self._step() else []
-        found = [(line["step"], float(line["loss"])) for line in lines]
-        return found == list(enumerate(self.course.reference, 1))[: len(found)]
+        losses = [(line["step"], float(line["loss"])) for line in lines]
+        return losses == list(enumerate(self.course.reference, 1))[: len(losses)]
 
     def _undisturbed(self, until: int | None) -> None:
         with self._store() as port:
@@ -245,55 +252,55 @@ class FaultedRun:
                     attempt.wait(lambda: self._step() >= until, START_SECONDS)
                     attempt.signal(signal.SIGTERM)
                 attempt.wait(lambda: False, START_SECONDS)
-            except _HungError:  # its exit codes tell
+            except _HungError:  # the exit codes below show it
                 pass
             finally:
                 attempt.end()
         if set(attempt.codes.values()) == {0}:
             self._complete()
         elif self._pending:
-            self._pending[-1].line += f" | afterwards: {attempt.said()}"
+            self._pending[-1].line += f" | afterwards: {attempt.messages()}"
         else:
-            raise RuntimeError(f"an undisturbed attempt failed: {attempt.said()}")
+            raise RuntimeError(f"an undisturbed attempt failed: {attempt.messages()}")
         self._sweep()
 
     def _complete(self) -> None:
-        """Note in the outcomes before where the newest attempt has gone on, if it has taken a step."""
-        began = self._began()
+        """Complete the pending outcomes with the step from which the newest attempt continued, if it has taken a step."""
+        began = self._resumed_step()
         if began is not None:
-            for each in self._pending:
-                each.resumed, each.recovered = began, True
+            for outcome in self._pending:
+                outcome.resumed, outcome.recovered = began, True
             self._pending = []
 
-    def _began(self) -> int | None:
-        """Return the step from which the newest attempt went on; None if it has taken none."""
+    def _resumed_step(self) -> int | None:
+        """Return the step from which the newest attempt continued; None if it has taken no step."""
         try:
             return int(self._first.read_text(encoding="utf-8")) - 1
         except (OSError, ValueError):
             return None
 
     def _step(self) -> int:
-        """Return the last step that is written down."""
+        """Return the last step in the metrics; 0 if there is none."""
         try:
             lines = (self.run / METRICS).read_text(encoding="utf-8").splitlines()
             return int(json.loads(lines[-1])["step"]) if lines else 0
         except (OSError, ValueError):
             return 0
 
-    def _happens(self, fault: Fault, attempt: Attempt, strikes_at: int) -> float:
-        """Let a fault happen; returns when it did."""
+    def _inject(self, fault: Fault, attempt: Attempt, strikes_at: int) -> float:
+        """Inject a fault, or wait until its rank has injected it, and return the time at which it began."""
         if fault.kind == "startup":
             with suppress(_HungError):
                 attempt.wait(lambda: False, 2 * fault.chance)
             attempt.signal(signal.SIGKILL, fault.rank)
             return time.monotonic()
         if fault.kind == "strangers":
-            self._call(fault, attempt)
+            self._send_strangers(fault, attempt)
         if fault.kind in ("forward", "backward", "optimizer", "save", "restart", "disk"):
             of_any = fault.kind == "disk"
             attempt.wait(lambda: bool(attempt.codes) if of_any else fault.rank in attempt.codes, START_SECONDS)
             return time.monotonic()
-        attempt.wait(lambda: self._began() is not None and self._step() >= strikes_at, START_SECONDS)
+        attempt.wait(lambda: self._resumed_step() is not None and self._step() >= strikes_at, START_SECONDS)
         at = time.monotonic()
         if fault.kind == "stop":
             attempt.signal(signal.SIGSTOP, fault.rank)
@@ -319,53 +326,53 @@ class FaultedRun:
             self.wiring.switch(fault.node, True)
             time.sleep(LASTS_SECONDS / 20)
 
-    def _ends(self, fault: Fault, attempt: Attempt, found: FaultOutcome, at: float) -> None:
-        """Wait for the end of an attempt, which a fault that is not fatal does not bring about."""
+    def _await_end(self, fault: Fault, attempt: Attempt, outcome: FaultOutcome, began_at: float) -> None:
+        """Wait for the end of an attempt; after a fault that is not fatal, ask the attempt to stop."""
         try:
             if fault.is_fatal:
                 stopped = {fault.rank} if fault.kind == "stop" else set()
-                left = PATIENCE + SLACK - (time.monotonic() - at)
-                attempt.wait(lambda: len(attempt.codes) + len(stopped) >= WORLD, left)
+                patience = PATIENCE + SLACK - (time.monotonic() - began_at)
+                attempt.wait(lambda: len(attempt.codes) + len(stopped) >= WORLD, patience)
                 if stopped:
                     attempt.signal(signal.SIGKILL, fault.rank)
                     attempt.wait(lambda: False, SLACK)
             else:
-                self._leave(attempt, found)
+                self._stop_gracefully(attempt, outcome)
         finally:
-            found.reached = max(found.reached, self._step())
+            outcome.reached = max(outcome.reached, self._step())
             if fault.kind == "cut" and self.wiring is not None:
                 self.wiring.switch(fault.node, True)
 
-    def _leave(self, attempt: Attempt, found: FaultOutcome) -> None:
-        """Let an attempt take some steps, then ask it to save and leave, which it must."""
+    def _stop_gracefully(self, attempt: Attempt, outcome: FaultOutcome) -> None:
+        """Let an attempt take `INTERVAL` more steps, then send SIGTERM; all ranks must save and exit with code 0."""
         goal = self._step() + INTERVAL
         attempt.wait(lambda: self._step() >= goal, START_SECONDS)
         attempt.signal(signal.SIGTERM)
         attempt.wait(lambda: False, PATIENCE + SLACK)
-        found.named = found.named and set(attempt.codes.values()) == {0}
+        outcome.named = outcome.named and set(attempt.codes.values()) == {0}
 
-    def _look(self, fault: Fault, attempt: Attempt, found: FaultOutcome) -> None:
-        """Hold what an attempt left and said against what was promised."""
-        said = attempt.said()
-        found.same = self._is_same()
+    def _judge(self, fault: Fault, attempt: Attempt, outcome: FaultOutcome) -> None:
+        """Check an attempt's losses and messages, and record the result in its outcome."""
+        output = attempt.messages()
+        outcome.same = self._is_same()
         if fault.is_fatal or fault.kind == "damage":
             others = "".join(str(rank) for rank in range(WORLD) if rank // RANKS_PER_NODE != fault.node)
             if fault.kind == "cut":
-                others = "".join(map(str, range(WORLD)))  # each side misses the other
+                others = "".join(map(str, range(WORLD)))  # each side of the cut link reports ranks of the other
             pattern = SAYS.get(fault.kind, GONE).format(rank=fault.rank, others=others)
-            lines = [line for line in said if re.search(pattern, line)]
-            found.line = lines[0] if lines else " | ".join(said)[-2000:]
-            found.named = found.named and bool(lines)
-        elif not found.named:
-            found.line = " | ".join(said)[-2000:]
-        found.named = found.named and not any("Traceback" in line for line in said)
+            lines = [line for line in output if re.search(pattern, line)]
+            outcome.line = lines[0] if lines else " | ".join(output)[-2000:]
+            outcome.named = outcome.named and bool(lines)
+        elif not outcome.named:
+            outcome.line = " | ".join(output)[-2000:]
+        outcome.named = outcome.named and not any("Traceback" in line for line in output)
 
     def _start(self, port: int, fault: Fault | None, strikes_at: int, restarts: int = 0, paced: bool = True) -> Attempt:
         self._first.unlink(missing_ok=True)
         self._attempts += 1
         logs = self.course.folder / f"attempt-{self._attempts}"
         logs.mkdir()
-        words = ["train", "--config", str(self._given), "--patience", str(MEETING_SECONDS), str(PATIENCE)]
+        words = ["train", "--config", str(self._config_path), "--patience", str(MEETING_SECONDS), str(PATIENCE)]
         words += [] if paced else ["--save", str(self.course.steps)]
         attempt = Attempt(logs)
         for rank in range(WORLD):
@@ -376,7 +383,7 @@ class FaultedRun:
 
             def child(rank: int = rank, environment: Any = environment, planted: Fault | None = planted) -> NoReturn:
                 self._enter(rank // RANKS_PER_NODE)
-                _speak_into(logs / f"rank{rank}.txt")
+                _redirect_output(logs / f"rank{rank}.txt")
                 become_rank(words, environment, planted, strikes_at, self._first, paced)
 
             attempt.pids[rank] = _fork(child)
@@ -388,13 +395,13 @@ class FaultedRun:
 
     @contextmanager
     def _store(self) -> Iterator[int]:
-        """Keep the store that ranks meet at, as torchrun's agent does; gives its port."""
+        """Run the TCPStore that ranks rendezvous at, as torchrun's agent does, and yield its port."""
         ready, tell = os.pipe()
         host = "127.0.0.1" if self.wiring is None else node_address(0)
 
         def child() -> None:
             self._enter(0)
-            _speak_into(self.course.folder / "store.txt")
+            _redirect_output(self.course.folder / "store.txt")
             store = TCPStore(host, 0, None, True, wait_for_workers=False)
             os.write(tell, str(store.port).encode())
             while True:
@@ -413,55 +420,55 @@ class FaultedRun:
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
-    def _call(self, fault: Fault, attempt: Attempt) -> None:
-        """Have strangers call at every port that ranks open, from before they open the first to the end of the attempt."""
+    def _send_strangers(self, fault: Fault, attempt: Attempt) -> None:
+        """Connect strangers to every port that ranks open, from before they open the first until the attempt ends."""
         ranks = dict(attempt.pids)
 
         def child() -> None:
             self._enter(fault.node)
-            _call_all(fault, [ranks[rank] for rank in ranks if rank // RANKS_PER_NODE == fault.node])
+            _connect_strangers(fault, [ranks[rank] for rank in ranks if rank // RANKS_PER_NODE == fault.node])
 
         attempt.strangers.append(_fork(child))
 
     def _sweep(self) -> int:
-        """End what is left of an attempt; returns how many processes that were."""
-        left = 0
+        """Kill the processes that an attempt left behind and return their number."""
+        killed = 0
         while True:
             try:
                 pid, _ = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
-                return left
+                return killed
             if pid == 0:  # some are alive
                 for child in _children():
-                    left += 1
+                    killed += 1
                     with suppress(ProcessLookupError):
                         os.kill(child, signal.SIGKILL)
                 time.sleep(0.05)
 
 
 class _HungError(Exception):
-    """What was waited for has not come in time."""
+    """Raised when a condition is not met in time."""
 
 
 class Attempt:
-    """The ranks that were started together.
+    """The ranks of one start of the run.
 
     Args:
-        logs: where they write.
+        logs: the folder with the ranks' output.
     """
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self.pids: dict[int, int] = {}
         self.codes: dict[int, int] = {}
-        """Of those that have ended; minus its signal for one that was killed."""
+        """Exit codes of the ranks that have ended; for a killed rank, minus the signal's number."""
         self.strangers: list[int] = []
 
     def wait(self, is_over: Callable[[], bool], seconds: float) -> None:
-        """Wait for something, or for the end of all ranks.
+        """Wait until `is_over()` or until all ranks have ended.
 
         Raises:
-            _HungError: if it takes longer than `seconds`.
+            _HungError: if neither happens within `seconds`.
         """
         end = time.monotonic() + seconds
         while True:
@@ -473,21 +480,21 @@ class Attempt:
             time.sleep(0.02)
 
     def signal(self, number: int, rank: int | None = None) -> None:
-        """Send a signal to a rank, or to all that live."""
-        for each, pid in self.pids.items():
-            if each not in self.codes and rank in (None, each):
+        """Send a signal to a rank, or to all ranks if `rank` is None, unless they have ended."""
+        for own_rank, pid in self.pids.items():
+            if own_rank not in self.codes and rank in (None, own_rank):
                 os.kill(pid, number)
 
     def end(self) -> None:
-        """Kill what is left, as torchrun does with the others of a rank that failed."""
+        """Kill the remaining ranks, as torchrun does after one has failed, and the strangers."""
         self.signal(signal.SIGKILL)
         for pid in self.strangers:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         self.wait(lambda: False, 60)
 
-    def said(self) -> list[str]:
-        """Return the lines of ours that ranks have written, and the heads of tracebacks."""
+    def messages(self) -> list[str]:
+        """Return the lines that Moesaic printed on the ranks, and the first lines of tracebacks."""
         lines = [
             line for path in sorted(self._logs.iterdir()) for line in path.read_text(errors="replace").splitlines()
         ]
@@ -505,7 +512,7 @@ def _fork(child: Callable[[], None]) -> int:
     pid = os.fork()
     if pid == 0:
         try:
-            gc.freeze()  # else the first collection goes through all of torch, and copies its pages
+            gc.freeze()  # else the first collection visits all objects of torch and copies their shared pages
             die_with_parent()
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -515,24 +522,24 @@ def _fork(child: Callable[[], None]) -> int:
     return pid
 
 
-def _speak_into(path: Path) -> None:
+def _redirect_output(path: Path) -> None:
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for target in (1, 2):
         os.dup2(handle, target)
 
 
 def _children() -> list[int]:
-    """Return the processes whose parent is this one."""
-    found = []
+    """Return the ids of this process's children."""
+    pids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             if int(path.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[1]) == os.getpid():
-                found.append(int(path.parent.name))
-    return found
+                pids.append(int(path.parent.name))
+    return pids
 
 
 def _damage(checkpoint: Path, fault: Fault) -> None:
-    """Damage one of a checkpoint's files."""
+    """Damage one file of a checkpoint, in the way that the fault says."""
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.stat().st_size)
     path = files[int(fault.chance * len(files))]
     data, draw = bytearray(path.read_bytes()), random.Random(fault.number)
@@ -551,44 +558,44 @@ def _damage(checkpoint: Path, fault: Fault) -> None:
     path.write_bytes(data)
 
 
-def _call_all(fault: Fault, pids: Sequence[int]) -> NoReturn:
-    """Call at every port that some processes listen at, for ever."""
-    draw, held = random.Random(fault.number), list[socket.socket]()
+def _connect_strangers(fault: Fault, pids: Sequence[int]) -> NoReturn:
+    """Connect to every port on which the given processes listen, at most 20 times each; never returns."""
+    draw, connections = random.Random(fault.number), list[socket.socket]()
     called: dict[tuple[str, int], int] = {}
     while True:
-        for place in _listening(pids):
-            if called.get(place, 0) >= 20:
+        for address in _listening(pids):
+            if called.get(address, 0) >= 20:
                 continue
-            called[place] = called.get(place, 0) + 1
+            called[address] = called.get(address, 0) + 1
             with suppress(OSError):
-                caller = socket.create_connection(place, timeout=0.2)
-                held.append(caller)
+                caller = socket.create_connection(address, timeout=0.2)
+                connections.append(caller)
                 if fault.way == "garbage":
                     caller.sendall(draw.randbytes(draw.randint(1, 2000)))
                 elif fault.way == "hang up":
-                    held.pop().close()
+                    connections.pop().close()
         if fault.way == "trickle":
-            for caller in held:
+            for caller in connections:
                 with suppress(OSError):
                     caller.send(draw.randbytes(1))
         time.sleep(0.05)
 
 
 def _listening(pids: Sequence[int]) -> list[tuple[str, int]]:
-    """Return the addresses at which processes of this network listen."""
-    own = set()
+    """Return the addresses on which the given processes listen, in this network namespace."""
+    sockets = set()
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").glob("*"):
             with suppress(OSError):
-                own.add(os.readlink(link))
-    found = []
+                sockets.add(os.readlink(link))
+    addresses = []
     for name in ("tcp", "tcp6"):
         with suppress(OSError):
             for line in Path(f"/proc/self/net/{name}").read_text(encoding="ascii").splitlines()[1:]:
                 fields = line.split()
-                if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
                     address, port = fields[1].split(":")
                     parts = [str(int(address[-8:][i : i + 2], 16)) for i in (6, 4, 2, 0)]
                     host = ".".join(parts) if any(part != "0" for part in parts) else "127.0.0.1"
-                    found.append((host, int(port, 16)))
-    return found
+                    addresses.append((host, int(port, 16)))
+    return addresses

@@ -1,7 +1,8 @@
-"""NetMoE's volumes and times: what a dispatch moves under even routing, and after samples were placed anew.
+"""NetMoE's volumes and times: what all-to-alls move under even routing, and how much sample placement saves.
 
-Liu et al. (ICLR 2025). Savings need samples that like experts of their own; each sample draws its shares from a Dirichlet
-distribution with equal means, so that experts are loaded evenly in sum, and one concentration is fitted for all rows.
+Liu et al. (ICLR 2025). Placement saves traffic only if samples prefer different experts. Each sample draws its shares of the
+experts from a Dirichlet distribution with equal means, so the experts' total loads are even. One concentration is fitted for
+all rows.
 """
 
 from __future__ import annotations
@@ -27,35 +28,35 @@ from moesaic_lab.reproduce.end_to_end import WholeStep
 from moesaic_lab.reproduce.records import Book, Chart, PaperFinding, Reproduction, paper_bars
 
 MODELS = {"S": 768, "M": 1024, "L": 1280, "XL": 1600, "XXL": 4096}
-"""Widths by model."""
+"""Width of each model."""
 SAMPLES, LENGTH, TOP_K, PER_NODE, DRAWS = 4, 1024, 2, 8, 20
-"""Samples per device, tokens of each, experts per token, devices of a node, draws that a mean is taken over."""
+"""Samples per device, tokens per sample, experts per token, devices per node, and random draws in a mean."""
 MIB = 2**20
 JOURNEY = 6
-"""MoE layers over which the time of one is taken, where samples move between them; the last takes them home."""
+"""Number of consecutive MoE layers between which samples move; the last one returns them to their home ranks."""
 
 
 @dataclass(frozen=True)
 class PlacedSamples:
-    """What placing samples did, means over draws."""
+    """The effect of sample placement on an all-to-all, as means over draws."""
 
     intra: float
-    """Rows inside nodes in one all-to-all after, over those before."""
+    """Rows sent inside nodes, after over before."""
     inter: float
-    """Rows between nodes after, over those before."""
+    """Rows sent between nodes, after over before."""
     moved_nodes: float
-    """Share of the samples that went to another node."""
+    """Share of the samples that moved to another node."""
     moved_devices: float
-    """Share of the samples that went to another device."""
+    """Share of the samples that moved to another device."""
 
 
 def workload(devices: int, dim: int, samples: int = SAMPLES) -> Workload:
-    """Return a layer: two experts per device, float32, F = 4 D.
+    """Return an MoE layer with two experts per device, float32 and F = 4 D.
 
     Args:
-        devices: in use.
+        devices: number of devices.
         dim: width of the model.
-        samples: per device.
+        samples: samples per device.
     """
     return Workload(
         tokens=samples * LENGTH, num_experts=2 * devices, top_k=TOP_K, dim=dim, hidden=4 * dim, matrices=2, dtype="fp32"
@@ -63,32 +64,32 @@ def workload(devices: int, dim: int, samples: int = SAMPLES) -> Workload:
 
 
 def before_mib(devices: int, dim: int) -> tuple[float, float]:
-    """Return the MiB that one all-to-all of rows moves (inside nodes, between nodes), all ranks together, even routing."""
+    """Return the MiB that all ranks together send in an all-to-all of rows under even routing: (inside, between) nodes."""
     grid, layer = Grid(world=devices, ep=devices, ranks_per_node=PER_NODE), workload(devices, dim)
-    made = compile_plan(Plan(), grid)
-    sizes = sizes_of(made.forward, layer, grid)
-    names = {slot.name for slot in made.forward.slots if slot.kind is Kind.ROWS}
-    stage = {task.name: task.stage for task in made.forward.tasks}
+    compiled = compile_plan(Plan(), grid)
+    sizes = sizes_of(compiled.forward, layer, grid)
+    names = {slot.name for slot in compiled.forward.slots if slot.kind is Kind.ROWS}
+    stage = {task.name: task.stage for task in compiled.forward.tasks}
     inside, across = 0, 0
-    for moved in traffic(made.forward, sizes, grid.node_of):
+    for moved in traffic(compiled.forward, sizes, grid.node_of):
         if moved.kind is Kind.ROWS and stage[moved.task] is Stage.DISPATCH and moved.task in names:
-            found = moved.num_bytes(dim, layer.element_bytes)
-            inside, across = inside + found[0], across + found[1]
+            num_bytes = moved.num_bytes(dim, layer.element_bytes)
+            inside, across = inside + num_bytes[0], across + num_bytes[1]
     return inside / MIB, across / MIB
 
 
 def placed(devices: int, concentration: float, draws: int = DRAWS) -> PlacedSamples:
-    """Return what the two-stage assignment does to the gather of a layer and the scatter of the next.
+    """Return the effect of the two-stage assignment on the gather of a layer and the scatter of the next.
 
     Args:
-        devices: in use.
-        concentration: of the Dirichlet distribution, over all experts together.
-        draws: how many batches.
+        devices: number of devices.
+        concentration: concentration of the Dirichlet distribution, summed over all experts.
+        draws: number of random batches.
     """
     grid = Grid(world=devices, ep=devices, ranks_per_node=PER_NODE)
     node = np.arange(devices) // PER_NODE
     of_sample = replace(workload(devices, 1), tokens=LENGTH)
-    found = []
+    ratios = []
     for draw in range(draws):
         here, following = (
             dirichlet_counts(
@@ -101,21 +102,21 @@ def placed(devices: int, concentration: float, draws: int = DRAWS) -> PlacedSamp
         old, new = load.volume(load.homes), load.volume(homes)
         moved = load.homes.moved(homes, node), load.homes.moved(homes)
         samples = devices * SAMPLES
-        found.append((new.intra / old.intra, new.inter / old.inter, moved[0] / samples, moved[1] / samples))
-    return PlacedSamples(*np.mean(found, axis=0).tolist())
+        ratios.append((new.intra / old.intra, new.inter / old.inter, moved[0] / samples, moved[1] / samples))
+    return PlacedSamples(*np.mean(ratios, axis=0).tolist())
 
 
 def step_gains(book: Book, model: str, nodes: int, per_node: int) -> dict[str, float]:
-    """Return how many times as fast NetMoE's whole steps are as those of other systems.
+    """Return the speed-ups of NetMoE's whole steps over those of other systems.
 
-    MoE layers route samples as `placed` draws them. FastMoE sends all tokens out and back, and so does SmartMoE, which moves no
-    expert where all are evenly loaded; FasterMoE has its smart schedule in groups of four devices, and shadows nothing.
+    MoE layers route samples as `placed` draws them. FastMoE dispatches and combines all tokens. So does SmartMoE, which moves
+    no expert if all are evenly loaded. FasterMoE has its smart schedule in groups of four devices, and no shadows.
 
     Args:
-        book: tells the constants.
+        book: gives the constants.
         model: a key of `MODELS`.
-        nodes: of the cluster.
-        per_node: devices of each in use.
+        nodes: number of nodes.
+        per_node: devices in use on each node.
     """
     dim, devices = MODELS[model], nodes * per_node
     layer = replace(workload(devices, dim, 1), tokens=LENGTH)
@@ -131,18 +132,19 @@ def step_gains(book: Book, model: str, nodes: int, per_node: int) -> dict[str, f
     layers = step.model.moe_layers / JOURNEY
     journey = travel(setting.grid, counts, SAMPLES, TwoStage(least_gain=0.0))
     fastmoe, fastermoe, netmoe = (
-        around + layers * each for each in (plain.plain(counts)[0], smart.plain(counts)[0], plain.placed(journey)[0])
+        around + layers * seconds
+        for seconds in (plain.plain(counts)[0], smart.plain(counts)[0], plain.placed(journey)[0])
     )
     return {"fastmoe": fastmoe / netmoe, "fastermoe": fastermoe / netmoe, "smartmoe": fastmoe / netmoe}
 
 
 class NetMoECluster:
-    """Some nodes of the cluster.
+    """Simulates layers on some nodes of the paper's cluster.
 
     Args:
-        book: tells the constants.
-        nodes: in use.
-        per_node: devices of each in use.
+        book: gives the constants.
+        nodes: number of nodes in use.
+        per_node: devices in use on each node.
     """
 
     def __init__(self, book: Book, nodes: int = 2, per_node: int = PER_NODE) -> None:
@@ -150,7 +152,7 @@ class NetMoECluster:
 
     @cached_property
     def spec(self) -> ClusterSpec:
-        """The cluster: its preset with the constants in place."""
+        """The cluster's preset, with the fitted constants in place."""
         spec = paper_cluster(self._nodes, self._per_node)
         nvlink, nic = spec.links
         nic = replace(nic, gbps=(self.book.constant("netmoe.nic"),))
@@ -158,15 +160,15 @@ class NetMoECluster:
         return replace(spec, device=device, links=(nvlink, nic))
 
     def table4_ms(self, samples: int) -> tuple[float, float]:
-        """Return scatter and computing of a layer of the small model on 16 devices, milliseconds.
+        """Return the milliseconds of scatter and computation in a layer of the small model on 16 devices.
 
         Args:
-            samples: per device.
+            samples: samples per device.
         """
         grid = Grid(world=16, ep=16, ranks_per_node=PER_NODE)
-        made, layer = compile_plan(Plan(), grid), workload(16, MODELS["S"], samples)
-        run = Simulator(self.spec).run(made.forward, layer, grid)
-        rows = {slot.name for slot in made.forward.slots if slot.kind is Kind.ROWS}
+        compiled, layer = compile_plan(Plan(), grid), workload(16, MODELS["S"], samples)
+        run = Simulator(self.spec).run(compiled.forward, layer, grid)
+        rows = {slot.name for slot in compiled.forward.slots if slot.kind is Kind.ROWS}
         spans = run.timeline.spans
         scatter = sum(s.end - s.start for s in spans if s.stage is Stage.DISPATCH and s.task in rows - {"rows"})
         computing = sum(s.end - s.start for s in spans if s.stage is Stage.EXPERT)
@@ -174,41 +176,41 @@ class NetMoECluster:
 
 
 SWEEP = ((2, 2), (2, 4), (2, 8), (4, 2), (4, 4), (4, 8))
-"""Nodes, and devices of each, of the sweep of N and J."""
+"""(nodes, devices per node) of the paper's sweep of N and J."""
 
 
 def reproduce(book: Book) -> Reproduction:
-    """Count and place, and set the volumes beside the paper's figures."""
-    found: dict[str, float] = {}
+    """Compute volumes, placements and times, and compare them with the paper's figures."""
+    figures: dict[str, float] = {}
     after = {devices: placed(devices, book.constant("netmoe.concentration")) for devices in (16, 32)}
     for devices, mean in after.items():
         for model, dim in MODELS.items():
             intra, inter = before_mib(devices, dim)
-            found[f"netmoe.before.intra.{devices}.{model}"] = intra
-            found[f"netmoe.before.inter.{devices}.{model}"] = inter
-            found[f"netmoe.after.intra.{devices}.{model}"] = intra * mean.intra
-            found[f"netmoe.change.{devices}.{model}"] = 100 * (mean.inter - 1)
+            figures[f"netmoe.before.intra.{devices}.{model}"] = intra
+            figures[f"netmoe.before.inter.{devices}.{model}"] = inter
+            figures[f"netmoe.after.intra.{devices}.{model}"] = intra * mean.intra
+            figures[f"netmoe.change.{devices}.{model}"] = 100 * (mean.inter - 1)
         for model in ("S", "M", "L") if devices == 16 else ("S",):
-            found[f"netmoe.moved.nodes.{devices}.{model}"] = 100 * mean.moved_nodes
-            found[f"netmoe.moved.devices.{devices}.{model}"] = 100 * mean.moved_devices
+            figures[f"netmoe.moved.nodes.{devices}.{model}"] = 100 * mean.moved_nodes
+            figures[f"netmoe.moved.devices.{devices}.{model}"] = 100 * mean.moved_devices
     bed = NetMoECluster(book)
     for samples in (2, 4, 8, 16, 24):
-        found[f"netmoe.scatter.{samples}"], found[f"netmoe.compute.{samples}"] = bed.table4_ms(samples)
+        figures[f"netmoe.scatter.{samples}"], figures[f"netmoe.compute.{samples}"] = bed.table4_ms(samples)
     gains = [step_gains(book, model, 4, PER_NODE) for model in MODELS]
-    found |= {f"netmoe.speedup.{system}": max(each[system] for each in gains) for system in gains[0]}
+    figures |= {f"netmoe.speedup.{system}": max(model_gains[system] for model_gains in gains) for system in gains[0]}
     for nodes, per_node in SWEEP:
-        found[f"netmoe.sweep.n{nodes}.j{nodes * per_node}"] = step_gains(book, "S", nodes, per_node)["fastmoe"]
-    return book.reproduction("netmoe", book.rows(found), _findings(book, after), _charts(book, after))
+        figures[f"netmoe.sweep.n{nodes}.j{nodes * per_node}"] = step_gains(book, "S", nodes, per_node)["fastmoe"]
+    return book.reproduction("netmoe", book.rows(figures), _findings(book, after), _charts(book, after))
 
 
-def before_error(made: Reproduction) -> float:
-    """Return the median error of the volumes before, over rows that count as validation."""
-    return statistics.median(made.errors(prefix="netmoe.before."))
+def before_error(reproduction: Reproduction) -> float:
+    """Return the median error of the volumes before placement, over rows that count as validation."""
+    return statistics.median(reproduction.errors(prefix="netmoe.before."))
 
 
-def after_points(made: Reproduction) -> float:
-    """Return the median error of the changes between nodes, in points, over rows that count as validation."""
-    return statistics.median(made.errors(unit="points", prefix="netmoe.change."))
+def after_points(reproduction: Reproduction) -> float:
+    """Return the median error in points of the changes in traffic between nodes, over rows that count as validation."""
+    return statistics.median(reproduction.errors(unit="points", prefix="netmoe.change."))
 
 
 def _findings(book: Book, after: dict[int, PlacedSamples]) -> tuple[PaperFinding, ...]:

@@ -1,4 +1,4 @@
-"""The five reproductions by name, what they claim, and all of it as data."""
+"""The five reproductions by name, their claims, and their results as plain data."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ REPRODUCTIONS: dict[str, Callable[[Book], Reproduction]] = {
     "netmoe": netmoe.reproduce,
     "fastermoe": fastermoe.reproduce,
 }
-"""By the name of the paper."""
+"""Functions that reproduce a paper, by its name."""
 TARGETS = {"parm": 0.15, "schemoe": 0.10, "tutel": 0.10, "fastermoe": 0.30, "netmoe": 0.03}
-"""Median errors to reach; NetMoE's of the volumes before."""
+"""Largest allowed median error by paper; NetMoE's is that of the volumes before samples are placed."""
 NOTES = (
     "Simulated figures beside published ones. A row of role fit rests on a constant that was made of it, and counts for "
     "nothing; figures that are kept back have a prediction and no error."
 )
 
 
-def claims(made: Sequence[Reproduction], book: Book) -> list[Claim]:
-    """Return all claims, also those of papers that were not reproduced in this run.
+def claims(reproductions: Sequence[Reproduction], book: Book) -> list[Claim]:
+    """Return all claims, including those of papers that were not reproduced in this run, which have no value.
 
     Args:
-        made: what was reproduced.
-        book: of cells and constants.
+        reproductions: the reproductions of this run.
+        book: the cells and constants.
     """
 
     def of(paper: str) -> Reproduction:
-        return some([each for each in made if each.paper == paper], paper)[0]
+        return some([reproduction for reproduction in reproductions if reproduction.paper == paper], paper)[0]
 
     def ordered() -> float:
         right, known = parm.order(book, of("parm").rows)
@@ -55,28 +55,31 @@ def claims(made: Sequence[Reproduction], book: Book) -> list[Claim]:
 
 @dataclass(frozen=True, kw_only=True)
 class PapersMeasured(Measurement):
-    """Rows and claims of some papers, and constants, findings, assumptions and what stays unexplained by paper."""
+    """The results of `moesaic reproduce`: rows and claims of some papers, and further data by paper."""
 
     papers: dict[str, Any]
+    """Title, constants, findings, assumptions and unexplained figures, by paper."""
 
     @classmethod
-    def of(cls, made: Sequence[Reproduction], book: Book) -> PapersMeasured:
-        """Return what was reproduced as plain data."""
+    def of(cls, reproductions: Sequence[Reproduction], book: Book) -> PapersMeasured:
+        """Return reproductions as plain data."""
         papers = {
-            each.paper: {
-                "title": each.title,
-                "constants": [dict(vars(constant)) for constant in each.constants],
-                "findings": [dict(vars(finding)) for finding in each.findings],
-                "assumptions": list(each.assumptions),
-                "unexplained": list(each.unexplained),
+            reproduction.paper: {
+                "title": reproduction.title,
+                "constants": [dict(vars(constant)) for constant in reproduction.constants],
+                "findings": [dict(vars(finding)) for finding in reproduction.findings],
+                "assumptions": list(reproduction.assumptions),
+                "unexplained": list(reproduction.unexplained),
             }
-            for each in made
+            for reproduction in reproductions
         }
-        rows = [_row(each.paper, row) for each in made for row in each.rows]
-        return cls(rows=rows, claims=claims(made, book), notes=NOTES, packages=("numpy", "scipy"), papers=papers)
+        rows = [_row(reproduction.paper, row) for reproduction in reproductions for row in reproduction.rows]
+        return cls(
+            rows=rows, claims=claims(reproductions, book), notes=NOTES, packages=("numpy", "scipy"), papers=papers
+        )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what is written, with the papers."""
+        """Return the content of the JSON file, including `papers`."""
         return {**super().as_dict(), "papers": self.papers}
 
 
