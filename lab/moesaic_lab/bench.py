@@ -75,5 +75,5 @@ def run(arguments: Sequence[str]) -> int:
 
 def benchmark_named(name: str) -> Benchmark[Any, Any, Any]:
     """Import a benchmark's module and return the benchmark."""
-    found: Benchmark[Any, Any, Any] = import_module(f"moesaic_lab.{BENCHMARKS[name][0]}").BENCHMARK
-    return found
+    benchmark: Benchmark[Any, Any, Any] = import_module(f"moesaic_lab.{BENCHMARKS[name][0]}").BENCHMARK
+    return benchmark

@@ -65,9 +65,9 @@ def trained(folder: Path, name: str, steps: int, world: int, mesh: MeshConfig) -
     return figures, load_checkpoint(Path(config.out) / "checkpoints", print).model
 
 
-def row(mesh: MeshConfig, world: int, found: Any, expected: Any) -> dict[str, Any]:
-    """Return the row of a run: its largest relative differences. `found` and `expected` are results of `trained`."""
-    (figures, tensors), (expected_figures, expected_tensors) = found, expected
+def row(mesh: MeshConfig, world: int, actual: Any, expected: Any) -> dict[str, Any]:
+    """Return the row of a run: its largest relative differences. `actual` and `expected` are results of `trained`."""
+    (figures, tensors), (expected_figures, expected_tensors) = actual, expected
     assert tensors.keys() == expected_tensors.keys()
     scales = {name: max(float(tensor.abs().max()), 1e-30) for name, tensor in expected_tensors.items()}
     errors = {name: float((tensors[name] - tensor).abs().max()) for name, tensor in expected_tensors.items()}

@@ -65,8 +65,8 @@ def spread(rows: Sequence[Mapping[str, Any]], figure: str, *by: str) -> list[dic
 
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:
     """Return rows of cells as a Markdown table; the first row is the header."""
-    head, *body = ["| " + " | ".join(line) + " |" for line in lines]
-    return "\n".join([head, "|" + "---|" * len(lines[0]), *body])
+    header, *body = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([header, "|" + "---|" * len(lines[0]), *body])
 
 
 def write_page(path: Path, text: str, marks: Marks | None = None) -> None:

@@ -117,7 +117,7 @@ def virtual_codecs(accelerator: Accelerator) -> Codecs:
     """Return a replacement for a layer's codecs (`ExpertParallel.codecs`), with the same lengths and virtual time."""
 
     @cache
-    def made(name: str) -> AbstractCodec:
+    def virtual_codec(name: str) -> AbstractCodec:
         return VirtualCodec(codec_named(name), accelerator) if is_coded(name) else codec_named(name)
 
-    return made
+    return virtual_codec

@@ -239,9 +239,9 @@ def cluster(nodes: int = 2, ranks_per_node: int = 2, *, bed: Bed | None = None, 
     Raises:
         InputError: for an invalid bed, or if this machine cannot emulate clusters (`refusal` says why).
     """
-    wanted = bed or Bed(nodes=nodes, ranks_per_node=ranks_per_node, **options)
-    with Launcher() as launcher, launcher.open(wanted) as made:
-        yield made
+    described = bed or Bed(nodes=nodes, ranks_per_node=ranks_per_node, **options)
+    with Launcher() as launcher, launcher.open(described) as opened:
+        yield opened
 
 
 def refusal() -> str | None:

@@ -56,7 +56,7 @@ def measure_stream(cluster: Cluster, megabytes: int = 4, repeats: int = REPEATS)
     size = megabytes * MEBIBYTE
     limit = size / min(cluster.bed.inter_bytes_per_second(node) for node in (0, 1))
     spans = cluster.run(_timed, _stream_parts, (size, cluster.bed.ranks_per_node), repeats)
-    return Transferred(name=f"stream {megabytes} MiB", limit_seconds=limit, seconds=_lasted(spans), bytes=size)
+    return Transferred(name=f"stream {megabytes} MiB", limit_seconds=limit, seconds=_durations(spans), bytes=size)
 
 
 def measure_inside(cluster: Cluster, megabytes: int = 4, repeats: int = REPEATS) -> Transferred:
@@ -65,7 +65,7 @@ def measure_inside(cluster: Cluster, megabytes: int = 4, repeats: int = REPEATS)
     spans = cluster.run(_timed, _inside_parts, (size, cluster.bed.ranks_per_node), repeats)
     limit = None if rate is None else 2 * size / rate
     return Transferred(
-        name=f"inside a node {megabytes} MiB", limit_seconds=limit, seconds=_lasted(spans), bytes=2 * size
+        name=f"inside a node {megabytes} MiB", limit_seconds=limit, seconds=_durations(spans), bytes=2 * size
     )
 
 
@@ -76,7 +76,7 @@ def measure_all_to_all(cluster: Cluster, megabytes: int = 4, repeats: int = REPE
     spans = cluster.run(_timed, _all_to_all_parts, (part,), repeats)
     name = f"all-to-all {bed.nodes}x{bed.ranks_per_node} {megabytes} MiB"
     crossing = part * bed.ranks_per_node * (bed.world - bed.ranks_per_node)
-    return Transferred(name=name, limit_seconds=_limit(bed, part), seconds=_lasted(spans), bytes=crossing)
+    return Transferred(name=name, limit_seconds=_limit(bed, part), seconds=_durations(spans), bytes=crossing)
 
 
 def _limit(bed: Bed, part: int) -> float:
@@ -138,6 +138,6 @@ def _all_to_all_parts(part: int) -> dict[int, tuple[int, int]]:
     return {peer: (part, part) for peer in range(dist.get_world_size()) if peer != dist.get_rank()}
 
 
-def _lasted(spans: list[list[tuple[float, float]]]) -> tuple[float, ...]:
+def _durations(spans: list[list[tuple[float, float]]]) -> tuple[float, ...]:
     """Return how long each repeat took, over all ranks."""
     return tuple(max(end for _, end in repeat) - min(start for start, _ in repeat) for repeat in zip(*spans))

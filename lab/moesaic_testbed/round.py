@@ -131,9 +131,9 @@ class AbstractRound(ABC):
     def _change_links(self) -> float | None:
         """Make all changes of links that are due; return when the next one is due, on the monotonic clock, or None."""
         while self._changes and self._started is not None:
-            at = self._started + self._changes[0].at_seconds
-            if at > time.monotonic():
-                return at
+            due = self._started + self._changes[0].at_seconds
+            if due > time.monotonic():
+                return due
             change = self._changes.pop(0)
             self._changed.add(change.node)
             self.wiring.change(change.node, change.rate)

@@ -64,39 +64,39 @@ class WindowAttention(nn.Module):
         """
         if self.shift:
             x = x.roll((-self.shift, -self.shift), dims=(1, 2))
-        y = self._join(self._attend(self._cut(x)))
+        y = self._image(self._attend(self._windows(x)))
         return y.roll((self.shift, self.shift), dims=(1, 2)) if self.shift else y
 
     def _attend(self, x: Tensor) -> Tensor:
         """Attend within windows: (batch, windows, tokens, dim) to the same shape."""
         bias = torch.stack([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
-        qkv = (self.qkv(x) + self._mine(bias, 1)).unflatten(-1, (-1, len(self.q_bias) // self.num_heads))
+        qkv = (self.qkv(x) + self._own_heads(bias, 1)).unflatten(-1, (-1, len(self.q_bias) // self.num_heads))
         # Windows and heads share an axis, so the bias need not be copied over a batch axis.
         q, k, v = qkv.permute(3, 0, 1, 4, 2, 5).flatten(2, 3)
-        scale = self._mine(self.log_scale, 0).clamp(max=math.log(SHARPEST)).exp().repeat(x.shape[1])[:, None, None]
+        scale = self._own_heads(self.log_scale, 0).clamp(max=math.log(SHARPEST)).exp().repeat(x.shape[1])[:, None, None]
         q, k = F.normalize(q, dim=-1) * scale.to(q.dtype), F.normalize(k, dim=-1)
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=self._bias(x.shape[1]).to(q.dtype), scale=1.0)
         return self.out(attended.unflatten(1, (x.shape[1], -1)).transpose(2, 3).flatten(3))
 
-    def _mine(self, x: Tensor, dim: int) -> Tensor:
+    def _own_heads(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's heads of a tensor that is replicated on all ranks, along a dimension."""
         return x if self.tp is None else move(x, self.tp, Replicate(), Shard(dim))
 
     def _bias(self, num_windows: int) -> Tensor:
         """Return the bias of the similarities, (1, windows * heads, tokens, tokens)."""
         table = BIAS_RANGE * self.position_bias(self.coordinates).sigmoid()
-        bias = self._mine(table[self.pairs].permute(2, 0, 1), 0).expand(num_windows, -1, -1, -1)
+        bias = self._own_heads(table[self.pairs].permute(2, 0, 1), 0).expand(num_windows, -1, -1, -1)
         if self.hidden is not None:
             bias = bias.masked_fill(self.hidden[:, None], -math.inf)
         return bias.flatten(0, 1)[None]
 
-    def _cut(self, x: Tensor) -> Tensor:
+    def _windows(self, x: Tensor) -> Tensor:
         """Cut an image into windows: (batch, height, width, dim) to (batch, windows, tokens, dim)."""
         tiles = x.unflatten(2, (self.per_side, self.window)).unflatten(1, (self.per_side, self.window))
         return tiles.transpose(2, 3).flatten(3, 4).flatten(1, 2)
 
-    def _join(self, x: Tensor) -> Tensor:
-        """Join windows to an image, the inverse of `_cut`."""
+    def _image(self, x: Tensor) -> Tensor:
+        """Join windows to an image, the inverse of `_windows`."""
         tiles = x.unflatten(2, (self.window, self.window)).unflatten(1, (self.per_side, self.per_side))
         return tiles.transpose(2, 3).flatten(3, 4).flatten(1, 2)
 
@@ -117,8 +117,8 @@ def log_coordinates(window: int) -> Tensor:
 def pair_index(window: int) -> Tensor:
     """Return for each pair of tokens of a window the index of its row in `log_coordinates`, (tokens, tokens) int64."""
     side = torch.arange(window)
-    apart = side[:, None] - side + window - 1
-    rows, columns = apart[:, None, :, None], apart[None, :, None, :]
+    distances = side[:, None] - side + window - 1
+    rows, columns = distances[:, None, :, None], distances[None, :, None, :]
     return (rows * (2 * window - 1) + columns).reshape(window**2, window**2)
 
 

@@ -137,9 +137,9 @@ class SwinConfig:
         return self.ffn == "moe" and stage >= self.dense_stages and block % 2 == 1
 
 
-def _check(config: SwinConfig, name: str, holds: bool, wanted: str) -> None:
+def _check(config: SwinConfig, name: str, holds: bool, requirement: str) -> None:
     if not holds:
-        raise InputError(f"swin.{name}={getattr(config, name)!r}: must be {wanted}")
+        raise InputError(f"swin.{name}={getattr(config, name)!r}: must be {requirement}")
 
 
 _SMALL = SwinConfig()

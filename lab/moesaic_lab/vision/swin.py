@@ -68,7 +68,7 @@ class SwinBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, height, width, dim) to the same shape."""
         # Both are drawn before the router draws: a recomputation replays routing without draws, so later ones would differ.
-        first, second = self._kept(x)
+        first, second = self._branch_factors(x)
         x = _add(x, self._normed(x, self.attention, self.attention_norm), first)
         return _add(x, self._normed(x.flatten(1, 2), self.ffn, self.ffn_norm).view(x.shape), second)
 
@@ -76,7 +76,7 @@ class SwinBlock(nn.Module):
         y: Tensor = norm(layer(x)) if self.post_norm else layer(norm(x))
         return y
 
-    def _kept(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def _branch_factors(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return a factor per image for each of the two residual branches: 0 if skipped, else 1 / (1 - drop_path).
 
         This is stochastic depth (Huang et al. 2016). Each factor is (batch, 1, 1, 1), or None if no branch can be skipped.
@@ -88,8 +88,8 @@ class SwinBlock(nn.Module):
         return first, second
 
 
-def _add(x: Tensor, y: Tensor, kept: Tensor | None) -> Tensor:
-    return x + y if kept is None else x + kept * y
+def _add(x: Tensor, y: Tensor, factor: Tensor | None) -> Tensor:
+    return x + y if factor is None else x + factor * y
 
 
 class PatchMerging(nn.Module):

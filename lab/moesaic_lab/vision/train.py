@@ -153,7 +153,7 @@ def train(options: VisionOptions, say: Any = print) -> dict[str, Any]:
     batches = ImageBatches(data, options.batch_size, options.seed, part, varied=options.varied)
     loss = _steps(model, options, batches, say)
     results: dict[str, Any] = {"parameters": total, "active": active, "loss": loss}
-    logits = _in_parts(model, held_out.pixels)
+    logits = _outputs_of(model, held_out.pixels)
     results["val_loss"] = float(F.cross_entropy(logits, held_out.labels))
     results["accuracy"] = float((logits.argmax(1) == held_out.labels).float().mean())
     say(
@@ -212,7 +212,7 @@ def _steps(model: SwinMoE, options: VisionOptions, batches: ImageBatches, say: A
 
 
 @torch.no_grad()
-def _in_parts(model: nn.Module, pixels: Tensor, size: int = 128) -> Tensor:
+def _outputs_of(model: nn.Module, pixels: Tensor, size: int = 128) -> Tensor:
     """Return the model's outputs for all images, in evaluation mode, on the CPU. Every rank evaluates all images."""
     model.eval()
     device = next(model.parameters()).device
@@ -236,8 +236,8 @@ def linear_probe(model: SwinMoE, data: Images, held_out: Images, shots: int, rid
     few = torch.cat([(data.labels == each).nonzero()[:shots, 0] for each in range(classes)])
     head, model.head = model.head, nn.Identity()  # type: ignore[assignment]
     try:
-        x, y = _in_parts(model, data.pixels[few]).double(), F.one_hot(data.labels[few], classes).double()
-        features = _in_parts(model, held_out.pixels).double()
+        x, y = _outputs_of(model, data.pixels[few]).double(), F.one_hot(data.labels[few], classes).double()
+        features = _outputs_of(model, held_out.pixels).double()
     finally:
         model.head = head
     mean = x.mean(0)
