@@ -179,7 +179,8 @@ def schemoe_ablation() -> Comparison:
         headlines=(
             Headline(
                 cells=("schemoe.ablation.naive", "schemoe.ablation.zfp"), slow=("naive",), fast=("+ zfp",),
-                what="the ablation's layer: no codec over zfp", why="the paper does not give the rate of its codec; ours is assumed",
+                what="the ablation's layer: no codec over zfp",
+                why="the paper does not give the rate of its codec; ours is assumed",
             ),
         ),
         run=of_layer(_schemoe_job(place, plans), "naive"),
@@ -348,7 +349,8 @@ def netmoe() -> Comparison:
             Headline(
                 cells=("netmoe.speedup.fastmoe",), slow=(fast,), fast=(placed,),
                 what=f"{LAYERS} MoE layers in a row: FastMoE over NetMoE, up to",
-                why="39 % fewer bytes between nodes limit the gain to 1.64, and the first scatter and the last gather are not saved",
+                why="39 % fewer bytes between nodes limit the gain to 1.64, and the "
+                "first scatter and the last gather are not saved",
             ),
             Headline(
                 cells=("netmoe.speedup.fastermoe",), slow=(faster,), fast=(placed,),

@@ -132,7 +132,8 @@ def _shares(shares: Sequence[Share], load: str) -> Panel:
         x, y = tuple(each.max_vio for each in mine), tuple(each.of_forced for each in mine)
         series.append(PlottedSeries(name=name, x=x, y=y))
     return Panel(
-        title=f"{shares[0].cluster}, {shares[0].ranks} ranks, {load.replace(MADE_UP, SYNTHETIC)} loads", x_title="MaxVio of ranks",
+        title=f"{shares[0].cluster}, {shares[0].ranks} ranks, {load.replace(MADE_UP, SYNTHETIC)} loads",
+        x_title="MaxVio of ranks",
         y_title="share of forced balance", series=tuple(series),
     )  # fmt: skip
 
