@@ -115,13 +115,13 @@ def test_memory_is_the_bytes_held_over_those_of_the_budget_in_the_worst_case() -
         BudgetHeld(promised_bytes=1000, peak_bytes=peak, unbounded_bytes=unbounded, **usual)
         for peak, unbounded in ((900, 4000), (1050, 3000))
     ]
-    assert value("balance.memory_worst", held=held) == 1.05
-    assert value("balance.memory_worst_unbounded", held=held) == 4.0
+    assert value("balance.memory_worst", under_budget=held) == 1.05
+    assert value("balance.memory_worst_unbounded", under_budget=held) == 4.0
     both = {PLAIN: 1.0, OURS: 1.0, BOUNDED: 2.0}
     skewed = cell(4.0, both, place=LARGE, peak={OURS: 1500, BOUNDED: 1100, PLAIN: 5000})
     bounded = replace(skewed.job.methods[BOUNDED], plan=Plan(replication="arbiter", memory_budget=500))
     on_bed = replace(skewed, job=replace(skewed.job, methods={**skewed.job.methods, BOUNDED: bounded}))
-    assert value("balance.memory_worst", on_bed, held=held) == 2.2
+    assert value("balance.memory_worst", on_bed, under_budget=held) == 2.2
     assert value("balance.budget_speedup_maxvio4", skewed) == 0.5
 
 

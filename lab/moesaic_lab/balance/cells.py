@@ -91,8 +91,8 @@ def run(config: BalanceBenchConfig, told: Told) -> list[BalanceCell]:
     def about(jobs: list[BalanceJob]) -> str:
         return ", ".join(job.case.label for job in jobs)
 
-    found = on_beds(by_layer.values(), lambda jobs: jobs[0].case.place.bed, about, measure, told)
-    return [cell for cells in found for cell in cells]
+    by_bed = on_beds(by_layer.values(), lambda jobs: jobs[0].case.place.bed, about, measure, told)
+    return [cell for cells in by_bed for cell in cells]
 
 
 def budget_of(place: BalancePlace) -> int:
@@ -106,18 +106,18 @@ def budget_of(place: BalancePlace) -> int:
 
 def measure(ranks: Cluster, jobs: Sequence[BalanceJob]) -> list[BalanceCell]:
     """Measure the cases of one mesh on a running cluster."""
-    of_ranks = ranks.run(side.measure, jobs)
-    return [summed_up(job, [found[number] for found in of_ranks]) for number, job in enumerate(jobs)]
+    per_rank = ranks.run(side.measure, jobs)
+    return [summed_up(job, [results[number] for results in per_rank]) for number, job in enumerate(jobs)]
 
 
-def summed_up(job: BalanceJob, found: Sequence[BalanceFound]) -> BalanceCell:
+def summed_up(job: BalanceJob, results: Sequence[BalanceFound]) -> BalanceCell:
     """Return the cell that combines the results of all ranks for one case."""
     place, routes = job.case.place, job.case.routes
     links, across = {}, {}
     for name in job.methods:
         by_movement: dict[int, list[Message]] = {}
-        for of_rank in found:
-            for tag, sent in of_rank.counted[name].messages.items():
+        for result in results:
+            for tag, sent in result.counted[name].messages.items():
                 by_movement.setdefault(tag, []).extend(sent)
         messages = [message for sent in by_movement.values() for message in sent]
         links[name] = sum(link_limit(sent, place.bed).seconds for sent in by_movement.values())
@@ -126,15 +126,15 @@ def summed_up(job: BalanceJob, found: Sequence[BalanceFound]) -> BalanceCell:
     return BalanceCell(
         job=job,
         max_vio=tuple(max_vio(counts, place.bed.world) for counts in loads),
-        **timed([of_rank.spans for of_rank in found], [of_rank.pairs for of_rank in found]),
-        peak_bytes={name: max(each.counted[name].peak_bytes for each in found) for name in job.methods},
-        error={name: max(each.counted[name].error for each in found) for name in job.methods},
+        **timed([result.spans for result in results], [result.pairs for result in results]),
+        peak_bytes={name: max(result.counted[name].peak_bytes for result in results) for name in job.methods},
+        error={name: max(result.counted[name].error for result in results) for name in job.methods},
         link_seconds=links,
         across_bytes=across,
-        charged={name: max(each.charged[name] for each in found) for name in job.methods},
+        charged={name: max(result.charged[name] for result in results) for name in job.methods},
         decided={
-            name: max((each.decided[name] for each in found), key=lambda each: sum(each.seconds))
-            for name in found[0].decided
+            name: max((result.decided[name] for result in results), key=lambda decided: sum(decided.seconds))
+            for name in results[0].decided
         },
     )
 
@@ -146,12 +146,12 @@ PARTS: dict[type, str] = {Share: "shares", TimedDecision: "decision", BudgetHeld
 
 def all_rows(
     cells: Sequence[BalanceCell], shares: Sequence[Share] = (), decided: Sequence[TimedDecision] = (),
-    held: Sequence[BudgetHeld] = (),
+    under_budget: Sequence[BudgetHeld] = (),
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return all measured and simulated results as rows of plain data."""
     simulated = [{"part": PARTS[Share], **asdict(each), "of_forced": each.of_forced} for each in shares]
     alone = [{"part": PARTS[TimedDecision], **asdict(each)} for each in decided]
-    counted = [{"part": PARTS[BudgetHeld], **asdict(each)} for each in held]
+    counted = [{"part": PARTS[BudgetHeld], **asdict(each)} for each in under_budget]
     return [*(row for cell in cells for row in rows_of(cell)), *simulated, *alone, *counted]
 
 
@@ -252,26 +252,26 @@ def share_rows(shares: Sequence[Share]) -> list[dict[str, Any]]:
     names = ("cluster", "ranks", "load", "ratio", "method")
     return [
         {
-            **dict(zip(names, key)), "max_vio": statistics.median(each.max_vio for each in found),
-            "median": statistics.median(each.of_forced for each in found), "low": min(each.of_forced for each in found),
-            "high": max(each.of_forced for each in found),
-            "of_own": statistics.median(each.own_forced_seconds / each.whole_seconds for each in found),
-            "decision_seconds": statistics.median(each.decision_seconds for each in found), "calls": len(found),
+            **dict(zip(names, key)), "max_vio": statistics.median(each.max_vio for each in members),
+            "median": statistics.median(each.of_forced for each in members), "low": min(each.of_forced for each in members),
+            "high": max(each.of_forced for each in members),
+            "of_own": statistics.median(each.own_forced_seconds / each.whole_seconds for each in members),
+            "decision_seconds": statistics.median(each.decision_seconds for each in members), "calls": len(members),
         }
-        for key, found in groups.items()
+        for key, members in groups.items()
     ]  # fmt: skip
 
 
 def tables(cells: Sequence[BalanceCell], shares: Sequence[Share] = ()) -> list[Table]:
     """Return the tables for a terminal: one per bed and layer, and one with shares of forced balance."""
-    made = []
+    result = []
     for place in dict.fromkeys(cell.job.case.place for cell in cells):
         rows = [row for cell in cells if cell.job.case.place == place for row in rows_of(cell)]
-        made.append(table(f"{described(rows[0])}, virtual compute", rows, COLUMNS, group_by=("case",)))
+        result.append(table(f"{described(rows[0])}, virtual compute", rows, COLUMNS, group_by=("case",)))
     if shares:
         title, groups = "Simulated: share of forced balance", ("cluster", "ranks", "load", "ratio")
-        made.append(table(title, share_rows(shares), SHARE_COLUMNS, group_by=groups))
-    return made
+        result.append(table(title, share_rows(shares), SHARE_COLUMNS, group_by=groups))
+    return result
 
 
 def described(row: dict[str, Any]) -> str:
