@@ -115,13 +115,13 @@ def test_memory_is_the_bytes_held_over_those_of_the_budget_in_the_worst_case() -
         BudgetHeld(promised_bytes=1000, peak_bytes=peak, unbounded_bytes=unbounded, **usual)
         for peak, unbounded in ((900, 4000), (1050, 3000))
     ]
-    assert value("balance.memory_worst", under_budget=held) == 1.05
-    assert value("balance.memory_worst_unbounded", under_budget=held) == 4.0
+    assert value("balance.memory_worst", held=held) == 1.05
+    assert value("balance.memory_worst_unbounded", held=held) == 4.0
     both = {PLAIN: 1.0, OURS: 1.0, BOUNDED: 2.0}
     skewed = cell(4.0, both, place=LARGE, peak={OURS: 1500, BOUNDED: 1100, PLAIN: 5000})
     bounded = replace(skewed.job.methods[BOUNDED], plan=Plan(replication="arbiter", memory_budget=500))
     on_bed = replace(skewed, job=replace(skewed.job, methods={**skewed.job.methods, BOUNDED: bounded}))
-    assert value("balance.memory_worst", on_bed, under_budget=held) == 2.2
+    assert value("balance.memory_worst", on_bed, held=held) == 2.2
     assert value("balance.budget_speedup_maxvio4", skewed) == 0.5
 
 
@@ -268,7 +268,7 @@ def test_the_page_has_a_line_for_each_method_and_a_column_for_each_load() -> Non
     aimed = {"name": "balance.aimed", "value": 0.5, "target": 0.4, "op": ">=", "holds": True}
     told = {"name": "balance.told", "value": 0.5, "target": None, "op": ">=", "holds": None}
     text = page.tables({"rows": [{"part": "shares", **asdict(each)} for each in shares], "claims": [aimed, told]})
-    assert "| share of forced balance, `dgx-h100`, 64 ranks | made up, MaxVio 1 | recorded |" in text
+    assert "| share of forced balance, `dgx-h100`, 64 ranks | synthetic, MaxVio 1 | recorded |" in text
     assert "| plain ep | 0.25 | 0.50 |" in text
     assert "| ours |  | 0.80 |" in text
     assert "| `balance.aimed` | 0.5 | >= 0.4 | yes |" in text
@@ -303,7 +303,7 @@ def test_the_pairs_that_equivalence_would_need_follow_from_the_spread_of_the_ste
     assert apart.pairs is None
     text = page.equivalence([near, apart])
     assert "| b | shadow | 1.01 | 39 | 113 |" in text
-    assert "| c | plain ep | 1.04 | 39 | none would do |" in text
+    assert "| c | plain ep | 1.04 | 39 | no number suffices |" in text
     random = np.random.default_rng(0)
     passed = 0
     for _ in range(100):
