@@ -186,7 +186,7 @@ def steps_to(row: Mapping[str, Any], loss: float) -> float:
     for (step, before), (later, after) in pairwise(zip(row["curve_steps"], row["curve_losses"])):
         if after <= loss <= before:
             return float(step + (later - step) * (before - loss) / max(before - after, 1e-12))
-    raise InputError(f"--evaluations: no curve may start below another's last loss, {loss:.4f}: ask for more")
+    raise InputError(f"--evaluations: a curve starts below another's last loss, {loss:.4f}: choose more evaluations")
 
 
 def panels(rows: list[dict[str, Any]]) -> list[Panel]:

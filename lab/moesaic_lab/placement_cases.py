@@ -227,7 +227,7 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 
 BENCHMARK = Benchmark(
-    name="placement_cases", description="Hold samples that change home against a dense loop.", options=BenchmarkOptions,
+    name="placement_cases", description="Compare layers whose samples change home with a dense loop.", options=BenchmarkOptions,
     notes=notes_of(__doc__), measure=measure, claims=claims, is_proof=True,
     columns=(
         Shown(title="largest error relative to the largest expected value", columns=(

@@ -180,7 +180,7 @@ def measure(options: PlacementGapsOptions, cases: None, told: Told) -> Rows:
 
 
 BENCHMARK = Benchmark(
-    name="placement_gaps", description="Hold placements of samples and experts against the best ones.",
+    name="placement_gaps", description="Compare placements of samples and experts with the best ones.",
     options=PlacementGapsOptions, notes=notes_of(__doc__), measure=measure, claims=claims,
     columns=(
         *(Shown(title=part, where={"part": (part,)}, columns=COLUMNS, group_by=("links",)) for part in ("samples", "experts")),

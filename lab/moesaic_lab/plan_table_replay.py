@@ -168,8 +168,8 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 
 BENCHMARK = Benchmark(
-    name="plan_table", description="Replay recorded routing with a plan table that is told wrong loads.",
+    name="plan_table", description="Replay recorded routing with a plan table that predicts loads wrongly.",
     options=PlanTableOptions, measure=measure, claims=claims, packages=("numpy",),
-    notes="simulated seconds; the table's explored steps are in its sum, the best static plan is known only afterwards",
+    notes="simulated seconds; the table's total includes explored steps; the best static plan is known only afterwards",
     columns=(Shown(title="plan table, recorded counts, simulated steps"),),
 )  # fmt: skip

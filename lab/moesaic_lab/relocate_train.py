@@ -395,7 +395,7 @@ def measure(options: RelocateTrainOptions, cases: None, told: Told) -> list[dict
 
 
 BENCHMARK = Benchmark(
-    name="relocate_train", description="Time training steps under every answer to skewed routing, and compare losses.",
+    name="relocate_train", description="Time training steps under every method for skewed routing, and compare losses.",
     options=RelocateTrainOptions, notes=notes_of(__doc__), measure=measure, claims=claims,
     columns=TABLES,
 )  # fmt: skip

@@ -290,7 +290,7 @@ COLUMNS = (
 )  # fmt: skip
 
 BENCHMARK = Benchmark(
-    name="schedules", description="Count the bytes of every schedule and all-to-all, and hold them against formulas.",
+    name="schedules", description="Count the bytes of every schedule and all-to-all, and compare them with formulas.",
     options=BenchmarkOptions, notes=(__doc__ or "").splitlines()[0], measure=measure, claims=claims,
     columns=(Shown(title="Rows and weights over all ranks, even routing, float64", columns=COLUMNS),), is_proof=True,
 )  # fmt: skip

@@ -61,7 +61,7 @@ def cases(options: BalanceOptions) -> BalanceBenchConfig:
         raise InputError("--keep takes rows from the file of --json: name that file")
     config = read_config(Path(options.config)) if options.config else read_config()
     config = config.narrowed(only=words_of(options.only), repeats=options.repeats)
-    if config.wanted:
+    if config.selected:
         require_cluster()
     return config
 
@@ -89,7 +89,7 @@ def kept_cells(rows: list[dict[str, Any]], config: BalanceBenchConfig) -> list[B
     for row in rows:
         if row["part"] == BED:
             by_case.setdefault(row["case"], []).append(row)
-    repeated = {case.label for case in config.wanted}
+    repeated = {case.label for case in config.selected}
     return [cell_of(by_case[case.label], case) for case in config.every if case.label in by_case.keys() - repeated]
 
 
@@ -208,7 +208,7 @@ def _ratio_series(name: str, at: tuple[float, ...], ratios: Sequence[Ratio]) -> 
 
 BENCHMARK = Benchmark(
     name="balance",
-    description="Measure answers to skewed routing in turn on an emulated cluster, with virtual compute.",
+    description="Compare methods for skewed routing, in turn on an emulated cluster, with virtual compute.",
     options=BalanceOptions, notes=NOTES, cases=cases, measure=measure, rows=lambda measured: all_rows(*measured),
     claims=lambda measured: claims(*measured), columns=lambda measured: tables(*measured[:2]),
     panels=lambda measured: panels(*measured[:2]),

@@ -174,7 +174,7 @@ class SharesOfForced:
     """Weight rows of one expert over the rows that a rank routes, simulated on the smallest number of ranks of the
     first cluster."""
     ratio: float = 0.14
-    """The same ratio, used everywhere else."""
+    """Weight rows of one expert over the rows that a rank routes, in all other simulations."""
     dim: int = 2048
     hidden: int = 1024
     """Inner width of an expert, which has three matrices."""
@@ -254,7 +254,7 @@ class BalanceBenchConfig:
         ]
 
     @property
-    def wanted(self) -> list[SkewedCase]:
+    def selected(self) -> list[SkewedCase]:
         """The cases on beds that `only` selects."""
         return [case for case in self.every if not self.only or {case.place.name, case.label} & set(self.only)]
 
@@ -264,7 +264,7 @@ class BalanceBenchConfig:
         Raises:
             InputError: if no routing has the requested load.
         """
-        return [replace(case, routes=self._routes(case)) for case in self.wanted]
+        return [replace(case, routes=self._routes(case)) for case in self.selected]
 
     def narrowed(self, *, only: tuple[str, ...] = (), repeats: int | None = None) -> BalanceBenchConfig:
         """Return the configuration for the selected cases only.
@@ -328,7 +328,7 @@ def read_config(path: Path = COMMITTED) -> BalanceBenchConfig:
     config = read_parts(path, BalanceBenchConfig(), lists=lists, tables={SHARES: SharesOfForced()})
     names = [place.name for place in (*config.skewed, *config.recorded, *config.loads)]
     if len(set(names)) < len(names):
-        raise InputError(f"config {path}: two beds have one name: give each its own")
+        raise InputError(f"config {path}: two beds have one name: give each bed its own name")
     return replace(config, folder=path.parent)
 
 

@@ -79,12 +79,12 @@ def made_up(skew: Skew) -> Routes:
     tables, spread = [], None
     for _ in range(skew.calls + 1):
         mixed = np.sqrt(skew.persistence) * lasting + np.sqrt(1 - skew.persistence) * random.normal(size=len(lasting))
-        shares = solved(together(np.argsort(np.argsort(-mixed)), skew), skew)
+        shares = zipf_shares(hot_experts_on_one_rank(np.argsort(np.argsort(-mixed)), skew), skew)
         if skew.locality and spread is None:
             spread = concentration(shares, skew.samples, skew.locality, skew.top_k, skew.seed)
         of_samples = draw_sequence_shares(shares, skew.samples, spread, skew.top_k, random)
-        tables.append(whole(of_samples, shares, skew))
-    experts = np.stack([dealt(table, skew.sample_tokens, skew.top_k) for table in tables[1:]])
+        tables.append(integer_counts(of_samples, shares, skew))
+    experts = np.stack([deal(table, skew.sample_tokens, skew.top_k) for table in tables[1:]])
     return Routes(experts=experts, history=tables[0].sum(axis=0))
 
 
@@ -99,7 +99,7 @@ def recorded(trace: Trace, layer: int, steps: tuple[int, ...], history_step: int
     """
     shape = trace.shape
     tables = [trace.samples(layer, step) for step in steps]
-    experts = np.stack([dealt(table, shape.seq_len, shape.top_k) for table in tables])
+    experts = np.stack([deal(table, shape.seq_len, shape.top_k) for table in tables])
     return Routes(experts=experts, history=trace.samples(layer, history_step).sum(axis=0))
 
 
@@ -121,7 +121,7 @@ def recorded_shares(trace: Trace, layer: int, step: int, ranks: int, experts_per
     return np.repeat(repeated / (repeated.sum() * experts_per_rank), experts_per_rank)
 
 
-def alike(shares: np.ndarray, ranks: int, copies: int) -> np.ndarray:
+def identical_counts(shares: np.ndarray, ranks: int, copies: int) -> np.ndarray:
     """Return the number of copies of each rank for each expert, (ranks, num_experts) int64, if all ranks route
     identically.
 
@@ -140,12 +140,15 @@ def by_shares(shares: np.ndarray, skew: Skew) -> Routes:
         shares: (calls + 1, num_experts) share of each expert; the first row is for the history.
         skew: the sizes. Its popularity parameters are not read.
     """
-    tables = [whole(np.tile(capped(of_call[None], skew.top_k), (skew.samples, 1)), of_call, skew) for of_call in shares]
-    experts = np.stack([dealt(table, skew.sample_tokens, skew.top_k) for table in tables[1:]])
+    tables = [
+        integer_counts(np.tile(capped(of_call[None], skew.top_k), (skew.samples, 1)), of_call, skew)
+        for of_call in shares
+    ]
+    experts = np.stack([deal(table, skew.sample_tokens, skew.top_k) for table in tables[1:]])
     return Routes(experts=experts, history=tables[0].sum(axis=0))
 
 
-def together(places: np.ndarray, skew: Skew) -> np.ndarray:
+def hot_experts_on_one_rank(places: np.ndarray, skew: Skew) -> np.ndarray:
     """Return popularity ranks in which one rank holds the `top_k` most popular experts, or as many as fit on it.
 
     A token may not choose an expert twice. If these experts were on different ranks, one rank could get no more than 1
@@ -161,7 +164,7 @@ def together(places: np.ndarray, skew: Skew) -> np.ndarray:
     return places
 
 
-def solved(places: np.ndarray, skew: Skew) -> np.ndarray:
+def zipf_shares(places: np.ndarray, skew: Skew) -> np.ndarray:
     """Return each expert's share of the copies, (num_experts,), by Zipf's law with the exponent that gives the MaxVio."""
 
     def violation(exponent: float) -> float:
@@ -175,7 +178,7 @@ def solved(places: np.ndarray, skew: Skew) -> np.ndarray:
     return popularity(places, high, skew.top_k)
 
 
-def whole(own: np.ndarray, shares: np.ndarray, skew: Skew) -> np.ndarray:
+def integer_counts(own: np.ndarray, shares: np.ndarray, skew: Skew) -> np.ndarray:
     """Return integer counts close to every sample's shares, (samples, num_experts) int64, with exact row and column
     sums.
 
@@ -202,7 +205,7 @@ def whole(own: np.ndarray, shares: np.ndarray, skew: Skew) -> np.ndarray:
     return table
 
 
-def dealt(table: np.ndarray, tokens: int, top_k: int) -> np.ndarray:
+def deal(table: np.ndarray, tokens: int, top_k: int) -> np.ndarray:
     """Deal each sample's copies to its tokens, (samples, tokens, top_k) int64, so that no token gets an expert twice.
 
     Args:

@@ -17,7 +17,7 @@ from moesaic.cost.cluster import read_cluster
 from moesaic.program.grid import Grid
 from moesaic.traces.trace import Trace
 from moesaic_lab.balance.config import SharesOfForced
-from moesaic_lab.balance.loads import Skew, alike, made_up, max_vio, recorded_shares
+from moesaic_lab.balance.loads import Skew, identical_counts, made_up, max_vio, recorded_shares
 from moesaic_lab.balance.methods import NETMOE, PLAIN, methods
 from moesaic_lab.balance.simulated import BEST, Larger
 from moesaic_lab.benchmark import Told
@@ -159,7 +159,7 @@ def _shares_under(
     cluster, ranks, ratio, load, _ = case
     tokens = config.tokens(ratio)
     copies, experts = tokens * config.top_k, ranks * config.experts_per_rank
-    even = [alike(np.full(experts, 1 / experts), ranks, copies)] * 2
+    even = [identical_counts(np.full(experts, 1 / experts), ranks, copies)] * 2
     layer, steps, calls = calls_of(config, trace, case, copies, seed)
     for name in dict.fromkeys((PLAIN, *names)):
         if (ratio, name) not in forced:
@@ -184,7 +184,7 @@ def _shares_with_slow_rank(
     spec = replace(larger.spec, speeds=(*(1.0,) * (ranks - 1), config.slow_rank))
     slowed = Larger(larger.layer, spec, larger)
     experts, copies = ranks * config.experts_per_rank, tokens * config.top_k
-    even = [alike(np.full(experts, 1 / experts), ranks, copies)] * 2
+    even = [identical_counts(np.full(experts, 1 / experts), ranks, copies)] * 2
     plain = larger.seconds(PLAIN, even, even[0].sum(0), tokens)[-1][0]
     for name in names:
         runs = [simulated.seconds(name, even, even[0].sum(0), tokens) for simulated in (larger, slowed)]
@@ -205,7 +205,7 @@ def calls_of(
     if case.load == RECORDED:
         layer = int(case.which)
         shares = [recorded_shares(trace, layer, step, ranks, per_rank) for step in config.steps]
-        return layer, config.steps, [alike(of_step, ranks, copies) for of_step in shares]
+        return layer, config.steps, [identical_counts(of_step, ranks, copies) for of_step in shares]
     samples = -(-copies // (config.top_k * 512))
     routes = made_up(
         Skew(
@@ -214,4 +214,4 @@ def calls_of(
         )
     )  # fmt: skip
     totals = [routes.counts(call, ranks, ranks * per_rank).sum(0) for call in range(2)]
-    return -1, (0, 1), [alike(total / total.sum(), ranks, copies) for total in totals]
+    return -1, (0, 1), [identical_counts(total / total.sum(), ranks, copies) for total in totals]

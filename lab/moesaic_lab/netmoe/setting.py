@@ -108,7 +108,7 @@ class Journey:
     before: Volume
     """Rows of the gathers and scatters that the decisions affect, if no sample moved."""
     after: Volume
-    """The same rows with the decisions applied."""
+    """Rows of the same gathers and scatters, with the decisions applied."""
 
     @cached_property
     def moved(self) -> tuple[float, float]:
@@ -202,8 +202,8 @@ class Costs:
 
 
 def decision_seconds(setting: Setting, placer: AbstractPlacer, repeats: int, clock: Callable[[], float]) -> list[float]:
-    """Return the seconds of decisions, from counts to homes, on one thread of this processor. Each has a load of its
-    own.
+    """Return the seconds of decisions, from counts to homes, on one thread of this processor. Each decision has a new
+    load.
 
     Args:
         setting: the ranks and samples; its number of layers is ignored.
