@@ -127,7 +127,7 @@ CASES: dict[str, Case] = {
     ),
     "router option": (
         lambda f: base(f, "--model.moe.router", "sigmoid:bias_rat=0.1"),
-        ["router_options: bias_rat is no option of router='sigmoid'", "did you mean bias_rate"],
+        ["router_options: bias_rat is not an option of router='sigmoid'", "did you mean bias_rate"],
     ),
     "bias rate": (
         lambda f: base(f, "--model.moe.router", "sigmoid:bias_rate=-1"),

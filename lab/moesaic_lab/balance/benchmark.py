@@ -26,7 +26,7 @@ from moesaic_lab.balance.config import (
 )
 from moesaic_lab.balance.memory import BudgetHeld, budgets_held
 from moesaic_lab.balance.methods import PLAIN, SMART
-from moesaic_lab.balance.shares import SLOW, Share, shares_of_forced
+from moesaic_lab.balance.shares import MADE_UP, SLOW, SYNTHETIC, Share, shares_of_forced
 from moesaic_lab.balance.simulated import TimedDecision, decisions
 from moesaic_lab.benchmark import Benchmark, EmulatedOptions, Told, require_cluster, words_of
 from moesaic_lab.measure import Ratio
@@ -132,7 +132,7 @@ def _shares_panel(shares: Sequence[Share], load: str) -> Panel:
         x, y = tuple(share.max_vio for share in points), tuple(share.of_forced for share in points)
         series.append(PlottedSeries(name=name, x=x, y=y))
     return Panel(
-        title=f"{shares[0].cluster}, {shares[0].ranks} ranks, {load} loads", x_title="MaxVio of ranks",
+        title=f"{shares[0].cluster}, {shares[0].ranks} ranks, {load.replace(MADE_UP, SYNTHETIC)} loads", x_title="MaxVio of ranks",
         y_title="share of forced balance", series=tuple(series),
     )  # fmt: skip
 

@@ -23,7 +23,7 @@ from moesaic_lab.balance.cells import BED, share_rows
 from moesaic_lab.balance.claims import EQUIVALENT
 from moesaic_lab.balance.config import BalancePlace, SharesOfForced
 from moesaic_lab.balance.methods import OURS, OURS_PLACED, PLAIN, methods
-from moesaic_lab.balance.shares import RECORDED, Share
+from moesaic_lab.balance.shares import MADE_UP, RECORDED, SYNTHETIC, Share
 from moesaic_lab.performance_page import line
 from moesaic_lab.pictures import write_picture
 from moesaic_lab.tables import markdown_table, write_page
@@ -133,9 +133,9 @@ def tables(result: dict[str, Any]) -> str:
 
 def equivalence(cases: Sequence[Needed]) -> str:
     """Return a table with the number of pairs that would show equivalence in each case on a bed."""
-    lines = [["on a bed", "best single technique", "ours over it", "pairs if both took the same", "pairs as they are"]]
+    lines = [["on a bed", "best single technique", "ours over it", "pairs if times were equal", "pairs as measured"]]
     for case in cases:
-        pairs = "none would do" if case.pairs is None else str(case.pairs)
+        pairs = "no number suffices" if case.pairs is None else str(case.pairs)
         lines.append([case.case, case.best, f"{case.ratio:.2f}", str(case.pairs_if_same), pairs])
     return markdown_table(lines)
 
@@ -144,7 +144,8 @@ def crossed(title: str, rows: Sequence[dict[str, Any]], across: str) -> str:
     """Return a table of medians, with a line for each method and a column for each value of the key `across`."""
     columns = sorted({row[across] for row in rows})
     cells = {(row["method"], row[across]): f"{row['median']:.2f}" for row in rows}
-    lines = [[title, *(column if isinstance(column, str) else f"{column:g}" for column in columns)]]
+    names = [column.replace(MADE_UP, SYNTHETIC) if isinstance(column, str) else f"{column:g}" for column in columns]
+    lines = [[title, *names]]
     for method in dict.fromkeys(row["method"] for row in rows):
         lines.append([method, *(cells.get((method, column), "") for column in columns)])
     return markdown_table(lines)

@@ -24,6 +24,8 @@ from moesaic_lab.benchmark import Told
 
 RECORDED, MADE_UP, SLOW = "recorded", "made up", "slow rank"
 """Kinds of loads. Under `SLOW`, all experts get equally many copies and the last rank is slower."""
+SYNTHETIC = "synthetic"
+"""Name of `MADE_UP` loads on pages and in pictures."""
 WHOLE = 128
 """Ranks up to which everything is simulated. Beyond it, one call of a method takes seconds, so only the middle layer of
 the recorded loads runs. Best options (some ten programs each) and the slow rank are skipped."""
