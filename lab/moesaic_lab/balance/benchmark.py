@@ -132,8 +132,8 @@ def _shares_panel(shares: Sequence[Share], load: str) -> Panel:
         x, y = tuple(share.max_vio for share in points), tuple(share.of_forced for share in points)
         series.append(PlottedSeries(name=name, x=x, y=y))
     return Panel(
-        title=f"{shares[0].cluster}, {shares[0].ranks} ranks, {load.replace(MADE_UP, SYNTHETIC)} loads", x_title="MaxVio of ranks",
-        y_title="share of forced balance", series=tuple(series),
+        title=f"{shares[0].cluster}, {shares[0].ranks} ranks, {load.replace(MADE_UP, SYNTHETIC)} loads",
+        x_title="MaxVio of ranks", y_title="share of forced balance", series=tuple(series),
     )  # fmt: skip
 
 
