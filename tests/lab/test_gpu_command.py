@@ -41,7 +41,7 @@ def test_a_step_that_crashes_or_hangs_costs_its_own_figures_alone(tmp_path: Path
     assert ended["compile"] == ended["tests"] == ended["rows"] == "ok"
     assert ended[f"layer.{layer}"] == "exit code -6"
     assert ended["hangs"] == "ended after 1 s, its limit"
-    assert ended["absent"] == "not begun: the program no-such-program is not there"
+    assert ended["absent"] == "not begun: the program no-such-program is not installed"
     assert (tmp_path / "tests.txt").read_text() == "all well\n"
     claims = {claim["name"]: claim for claim in found["claims"]}
     assert claims["gpu.tests_failed"]["value"] == 0

@@ -1,8 +1,7 @@
-"""`moesaic bench comm`: all-to-alls over really slow links, each as a program on the interpreter, in turn, beside the limit of
-its links.
+"""`moesaic bench comm`: all-to-alls on an emulated cluster, timed in turn and compared with the limit of its links.
 
-Times of all-to-alls are drawn as multiples of the limit of the links, the least of any method there: from 16 KiB to 32 MiB
-milliseconds differ by three orders, methods by tenths.
+Each all-to-all runs as a program on the interpreter. The picture shows times as multiples of the link limit, the lowest of all
+methods at that size: from 16 KiB to 32 MiB milliseconds differ by a factor of 1000, methods only by tenths.
 """
 
 from __future__ import annotations
@@ -35,28 +34,28 @@ NOTES = (
     "median's 95 % interval over 30 pairs."
 )
 DOMINATES = 2
-"""A charge per message dominates where it is at least so many times the bytes of linear's messages."""
+"""The charge per message dominates if it is at least this many times the bytes of one of linear's messages."""
 FOUR_MIB_KIB = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommCell(TimedCell):
-    """What was measured for one size on one bed."""
+    """The measurements of one size on one bed."""
 
     sweep: Sweep
     size_kib: int
-    """Per rank; of a dispatch, what linear sends, rounded."""
+    """KiB per rank; for a dispatch the rounded size of all copies of a rank."""
     limits: Mapping[str, Limit]
-    """By method: of the messages of its program."""
+    """Link limits for the messages of each method's program, by method."""
     across: Mapping[str, tuple[int, int]]
-    """By method: (bytes, messages) between nodes, over all ranks: as a recorder counted them, of torch's own as computed."""
+    """(bytes, messages) between nodes over all ranks, by method: counted by recorders, but computed for torch's own."""
 
 
 def run(config: CommConfig, told: Told) -> list[CommCell]:
-    """Measure everything that a configuration names; it starts clusters, one after another.
+    """Measure all sweeps of a configuration. This starts clusters, one after another.
 
     Raises:
-        RuntimeError: if a method delivers wrong rows.
+        RuntimeError: a method delivers wrong rows.
     """
     jobs = [
         (sweep, size) for sweep in config.sweeps for size in ((0,) if sweep.kind == "dispatch" else sweep.sizes_kib)
@@ -69,7 +68,13 @@ def run(config: CommConfig, told: Told) -> list[CommCell]:
 
 
 def measure(config: CommConfig, ranks: Cluster, job: tuple[Sweep, int]) -> CommCell:
-    """Measure one sweep's size, KiB per rank (0 of a dispatch), on a cluster that runs."""
+    """Measure one size of a sweep on a running cluster.
+
+    Args:
+        config: the benchmark.
+        ranks: the cluster, on the sweep's bed.
+        job: the sweep, and the size in KiB per rank, 0 for a dispatch.
+    """
     sweep, size_kib = job
     if sweep.kind == "dispatch":
         found = ranks.run(side.measure_dispatch, sweep, config.seed, config.dim, config.warmup)
@@ -87,7 +92,7 @@ def measure(config: CommConfig, ranks: Cluster, job: tuple[Sweep, int]) -> CommC
 
 
 def claims(cells: Sequence[CommCell]) -> list[Claim]:
-    """Return all claims, also those that this run did not measure."""
+    """Return all claims, including those that this run did not measure."""
 
     def top8() -> CommCell:
         found = [c for c in cells if c.sweep.kind == "dispatch" and c.sweep.shape == "2x2" and c.sweep.top_k == 8]
@@ -104,7 +109,7 @@ def claims(cells: Sequence[CommCell]) -> list[Claim]:
 
 
 def link_share(cells: Sequence[CommCell]) -> float:
-    """Return the share of the link limit that the linear all-to-all reaches: the lower end of the 95 % interval."""
+    """Return the share of the link limit that the linear all-to-all reaches, as the lower end of the 95 % interval."""
     found = [cell for cell in cells if cell.sweep.kind == "limit" and cell.size_kib == FOUR_MIB_KIB]
     cell = some(found, "of 4 MiB to the limit")[0]
     seconds = cell.timings["linear"].seconds
@@ -112,7 +117,10 @@ def link_share(cells: Sequence[CommCell]) -> float:
 
 
 def over_longer_lane(cells: Sequence[CommCell]) -> float:
-    """Return pipelined over the longer of its own lanes alone: the upper end of the 95 % interval, median over sizes."""
+    """Return the time of pipelined over that of the longer of its lanes alone.
+
+    It is the median over all sizes of the upper end of the 95 % interval.
+    """
     found = []
     for cell in some([c for c in cells if c.sweep.kind == "lanes"], "of lanes"):
         longer = max(("intra alone", "inter alone"), key=lambda name: cell.timings[name].median)
@@ -121,18 +129,18 @@ def over_longer_lane(cells: Sequence[CommCell]) -> float:
 
 
 def multicast_bytes(cell: CommCell) -> float:
-    """Return the bytes between nodes that multicast sends over linear's, as recorders counted."""
+    """Return the bytes that multicast sends between nodes divided by linear's, as counted by recorders."""
     return cell.across["multicast"][0] / cell.across["linear"][0]
 
 
 def multicast_over_bound(cells: Sequence[CommCell]) -> float:
-    """Return the time of multicast over the limit of its links, median over all dispatches."""
+    """Return the time of multicast over its link limit, the median over all dispatches."""
     found = some([c for c in cells if c.sweep.kind == "dispatch"], "of a dispatch")
     return statistics.median(c.timings["multicast"].median / c.limits["multicast"].seconds for c in found)
 
 
 def small_messages(cells: Sequence[CommCell]) -> float:
-    """Return 2DH over linear on 4x4 ranks, median over the cells where the charge per message dominates."""
+    """Return the time of 2DH over linear on 4x4 ranks, the median over the cells in which the charge per message dominates."""
     found = [
         cell.ratio("hier2d", "linear").median
         for cell in cells
@@ -143,7 +151,7 @@ def small_messages(cells: Sequence[CommCell]) -> float:
 
 
 def rows_of(cell: CommCell) -> list[dict[str, Any]]:
-    """Return a line of the table per method."""
+    """Return a row per method."""
     first = cell.timings["linear" if "linear" in cell.timings else next(iter(cell.timings))]
     return [
         {
@@ -166,12 +174,12 @@ COLUMNS = (
     Column(key="over_first", title="ratio", show=share),
     Column(key="across_bytes", title="across", show=byte_size),
 )
-"""Of the tables on the terminal: milliseconds; the bound's share of the median; the ratio to the first method; bytes that
-all ranks send between nodes."""
+"""Columns of the tables on the terminal. "share" is the bound over the median time, "ratio" the time over that of linear (or of
+the first method if linear was not measured), and "across" the bytes that all ranks send between nodes."""
 
 
 def tables(cells: Sequence[CommCell]) -> list[Table]:
-    """Return a table for people per kind and bed."""
+    """Return the tables for a terminal, one per kind and bed."""
     made = []
     for (kind, label), of_bed in itertools.groupby(cells, key=lambda cell: (cell.sweep.kind, cell.sweep.label)):
         rows = [row | {"quartiles": quartiles(row)} for cell in of_bed for row in rows_of(cell)]
@@ -180,7 +188,7 @@ def tables(cells: Sequence[CommCell]) -> list[Table]:
 
 
 def panels(cells: Sequence[CommCell]) -> list[Panel]:
-    """Return a panel per bed of all-to-alls, and one each for lanes and dispatches."""
+    """Return a panel per bed of the all-to-alls, and one panel each for lanes and dispatches."""
     made = []
     by_bed = sorted((c for c in cells if c.sweep.kind == "exchange"), key=lambda c: (c.sweep.label, c.size_kib))
     for label, of_bed in itertools.groupby(by_bed, key=lambda cell: cell.sweep.label):
@@ -209,7 +217,13 @@ def _bars(title: str, cells: Sequence[CommCell]) -> Panel:
 
 
 def _series(cells: Sequence[CommCell], at: Sequence[float], scales: Sequence[float]) -> tuple[PlottedSeries, ...]:
-    """Return each method where it was timed: places, and by what its seconds are multiplied there."""
+    """Return a series per method over the cells in which it was timed.
+
+    Args:
+        cells: the cells of the panel.
+        at: place of each cell on the x axis.
+        scales: factor by which each cell's seconds are multiplied.
+    """
     names, made = dict.fromkeys(name for cell in cells for name in cell.timings), []
     for name in names:
         here = [(x, cell, scale) for x, cell, scale in zip(at, cells, scales) if name in cell.timings]

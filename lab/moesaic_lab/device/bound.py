@@ -1,9 +1,9 @@
-"""LB, what `moesaic bench device` measures layers against: the layer's matrix products alone.
+"""LB, the lower bound of `moesaic bench device`: the matrix products of a layer alone.
 
-Per expert `torch.mm(out=)` into buffers that are there already: two products forward (three with SwiGLU), and each one's input
-and weight gradient; one in-place pass each over the hidden rows for the activation and its derivative, the product
-of SwiGLU's two halves not counted. Nothing is routed, gathered, weighed, summed or allocated. `RouterBound` is apart: the three
-products of the layer's router, in float32.
+Each expert runs `torch.mm(out=)` into allocated buffers: two products forward (three with SwiGLU), and the input and weight
+gradient of each. The activation and its derivative take one in-place pass each over the hidden rows; SwiGLU's product of gate
+and up is omitted. Nothing is routed, gathered, weighted, summed or allocated. `RouterBound` is separate: it runs the three
+products of the layer's router in float32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from moesaic_lab.device.cases import DeviceCase
 
 
 class Bound:
-    """The products of one case, with so many rows of each expert."""
+    """The experts' matrix products of one case, as a callable.
+
+    Args:
+        case: the layer.
+        counts: rows of each expert.
+    """
 
     def __init__(self, case: DeviceCase, counts: Sequence[int]) -> None:
         shape, rows = case.shape, sum(counts)
@@ -66,7 +71,7 @@ class Bound:
 
 
 class RouterBound:
-    """The router's products of one case."""
+    """The router's matrix products of one case, as a callable."""
 
     def __init__(self, case: DeviceCase) -> None:
         tokens, dim, experts = case.shape.tokens, case.shape.dim, case.shape.experts

@@ -1,7 +1,7 @@
-"""Other people's layers on one device, with the weights and the routing of ours; all packages optional.
+"""Other people's layers on one device, with the weights and the routing of our layer. All their packages are optional.
 
-transformers' experts (SwiGLU, Mixtral's) behind a router of three lines, with each of its three ways to run the experts;
-DeepSpeed's layer without drops. Both have SwiGLU experts in this comparison.
+The peers are transformers' Mixtral experts behind a router of three lines, in each of the three implementations that
+transformers has, and DeepSpeed's layer without drops. All have SwiGLU experts.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from moesaic.routing.routers import SoftmaxTopK
 HF_WAYS = ("grouped_mm", "batched_mm", "eager")
 """Names of transformers' implementations of the experts."""
 MAX_BATCHED_BYTES = 4 * 2**30
-"""`batched_mm` copies an expert's matrices for every row; where that is more, it is not run."""
+"""Limit on the weights that `batched_mm` copies, an expert's matrices per row; cases that need more are not run."""
 
 
 def peers() -> dict[str, Callable[[MoE], nn.Module] | str]:
-    """Return, by name, how to make each peer from one of our layers; or why it is not there."""
+    """Return, by name, a function that creates the peer from one of our layers, or the reason why the peer is unavailable."""
     found: dict[str, Callable[[MoE], nn.Module] | str] = {}
     for way in HF_WAYS:
         name = f"transformers {way}"
@@ -35,10 +35,10 @@ def peers() -> dict[str, Callable[[MoE], nn.Module] | str]:
 
 
 class HuggingFaceLayer(nn.Module):
-    """A router and `MixtralExperts`, as Mixtral's block has them.
+    """A router followed by `MixtralExperts`, as in Mixtral's MoE block.
 
     Args:
-        layer: ours, with SwiGLU experts.
+        layer: our layer to take weights from; it has SwiGLU experts.
         way: one of `HF_WAYS`.
     """
 
@@ -92,5 +92,5 @@ def _deepspeed(layer: MoE) -> nn.Module:
 
 
 def _host_store() -> Any:
-    """Return a store for a world of one process."""
+    """Return an in-memory store for a process group of one process."""
     return import_module("torch.distributed").HashStore()

@@ -1,7 +1,7 @@
-"""`moesaic bench device` on a CPU: one MoE layer, forward and backward, against its matrix products alone and against others.
+"""Measures one MoE layer on a CPU, forward and backward, against its matrix products alone and the layers of others.
 
 Methods run in turn in one process on the same inputs: the bound (`bound.py`), the whole layer with its router and
-load-balance loss, the router's products alone, and the layers of others (`peers.py`).
+load-balancing loss, the router's products alone, and the layers of others (`peers.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moesaic_lab.measure import Ratio, Timing, in_turn, over_ranks, paired
 
 LB, ROUTER, LAYER = "LB", "router's products", "layer"
 SLOW = 4.0
-"""A peer that takes this many times our layer in the warm-up is timed in two repeats only."""
+"""A peer that takes more than this many times as long as our layer in the warm-up is timed in two repeats only."""
 FEW = 5
 """Repeats of a peer that is not slow, but more than `NEAR_BEST` times as slow as the fastest peer."""
 NEAR_BEST = 1.1
@@ -32,31 +32,31 @@ NEAR_BEST = 1.1
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceCell:
-    """What was measured of one case."""
+    """The measurements of one case."""
 
     case: DeviceCase
     counts: tuple[int, ...]
     """Rows of each expert."""
     seconds: dict[str, tuple[float, ...]]
-    """Per method and repeat."""
+    """Seconds of each repeat, by method."""
     growth_bytes: dict[str, int]
-    """Peak growth of memory per method."""
+    """Peak growth of memory, by method."""
     absent: dict[str, str]
-    """Peers that did not run, and why."""
+    """Reasons why peers did not run, by peer."""
 
     def ratio(self, method: str, *over: str) -> Ratio:
-        """Return a paired ratio of a method over another, or over the sum of several."""
+        """Return the paired ratio of a method's time over that of another method, or over the sum of several."""
         pairs = min(len(self.seconds[name]) for name in (method, *over))
         below = [sum(seconds) for seconds in zip(*(self.seconds[name][:pairs] for name in over))]
         return paired(self.seconds[method][:pairs], below)
 
     @property
     def peers(self) -> list[str]:
-        """The layers of others that ran."""
+        """Names of the layers of others that ran."""
         return [name for name in self.seconds if name not in (LB, ROUTER, LAYER)]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the table's rows."""
+        """Return a row per method, and one per peer that did not run."""
         shape, mean = self.case.shape, sum(self.counts) / len(self.counts)
         head = {
             "shape": shape.name, "dtype": self.case.dtype, "activation": self.case.activation,
@@ -80,12 +80,12 @@ class DeviceCell:
 
 
 def measure(case: DeviceCase, repeats: int, with_peers: bool = True) -> DeviceCell:
-    """Measure one case with as many threads as torch has.
+    """Measure one case with torch's current number of threads.
 
     Args:
         case: the layer and its inputs.
         repeats: timed rounds of the bound, our layer and the fastest layers of others.
-        with_peers: also the layers of others; they have SwiGLU experts.
+        with_peers: whether to measure the layers of others as well; they run only in cases with SwiGLU experts.
     """
     layer, (x, dy) = case.layer(), case.inputs()
     layer.step_counts.zero_()
@@ -112,7 +112,7 @@ def measure(case: DeviceCase, repeats: int, with_peers: bool = True) -> DeviceCe
 def _timed(
     methods: dict[str, Callable[[], object]], repeats: int, slow: list[str], peers: list[str]
 ) -> dict[str, tuple[float, ...]]:
-    """Return seconds per method and repeat: all of them at first, then without peers that are far from the fastest."""
+    """Return the seconds of each repeat by method; peers far from the fastest one are dropped after a few repeats."""
 
     def run(names: list[str], rounds: int, warmup: int) -> dict[str, tuple[float, ...]]:
         return over_ranks([in_turn({n: methods[n] for n in names}, rounds, barrier=lambda: None, warmup=warmup)])
@@ -127,7 +127,7 @@ def _timed(
 
 
 def _peers(layer: MoE, case: DeviceCase) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """Return the layers of others that can run a case, and why the rest cannot."""
+    """Return the layers of others that can run a case, and the reasons why the remaining peers cannot."""
     made, absent = {}, {}
     for name, make in peers().items():
         reason = make if isinstance(make, str) else _too_large(name, case)
@@ -139,7 +139,7 @@ def _peers(layer: MoE, case: DeviceCase) -> tuple[dict[str, nn.Module], dict[str
 
 
 def _too_large(name: str, case: DeviceCase) -> str | None:
-    """Return why a peer cannot run a case; None if it can."""
+    """Return the reason why a peer's memory does not suffice for a case; None if the peer can run it."""
     shape = case.shape
     copied = shape.tokens * shape.top_k * 3 * shape.dim * shape.hidden * case.torch_dtype.itemsize
     if name.endswith("batched_mm") and copied > MAX_BATCHED_BYTES:

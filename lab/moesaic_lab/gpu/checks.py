@@ -1,6 +1,7 @@
-"""Does the library itself run right on a GPU: `MoE` on CUDA against the CPU, waits, graphs, and meshes without NCCL.
+"""Checks that the library runs correctly on a GPU: results against the CPU, host waits, CUDA graphs, and meshes without NCCL.
 
-Every check is a claim; one that raises is a claim without a value, with the reason. With `--dry` the stand-in is the GPU.
+Each check becomes a claim. A check that raises becomes a claim without a value, with the reason. With `--dry` the checks run
+on the stand-in instead of a GPU.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from moesaic_lab.gpu.waits import WaitCase, cases, count_waits
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ERRORS = {"float32": 1e-2, "bfloat16": 5e-2, "float16": 2e-2}
-"""Relative; float32 with what the CPU has not, TF32, where it is allowed."""
+"""Largest allowed relative error by dtype; float32 leaves room for TF32, which the CPU does not have."""
 ROUTERS = ("softmax", "sigmoid", "switch", "expert_choice")
 CAPACITIES = {"dropless": None, "capacity": Capacity.fixed(0.75)}
 PLANS = ("linear.dropless", "linear.padded", "hier2d.dropless", "multicast.dropless", "s2.dropless", "int8.dropless")
 SIZES, TOKENS = (64, 96, 8, 2), 200
-"""dim, hidden, experts, top-k, and tokens of the checked layers."""
+"""(dim, hidden, experts, top_k) and the number of tokens of the checked layers."""
 
 
 def write(out: Path, *, dry: bool) -> int:
-    """Run all checks, writing after each; returns the exit code, 0."""
+    """Run all checks, write the results to `out` after each, and return the exit code 0."""
     found: list[Claim] = []
     for name, target, check in _checks(dry=dry):
         try:
             claim = Claim(name=f"gpu.{name}", value=check(), unit="1", target=target, op="<=")
-        except Exception as error:  # whatever a device makes of it: the others go on
+        except Exception as error:  # whatever a device raises, the other checks still run
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
             claim = Claim(name=f"gpu.{name}", value=None, unit="1", target=target, op="<=", reason=reason)
         found.append(claim)
@@ -53,7 +54,7 @@ def write(out: Path, *, dry: bool) -> int:
 
 
 def _checks(*, dry: bool) -> Iterator[tuple[str, float, Callable[[], float]]]:
-    """Yield name, largest allowed value, and what finds the value."""
+    """Yield (name, largest allowed value, function that returns the value) per check."""
     for dtype, router in itertools.product(("bfloat16",) if dry else DTYPES, ROUTERS[:1] if dry else ROUTERS):
         for capacity, given in CAPACITIES.items():
             arguments = (dtype, {"router": router, "capacity": given}, dry)
@@ -87,7 +88,7 @@ def _step(layer: MoE, x: Tensor) -> list[Tensor]:
 
 @contextmanager
 def _device(dry: bool) -> Iterator[tuple[str, Callable[[Any], Any], StandIn | None]]:
-    """Give a device's name, what moves a layer there, and the stand-in where it is one."""
+    """Yield a device's name, a function that moves a layer to the device, and the stand-in (None on a real GPU)."""
     if not dry:
         yield "cuda", lambda layer: layer.to("cuda"), None
         return
@@ -96,7 +97,7 @@ def _device(dry: bool) -> Iterator[tuple[str, Callable[[Any], Any], StandIn | No
 
 
 def error_of(dtype: str, options: dict[str, Any], dry: bool) -> float:
-    """Return the largest relative difference of result and gradients from the CPU's, in float32 there."""
+    """Return the largest relative error of output and gradients against the same layer in float32 on the CPU."""
     layer, x = _layer(dtype, options)
     expected = _step(copy.deepcopy(layer).float(), x.float())
     with _device(dry) as (device, move, _):
@@ -105,7 +106,10 @@ def error_of(dtype: str, options: dict[str, Any], dry: bool) -> float:
 
 
 def waits_of(dtype: str, options: dict[str, Any], dry: bool) -> float:
-    """Return how often the second step makes the host wait: 0, or on a GPU an error at the first wait."""
+    """Return how often the second step makes the host wait.
+
+    On a GPU the first wait raises an error, so that the value is always 0.
+    """
     layer, x = _layer(dtype, options)
     with _device(dry) as (device, move, stand_in):
         layer, x = move(layer), x.to(device)
@@ -123,15 +127,15 @@ def waits_of(dtype: str, options: dict[str, Any], dry: bool) -> float:
 
 
 def graph_error(dtype: str, options: dict[str, Any], dry: bool) -> float:
-    """Return how far a captured step, replayed on other tokens, is from the same step run eagerly.
+    """Return the relative error of a captured step, replayed on other tokens, against the same step run eagerly.
 
-    Without a GPU: how many waits and uploads a step has, which no graph can hold.
+    Without a GPU, return the number of waits and uploads in a step: a CUDA graph can contain neither.
     """
     return _replayed(*_layer(dtype, options), dry)
 
 
 def padded_graph_error(dry: bool) -> float:
-    """Return what `graph_error` does, of a layer on a mesh of one rank under a padded capacity: a plan's tasks, no message."""
+    """Return `graph_error` of a layer on a mesh of one rank with a padded capacity: it runs a plan's tasks without messages."""
     layer, x = _layer("bfloat16", {"capacity": waits.CAPACITIES["padded"]})
 
     def rank(transport: AbstractTransport) -> float:
@@ -174,7 +178,7 @@ def _replayed(layer: MoE, x: Tensor, dry: bool, transport: AbstractTransport | N
 
 
 def mesh_error(case: WaitCase) -> float:
-    """Return the largest relative difference of ranks of one process on one GPU from the same ranks on the CPU."""
+    """Return the largest relative error of ranks that share one process and one GPU, against the same ranks on the CPU."""
     torch.manual_seed(0)
     whole = MoE(*SIZES, capacity=waits.CAPACITIES[case.capacity], losses=()).bfloat16()
     tokens = [torch.randn(32, SIZES[0]).bfloat16() for _ in range(case.grid.world)]

@@ -1,7 +1,7 @@
-"""Compiles kernels for a GPU that is not there: the launch code runs as it is, the launch itself is left out.
+"""Compiles kernels without a GPU: the unchanged launch code runs, but the launch itself is skipped.
 
-The interpreter runs kernels as Python and so accepts what the compiler refuses, and says nothing of registers. Triton and
-its assembler need no GPU to compile for one.
+Triton's interpreter runs kernels as Python, so it accepts code that the compiler refuses and does not count registers.
+Triton and its assembler can compile for a GPU that the machine does not have.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ DEVICES = {
 }
 
 SPILLED_BYTES = 64
-"""Per thread; a few in an epilogue cost nothing."""
+"""Allowed bytes of spilled registers per thread; a few in an epilogue cost nothing."""
 
 
 CHECKS = ("check float32", "check bfloat16")
-"""What stands in the place of a product for the whole layer that is checked first, in a dtype: sanitizers run it, too."""
+"""Entries of `work` in place of a product's name: each compiles the whole layer of the stage `check`, in one dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledKernel:
-    """What came out of one kernel's compilation."""
+    """Resource use and PTX of one compiled kernel."""
 
     name: str
     shared_bytes: int
@@ -56,11 +56,11 @@ class CompiledKernel:
     spilled_bytes: int
     ptx: str
     is_serialized: bool = False
-    """The assembler makes products of the tensor cores wait for each other (its warning C7515)."""
+    """Whether the assembler serializes tensor-core instructions (its warning C7515)."""
 
 
 class _Driver:
-    """Answers what Triton asks before it compiles."""
+    """Replaces Triton's driver: reports a GPU of the given capability, which the machine need not have."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -77,12 +77,12 @@ class _Driver:
 
 @contextmanager
 def compiling_for(capability: int, cache: Path, private: Path | None = None) -> Iterator[list[CompiledKernel]]:
-    """Within, kernels that are launched are compiled for a capability instead, and listed.
+    """Compile kernels for a capability instead of launching them, and yield the list to which each compiled kernel is added.
 
     Args:
-        capability: 80 for (8, 0).
-        cache: a folder, which processes may share.
-        private: a folder of this process alone; None for `cache`.
+        capability: compute capability, 80 for (8, 0).
+        cache: Triton's cache folder, which processes may share.
+        private: folder that only this process uses; None to use `cache`.
     """
     found: list[CompiledKernel] = []
     run = JITFunction.run
@@ -126,7 +126,7 @@ def _describe(kernel: object, capability: int, cache: Path) -> CompiledKernel:
 
 
 def work(*, dry: bool) -> list[tuple[GpuLayer, str, int]]:
-    """Return (layer, product, number of the candidate): what is checked, then all that a search tries."""
+    """Return (layer, product, number of the candidate tile): the layers to check, then all candidates of the tile search."""
     from moesaic_lab.gpu.command import PRODUCTS, TUNED
     from moesaic_lab.gpu.run import SMALL
     from moesaic_lab.gpu.search import candidates
@@ -142,7 +142,7 @@ def work(*, dry: bool) -> list[tuple[GpuLayer, str, int]]:
 
 
 def compile_one(layer: GpuLayer, product: str, number: int, capability: int, cache: str) -> list[dict[str, Any]]:
-    """Compile one product of a layer with one tile, or one of `CHECKS`; returns a row for each kernel."""
+    """Compile one product of a layer with one tile, or one of `CHECKS`, and return one row per kernel."""
     from moesaic_lab.gpu.layers import Inputs
     from moesaic_lab.gpu.search import candidates
     from moesaic_lab.gpu.tune import products
@@ -171,7 +171,7 @@ def compile_one(layer: GpuLayer, product: str, number: int, capability: int, cac
 
 
 def _compile_layer(layer: GpuLayer, dtype: torch.dtype) -> None:
-    """Compile a layer forward and backward, and the choice of its experts."""
+    """Compile the kernels of a layer's forward and backward pass and of its choice of experts."""
     from moesaic.kernels.triton.rows.top_k import top_k_columns
     from moesaic_lab.gpu.layers import Inputs, ours
 
@@ -181,10 +181,10 @@ def _compile_layer(layer: GpuLayer, dtype: torch.dtype) -> None:
 
 
 def write(out: Path, *, dry: bool) -> int:
-    """Compile what checks and the search of tiles will run, on all cores and without the GPU, and say what came of each kernel.
+    """Compile all kernels of the checks and the tile search, on all but two cores and without the GPU, and write their rows.
 
-    Where Triton's cache is the one that the search reads, the search compiles nothing. A kernel that spills registers or whose
-    tensor-core products the assembler makes wait for each other is named. Returns the exit code, 1 if one did not compile.
+    If the search uses the same Triton cache, it compiles nothing. Kernels that spill registers, or whose tensor-core
+    instructions the assembler serializes, are listed separately. Return the exit code: 1 if a kernel did not compile.
     """
     cache, failures, rows, jobs = triton.knobs.cache.dir, list[str](), list[Any](), work(dry=dry)
     with ProcessPoolExecutor(max_workers=max(1, (os.cpu_count() or 2) - 2)) as pool:
@@ -193,7 +193,7 @@ def write(out: Path, *, dry: bool) -> int:
             layer, product, number = futures[future]
             try:
                 rows += future.result()
-            except Exception as error:  # a tile that the compiler refuses is a finding
+            except Exception as error:  # a tile that the compiler refuses is a result
                 failures.append(f"{layer.name} {product} {number}: {type(error).__name__}: {error}"[:300])
             bad = [each for each in rows if each["spilled_bytes"] > SPILLED_BYTES or each["is_serialized"]]
             held = {

@@ -1,4 +1,4 @@
-"""One layer's tensors on a GPU, the ways to compute it, and whether a way computes it right."""
+"""Tensors of one layer on a GPU, several implementations of the layer, and a check of their results."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from moesaic.kernels.work import ExpertWork, Wanted
 from moesaic_lab.gpu.shapes import GpuLayer
 
 SAMPLE = 8
-"""Tokens that a check computes one by one."""
+"""Number of tokens that a check recomputes one by one."""
 TOLERANCE = 0.02
-"""Of a result's size (root mean square): bfloat16 rounds to 2**-9, a few times on the way."""
+"""Largest allowed error, relative to a result's root mean square. bfloat16 rounds to 2**-9, a few times per result."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Tensors of one layer: leaves that are differentiated, the routing, the result's gradient."""
+    """Tensors of one layer: leaves of the autograd graph, the chosen experts, and the gradient of the output."""
 
     x: Tensor
     """(T, D)."""
     w13: Tensor
-    """(E, 2, I, D), the gate and what it gates."""
+    """(E, 2, I, D), the gate matrix and then the up matrix."""
     w2: Tensor
     """(E, D, I)."""
     weight: Tensor
@@ -41,12 +41,12 @@ class Inputs:
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        """What is differentiated."""
+        """The tensors that receive gradients."""
         return self.x, self.w13, self.w2, self.weight
 
     @staticmethod
     def random(layer: GpuLayer, device: str, dtype: torch.dtype, seed: int = 0) -> Inputs:
-        """Return a layer with random weights and a random router: experts' loads differ as chance has it."""
+        """Return a layer with random weights and random routing; the loads of the experts differ at random."""
         generator = torch.Generator(device=device).manual_seed(seed)
         made: dict[str, Any] = {"device": device, "generator": generator}
 
@@ -67,7 +67,7 @@ class Inputs:
 
     @staticmethod
     def untouched(layer: GpuLayer) -> Inputs:
-        """Return tensors of a layer's shapes that hold nothing, for a compiler: no memory is touched."""
+        """Return tensors of a layer's shapes for the compiler; the large ones are uninitialized, so no memory is touched."""
         tokens, dim, hidden, experts = layer.tokens, layer.dim, layer.hidden, layer.num_experts
         expert = torch.zeros(tokens, layer.top_k, dtype=torch.int32)
         x, w13, w2, dy = (
@@ -82,13 +82,13 @@ class Way:
     """One implementation of the layer on these tensors."""
 
     forward: Callable[[], Tensor]
-    """Returns the result, (T, D), differentiable."""
+    """Returns the differentiable output, (T, D)."""
     leaves: tuple[Tensor, ...]
-    """What its backward pass differentiates: input, matrices, routing weights."""
+    """Tensors that receive gradients in the backward pass: input, matrices, routing weights."""
 
 
 def ours(of: Inputs, tiles: Mapping[str, Any] | None) -> Way:
-    """Return the way of the Triton kernels: sort, then the operator."""
+    """Return the implementation by our Triton kernels: `sort`, then `moe_mlp`."""
     from moesaic.kernels.triton.rows.sort import sort
     from moesaic_lab.gpu.mlp import moe_mlp
 
@@ -101,7 +101,7 @@ def ours(of: Inputs, tiles: Mapping[str, Any] | None) -> Way:
 
 
 def grouped_mm(of: Inputs) -> Way:
-    """Return the way of torch's own `grouped_mm`, one operation after the other."""
+    """Return the implementation by torch's `grouped_mm`, one operation after the other."""
 
     def forward() -> Tensor:
         y: Tensor = _WholeBatch.apply(of.x, of.w13, of.w2, of.weight, of.expert)
@@ -111,10 +111,10 @@ def grouped_mm(of: Inputs) -> Way:
 
 
 def liger(of: Inputs) -> Way:
-    """Return liger-kernel's fused layer, Triton kernels too, with the same weights; gate and up in one matrix.
+    """Return liger-kernel's fused layer with the same weights. It also uses Triton kernels, with gate and up in one matrix.
 
     Raises:
-        ImportError: the package is not there.
+        ImportError: the package is not installed.
     """
     function = import_module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
     gate_up = of.w13.detach().flatten(1, 2).requires_grad_()
@@ -127,10 +127,12 @@ def liger(of: Inputs) -> Way:
 
 
 def sonic(of: Inputs) -> Way:
-    """Return SonicMoE's own kernels with the same weights and routing; it wants gate and up row by row, experts last.
+    """Return SonicMoE's own kernels with the same weights and routing.
+
+    SonicMoE expects the rows of gate and up interleaved, and the experts as the last dimension.
 
     Raises:
-        ImportError: the package is not there.
+        ImportError: the package is not installed.
     """
     run = import_module("sonicmoe.functional").moe_general_routing_inputs
     swiglu = import_module("sonicmoe.enums").ActivationType.SWIGLU
@@ -149,7 +151,7 @@ def sonic(of: Inputs) -> Way:
 
 
 def layer_of(of: Inputs) -> Way:
-    """Return the library's own layer, router and load-balance loss among it, with these experts and its own routing."""
+    """Return the library's `MoE` layer with these experts, its router and its load-balancing loss. It routes by itself."""
     from moesaic.layer import MoE
 
     num_experts, _, hidden, dim = of.w13.shape
@@ -161,15 +163,15 @@ def layer_of(of: Inputs) -> Way:
 
 
 def errors(of: Inputs, y: Tensor, grads: tuple[Tensor | None, ...]) -> dict[str, float]:
-    """Return how far results are off, relative to their size, on a sample that float32 computes one by one.
+    """Return the errors of results against float32, relative to their size, on a sample of tokens and one expert.
 
     Args:
-        of: the layer.
-        y: (T, D), the result.
-        grads: of `of.leaves`, for `of.dy`; None for one that is not compared.
+        of: tensors of the layer.
+        y: (T, D), the output.
+        grads: gradients of `of.leaves` for the output gradient `of.dy`; None for a gradient that is not compared.
 
     Returns:
-        by name: y, x and weight of some tokens, w13 and w2 of one expert.
+        Errors by name: "y", "x" and "weight" on `SAMPLE` tokens, "w13" and "w2" on one expert.
     """
     d_x, d_w13, d_w2, d_weight = grads
     tokens = torch.linspace(0, len(of.x) - 1, SAMPLE, device=of.x.device).long()
@@ -197,7 +199,7 @@ def errors(of: Inputs, y: Tensor, grads: tuple[Tensor | None, ...]) -> dict[str,
 
 
 def relative(found: Tensor | None, exact: Tensor) -> float:
-    """Return the root mean square of the difference over that of `exact`."""
+    """Return the root mean square of the difference divided by the root mean square of `exact`."""
     assert found is not None
     size = float(exact.float().square().mean().sqrt())
     return float((found.float() - exact.float()).square().mean().sqrt()) / max(size, 1e-30)

@@ -1,9 +1,9 @@
-"""`moe_mlp`: a layer's experts from tokens to tokens, sorted by `sort`, as one differentiable function.
+"""`moe_mlp`: the experts of a layer, from tokens to weighted sums, as one differentiable function.
 
-The steps are those of `kernels/triton/expert_stage.py`, which has their bytes and FLOPs. Backward keeps x, the routing and the
-pre-activations: T D + R C I elements and 12 R + 4 E bytes, C being 2 with a gate and else 1. The layer of the library comes
-through `kernels/expert_ffn.py` instead, with the same steps; this takes tiles from a search and copies that are not sent, and
-waits for no host.
+The steps are those of `kernels/triton/expert_stage.py`, which lists their bytes and FLOPs. Forward keeps x, the routing and the
+pre-activations for backward: T D + R C I elements and 12 R + 4 E bytes, where C is 2 with a gate and otherwise 1. The layer of
+the library runs the same steps through `kernels/expert_ffn.py`. In addition `moe_mlp` accepts tiles from a search and copies
+that are not sent to any expert. It never makes the host wait.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ def moe_mlp(
     activation: str,
     tiles: Mapping[str, Tile] | None = None,
 ) -> Tensor:
-    """Run every token's experts and sum their weighted results, differentiable in x, the matrices and weight.
+    """Run the experts of each token and return the weighted sums, differentiable in x, the matrices and the routing weights.
 
     Args:
         x: (T, D) tokens.
-        up: (E, C, I, D): one matrix that reads the token, or two; the first one's activation gates the second.
-        down: (E, D, I), writes the result.
+        up: (E, C, I, D), one up matrix, or a gate matrix and an up matrix.
+        down: (E, D, I).
         weight: (T K,) float32 routing weights, token after token.
-        copy: (T K,) int32, from `sort`.
-        row: (T K,) int32, from `sort`.
-        ends: (E,) int32, from `sort`.
-        top_k: K, copies of a token.
+        copy: (T K,) int32, from `sort`: the copy in each row.
+        row: (T K,) int32, from `sort`: the row of each copy; negative for copies that are not sent.
+        ends: (E,) int32, from `sort`: the end of each expert's rows.
+        top_k: K, copies per token.
         activation: "silu", "gelu" or "relu".
-        tiles: by names in `expert_stage.TILES`, from `Tuned.tiles`; None for the defaults.
+        tiles: tiles by names of products, from `Tuned.tiles`; None for the defaults.
 
     Returns:
         (T, D) in the dtype of `x`.
@@ -84,7 +84,7 @@ class _Mlp(torch.autograd.Function):
 
 
 def _work(held: Sequence[Tensor], top_k: int, activation: str) -> ExpertWork:
-    """Return the call as the stage takes it: weights in expert order, a token's rows in the order of its copies."""
+    """Return the argument of `expert_stage`: routing weights in expert order, rows of each token in the order of its copies."""
     x, up, down, weight, copy, row, ends = held
     starts = torch.arange(0, len(row), top_k, device=row.device)
     return ExpertWork(

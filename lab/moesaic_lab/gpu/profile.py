@@ -1,7 +1,7 @@
-"""What the planner wants to know of a GPU, measured: rates of products, of experts by rows, of copies, and its memory.
+"""Measures what the planner needs of a GPU: rates of matrix products, of experts by number of rows, and of copies, and memory.
 
-Written as a cluster of one device, which `moesaic plan --cluster cluster.json` reads. One GPU says nothing of links: its
-`[device]` table goes into a file that has them.
+The result describes a cluster of one device, which `moesaic plan --cluster cluster.json` reads. One GPU cannot measure links:
+copy the `[device]` table into a file that describes the links.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from moesaic_lab.gpu.timing import GIB, dense_tflops, seconds_of
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileSizes:
-    """How large the measured things are."""
+    """Sizes of the measured operations."""
 
     dense: int = 8192
-    """Rows and columns of the matrices whose product is the rate of a dtype."""
+    """Size of the square matrices whose product gives the rate of a dtype."""
     experts: tuple[int, int, int] = (4096, 1024, 16)
-    """Dim, hidden and number of the experts that are timed."""
+    """(dim, hidden, number) of the timed experts."""
     rows: tuple[int, ...] = (16, 64, 256, 1024, 4096)
-    """Of each expert."""
+    """Rows per expert, each timed by itself."""
     copied: int = 65536
-    """Rows of dim elements that are put in another order."""
+    """Rows, of dim elements each, that a timed copy permutes."""
 
 
 DRY = ProfileSizes(dense=64, experts=(32, 16, 2), rows=(4, 16), copied=64)
@@ -37,7 +37,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def cluster_of(sizes: ProfileSizes, device: str, name: str, memory_gib: float) -> ClusterSpec:
-    """Measure one device."""
+    """Measure one device and return its description as a cluster."""
     rates = {each: dense_tflops(sizes.dense, dtype, device) for each, dtype in DTYPES.items()}
     rates["tf32"] = _tf32(sizes.dense, device)
     experts = {}
@@ -70,7 +70,7 @@ def _tf32(size: int, device: str) -> float:
 
 
 def write(out: Path, *, dry: bool) -> int:
-    """Measure and write the file; returns the exit code, 0."""
+    """Measure the device, write its description to `out`, and return the exit code 0."""
     if dry:
         found = cluster_of(DRY, "cpu", "dry run", 1.0)
     else:

@@ -1,8 +1,8 @@
-"""One MoE layer on one GPU: TFLOP/s forward and backward, activation memory, beside other implementations.
+"""Measures MoE layers on one GPU: TFLOP/s forward and backward and activation memory, compared with other implementations.
 
-`measure` first checks results, then goes layer by layer: search tiles (or read them from a file), check this layer's
-results, time the ways in turn, take memory. Every finding is written to files at once, so a run that is cut off goes on
-where it stopped; a layer that fails is a row with its reason, and its claims are null.
+`measure` first checks results on a small layer. Then it searches tiles (or reads them from a file), checks each layer's
+results, times the implementations in turn, and measures their memory. Results are written to files at once, so an interrupted
+run continues where it stopped. A layer that fails gets a row with the reason, and its claims have no value.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from moesaic_lab.gpu.timing import dense_tflops, in_turn, memory_of
 
 STAGES = ("check", "tune", "measure")
 SONIC = "sonic"
-"""A stage of its own: the compiler of SonicMoE's kernels may take minutes, which must not cost a layer its figures."""
+"""Name of the stage that times SonicMoE. It is separate because compiling SonicMoE's kernels may take minutes, and a layer's
+figures must not be lost to that."""
 DENSE_SIZE = 8192
 SMALL = GpuLayer(tokens=1000, dim=264, hidden=136, num_experts=7, top_k=3)
-"""What is checked first: no size is a multiple of a tile."""
+"""The layer of the stage `check`: no size is a multiple of a tile."""
 TINY = GpuLayer(tokens=24, dim=40, hidden=24, num_experts=3, top_k=2)
-"""What a dry run measures: the interpreter takes a second for each kernel."""
+"""The layer that a dry run measures: Triton's interpreter takes a second per kernel."""
 NOTES = (
     "One SwiGLU layer, bfloat16, forward 6 T H I K and backward 12 T H I K FLOPs, router excluded, sorting of copies "
     "included; random router. Ways run in turn, median over the repeats by CUDA events, the host ahead of the GPU as in "
@@ -45,31 +46,31 @@ NOTES = (
 
 @dataclass(frozen=True, kw_only=True)
 class GpuOptions:
-    """What to measure and for how long."""
+    """Options of the layers' benchmark."""
 
     layers: tuple[str, ...] = ()
-    """Names of layers, or parts of names; all of them if there is none."""
+    """Names or parts of names of the layers to measure; empty for all."""
     stages: tuple[str, ...] = STAGES
-    """Which of check, tune, measure and sonic to do; tune may come in another run before."""
+    """Which of check, tune, measure and sonic to run; an earlier run may have done the tuning."""
     folder: Path = Path("gpu_results")
-    """Where tiles.json and rows.json are kept: what a later run need not do again."""
+    """Folder of tiles.json and rows.json, from which a later run continues."""
     repeats: int = 20
-    """Timed rounds of every way."""
+    """Timed runs of each implementation."""
     seconds: float = 1500.0
-    """After which no other layer is begun and no other tile is tried."""
+    """Time after which no further layer or tile is started."""
     products: tuple[str, ...] = ()
-    """The grouped products whose tiles are searched; all of them if there is none."""
+    """Grouped products to search tiles for; empty for all."""
     dry: bool = False
-    """On the CPU, under Triton's interpreter: every figure is of the interpreter, and none of a GPU."""
+    """Whether to run on the CPU under Triton's interpreter. The figures then say nothing about a GPU."""
 
     @property
     def device(self) -> str:
-        """Where tensors are."""
+        """The device of all tensors."""
         return "cpu" if self.dry else "cuda"
 
     @property
     def device_name(self) -> str:
-        """The GPU's own name."""
+        """The GPU's name as torch reports it."""
         return "none: a dry run" if self.dry else torch.cuda.get_device_name()
 
 
@@ -77,7 +78,7 @@ def measure(options: GpuOptions) -> Measurement:
     """Run the stages and return rows and claims.
 
     Raises:
-        InputError: there is no GPU, no Triton, or a name fits no layer.
+        InputError: there is no GPU or no Triton, a stage is unknown, or a name matches no layer.
     """
     _require(options)
     deadline = time.monotonic() + options.seconds
@@ -107,7 +108,7 @@ def measure(options: GpuOptions) -> Measurement:
 
 
 class _Book:
-    """What was found so far, in a file."""
+    """The rows measured so far, kept in `rows.json`. Rows of another GPU or torch version are discarded."""
 
     def __init__(self, options: GpuOptions) -> None:
         self.path = options.folder / "rows.json"
@@ -118,17 +119,17 @@ class _Book:
             self.rows = held["rows"] if held.get("key") == self.key else {}
 
     def is_done(self, name: str) -> bool:
-        """Say whether a row was measured, without an error."""
+        """Return whether a row was measured without an error."""
         return "error" not in self.rows.get(name, {"error": "not measured"})
 
     def write(self, name: str, row: dict[str, Any]) -> None:
-        """Keep a row, in the file too."""
+        """Add a row and rewrite the file."""
         self.rows[name] = {"name": name} | row
         write_whole(self.path, json.dumps({"key": self.key, "rows": self.rows}, indent=1))
 
 
 def _attempt(stage: str, layer: GpuLayer, options: GpuOptions, book: _Book, deadline: float) -> None:
-    """Tune or measure one layer; whatever goes wrong becomes the layer's row."""
+    """Run one stage of one layer and record any exception in the layer's row."""
     start = time.monotonic()
     try:
         _run(stage, layer, options, book, deadline)
@@ -139,7 +140,7 @@ def _attempt(stage: str, layer: GpuLayer, options: GpuOptions, book: _Book, dead
             book.write(_row_name(stage, layer), {"error": reason})
     gc.collect()
     if torch.cuda.is_available():
-        with suppress(RuntimeError):  # an error that stays with the process is the row's already
+        with suppress(RuntimeError):  # after a persistent CUDA error, which the row already has
             torch.cuda.empty_cache()
     _say(f"{layer.name}: {stage} took {time.monotonic() - start:.0f} s")
 
@@ -185,7 +186,7 @@ def _tiles(layer: GpuLayer, of: Inputs, tuned: Any) -> Any:
 
 
 def _row(layer: GpuLayer, of: Inputs, tuned: Any, options: GpuOptions) -> dict[str, Any]:
-    """Check, time and weigh one layer."""
+    """Check one layer, measure its times and memory, and return its row."""
     from moesaic_lab.gpu.tune import breakdown
 
     ways: dict[str, Way] = {"ours": ours(of, _tiles(layer, of, tuned))}
@@ -196,7 +197,7 @@ def _row(layer: GpuLayer, of: Inputs, tuned: Any, options: GpuOptions) -> dict[s
         try:
             way = make(of)
             off = relative(way.forward().detach(), exact.detach())
-            if name != "layer" and not off < TOLERANCE:  # which routes by itself
+            if name != "layer" and not off < TOLERANCE:  # `layer_of` routes by itself
                 raise AssertionError(f"its result differs from ours by {off:.3g}")
             ways[name] = way
         except Exception as error:  # an optional peer: absent, too old or out of memory
@@ -220,7 +221,7 @@ def _row(layer: GpuLayer, of: Inputs, tuned: Any, options: GpuOptions) -> dict[s
 
 
 def _timed(ways: dict[str, Way], dy: torch.Tensor, repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of every way's forward and backward pass, all in turn."""
+    """Return the seconds of each implementation's forward and backward pass, timed in turn."""
     methods: dict[str, Callable[[], object]] = {}
     for name, way in ways.items():
         methods[f"{name} forward"] = way.forward
@@ -229,13 +230,13 @@ def _timed(ways: dict[str, Way], dy: torch.Tensor, repeats: int) -> dict[str, li
 
 
 def _ratio(seconds: dict[str, list[float]], name: str) -> float:
-    """Return the median over the repeats of a way's forward plus backward time over ours."""
+    """Return the median over the repeats of an implementation's forward plus backward time divided by ours."""
     pairs = zip(*(seconds[f"{each} {which}"] for each in (name, "ours") for which in ("forward", "backward")))
     return statistics.median((a + b) / (c + d) for a, b, c, d in pairs)
 
 
 def _spread(seconds: list[float]) -> list[float]:
-    """Return the quartiles in milliseconds."""
+    """Return the first and third quartile in milliseconds."""
     low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
     return [low * 1e3, high * 1e3]
 
@@ -249,7 +250,7 @@ def _check_small(dtype: torch.dtype, device: str) -> None:
 
 
 def _check_odd_logits(device: str) -> None:
-    """Check that logits of NaN and copies that nobody takes spoil no other token, and lead nowhere out of bounds."""
+    """Check that NaN logits and copies for no existing expert affect no other token and cause no access out of bounds."""
     from moesaic.kernels.triton.rows.top_k import top_k_columns
 
     of = Inputs.random(SMALL, device, torch.bfloat16)
@@ -263,7 +264,7 @@ def _check_odd_logits(device: str) -> None:
     y = odd.forward()
     torch.autograd.grad(y, odd.leaves, of.dy)
     is_odd = logits.isnan().any(1)
-    assert torch.equal(y.isnan().any(1), is_odd), "logits of NaN do not show in their own tokens' results alone"
+    assert torch.equal(y.isnan().any(1), is_odd), "the outputs that are NaN are not those of the tokens with NaN logits"
     _say(f"check logits of NaN: {int(is_odd.sum())} tokens of {len(is_odd)}")
 
 
@@ -278,20 +279,20 @@ def _chosen(options: GpuOptions) -> list[GpuLayer]:
     layers = [layer for layer in LAYERS if not options.layers or any(part in layer.name for part in options.layers)]
     if not layers:
         names = ", ".join(layer.name for layer in LAYERS)
-        raise InputError(f"layers {' '.join(options.layers)}: none of that name: choose of {names}")
+        raise InputError(f"layers {' '.join(options.layers)}: none of that name: choose from {names}")
     return [TINY] if options.dry else layers
 
 
 def _require(options: GpuOptions) -> None:
     if not torch.cuda.is_available() and not options.dry:
-        raise InputError("the GPU benchmark needs a CUDA device, and torch sees none here: run it where there is one")
+        raise InputError("the GPU benchmark needs a CUDA device, and torch finds none: run it on a machine with a GPU")
     try:
         import triton  # noqa: F401
     except ImportError as error:
         raise InputError("the GPU benchmark needs Triton: pip install 'moesaic[gpu]'") from error
     for stage in options.stages:
         if stage not in (*STAGES, SONIC):
-            raise InputError(f"stage {stage!r} is unknown: choose of {', '.join((*STAGES, SONIC))}")
+            raise InputError(f"stage {stage!r} is unknown: choose from {', '.join((*STAGES, SONIC))}")
 
 
 def _say(text: str) -> None:

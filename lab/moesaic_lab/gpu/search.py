@@ -1,8 +1,8 @@
-"""Finds tiles by timing them, within a budget, and keeps what it found in a file that says what it is good for.
+"""Searches tiles by timing candidates within a budget, and keeps the results in a file keyed by device and versions.
 
-Triton's own autotuner keeps its findings in the process or in a cache nobody names, and searches in the middle of a
-training step. Here a search is something that you start, its result is data that you pass, and a file written on another
-device or under other versions is not read but kept beside.
+Triton's own autotuner keeps its results in the process or in an anonymous cache, and searches in the middle of a training step.
+Here you start a search explicitly and pass its result as data. Results from another device or other versions stay in the file
+but are ignored.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from moesaic.kernels.triton.rows.tiles import (
 from moesaic_lab.claims import write_whole
 
 FORMAT = 2
-"""Of the file; raise it when a tile's fields change their meaning."""
+"""Version of the file format; increase it when a field of `Tile` changes its meaning."""
 WORSE = 1.02
-"""A candidate must be faster than the default by this factor to replace it: less is noise."""
+"""Factor by which a candidate must be faster than the default to replace it; smaller differences are noise."""
 CUTS = (
     (128, 128, 4, 3, 2), (128, 256, 8, 3, 0), (128, 256, 8, 3, 1), (128, 256, 8, 4, 1), (256, 128, 8, 3, 0),
     (256, 128, 8, 3, 1), (256, 128, 8, 4, 1), (64, 256, 4, 3, 0), (128, 128, 4, 4, 0), (128, 128, 8, 3, 0),
     (128, 128, 8, 4, 1), (128, 64, 4, 4, 0), (64, 128, 4, 4, 0),
 )  # fmt: skip
-"""Rows, columns, warps, stages and programs that a search tries; the last narrow ones are for Ada's 99 KiB."""
+"""(rows, columns, warps, stages, programs) of the candidates; the last narrow ones are for Ada's 99 KiB of shared memory."""
 GATED_CUTS = (
     (128, 128, 8, 3, 0), (128, 128, 8, 4, 0), (64, 128, 4, 3, 0), (128, 64, 8, 4, 0), (256, 64, 8, 3, 0), (64, 64, 4, 3, 0),
 )  # fmt: skip
-"""The same for a projection with a gate, whose tile holds its columns twice; none persistent, since the assembler then makes
-their products wait for each other (C7515, all four that were tried, Triton 3.6 for sm_90a)."""
+"""Candidates for a projection with a gate; such a tile holds its columns twice. None is persistent: the assembler serialized
+the tensor-core instructions of all four persistent candidates (warning C7515, Triton 3.6 for sm_90a)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,31 +52,35 @@ class Tuned:
 
     device: TileDevice
     found: Mapping[str, Tile] = field(default_factory=dict)
-    """By `Shape.bucket`."""
+    """Tiles by `Shape.bucket`."""
 
     @property
     def key(self) -> str:
-        """Name what the tiles are good for."""
+        """The key of these tiles in a file: device, versions and format."""
         return f"{self.device.name}, triton {triton.__version__}, torch {torch.__version__}, format {FORMAT}"
 
     def tile(self, shape: Shape) -> Tile:
-        """Return the tile found for a product of this shape, or the default."""
+        """Return the tile found for a product of this shape, or the default tile."""
         return self.found.get(shape.bucket) or default_tile(shape, self.device)
 
     def tiles(self, shapes: Mapping[str, Shape]) -> dict[str, Tile]:
-        """Return the tiles of a layer's products, from `expert_stage.shapes`."""
+        """Return the tiles of a layer's products by name.
+
+        Args:
+            shapes: shapes of the products by name, from `expert_stage.shapes`.
+        """
         return {name: self.tile(shape) for name, shape in shapes.items()}
 
     def with_tile(self, shape: Shape, tile: Tile) -> Tuned:
-        """Return the same with one more tile."""
+        """Return a copy with one more tile."""
         return Tuned(device=self.device, found={**self.found, shape.bucket: tile})
 
 
 def load(path: Path | str | None, device: TileDevice) -> Tuned:
-    """Read the tiles of this device and these versions from a file; none if there is no such file.
+    """Read the tiles of this device and these versions from a file; return no tiles if the file does not exist.
 
     Raises:
-        InputError: the file is not one of `save`.
+        InputError: the file was not written by `save`.
     """
     nothing = Tuned(device=device)
     if path is None or not Path(path).exists():
@@ -86,10 +90,10 @@ def load(path: Path | str | None, device: TileDevice) -> Tuned:
 
 
 def save(path: Path | str, tuned: Tuned) -> None:
-    """Write tiles to a file, whole or not at all; what it holds for other devices and versions stays.
+    """Write tiles to a file atomically; tiles in it for other devices and versions are kept.
 
     Raises:
-        InputError: the file exists and is not one of `save`.
+        InputError: the file exists and was not written by `save`.
     """
     path = Path(path)
     held = _read(path) if path.exists() else {}
@@ -106,19 +110,19 @@ def search(
     deadline: float = float("inf"),
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[Tile, bool]:
-    """Time candidates in order and return the fastest, and whether all were tried.
+    """Time candidates in order and return the fastest tile and whether the search is complete.
 
     Args:
-        shape: the product.
-        device: that it runs on.
-        seconds_of: runs the product with a tile; what it raises counts as a tile that does not work.
-        at_most: candidates to try.
-        deadline: of `time.monotonic`, after which no other candidate is tried and the search does not count as done.
-        say: is told each candidate's outcome.
+        shape: shape of the product.
+        device: device that runs the product.
+        seconds_of: runs the product with a tile and returns its seconds; if it raises, the tile is skipped.
+        at_most: largest number of candidates to try.
+        deadline: time of `time.monotonic` after which no further candidate is tried.
+        say: called with a line of text about each candidate.
 
     Returns:
-        The fastest tile; the default, which comes first, unless another is faster by `WORSE`, or if none worked. And
-        False if the deadline cut the search off, or none worked: that is no finding.
+        The fastest tile, or the default tile if no other is faster by `WORSE` or none worked. And whether the search is
+        complete: False if it reached the deadline or no tile worked.
     """
     best, best_seconds = default_tile(shape, device), float("inf")
     for number, tile in enumerate(candidates(shape, device)):
@@ -128,7 +132,7 @@ def search(
             return best, False
         try:
             seconds = seconds_of(tile)
-        except Exception as error:  # whatever a compiler or a driver makes of an unlucky tile
+        except Exception as error:  # whatever the compiler or the driver raises for a bad tile
             say(f"{shape.bucket}: {_words(tile)}: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
             continue
         say(f"{shape.bucket}: {_words(tile)}: {seconds * 1e3:.3f} ms")
@@ -138,7 +142,7 @@ def search(
 
 
 def fits(tile: Tile, shape: Shape, device: TileDevice) -> bool:
-    """Say whether a tile runs at all and is no obvious waste."""
+    """Return whether a tile can run and does not obviously waste resources."""
     accumulators = tile.rows * tile.columns * (2 if shape.is_doubled else 1) / (tile.warps * 32)
     if tile.descriptors and device.capability < HOPPER:
         return False
@@ -150,14 +154,14 @@ def fits(tile: Tile, shape: Shape, device: TileDevice) -> bool:
 
 
 def candidates(shape: Shape, device: TileDevice) -> Iterator[Tile]:
-    """Yield the tiles that a search tries, the default first, those that do not fit left out."""
+    """Yield the tiles that a search tries, the default first, without those that do not fit."""
     first = default_tile(shape, device)
     yield first
     if first.descriptors:
         yield replace(first, descriptors=0)
     cuts = GATED_CUTS if shape.is_doubled else CUTS
     for rows, columns, warps, stages, programs in cuts:
-        if programs and shape.product == "weight_grad":  # experts differ in rows: no fixed share of the tiles is fair
+        if programs and shape.product == "weight_grad":  # experts differ in rows: equal shares of tiles are unbalanced
             continue
         tile = Tile(
             rows=rows, columns=columns, depth=deepest(shape), warps=warps, programs=programs,
@@ -181,7 +185,7 @@ def _read(path: Path) -> dict[str, dict]:
     except (ValueError, AttributeError, UnicodeDecodeError):
         is_ours, tiles = False, []
     if not is_ours:
-        raise InputError(f"{path} is no file of tuned tiles: delete it, or name another file")
+        raise InputError(f"{path} is not a file of tuned tiles: delete it, or name another file")
     for key, of_device in held.items():
         if key.endswith(f"format {FORMAT}") and any(set(tile) != wanted for tile in of_device.values()):
             raise InputError(

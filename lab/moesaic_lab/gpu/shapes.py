@@ -1,7 +1,7 @@
-"""The twelve layers that a GPU is measured on, what others published for them, and what is claimed of them. No torch.
+"""The twelve layers measured on a GPU, the published figures for them, and the claims about them. This module imports no torch.
 
-SonicMoE's paper (Guo et al. 2025) compares itself, ScatterMoE and others on one H100 on these: SwiGLU, bfloat16, figures
-read off its chart, about 3 TFLOP/s either way.
+The layers are those of SonicMoE's paper (Guo et al. 2025), which compares SonicMoE, ScatterMoE and others on one H100 with
+SwiGLU in bfloat16. The published figures are read off the paper's chart, to about ±3 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ class GpuLayer:
 
     @property
     def name(self) -> str:
-        """Name the layer as claims do."""
+        """The layer's name in claims."""
         return f"T{self.tokens}_H{self.dim}_I{self.hidden}_E{self.num_experts}_K{self.top_k}"
 
     @property
     def forward_flops(self) -> int:
-        """Products of the forward pass, the router left out; backward has twice as many."""
+        """FLOPs of the forward pass without the router; the backward pass has twice as many."""
         return 6 * self.tokens * self.dim * self.hidden * self.top_k
 
 
 @dataclass(frozen=True)
 class PublishedTimes:
-    """TFLOP/s forward and backward on an H100, and memory."""
+    """Published figures of one layer on an H100."""
 
     sonic: tuple[int, int]
+    """TFLOP/s of SonicMoE, forward and backward."""
     scatter: tuple[int, int]
+    """TFLOP/s of ScatterMoE, forward and backward."""
     sonic_gib: float | None
-    """Activation memory of a layer; None where no figure was read."""
+    """Activation memory of SonicMoE in GiB; None if the paper's chart gives no figure."""
 
 
 LAYERS: dict[GpuLayer, PublishedTimes] = {
@@ -58,21 +60,21 @@ LAYERS: dict[GpuLayer, PublishedTimes] = {
     GpuLayer(32768, 4096, 1024, 128, 8): PublishedTimes((558, 567), (380, 352), None),
     GpuLayer(32768, 4096, 2048, 64, 4): PublishedTimes((597, 586), (384, 369), None),
 }
-"""In the order of the paper's chart; the last is the largest."""
+"""Published figures by layer, in the order of the paper's chart; the last layer is the largest."""
 LARGEST = list(LAYERS)[-1]
 OVER_LIGER = 1.5
 OVER_DENSE = 0.75
 OVER_KERNELS = 1.08
-"""Of a whole layer, router and losses among it, over its kernels."""
+"""Largest allowed time of a whole layer, with router and losses, divided by the time of its kernels."""
 OVER_SONIC_MEMORY = 1.1
 
 
 def claims(layers: Sequence[GpuLayer], rows: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
-    """Return the claims of these layers; one without a value says why.
+    """Return the claims about layers; a claim without a value has a reason.
 
     Args:
-        layers: that were to be measured.
-        rows: by layer name, as `run.measure` makes them, and "dense".
+        layers: the layers to claim something about, measured or not.
+        rows: rows of `run.measure` by name: a layer's name, "sonic." and a layer's name, or "dense".
     """
     return [claim for layer in layers for claim in _of_layer(layer, rows)] + _of_largest(layers, rows)
 
@@ -108,7 +110,7 @@ def _of_layer(layer: GpuLayer, rows: Mapping[str, Mapping[str, Any]]) -> list[Cl
 
 
 def _of_largest(layers: Sequence[GpuLayer], rows: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
-    """Return how near the largest layer comes to the card's rate on one dense product."""
+    """Return the claims on the largest layer's TFLOP/s divided by the device's rate on one dense product."""
     if LARGEST not in layers:
         return []
     mine, dense = rows.get(LARGEST.name, {}).get("ours"), rows.get("dense", {}).get("tflops")

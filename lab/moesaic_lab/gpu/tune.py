@@ -1,4 +1,4 @@
-"""Searches the tiles of one layer's grouped products on the GPU at hand."""
+"""Searches tiles for the grouped products of one layer on this machine's GPU."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from moesaic_lab.gpu.timing import seconds_of
 
 
 def products(of: Inputs, *, is_compiling: bool = False) -> dict[str, Callable[[Tile], object]]:
-    """Return the grouped products of a layer as functions of a tile, with operands as the layer has them.
+    """Return the grouped products of a layer as functions of a tile, with operands shaped as in the layer.
 
     Args:
-        of: the tensors.
-        is_compiling: nobody runs the products, so nothing is drawn.
+        of: tensors of the layer.
+        is_compiling: whether the products are only compiled, so that their operands need no values.
     """
     top_k = of.expert.shape[1]
     x, w13, w2, dy = (each.detach() for each in (of.x, of.w13, of.w2, of.dy))
@@ -56,16 +56,19 @@ def tune(
     say: Callable[[str], None],
     only: Sequence[str] = (),
 ) -> Tuned:
-    """Search the tiles that a file does not hold yet, and write each finding to the file at once.
+    """Search the tiles that `tuned` does not have yet, and write each result to the file at once.
 
     Args:
-        layer: the sizes.
-        of: the tensors.
-        tuned: what is known.
-        path: of the file; None for none.
-        deadline: of `time.monotonic`; products that come after it keep their defaults and are not written.
-        say: is told what every candidate took.
-        only: the products to search; all of them if there is none.
+        layer: sizes of the layer.
+        of: tensors of the layer.
+        tuned: tiles known so far.
+        path: file of the tiles; None to write no file.
+        deadline: time of `time.monotonic` after which the search stops; unfinished products keep default tiles, unwritten.
+        say: called with a line of text about each candidate.
+        only: names of the products to search; empty for all.
+
+    Returns:
+        `tuned` with the tiles found.
     """
     run = products(of)
     sizes = (layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, of.x.itemsize)
@@ -83,7 +86,7 @@ def tune(
 
 
 def breakdown(layer: GpuLayer, of: Inputs, tuned: Tuned) -> dict[str, dict[str, float]]:
-    """Return milliseconds and TFLOP/s (GB/s for what only moves bytes) of every step, each timed by itself."""
+    """Return the milliseconds of each step of a layer, timed alone, and its TFLOP/s, or GB/s if it only moves bytes."""
     run = products(of)
     num_rows = layer.tokens * layer.top_k
     sizes = (num_rows, layer.num_experts, layer.dim, layer.hidden, of.x.itemsize)
@@ -91,7 +94,7 @@ def breakdown(layer: GpuLayer, of: Inputs, tuned: Tuned) -> dict[str, dict[str, 
     found = {}
     for name, shape in shapes(*sizes, gated=True).items():
         seconds = _seconds_with(run[name], tuned.tile(shape))
-        doubled = 2 if name in ("up", "rows_grad", "weight_grad") else 1  # of gate and up at once
+        doubled = 2 if name in ("up", "rows_grad", "weight_grad") else 1  # gate and up together
         found[name] = {"ms": seconds * 1e3, "tflops": flops * doubled / seconds / 1e12}
     order = sort(of.expert.view(-1), layer.num_experts)
     starts = torch.arange(0, num_rows, layer.top_k, device=of.x.device)

@@ -1,6 +1,6 @@
-"""The operations of `moesaic bench kernels`: each with a plain way to write it, its arithmetic and its bytes.
+"""The operations of `moesaic bench kernels`: each with plain PyTorch code for the same, its FLOPs and its bytes.
 
-The plain way is the oracle too: run in float64 on the same numbers it says what is right.
+The plain code also serves as the reference: run in float64 on the same inputs it gives the correct result.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from moesaic.kernels.work import ExpertWork
 from moesaic_lab.device.cases import DeviceShape
 
 CAPACITY_FACTOR = 1.25
-"""Of encode and decode."""
+"""Capacity factor of encode and decode."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelOp:
-    """One operation on given inputs."""
+    """One operation with its inputs."""
 
     name: str
     inputs: tuple[Tensor, ...]
     run: Callable[..., Tensor]
-    """Ours, of the inputs."""
+    """Our implementation, a function of the inputs."""
     plain: Callable[..., Tensor]
-    """The same as one writes it down; takes the inputs in any dtype."""
+    """Plain PyTorch code for the same operation; accepts inputs of any dtype."""
     flops: float
-    """Floating-point operations that it cannot do without."""
+    """Floating-point operations that any implementation needs."""
     num_bytes: float
-    """Bytes of its inputs and results, each once."""
+    """Bytes of the inputs and results, each counted once."""
 
     def error(self) -> float:
-        """Return our distance from the plain way in float64, relative to its norm."""
+        """Return the norm of our difference from the plain code in float64, relative to the norm of its result."""
         exact = self.plain(*(each.double() if each.is_floating_point() else each for each in self.inputs)).double()
         return float((self.run(*self.inputs).double() - exact).norm() / exact.norm().clamp_min(1e-300))
 
 
 def ops(shape: DeviceShape, dtype: torch.dtype) -> list[KernelOp]:
-    """Return the operations of one layer, random routing."""
+    """Return the operations of one layer with random routing."""
     generator = torch.Generator().manual_seed(0)
 
     def made(*size: int) -> Tensor:
@@ -74,7 +74,7 @@ def _sort(token: Tensor, expert: Tensor, counts: Tensor, tokens: int, top_k: int
 
 
 def _moves(order: Permutation, x: Tensor, gates: Tensor, top_k: int) -> list[KernelOp]:
-    """Dispatch and combine: rows of tokens in the order of the experts, and back."""
+    """Return the gather of tokens into expert order, and the combine of expert rows into tokens."""
     sent, dim, item = order.dispatch, x.shape[1], x.element_size()
     num_rows, rows = len(sent.token), x.index_select(0, sent.token)
 
@@ -94,7 +94,7 @@ def _moves(order: Permutation, x: Tensor, gates: Tensor, top_k: int) -> list[Ker
 
 
 def _pointwise(a: Tensor, b: Tensor) -> list[KernelOp]:
-    """What happens between the products, and the routing weights' gradient."""
+    """Return the activations between the matrix products, and the row-wise dot products of the routing weights' gradient."""
 
     def into(activation: str, *pre: Tensor) -> Tensor:
         out = torch.empty_like(pre[0])
@@ -120,7 +120,7 @@ def _pointwise(a: Tensor, b: Tensor) -> list[KernelOp]:
 
 
 def _coding(chosen: Tensor, experts: int, x: Tensor, gates: Tensor) -> list[KernelOp]:
-    """Encode and decode against GShard's einsum."""
+    """Return fast encode and decode, with GShard's einsum as the plain code."""
     capacity = int(CAPACITY_FACTOR * chosen.numel() / experts)
     form = encoding(chosen, experts, capacity)
     encoded = fast_encode(x, form)
@@ -142,7 +142,7 @@ def _coding(chosen: Tensor, experts: int, x: Tensor, gates: Tensor) -> list[Kern
 
 
 def _experts(shape: DeviceShape, order: Permutation, gates: Tensor, made: Callable[..., Tensor]) -> KernelOp:
-    """The expert stage forward and backward, SwiGLU: what comes back is the gradient of the tokens."""
+    """Return the expert stage with SwiGLU, forward and backward. Its result is the gradient of the tokens."""
     experts, dim, hidden = shape.experts, shape.dim, shape.hidden
     up, down = made(experts, 2, hidden, dim) * dim**-0.5, made(experts, dim, hidden) * hidden**-0.5
     x, dy = made(shape.tokens, dim), made(shape.tokens, dim)
@@ -169,7 +169,7 @@ def _backward(work: ExpertWork, inputs: Any, run: Callable[[ExpertWork], Tensor]
 
 
 def _one_by_one(work: ExpertWork) -> Tensor:
-    """One expert after the other, by autograd."""
+    """Return the layer's output, computed one expert after the other and differentiated by autograd."""
     assert work.dispatch is not None
     assert work.gates is not None
     y, start = torch.zeros_like(work.x), 0

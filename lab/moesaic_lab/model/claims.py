@@ -1,4 +1,4 @@
-"""What the model benchmark claims, as rows and claims; and its picture: predicted over measured."""
+"""The rows, claims and pictures of the model benchmark."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from moesaic_lab.pictures import Panel, PlottedSeries
 from moesaic_lab.tables import Column, milliseconds, table
 
 LEAST_POINTS, LEAST_CASES, LEAST_PLANS = 60, 10, 40
-"""What the claims rest on at least: points; cases for the regret, and plans of each. Cases of fewer plans count too."""
+"""Least data for the claims: points (plans of cases) for the errors; cases with at least `LEAST_PLANS` plans for the regret.
+The regret also includes cases with fewer plans."""
 NOTES = (
     "A layer on the library's runtime over emulated links, forward and backward. compute virtual: experts sleep for as long as "
     "an accelerator of the given rate would take; real: they multiply. Ranks are bound to cores, under the batch policy. "
@@ -25,11 +26,11 @@ NOTES = (
     "last case was timed. Regret: the plan that is predicted to be fastest, over the fastest of those that were timed again "
     "(the fastest of all plans by the first times, and the first ones by prediction), medians of repeats in turn."
 )
-"""What a reader must know to judge the figures."""
+"""Notes that a reader needs to judge the figures."""
 
 
 def rows_of(found: Sequence[ModelFound]) -> list[dict[str, Any]]:
-    """Return a row per plan of every case."""
+    """Return a row per plan of each case."""
     rows = []
     for each in found:
         for name, seconds in each.measured.items():
@@ -78,16 +79,16 @@ COLUMNS = (
 
 
 def case_table(found: Sequence[ModelFound]) -> Table:
-    """Return the cases for a terminal."""
+    """Return the table of cases for a terminal."""
     return table("Predicted and measured layers", case_rows(found), COLUMNS, group_by=("bed",))
 
 
 def claims(found: Sequence[ModelFound], earlier: Sequence[ModelFound] = ()) -> list[Claim]:
-    """Return all claims, also those that this run did not measure.
+    """Return all claims, including those that this run did not measure.
 
     Args:
         found: the cases.
-        earlier: the same ones with what profiles from at least an hour before predict.
+        earlier: the same cases, predicted from profiles that are at least an hour older.
     """
     none = "no profiles from an hour before: --earlier names a folder of them"
     return [*_of(found, ""), *_of(earlier, "_hour_later", "" if earlier else none)]
@@ -114,7 +115,7 @@ def _of(found: Sequence[ModelFound], suffix: str, none: str = "") -> list[Claim]
 
 
 def panels(found: Sequence[ModelFound]) -> list[Panel]:
-    """Return predicted over measured times, a panel per bed and kind of compute."""
+    """Return a panel of predicted over measured times per bed and kind of compute."""
     made = []
     kinds = dict.fromkeys((each.bed.name, each.case.compute) for each in found)
     for bed, compute in kinds:

@@ -109,7 +109,7 @@ def test_a_file_serves_only_the_device_it_was_made_on(tmp_path):
 def test_another_file_is_refused_in_one_line(tmp_path, text):
     path = tmp_path / "tiles.json"
     path.write_text(text)
-    with pytest.raises(InputError, match=r"is no file of tuned tiles: delete it, or name another file") as error:
+    with pytest.raises(InputError, match=r"is not a file of tuned tiles: delete it, or name another file") as error:
         load(path, DEVICES[0])
     assert "\n" not in str(error.value)
 
