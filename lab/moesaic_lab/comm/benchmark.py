@@ -77,15 +77,15 @@ def measure(config: CommConfig, ranks: Cluster, job: tuple[Sweep, int]) -> CommC
     """
     sweep, size_kib = job
     if sweep.kind == "dispatch":
-        found = ranks.run(side.measure_dispatch, sweep, config.seed, config.dim, config.warmup)
+        of_ranks = ranks.run(side.measure_dispatch, sweep, config.seed, config.dim, config.warmup)
         size_kib = round(sweep.tokens * sweep.top_k * config.dim * 4 / 1024)
     else:
         of_kind = side.measure_lanes if sweep.kind == "lanes" else side.measure_exchange
-        found = ranks.run(of_kind, sweep, size_kib, config.dim, config.warmup)
-    messages, names = found[0].messages, found[0].spans
-    counted = {name: [m for of_rank in found for m in of_rank.sent.get(name, [])] for name in names}
+        of_ranks = ranks.run(of_kind, sweep, size_kib, config.dim, config.warmup)
+    messages, names = of_ranks[0].messages, of_ranks[0].spans
+    counted = {name: [m for of_rank in of_ranks for m in of_rank.sent.get(name, [])] for name in names}
     return CommCell(
-        sweep=sweep, size_kib=size_kib, **timed([of_rank.spans for of_rank in found]),
+        sweep=sweep, size_kib=size_kib, **timed([of_rank.spans for of_rank in of_ranks]),
         limits={name: link_limit(messages[name], sweep.bed) for name in names},
         across={name: crossing(counted[name] or messages[name], sweep.bed.node_of) for name in names},
     )  # fmt: skip
@@ -95,8 +95,8 @@ def claims(cells: Sequence[CommCell]) -> list[Claim]:
     """Return all claims, including those that this run did not measure."""
 
     def top8() -> CommCell:
-        found = [c for c in cells if c.sweep.kind == "dispatch" and c.sweep.shape == "2x2" and c.sweep.top_k == 8]
-        return some(found, "of a dispatch with top_k 8 on 2x2")[0]
+        chosen = [c for c in cells if c.sweep.kind == "dispatch" and c.sweep.shape == "2x2" and c.sweep.top_k == 8]
+        return some(chosen, "of a dispatch with top_k 8 on 2x2")[0]
 
     return [
         claimed("comm.receive_first.link_share_2x2_4MiB", lambda: link_share(cells), 0.95, ">="),
@@ -110,8 +110,8 @@ def claims(cells: Sequence[CommCell]) -> list[Claim]:
 
 def link_share(cells: Sequence[CommCell]) -> float:
     """Return the share of the link limit that the linear all-to-all reaches, as the lower end of the 95 % interval."""
-    found = [cell for cell in cells if cell.sweep.kind == "limit" and cell.size_kib == FOUR_MIB_KIB]
-    cell = some(found, "of 4 MiB to the limit")[0]
+    chosen = [cell for cell in cells if cell.sweep.kind == "limit" and cell.size_kib == FOUR_MIB_KIB]
+    cell = some(chosen, "of 4 MiB to the limit")[0]
     seconds = cell.timings["linear"].seconds
     return enough(paired([cell.limits["linear"].seconds] * len(seconds), seconds)).low
 
@@ -121,11 +121,11 @@ def over_longer_lane(cells: Sequence[CommCell]) -> float:
 
     It is the median over all sizes of the upper end of the 95 % interval.
     """
-    found = []
+    ratios = []
     for cell in some([c for c in cells if c.sweep.kind == "lanes"], "of lanes"):
         longer = max(("intra alone", "inter alone"), key=lambda name: cell.timings[name].median)
-        found.append(enough(cell.ratio("pipelined", longer)).high)
-    return statistics.median(found)
+        ratios.append(enough(cell.ratio("pipelined", longer)).high)
+    return statistics.median(ratios)
 
 
 def multicast_bytes(cell: CommCell) -> float:
@@ -135,19 +135,19 @@ def multicast_bytes(cell: CommCell) -> float:
 
 def multicast_over_bound(cells: Sequence[CommCell]) -> float:
     """Return the time of multicast over its link limit, the median over all dispatches."""
-    found = some([c for c in cells if c.sweep.kind == "dispatch"], "of a dispatch")
-    return statistics.median(c.timings["multicast"].median / c.limits["multicast"].seconds for c in found)
+    chosen = some([c for c in cells if c.sweep.kind == "dispatch"], "of a dispatch")
+    return statistics.median(c.timings["multicast"].median / c.limits["multicast"].seconds for c in chosen)
 
 
 def small_messages(cells: Sequence[CommCell]) -> float:
     """Return the time of 2DH over linear on 4x4 ranks, the median over the cells in which the charge per message dominates."""
-    found = [
+    ratios = [
         cell.ratio("hier2d", "linear").median
         for cell in cells
         if cell.sweep.kind == "exchange" and cell.sweep.shape == "4x4" and {"hier2d", "linear"} <= set(cell.timings)
         if cell.sweep.per_message >= DOMINATES * 1024 * cell.size_kib / cell.sweep.world
     ]
-    return statistics.median(some(found, "on 4x4 where a cost per message dominates"))
+    return statistics.median(some(ratios, "on 4x4 where a cost per message dominates"))
 
 
 def rows_of(cell: CommCell) -> list[dict[str, Any]]:
@@ -180,23 +180,23 @@ the first method if linear was not measured), and "across" the bytes that all ra
 
 def tables(cells: Sequence[CommCell]) -> list[Table]:
     """Return the tables for a terminal, one per kind and bed."""
-    made = []
+    all_tables = []
     for (kind, label), of_bed in itertools.groupby(cells, key=lambda cell: (cell.sweep.kind, cell.sweep.label)):
         rows = [row | {"quartiles": quartiles(row)} for cell in of_bed for row in rows_of(cell)]
-        made.append(table(f"{kind} on {label}", rows, COLUMNS, group_by=("size_bytes",)))
-    return made
+        all_tables.append(table(f"{kind} on {label}", rows, COLUMNS, group_by=("size_bytes",)))
+    return all_tables
 
 
 def panels(cells: Sequence[CommCell]) -> list[Panel]:
     """Return a panel per bed of the all-to-alls, and one panel each for lanes and dispatches."""
-    made = []
+    all_panels = []
     by_bed = sorted((c for c in cells if c.sweep.kind == "exchange"), key=lambda c: (c.sweep.label, c.size_kib))
     for label, of_bed in itertools.groupby(by_bed, key=lambda cell: cell.sweep.label):
-        made.append(_over_sizes(f"all-to-all, {label}", list(of_bed)))
+        all_panels.append(_over_sizes(f"all-to-all, {label}", list(of_bed)))
     for kind, title in (("lanes", "two lanes, alone and at once"), ("dispatch", "dispatch: copies, or once per node")):
-        if found := [cell for cell in cells if cell.sweep.kind == kind]:
-            made.append(_bars(title, found))
-    return made
+        if chosen := [cell for cell in cells if cell.sweep.kind == kind]:
+            all_panels.append(_bars(title, chosen))
+    return all_panels
 
 
 def _over_sizes(title: str, cells: Sequence[CommCell]) -> Panel:
@@ -224,12 +224,12 @@ def _series(cells: Sequence[CommCell], at: Sequence[float], scales: Sequence[flo
         at: place of each cell on the x axis.
         scales: factor by which each cell's seconds are multiplied.
     """
-    names, made = dict.fromkeys(name for cell in cells for name in cell.timings), []
+    names, series = dict.fromkeys(name for cell in cells for name in cell.timings), []
     for name in names:
-        here = [(x, cell, scale) for x, cell, scale in zip(at, cells, scales) if name in cell.timings]
-        points = [(x, cell.timings[name], cell.limits[name].seconds) for x, cell, _ in here]
-        made.append(PlottedSeries.of(name, points, [scale for *_, scale in here]))
-    return tuple(made)
+        measured = [(x, cell, scale) for x, cell, scale in zip(at, cells, scales) if name in cell.timings]
+        points = [(x, cell.timings[name], cell.limits[name].seconds) for x, cell, _ in measured]
+        series.append(PlottedSeries.of(name, points, [scale for *_, scale in measured]))
+    return tuple(series)
 
 
 BENCHMARK = emulated(

@@ -113,8 +113,8 @@ class Sweep:
         Raises:
             InputError: the rows do not split evenly over the ranks.
         """
-        rows, rest = divmod(size_kib * 1024, dim * 4 * self.world)
-        if rest or not rows:
+        rows, remainder = divmod(size_kib * 1024, dim * 4 * self.world)
+        if remainder or not rows:
             raise InputError(
                 f"{self.kind} on {self.shape}: {size_kib} KiB are not a whole number of rows of {dim} float32 for each of "
                 f"{self.world} ranks: choose a multiple of {max(dim * 4 * self.world // 1024, 1)}, or another dim"

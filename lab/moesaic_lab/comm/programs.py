@@ -83,20 +83,20 @@ def dispatch(grid: Grid, copies: np.ndarray, tokens: int, node_tokens: np.ndarra
 
 def until_experts(program: Program) -> Program:
     """Return the part of a layer's forward program before the experts; its outputs are the slots that the experts read."""
-    deferred_wgrad: set[str] = set()
+    after_experts: set[str] = set()
     tasks: list[Task] = []
     outputs: list[str] = []
     for task in program.tasks:
         if task.op is Op.EXPERT:
             outputs += task.reads[:2]
-        if task.op is Op.EXPERT or deferred_wgrad.intersection(task.reads):
-            deferred_wgrad.update(task.writes)
+        if task.op is Op.EXPERT or after_experts.intersection(task.reads):
+            after_experts.update(task.writes)
         else:
             tasks.append(task)
-    held = {name for task in tasks for name in (*task.reads, *task.writes)}
+    slots = {name for task in tasks for name in (*task.reads, *task.writes)}
     return replace(
-        program, name=f"dispatch of {program.name}", slots=tuple(slot for slot in program.slots if slot.name in held),
-        tasks=tuple(tasks), inputs=tuple(name for name in program.inputs if name in held), outputs=tuple(outputs),
+        program, name=f"dispatch of {program.name}", slots=tuple(slot for slot in program.slots if slot.name in slots),
+        tasks=tuple(tasks), inputs=tuple(name for name in program.inputs if name in slots), outputs=tuple(outputs),
     )  # fmt: skip
 
 

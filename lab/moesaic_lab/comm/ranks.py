@@ -64,16 +64,17 @@ def measure_exchange(sweep: Sweep, size_kib: int, dim: int, warmup: int) -> Comm
     grid, rows = all_ep(sweep.nodes, sweep.ranks_per_node), sweep.rows_of(size_kib, dim)
     works = {name: exchange(grid, rows, name) for name in sweep.methods if name != TORCH}
     straight = exchange(grid, rows, "linear")
-    mine, expected = _numbered_rows(straight, dim)
+    sent_rows, expected = _numbered_rows(straight, dim)
     methods = {
-        name: CommMethod(work=work, values={"rows": mine}, expected={"h": expected}) for name, work in works.items()
+        name: CommMethod(work=work, values={"rows": sent_rows}, expected={"h": expected})
+        for name, work in works.items()
     }
     if TORCH not in sweep.methods:
         return _measure(methods, {}, dim, sweep.repeats, warmup)
-    _compare(TORCH, {"h": expected}, {"h": torchs_own(mine)})
-    found = _measure(methods, {TORCH: lambda: torchs_own(mine)}, dim, sweep.repeats, warmup)
-    found.messages[TORCH] = straight.messages(dim)
-    return found
+    _compare(TORCH, {"h": expected}, {"h": torchs_own(sent_rows)})
+    measured = _measure(methods, {TORCH: lambda: torchs_own(sent_rows)}, dim, sweep.repeats, warmup)
+    measured.messages[TORCH] = straight.messages(dim)
+    return measured
 
 
 def measure_lanes(sweep: Sweep, size_kib: int, dim: int, warmup: int) -> CommFound:
@@ -82,8 +83,8 @@ def measure_lanes(sweep: Sweep, size_kib: int, dim: int, warmup: int) -> CommFou
     methods = {}
     for name, which in LANES.items():
         work = exchange(grid, rows, "pipelined", which)
-        mine, expected = _numbered_rows(work, dim)
-        methods[name] = CommMethod(work=work, values={"rows": mine}, expected={"h": expected})
+        sent_rows, expected = _numbered_rows(work, dim)
+        methods[name] = CommMethod(work=work, values={"rows": sent_rows}, expected={"h": expected})
     return _measure(methods, {}, dim, sweep.repeats, warmup)
 
 
@@ -107,8 +108,9 @@ def measure_dispatch(sweep: Sweep, seed: int, dim: int, warmup: int) -> CommFoun
             indices = dict(node_tokens[rank].indices)
         expected: dict[str, Tensor] = {}
         for chunk in range(chunks):
-            come, suffix = arriving(copies, number, rank, (chunk, chunks)), f".{chunk}" if chunks > 1 else ""
-            expected |= {f"h{suffix}": numbered(come, dim), f"g{suffix}": numbered(come, 1)}
+            suffix = f".{chunk}" if chunks > 1 else ""
+            arriving_numbers = arriving(copies, number, rank, (chunk, chunks))
+            expected |= {f"h{suffix}": numbered(arriving_numbers, dim), f"g{suffix}": numbered(arriving_numbers, 1)}
         work = dispatch(grid, copies, sweep.tokens, table, chunks)
         methods[in_chunks(name, chunks)] = CommMethod(work=work, values=values | indices, expected=expected)
     return _measure(methods, {}, dim, sweep.repeats, warmup)
@@ -136,12 +138,12 @@ def arriving(copies: np.ndarray, rows: Sequence[Tensor], rank: int, part: tuple[
         rank: the receiving rank; experts are split evenly over the ranks.
         part: (c, n) to return only chunk c of n of the rows that each rank holds for each expert.
     """
-    each, (chunk, chunks) = copies.shape[1] // len(rows), part
-    starts, found = copies.cumsum(axis=1) - copies, []
-    for expert in range(rank * each, (rank + 1) * each):
-        for held, start, count in zip(rows, starts[:, expert], copies[:, expert]):
-            found.append(held[start + count * chunk // chunks : start + count * (chunk + 1) // chunks])
-    return torch.cat(found)
+    experts_per_rank, (chunk, chunks) = copies.shape[1] // len(rows), part
+    starts, pieces = copies.cumsum(axis=1) - copies, []
+    for expert in range(rank * experts_per_rank, (rank + 1) * experts_per_rank):
+        for numbers, start, count in zip(rows, starts[:, expert], copies[:, expert]):
+            pieces.append(numbers[start + count * chunk // chunks : start + count * (chunk + 1) // chunks])
+    return torch.cat(pieces)
 
 
 def torchs_own(rows: Tensor) -> Tensor:
@@ -153,8 +155,8 @@ def torchs_own(rows: Tensor) -> Tensor:
 
 def _numbered_rows(work: Work, dim: int) -> tuple[Tensor, Tensor]:
     """Return the rows that this rank holds and those that it must receive in an exchange, numbered over all ranks."""
-    held = torch.from_numpy(work.copies.sum(axis=1))
-    number = list(torch.arange(int(held.sum())).split(held.tolist()))
+    rows_per_rank = torch.from_numpy(work.copies.sum(axis=1))
+    number = list(torch.arange(int(rows_per_rank.sum())).split(rows_per_rank.tolist()))
     rank = dist.get_rank()
     return numbered(number[rank], dim), numbered(arriving(work.copies, number, rank), dim)
 
@@ -186,17 +188,17 @@ def _check(name: str, method: CommMethod, transport: AbstractTransport, messages
     """Run a method once, check its results and messages, and return the messages that this rank sent."""
     recorder = Recorder(transport)
     _compare(name, method.expected, _runner(method, recorder)())
-    found = sent(recorder)
-    said = [(source, target, float(size)) for source, target, size in messages if source == transport.rank]
-    if sorted(found) != sorted(said):
-        raise RuntimeError(f"{name}: rank {transport.rank} sent {sorted(found)}, its program sends {sorted(said)}")
-    return found
+    seen = sent(recorder)
+    planned = [(source, target, float(size)) for source, target, size in messages if source == transport.rank]
+    if sorted(seen) != sorted(planned):
+        raise RuntimeError(f"{name}: rank {transport.rank} sent {sorted(seen)}, its program sends {sorted(planned)}")
+    return seen
 
 
-def _compare(name: str, expected: Mapping[str, Tensor], found: Mapping[str, Value]) -> None:
+def _compare(name: str, expected: Mapping[str, Tensor], results: Mapping[str, Value]) -> None:
     for slot, rows in expected.items():
-        got = found[slot]
-        if not isinstance(got, Tensor) or not torch.equal(got, rows):
+        received = results[slot]
+        if not isinstance(received, Tensor) or not torch.equal(received, rows):
             raise RuntimeError(
                 f"{name}: rank {dist.get_rank()} did not get the rows that were sent to it, in slot {slot}"
             )

@@ -59,8 +59,8 @@ def cases(options: DeviceOptions) -> list[DeviceCase]:
     """
     if options.repeats < 1 or options.threads < 1:
         raise InputError(f"--repeats {options.repeats} --threads {options.threads}: both must be at least 1")
-    wanted = [set(words.split()) for words in (options.only or "").split(",")]
-    chosen = [case for case in all_cases() if any(words <= _words(case) for words in wanted)]
+    alternatives = [set(words.split()) for words in (options.only or "").split(",")]
+    chosen = [case for case in all_cases() if any(words <= _words(case) for words in alternatives)]
     if not chosen:
         raise InputError(
             f"--only {options.only!r} leaves no case: give words such as e8, e32, e64, float32, gelu, zipf"
@@ -82,10 +82,10 @@ def measure(options: DeviceOptions, cases: list[DeviceCase], told: Told) -> list
             told(f"{number} of {len(cases)}  {case.name}")
             name = "-".join(map(str, (case.name.replace(" ", "-"), options.repeats, *setting.values())))
 
-            def found(case: DeviceCase = case) -> list[dict[str, Any]]:
+            def measure_case(case: DeviceCase = case) -> list[dict[str, Any]]:
                 return [row | setting for row in run.measure(case, options.repeats, options.peers).rows()]
 
-            rows += kept(folder / f"{name}.json", found)
+            rows += kept(folder / f"{name}.json", measure_case)
     return rows
 
 
@@ -96,7 +96,7 @@ def _words(case: DeviceCase) -> set[str]:
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
     """Return the claims of the measured shapes. Claims measured with the system's default allocator have it in their name."""
-    found: list[Claim] = []
+    all_claims: list[Claim] = []
     for shape, is_kept in dict.fromkeys((row["shape"], row["kept_memory"]) for row in rows):
         of_shape = [row for row in rows if (row["shape"], row["kept_memory"]) == (shape, is_kept)]
         head = f"cpu.{shape}" if is_kept else f"cpu.default_allocator.{shape}"
@@ -106,10 +106,10 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
                 ratios = [row["over_lb"] for row in ours if (row["dtype"], row["routing"]) == (dtype, routed)]
                 if ratios:
                     name = f"{head}.{dtype}.{routed}_over_lb"
-                    found.append(Claim(name=name, value=max(ratios), unit="1", target=target, op="<="))
-        found.append(_over_peers(head, of_shape))
-        found.append(_memory(head, of_shape))
-    return found
+                    all_claims.append(Claim(name=name, value=max(ratios), unit="1", target=target, op="<="))
+        all_claims.append(_over_peers(head, of_shape))
+        all_claims.append(_memory(head, of_shape))
+    return all_claims
 
 
 def _over_peers(head: str, rows: Sequence[Row]) -> Claim:

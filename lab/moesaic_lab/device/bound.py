@@ -28,21 +28,21 @@ class Bound:
         shape, rows = case.shape, sum(counts)
         num_ups = 2 if case.activation == "swiglu" else 1
 
-        def made(*size: int) -> Tensor:
+        def scaled(*size: int) -> Tensor:
             return torch.randn(size).mul_(0.05).to(case.torch_dtype)
 
-        def cut(width: int) -> Sequence[Tensor]:
-            return made(rows, width).split(list(counts))
+        def rows_by_expert(width: int) -> Sequence[Tensor]:
+            return scaled(rows, width).split(list(counts))
 
         experts, dim, hidden = shape.experts, shape.dim, shape.hidden
         self.silu = num_ups > 1
-        self.x, self.y, self.dy = cut(dim), cut(dim), cut(dim)
-        self.dx = [cut(dim) for _ in range(num_ups)]
-        self.hidden, self.d_hidden = (made(rows, hidden) for _ in range(2))
-        self.h = [self.hidden.split(list(counts)), *(cut(hidden) for _ in range(num_ups - 1))]
-        self.dh = [self.d_hidden.split(list(counts)), *(cut(hidden) for _ in range(num_ups - 1))]
-        self.ups, self.d_ups = ([made(experts, hidden, dim) for _ in range(num_ups)] for _ in range(2))
-        self.down, self.d_down = (made(experts, dim, hidden) for _ in range(2))
+        self.x, self.y, self.dy = rows_by_expert(dim), rows_by_expert(dim), rows_by_expert(dim)
+        self.dx = [rows_by_expert(dim) for _ in range(num_ups)]
+        self.hidden, self.d_hidden = (scaled(rows, hidden) for _ in range(2))
+        self.h = [self.hidden.split(list(counts)), *(rows_by_expert(hidden) for _ in range(num_ups - 1))]
+        self.dh = [self.d_hidden.split(list(counts)), *(rows_by_expert(hidden) for _ in range(num_ups - 1))]
+        self.ups, self.d_ups = ([scaled(experts, hidden, dim) for _ in range(num_ups)] for _ in range(2))
+        self.down, self.d_down = (scaled(experts, dim, hidden) for _ in range(2))
         self.experts = [expert for expert, count in enumerate(counts) if count]
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from moesaic.layer import MoE
 from moesaic.routing.routers import SoftmaxTopK
 
-HF_WAYS = ("grouped_mm", "batched_mm", "eager")
+HF_IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
 """Names of transformers' implementations of the experts."""
 MAX_BATCHED_BYTES = 4 * 2**30
 """Limit on the weights that `batched_mm` copies, an expert's matrices per row; cases that need more are not run."""
@@ -26,12 +26,12 @@ MAX_BATCHED_BYTES = 4 * 2**30
 
 def peers() -> dict[str, Callable[[MoE], nn.Module] | str]:
     """Return, by name, a function that creates the peer from one of our layers, or the reason why the peer is unavailable."""
-    found: dict[str, Callable[[MoE], nn.Module] | str] = {}
-    for way in HF_WAYS:
-        name = f"transformers {way}"
-        found[name] = _hf_maker(way) if find_spec("transformers") else "transformers is not installed"
-    found["deepspeed"] = _deepspeed if find_spec("deepspeed") else "deepspeed is not installed"
-    return found
+    makers: dict[str, Callable[[MoE], nn.Module] | str] = {}
+    for implementation in HF_IMPLEMENTATIONS:
+        name = f"transformers {implementation}"
+        makers[name] = _hf_maker(implementation) if find_spec("transformers") else "transformers is not installed"
+    makers["deepspeed"] = _deepspeed if find_spec("deepspeed") else "deepspeed is not installed"
+    return makers
 
 
 class HuggingFaceLayer(nn.Module):
@@ -39,16 +39,16 @@ class HuggingFaceLayer(nn.Module):
 
     Args:
         layer: our layer to take weights from; it has SwiGLU experts.
-        way: one of `HF_WAYS`.
+        implementation: one of `HF_IMPLEMENTATIONS`.
     """
 
-    def __init__(self, layer: MoE, way: str) -> None:
+    def __init__(self, layer: MoE, implementation: str) -> None:
         super().__init__()
         config: Any = import_module("transformers").MixtralConfig(
             hidden_size=layer.dim, intermediate_size=layer.hidden, num_local_experts=layer.num_experts,
             num_experts_per_tok=layer.top_k,
         )  # fmt: skip
-        config._experts_implementation = way
+        config._experts_implementation = implementation
         self.top_k = layer.top_k
         self.experts: Any = import_module("transformers.models.mixtral.modeling_mixtral").MixtralExperts(config)
         assert isinstance(layer.router, SoftmaxTopK)
@@ -67,9 +67,9 @@ class HuggingFaceLayer(nn.Module):
         return y
 
 
-def _hf_maker(way: str) -> Callable[[MoE], nn.Module]:
+def _hf_maker(implementation: str) -> Callable[[MoE], nn.Module]:
     def make(layer: MoE) -> nn.Module:
-        return HuggingFaceLayer(layer, way)
+        return HuggingFaceLayer(layer, implementation)
 
     return make
 
@@ -85,10 +85,10 @@ def _deepspeed(layer: MoE) -> nn.Module:
     dtype = layer.experts.get_parameter("w2").dtype
     group = dist.group.WORLD
     assert group is not None
-    made = DeepSpeedLayer(layer, TorchExchange(group)).to(dtype)
-    gate = made.layer.deepspeed_moe.gate
+    peer = DeepSpeedLayer(layer, TorchExchange(group)).to(dtype)
+    gate = peer.layer.deepspeed_moe.gate
     gate.wg.float()  # DeepSpeed's gate computes in float32
-    return made
+    return peer
 
 
 def _host_store() -> Any:

@@ -95,7 +95,7 @@ def measure(case: DeviceCase, repeats: int, with_peers: bool = True) -> DeviceCe
     peer_modules, absent = _peers(layer, case) if with_peers and case.activation == "swiglu" else ({}, {})
     modules |= peer_modules
     methods: dict[str, Callable[[], object]] = {LB: Bound(case, counts), ROUTER: RouterBound(case)}
-    growth, once = {}, {}
+    growth, call_seconds = {}, {}
     for name, module in modules.items():
         methods[name] = partial(step, module, x, dy)
         methods[name]()
@@ -103,8 +103,8 @@ def measure(case: DeviceCase, repeats: int, with_peers: bool = True) -> DeviceCe
             tensor.grad = None
         start = time.monotonic()
         growth[name] = peak_growth_bytes(methods[name])
-        once[name] = time.monotonic() - start
-    slow = [name for name in peer_modules if once[name] > SLOW * once[LAYER]]
+        call_seconds[name] = time.monotonic() - start
+    slow = [name for name in peer_modules if call_seconds[name] > SLOW * call_seconds[LAYER]]
     seconds = _timed(methods, repeats, slow, [name for name in peer_modules if name not in slow])
     return DeviceCell(case=case, counts=counts, seconds=seconds, growth_bytes=growth, absent=absent)
 
@@ -119,23 +119,23 @@ def _timed(
 
     names = [name for name in methods if name not in slow]
     gc.collect()
-    found = run(names, min(FEW, repeats), 1)
-    best = min((median(found[name]) for name in peers), default=0.0)
-    names = [name for name in names if name not in peers or median(found[name]) <= NEAR_BEST * best]
-    later = run(names, max(repeats - FEW, 0), 0)
-    return {name: (*found[name], *later.get(name, ())) for name in found} | run(slow, 2, 0)
+    seconds = run(names, min(FEW, repeats), 1)
+    best = min((median(seconds[name]) for name in peers), default=0.0)
+    names = [name for name in names if name not in peers or median(seconds[name]) <= NEAR_BEST * best]
+    further = run(names, max(repeats - FEW, 0), 0)
+    return {name: (*seconds[name], *further.get(name, ())) for name in seconds} | run(slow, 2, 0)
 
 
 def _peers(layer: MoE, case: DeviceCase) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """Return the layers of others that can run a case, and the reasons why the remaining peers cannot."""
-    made, absent = {}, {}
+    modules, absent = {}, {}
     for name, make in peers().items():
         reason = make if isinstance(make, str) else _too_large(name, case)
         if reason is not None:
             absent[name] = reason
         elif not isinstance(make, str):
-            made[name] = make(layer)
-    return made, absent
+            modules[name] = make(layer)
+    return modules, absent
 
 
 def _too_large(name: str, case: DeviceCase) -> str | None:

@@ -34,22 +34,22 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=20, help="timed runs of each implementation")
     parser.add_argument("--seconds", type=float, default=1500.0, help="start nothing new after so many seconds")
     parser.add_argument("--products", nargs="*", default=[], help="products to search tiles for; all by default")
-    given = parser.parse_args()
-    if given.part in PARTS:
-        code: int = import_module(f"moesaic_lab.gpu.{given.part}").write(Path(given.out), dry=given.dry)
+    arguments = parser.parse_args()
+    if arguments.part in PARTS:
+        code: int = import_module(f"moesaic_lab.gpu.{arguments.part}").write(Path(arguments.out), dry=arguments.dry)
         return code
     from moesaic_lab.gpu.run import STAGES, GpuOptions, measure
 
     try:
         options = GpuOptions(
-            layers=tuple(given.layers), stages=tuple(given.stages) or STAGES, folder=given.folder, repeats=given.repeats,
-            seconds=given.seconds, products=tuple(given.products), dry=given.dry,
+            layers=tuple(arguments.layers), stages=tuple(arguments.stages) or STAGES, folder=arguments.folder,
+            repeats=arguments.repeats, seconds=arguments.seconds, products=tuple(arguments.products), dry=arguments.dry,
         )  # fmt: skip
         if options.dry:
             from moesaic_lab.gpu.interpreter import mend_the_interpreter
 
             mend_the_interpreter()
-        measure(options).write(given.out)
+        measure(options).write(arguments.out)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -53,7 +53,7 @@ class GpuStep:
     """Time limit of the step; the deadline of the whole command can end it earlier."""
     output: str = ""
     """File in the results folder to which the step's output is appended; "" for none."""
-    beside: bool = False
+    background: bool = False
     """Whether the next step starts without waiting for this one. Set for steps that need no GPU."""
     needs: str = ""
     """Program that the step requires."""
@@ -92,30 +92,31 @@ def steps(folder: Path, scratch: Path, *, dry: bool) -> list[GpuStep]:
     tests = "tests/kernels/triton/test_triton_top_k.py" if dry else "tests/kernels/triton"
     pytest = (python, "-m", "pytest", tests, "-q", "-o", "addopts=", "-p", "no:cacheprovider", "--tb=short")
     layers = ["T24"] if dry else [layer.name for layer in LAYERS]
-    found = [
-        GpuStep(name="compile", command=part("compiled", folder / "compiled.json"), seconds=100, beside=True),
+    planned = [
+        GpuStep(name="compile", command=part("compiled", folder / "compiled.json"), seconds=100, background=True),
         GpuStep(name="tests", command=(*pytest, *(() if dry else ("-n", "8"))), seconds=100, output="tests.txt"),
         GpuStep(name="checks", command=part("checks", folder / "checks.json"), seconds=60),
     ]
     for tool in SANITIZERS:
         command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *layer("--stages", "check"))
-        found.append(GpuStep(name=tool, command=command, seconds=30, output="tests.txt", needs="compute-sanitizer"))
-    found.append(GpuStep(name="profile", command=part("profile", folder / "cluster.json"), seconds=30))
+        planned.append(GpuStep(name=tool, command=command, seconds=30, output="tests.txt", needs="compute-sanitizer"))
+    planned.append(GpuStep(name="profile", command=part("profile", folder / "cluster.json"), seconds=30))
     tuned, per_product = (("T24",), 60.0) if dry else (TUNED, 14.0)
     for name, product in itertools.product(tuned, PRODUCTS[:1] if dry else PRODUCTS):
         command = layer("--stages", "tune", "--layers", name, "--products", product, "--seconds", str(per_product - 5))
-        found.append(GpuStep(name=f"tune.{name}.{product}", command=command, seconds=per_product))
+        planned.append(GpuStep(name=f"tune.{name}.{product}", command=command, seconds=per_product))
     for name in layers:
         command = layer("--stages", "measure", "--layers", name, "--repeats", "2" if dry else "20")
-        found.append(GpuStep(name=f"layer.{name}", command=command, seconds=60))
+        planned.append(GpuStep(name=f"layer.{name}", command=command, seconds=60))
     sections = ("--section", "SpeedOfLight", "--section", "MemoryWorkloadAnalysis")
     ncu = ("ncu", "--clock-control", "none", "--csv", *sections)
     counted = ("--kernel-name", "regex:_up_kernel|_rows_kernel|_outer_kernel|_sum_tokens_kernel", "--launch-count", "8")
     command = (*ncu, *counted, *layer("--stages", "check"))
-    found.append(GpuStep(name="ncu", command=command, seconds=40, output="ncu.csv", needs="ncu"))
+    planned.append(GpuStep(name="ncu", command=command, seconds=40, output="ncu.csv", needs="ncu"))
     command = layer("--stages", "sonic", "--layers", *layers)
-    found.append(GpuStep(name="sonic", command=command, seconds=120, package="sonicmoe"))
-    return [replace(each, seconds=5 * each.seconds) for each in found] if dry else found  # Triton's interpreter is slow
+    planned.append(GpuStep(name="sonic", command=command, seconds=120, package="sonicmoe"))
+    # Triton's interpreter is slow.
+    return [replace(step, seconds=5 * step.seconds) for step in planned] if dry else planned
 
 
 def run(folder: Path, *, dry: bool, seconds: float = SECONDS) -> Measurement:
@@ -133,7 +134,7 @@ def run(folder: Path, *, dry: bool, seconds: float = SECONDS) -> Measurement:
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "src"), str(ROOT / "lab"), os.environ.get("PYTHONPATH")))),
             "TRITON_CACHE_DIR": str(Path(scratch) / "triton"), "PYTHONUNBUFFERED": "1",
         } | ({"TRITON_INTERPRET": "1"} if dry else {})  # fmt: skip
-        beside: list[_Running] = []
+        background: list[_Running] = []
         planned = steps(folder, Path(scratch), dry=dry)
         for output in {step.output for step in planned if step.output}:
             (folder / output).unlink(missing_ok=True)
@@ -141,15 +142,15 @@ def run(folder: Path, *, dry: bool, seconds: float = SECONDS) -> Measurement:
             running = _start(step, folder, Path(scratch), environment, deadline)
             if isinstance(running, StepOutcome):
                 outcomes.append(running)
-            elif step.beside:
-                beside.append(running)
+            elif step.background:
+                background.append(running)
             else:
                 outcomes.append(running.end())
             merged(folder, outcomes, dry=dry).write(str(folder / "gpu.json"))
-        outcomes += [running.end() for running in beside]
-    found = merged(folder, outcomes, dry=dry)
-    found.write(str(folder / "gpu.json"))
-    return found
+        outcomes += [running.end() for running in background]
+    results = merged(folder, outcomes, dry=dry)
+    results.write(str(folder / "gpu.json"))
+    return results
 
 
 @dataclass
@@ -205,22 +206,23 @@ def merged(folder: Path, outcomes: Sequence[StepOutcome], *, dry: bool = False) 
     A layer whose process ended without writing a row gets a row that says how the process ended.
     """
     rows: dict[str, dict[str, Any]] = _read(folder / "rows.json").get("rows", {})
-    for each in outcomes:
-        name = each.name.removeprefix("layer.")
-        if each.name.startswith("layer.") and name not in rows and each.ended != "ok":
-            rows[name] = {"name": name, "error": f"its process: {each.ended}; {' '.join(each.tail[-1:])[:200]}"}
-    checked, ended = _read(folder / "checks.json").get("claims", []), {each.name: each for each in outcomes}
-    found = [Claim(**{key: value for key, value in claim.items() if key != "holds"}) for claim in checked]
+    for outcome in outcomes:
+        name = outcome.name.removeprefix("layer.")
+        if outcome.name.startswith("layer.") and name not in rows and outcome.ended != "ok":
+            rows[name] = {"name": name, "error": f"its process: {outcome.ended}; {' '.join(outcome.tail[-1:])[:200]}"}
+    checked = _read(folder / "checks.json").get("claims", [])
+    outcomes_by_name = {outcome.name: outcome for outcome in outcomes}
+    other_claims = [Claim(**{key: value for key, value in claim.items() if key != "holds"}) for claim in checked]
     for name in ("tests", *SANITIZERS):
-        step = ended.get(name)
+        step = outcomes_by_name.get(name)
         is_known = step is not None and not step.ended.startswith(("not begun", "ended after"))
         reason = "" if is_known else "the step did not run to its end" if step is None else step.ended
         value = float(step is not None and step.ended != "ok") if is_known else None
-        found.append(Claim(name=f"gpu.{name}_failed", value=value, unit="1", target=0, op="<=", reason=reason))
+        other_claims.append(Claim(name=f"gpu.{name}_failed", value=value, unit="1", target=0, op="<=", reason=reason))
     described = rows.get("dense", {})
     return Measurement(
-        rows=[{"name": "steps", "steps": [asdict(each) for each in outcomes]}, *rows.values()],
-        claims=[*claims(list(LAYERS), rows), *found], packages=("torch", "triton", "liger_kernel"),
+        rows=[{"name": "steps", "steps": [asdict(outcome) for outcome in outcomes]}, *rows.values()],
+        claims=[*claims(list(LAYERS), rows), *other_claims], packages=("torch", "triton", "liger_kernel"),
         notes=("A DRY RUN: no figure is of a GPU. " if dry else "") + NOTES,
         machine={"gpu": _gpu(), "dense_tflops": described.get("tflops")},
     )  # fmt: skip
@@ -231,16 +233,16 @@ def _gpu() -> str:
     if shutil.which("nvidia-smi") is None:
         return ""
     query = "--query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit"
-    asked = ("nvidia-smi", query, "--format=csv,noheader")
-    return subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
+    command = ("nvidia-smi", query, "--format=csv,noheader")
+    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        held: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # missing, or truncated by a killed step
         return {}
-    return held
+    return content
 
 
 class _Parser(argparse.ArgumentParser):
@@ -257,12 +259,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit of the whole command")
     parser.add_argument("--dry", action="store_true", help="test that every step runs, on a CPU")
-    given = parser.parse_args(arguments)
-    found = run(given.out, dry=given.dry, seconds=given.seconds)
-    for each in found.rows[0]["steps"]:
-        print(f"{each['name']:<44} {each['seconds']:6.1f} s  {each['ended']}")
-    measured = [claim for claim in found.claims if claim.value is not None]
-    print(f"{len(measured)} of {len(found.claims)} figures; {given.out / 'gpu.json'}")
+    options = parser.parse_args(arguments)
+    measurement = run(options.out, dry=options.dry, seconds=options.seconds)
+    for step in measurement.rows[0]["steps"]:
+        print(f"{step['name']:<44} {step['seconds']:6.1f} s  {step['ended']}")
+    measured = [claim for claim in measurement.claims if claim.value is not None]
+    print(f"{len(measured)} of {len(measurement.claims)} figures; {options.out / 'gpu.json'}")
     return 0
 
 

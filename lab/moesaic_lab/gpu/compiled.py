@@ -84,21 +84,21 @@ def compiling_for(capability: int, cache: Path, private: Path | None = None) -> 
         cache: Triton's cache folder, which processes may share.
         private: folder that only this process uses; None to use `cache`.
     """
-    found: list[CompiledKernel] = []
+    kernels: list[CompiledKernel] = []
     run = JITFunction.run
 
     def compile_only(self: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> object:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        found.append(_describe(kernel, capability, private or cache))
+        kernels.append(_describe(kernel, capability, private or cache))
         return kernel
 
-    with ExitStack() as within:
-        within.enter_context(mock.patch.object(triton.knobs.cache, "dir", str(cache)))
-        within.enter_context(mock.patch.object(JITFunction, "run", compile_only))
-        within.enter_context(mock.patch.object(driver, "_active", _Driver(capability)))
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(triton.knobs.cache, "dir", str(cache)))
+        stack.enter_context(mock.patch.object(JITFunction, "run", compile_only))
+        stack.enter_context(mock.patch.object(driver, "_active", _Driver(capability)))
         for user in (launch, expert_stage):
-            within.enter_context(mock.patch.object(user, "device_of", return_value=DEVICES[capability]))
-        yield found
+            stack.enter_context(mock.patch.object(user, "device_of", return_value=DEVICES[capability]))
+        yield kernels
 
 
 def _describe(kernel: object, capability: int, cache: Path) -> CompiledKernel:
@@ -112,16 +112,16 @@ def _describe(kernel: object, capability: int, cache: Path) -> CompiledKernel:
     command = [
         compiler.get_ptxas(capability).path, "-v", *options, f"--gpu-name={target}", str(source), "-o", "/dev/null",
     ]  # fmt: skip
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
-    assert registers is not None, said
+    log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, spilled = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes spill stores", log)
+    assert registers is not None, log
     return CompiledKernel(
         name=kernel.metadata.name,  # type: ignore[attr-defined]
         shared_bytes=kernel.metadata.shared,  # type: ignore[attr-defined]
         registers=int(registers.group(1)),
         spilled_bytes=int(spilled.group(1)) if spilled else 0,
         ptx=ptx,
-        is_serialized="C7515" in said or "serialized" in said,
+        is_serialized="C7515" in log or "serialized" in log,
     )
 
 
@@ -131,14 +131,14 @@ def work(*, dry: bool) -> list[tuple[GpuLayer, str, int]]:
     from moesaic_lab.gpu.run import SMALL
     from moesaic_lab.gpu.search import candidates
 
-    found = [] if dry else [(SMALL, check, 0) for check in CHECKS]
-    for layer in (each for each in LAYERS if any(part in each.name for part in TUNED)):
+    entries = [] if dry else [(SMALL, check, 0) for check in CHECKS]
+    for layer in (layer for layer in LAYERS if any(part in layer.name for part in TUNED)):
         sizes = expert_stage.shapes(
             layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, 2, gated=True
         )
         for product in PRODUCTS:
-            found += [(layer, product, n) for n, _ in enumerate(candidates(sizes[product], DEVICES[90]))]
-    return found[:1] if dry else found
+            entries += [(layer, product, n) for n, _ in enumerate(candidates(sizes[product], DEVICES[90]))]
+    return entries[:1] if dry else entries
 
 
 def compile_one(layer: GpuLayer, product: str, number: int, capability: int, cache: str) -> list[dict[str, Any]]:
@@ -151,22 +151,22 @@ def compile_one(layer: GpuLayer, product: str, number: int, capability: int, cac
     private.mkdir(parents=True, exist_ok=True)
     tile = None
     if product in CHECKS:
-        with compiling_for(capability, Path(cache), private) as found:
+        with compiling_for(capability, Path(cache), private) as kernels:
             _compile_layer(layer, getattr(torch, product.removeprefix("check ")))
     else:
         sizes = expert_stage.shapes(
             layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, 2, gated=True
         )
         tile = list(candidates(sizes[product], DEVICES[capability]))[number].as_ints()
-        with compiling_for(capability, Path(cache), private) as found, torch.no_grad():
+        with compiling_for(capability, Path(cache), private) as kernels, torch.no_grad():
             products(Inputs.untouched(layer), is_compiling=True)[product](Tile.of(tile))
     return [
         {
-            "layer": layer.name, "product": product, "tile": tile, "kernel": each.name,
-            "shared_bytes": each.shared_bytes, "registers": each.registers, "spilled_bytes": each.spilled_bytes,
-            "is_serialized": each.is_serialized,
+            "layer": layer.name, "product": product, "tile": tile, "kernel": kernel.name,
+            "shared_bytes": kernel.shared_bytes, "registers": kernel.registers, "spilled_bytes": kernel.spilled_bytes,
+            "is_serialized": kernel.is_serialized,
         }
-        for each in found
+        for kernel in kernels
     ]  # fmt: skip
 
 
@@ -176,8 +176,8 @@ def _compile_layer(layer: GpuLayer, dtype: torch.dtype) -> None:
     from moesaic_lab.gpu.layers import Inputs, ours
 
     top_k_columns(torch.zeros(layer.tokens, layer.num_experts), layer.top_k)
-    of = Inputs.random(layer, "cpu", dtype)
-    torch.autograd.grad(ours(of, None).forward(), of.leaves, of.dy)
+    inputs = Inputs.random(layer, "cpu", dtype)
+    torch.autograd.grad(ours(inputs, None).forward(), inputs.leaves, inputs.dy)
 
 
 def write(out: Path, *, dry: bool) -> int:
@@ -195,9 +195,9 @@ def write(out: Path, *, dry: bool) -> int:
                 rows += future.result()
             except Exception as error:  # a tile that the compiler refuses is a result
                 failures.append(f"{layer.name} {product} {number}: {type(error).__name__}: {error}"[:300])
-            bad = [each for each in rows if each["spilled_bytes"] > SPILLED_BYTES or each["is_serialized"]]
-            held = {
-                "compiled": len(rows), "of": len(jobs), "failures": failures, "spilled_or_serialized": bad, "rows": rows,
+            slow = [row for row in rows if row["spilled_bytes"] > SPILLED_BYTES or row["is_serialized"]]
+            report = {
+                "compiled": len(rows), "of": len(jobs), "failures": failures, "spilled_or_serialized": slow, "rows": rows,
             }  # fmt: skip
-            out.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+            out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return int(bool(failures))

@@ -59,9 +59,9 @@ def interpreting() -> Iterator[None]:
     launch = interpreter.GridExecutor.__call__
 
     def on_values(self: Any, *args: Any, **kwargs: Any) -> None:
-        for each in tree_leaves((args, kwargs)):
-            if hasattr(each, "base"):  # a tensor descriptor
-                each.base = values(each.base)
+        for argument in tree_leaves((args, kwargs)):
+            if hasattr(argument, "base"):  # a tensor descriptor
+                argument.base = values(argument.base)
         with _disable_current_modes():
             launch(self, *tree_map_only(DeviceTensor, values, args), **tree_map_only(DeviceTensor, values, kwargs))
 

@@ -64,28 +64,28 @@ class _Mlp(torch.autograd.Function):
         ctx: Any, x: Tensor, up: Tensor, down: Tensor, weight: Tensor, copy: Tensor, row: Tensor, ends: Tensor,
         top_k: int, activation: str, tiles: Mapping[str, Tile] | None,
     ) -> Tensor:  # fmt: skip
-        held = (x, up, down, weight, copy, row, ends)
-        y, pre = expert_stage.forward(_work(held, top_k, activation), x.dtype, tiles)
-        ctx.save_for_backward(*held, pre)
+        tensors = (x, up, down, weight, copy, row, ends)
+        y, pre = expert_stage.forward(_work(tensors, top_k, activation), x.dtype, tiles)
+        ctx.save_for_backward(*tensors, pre)
         ctx.top_k, ctx.activation, ctx.tiles = top_k, activation, tiles
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        *held, pre = ctx.saved_tensors
-        work = _work(held, ctx.top_k, ctx.activation)
-        found = expert_stage.backward(work, pre, dy.contiguous(), Wanted(), ctx.tiles)
-        assert found.gates is not None
-        weight, row = held[3], held[5]
-        d_weight = found.gates.index_select(0, row.clamp(0, max(len(row) - 1, 0)))
+        *tensors, pre = ctx.saved_tensors
+        work = _work(tensors, ctx.top_k, ctx.activation)
+        grads = expert_stage.backward(work, pre, dy.contiguous(), Wanted(), ctx.tiles)
+        assert grads.gates is not None
+        weight, row = tensors[3], tensors[5]
+        d_weight = grads.gates.index_select(0, row.clamp(0, max(len(row) - 1, 0)))
         d_weight = d_weight.masked_fill(row < 0, 0.0).to(weight.dtype)
-        return found.x, found.up, found.down, d_weight, *(None,) * 6
+        return grads.x, grads.up, grads.down, d_weight, *(None,) * 6
 
 
-def _work(held: Sequence[Tensor], top_k: int, activation: str) -> ExpertWork:
+def _work(tensors: Sequence[Tensor], top_k: int, activation: str) -> ExpertWork:
     """Return the argument of `expert_stage`: routing weights in expert order, rows of each token in the order of its copies."""
-    x, up, down, weight, copy, row, ends = held
+    x, up, down, weight, copy, row, ends = tensors
     starts = torch.arange(0, len(row), top_k, device=row.device)
     return ExpertWork(
         x=x, dispatch=Dispatch(token=copy // top_k, by_token=row, starts=starts, per_token=top_k),

@@ -38,20 +38,20 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 def cluster_of(sizes: ProfileSizes, device: str, name: str, memory_gib: float) -> ClusterSpec:
     """Measure one device and return its description as a cluster."""
-    rates = {each: dense_tflops(sizes.dense, dtype, device) for each, dtype in DTYPES.items()}
+    rates = {name: dense_tflops(sizes.dense, dtype, device) for name, dtype in DTYPES.items()}
     rates["tf32"] = _tf32(sizes.dense, device)
     experts = {}
     for rows in sizes.rows:
-        once, operations = expert_step(rows, torch.bfloat16, sizes.experts, device)
-        experts[rows] = operations / seconds_of(once) / 1e12
+        step, operations = expert_step(rows, torch.bfloat16, sizes.experts, device)
+        experts[rows] = operations / seconds_of(step) / 1e12
     copied = torch.zeros(sizes.copied, sizes.experts[0], dtype=torch.bfloat16, device=device)
     order = torch.randperm(sizes.copied, device=device)
     moved = 2 * copied.nbytes / seconds_of(lambda: copied.index_select(0, order))
-    dim, hidden, held = sizes.experts
+    dim, hidden, num_experts = sizes.experts
     return ClusterSpec(
         nodes=1, devices_per_node=1, name="gpu", description=f"one {name}, no links",
         source=f"moesaic bench gpu, {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}, torch {torch.__version__}",
-        measured=(f"device: products of {sizes.dense}; bfloat16 experts {dim} x {hidden}, {held} at once, both passes",),
+        measured=(f"device: products of {sizes.dense}; bfloat16 experts {dim} x {hidden}, {num_experts} at once, both passes",),
         device=Device(
             tflops=Tflops(**rates), memory_gib=memory_gib, memory_gigabytes_per_second=moved / 1e9,
             gemm_rows=tuple(map(float, experts)),
@@ -72,9 +72,9 @@ def _tf32(size: int, device: str) -> float:
 def write(out: Path, *, dry: bool) -> int:
     """Measure the device, write its description to `out`, and return the exit code 0."""
     if dry:
-        found = cluster_of(DRY, "cpu", "dry run", 1.0)
+        cluster = cluster_of(DRY, "cpu", "dry run", 1.0)
     else:
         properties = torch.cuda.get_device_properties(0)
-        found = cluster_of(ProfileSizes(), "cuda", properties.name, properties.total_memory / GIB)
-    out.write_text(as_json(found), encoding="utf-8")
+        cluster = cluster_of(ProfileSizes(), "cuda", properties.name, properties.total_memory / GIB)
+    out.write_text(as_json(cluster), encoding="utf-8")
     return 0

@@ -23,7 +23,18 @@ import torch
 
 from moesaic.errors import InputError
 from moesaic_lab.claims import Measurement, describe_machine, write_whole
-from moesaic_lab.gpu.layers import TOLERANCE, Inputs, Way, errors, grouped_mm, layer_of, liger, ours, relative, sonic
+from moesaic_lab.gpu.layers import (
+    TOLERANCE,
+    Implementation,
+    Inputs,
+    errors,
+    grouped_mm,
+    layer_of,
+    liger,
+    ours,
+    relative,
+    sonic,
+)
 from moesaic_lab.gpu.shapes import LAYERS, GpuLayer, claims
 from moesaic_lab.gpu.timing import dense_tflops, in_turn, memory_of
 
@@ -83,31 +94,31 @@ def measure(options: GpuOptions) -> Measurement:
     _require(options)
     deadline = time.monotonic() + options.seconds
     layers = _chosen(options)
-    book = _Book(options)
+    results = _ResultFile(options)
     if "check" in options.stages:
         for dtype in (torch.float32, torch.bfloat16):
             _check_small(dtype, options.device)
         _check_odd_logits(options.device)
-    if "measure" in options.stages and "dense" not in book.rows:
+    if "measure" in options.stages and "dense" not in results.rows:
         # A processor without bfloat16 instructions takes minutes for what is milliseconds on a GPU.
         size = 64 if options.dry else DENSE_SIZE
-        book.write("dense", {"tflops": dense_tflops(size, torch.bfloat16, options.device)})
+        results.write("dense", {"tflops": dense_tflops(size, torch.bfloat16, options.device)})
     for stage in ("tune", "measure", SONIC):
         for layer in layers:
-            if stage not in options.stages or (stage != "tune" and book.is_done(_row_name(stage, layer))):
+            if stage not in options.stages or (stage != "tune" and results.is_done(_row_name(stage, layer))):
                 continue
             if time.monotonic() > deadline:
                 _say(f"{layer.name}: no time left to {stage}")
                 continue
-            _attempt(stage, layer, options, book, deadline)
+            _attempt(stage, layer, options, results, deadline)
     return Measurement(
-        rows=list(book.rows.values()), claims=claims(layers, book.rows), notes=NOTES,
+        rows=list(results.rows.values()), claims=claims(layers, results.rows), notes=NOTES,
         packages=("torch", "triton", "liger"),
         machine=describe_machine() | {"gpu": options.device_name},
     )  # fmt: skip
 
 
-class _Book:
+class _ResultFile:
     """The rows measured so far, kept in `rows.json`. Rows of another GPU or torch version are discarded."""
 
     def __init__(self, options: GpuOptions) -> None:
@@ -115,8 +126,8 @@ class _Book:
         self.key = f"{options.device_name}, torch {torch.__version__}"
         self.rows: dict[str, dict[str, Any]] = {}
         if self.path.exists():
-            held = json.loads(self.path.read_text(encoding="utf-8"))
-            self.rows = held["rows"] if held.get("key") == self.key else {}
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+            self.rows = content["rows"] if content.get("key") == self.key else {}
 
     def is_done(self, name: str) -> bool:
         """Return whether a row was measured without an error."""
@@ -128,16 +139,16 @@ class _Book:
         write_whole(self.path, json.dumps({"key": self.key, "rows": self.rows}, indent=1))
 
 
-def _attempt(stage: str, layer: GpuLayer, options: GpuOptions, book: _Book, deadline: float) -> None:
+def _attempt(stage: str, layer: GpuLayer, options: GpuOptions, results: _ResultFile, deadline: float) -> None:
     """Run one stage of one layer and record any exception in the layer's row."""
     start = time.monotonic()
     try:
-        _run(stage, layer, options, book, deadline)
+        _run(stage, layer, options, results, deadline)
     except Exception as error:  # a kernel that does not compile must not cost the other layers
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
         _say(f"{layer.name}: {stage} failed: {reason}")
         if stage != "tune":
-            book.write(_row_name(stage, layer), {"error": reason})
+            results.write(_row_name(stage, layer), {"error": reason})
     gc.collect()
     if torch.cuda.is_available():
         with suppress(RuntimeError):  # after a persistent CUDA error, which the row already has
@@ -145,7 +156,7 @@ def _attempt(stage: str, layer: GpuLayer, options: GpuOptions, book: _Book, dead
     _say(f"{layer.name}: {stage} took {time.monotonic() - start:.0f} s")
 
 
-def _run(stage: str, layer: GpuLayer, options: GpuOptions, book: _Book, deadline: float) -> None:
+def _run(stage: str, layer: GpuLayer, options: GpuOptions, results: _ResultFile, deadline: float) -> None:
     from moesaic.kernels.triton.rows.launch import device_of
     from moesaic_lab.gpu.search import load
     from moesaic_lab.gpu.tune import tune
@@ -156,21 +167,21 @@ def _run(stage: str, layer: GpuLayer, options: GpuOptions, book: _Book, deadline
     if stage == "tune":
         tune(layer, inputs, tuned, path, deadline, _say, options.products)
     elif stage == SONIC:
-        book.write(_row_name(stage, layer), _beside_sonic(layer, inputs, tuned, options))
+        results.write(_row_name(stage, layer), _compared_with_sonic(layer, inputs, tuned, options))
     else:
-        book.write(layer.name, _row(layer, inputs, tuned, options))
+        results.write(layer.name, _row(layer, inputs, tuned, options))
 
 
 def _row_name(stage: str, layer: GpuLayer) -> str:
     return f"{SONIC}.{layer.name}" if stage == SONIC else layer.name
 
 
-def _beside_sonic(layer: GpuLayer, of: Inputs, tuned: Any, options: GpuOptions) -> dict[str, Any]:
+def _compared_with_sonic(layer: GpuLayer, inputs: Inputs, tuned: Any, options: GpuOptions) -> dict[str, Any]:
     """Time SonicMoE's kernels and ours in turn."""
-    ways = {"ours": ours(of, _tiles(layer, of, tuned)), SONIC: sonic(of)}
-    off = relative(ways[SONIC].forward().detach(), ways["ours"].forward().detach())
-    assert off < TOLERANCE, f"its result differs from ours by {off:.3g}"
-    seconds = _timed(ways, of.dy, options.repeats)
+    implementations = {"ours": ours(inputs, _tiles(layer, inputs, tuned)), SONIC: sonic(inputs)}
+    error = relative(implementations[SONIC].forward().detach(), implementations["ours"].forward().detach())
+    assert error < TOLERANCE, f"its result differs from ours by {error:.3g}"
+    seconds = _timed(implementations, inputs.dy, options.repeats)
     forward, backward = (statistics.median(seconds[f"{SONIC} {which}"]) for which in ("forward", "backward"))
     return {
         "forward_tflops": layer.forward_flops / forward / 1e12,
@@ -178,33 +189,33 @@ def _beside_sonic(layer: GpuLayer, of: Inputs, tuned: Any, options: GpuOptions) 
     }  # fmt: skip
 
 
-def _tiles(layer: GpuLayer, of: Inputs, tuned: Any) -> Any:
+def _tiles(layer: GpuLayer, inputs: Inputs, tuned: Any) -> Any:
     from moesaic.kernels.triton.expert_stage import shapes
 
-    sizes = (layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, of.x.itemsize)
+    sizes = (layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, inputs.x.itemsize)
     return tuned.tiles(shapes(*sizes, gated=True))
 
 
-def _row(layer: GpuLayer, of: Inputs, tuned: Any, options: GpuOptions) -> dict[str, Any]:
+def _row(layer: GpuLayer, inputs: Inputs, tuned: Any, options: GpuOptions) -> dict[str, Any]:
     """Check one layer, measure its times and memory, and return its row."""
     from moesaic_lab.gpu.tune import breakdown
 
-    ways: dict[str, Way] = {"ours": ours(of, _tiles(layer, of, tuned))}
+    implementations: dict[str, Implementation] = {"ours": ours(inputs, _tiles(layer, inputs, tuned))}
     row: dict[str, Any] = {"rows_per_expert": layer.tokens * layer.top_k // layer.num_experts}
-    exact = ways["ours"].forward()
-    row["errors"] = _checked(of, exact, torch.autograd.grad(exact, of.leaves, of.dy))
+    exact = implementations["ours"].forward()
+    row["errors"] = _errors_within_tolerance(inputs, exact, torch.autograd.grad(exact, inputs.leaves, inputs.dy))
     for name, make in {"grouped_mm": grouped_mm, "liger": liger, "layer": layer_of}.items():
         try:
-            way = make(of)
-            off = relative(way.forward().detach(), exact.detach())
-            if name != "layer" and not off < TOLERANCE:  # `layer_of` routes by itself
-                raise AssertionError(f"its result differs from ours by {off:.3g}")
-            ways[name] = way
+            implementation = make(inputs)
+            distance = relative(implementation.forward().detach(), exact.detach())
+            if name != "layer" and not distance < TOLERANCE:  # `layer_of` routes by itself
+                raise AssertionError(f"its result differs from ours by {distance:.3g}")
+            implementations[name] = implementation
         except Exception as error:  # an optional peer: absent, too old or out of memory
             row[f"{name}_absent"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
     del exact
-    seconds = _timed(ways, of.dy, options.repeats)
-    for name, way in ways.items():
+    seconds = _timed(implementations, inputs.dy, options.repeats)
+    for name, implementation in implementations.items():
         forward, backward = (statistics.median(seconds[f"{name} {which}"]) for which in ("forward", "backward"))
         row[name] = {
             "forward_ms": forward * 1e3, "backward_ms": backward * 1e3,
@@ -213,25 +224,27 @@ def _row(layer: GpuLayer, of: Inputs, tuned: Any, options: GpuOptions) -> dict[s
             "forward_ms_spread": _spread(seconds[f"{name} forward"]),
             "backward_ms_spread": _spread(seconds[f"{name} backward"]),
             "over_ours": _ratio(seconds, name),
-            "memory_gib": vars(memory_of(way.forward, of.x, way.leaves, of.dy)),
+            "memory_gib": vars(memory_of(implementation.forward, inputs.x, implementation.leaves, inputs.dy)),
         }  # fmt: skip
-    row["steps"] = breakdown(layer, of, tuned)
+    row["steps"] = breakdown(layer, inputs, tuned)
     _say(f"{layer.name}: {row['ours']['forward_tflops']:.0f} / {row['ours']['backward_tflops']:.0f} TFLOP/s")
     return row
 
 
-def _timed(ways: dict[str, Way], dy: torch.Tensor, repeats: int) -> dict[str, list[float]]:
+def _timed(implementations: dict[str, Implementation], dy: torch.Tensor, repeats: int) -> dict[str, list[float]]:
     """Return the seconds of each implementation's forward and backward pass, timed in turn."""
     methods: dict[str, Callable[[], object]] = {}
-    for name, way in ways.items():
-        methods[f"{name} forward"] = way.forward
-        methods[f"{name} backward"] = partial(torch.autograd.grad, way.forward(), way.leaves, dy, retain_graph=True)
+    for name, implementation in implementations.items():
+        methods[f"{name} forward"] = implementation.forward
+        methods[f"{name} backward"] = partial(
+            torch.autograd.grad, implementation.forward(), implementation.leaves, dy, retain_graph=True
+        )
     return in_turn(methods, repeats)
 
 
 def _ratio(seconds: dict[str, list[float]], name: str) -> float:
     """Return the median over the repeats of an implementation's forward plus backward time divided by ours."""
-    pairs = zip(*(seconds[f"{each} {which}"] for each in (name, "ours") for which in ("forward", "backward")))
+    pairs = zip(*(seconds[f"{own} {which}"] for own in (name, "ours") for which in ("forward", "backward")))
     return statistics.median((a + b) / (c + d) for a, b, c, d in pairs)
 
 
@@ -243,36 +256,38 @@ def _spread(seconds: list[float]) -> list[float]:
 
 def _check_small(dtype: torch.dtype, device: str) -> None:
     """Check the kernels on a layer of odd sizes before anything is timed."""
-    of = Inputs.random(SMALL, device, dtype)
-    y = ours(of, None).forward()
-    found = _checked(of, y, torch.autograd.grad(y, of.leaves, of.dy))
-    _say(f"check {dtype}: largest error {max(found.values()):.2g} of a result's size")
+    inputs = Inputs.random(SMALL, device, dtype)
+    y = ours(inputs, None).forward()
+    by_result = _errors_within_tolerance(inputs, y, torch.autograd.grad(y, inputs.leaves, inputs.dy))
+    _say(f"check {dtype}: largest error {max(by_result.values()):.2g} of a result's size")
 
 
 def _check_odd_logits(device: str) -> None:
     """Check that NaN logits and copies for no existing expert affect no other token and cause no access out of bounds."""
     from moesaic.kernels.triton.rows.top_k import top_k_columns
 
-    of = Inputs.random(SMALL, device, torch.bfloat16)
-    logits = torch.randn(SMALL.tokens, SMALL.num_experts, device=of.x.device)
+    inputs = Inputs.random(SMALL, device, torch.bfloat16)
+    logits = torch.randn(SMALL.tokens, SMALL.num_experts, device=inputs.x.device)
     logits[::3] = float("nan")
     logits[1::7, 2] = float("nan")
     expert = top_k_columns(logits, SMALL.top_k)
     weight = logits.gather(1, expert.long()).softmax(1).detach().requires_grad_()
     expert[2::5, 0] = SMALL.num_experts
-    odd = ours(replace(of, expert=expert, weight=weight), None)
+    odd = ours(replace(inputs, expert=expert, weight=weight), None)
     y = odd.forward()
-    torch.autograd.grad(y, odd.leaves, of.dy)
+    torch.autograd.grad(y, odd.leaves, inputs.dy)
     is_odd = logits.isnan().any(1)
     assert torch.equal(y.isnan().any(1), is_odd), "the outputs that are NaN are not those of the tokens with NaN logits"
     _say(f"check logits of NaN: {int(is_odd.sum())} tokens of {len(is_odd)}")
 
 
-def _checked(of: Inputs, y: torch.Tensor, grads: tuple[torch.Tensor | None, ...]) -> dict[str, float]:
-    found = errors(of, y.detach(), grads)
-    wrong = {name: error for name, error in found.items() if not error < TOLERANCE}
+def _errors_within_tolerance(
+    inputs: Inputs, y: torch.Tensor, grads: tuple[torch.Tensor | None, ...]
+) -> dict[str, float]:
+    by_result = errors(inputs, y.detach(), grads)
+    wrong = {name: error for name, error in by_result.items() if not error < TOLERANCE}
     assert not wrong, f"wrong results: {wrong}"
-    return found
+    return by_result
 
 
 def _chosen(options: GpuOptions) -> list[GpuLayer]:

@@ -51,7 +51,7 @@ class Tuned:
     """Tiles that a search found on one device."""
 
     device: TileDevice
-    found: Mapping[str, Tile] = field(default_factory=dict)
+    by_bucket: Mapping[str, Tile] = field(default_factory=dict)
     """Tiles by `Shape.bucket`."""
 
     @property
@@ -61,7 +61,7 @@ class Tuned:
 
     def tile(self, shape: Shape) -> Tile:
         """Return the tile found for a product of this shape, or the default tile."""
-        return self.found.get(shape.bucket) or default_tile(shape, self.device)
+        return self.by_bucket.get(shape.bucket) or default_tile(shape, self.device)
 
     def tiles(self, shapes: Mapping[str, Shape]) -> dict[str, Tile]:
         """Return the tiles of a layer's products by name.
@@ -73,7 +73,7 @@ class Tuned:
 
     def with_tile(self, shape: Shape, tile: Tile) -> Tuned:
         """Return a copy with one more tile."""
-        return Tuned(device=self.device, found={**self.found, shape.bucket: tile})
+        return Tuned(device=self.device, by_bucket={**self.by_bucket, shape.bucket: tile})
 
 
 def load(path: Path | str | None, device: TileDevice) -> Tuned:
@@ -82,11 +82,11 @@ def load(path: Path | str | None, device: TileDevice) -> Tuned:
     Raises:
         InputError: the file was not written by `save`.
     """
-    nothing = Tuned(device=device)
+    empty = Tuned(device=device)
     if path is None or not Path(path).exists():
-        return nothing
-    tiles = _read(Path(path)).get(nothing.key, {})
-    return Tuned(device=device, found={bucket: Tile(**tile) for bucket, tile in tiles.items()})
+        return empty
+    tiles = _read(Path(path)).get(empty.key, {})
+    return Tuned(device=device, by_bucket={bucket: Tile(**tile) for bucket, tile in tiles.items()})
 
 
 def save(path: Path | str, tuned: Tuned) -> None:
@@ -96,9 +96,9 @@ def save(path: Path | str, tuned: Tuned) -> None:
         InputError: the file exists and was not written by `save`.
     """
     path = Path(path)
-    held = _read(path) if path.exists() else {}
-    held[tuned.key] = {bucket: asdict(tile) for bucket, tile in sorted(tuned.found.items())}
-    write_whole(path, json.dumps(held, indent=1) + "\n")
+    content = _read(path) if path.exists() else {}
+    content[tuned.key] = {bucket: asdict(tile) for bucket, tile in sorted(tuned.by_bucket.items())}
+    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def search(
@@ -133,9 +133,9 @@ def search(
         try:
             seconds = seconds_of(tile)
         except Exception as error:  # whatever the compiler or the driver raises for a bad tile
-            say(f"{shape.bucket}: {_words(tile)}: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
+            say(f"{shape.bucket}: {_described(tile)}: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
             continue
-        say(f"{shape.bucket}: {_words(tile)}: {seconds * 1e3:.3f} ms")
+        say(f"{shape.bucket}: {_described(tile)}: {seconds * 1e3:.3f} ms")
         if seconds * (WORSE if number else 1.0) < best_seconds:
             best, best_seconds = tile, seconds
     return best, best_seconds < float("inf")
@@ -155,40 +155,40 @@ def fits(tile: Tile, shape: Shape, device: TileDevice) -> bool:
 
 def candidates(shape: Shape, device: TileDevice) -> Iterator[Tile]:
     """Yield the tiles that a search tries, the default first, without those that do not fit."""
-    first = default_tile(shape, device)
-    yield first
-    if first.descriptors:
-        yield replace(first, descriptors=0)
+    default = default_tile(shape, device)
+    yield default
+    if default.descriptors:
+        yield replace(default, descriptors=0)
     cuts = GATED_CUTS if shape.is_doubled else CUTS
     for rows, columns, warps, stages, programs in cuts:
         if programs and shape.product == "weight_grad":  # experts differ in rows: equal shares of tiles are unbalanced
             continue
         tile = Tile(
             rows=rows, columns=columns, depth=deepest(shape), warps=warps, programs=programs,
-            descriptors=first.descriptors, stages=stages,
+            descriptors=default.descriptors, stages=stages,
         )  # fmt: skip
-        if tile != first and fits(tile, shape, device) and columns < 2 * shape.columns:
+        if tile != default and fits(tile, shape, device) and columns < 2 * shape.columns:
             yield tile
 
 
-def _words(tile: Tile) -> str:
+def _described(tile: Tile) -> str:
     size = f"{tile.rows}x{tile.columns}x{tile.depth}"
     return f"{size} warps {tile.warps} stages {tile.stages} programs {tile.programs} descriptors {tile.descriptors}"
 
 
 def _read(path: Path) -> dict[str, dict]:
-    wanted = {each.name for each in fields(Tile)}
+    names = {field.name for field in fields(Tile)}
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-        tiles = [tile for of_device in held.values() for tile in of_device.values()]
+        content = json.loads(path.read_text(encoding="utf-8"))
+        tiles = [tile for of_device in content.values() for tile in of_device.values()]
         is_ours = all(isinstance(tile, dict) for tile in tiles)
     except (ValueError, AttributeError, UnicodeDecodeError):
         is_ours, tiles = False, []
     if not is_ours:
         raise InputError(f"{path} is not a file of tuned tiles: delete it, or name another file")
-    for key, of_device in held.items():
-        if key.endswith(f"format {FORMAT}") and any(set(tile) != wanted for tile in of_device.values()):
+    for key, of_device in content.items():
+        if key.endswith(f"format {FORMAT}") and any(set(tile) != names for tile in of_device.values()):
             raise InputError(
                 f"{path}: tiles of {key} lack fields or have unknown ones: delete it, or name another file"
             )
-    return held
+    return content

@@ -76,49 +76,53 @@ def claims(layers: Sequence[GpuLayer], rows: Mapping[str, Mapping[str, Any]]) ->
         layers: the layers to claim something about, measured or not.
         rows: rows of `run.measure` by name: a layer's name, "sonic." and a layer's name, or "dense".
     """
-    return [claim for layer in layers for claim in _of_layer(layer, rows)] + _of_largest(layers, rows)
+    return [claim for layer in layers for claim in _layer_claims(layer, rows)] + _largest_claims(layers, rows)
 
 
-def _of_layer(layer: GpuLayer, rows: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
+def _layer_claims(layer: GpuLayer, rows: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
     row, published = rows.get(layer.name, {"error": "not measured: no time was left"}), LAYERS.get(layer)
-    mine, error, found = row.get("ours"), row.get("error", ""), list[Claim]()
+    ours, error, all_claims = row.get("ours"), row.get("error", ""), list[Claim]()
 
     def claim(
-        what: str, value: float | None, target: float | None, op: Literal[">=", "<="], unit: str = "1", why: str = ""
+        what: str, value: float | None, target: float | None, op: Literal[">=", "<="], unit: str = "1", reason: str = ""
     ) -> None:
-        name, reason = f"gpu.{layer.name}.{what}", error or why if value is None else ""
-        found.append(Claim(name=name, value=value, unit=unit, target=target, op=op, reason=reason))
+        name, reason = f"gpu.{layer.name}.{what}", error or reason if value is None else ""
+        all_claims.append(Claim(name=name, value=value, unit=unit, target=target, op=op, reason=reason))
 
-    for number, which in enumerate(("forward", "backward")):
+    for number, direction in enumerate(("forward", "backward")):
         target = None if published is None else float(published.sonic[number])
-        claim(f"{which}_tflops", mine and mine[f"{which}_tflops"], target, ">=", "TFLOP/s")
+        claim(f"{direction}_tflops", ours and ours[f"{direction}_tflops"], target, ">=", "TFLOP/s")
     absent = f"liger-kernel could not be run: {row.get('liger_absent', '')}"
-    if published is not None and mine is not None:
+    if published is not None and ours is not None:
         absent += f"; ScatterMoE's published H100 figures are {published.scatter[0]}/{published.scatter[1]} TFLOP/s"
-    claim("over_liger", row.get("liger", {}).get("over_ours"), OVER_LIGER, ">=", why=absent)
+    claim("over_liger", row.get("liger", {}).get("over_ours"), OVER_LIGER, ">=", reason=absent)
     claim(
-        "over_grouped_mm", row.get("grouped_mm", {}).get("over_ours"), None, ">=", why=row.get("grouped_mm_absent", "")
+        "over_grouped_mm",
+        row.get("grouped_mm", {}).get("over_ours"),
+        None,
+        ">=",
+        reason=row.get("grouped_mm_absent", ""),
     )
     kernels = rows.get(f"sonic.{layer.name}", {"error": "SonicMoE was not run"})
-    claim("over_sonic", kernels.get("over_ours"), None, ">=", why=kernels.get("error", ""))
+    claim("over_sonic", kernels.get("over_ours"), None, ">=", reason=kernels.get("error", ""))
     whole = row.get("layer", {}).get("over_ours")
-    claim("layer_over_kernels", whole, OVER_KERNELS, "<=", why=row.get("layer_absent", ""))
-    gib = None if published is None else published.sonic_gib
-    kept = None if mine is None else mine["memory_gib"]["kept"]
-    claim("activation_gib", kept, None if gib is None else OVER_SONIC_MEMORY * gib, "<=", "GiB")
-    return found
+    claim("layer_over_kernels", whole, OVER_KERNELS, "<=", reason=row.get("layer_absent", ""))
+    published_gib = None if published is None else published.sonic_gib
+    gib_kept = None if ours is None else ours["memory_gib"]["kept"]
+    claim("activation_gib", gib_kept, None if published_gib is None else OVER_SONIC_MEMORY * published_gib, "<=", "GiB")
+    return all_claims
 
 
-def _of_largest(layers: Sequence[GpuLayer], rows: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
+def _largest_claims(layers: Sequence[GpuLayer], rows: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
     """Return the claims on the largest layer's TFLOP/s divided by the device's rate on one dense product."""
     if LARGEST not in layers:
         return []
-    mine, dense = rows.get(LARGEST.name, {}).get("ours"), rows.get("dense", {}).get("tflops")
-    reason = "" if mine is not None and dense is not None else "the largest layer or the dense rate was not measured"
+    ours, dense = rows.get(LARGEST.name, {}).get("ours"), rows.get("dense", {}).get("tflops")
+    reason = "" if ours is not None and dense is not None else "the largest layer or the dense rate was not measured"
     return [
         Claim(
-            name=f"gpu.largest.{which}_over_dense", unit="1", target=OVER_DENSE, op=">=", reason=reason,
-            value=mine[f"{which}_tflops"] / dense if mine is not None and dense is not None else None,
+            name=f"gpu.largest.{direction}_over_dense", unit="1", target=OVER_DENSE, op=">=", reason=reason,
+            value=ours[f"{direction}_tflops"] / dense if ours is not None and dense is not None else None,
         )
-        for which in ("forward", "backward")
+        for direction in ("forward", "backward")
     ]  # fmt: skip

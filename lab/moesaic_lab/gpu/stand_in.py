@@ -76,12 +76,12 @@ class DeviceTensor(Tensor):
     @staticmethod
     def __new__(cls, on_cpu: Tensor, of: StandIn) -> DeviceTensor:
         """Wrap a tensor of the CPU. C++ sees a meta tensor, without memory, so that it looks for no CUDA driver."""
-        made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
+        tensor: DeviceTensor = torch.Tensor._make_wrapper_subclass(
             cls, on_cpu.size(), strides=on_cpu.stride(), storage_offset=on_cpu.storage_offset(), dtype=on_cpu.dtype,
             device=torch.device("meta"),
         )  # fmt: skip
-        made.on_cpu, made.of = on_cpu, of
-        return made
+        tensor.on_cpu, tensor.of = on_cpu, of
+        return tensor
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -133,18 +133,18 @@ class StandIn(TorchDispatchMode):
         self.forward = 0
         """Waits in the forward pass of a step. Callers that count both passes set it after forward."""
         self.record = Record() if record is None else record
-        self._made = _Made()
+        self._host_factories = _HostFactories()
 
     def __enter__(self) -> StandIn:
         """Enter the context; contexts may be nested."""
-        self._made.__enter__()
+        self._host_factories.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         """Leave the context."""
         super().__exit__(*error)
-        self._made.__exit__(*error)
+        self._host_factories.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation by `run`."""
@@ -158,31 +158,33 @@ class StandIn(TorchDispatchMode):
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operation on the values, and record it if the host would wait for it."""
-        held = [each for each in _tensors((args, kwargs)) if isinstance(each, DeviceTensor)]
-        if func.namespace == "moesaic" and held:
+        on_device = [each for each in _tensors((args, kwargs)) if isinstance(each, DeviceTensor)]
+        if func.namespace == "moesaic" and on_device:
             with self:
                 return _implementation(func)(*args, **kwargs)
         target = kwargs.get("device")
-        here = bool(held) if target is None else _is_claimed(target)
-        self._look(func, args, kwargs, held, target)
+        returns_on_device = bool(on_device) if target is None else _is_claimed(target)
+        self._note_waits(func, args, kwargs, on_device, target)
         if "device" in kwargs:
             kwargs = kwargs | {"device": torch.device("cpu")}
         plain_args, plain_kwargs = tree_map_only(DeviceTensor, lambda each: each.on_cpu, (args, kwargs))
-        found = func(*plain_args, **plain_kwargs)
-        written = _written(func, args, kwargs)
-        if written is not None and func._schema.returns:
-            return written
-        return tree_map_only(Tensor, lambda each: DeviceTensor(each, self), found) if here else found
+        result = func(*plain_args, **plain_kwargs)
+        output = _written_into(func, args, kwargs)
+        if output is not None and func._schema.returns:
+            return output
+        return tree_map_only(Tensor, lambda each: DeviceTensor(each, self), result) if returns_on_device else result
 
-    def _look(self, func: Any, args: Any, kwargs: dict[str, Any], held: list[DeviceTensor], target: Any) -> None:
+    def _note_waits(
+        self, func: Any, args: Any, kwargs: dict[str, Any], on_device: list[DeviceTensor], target: Any
+    ) -> None:
         """Record an operation that waits, and raise for one that mixes devices."""
         if func in (aten._to_copy.default, aten.copy_.default):
-            self._look_at_copy(func, args, target)
+            self._note_copy(func, args, target)
             return
-        others = [each for each in _tensors((args, kwargs)) if not isinstance(each, DeviceTensor) and each.dim()]
-        if held and others:
+        on_host = [each for each in _tensors((args, kwargs)) if not isinstance(each, DeviceTensor) and each.dim()]
+        if on_device and on_host:
             raise AssertionError(f"{func} has tensors of {DEVICE} and of the CPU: {_line()}")
-        if not held:
+        if not on_device:
             return
         name = func.overloadpacket
         if func in _ALWAYS:
@@ -191,9 +193,9 @@ class StandIn(TorchDispatchMode):
             self.note("repeat_interleave without output_size")
         elif name is aten.segment_reduce and not kwargs.get("unsafe", False):
             self.note("segment_reduce that checks lengths")
-        elif name is aten._grouped_mm and held[0].dtype != torch.bfloat16:
+        elif name is aten._grouped_mm and on_device[0].dtype != torch.bfloat16:
             self.note("grouped_mm of another dtype than bfloat16, which loops over offsets on the host")
-        elif name in _ADDS and held[0].is_floating_point() and _has_repeated(args[1], values(args[2])):
+        elif name in _ADDS and on_device[0].is_floating_point() and _has_repeated(args[1], values(args[2])):
             self.note(f"{name} of several floats to one place", self.record.unordered)
         elif name in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_):
             masks = [each for each in args[1] if each is not None and each.dtype in (torch.bool, torch.uint8)]
@@ -201,7 +203,7 @@ class StandIn(TorchDispatchMode):
             if masks and not fills:
                 self.note("indexing by a mask, whose shape depends on values")
 
-    def _look_at_copy(self, func: Any, args: Any, target: Any) -> None:
+    def _note_copy(self, func: Any, args: Any, target: Any) -> None:
         if func is aten.copy_.default:
             to, source = args[:2]
             arrives, leaves = isinstance(to, DeviceTensor), isinstance(source, DeviceTensor)
@@ -218,7 +220,7 @@ class StandIn(TorchDispatchMode):
                 self.note("an upload from memory that is not pinned")
 
 
-class _Made(TorchFunctionMode):
+class _HostFactories(TorchFunctionMode):
     """Handles functions that do not reach the dispatcher as needed: `torch.tensor` with a device, and `Tensor.pin_memory`.
 
     Tensors of Python numbers are made on the host and then uploaded. Pinned memory, which needs a GPU, becomes a marked copy.
@@ -226,9 +228,9 @@ class _Made(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.pin_memory:
-            marked = args[0].clone()
-            marked._is_pinned = True
-            return marked
+            pinned = args[0].clone()
+            pinned._is_pinned = True
+            return pinned
         kwargs = kwargs or {}
         if func in (torch.tensor, torch.as_tensor) and _is_claimed(kwargs.get("device") or "cpu"):
             return func(*args, **kwargs | {"device": "cpu"}).to(DEVICE)
@@ -300,11 +302,11 @@ def _has_repeated(dim: int, index: Tensor) -> bool:
 
 def _implementation(func: Any) -> Callable[..., Any]:
     """Return the Python function behind an operator of Moesaic. Running it lets the stand-in see the operations it calls."""
-    found: Callable[..., Any] = OPDEFS[f"{func.namespace}::{func._opname}"]._init_fn
-    return found
+    function: Callable[..., Any] = OPDEFS[f"{func.namespace}::{func._opname}"]._init_fn
+    return function
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _written_into(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Return the tensor that an operation writes into and returns; None for an operation that returns a new tensor."""
     if "out" in kwargs:
         return kwargs["out"]

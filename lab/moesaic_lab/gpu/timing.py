@@ -30,9 +30,9 @@ def in_turn(methods: Mapping[str, Callable[[], object]], repeats: int, warmup: i
     for repeat in range(-warmup, repeats):
         first = repeat % len(names)
         for name in names[first:] + names[:first]:
-            taken = _seconds(methods[name])
+            elapsed = _seconds(methods[name])
             if repeat >= 0:
-                seconds[name].append(taken)
+                seconds[name].append(elapsed)
     return seconds
 
 

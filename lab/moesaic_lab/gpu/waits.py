@@ -124,7 +124,7 @@ def count_waits(case: WaitCase, *, triton: bool = False) -> Waits | None:
     def on_cpu(transport: AbstractTransport) -> list[torch.Tensor]:
         layer = copy.deepcopy(whole)
         layer.parallelize(Mesh(case.grid, transport), case.plan)
-        return _step(layer, tokens[case.grid.coordinate(transport.rank, "dp")], None)
+        return _outputs(layer, tokens[case.grid.coordinate(transport.rank, "dp")], None)
 
     def on_stand_in(transport: AbstractTransport) -> tuple[list[torch.Tensor], int, StandIn]:
         layer = copy.deepcopy(whole)
@@ -133,30 +133,30 @@ def count_waits(case: WaitCase, *, triton: bool = False) -> Waits | None:
             transport.device = DEVICE
             to_device(layer)
             x = tokens[case.grid.coordinate(transport.rank, "dp")].to(DEVICE)
-            _step(layer, x, None)
+            _outputs(layer, x, None)
             stand_in.record.clear()
-            found = _step(layer, x, stand_in)
-        return found, stand_in.forward, stand_in
+            outputs = _outputs(layer, x, stand_in)
+        return outputs, stand_in.forward, stand_in
 
     try:
         expected = run_ranks(case.grid.world, on_cpu)
     except InputError:
         return None
     with pretending(triton=triton):
-        found = run_ranks(case.grid.world, on_stand_in)
-    pairs = [pair for (mine, _, _), true in zip(found, expected) for pair in zip(mine, true)]
+        results = run_ranks(case.grid.world, on_stand_in)
+    pairs = [pair for (result, _, _), exact in zip(results, expected) for pair in zip(result, exact)]
     errors = [
         float((values(a).float() - b.float()).abs().max() / b.float().abs().max().clamp_min(1e-30)) for a, b in pairs
     ]
-    busiest = max(found, key=lambda each: len(each[2].record.waits))
+    busiest = max(results, key=lambda result: len(result[2].record.waits))
     return Waits(
         forward=busiest[1], backward=len(busiest[2].record.waits) - busiest[1], uploads=len(busiest[2].record.uploads),
         lines=tuple(busiest[2].record.waits), error=max(errors),
-        unordered=tuple(line for _, _, stand_in in found for line in stand_in.record.unordered),
+        unordered=tuple(line for _, _, stand_in in results for line in stand_in.record.unordered),
     )  # fmt: skip
 
 
-def _step(layer: MoE, x: torch.Tensor, stand_in: StandIn | None) -> list[torch.Tensor]:
+def _outputs(layer: MoE, x: torch.Tensor, stand_in: StandIn | None) -> list[torch.Tensor]:
     x = x.detach().requires_grad_()
     y = layer(x)
     if stand_in is not None:

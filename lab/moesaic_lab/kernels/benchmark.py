@@ -111,20 +111,20 @@ def _row(op: KernelOp, roof: Roof, seconds: dict[str, tuple[float, ...]], growth
 
 def claims(rows: Sequence[dict[str, Any]]) -> list[Claim]:
     """Return claims per operation and dtype: its share of the bound; for encode and decode, time and memory over the einsum."""
-    found = []
+    all_claims = []
     for row in rows:
         name = f"kernels.{row['op'].replace(', ', '_').replace(' ', '_')}.{row['dtype']}"
-        found.append(Claim(name=f"{name}.of_bound", value=row["of_bound"], unit="1", op=">="))
+        all_claims.append(Claim(name=f"{name}.of_bound", value=row["of_bound"], unit="1", op=">="))
         if row["op"].startswith("fast"):
             memory = row["growth_bytes"] / row["plain_growth_bytes"]
-            found.append(Claim(name=f"{name}.over_einsum", value=row["over_plain"], unit="1", target=1.0, op="<="))
-            found.append(Claim(name=f"{name}.memory_over_einsum", value=memory, unit="1", target=1.0, op="<="))
-    return found
+            all_claims.append(Claim(name=f"{name}.over_einsum", value=row["over_plain"], unit="1", target=1.0, op="<="))
+            all_claims.append(Claim(name=f"{name}.memory_over_einsum", value=memory, unit="1", target=1.0, op="<="))
+    return all_claims
 
 
 def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
     """Return two panels per dtype: the roofline, and the time of each operation divided by that of the plain code."""
-    found = []
+    all_panels = []
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
         of_dtype = [row for row in rows if row["dtype"] == dtype]
         flops, bandwidth = of_dtype[0]["peak_flops"], of_dtype[0]["bandwidth"]
@@ -133,30 +133,30 @@ def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
         roof = PlottedSeries(
             name="roof",
             x=(least, corner, most),
-            y=tuple(min(flops, bandwidth * at) / 1e9 for at in (least, corner, most)),
+            y=tuple(min(flops, bandwidth * intensity) / 1e9 for intensity in (least, corner, most)),
         )
         points = [_point(row, least) for row in of_dtype]
-        found.append(
+        all_panels.append(
             Panel(
                 title=f"roofline, {dtype}", x_title="operations per byte", y_title="Gop/s", series=(roof, *points),
                 log_x=True, log_y=True,
             )
         )  # fmt: skip
         names = tuple(row["op"] for row in of_dtype)
-        at = tuple(map(float, range(len(names))))
+        places = tuple(map(float, range(len(names))))
         over = PlottedSeries(
             name="ours over plain",
-            x=at,
+            x=places,
             y=tuple(row["over_plain"] for row in of_dtype),
             low=tuple(row["over_plain_low"] for row in of_dtype),
             high=tuple(row["over_plain_high"] for row in of_dtype),
         )
-        found.append(
+        all_panels.append(
             Panel(
                 title=f"time over the plain way, {dtype}", x_title="", y_title="ratio", series=(over,), categories=names
             )
         )
-    return found
+    return all_panels
 
 
 def _point(row: dict[str, Any], least: float) -> PlottedSeries:
@@ -172,12 +172,12 @@ def _point(row: dict[str, Any], least: float) -> PlottedSeries:
 def _best(call: Callable[[], object], times: int) -> float:
     """Return the seconds of the shortest of several calls, after one unmeasured call."""
     call()
-    found = []
+    seconds = []
     for _ in range(times):
         start = time.perf_counter()
         call()
-        found.append(time.perf_counter() - start)
-    return min(found)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
 
 
 COLUMNS = (

@@ -54,7 +54,7 @@ def measured_bytes(tokens: int, sizes: LayerSizes = LayerSizes()) -> int:
     torch.manual_seed(0)
     layer = MoE(sizes.dim, sizes.hidden, sizes.experts, sizes.top_k, experts="gelu")
     x, dy = torch.randn(tokens, sizes.dim, requires_grad=True), torch.randn(tokens, sizes.dim)
-    before = sum(each.nbytes for each in (*layer.parameters(), x, dy))
+    before = sum(tensor.nbytes for tensor in (*layer.parameters(), x, dy))
     return before + peak_growth_bytes(lambda: step(layer, x, dy))
 
 
@@ -64,23 +64,23 @@ def rows(measured_up_to: int) -> list[dict[str, Any]]:
     Args:
         measured_up_to: largest number of tokens to measure; for more tokens only the formula is evaluated.
     """
-    found = []
+    table_rows = []
     for tokens, tutel in TUTEL_GIB.items():
         measured = measured_bytes(tokens) / 2**30 if tokens <= measured_up_to else None
         formula = LayerSizes().peak_bytes(tokens) / 2**30
-        found.append({"tokens": tokens, "measured_gib": measured, "formula_gib": formula, "tutel_gib": tutel})
-    return found
+        table_rows.append({"tokens": tokens, "measured_gib": measured, "formula_gib": formula, "tutel_gib": tutel})
+    return table_rows
 
 
-def claims(found: list[dict[str, Any]]) -> list[Claim]:
+def claims(measured_rows: list[dict[str, Any]]) -> list[Claim]:
     """Return a claim per number of tokens, on the measured memory or, if it was not measured, on the formula's."""
-    made = []
-    for row in found:
+    all_claims = []
+    for row in measured_rows:
         is_measured = row["measured_gib"] is not None
         value = row["measured_gib"] if is_measured else row["formula_gib"]
         name = f"memory.table5.{row['tokens']}_tokens" + ("" if is_measured else ".by_formula")
-        made.append(Claim(name=name, value=value, unit="GiB", target=row["tutel_gib"], op="<="))
-    return made
+        all_claims.append(Claim(name=name, value=value, unit="GiB", target=row["tutel_gib"], op="<="))
+    return all_claims
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,9 @@ class KernelOp:
 
     def error(self) -> float:
         """Return the norm of our difference from the plain code in float64, relative to the norm of its result."""
-        exact = self.plain(*(each.double() if each.is_floating_point() else each for each in self.inputs)).double()
+        exact = self.plain(
+            *(tensor.double() if tensor.is_floating_point() else tensor for tensor in self.inputs)
+        ).double()
         return float((self.run(*self.inputs).double() - exact).norm() / exact.norm().clamp_min(1e-300))
 
 
@@ -50,7 +52,7 @@ def ops(shape: DeviceShape, dtype: torch.dtype) -> list[KernelOp]:
     """Return the operations of one layer with random routing."""
     generator = torch.Generator().manual_seed(0)
 
-    def made(*size: int) -> Tensor:
+    def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=generator).to(dtype)
 
     tokens, experts, top_k = shape.tokens, shape.experts, shape.top_k
@@ -59,10 +61,10 @@ def ops(shape: DeviceShape, dtype: torch.dtype) -> list[KernelOp]:
     counts = torch.bincount(expert, minlength=experts)
     order = sort_by_expert(token, expert, counts, tokens, top_k)
     gates = torch.rand(len(token), generator=generator).to(dtype)
-    found = [_sort(token, expert, counts, tokens, top_k), *_moves(order, made(tokens, shape.dim), gates, top_k)]
-    found += _pointwise(made(len(token), shape.hidden), made(len(token), shape.hidden))
-    found += _coding(chosen, experts, made(tokens, shape.dim), gates.view(tokens, top_k))
-    return [*found, _experts(shape, order, gates, made)]
+    operations = [_sort(token, expert, counts, tokens, top_k), *_moves(order, normal(tokens, shape.dim), gates, top_k)]
+    operations += _pointwise(normal(len(token), shape.hidden), normal(len(token), shape.hidden))
+    operations += _coding(chosen, experts, normal(tokens, shape.dim), gates.view(tokens, top_k))
+    return [*operations, _experts(shape, order, gates, normal)]
 
 
 def _sort(token: Tensor, expert: Tensor, counts: Tensor, tokens: int, top_k: int) -> KernelOp:
@@ -86,11 +88,11 @@ def _moves(order: Permutation, x: Tensor, gates: Tensor, top_k: int) -> list[Ker
         name="gather", inputs=(x,), run=lambda x: x.index_select(0, sent.token), plain=lambda x: x[sent.token],
         flops=0.0, num_bytes=item * dim * (len(x) + num_rows) + 8.0 * num_rows,
     )  # fmt: skip
-    back = KernelOp(
+    combined = KernelOp(
         name="combine", inputs=(rows, gates), run=lambda rows, gates: sum_rows(rows, sent, weights=gates),
         plain=combine, flops=2.0 * num_rows * dim, num_bytes=item * dim * (len(x) + num_rows) + (8.0 + item) * num_rows,
     )  # fmt: skip
-    return [gather, back]
+    return [gather, combined]
 
 
 def _pointwise(a: Tensor, b: Tensor) -> list[KernelOp]:
@@ -124,11 +126,11 @@ def _coding(chosen: Tensor, experts: int, x: Tensor, gates: Tensor) -> list[Kern
     capacity = int(CAPACITY_FACTOR * chosen.numel() / experts)
     form = encoding(chosen, experts, capacity)
     encoded = fast_encode(x, form)
-    moved = float(x.nbytes + encoded.nbytes)
+    num_bytes = float(x.nbytes + encoded.nbytes)
     return [
         KernelOp(
             name="fast encode", inputs=(x,), run=lambda x: fast_encode(x, form),
-            plain=lambda x: encode_reference(x, form), flops=0.0, num_bytes=moved,
+            plain=lambda x: encode_reference(x, form), flops=0.0, num_bytes=num_bytes,
         ),
         KernelOp(
             name="fast decode",
@@ -136,16 +138,16 @@ def _coding(chosen: Tensor, experts: int, x: Tensor, gates: Tensor) -> list[Kern
             run=lambda rows, gates: fast_decode(rows, gates, form),
             plain=lambda rows, gates: decode_reference(rows, gates, form),
             flops=2.0 * chosen.numel() * x.shape[1],
-            num_bytes=moved,
+            num_bytes=num_bytes,
         ),
     ]  # fmt: skip
 
 
-def _experts(shape: DeviceShape, order: Permutation, gates: Tensor, made: Callable[..., Tensor]) -> KernelOp:
+def _experts(shape: DeviceShape, order: Permutation, gates: Tensor, normal: Callable[..., Tensor]) -> KernelOp:
     """Return the expert stage with SwiGLU, forward and backward. Its result is the gradient of the tokens."""
     experts, dim, hidden = shape.experts, shape.dim, shape.hidden
-    up, down = made(experts, 2, hidden, dim) * dim**-0.5, made(experts, dim, hidden) * hidden**-0.5
-    x, dy = made(shape.tokens, dim), made(shape.tokens, dim)
+    up, down = normal(experts, 2, hidden, dim) * dim**-0.5, normal(experts, dim, hidden) * hidden**-0.5
+    x, dy = normal(shape.tokens, dim), normal(shape.tokens, dim)
     work = ExpertWork(
         x=x, dispatch=order.dispatch, gates=gates, gates_first=False, ends=order.ends, up=up, up_bias=None, down=down,
         down_bias=None, activation="silu",
@@ -162,7 +164,7 @@ def _experts(shape: DeviceShape, order: Permutation, gates: Tensor, made: Callab
 
 
 def _backward(work: ExpertWork, inputs: Any, run: Callable[[ExpertWork], Tensor]) -> Tensor:
-    x, gates, *weights, dy = (each.detach().requires_grad_() for each in inputs)
+    x, gates, *weights, dy = (tensor.detach().requires_grad_() for tensor in inputs)
     run(replace(work, x=x, gates=gates, up=weights[0], down=weights[1])).backward(dy.detach())
     assert x.grad is not None
     return x.grad

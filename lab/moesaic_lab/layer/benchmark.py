@@ -83,22 +83,22 @@ def measure(ranks: Cluster, job: LayerJob) -> LayerCell:
     return summed_up(job, ranks.run(side.measure, job))
 
 
-def summed_up(job: LayerJob, found: Sequence[LayerFound]) -> LayerCell:
+def summed_up(job: LayerJob, of_ranks: Sequence[LayerFound]) -> LayerCell:
     """Combine the measurements of all ranks into a cell."""
     limits, across, charged = {}, {}, {}
-    for name in found[0].spans:
-        steps = [of_rank.steps[name] for of_rank in found]
+    for name in of_ranks[0].spans:
+        steps = [of_rank.steps[name] for of_rank in of_ranks]
         forward, backward = ([m for s in steps for m in s.forward], [m for s in steps for m in s.backward])
         limits[name] = link_limit(forward, job.place.bed), link_limit(backward, job.place.bed)
         across[name] = crossing((*forward, *backward), job.grid.node_of)
         charged[name] = max(step.charged for step in steps)
     switches = {
-        name: max((of_rank.switches[name] for of_rank in found), key=lambda switch: switch.again_seconds)
-        for name in found[0].switches
+        name: max((of_rank.switches[name] for of_rank in of_ranks), key=lambda switch: switch.again_seconds)
+        for name in of_ranks[0].switches
     }
     return LayerCell(
-        job=job, **timed([of_rank.spans for of_rank in found], [of_rank.pairs for of_rank in found]),
-        best=found[0].best, trial=found[0].trial, limits=limits, across=across, charged=charged, switches=switches,
+        job=job, **timed([of_rank.spans for of_rank in of_ranks], [of_rank.pairs for of_rank in of_ranks]),
+        best=of_ranks[0].best, trial=of_ranks[0].trial, limits=limits, across=across, charged=charged, switches=switches,
     )  # fmt: skip
 
 
@@ -109,14 +109,14 @@ def claims(cells: Sequence[LayerCell]) -> list[Claim]:
         return some([cell for cell in cells if cell.job.section == section], f"of {section}")
 
     def exact() -> list[float]:
-        found = [cell for cell in of("orders") if {"exact", "optsche"} <= {*cell.timings, *cell.job.same}]
-        return [bounded(cell, "exact", "optsche") for cell in some(found, "with both orders")]
+        both = [cell for cell in of("orders") if {"exact", "optsche"} <= {*cell.timings, *cell.job.same}]
+        return [bounded(cell, "exact", "optsche") for cell in some(both, "with both orders")]
 
     def switching(seconds: Callable[[Switch], float]) -> float:
-        found = [
+        shares = [
             seconds(s) / cell.timings[name].median for cell in of("adaptive_r") for name, s in cell.switches.items()
         ]
-        return max(some(found, "that counts switches"))
+        return max(some(shares, "that counts switches"))
 
     return [
         claimed("layer.best_over_baseline_tp4", lambda: best_over_baseline(of("schedules")), 4.0, ">="),
@@ -132,8 +132,8 @@ def claims(cells: Sequence[LayerCell]) -> list[Claim]:
 
 def best_over_baseline(cells: Sequence[LayerCell]) -> float:
     """Return the baseline's time over the best plan's, the median over all meshes with tp = etp = 4."""
-    found = some([cell for cell in cells if cell.job.grid.tp == cell.job.grid.etp == 4], "at tp = etp = 4")
-    return statistics.median(cell.ratio("baseline", cell.best).median for cell in found)
+    chosen = some([cell for cell in cells if cell.job.grid.tp == cell.job.grid.etp == 4], "at tp = etp = 4")
+    return statistics.median(cell.ratio("baseline", cell.best).median for cell in chosen)
 
 
 def over_single(cell: LayerCell) -> float:
@@ -233,15 +233,17 @@ SWITCH_COLUMNS = (
 
 def tables(cells: Sequence[LayerCell]) -> list[Table]:
     """Return the tables for a terminal: one per part, and one of switches."""
-    made = []
+    all_tables = []
     for part, title in TITLES.items():
         rows = [row for cell in cells if cell.job.section == part for row in rows_of(cell)]
         if rows:
-            made.append(table(f"{title}, virtual compute, {rows[0]['bed']}", rows, COLUMNS, group_by=("cell",)))
+            all_tables.append(table(f"{title}, virtual compute, {rows[0]['bed']}", rows, COLUMNS, group_by=("cell",)))
     switches = [row for cell in cells for row in switch_rows(cell)]
     if switches:
-        made.append(table("Switching plans: processor time of a rank", switches, SWITCH_COLUMNS, group_by=("cell",)))
-    return made
+        all_tables.append(
+            table("Switching plans: processor time of a rank", switches, SWITCH_COLUMNS, group_by=("cell",))
+        )
+    return all_tables
 
 
 def panels(cells: Sequence[LayerCell]) -> list[Panel]:
@@ -253,28 +255,30 @@ def panels(cells: Sequence[LayerCell]) -> list[Panel]:
     def of(section: str) -> list[LayerCell]:
         return [cell for cell in cells if cell.job.section == section]
 
-    made = []
+    all_panels = []
     for (etp, innermost), group in itertools.groupby(sorted(of("schedules"), key=mesh), key=mesh):
-        where, found = f", {innermost} inside nodes" if etp > 1 else "", list(group)
-        made.append(_bars(f"schedules, etp {etp}{where}", found, tuple(f"tp {c.job.grid.tp}" for c in found)))
+        where, chosen = f", {innermost} inside nodes" if etp > 1 else "", list(group)
+        all_panels.append(_bars(f"schedules, etp {etp}{where}", chosen, tuple(f"tp {c.job.grid.tp}" for c in chosen)))
     sized: dict[str, list[LayerCell]] = {}
     for cell in of("adaptive_r"):
         assert isinstance(cell.job.place, AdaptiveR)
         sized.setdefault(cell.job.place.name, []).append(cell)
-    made += [_over_factors(f"adaptive r, {name}", found) for name, found in sized.items()]
+    all_panels += [_over_factors(f"adaptive r, {name}", chosen) for name, chosen in sized.items()]
     for section, title in PICTURED.items():
-        if found := of(section):
-            made.append(_bars(title, found, tuple(c.job.label for c in found)))
-    return made
+        if chosen := of(section):
+            all_panels.append(_bars(title, chosen, tuple(c.job.label for c in chosen)))
+    return all_panels
 
 
 def _bars(title: str, cells: Sequence[LayerCell], categories: tuple[str, ...]) -> Panel:
     """Return a panel with a bar per method in each cell; the plan that a search chose comes last."""
     names = list(dict.fromkeys(name for cell in cells for name in (*cell.job.methods, *cell.job.same)))
-    found = [(name, [(n, c, name) for n, c in enumerate(cells) if c.timed_as(name) in c.timings]) for name in names]
+    points_by_name = [
+        (name, [(n, c, name) for n, c in enumerate(cells) if c.timed_as(name) in c.timings]) for name in names
+    ]
     if any(cell.best for cell in cells):
-        found.append((BEST, [(n, c, c.best) for n, c in enumerate(cells) if c.best]))
-    series = tuple(_series(name, points) for name, points in found)
+        points_by_name.append((BEST, [(n, c, c.best) for n, c in enumerate(cells) if c.best]))
+    series = tuple(_series(name, points) for name, points in points_by_name)
     return Panel(title=title, x_title="", y_title=VIRTUAL, series=series, categories=categories)
 
 
@@ -288,8 +292,8 @@ def _over_factors(title: str, cells: Sequence[LayerCell]) -> Panel:
 
 
 def _series(name: str, points: Sequence[tuple[float, LayerCell, str]]) -> PlottedSeries:
-    found = [(x, cell, cell.timed_as(method)) for x, cell, method in points]
-    return PlottedSeries.of(name, [(x, cell.timings[method], cell.bound(method)) for x, cell, method in found])
+    timed_points = [(x, cell, cell.timed_as(method)) for x, cell, method in points]
+    return PlottedSeries.of(name, [(x, cell.timings[method], cell.bound(method)) for x, cell, method in timed_points])
 
 
 BENCHMARK = emulated(

@@ -74,7 +74,7 @@ class LayerJob:
     """Methods near this one are timed more often; "" for the first method, `BEST` for the plan that the search chose."""
     factor: float | None = None
     """Capacity factor of a padded capacity; None for a dropless layer without padding."""
-    beside: dict[str, float] = field(default_factory=dict)
+    other_flops: dict[str, float] = field(default_factory=dict)
     """FLOPs of virtual products in a step in addition to those of the experts, by method."""
     counts_switches: bool = False
     """Whether to measure the cost of switching plans as well."""
@@ -117,12 +117,12 @@ def schedules(part: Schedules) -> Iterator[LayerJob]:
             predicted = {name: seconds_of(methods[name]) for name in names}
             others = {described(compiled.plan): compiled for compiled in searched(grid)}
             new = {name: others[name] for name in distinct(methods | others)[0] if name in others}
-            found = most_promising(
+            promising = most_promising(
                 {n: (seconds_of(plan), plan) for n, plan in new.items()}, part, min(predicted.values())
             )
             where = f", {innermost} inside nodes" if etp > 1 else ""
             yield LayerJob(
-                label=f"tp {tp}, etp {etp}{where}", place=part, grid=grid, methods=methods, candidates=found, same=same,
+                label=f"tp {tp}, etp {etp}{where}", place=part, grid=grid, methods=methods, candidates=promising, same=same,
                 compete=tuple(sorted(names, key=lambda name: predicted[name])), margin=part.margin,
                 trial_repeats=part.trial_repeats, reference=BEST,
             )  # fmt: skip
@@ -234,11 +234,11 @@ def compiled(place: LayerPlace, grid: Grid, codec: Codec, **choices: object) -> 
 
 def singles(grid: Grid) -> dict[str, Compiled]:
     """Compile the plans of `SINGLES` that are valid on a mesh."""
-    found = {}
+    plans = {}
     for name, plan in SINGLES.items():
         with suppress(InputError):
-            found[name] = compile_plan(plan, grid)
-    return found
+            plans[name] = compile_plan(plan, grid)
+    return plans
 
 
 def searched(grid: Grid) -> Iterator[Compiled]:

@@ -100,8 +100,8 @@ class LayerRunner(SteppedLayer):
 
     def run(self, name: str) -> None:
         """Run one step of a method or candidate, including its other virtual products."""
-        if name in self.job.beside:
-            self.accelerator.multiply(self.job.beside[name])
+        if name in self.job.other_flops:
+            self.accelerator.multiply(self.job.other_flops[name])
         self.step(self.job.everything[name])
 
 
@@ -125,21 +125,21 @@ def measure(job: LayerJob) -> LayerFound:
         methods, job.place.repeats, job.place.pairs, partial(near_ones, job, reference=reference), barrier=barrier,
         warmup=job.warmup,
     )  # fmt: skip
-    kept = {name: steps[name] for name in methods}
-    return LayerFound(spans=spans, pairs=pairs, best=best, trial=trial, steps=kept, switches=switches)
+    counted = {name: steps[name] for name in methods}
+    return LayerFound(spans=spans, pairs=pairs, best=best, trial=trial, steps=counted, switches=switches)
 
 
 def count(runner: LayerRunner, recorder: Recorder, name: str) -> CountedStep:
     """Run one step of a method or candidate, and return its messages and virtual compute."""
-    first, before = len(recorder.ranges), runner.accelerator.charged
+    num_ranges, before = len(recorder.ranges), runner.accelerator.charged
     compiled = runner.job.everything[name]
     runner.run(name)
     forward_tasks = len(compiled.forward.tasks)
     of_program = forward_tasks + len(compiled.backward.tasks)
     sent: tuple[list, list] = ([], [])
-    for each in recorder.ranges[first:]:
-        for message in each.messages:
-            is_backward = each.length == of_program and message.tag >= forward_tasks
+    for tag_range in recorder.ranges[num_ranges:]:
+        for message in tag_range.messages:
+            is_backward = tag_range.length == of_program and message.tag >= forward_tasks
             sent[is_backward].append((message.source, message.target, float(message.num_bytes)))
     return CountedStep(forward=sent[0], backward=sent[1], charged=runner.accelerator.charged - before)
 
@@ -162,7 +162,7 @@ def switch_costs(job: LayerJob, transport: AbstractTransport) -> dict[str, Switc
     """Return the cost of switching a new layer to each plan from another plan, for the first time and later."""
     recorder = Recorder(transport)
     runner = LayerRunner(job, recorder)
-    layer, found = runner.layer, {}
+    layer, costs = runner.layer, {}
     plans = list(job.methods.values())
     for name, compiled in job.methods.items():
         other = plans[0] if compiled is not plans[0] else plans[-1]
@@ -177,14 +177,14 @@ def switch_costs(job: LayerJob, transport: AbstractTransport) -> dict[str, Switc
                 again.append(_processor_seconds(partial(layer.use_plan, compiled.plan)))
             messages += _num_messages(recorder) - before
             num_bytes += counting.num_bytes
-        found[name] = Switch(
+        costs[name] = Switch(
             first_seconds=first,
             first_call_seconds=max(calls[0] - statistics.median(calls[1:]), 0.0),
             again_seconds=statistics.median(again),
             messages=messages,
             allocated_bytes=num_bytes,
         )
-    return found
+    return costs
 
 
 def search(
@@ -233,4 +233,4 @@ def _processor_seconds(function: Callable[[], object]) -> float:
 
 
 def _num_messages(recorder: Recorder) -> int:
-    return sum(len(each.messages) for each in recorder.ranges)
+    return sum(len(tag_range.messages) for tag_range in recorder.ranges)

@@ -36,11 +36,11 @@ def work(compiled: Compiled, in_order: bool) -> Hashable:
     same key send the same bytes, but possibly split into different messages. Tasks are identified by the layouts that they read
     and write, which also determine the tasks that they wait for.
     """
-    found: list[Hashable] = []
+    key: list[Hashable] = []
     for program in (compiled.forward, compiled.backward):
         tasks = [_work_of(task, program, compiled.grid) for task in program.tasks if not _is_idle(task, compiled.grid)]
-        found.append(tuple(tasks) if in_order else frozenset(Counter(tasks).items()))
-    return tuple(found)
+        key.append(tuple(tasks) if in_order else frozenset(Counter(tasks).items()))
+    return tuple(key)
 
 
 def _is_idle(task: Task, grid: Grid) -> bool:

@@ -35,18 +35,18 @@ def cases(options: ModelOptions) -> tuple[ModelBenchConfig, ModelBenchConfig]:
     """Return the whole configuration, and a copy with only the cases to measure."""
     only = words_of(options.only)
     config = read_config(Path(options.config) if options.config else COMMITTED)
-    wanted = narrowed(config, only)
-    if wanted.cases or "profile" in only:
+    chosen = narrowed(config, only)
+    if chosen.cases or "profile" in only:
         require_cluster()
-    return config, wanted
+    return config, chosen
 
 
 def measure(options: ModelOptions, cases: tuple[ModelBenchConfig, ModelBenchConfig], told: Told) -> Timed:
     """Measure the cases whose times are not in the folder yet, and predict all cases."""
-    (config, wanted), folder, only = cases, Path(options.keep), words_of(options.only)
+    (config, chosen), folder, only = cases, Path(options.keep), words_of(options.only)
     earlier = Path(options.earlier) if options.earlier else None
-    if wanted.cases or "profile" in only:
-        run(wanted, folder, told, profiles="profile" in only, earlier=earlier)
+    if chosen.cases or "profile" in only:
+        run(chosen, folder, told, profiles="profile" in only, earlier=earlier)
     return kept(config, folder), kept_earlier(config, folder, earlier) if earlier else []
 
 

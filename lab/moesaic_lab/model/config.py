@@ -69,10 +69,10 @@ class ModelCase:
     """Number of plans to measure, evenly spaced in the sorted list; 0 for all."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.name != "plans" and isinstance(value, int | float) and value <= 0:
-                raise InputError(f"case {self.name}: {each.name}={value}: must be above 0")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "plans" and isinstance(value, int | float) and value <= 0:
+                raise InputError(f"case {self.name}: {field.name}={value}: must be above 0")
         if self.tokens_per_rank % self.num_experts:
             raise InputError(
                 f"case {self.name}: tokens_per_rank={self.tokens_per_rank} must be a multiple of num_experts="
@@ -162,9 +162,9 @@ def narrowed(config: ModelBenchConfig, only: tuple[str, ...]) -> ModelBenchConfi
     """
     if not only:
         return config
-    beds, cases = ([each.name for each in found] for found in (config.beds, config.cases))
+    beds, cases = ([entry.name for entry in group] for group in (config.beds, config.cases))
     for word in only:
         if word not in (*PARTS, *beds, *cases):
             raise InputError(f"--only {word}: unknown{suggestion(word, [*PARTS, *beds, *cases])}")
-    kept = tuple(case for case in config.cases if {case.name, case.bed, config.part(case)} & set(only))
-    return replace(config, cases=kept)
+    chosen = tuple(case for case in config.cases if {case.name, case.bed, config.part(case)} & set(only))
+    return replace(config, cases=chosen)

@@ -110,7 +110,7 @@ def kept(config: ModelBenchConfig, keep: Path, profiles: Path | None = None) -> 
     beds = [(config.bed_of(case), case) for case in config.cases]
     profiles = profiles or keep
     return [
-        _found(keep, config, bed, case, _kept_profile(profiles, bed))
+        _predicted_case(keep, config, bed, case, _kept_profile(profiles, bed))
         for bed, case in beds
         if _path(keep, config, bed, case).exists() and _profiled(profiles, bed)
     ]
@@ -140,12 +140,12 @@ def kept_earlier(config: ModelBenchConfig, keep: Path, profiles: Path) -> list[M
 def plans_of(case: ModelCase, bed: BedFields) -> dict[str, Compiled]:
     """Return the distinct plans of a case by name; only some of them if `case.plans` limits their number."""
     grid = case.grid(bed.bed)
-    found = distinct({described(each.plan): each for each in candidates(grid, SPACE)})[0]
-    if case.plans and case.plans < len(found):
-        step = len(found) / case.plans
-        names = sorted(found)
-        found = {names[int(n * step)]: found[names[int(n * step)]] for n in range(case.plans)}
-    return found
+    plans = distinct({described(compiled.plan): compiled for compiled in candidates(grid, SPACE)})[0]
+    if case.plans and case.plans < len(plans):
+        step = len(plans) / case.plans
+        names = sorted(plans)
+        plans = {names[int(n * step)]: plans[names[int(n * step)]] for n in range(case.plans)}
+    return plans
 
 
 def predict(case: ModelCase, plans: Mapping[str, Compiled], profile: ClusterProfile, seed: int = 0) -> dict[str, float]:
@@ -160,12 +160,14 @@ def predict(case: ModelCase, plans: Mapping[str, Compiled], profile: ClusterProf
     virtual = 1e9 * case.gflops if case.compute == "virtual" else None
     simulator = profiled_simulator(profile, virtual_flops=virtual)
     return {
-        name: simulator.layer_seconds(each.forward, each.backward, _routed(case, each, seed), each.grid)
-        for name, each in plans.items()
+        name: simulator.layer_seconds(
+            compiled.forward, compiled.backward, _workload_of(case, compiled, seed), compiled.grid
+        )
+        for name, compiled in plans.items()
     }
 
 
-def _routed(case: ModelCase, compiled: Compiled, seed: int) -> Workload:
+def _workload_of(case: ModelCase, compiled: Compiled, seed: int) -> Workload:
     """Return the simulator's description of a case's layer under a plan, including the visits of its routing pattern."""
     from moesaic.profiling.host import visits
 
@@ -234,7 +236,7 @@ def _profiled(keep: Path, bed: BedFields) -> Path | None:
     return next((path for path in paths if path.exists()), None)
 
 
-def _found(
+def _predicted_case(
     keep: Path, config: ModelBenchConfig, bed: BedFields, case: ModelCase, profile: ClusterProfile
 ) -> ModelFound:
     table = json.loads(_path(keep, config, bed, case).read_text(encoding="utf-8"))
@@ -249,8 +251,8 @@ def _found(
 
 
 def _path(keep: Path, config: ModelBenchConfig, bed: BedFields, case: ModelCase) -> Path:
-    asked = [asdict(case), asdict(bed), asdict(replace(config, beds=(), cases=()))]
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
+    key = [asdict(case), asdict(bed), asdict(replace(config, beds=(), cases=()))]
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
     return keep / f"case-{case.name.replace(' ', '_').replace(',', '')}-{digest}.json"
 
 
@@ -263,6 +265,6 @@ def _times_path(keep: Path, bed: BedFields) -> Path:
     return _profile_path(keep, bed).with_suffix(".times.json")
 
 
-def points(found: Sequence[ModelFound]) -> list[tuple[float, float]]:
+def points(results: Sequence[ModelFound]) -> list[tuple[float, float]]:
     """Return measured and predicted seconds of every plan of every case."""
-    return [(measured, each.predicted[name]) for each in found for name, measured in each.measured.items()]
+    return [(measured, result.predicted[name]) for result in results for name, measured in result.measured.items()]

@@ -50,17 +50,17 @@ class DeepSpeedLayer(nn.Module):
         self.exchange, self.is_own = exchange, isinstance(exchange, TorchExchange)
         with _quiet():
             self.layer = self._make(layer, exchange.world)
-        each = layer.num_experts // exchange.world
-        first = exchange.rank * each
+        experts_per_rank = layer.num_experts // exchange.world
+        first = exchange.rank * experts_per_rank
         moe = self.layer.deepspeed_moe
         with torch.no_grad():
             moe.gate.wg.weight.copy_(router.weight)
-            for number, expert in enumerate(moe.experts.deepspeed_experts[:each]):
+            for number, expert in enumerate(moe.experts.deepspeed_experts[:experts_per_rank]):
                 for name in ("w1", "w3", "w2"):
                     getattr(expert, name).copy_(getattr(experts, name)[first + number])
         if not self.is_own:
-            del moe.experts.deepspeed_experts[each:]
-            moe.experts.num_local_experts = each
+            del moe.experts.deepspeed_experts[experts_per_rank:]
+            moe.experts.num_local_experts = experts_per_rank
             moe.experts = _Exchanged(moe.experts, exchange)
 
     def _make(self, layer: MoE, world: int) -> Any:
@@ -68,16 +68,16 @@ class DeepSpeedLayer(nn.Module):
         deepspeed: Any = import_module("deepspeed")
         if not deepspeed.comm.is_initialized():
             deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-        made = import_module("deepspeed.moe.layer").MoE(
+        peer = import_module("deepspeed.moe.layer").MoE(
             layer.dim, _Expert(layer.dim, layer.hidden), num_experts=layer.num_experts,
             ep_size=world if self.is_own else 1, k=layer.top_k, min_capacity=0, drop_tokens=False,
             top2_2nd_expert_sampling=False,
         )  # fmt: skip
         if self.is_own:
-            made.set_deepspeed_parallelism()
+            peer.set_deepspeed_parallelism()
         else:
-            made.deepspeed_moe.gate.ep_group = dist.group.WORLD
-        return made
+            peer.deepspeed_moe.gate.ep_group = dist.group.WORLD
+        return peer
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the layer: (..., dim) -> (..., dim)."""

@@ -45,24 +45,25 @@ class PlainExpertParallel(nn.Module):
         counts = torch.bincount(choice.expert, minlength=self.num_experts)
         rows = x_TD.index_select(0, choice.token[order])
         world = self.exchange.world
-        told = self.exchange.move(counts, *[(self.num_experts // world,) * world] * 2).view(world, -1)
-        sends, receives = counts.view(world, -1).sum(1).tolist(), told.sum(1).tolist()
+        received_counts = self.exchange.move(counts, *[(self.num_experts // world,) * world] * 2).view(world, -1)
+        sends, receives = counts.view(world, -1).sum(1).tolist(), received_counts.sum(1).tolist()
         arrived = self.exchange(rows, sends, receives)
-        out = self.exchange(self._run_experts(arrived, told), receives, sends)
-        back_TKD = out.index_select(0, _inverse(order)).view(len(x_TD), self.top_k, -1)
-        y_TD = torch.bmm(weight_TK.to(out.dtype).unsqueeze(1), back_TKD).squeeze(1)
+        out = self.exchange(self._run_experts(arrived, received_counts), receives, sends)
+        results_TKD = out.index_select(0, _inverse(order)).view(len(x_TD), self.top_k, -1)
+        y_TD = torch.bmm(weight_TK.to(out.dtype).unsqueeze(1), results_TKD).squeeze(1)
         return y_TD.view(x.shape)
 
-    def _run_experts(self, rows: Tensor, told: Tensor) -> Tensor:
+    def _run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Run this rank's experts over rows in the order (source, expert) and return the results in the same order.
 
         Args:
             rows: (R, dim) received rows.
-            told: (world, experts of this rank) int64, number of rows by source and expert.
+            counts: (world, experts of this rank) int64, number of rows by source and expert.
         """
-        expert = torch.arange(told.shape[1]).repeat(len(told)).repeat_interleave(told.view(-1), output_size=len(rows))
+        of_source = torch.arange(counts.shape[1]).repeat(len(counts))
+        expert = of_source.repeat_interleave(counts.view(-1), output_size=len(rows))
         order = expert.argsort(stable=True)
-        ends = told.sum(0).cumsum(0).to(torch.int32)
+        ends = counts.sum(0).cumsum(0).to(torch.int32)
         out = self.experts.compute(ExpertCall(*self.experts.weights(), rows.index_select(0, order), None, ends))
         return out.index_select(0, _inverse(order))
 

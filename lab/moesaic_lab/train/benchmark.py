@@ -125,37 +125,37 @@ def run(config: TrainBenchConfig, told: Told) -> TrainResults:
     return TrainResults(cells=cells, layout=layout)
 
 
-def cell_of(case: TrainCase, bed: Bed, found: Sequence[TrainFound]) -> TrainCell:
+def cell_of(case: TrainCase, bed: Bed, ranks: Sequence[TrainFound]) -> TrainCell:
     """Combine the measurements of all ranks into a cell."""
-    seconds = over_ranks([{s.name: s.spans for s in of_rank.systems if s.spans} for of_rank in found])
+    seconds = over_ranks([{s.name: s.spans for s in of_rank.systems if s.spans} for of_rank in ranks])
     outcomes = []
-    for number, first in enumerate(found[0].systems):
-        of_ranks = [of_rank.systems[number] for of_rank in found]
-        messages, times = _messages(found, number), seconds.get(first.name)
+    for number, first in enumerate(ranks[0].systems):
+        measured = [of_rank.systems[number] for of_rank in ranks]
+        messages, times = _messages(ranks, number), seconds.get(first.name)
         outcomes.append(
             Outcome(
                 name=first.name, kind=first.kind, exchange=first.exchange, is_lossless=first.is_lossless,
                 timing=Timing.of(times) if times else None, trial_seconds=first.trial_seconds,
-                phases=_phases(of_ranks), communication_share=_share(of_ranks, times),
+                phases=_phases(measured), communication_share=_share(measured, times),
                 inter_bytes=float(crossing(messages, bed.node_of)[0]),
-                limit=link_limit(messages, bed), worst_error=max(e for m in of_ranks for e in m.errors.values()),
+                limit=link_limit(messages, bed), worst_error=max(e for m in measured for e in m.errors.values()),
             )
         )  # fmt: skip
     return TrainCell(
-        case=case, outcomes=outcomes, best=found[0].best, most_over_mean_load=found[0].most_over_mean_load,
-        items=found[0].items,
+        case=case, outcomes=outcomes, best=ranks[0].best, most_over_mean_load=ranks[0].most_over_mean_load,
+        items=ranks[0].items,
     )  # fmt: skip
 
 
-def _messages(found: Sequence[TrainFound], number: int) -> list[Message]:
+def _messages(ranks: Sequence[TrainFound], number: int) -> list[Message]:
     """Return the messages that all ranks sent for a system.
 
     DeepSpeed's own exchange is not recorded. It sends the same messages as DeepSpeed with the receive-first exchange.
     """
-    systems = found[0].systems
+    systems = ranks[0].systems
     if _hides_messages(systems[number]):
         number = next(n for n, s in enumerate(systems) if s.kind == "deepspeed" and not _hides_messages(s))
-    return [message for of_rank in found for message in of_rank.systems[number].sent]
+    return [message for of_rank in ranks for message in of_rank.systems[number].sent]
 
 
 def _hides_messages(system: MeasuredSystem) -> bool:
@@ -231,19 +231,19 @@ def enough_of(cell: TrainCell, kind: str, exchange: str = "receive-first", of_co
         raise NotMeasuredError((absence() if kind == "deepspeed" else None) or f"the case has no peer {kind}")
     if ours is None:
         raise NotMeasuredError("the case has no such plan of ours")
-    found = ratio(cell, ours, peer)
-    if found.repeats < LEAST:
-        raise NotMeasuredError(f"{found.repeats} pairs, {LEAST} are needed")
-    if found.is_near and found.repeats < MANY:
+    over_peer = ratio(cell, ours, peer)
+    if over_peer.repeats < LEAST:
+        raise NotMeasuredError(f"{over_peer.repeats} pairs, {LEAST} are needed")
+    if over_peer.is_near and over_peer.repeats < MANY:
         near = f"a ratio nearer to 1 than {NEAR:.2f} needs {MANY}"
-        raise NotMeasuredError(f"{found.median:.2f} on {found.repeats} pairs; {near}")
-    return found
+        raise NotMeasuredError(f"{over_peer.median:.2f} on {over_peer.repeats} pairs; {near}")
+    return over_peer
 
 
 def coded(cell: TrainCell) -> Outcome | None:
     """Return our fastest coded plan that was timed."""
-    found = [(o.timing.median, o) for o in cell.outcomes if not o.is_lossless and o.timing is not None]
-    return min(found, key=lambda pair: pair[0])[1] if found else None
+    timed = [(o.timing.median, o) for o in cell.outcomes if not o.is_lossless and o.timing is not None]
+    return min(timed, key=lambda pair: pair[0])[1] if timed else None
 
 
 def flexible(layout: Sequence[LayoutPoint]) -> float:
@@ -257,12 +257,12 @@ def flexible(layout: Sequence[LayoutPoint]) -> float:
 def rows_of(cell: TrainCell) -> list[dict[str, Any]]:
     """Return a row per system, timed systems first."""
     plain = cell.find("plain")
-    made = []
+    rows = []
     for outcome in sorted(cell.outcomes, key=lambda o: o.timing is None):
         timing = outcome.timing
         over = None if timing is None or plain is None else ratio(cell, outcome, plain)
         untimed = {"median_seconds": None, "low_seconds": None, "high_seconds": None, "repeats": 0}
-        made.append(
+        rows.append(
             {
                 "what": cell.case.mode, "case": cell.case.name, "inter": cell.case.inter, "system": outcome.name,
                 "kind": outcome.kind, "exchange": outcome.exchange, "lossless": outcome.is_lossless,
@@ -278,7 +278,7 @@ def rows_of(cell: TrainCell) -> list[dict[str, Any]]:
                 "worst_error": outcome.worst_error, "most_over_mean_load": cell.most_over_mean_load,
             }
         )  # fmt: skip
-    return made
+    return rows
 
 
 def measurement_rows(results: TrainResults) -> list[dict[str, Any]]:
@@ -316,25 +316,25 @@ def tables(results: TrainResults) -> list[Table]:
         spread = f"trial {milliseconds(row['trial_seconds'])}" if tried else quartiles(row)
         return row | {"quartiles": spread, "system": row["system"] + (" *" if row["best"] else "")}
 
-    made = [table(f"{cell.label}, best *", list(map(shown, rows_of(cell))), COLUMNS) for cell in results.cells]
+    all_tables = [table(f"{cell.label}, best *", list(map(shown, rows_of(cell))), COLUMNS) for cell in results.cells]
     if results.layout:
-        made.append(table("layouts", layouts.rows_of(results.layout), LAYOUT_COLUMNS, group_by=("world",)))
-    return made
+        all_tables.append(table("layouts", layouts.rows_of(results.layout), LAYOUT_COLUMNS, group_by=("world",)))
+    return all_tables
 
 
 def panels(results: TrainResults) -> list[Panel]:
     """Return a panel per case, with the link limit at each bar, and one of the layouts."""
-    made = [_bars(cell) for cell in results.cells]
+    all_panels = [_bars(cell) for cell in results.cells]
     if results.layout:
         names = results.layout[0].timings
-        made.append(
+        all_panels.append(
             Panel(
                 title="expert throughput, one process", x_title="ranks that the rows come from", y_title="GFLOP/s",
                 series=tuple(_line(results, name) for name in names),
                 x_ticks=tuple((float(point.world), str(point.world)) for point in results.layout), log_x=True,
             )
         )  # fmt: skip
-    return made
+    return all_panels
 
 
 def _bars(cell: TrainCell) -> Panel:

@@ -115,7 +115,7 @@ def _point(layout: LayoutConfig, world: int) -> LayoutPoint:
         ORDERED: lambda: by_expert(ordered(rows, layout.num_experts, world), experts),
     }
     spans = in_turn(runs, layout.repeats, barrier=lambda: time.sleep(0), warmup=2)
-    timings = {name: Timing.of([end - start for start, end in found]) for name, found in spans.items()}
+    timings = {name: Timing.of([end - start for start, end in of_layout]) for name, of_layout in spans.items()}
     return LayoutPoint(world=world, timings=timings, flops=4 * count * layout.dim * layout.hidden)
 
 

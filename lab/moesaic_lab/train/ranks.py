@@ -89,9 +89,9 @@ def measure(config: TrainBenchConfig, case: TrainCase) -> TrainFound:
         system.step.forget()
     claimed = [s.name for s in timed if s.kind != "ours"] if case.in_sweep else []
     in_time, near = {s.name: runs[s.name] for s in timed}, partial(near_ones, best, claimed)
-    spans, more = in_turn_and_near(in_time, case.repeats, MANY, near, barrier=barrier, warmup=0)
-    for name, further in more.items():
-        spans[name] += further
+    spans, further_spans = in_turn_and_near(in_time, case.repeats, MANY, near, barrier=barrier, warmup=0)
+    for name, added in further_spans.items():
+        spans[name] += added
     gc.enable()
     measured = [
         MeasuredSystem(
@@ -126,9 +126,9 @@ def _agreement(config: TrainBenchConfig, case: TrainCase, systems: Sequence[Syst
     expected = _whole(whole, batch, world)
     errors = {}
     for system in systems:
-        found = _spread(system)
+        result = _spread(system)
         errors[system.name] = {
-            name: float((found[name] - right).abs().max() / right.abs().max()) for name, right in expected.items()
+            name: float((result[name] - exact).abs().max() / exact.abs().max()) for name, exact in expected.items()
         }
         for what, error in errors[system.name].items():
             if system.is_lossless and not error <= config.tolerance:
@@ -146,9 +146,9 @@ def _whole(model: nn.Module, batch: GivenBatch, world: int) -> dict[str, Tensor]
     spread = {id(p) for layer in model.modules() if isinstance(layer, MoE) for p in layer.experts.parameters()}
     dense = torch.cat([gradient_of(p).flatten() for p in model.parameters() if id(p) not in spread])
     experts = torch.cat([gradient_of(p).flatten() for p in model.parameters() if id(p) in spread])
-    told = torch.cat([loss.detach().view(1), dense, experts])
-    dist.all_reduce(told)
-    mean = told / world
+    total = torch.cat([loss.detach().view(1), dense, experts])
+    dist.all_reduce(total)
+    mean = total / world
     parts = mean.split([1, len(dense), len(experts)])
     return {"loss": parts[0], "dense gradient": parts[1], "expert gradient": parts[2].double().norm().view(1)}
 
