@@ -1,4 +1,4 @@
-"""Replace the feed-forward layers of a PyTorch transformer by MoE layers, train a few steps, look at the load."""
+"""Replace the feed-forward layers of a PyTorch transformer by MoE layers, train a few steps, and print the expert load."""
 
 from __future__ import annotations
 

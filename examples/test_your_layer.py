@@ -1,9 +1,9 @@
 """Test your own expert-parallel layer on every small mesh: pytest examples/test_your_layer.py
 
-The layer is naive on purpose: top-1, experts spread over ep, rows sent there and back. Its training loop averages gradients
-over all ranks, but leaves the experts' alone, since "each rank has its own experts". Their gradients are then sums over the
-tokens of ep ranks rather than means, so they are ep times too large: the loss goes down, no shape is wrong, and nobody sees
-it. The test does; with the one line of `average_all` it passes.
+The layer is naive on purpose: top-1, experts sharded over ep, one all-to-all for dispatch and one for combine. Its training
+loop averages gradients over all ranks, but the experts' only over edp, since "each rank has its own experts". The experts'
+gradients are then sums over the tokens of ep ranks instead of means, so they are ep times too large. The loss still goes down
+and every shape is right, so the bug is easy to miss. The test finds it; with the last line of `average_all` it passes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PlainMoE(nn.Module):
 
 
 class Exchange(torch.autograd.Function):
-    """Rows to the ranks of ep and, backward, their gradients home."""
+    """An all-to-all of rows over ep; backward, their gradients take the reverse way."""
 
     @staticmethod
     def forward(ctx, rank: Rank, rows: Tensor, counts: list[int], sizes: list[int]) -> Tensor:
@@ -48,7 +48,7 @@ class Exchange(torch.autograd.Function):
 
 
 class NaiveExpertParallelMoE(nn.Module):
-    """The same layer with its experts spread over ep."""
+    """The same layer with its experts sharded over ep."""
 
     def __init__(self, rank: Rank) -> None:
         super().__init__()
@@ -72,19 +72,19 @@ class NaiveExpertParallelMoE(nn.Module):
 
 
 def average_all_but_experts(layer: nn.Module, rank: Rank) -> None:
-    """The bug: the experts' gradients stay sums."""
+    """Average gradients with the bug: the experts' gradients remain sums over the ranks of ep."""
     layer.gate.grad = rank.all_reduce(layer.gate.grad, "dp") / rank.grid.dp
     layer.weight.grad = rank.all_reduce(layer.weight.grad, "edp") / rank.grid.edp
 
 
 def average_all(layer: nn.Module, rank: Rank) -> None:
-    """As it should be: every gradient is a mean over the data-parallel groups."""
+    """Average gradients correctly: every gradient is a mean over the data-parallel groups."""
     layer.gate.grad = rank.all_reduce(layer.gate.grad, "dp") / rank.grid.dp
     layer.weight.grad = rank.all_reduce(layer.weight.grad, "edp") / rank.grid.dp
 
 
 def shard(name: str, gradients: dict[str, Tensor], rank: Rank) -> Tensor:
-    """What a rank's gradient must be: its experts of the stack, the whole of the gate."""
+    """Return the gradient that a rank must have: its own experts' part of `weight`, all of `gate`."""
     whole = gradients[name]
     return whole.chunk(rank.grid.ep)[rank.grid.coordinate(rank.number, "ep")] if name == "weight" else whole
 
@@ -96,7 +96,7 @@ def test_the_layer_is_right_on_every_mesh(moe_mesh):
 
 @pytest.mark.moe_meshes(max_ranks=4, axes=("ep",))
 def test_the_bug_is_found_wherever_experts_are_spread(moe_mesh):
-    """A test of yours would hold `assert_equivalent` alone and fail here, with this message."""
+    """Your own test would only call `assert_equivalent` and would fail here, with this message."""
 
     def check() -> None:
         assert_equivalent(

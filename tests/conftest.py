@@ -1,4 +1,4 @@
-"""One thread, one seed per test, and derandomised property tests: a failure is the same on every machine."""
+"""Test settings: one thread, a fixed seed per test, derandomised property tests. A failure is the same on every machine."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ WAITING = (
     "train/test_watch.py", "lab/test_balance_run.py", "lab/test_fuzz.py", "lab/test_bench_convert.py", "lab/test_layer_run.py",
     "lab/test_comm.py", "testbed/test_leftovers.py", "testbed/test_cluster.py", "testing/test_routed_experts.py",
 )  # fmt: skip
-"""Files whose tests wait most of their time, for patience, slow links, disks or another process."""
+"""Files whose tests spend most of their time waiting: for timeouts, slow links, disks or another process."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keep the tests from the garbage collector, which else goes through all of them again and again."""
+    """Exclude the collected tests from garbage collection, which would otherwise scan all of them repeatedly."""
     gc.disable()
     try:
         return (yield)
@@ -40,13 +40,13 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that wait: at the end they would leave processors idle."""
+    """Run the files that wait first: at the end they would leave processors idle."""
     items.sort(key=lambda item: not item.path.as_posix().endswith(WAITING))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile`, give the files that wait to one worker, one after another, so that no two wait at a time."""
+    """With `--dist loadfile`, give all files that wait to the same worker, so no two of them wait at the same time."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):

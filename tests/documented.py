@@ -1,4 +1,4 @@
-"""The code of docs/extending.md, as it stands there."""
+"""Runs the code blocks of docs/extending.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
 
 
 def block(section: str) -> dict[str, Any]:
-    """The names that the first code block of a section defines, which is a whole file."""
+    """Return all names that the first code block of a section defines; the block is a whole file."""
     text = PAGE.read_text(encoding="utf-8").split(f"\n## {section}\n")[1].split("\n## ")[0]
     code, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     found: dict[str, Any] = {}

@@ -1,8 +1,8 @@
-"""Python commands without the seconds of processor time that importing torch takes: each is forked off a process that has it.
+"""Runs Python commands without the seconds that importing torch takes: each is forked from a process that has imported it.
 
-A command runs as `python` would run it, with arguments, an environment, files for what it says, and an exit code of its own.
-The ranks that torchrun starts are forks of torchrun, so that they are its children here too. What a fork cannot show is
-kept by the few tests that start `sys.executable`: that a command finds its modules, and how an interpreter takes itself apart.
+A command runs as under `python`, with its own arguments, environment, output files and exit code. The ranks that torchrun
+starts are forks of torchrun, so they are its children here too. A few tests start `sys.executable` instead, to test what a
+fork cannot show: that a command finds its modules, and how an interpreter shuts down.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ SAID = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 
 class Forked:
-    """A running command, with as much of `subprocess.Popen` as tests ask for.
+    """A running command, with the part of the interface of `subprocess.Popen` that tests need.
 
     Args:
-        words: of the command line behind `python`: `-m`, a module and its arguments, or a script and its arguments.
-        environment: variables beside those of this process.
-        imports: names of modules that the command takes long to import, for a torchrun that forks its ranks after that.
+        words: the command line after `python`: `-m`, a module and its arguments, or a script and its arguments.
+        environment: environment variables, in addition to those of this process.
+        imports: names of slow modules that the command imports first, so the ranks that torchrun forks have them.
     """
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str], imports: Sequence[str] = ()) -> None:
@@ -47,7 +47,7 @@ class Forked:
         variables = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | dict(environment)
         given = (self._words, variables, str(self._out), str(self._err), tuple(imports), str(Path.cwd()))
         multiprocessing.set_forkserver_preload(["moesaic.testing.processes", *preloaded()])
-        # A daemon: a test that fails leaves no run behind that nobody ends.
+        # A daemon, so a test that fails leaves no process behind.
         self._process = multiprocessing.get_context("forkserver").Process(target=_become, args=given, daemon=True)
         self._process.start()
         assert self._process.pid is not None
@@ -55,20 +55,20 @@ class Forked:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code, minus the signal where one ended it; None while it runs."""
+        """The exit code, or minus the number of the signal that killed the command; None while it runs."""
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        """Return the exit code, None while the command runs."""
+        """Return the exit code; None while the command runs."""
         return self.returncode
 
     def said(self) -> tuple[str, str]:
-        """Return what the command has written so far, as output and as errors."""
+        """Return standard output and standard error of the command so far."""
         out, err = (path.read_text() if path.exists() else "" for path in (self._out, self._err))
         return out, err
 
     def communicate(self, timeout: float) -> tuple[str, str]:
-        """Wait for the end; return output and errors."""
+        """Wait for the end of the command; return standard output and standard error."""
         self._process.join(timeout)
         if self._process.is_alive():
             raise subprocess.TimeoutExpired(self._words, timeout, *self.said())
@@ -80,14 +80,14 @@ class Forked:
             os.kill(self.pid, kind)
 
     def kill(self) -> None:
-        """End the command without asking it."""
+        """Kill the command with SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
 def _become(
     words: list[str], environment: dict[str, str], out: str, err: str, imports: Sequence[str], folder: str
 ) -> NoReturn:
-    gc.freeze()  # what the server imported is neither looked through nor copied
+    gc.freeze()  # collections then skip the server's modules, whose memory pages stay shared
     for descriptor, path in ((1, out), (2, err)):
         opened = os.open(path, SAID)
         os.dup2(opened, descriptor)
@@ -99,7 +99,7 @@ def _become(
 
 
 def _run(words: list[str], environment: Mapping[str, str]) -> NoReturn:
-    """Be `python` with a command line; what it imported before is there already."""
+    """Run a command line as `python` would, in this process, and exit with its exit code."""
     os.environ.clear()
     os.environ.update(environment)
     for stream in (sys.stdout, sys.stderr):
@@ -131,7 +131,7 @@ def _run(words: list[str], environment: Mapping[str, str]) -> NoReturn:
 
 
 class _Rank:
-    """A rank of torchrun, forked off it in place of a new interpreter."""
+    """A rank that torchrun forks from itself instead of starting a new interpreter."""
 
     def __init__(self, args: Sequence[str], env: Mapping[str, str], **_: Any) -> None:
         self.returncode: int | None = None

@@ -1,4 +1,4 @@
-"""Builders that several tests share: routers by name, a layer's run and the reference's run, and their comparison."""
+"""Helpers that several tests share: routers and layers by name, runs of a layer and of the reference, comparisons."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moesaic.testing.reference import Reference, in_float64, reference
 
 
 class GivenOrders(AbstractExpertPlacer):
-    """Returns what it is told, one order of experts per decision; afterwards experts stay."""
+    """An expert placer that returns a given list of orders, one per decision; after the last, experts keep their homes."""
 
     def __init__(self, orders: list[np.ndarray]) -> None:
         self._left = iter(orders)
@@ -36,7 +36,7 @@ def thinned(cases: Iterable[Any], every: int, start: int = 0) -> list[Any]:
     """Return cases for `parametrize`: `make test` runs one in `every` of them, `make test-random` runs the others.
 
     Args:
-        cases: the seeds, or the values of one parameter, or tuples of the values of several.
+        cases: the values of one parameter, or tuples with the values of several parameters.
         every: the distance between two cases that `make test` runs.
         start: the index of the first case that `make test` runs.
     """
@@ -49,7 +49,7 @@ def thinned(cases: Iterable[Any], every: int, start: int = 0) -> list[Any]:
 
 
 def seed_ranges(count: int, quick: int) -> list[Any]:
-    """Return seeds for a test that goes through them: `make test` runs the first ones, `make test-random` the others."""
+    """Return two ranges of seeds: `make test` runs the first `quick` seeds, `make test-random` the others up to `count`."""
     return [range(quick), pytest.param(range(quick, count), marks=pytest.mark.random)]
 
 
@@ -58,14 +58,15 @@ def pairwise(
     fits: Callable[..., bool] = lambda *_: True,
     empty: Callable[..., bool] = lambda *_: False,
 ) -> list[Any]:
-    """Return the product of axes for `parametrize`, of which `make test` runs a part and `make test-random` the rest.
+    """Return the product of axes for `parametrize`: `make test` runs a part of it, `make test-random` the rest.
 
-    Every pair is met in the part: of any two axes, each two values that meet at all. It is chosen greedily.
+    The part covers every pair of values of two axes that occurs in the product. It is chosen greedily.
 
     Args:
-        values: those of each parameter.
-        fits: whether values go together; combinations that do not are left out.
-        empty: whether so little is computed that no mistake would show: what is met there has to be met elsewhere too.
+        values: the values of each parameter.
+        fits: returns whether a combination of values is valid; others are left out.
+        empty: returns whether a combination computes so little that no mistake would show. Pairs in such combinations must
+            also be covered by other combinations.
     """
     axes = list(map(list, values))
     rows = [row for row in itertools.product(*map(range, map(len, axes))) if fits(*map(getitem, axes, row))]
@@ -82,7 +83,7 @@ def pairwise(
 
 
 def _trains(name: str, dim: int, num_experts: int, top_k: int) -> bool:
-    """Whether a router can be built so and trains with that many experts per token."""
+    """Return whether a router can be built with these sizes and can train with `top_k` experts per token."""
     try:
         ROUTERS[name](dim, num_experts).check(top_k)
     except InputError:
@@ -91,12 +92,12 @@ def _trains(name: str, dim: int, num_experts: int, top_k: int) -> bool:
 
 
 def fitting_top_k(name: str, num_experts: int) -> list[int]:
-    """Return the numbers of experts per token that a router trains with, ascending."""
+    """Return all values of top_k with which a router can train, ascending."""
     return [top_k for top_k in range(1, num_experts + 1) if _trains(name, 3, num_experts, top_k)]
 
 
 TOP_K = {name: fitting_top_k(name, 4)[0] for name in ROUTERS if not _trains(name, 3, 4, 2)}
-"""Experts per token for the routers that are not run with two."""
+"""Experts per token of the routers that cannot train with two."""
 
 DETERMINISTIC = [name for name in ROUTERS if ROUTERS[name](3, 4).draw(1, torch.device("cpu")) is None]
 """Routers that draw no random numbers in training."""
@@ -119,16 +120,16 @@ ODD_LOGITS: dict[str, list[float]] = {
     "the largest floats": [-3.4e38, 3.4e38, 0.0, -0.0, 3.4e38],
     "ordinary": [0.3, -0.2, 0.1, 0.7, 0.0],
 }
-"""Rows of logits that every device must route alike. `torch.tensor` keeps the sign bit of NaN."""
+"""Rows of logits that every device must route identically. `torch.tensor` keeps the sign bit of NaN."""
 
 
 def ranked(row: list[float]) -> list[int]:
-    """Return experts best first: NaN above every number, of equal ones the lowest index."""
+    """Return the experts from best to worst. NaN ranks above every number; of equal logits, the lower index comes first."""
     return sorted(range(len(row)), key=lambda e: (not math.isnan(row[e]), 0 if math.isnan(row[e]) else -row[e], e))
 
 
 def make_router(name: str, dim: int = 8, num_experts: int = 4) -> AbstractRouter:
-    """Build a router with parameters and buffers away from their special initial values."""
+    """Build a router whose parameters and buffers differ from their special initial values."""
     router = ROUTERS[name](dim, num_experts)
     for key, buffer in router.named_buffers():
         if key.endswith("bias"):
@@ -140,19 +141,19 @@ def make_router(name: str, dim: int = 8, num_experts: int = 4) -> AbstractRouter
 
 
 def make_layer(name: str = "softmax", dim: int = 8, hidden: int = 8, num_experts: int = 4, **options: object) -> MoE:
-    """Build a layer around `make_router(name)`."""
+    """Build a layer with the router `make_router(name)`."""
     options.setdefault("top_k", TOP_K.get(name, min(2, num_experts)))
     return MoE(dim, hidden, num_experts, router=lambda d, n: make_router(name, d, n), **options)
 
 
 def ids_for(x: Tensor) -> Tensor:
-    """Return token ids for x of (..., dim)."""
+    """Return token ids, of shape (...), for x of shape (..., dim)."""
     shape = x.shape[:-1]
     return (torch.arange(shape.numel()) * 7919 % 1000).view(shape)
 
 
 class Run(NamedTuple):
-    """A forward and a backward pass."""
+    """The results of a layer's forward and backward pass."""
 
     y: Tensor
     dx: Tensor
@@ -161,7 +162,7 @@ class Run(NamedTuple):
 
 
 class ReferenceRun(NamedTuple):
-    """The same, computed by the reference."""
+    """The results of the reference's forward and backward pass."""
 
     result: Reference
     dx: Tensor
@@ -169,7 +170,7 @@ class ReferenceRun(NamedTuple):
 
 
 def run(layer: MoE, x: Tensor, upstream: Tensor | None = None, *, seed: int = 0, **options: object) -> Run:
-    """Run forward, and backward from `(y * upstream).sum()`; y.sum() without `upstream`."""
+    """Run a layer forward, and backward from `(y * upstream).sum()`, or from y.sum() without `upstream`."""
     layer.zero_grad(set_to_none=True)
     x = x.detach().requires_grad_()
     torch.manual_seed(seed)
@@ -179,7 +180,7 @@ def run(layer: MoE, x: Tensor, upstream: Tensor | None = None, *, seed: int = 0,
 
 
 def run_reference(layer: MoE, x: Tensor, upstream: Tensor, *, seed: int = 0, **options: object) -> ReferenceRun:
-    """Run the float64 reference of `layer` on x, its auxiliary losses added as in training."""
+    """Run the float64 reference of `layer` on x; in training, its auxiliary losses are added before the backward pass."""
     twin = in_float64(layer)
     x = x.detach().double().requires_grad_()
     torch.manual_seed(seed)
@@ -192,7 +193,7 @@ def run_reference(layer: MoE, x: Tensor, upstream: Tensor, *, seed: int = 0, **o
 
 
 def assert_close(actual: Tensor | None, expected: Tensor | None, tolerance: float, what: str) -> None:
-    """Compare in float64, relative to the largest expected entry; None stands for zeros."""
+    """Compare tensors in float64, relative to the largest expected entry; None stands for zeros."""
     if actual is None or expected is None:
         for value in (actual, expected):
             assert value is None or not value.any(), f"{what}: one is None, the other is not zero"
@@ -219,16 +220,16 @@ def assert_runs_agree(actual: Run, expected: ReferenceRun, tolerance: float) -> 
 
 
 def agree(layer: MoE, x: Tensor, *, seed: int = 0, **options: object) -> Run:
-    """Run the layer and the reference and compare them, to 1e-10 in float64 and 1e-5 in float32."""
+    """Run the layer and the reference and compare them, with tolerance 1e-10 in float64 and 1e-5 in float32."""
     upstream = torch.randn(x.shape, dtype=torch.float64).to(x.dtype)
-    expected = run_reference(layer, x, upstream, seed=seed, **options)  # first: the run adds to the step's counts
+    expected = run_reference(layer, x, upstream, seed=seed, **options)  # before `run`, which adds to the step's counts
     actual = run(layer, x, upstream, seed=seed, **options)
     assert_runs_agree(actual, expected, 1e-10 if x.dtype == torch.float64 else 1e-5)
     return actual
 
 
 class Scripted(AbstractRouter):
-    """A router whose logits are its inputs' first entries: a test writes them down."""
+    """A router whose logits are the first entries of each token, so a test can set them."""
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
         logits = x_TD[:, : self.num_experts]

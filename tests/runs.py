@@ -1,4 +1,4 @@
-"""Tiny training runs that the tests of training and of the commands share."""
+"""Tiny training runs that tests of training and of commands share."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ TINY: dict[str, Any] = {
     },
     "optimizer": {"lr": 1e-2, "schedule": "cosine:0.1:warmup=2"},
 }
-"""A run of four steps of 32 tokens, as a table."""
+"""Configuration of a run of four steps of 32 tokens, as a table."""
 
 
 def write_text(path: Path, size: int = 6000, seed: int = 0) -> Path:
-    """Write words made of a seed; returns the path."""
+    """Write a text of `size` letters of random words, drawn from a seed, and return the path."""
     draw = random.Random(seed)
     words = ["".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(40)]
     text = " ".join(draw.choice(words) for _ in range(size))
@@ -53,7 +53,7 @@ def write_text(path: Path, size: int = 6000, seed: int = 0) -> Path:
 
 
 def tiny(folder: Path, **changes: Any) -> TrainConfig:
-    """Return the configuration of a tiny run in `folder / "run"` on text beside it, changed by (nested) tables."""
+    """Return the configuration of a tiny run in `folder / "run"` on `folder / "text.txt"`, with (nested) changes applied."""
     text = folder / "text.txt"
     if not text.exists():
         write_text(text)
@@ -63,20 +63,20 @@ def tiny(folder: Path, **changes: Any) -> TrainConfig:
 
 
 def write_config(config: TrainConfig, path: Path) -> Path:
-    """Write a configuration for `--config`; returns the path."""
+    """Write a configuration for `--config` and return its path."""
     path.write_text(json.dumps(asdict(config)), encoding="utf-8")
     return path
 
 
 def run_quietly(config: TrainConfig) -> tuple[TrainResult, str]:
-    """Train; returns the result and what a person would have read."""
+    """Train; return the result and the text that a terminal would have shown."""
     screen = io.StringIO()
     result = train(config, console=Console(file=screen, width=200))
     return result, screen.getvalue()
 
 
 def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """Return a run's lines of metrics of one kind."""
+    """Return the lines of a run's metrics that are of one kind."""
     return [line for line in read_metrics(folder) if line["kind"] == kind]
 
 
@@ -86,7 +86,7 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 
 
 def parameters(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the parameters of a run's newest checkpoint, which must be whole."""
+    """Return the parameters of a run's newest checkpoint, which must be complete."""
 
     def refuse(line: str) -> None:
         raise AssertionError(line)
@@ -95,25 +95,25 @@ def parameters(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def seal(checkpoint: Path) -> None:
-    """Write the checksums of a checkpoint anew, as whoever edits it on purpose does."""
+    """Rewrite the checksums of a checkpoint after a deliberate edit."""
     files = [path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()]
     sums = [f"{checksum(checkpoint / name)}  {name}\n" for name in sorted(files) if name != SUMS]
     (checkpoint / SUMS).write_text("".join(sums))
 
 
 def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    """Compare tensors bit by bit."""
+    """Assert that two sets of tensors have the same names and equal values."""
     assert one.keys() == other.keys()
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    """Return the content of every file below a folder."""
+    """Return the content of every file below a folder, by relative path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def signal_after(monkeypatch: pytest.MonkeyPatch, step: int, kind: signal.Signals = signal.SIGINT) -> None:
-    """Make the process signal itself when `step` steps are taken."""
+    """Make the process send itself a signal after `step` training steps."""
     plain = Trainer._step
 
     def stepping(self: Trainer) -> dict[str, Any]:
@@ -126,6 +126,6 @@ def signal_after(monkeypatch: pytest.MonkeyPatch, step: int, kind: signal.Signal
 
 
 def skip_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the machine's matmul rate as 1 GFLOP/s, which takes no time."""
+    """Set the machine's matmul rate to 1 GFLOP/s instead of measuring it, which saves time."""
     for module in (loop, machine):
         monkeypatch.setattr(module, "matmul_flops_per_second", lambda *_, **__: 1e9)

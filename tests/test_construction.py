@@ -47,7 +47,7 @@ def test_one_loss_needs_no_tuple() -> None:
 
 @pytest.mark.parametrize("losses", [0.01, None, (0.01,), "load_balance", (LoadBalance,)])
 def test_what_is_no_loss_is_refused(losses: object) -> None:
-    with pytest.raises(InputError, match=r"MoE: losses holds .*, which is no loss: write losses=\(LoadBalance"):
+    with pytest.raises(InputError, match=r"MoE: losses holds .*, which is not a loss: write losses=\(LoadBalance"):
         MoE(8, 8, 4, 2, losses=losses)
 
 

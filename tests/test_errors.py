@@ -127,7 +127,7 @@ CASES: dict[str, Case] = {
     ),
     "router option": (
         lambda f: base(f, "--model.moe.router", "sigmoid:bias_rat=0.1"),
-        ["router_options: bias_rat is no option of router='sigmoid'", "did you mean bias_rate"],
+        ["router_options: bias_rat is not an option of router='sigmoid'", "did you mean bias_rate"],
     ),
     "bias rate": (
         lambda f: base(f, "--model.moe.router", "sigmoid:bias_rate=-1"),
@@ -215,7 +215,7 @@ CASES: dict[str, Case] = {
         ["step-00000002", "format 99", "reads 3", "use the version"],
     ),
     # Sampling
-    "sample nothing": (lambda f: ["sample"], ["run folder", "required"]),
+    "sample nothing": (lambda f: ["sample"], ["Run folder", "required"]),
     "sample no run": (
         lambda f: ["sample", str(f)], ["config.json: no such file", "name the folder that moesaic train wrote"],
     ),

@@ -121,7 +121,7 @@ def test_options_of_a_router_agree_with_the_reference(router: str, options: dict
 
 
 def test_options_that_a_router_does_not_have_are_refused() -> None:
-    with pytest.raises(InputError, match="bias is no option of router='hash': choose one of buckets, seed, scale"):
+    with pytest.raises(InputError, match="bias is not an option of router='hash': choose one of buckets, seed, scale"):
         MoE(8, 6, 4, router="hash", router_options={"bias": True})
     with pytest.raises(InputError, match="normalize='both' is unknown: write normalize=\"before\" or"):
         MoE(8, 6, 4, router="cosine", router_options={"normalize": "both"})

@@ -1,4 +1,4 @@
-"""Real processes over Gloo for the tests: one start of the processes serves all that one call of a function does."""
+"""Process groups of real processes over Gloo for the tests. One start of the processes serves one call of a function."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PRELOAD = (
     "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.run", "torch.distributed.pipelining",
     "moesaic.cli.main", "moesaic.cli.train", "moesaic.train.loop", "pytest",
 )  # fmt: skip
-"""What ranks of tests and commands import besides."""
+"""Modules that ranks of tests and commands import, in addition to those of `moesaic.testing.processes`."""
 
 
 def start(world: int, function: Callable[..., Any], *arguments: Any) -> None:
@@ -23,17 +23,17 @@ def start(world: int, function: Callable[..., Any], *arguments: Any) -> None:
 
 
 def preloaded() -> tuple[str, ...]:
-    """Return the names of what the server imports off which all processes of tests are forked."""
+    """Return the modules that the fork server imports, from which all processes of tests are forked."""
     return (*PRELOAD, *(name for name in ("transformers",) if name in sys.modules))
 
 
 def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Call a function of a module in `world` processes of one process group; return what each rank's returned."""
+    """Call a module-level function in `world` processes of one process group; return the results by rank."""
     return processes.on_ranks(world, function, *arguments, timeout_seconds=TIMEOUT_SECONDS, preload=preloaded())
 
 
 def refusal(function: Callable[..., Any], *arguments: Any, **options: Any) -> str:
-    """Return the kind and the text of the error that a call ends with; empty for none."""
+    """Return type and text of the exception that a call raises; "" if it raises none."""
     try:
         function(*arguments, **options)
     except Exception as error:

@@ -1,1 +1,1 @@
-"""The laboratory: what measures Moesaic, and what puts its figures beside published ones."""
+"""The laboratory: benchmarks of Moesaic, and comparisons of its figures with published ones."""

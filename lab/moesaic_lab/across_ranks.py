@@ -1,5 +1,4 @@
-"""What the ranks of a benchmark do alike: they tell each other what they measured, take down what they sent, step a layer, and
-route as they are told."""
+"""Helpers that run on the ranks of benchmarks: gathering times, listing sent messages, layer steps, prescribed routing."""
 
 from __future__ import annotations
 
@@ -19,11 +18,11 @@ from moesaic_lab.measure import Span, in_turn, over_ranks
 from moesaic_lab.recorder import Recorder
 
 Spans = dict[str, list[Span]]
-"""By method, one per repeat."""
+"""Spans by method, one per repeat."""
 
 
 def gathered(spans: Mapping[str, list[Span]]) -> dict[str, tuple[float, ...]]:
-    """Return the seconds of every method over all ranks, the same on each of them."""
+    """Return the seconds of every method over all ranks, identically on all ranks."""
     everyone: list[Mapping[str, list[Span]] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, dict(spans))
     return over_ranks([each for each in everyone if each is not None])
@@ -36,17 +35,17 @@ def in_turn_and_near(
     near: Callable[[Mapping[str, tuple[float, ...]]], list[str]],
     **options: Any,
 ) -> tuple[Spans, Spans]:
-    """Time methods in turn, then those near each other in further rounds of their own, so that each has so many pairs.
+    """Time interleaved methods, then repeat only those with similar times until they have enough repeats.
 
     Args:
         methods: as for `in_turn`.
-        repeats: rounds of all of them.
-        pairs: rounds of those near each other, all in all.
-        near: from the seconds of all methods to the names of these.
-        options: of `in_turn`.
+        repeats: repeats of all methods.
+        pairs: total repeats of the methods that `near` selects.
+        near: returns the names of the methods to repeat further, from the seconds of all methods.
+        options: further arguments of `in_turn`.
 
     Returns:
-        this rank's spans of all methods; and those of the further rounds, {} for none.
+        this rank's spans of all methods, and the spans of the further repeats ({} if there are none).
     """
     spans = in_turn(methods, repeats, **options)
     names, more = near(gathered(spans)), max(pairs - repeats, 0)
@@ -55,17 +54,17 @@ def in_turn_and_near(
 
 
 def sent(recorder: Recorder, first: int = 0) -> list[Message]:
-    """Return what this rank sent, from the first-th range of tags on."""
+    """Return the messages that this rank sent, from the range of tags with index `first` on."""
     return [(m.source, m.target, float(m.num_bytes)) for held in recorder.ranges[first:] for m in held.messages]
 
 
 class SteppedLayer:
-    """A layer on a mesh with its input; runs steps.
+    """A layer on a mesh with random input, which runs forward and backward steps.
 
     Args:
-        layer: on its mesh.
-        tokens: of this rank's tensor group.
-        seed: of the input, the same on ranks of a tensor group.
+        layer: the layer, already on its mesh.
+        tokens: number of tokens of this rank's tensor group.
+        seed: seed of the input, the same on all ranks of a tensor group.
     """
 
     def __init__(self, layer: MoE, tokens: int, seed: int) -> None:
@@ -74,7 +73,7 @@ class SteppedLayer:
         self._dy = torch.ones(tokens, layer.dim)
 
     def step(self, compiled: Compiled | None) -> None:
-        """Run forward and backward under a plan; None for the one that the layer has."""
+        """Run forward and backward under a plan; None keeps the layer's current plan."""
         if compiled is not None:
             self.layer.use_plan(compiled)
         self.layer(self.x).backward(self._dy)
@@ -83,11 +82,11 @@ class SteppedLayer:
 
 
 class ToldRouter(AbstractRouter):
-    """Sends every token to the experts that it is told; a token's weights fall with their place, and sum to one.
+    """A router that sends every token to prescribed experts. Routing weights decrease from slot to slot and sum to one.
 
     Args:
-        dim: width of a token (not read).
-        num_experts: how many experts there are.
+        dim: width of a token (unused).
+        num_experts: number of experts.
     """
 
     def __init__(self, dim: int, num_experts: int) -> None:
@@ -95,10 +94,10 @@ class ToldRouter(AbstractRouter):
         self._choice: Choice | None = None
 
     def tell(self, experts_TK: Tensor) -> None:
-        """Say which experts the tokens of the next calls go to.
+        """Set the experts of the tokens of the next calls.
 
         Args:
-            experts_TK: (tokens, top_k) int64.
+            experts_TK: the experts of each token, (tokens, top_k) int64.
         """
         self._choice = token_choice(experts_TK)
 

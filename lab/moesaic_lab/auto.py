@@ -1,9 +1,8 @@
-"""`moesaic bench auto`: what `plan="auto"` ends on, beside fixed plans, on the emulated beds of `bench layer`.
+"""`moesaic bench auto`: compare the plan that `plan="auto"` chooses with fixed plans, on the emulated beds of `bench layer`.
 
-A layer with plan="auto" takes 60 steps, by which a choice must have been made; then its plan and fixed ones are timed in
-turn. The fixed ones are its own candidates, the schedules by themselves, and the plans that the benchmark's predictor of the
-bed finds best. Under "changed" every link gets another rate after the first choice, and 60 more steps are taken. Virtual
-compute, real bytes.
+A layer with plan="auto" runs 60 steps, in which it must choose a plan. Then its plan and fixed plans are timed in turn. The
+fixed plans are the layer's own candidates, every single schedule, and the plans with the best predicted times on the bed.
+Under "changed" every link gets another rate after the first choice, and 60 more steps follow. Virtual compute, real bytes.
 
     moesaic bench auto --json benchmarks/results/auto.json
 """
@@ -36,39 +35,39 @@ from moesaic_testbed.bed import Change
 from moesaic_testbed.cluster import Launcher
 
 STEPS = 60
-"""After which the choice counts."""
+"""Steps after which the choice is judged."""
 CHANGED = "50mbit"
 """Rate of every node's link after the change."""
 AT_SECONDS = 90.0
-"""When links change: after the first choice, on a machine that several ranks share a core of."""
+"""Seconds until links change: late enough for the first choice, even if several ranks share a core."""
 PREDICTED = 3
-"""Plans that the simulator adds to the fixed ones."""
+"""Number of fixed plans that are chosen by predicted time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoOptions(BenchmarkOptions):
-    """What to measure."""
+    """Beds and repeats."""
 
     repeats: int = 30
     """How often each plan is timed."""
     only: str | None = None
-    """Only beds whose name has this in it."""
+    """Measure only beds whose name contains this text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoCase:
-    """A layer on a mesh of a bed."""
+    """A layer on a mesh of a bed, with steady or changing links."""
 
     name: str
     job: LayerJob
-    """Its methods are the fixed plans."""
+    """The layer's job; its methods are the fixed plans."""
     changes: bool
     repeats: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoFound:
-    """What one rank found."""
+    """The results of one rank."""
 
     chosen: str
     said: list[str]
@@ -77,7 +76,7 @@ class AutoFound:
 
 
 def cases(options: AutoOptions) -> list[AutoCase]:
-    """Return the beds of the layer benchmark, as they are and with links that change."""
+    """Return the beds of the layer benchmark, with steady and with changing links."""
     require_cluster()
     found = [
         AutoCase(name=f"{name}, links {how}", job=job, changes=how == "changed", repeats=options.repeats)
@@ -123,7 +122,7 @@ def measure(options: AutoOptions, found: list[AutoCase], told: Told) -> list[dic
 
 
 def on_rank(case: AutoCase) -> AutoFound:
-    """Let the layer find its plan, then time it and the fixed ones; all ranks call it together."""
+    """Let the layer choose its plan, then time this plan and the fixed ones; all ranks call this together."""
     started = time.monotonic()
     transport = open_transport(name="sockets")
     runner = LayerRunner(case.job, transport)
@@ -161,7 +160,7 @@ def _named(plans: Sequence[Compiled]) -> dict[str, Compiled]:
 
 
 def row_of(case: AutoCase, found: Sequence[AutoFound]) -> dict[str, Any]:
-    """Return what the ranks found of a case."""
+    """Return the row of a case from the results of all ranks."""
     seconds: Mapping[str, tuple[float, ...]] = over_ranks([each.spans for each in found])
     chosen = found[0].chosen
     assert all(each.chosen == chosen for each in found), "ranks agree"
@@ -175,7 +174,7 @@ def row_of(case: AutoCase, found: Sequence[AutoFound]) -> dict[str, Any]:
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return the chosen plan's time over the best fixed one's, worst case."""
+    """Return the claim: the time of the chosen plan over the best plan's, in the worst case."""
 
     def worst() -> float:
         if not rows:
@@ -186,7 +185,7 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 
 BENCHMARK = Benchmark(
-    name="auto", description="Let plan=auto find a plan on emulated clusters, and time it beside fixed ones.",
+    name="auto", description="Let plan=auto choose a plan on emulated clusters, and time it against fixed plans.",
     options=AutoOptions, cases=cases, measure=measure, claims=claims, notes=notes_of(__doc__),
     columns=(Shown(title="plan auto after 60 steps"),),
 )  # fmt: skip

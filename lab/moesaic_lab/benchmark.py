@@ -1,7 +1,7 @@
-"""The frame of every benchmark: cases from options, what was found in them, columns for people, claims, a picture.
+"""The frame of every benchmark: its options, cases, measured results, tables, claims and picture.
 
-`moesaic bench NAME` checks the options and the picture's name first, says what a machine misses in one line, measures, prints
-tables and claims, and writes JSON and picture.
+`moesaic bench NAME` first checks the options, the picture's file name and the machine. A refusal is one line. Then it measures,
+prints tables and claims, and writes the JSON and the picture.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from moesaic_testbed.bed import Bed
 from moesaic_testbed.cluster import Cluster, Launcher
 
 Told = Callable[[str], object]
-"""Hears what is measured now."""
+"""Called with a description of the case that is about to be measured, to show progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkOptions:
-    """What every benchmark can be asked for."""
+    """Options of every benchmark."""
 
     json: str | None = None
-    """Write the results there; "-" for standard output."""
+    """Write the results to this file as JSON; "-" for standard output."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnOptions(BenchmarkOptions):
-    """The same, of a benchmark that has a picture."""
+    """Options of a benchmark that can draw a picture."""
 
     picture: str | None = None
     """Draw the results into this .svg, .png or .pdf file."""
@@ -52,15 +52,15 @@ class DrawnOptions(BenchmarkOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class KeptOptions(BenchmarkOptions):
-    """The same, of a benchmark that takes long and can go on from what it has found."""
+    """Options of a long benchmark that can resume from the parts it has finished."""
 
     keep: str | None = None
-    """Keep what is found in this folder, part by part, and go on from what is there."""
+    """Store the result of each part in this folder, and skip parts that already have a result there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PagedOptions(BenchmarkOptions):
-    """The same, of a benchmark that a page of the documentation is written by."""
+    """Options of a benchmark that writes a page of the documentation."""
 
     page: str | None = None
     """Also write the results into this page."""
@@ -68,14 +68,14 @@ class PagedOptions(BenchmarkOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedOptions(DrawnOptions):
-    """What benchmarks on emulated clusters can be asked for."""
+    """Options of benchmarks on emulated clusters."""
 
     config: str | None = None
-    """Beds, sizes and methods from this TOML file; the committed one if not given."""
+    """Read beds, sizes and methods from this TOML file; by default from the one in the repository."""
     only: str | None = None
-    """Only these parts, separated by commas; a wrong one lists them."""
+    """Run only these parts, separated by commas; an unknown name lists all parts."""
     repeats: int | None = None
-    """How often each method is timed, everywhere; ratios near 1 are claimed from 30 on only."""
+    """How often each method is timed, in every part; claims about ratios near 1 need at least 30 repeats."""
 
 
 O = TypeVar("O", bound=BenchmarkOptions)  # noqa: E741
@@ -87,10 +87,10 @@ J = TypeVar("J")
 
 
 class CanNarrow(Protocol):
-    """A configuration of which a part can be asked for."""
+    """A configuration that can be reduced to some of its parts."""
 
     def narrowed(self: N, *, only: tuple[str, ...] = ..., repeats: int | None = ...) -> N:
-        """Return the part that was asked for."""
+        """Return the configuration of the parts in `only` (all if empty), with another number of repeats if given."""
         ...
 
 
@@ -99,18 +99,18 @@ Narrowed = TypeVar("Narrowed", bound=CanNarrow)
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """A table for people."""
+    """Describes a table that the terminal shows of a benchmark's rows."""
 
     title: str
     columns: Sequence[Column] = ()
-    """In order; () for all keys of the first row."""
+    """Columns from left to right; () shows all keys of the first row."""
     where: Mapping[str, Sequence[Any]] | None = None
-    """Only rows that have one of these values at each of these keys; None for all rows."""
+    """By key, the values that a row may have to be shown; None shows all rows."""
     group_by: tuple[str, ...] = ()
-    """Keys; a rule is drawn wherever the value of one changes."""
+    """Keys; a line separates two rows that differ in one of them."""
 
     def of(self, rows: Sequence[Mapping[str, Any]]) -> list[Table]:
-        """Return the table; none where no row belongs to it."""
+        """Return the table of these rows in a list, which is empty if no row is shown."""
         where = self.where or {}
         chosen = [row for row in rows if all(row.get(key) in values for key, values in where.items())]
         if not chosen:
@@ -120,55 +120,55 @@ class Shown:
 
 
 def _once(options: object) -> Any:
-    """No cases: the options of most benchmarks say all."""
+    """Return no cases: most benchmarks need only their options."""
     return None
 
 
 def _same(found: Any) -> Any:
-    """The rows themselves, of a benchmark that finds rows."""
+    """Return the results unchanged, for a benchmark that measures rows."""
     return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark(Generic[O, C, F]):
-    """A measured comparison."""
+    """A benchmark: what it measures and how it shows the results. `F` is the type of the results."""
 
     name: str
-    """As in `moesaic bench NAME`, and of its file among the results."""
+    """Name in `moesaic bench NAME`, and of the file with its results."""
     description: str
     """Shown by --help."""
     options: type[O]
     notes: str
     """What a reader must know to judge the figures."""
     cases: Callable[[O], C] = _once
-    """What the options ask for: a list of cases, or a configuration of them; None where the options say all. It refuses
-    options that make no sense, and machines that cannot run them."""
+    """Makes cases, or a configuration of them, from the options; returns None if `measure` needs only the options. It
+    refuses invalid options, and options that this machine cannot run."""
     measure: Callable[[O, C, Told], F]
-    """What was found in the cases."""
+    """Measures the cases and returns the results."""
     rows: Callable[[F], list[dict[str, Any]]] = _same
-    """What was found, as plain data; as it is if not given."""
+    """Converts the results to rows of plain data; by default the results are such rows."""
     claims: Callable[[F], list[Claim]]
-    """Of what was found; also those that this run did not measure."""
+    """Returns all claims of the benchmark, those included that this run did not measure."""
     columns: Sequence[Shown] | Callable[[F], Sequence[Table]]
-    """Tables for people: of the rows, or made of what was found."""
+    """Tables for the terminal: descriptions of them, or a function that makes them from the results."""
     title: str = ""
-    """Of the picture."""
+    """Title of the picture."""
     panels: Callable[[F], Sequence[Panel]] | None = None
-    """Of the picture; its options are `DrawnOptions` then."""
+    """Makes the panels of the picture; needs options of type `DrawnOptions`."""
     panels_in_a_row: int = 2
     page: Callable[[F], str] | None = None
-    """Text of the page; its options are `PagedOptions` then."""
+    """Makes the text of the documentation page; needs options of type `PagedOptions`."""
     page_marks: Marks | None = None
-    """Between which the text goes; None where it is the whole page."""
+    """The two lines of the page between which the text goes; None if the text is the whole page."""
     packages: tuple[str, ...] = ("torch", "numpy")
-    """Whose versions matter."""
+    """Packages whose versions the results record."""
     is_command: bool = False
-    """Whether it is a command of its own, `moesaic NAME`."""
+    """Whether the command is `moesaic NAME` instead of `moesaic bench NAME`."""
     is_proof: bool = False
-    """The exit code is 1 where a claim does not hold: what is claimed is true or a bug."""
+    """Whether the exit code is 1 if a claim does not hold, since that means a bug and not a slow machine."""
 
     def run(self, arguments: Sequence[str]) -> int:
-        """Measure, print, write, draw; returns the exit code."""
+        """Measure, print the tables, write the files that the options name, and return the exit code."""
         prog = f"moesaic {self.name}" if self.is_command else f"moesaic bench {self.name}"
         options = parse(self.options, arguments, prog=prog, description=self.description)
         picture = Path(options.picture) if isinstance(options, DrawnOptions) and options.picture else None
@@ -195,7 +195,7 @@ class Benchmark(Generic[O, C, F]):
             self.measurement(found).write(options.json)
 
     def measurement(self, found: F) -> Measurement:
-        """Return everything as plain data."""
+        """Return the results as rows and claims, with notes and packages."""
         return Measurement(rows=self.rows(found), claims=self.claims(found), notes=self.notes, packages=self.packages)
 
 
@@ -205,12 +205,12 @@ def notes_of(documentation: str | None) -> str:
 
 
 def words_of(only: str | None) -> tuple[str, ...]:
-    """Return what stands between the commas of an option."""
+    """Return the words that commas separate in an option's value; () if the option is not set."""
     return tuple(only.split(",")) if only else ()
 
 
 def require_positive(values: Mapping[str, object], head: str = "") -> None:
-    """Raise InputError for a number that is not above 0, by its name; `head` says of which part it is."""
+    """Raise InputError for the first number that is not above 0. The message has its name, after the prefix `head`."""
     for name, value in values.items():
         if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
             raise InputError(f"{head}{name}={value}: must be above 0")
@@ -226,14 +226,14 @@ def read_parts(
     """Read the configuration of a benchmark from a TOML or JSON file.
 
     Args:
-        path: of the file.
-        whole: the configuration with its defaults, a dataclass; the file may set its fields of plain values.
-        lists: name of a list of tables in the file, to the field that it becomes and what each table overrides. Lists of one
-            field follow each other.
-        tables: name of a table in the file, which is the field's too, to what it overrides.
+        path: the file to read.
+        whole: the configuration with its defaults, a dataclass; the file may set its int, float and str fields.
+        lists: by the name of a list of tables in the file, the field that it fills and the defaults that each of its tables
+            overrides. Lists that fill the same field are concatenated.
+        tables: by the name of a table in the file, which is also the name of the field, the defaults that it overrides.
 
     Raises:
-        InputError: naming the file and the field.
+        InputError: for an unknown field or a value of the wrong type; names the file and the field.
     """
     table, source, made = read_table(path), f"config {path}", dict[str, Any]()
     lists, tables = lists or {}, tables or {}
@@ -274,10 +274,10 @@ def emulated(
     """Return a benchmark on emulated clusters.
 
     Args:
-        read_config: reads a configuration, the committed one if it is given no file.
-        run: measures what is left of it; it starts clusters, one after another, and is told what is measured.
-        needs_cluster: whether that takes a cluster at all.
-        fields: the others of `Benchmark`.
+        read_config: reads a configuration from a file, by default from the one in the repository.
+        run: measures the narrowed configuration on clusters that it starts one after another, and reports its progress.
+        needs_cluster: whether a narrowed configuration needs a cluster at all.
+        fields: the remaining fields of `Benchmark`.
     """
 
     def cases(options: EmulatedOptions) -> Narrowed:
@@ -293,10 +293,10 @@ def emulated(
 
 
 def require_cluster() -> None:
-    """Make sure that beds can run functions here.
+    """Check that this machine can emulate clusters whose ranks run Python functions.
 
     Raises:
-        ModuleNotFoundError: without torch.
+        ModuleNotFoundError: if torch is not installed.
         InputError: if this machine cannot emulate clusters; one line says why and what would help.
     """
     from moesaic_testbed import refusal
@@ -314,14 +314,17 @@ def on_beds(
     measure: Callable[[Cluster, J], F],
     told: Told,
 ) -> list[F]:
-    """Measure jobs on emulated clusters, one after another; jobs of one bed that follow each other share its cluster.
+    """Measure jobs on emulated clusters, one after another. Consecutive jobs of the same bed share one cluster.
 
     Args:
-        jobs: what to measure, each made when its turn has come.
-        bed_of: the bed of a job.
-        about: a job in words.
-        measure: measures a job on a cluster that runs.
-        told: hears how many are done, and which one is measured now.
+        jobs: the jobs; a generator may make each one lazily.
+        bed_of: returns the bed of a job.
+        about: describes a job in words.
+        measure: measures a job on a running cluster.
+        told: called before each job with the number of finished jobs and the job's description.
+
+    Returns:
+        the results of `measure`, in the order of the jobs.
     """
     found: list[F] = []
     with Launcher() as launcher:
@@ -335,7 +338,7 @@ def on_beds(
 
 @contextmanager
 def keeping(folder: str | Path | None) -> Iterator[Path]:
-    """Give the folder in which what was found is kept, to go on from it; one that is removed in the end for None."""
+    """Yield the folder in which results are stored, created if missing; for None a temporary one, removed at the end."""
     if folder is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         yield Path(folder)
@@ -345,14 +348,14 @@ def keeping(folder: str | Path | None) -> Iterator[Path]:
 
 
 def kept(path: Path, make: Callable[[], Any]) -> Any:
-    """Return what a JSON file holds; where there is none it is made first, whole or not at all."""
+    """Return the content of a JSON file. If the file is missing, write the result of `make` to it first, atomically."""
     if not path.exists():
         write_whole(path, json.dumps(make()))
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def each_kept(keep: str | Path | None, runs: Mapping[str, Callable[[], Any]], told: Told) -> Iterator[tuple[str, Any]]:
-    """Yield what each run finds, by its name: what the folder has, or what is found now and kept there."""
+    """Yield the name and the result of each run: the result stored in the folder, or else a new one, which is stored."""
     with keeping(keep) as folder:
         for name, run in runs.items():
             told(name)
@@ -361,7 +364,7 @@ def each_kept(keep: str | Path | None, runs: Mapping[str, Callable[[], Any]], to
 
 @contextmanager
 def _progress() -> Iterator[Told]:
-    """Show what is measured now on the standard error, and in the end how long it took."""
+    """Show on standard error what is being measured and, at the end, how long everything took."""
     console, start = Console(stderr=True), time.monotonic()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:

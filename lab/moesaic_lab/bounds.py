@@ -1,8 +1,9 @@
-"""The least time in which links can carry given messages: bytes over rate, on the link where that is longest.
+"""Lower bounds of the time in which links can carry given messages: bytes over rate, on the link where this takes
+longest.
 
-No method is faster, whatever it overlaps: the bound knows no order, no start-up cost and no computing. So a bound beside a
-time says for how much of the time the slowest link was busy. An emulated link lets about 20 KB through at once before its
-rate holds; all-to-alls of a few such messages may come in under the bound.
+No method is faster, whatever it overlaps, since the bound ignores order, start-up costs and compute. Compared with a
+measured time, it shows for how much of the time the slowest link was busy. An emulated link passes about 20 KB at once
+before its rate applies, so all-to-alls of a few such messages may be faster than the bound.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ Message = tuple[int, int, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """What the slowest link allows."""
+    """The bound that the slowest link sets."""
 
     seconds: float
     link: str
-    """Which link it is, as "node 0 out"; "" where nothing crosses a link of known rate."""
+    """Name of that link, such as "node 0 out"; "" if nothing crosses a link of known rate."""
 
 
 def link_limit(messages: Iterable[Message], bed: Bed) -> Limit:
     """Return the least time in which a bed can carry messages.
 
     Args:
-        messages: a rank's message to itself counts nowhere.
-        bed: the cluster; a node's own traffic counts only where its `lo` is shaped.
+        messages: messages; those from a rank to itself are ignored.
+        bed: the cluster; traffic inside a node counts only if the node's `lo` is shaped.
     """
     seconds = link_seconds(messages, bed)
     if not seconds:
@@ -46,10 +47,10 @@ def link_limit(messages: Iterable[Message], bed: Bed) -> Limit:
 
 
 def link_seconds(messages: Iterable[Message], bed: Bed) -> dict[str, float]:
-    """Return how long each link of a bed is busy with messages: its bytes over its rate.
+    """Return the time that each link of a bed is busy with messages: its bytes over its rate.
 
-    A bed's cost per message is counted once per pair of ranks: messages of one pair may share a packet. Links that
-    change during the run are taken at the rate they begin with.
+    A bed's cost per message is counted once per pair of ranks, since messages of one pair may share a packet. Links
+    that change during the run count with their initial rate.
 
     Args:
         messages: as for `link_limit`.
@@ -91,17 +92,19 @@ def program_messages(
     unit_columns: int = 0,
     coded: Callable[[str, float, int, int], float] = coded_bytes,
 ) -> list[Message]:
-    """Return every message of a program, movement by movement and hop by hop; what travels as one counts as one.
+    """Return every message of a program, movement by movement and hop by hop; bundled movements count as one message.
 
     Args:
-        program: forward or backward, lowered or not.
-        sizes: of the call.
+        program: a forward or backward program, lowered or not.
+        sizes: sizes of the call.
         dim: columns of tokens and rows.
-        element_bytes: of tokens, rows and weights.
-        lane_bytes: of a routing weight; an index takes `INDEX_BYTES`.
-        unit_columns: columns of a hidden unit's weights, where weights travel; 3 * dim for SwiGLU. A bias has dim.
-        coded: (codec, rows, dim, element bytes) to bytes. Packets that share a message count as one: a codec that
-            rounds rows up to blocks may send a few bytes more.
+        element_bytes: bytes per element of tokens, rows and weights.
+        lane_bytes: bytes of a routing weight; an index takes `INDEX_BYTES`.
+        unit_columns: columns of a hidden unit's weights, if weights are sent: 3 * dim for SwiGLU. A bias has dim
+            columns.
+        coded: maps (codec, rows, dim, element bytes) to bytes. Packets that share a message count as one. A codec that
+            rounds
+        rows up to blocks may therefore send a few more bytes.
     """
     slots = {slot.name: slot for slot in program.slots}
     codecs = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}

@@ -1,6 +1,6 @@
-"""The one output shape of every benchmark: machine, versions, date, rows, claims.
+"""The output format that all benchmarks share: machine, versions, date, rows, claims.
 
-A claim that was not measured is listed with `value: null` and the reason, never left out.
+A claim that was not measured is never left out: it is listed with `value: null` and the reason.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from moesaic_lab.measure import MANY, NEAR, Ratio
 
 T = TypeVar("T")
 OPERATORS = {">=": lambda value, target: value >= target, "<=": lambda value, target: value <= target}
-"""How a value is held against its target."""
+"""How a value is compared with its target, by operator."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """One figure and what it should be."""
+    """A measured figure and the target that it should reach."""
 
     name: str
-    """Dotted, as the documentation names it."""
+    """Dotted name, which the documentation uses too."""
     value: float | None
-    """What was measured; None if it was not."""
+    """The measured figure; None if it was not measured."""
     unit: str
-    """Of value and target; "1" for a ratio."""
+    """Unit of value and target; "1" for a ratio."""
     target: float | None = None
-    """What it should reach; None for a figure that is only reported."""
+    """The figure to reach; None if the value is only reported."""
     op: Literal[">=", "<="]
-    """How value must compare to target."""
+    """How `value` must compare with `target`."""
     reason: str = ""
-    """Why there is no value."""
+    """Why `value` is None."""
 
     @property
     def holds(self) -> bool | None:
-        """Whether the target is reached; None without a value or a target."""
+        """Whether the value reaches the target; None if either is missing."""
         if self.value is None or self.target is None:
             return None
         return bool(OPERATORS[self.op](self.value, self.target))
@@ -57,13 +57,13 @@ class Claim:
 
 
 class NotMeasuredError(Exception):
-    """There is nothing that a claim could rest on, or too few pairs; says why."""
+    """No data for a claim, or too few repeats. The message is the claim's reason."""
 
 
 def claimed(
     name: str, value: Callable[[], float], target: float | None, op: Literal[">=", "<="] = "<=", unit: str = "1"
 ) -> Claim:
-    """Return a claim; where its value raises `NotMeasuredError`, one without a value that tells the reason."""
+    """Return a claim with the result of `value`. If `value` raises `NotMeasuredError`, the claim has its reason instead."""
     try:
         return Claim(name=name, value=value(), unit=unit, target=target, op=op)
     except NotMeasuredError as reason:
@@ -71,10 +71,10 @@ def claimed(
 
 
 def figures(rows: Sequence[Mapping[str, Any]], key: str, **wanted: object) -> list[float]:
-    """Return a figure of all rows that have it, and `wanted` at other keys.
+    """Return the figure `key` of every row that has it and whose other keys have the values `wanted`.
 
     Raises:
-        NotMeasuredError: if no row has.
+        NotMeasuredError: if there is no such row.
     """
     found = [row[key] for row in rows if row.get(key) is not None and all(row.get(k) == v for k, v in wanted.items())]
     if not found:
@@ -83,10 +83,10 @@ def figures(rows: Sequence[Mapping[str, Any]], key: str, **wanted: object) -> li
 
 
 def some(found: list[T], what: str) -> list[T]:
-    """Return what was found.
+    """Return the list unchanged, if it has entries.
 
     Raises:
-        NotMeasuredError: if nothing was.
+        NotMeasuredError: if the list is empty; `what` describes the missing cases.
     """
     if not found:
         raise NotMeasuredError(f"no case {what} was run")
@@ -94,10 +94,10 @@ def some(found: list[T], what: str) -> list[T]:
 
 
 def enough(ratio: Ratio, label: str = "") -> Ratio:
-    """Return a ratio that rests on enough pairs.
+    """Return the ratio unchanged, if it was measured often enough.
 
     Raises:
-        NotMeasuredError: for a ratio near 1 that rests on too few.
+        NotMeasuredError: for a ratio near 1 with fewer than `MANY` repeats.
     """
     if ratio.is_near and ratio.repeats < MANY:
         where = f"{label}: " if label else ""
@@ -107,21 +107,21 @@ def enough(ratio: Ratio, label: str = "") -> Ratio:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What a benchmark found."""
+    """The results of a benchmark run."""
 
     rows: list[dict[str, Any]]
-    """The table, a dict per row."""
+    """All measured cases, a dict each."""
     claims: Sequence[Claim]
     """The figures that documentation and issues quote."""
     notes: str = ""
     """What a reader must know to judge the figures."""
     packages: tuple[str, ...] = ("torch", "numpy")
-    """Whose versions matter."""
+    """Packages whose versions are recorded."""
     machine: dict[str, Any] = field(default_factory=lambda: describe_machine())
-    """Where it ran."""
+    """The machine of the run, from `describe_machine`."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return machine, versions, date, rows and claims as plain data."""
+        """Return machine, versions, date, notes, rows and claims as plain data."""
         return {
             "machine": self.machine,
             "versions": versions(*self.packages),
@@ -132,7 +132,7 @@ class Measurement:
         }
 
     def write(self, target: str) -> None:
-        """Write JSON to a file, whole or not at all, or to standard output for "-"."""
+        """Write JSON to a file atomically, or to standard output for "-"."""
         text = json.dumps(self.as_dict(), indent=2) + "\n"
         if target == "-":
             sys.stdout.write(text)
@@ -141,7 +141,7 @@ class Measurement:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all; its folder is made."""
+    """Write a file atomically, and create its folder if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(f".{os.getpid()}.writing")
     aside.write_text(text, encoding="utf-8")
@@ -149,7 +149,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Return the installed versions of Python, Moesaic and `packages`; "absent" for those that are not there."""
+    """Return the versions of Python, Moesaic and `packages`; "absent" for a package that is not installed."""
     found = {"python": platform.python_version()}
     for package in ("moesaic", *packages):
         try:
@@ -160,7 +160,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return the processor's name, the number of cores and the system."""
+    """Return the processor's name, the number of cores, and the operating system with its architecture."""
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

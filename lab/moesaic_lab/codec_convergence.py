@@ -1,14 +1,14 @@
-"""What a lossy codec costs in quality, as ScheMoE's Table 6 has it: a translation and a language model, three seeds.
+"""The cost of a lossy codec in quality, like ScheMoE's Table 6: a translation and a language model, three seeds.
 
-Every run trains with its experts split over two Gloo processes, so that half of all token copies cross; same data, weights and
-steps per seed, the codec is the only difference, and a dense model of as many active parameters stands beside. Translation:
-the tiny encoder-decoder on Django's messages in 27 languages, BLEU by sacrebleu on messages that were kept back. Language
-model: the demo, perplexity per byte of the text that was kept back. A gap means something where it is larger than what another
-seed does.
+Every run trains with its experts split over two Gloo processes, so half of all token copies cross between them. For
+each seed, runs share data, weights and steps, and differ only in the codec; a dense model with equally many active
+parameters is added for comparison. Translation: the tiny encoder-decoder on Django's messages in 27 languages, with
+BLEU by sacrebleu on held-back messages. Language model: the demo, with perplexity per byte of the held-back text. A gap
+is meaningful if it is larger than the difference between seeds.
 
     moesaic bench codec_convergence --keep runs/codecs --json benchmarks/results/codec_convergence.json
 
-Of the paper's sizes: --translation transformer-moe --language gpt2-tiny-moe --device cuda, with steps to match.
+For the paper's sizes: --translation transformer-moe --language gpt2-tiny-moe --device cuda, with enough steps.
 """
 
 from __future__ import annotations
@@ -35,48 +35,49 @@ from moesaic_lab.training import trained_on
 
 Task = Literal["translation", "language"]
 DENSE = "dense"
-"""In place of a codec: the dense model."""
+"""Name of the dense model, used in place of a codec."""
 WORLD = 2
 PUBLISHED = {
     (DENSE, "none"): (45.51, 128.8), ("none", "none"): (46.61, 106.8), ("fp16", "none"): (46.59, 106.85),
     ("int8", "none"): (46.68, 110.35), ("zfp", "none"): (46.58, 106.87),
 }  # fmt: skip
-"""BLEU and perplexity of ScheMoE's Table 6, by codec of the forward and of the backward pass."""
+"""BLEU and perplexity of ScheMoE's Table 6, by the codecs of the forward and backward passes."""
 SENTENCES = 64
-"""Translated at once."""
+"""Batch size of translation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodecConvergenceOptions(KeptOptions):
-    """What to run."""
+    """Command-line options."""
 
     translation: str = "seq2seq-tiny"
-    """Preset of the encoder-decoder; empty for none."""
+    """Preset of the encoder-decoder; empty to skip translation."""
     language: str = "demo"
-    """Preset of the language model; empty for none."""
+    """Preset of the language model; empty to skip it."""
     translation_steps: int = 600
-    """Optimizer steps of each translation run; the learning rate's schedule ends with them."""
+    """Optimizer steps of each translation run; the learning-rate schedule ends with them."""
     language_steps: int = 120
-    """The same of the language model."""
+    """Optimizer steps of each language-model run; the learning-rate schedule ends with them."""
     codecs: tuple[str, ...] = ("none", "bf16", "fp16", "int8", "fp8", "zfp", "int8/int8")
-    """Codecs of the forward pass, and behind a slash of gradients; a dense model is always beside them."""
+    """Codecs of the forward pass, optionally with one for gradients after a slash. A dense model is always trained as
+    well."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """Of initialisation and data order."""
+    """Seeds of initialization and data order."""
     most_sentences: int = 512
-    """Of the held-back messages, at most so many are translated."""
+    """Largest number of held-back messages to translate."""
     device: str = "cpu"
     """cpu or cuda."""
 
 
 def configuration(name: str, out: Path, steps: int, seed: int, codecs: str, device: str = "cpu") -> TrainConfig:
-    """Return a run's configuration on two ranks.
+    """Return the configuration of a run on two ranks.
 
     Args:
-        name: of the preset.
+        name: name of the preset.
         out: folder of the run.
         steps: optimizer steps.
-        seed: of weights and order.
-        codecs: as one of `CodecConvergenceOptions.codecs`, or `DENSE`.
+        seed: seed of weights and data order.
+        codecs: one of `CodecConvergenceOptions.codecs`, or `DENSE`.
         device: cpu or cuda.
     """
     base, (forward, backward) = preset(name), pair(codecs)
@@ -90,13 +91,13 @@ def configuration(name: str, out: Path, steps: int, seed: int, codecs: str, devi
 
 
 def pair(codecs: str) -> tuple[str, str]:
-    """Return the codecs of the forward and of the backward pass; the first is `DENSE` for the dense model."""
+    """Return the codecs of the forward and backward passes. For the dense model, the first is `DENSE`."""
     forward, _, backward = codecs.partition("/")
     return forward, backward or "none"
 
 
 def one_run(task: Task, config: TrainConfig, most_sentences: int) -> dict[str, float]:
-    """Train, and return the validation loss in nats and what the task is judged by."""
+    """Train; return the validation loss in nats and the task's score (BLEU or perplexity)."""
     lines = trained_on(WORLD, config, backend="gloo" if config.device.startswith("cpu") else "nccl")
     loss = next(line["val_loss"] for line in reversed(lines) if "val_loss" in line)
     if task == "language":
@@ -111,8 +112,8 @@ def bleu(trained: Trained, most: int) -> float:
     """Return the BLEU of a model's translations of held-back messages.
 
     Args:
-        trained: an encoder-decoder.
-        most: so many messages at most.
+        trained: a trained encoder-decoder.
+        most: largest number of messages.
     """
     import sacrebleu
 
@@ -127,7 +128,8 @@ def bleu(trained: Trained, most: int) -> float:
 
 
 def held_back(trained: Trained) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the ids of held-back messages and of their translations, as the run that trained the model held them back."""
+    """Yield the token ids of held-back messages and their translations, with the same split as in the model's training
+    run."""
     length = trained.config.model.seq_len
     tokens = load_for(trained.config.model, trained.config.data, trained.folder / "tokenizer.json").val
     for row in tokens[: len(tokens) // length * length].reshape(-1, length).tolist():
@@ -161,7 +163,7 @@ def measure(options: CodecConvergenceOptions, cases: None, told: Told) -> list[d
 
 
 def row(task: Task, name: str, codecs: str, steps: int, found: list[dict[str, float]]) -> dict[str, Any]:
-    """Return a line of the table from what the seeds gave."""
+    """Return a row of the table from the results of all seeds."""
     scores, losses = ([each[key] for each in found] for key in ("score", "val_loss"))
     forward, backward = pair(codecs)
     published = PUBLISHED.get((forward, backward))
@@ -173,10 +175,11 @@ def row(task: Task, name: str, codecs: str, steps: int, found: list[dict[str, fl
 
 
 def gap(rows: list[dict[str, Any]], task: Task, codec: str) -> tuple[float, float] | None:
-    """Return by how much a codec is worse than none, mean over seeds, and by how much seeds without a codec differ.
+    """Return how much worse a codec scores than no codec (mean over seeds), and how much the seeds without a codec
+    differ.
 
     Returns:
-        both in BLEU, or in perplexity; None where it was not run.
+        both in BLEU, or in perplexity; None if one of the two was not run.
     """
     by_codec = {r["codec"]: r for r in rows if r["task"] == task and r["backward_codec"] == "none"}
     if codec not in by_codec or "none" not in by_codec:
@@ -186,7 +189,7 @@ def gap(rows: list[dict[str, Any]], task: Task, codec: str) -> tuple[float, floa
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return what each codec costs, against the spread of the seeds."""
+    """Return the cost of each codec, with the spread of the seeds as its target."""
     found = []
     measured: tuple[tuple[Task, str], ...] = (("translation", "bleu"), ("language", "perplexity"))
     for task, what in measured:

@@ -1,8 +1,8 @@
-"""What does a codec cost in accuracy and save in bytes? Relative L2 error and bytes against the rows' own, per codec.
+"""Accuracy and size of each codec: relative L2 error, and bytes relative to those of the uncompressed rows.
 
-Gaussian rows, and heavy-tailed ones (Student's t with 2 degrees of freedom: a few values far above the rest, as in the
-activations of large models), in float32 and bfloat16. The error is of one encode and decode; what it does to training is
-measured elsewhere.
+Gaussian rows, and heavy-tailed ones (Student's t with 2 degrees of freedom: a few values are far above the others, as
+in the activations of large models), in float32 and bfloat16. The error is that of one encode and decode;
+`codec_convergence` measures its effect on training.
 
     moesaic bench codec_error --json benchmarks/results/codec_error.json
 """
@@ -27,7 +27,7 @@ KINDS = ("gaussian", "heavy-tailed")
 
 @dataclass(frozen=True, kw_only=True)
 class CodecErrorOptions(BenchmarkOptions):
-    """What to measure."""
+    """Command-line options."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of the rows."""
@@ -38,7 +38,7 @@ class CodecErrorOptions(BenchmarkOptions):
 
 
 def one_row(name: str, kind: str, dtype: str, options: CodecErrorOptions) -> dict[str, Any]:
-    """Return one codec's mean relative error, the largest error in units of its bound, and its bytes."""
+    """Return a codec's mean relative error, its largest error over its bound, and its relative size."""
     codec = codec_named(name)
     errors, of_bound = [], []
     for seed in options.seeds:
@@ -57,7 +57,7 @@ def one_row(name: str, kind: str, dtype: str, options: CodecErrorOptions) -> dic
 
 
 def draw(kind: str, rows: int, dim: int, seed: int) -> Tensor:
-    """Return (rows, dim) float64."""
+    """Return random rows, (rows, dim) float64."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(rows, dim, generator=generator, dtype=torch.float64)
     if kind == "gaussian":
@@ -67,7 +67,7 @@ def draw(kind: str, rows: int, dim: int, seed: int) -> Tensor:
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return what the codecs' page says about them, for float32 rows."""
+    """Return the figures that the codecs' page quotes."""
     float32 = [row for row in rows if row["dtype"] == "float32"]
     error = {(row["codec"], row["rows"]): row["relative_l2_error"] for row in float32}
     result = [

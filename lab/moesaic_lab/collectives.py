@@ -1,7 +1,9 @@
-"""Start-up and rate of every collective as `moesaic profile` fits them, on emulated clusters of 2 x 2 and 4 x 2 ranks.
+"""Start-up time and rate of every collective as `moesaic profile` fits them, on emulated clusters of 2 x 2 and 4 x 2
+ranks.
 
-alpha in microseconds, beta as gigabits per second, by least squares over 16 KiB to 2 MiB, every size with the same weight.
-Bytes are counted as nccl-tests does: what a rank puts in, of an all-gather what it gets. r2 is of the logarithms of the times.
+alpha is in microseconds, beta in gigabits per second, by least squares over 16 KiB to 2 MiB with equal weight for every
+size. Bytes are counted as in nccl-tests: a rank's input, or for an all-gather its output. r2 is of the logarithms of
+the times.
 
     moesaic bench collectives --json benchmarks/results/collectives.json
 """
@@ -28,14 +30,14 @@ LEAST_R2 = 0.98
 
 @dataclass(frozen=True, kw_only=True)
 class CollectivesOptions(BenchmarkOptions):
-    """What to measure."""
+    """Command-line options."""
 
     repeats: int = 9
-    """Of each size."""
+    """Timed repeats of each size."""
 
 
 def measure(ranks_per_node: int, repeats: int) -> dict[str, Fit]:
-    """Return the lines of one bed; on every rank."""
+    """Return the fits of one bed, by collective. Every rank calls this and returns the same."""
     hold_still(dist.get_rank())
     return collectives(open_transport(), ranks_per_node, repeats, start_together(latest))
 
@@ -53,7 +55,7 @@ def measure_all(options: CollectivesOptions, cases: None, told: Told) -> list[di
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return the least share of the variation that a line explains, of every collective on every bed."""
+    """Return the least r2 over all collectives and beds."""
     least = min(row["r2"] for row in rows)
     return [Claim(name="profile.collectives_r2", value=least, unit="1", target=LEAST_R2, op=">=")]
 

@@ -1,8 +1,8 @@
 """Does a checkpoint survive every format bit by bit, and how much memory does that take?
 
-Tiny random models of nine families go from the hub's names into every format and back, and through all formats in a row; bytes
-that differ in the end are counted. A larger model, of one layer, goes from every format into every other in a process of its
-own, of which the peak resident memory is taken, beyond what it had after a conversion of a tiny model, over the largest tensor.
+Tiny random models of nine families are converted from the hub's names into every format and back, and through all formats in a
+row; bytes that differ at the end are counted. A larger model, of one layer, is converted from every format into every other in
+a process of its own. Its peak resident memory, beyond that after converting a tiny model, is divided by the largest tensor.
 
     moesaic bench convert --json benchmarks/results/convert.json
 """
@@ -43,17 +43,17 @@ SIZES: dict[str, Any] = {
     "qk_nope_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8, "layer_types": None, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-"""Of the tiny models; a family takes what it knows."""
+"""Configuration of the tiny models; each family uses the fields that it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertBenchOptions(BenchmarkOptions):
-    """What to convert."""
+    """Sizes of the model whose memory is measured."""
 
     hidden: int = 1024
-    """Width of the larger model."""
+    """Token width of the larger model."""
     intermediate: int = 6144
-    """Width of each of its eight experts."""
+    """Inner width of each of the larger model's eight experts."""
 
 
 def save_model(kind: str, folder: Path, dtype: torch.dtype, **sizes: Any) -> None:
@@ -64,7 +64,7 @@ def save_model(kind: str, folder: Path, dtype: torch.dtype, **sizes: Any) -> Non
 
 
 def trip(folder: Path, family: str, through: Sequence[str]) -> dict[str, Any]:
-    """Convert through formats and back to the hub's names; returns the row."""
+    """Convert a model through formats and back to the hub's names; return the row."""
     row: dict[str, Any] = {"family": family, "through": ", ".join(through), "different_bytes": None, "reason": ""}
     with TemporaryDirectory(dir=folder) as made:
         source, here = folder / family, Path(made)
@@ -84,7 +84,7 @@ def trip(folder: Path, family: str, through: Sequence[str]) -> dict[str, Any]:
 
 
 def peak_row(folder: Path, hidden: int, intermediate: int) -> dict[str, Any]:
-    """Convert a larger model from every format into every other in another process; returns the row of its memory."""
+    """Convert a larger model from every format into every other in another process; return the row of its memory."""
     save_model("mixtral", folder / "tiny", torch.float32)
     sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_local_experts": 8, "num_hidden_layers": 1}
     save_model("mixtral", folder / "large", torch.float32, **sizes)
@@ -101,7 +101,7 @@ def peak_row(folder: Path, hidden: int, intermediate: int) -> dict[str, Any]:
 
 
 def convert_all(folder: Path) -> int:
-    """Convert both models from every format into every other; returns the larger one's peak memory beyond the tiny one's."""
+    """Convert both models from every format into every other; return by how much the larger one raises the peak memory."""
     for name in ("tiny", "large"):
         base = _resident("VmRSS")
         (folder / name).rename(folder / f"{name}-hf")
@@ -115,13 +115,13 @@ def convert_all(folder: Path) -> int:
 
 
 def _resident(which: str) -> int:
-    """Return a number of bytes that Linux keeps of this process."""
+    """Return a figure of this process's memory in bytes: "VmRSS" now, "VmHWM" at the peak."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{which}:")]
     return int(line.split()[1]) * 1024
 
 
 def measure(options: ConvertBenchOptions, cases: None, told: Told) -> list[dict[str, Any]]:
-    """Make all trips, and measure the memory."""
+    """Run all conversions, and measure the memory of the larger model."""
     rows = []
     with TemporaryDirectory() as made:
         folder = Path(made)

@@ -1,7 +1,7 @@
-"""The emulated cluster (`moesaic testbed`) as a `ClusterSpec`: the fields of a bed, read as links.
+"""Converts an emulated cluster (`moesaic testbed`) to a `ClusterSpec`: the fields of a bed become links.
 
-What is asked of the kernel is known here; what Python, Gloo and the cores add is not: the host costs are assumptions until
-`moesaic profile` has measured them.
+Link rates are known, since the kernel is configured with them. The costs of Python, Gloo and the cores are not: host costs are
+assumptions until `moesaic profile` has measured them.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from moesaic.plan.predict import CPU
 from moesaic_testbed.bed import Bed
 
 UNSHAPED_GBPS = 8.0
-"""Of a loopback interface that nothing shapes, all pairs of ranks together; between 0.6 and 1.2 GB/s were measured."""
+"""Rate of a loopback interface without a limit, summed over all pairs of ranks; 0.6 to 1.2 GB/s were measured."""
 _MTU = 9000
 _PACKETS_PER_MESSAGE = 4
-"""A header and a payload, each acknowledged. 48 messages of 1 KiB at 5,000 bytes per packet and 200 Mbit/s took 45 ms on
-the bed; this gives 38."""
+"""A header and a payload, each acknowledged. 48 messages of 1 KiB at 5,000 bytes per packet and 200 Mbit/s took 45 ms on the
+bed; this number gives 38 ms."""
 
 
 def emulated(bed: Bed, *, device: Device = CPU, host: Host | None = None) -> ClusterSpec:
     """Return the cluster that a bed emulates, before any of its changes.
 
     Args:
-        bed: its nodes, links and switches.
-        device: what computes.
-        host: costs of the issuing thread; None assumes them.
+        bed: nodes, links and switches.
+        device: the device of each rank.
+        host: costs of the issuing thread; None for assumed costs.
     """
     inside, up = bed.intra_bytes_per_second, bed.uplink_bytes_per_second
     loopback = UNSHAPED_GBPS if inside is None else _gbps(inside)
@@ -57,7 +57,7 @@ def _gbps(bytes_per_second: float) -> float:
 def _shaped(
     name: str, devices: int, rates: tuple[float, ...], per_message: int, switches: tuple[int, ...] = ()
 ) -> Link:
-    """Return a shaped link; every second full packet is acknowledged, and an acknowledgement is charged like a packet."""
+    """Return a link of limited rate. Every second full packet is acknowledged; acknowledgements are charged like packets."""
     share = 2 * _MTU / (2 * _MTU + per_message)
     run = len(switches) // len(set(switches)) if switches else 1
     in_runs = switches == tuple(node // run for node in range(len(switches)))

@@ -1,6 +1,6 @@
-"""The best placements of experts and of samples there are, by mixed-integer programming: what policies are measured against.
+"""The best possible placements of experts and samples by mixed-integer programming, as a reference for policies.
 
-Solved by HiGHS through scipy; exponential in the worst case, so for small cases only.
+HiGHS solves the programs, through scipy. The time is exponential in the worst case, so use this for small cases only.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from moesaic.balance.experts import Balanced, ExpertLoad
 from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad
 
 ROUNDING = 1e-6
-"""Relative: by so much the second solve may pass the first one's busiest place. HiGHS holds constraints to about as much, and
-finds none of its own solutions feasible under less."""
+"""Relative amount by which the second solve may exceed the busiest place of the first. HiGHS satisfies constraints only
+to about this tolerance, and with a smaller one rejects its own solutions."""
 
 
 def expert_gap(load: ExpertLoad, place: np.ndarray | None = None) -> float:
-    """Return by which share the busiest place of a placement has more rows than the least possible; 0 is optimal.
+    """Return the share by which the busiest place of a placement has more rows than the least possible number; 0 is
+    optimal.
 
     Args:
-        load: of a layer.
-        place: (num_experts,) the place of each expert; None for what `Balanced` finds where moving costs nothing.
+        load: a layer's load.
+        place: (num_experts,) place of each expert; None for the placement of `Balanced` with free moves.
     """
     best = load.busiest(best_experts(load))
     found = load.busiest(Balanced().best(load) if place is None else place)
@@ -30,13 +31,14 @@ def expert_gap(load: ExpertLoad, place: np.ndarray | None = None) -> float:
 
 
 def best_experts(load: ExpertLoad) -> np.ndarray:
-    """Return the place of each expert, (num_experts,) int64: the least busiest place, then the fewest rows between nodes."""
+    """Return the place of each expert, (num_experts,) int64, with the fewest rows at the busiest place. Among such
+    placements, choose one with the fewest rows between nodes."""
     best = _solve(load, None)
     return _solve(load, load.busiest(best) * (1 + ROUNDING))
 
 
 def _solve(load: ExpertLoad, most: float | None) -> np.ndarray:
-    """Solve for the least busiest place; with `most` rows there, for the fewest rows between nodes."""
+    """Minimise the rows at the busiest place; if `most` is given, bound them by `most` and minimise rows between nodes."""
     from scipy.sparse import kron, vstack
 
     experts, ep = len(load.order), load.grid.ep
@@ -51,14 +53,15 @@ def _solve(load: ExpertLoad, most: float | None) -> np.ndarray:
 def _assigned(
     cost: np.ndarray, room: np.ndarray, *, loads: Any = None, largest: float = np.inf, allowed: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return the place of each thing, (things,) int64, at the least summed cost; if nothing costs, with the least largest load.
+    """Return the place of each item, (things,) int64, with the least total cost. If all costs are 0, minimise the
+    largest load.
 
     Args:
         cost: (things, places).
-        room: (places,) things that each place takes.
-        loads: (loads, things * places) sparse: what a thing at a place adds to each load; None for no loads.
-        largest: that a load may be.
-        allowed: (things, places) bool; None for everywhere.
+        room: (places,) number of items that each place takes.
+        loads: (loads, things * places) sparse: what an item at a place adds to each load; None for no loads.
+        largest: upper bound of every load.
+        allowed: (things, places) bool; None allows every place.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import coo_array, csr_array, hstack, kron, vstack
@@ -83,19 +86,20 @@ def _assigned(
 
 
 def assign_by_program(cost: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """Return the place of each sample at the least summed cost, as `moesaic.balance.samples.assign` does."""
+    """Return the place of each sample with the least total cost, as `moesaic.balance.samples.assign` does."""
     return _assigned(cost, room)
 
 
 def sample_gap(load: SampleLoad, placer: AbstractPlacer, intra: float, inter: float) -> float:
-    """Return by which share a policy's placement takes longer than the best one; rates as for `SampleLoad.seconds`."""
+    """Return the share by which a policy's placement takes longer than the best one; rates are those of
+    `SampleLoad.seconds`."""
     best = load.seconds(best_samples(load, intra, inter), intra, inter)
     found = load.seconds(placer.decide(load), intra, inter)
     return found / best - 1 if best else float(found > 0)
 
 
 def best_samples(load: SampleLoad, intra: float, inter: float) -> Homes:
-    """Return a placement of the least modelled time. Rates as for `SampleLoad.seconds`."""
+    """Return a placement with the least modelled time; rates are those of `SampleLoad.seconds`."""
     tables = [table.astype(np.float64) * rate for table, rate in zip(load.rows, (intra, inter))]
     samples, ranks = tables[0].shape
     allowed = np.zeros((samples, ranks), dtype=bool)

@@ -1,4 +1,4 @@
-"""Every family of transformers whose experts have its interface, found in the package itself, as a tiny random model."""
+"""Tiny random models of every model family in transformers whose experts support its interface for expert implementations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = {
     "moe_top_k": 2, "enable_moe_block": True, "chunk_size": 8, "sliding_window": 8, "index_n_heads": 2, "index_head_dim": 8,
     "index_topk": 4, "linear_head_dim": 8, "linear_num_heads": 4,
 }  # fmt: skip
-"""What a configuration is shrunk to, field by field where it has the field."""
+"""Tiny values for the fields of a configuration, each used if the configuration has the field."""
 OWN: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"num_experts": 16},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
@@ -47,18 +47,18 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
-"""What single kinds of configuration need besides, by `model_type`."""
+"""Additional fields that single kinds of configuration need, by `model_type`."""
 MOST_USED = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe", "granitemoe")
-"""The families that the quick tests run."""
+"""Families that the quick tests run."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A modeling file with the decorator."""
+    """A model family: a modeling file with classes decorated by `use_experts_implementation`."""
 
     name: str
     experts: tuple[str, ...]
-    """Classes that carry it."""
+    """Names of the decorated classes."""
 
     @property
     def module(self) -> Any:
@@ -67,7 +67,7 @@ class Family:
 
 
 def families() -> list[Family]:
-    """Return all families, by name; nothing of them is imported."""
+    """Return all families in the order of their names, without importing any."""
     found = []
     for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
         text = path.read_text(encoding="utf-8")
@@ -78,11 +78,11 @@ def families() -> list[Family]:
 
 
 def shrunk(kind: type) -> Any:
-    """Return a configuration of a class, and those in it, with tiny sizes; what it derives from them it derives anew."""
+    """Return a configuration with tiny sizes, nested ones included; fields derived from sizes are derived again."""
     default = kind()
     table, inner = default.to_dict(), getattr(kind, "sub_configs", {})
     given: dict[str, Any] = {key: value for key, value in SIZES.items() if key in table and key not in inner}
-    if "kv_lora_rank" in table:  # latent attention has no groups of heads
+    if "kv_lora_rank" in table:  # latent attention has no grouped heads
         given["num_key_value_heads"] = given["num_attention_heads"]
     given |= {key: shrunk(type(getattr(default, key))) for key in inner if getattr(default, key, None) is not None}
     given |= OWN.get(getattr(kind, "model_type", ""), {})
@@ -99,7 +99,7 @@ def shrunk(kind: type) -> Any:
 
 
 def models_of(family: Family) -> list[Any]:
-    """Return the classes of a family that may be a language model, the likeliest first."""
+    """Return the classes of a family that may be language models, the likeliest first."""
     classes: dict[str, Any] = dict(inspect.getmembers(family.module, inspect.isclass))
     own = [
         cls
@@ -114,14 +114,14 @@ def models_of(family: Family) -> list[Any]:
 
 
 def build(family: Family) -> Any:
-    """Return a tiny random model of a family whose experts run on text.
+    """Return a tiny random model of a family, checked to run its experts on text.
 
     Raises:
-        LookupError: if none of its classes can be built so; the reasons.
+        LookupError: if no class of the family works; the message has the reasons.
     """
     reasons = []
     for cls in models_of(family):
-        for dtype in (torch.float64, torch.float32):  # some families compute in float32, whatever they are given
+        for dtype in (torch.float64, torch.float32):  # some families compute only in float32
             try:
                 torch.manual_seed(0)
                 model = cls(shrunk(cls.config_class)).to(dtype).train()
@@ -137,7 +137,7 @@ def build(family: Family) -> Any:
 
 
 def text(model: Any) -> Tensor:
-    """Return token ids, (2, 7)."""
+    """Return random token ids of shape (2, 7)."""
     return torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(1))
 
 

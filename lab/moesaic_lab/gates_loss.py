@@ -1,10 +1,11 @@
-"""Loss against steps and against time under the plain gate, GShard's, BASE and the topology gate: the demo's model.
+"""Loss over steps and time for the plain gate, GShard's, Switch, BASE and the topology gate, with the demo's model.
 
-Losses are of one process that routes as four ranks in two nodes would, on sequences of 128 in place of the demo's 256.
-Steps are timed apart: the trained models on four ranks of an emulated cluster, 2 nodes of 2 with 200 Mbit/s between them,
-forward, backward and optimizer step, all gates in turn; ranks share the machine's cores. BASE chooses one expert per token,
-so it has half as many experts, twice as wide: as many parameters in all and per token. So has the Switch gate beside it, which
-tells what choosing one expert does by itself. Evaluation is of each gate without its training-time restrictions.
+Losses come from one process that routes as four ranks in two nodes would, on sequences of 128 instead of the demo's
+256. Steps are timed separately: the trained models run on four ranks of an emulated cluster, 2 nodes of 2 with 200
+Mbit/s between them, with forward, backward and optimizer step, all gates in turn; ranks share the machine's cores. BASE
+chooses one expert per token, so it has half as many experts, twice as wide, with equally many parameters in all and per
+token. The Switch gate has the same sizes, and shows what top-1 routing does on its own. Evaluation omits each gate's
+training-time restrictions.
 
     moesaic bench gates_loss --json benchmarks/results/gates_loss.json --picture docs/images/bench/gates_loss.svg
 """
@@ -50,7 +51,7 @@ from moesaic_testbed import cluster
 
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
 NODES = LinkLevel(name="node", group=(0, 0, 1, 1), share=0.14)
-"""The share that FasterMoE's code lets leave a node unless told otherwise."""
+"""The share of copies that FasterMoE's code lets leave a node by default."""
 GATES = ("softmax", "gshard", "topology", "switch", "base")
 TOP_1 = ("switch", "base")
 INTER = "200mbit"
@@ -58,20 +59,20 @@ INTER = "200mbit"
 
 @dataclass(frozen=True, kw_only=True)
 class GatesLossOptions(KeptOptions, DrawnOptions):
-    """What to run."""
+    """Command-line options."""
 
     steps: int = 240
-    """Optimizer steps of each run; the learning rate's schedule ends with them."""
+    """Optimizer steps of each run; the learning-rate schedule ends with them."""
     evaluations: int = 8
-    """Of each run."""
+    """Evaluations during each run."""
     seeds: tuple[int, ...] = (0, 1)
-    """Of initialisation, data order and routing noise."""
+    """Seeds of initialization, data order and routing noise."""
     repeats: int = 8
-    """Steps that are timed under each gate."""
+    """Timed steps under each gate."""
 
 
 def configuration(gate: str, seed: int, steps: int) -> TrainConfig:
-    """Return the demo's configuration with shorter sequences and one of the gates."""
+    """Return the demo's configuration with sequences of 128 and the given gate."""
     plain = demo()
     moe = plain.model.moe
     if gate in TOP_1:
@@ -84,13 +85,13 @@ def configuration(gate: str, seed: int, steps: int) -> TrainConfig:
 
 
 def add_gate(model: nn.Module, gate: str, origin: int | None) -> None:
-    """Put the topology gate in front of every router, where it is asked for."""
+    """Wrap every router in the topology gate, if `gate` names it."""
     for layer in [module for module in model.modules() if isinstance(module, MoE) and gate == "topology"]:
         layer.router = TopologyRouter(layer.router, grid=GRID, levels=(NODES,), origin=origin)
 
 
 def train(gate: str, seed: int, options: GatesLossOptions, weights: Path | None) -> dict[str, Any]:
-    """Train once; returns the curve of losses, and writes the weights to a file if there is one."""
+    """Train once and return the loss curve; save the weights if a path is given."""
     with tempfile.TemporaryDirectory() as out:
         every = options.steps // options.evaluations
         config = replace(configuration(gate, seed, options.steps), out=out, evaluate=(every, 64), existing="replace")
@@ -104,7 +105,7 @@ def train(gate: str, seed: int, options: GatesLossOptions, weights: Path | None)
 
 
 def timed(weights: Mapping[str, str], options: GatesLossOptions) -> dict[str, list[float]]:
-    """Return the seconds of every repeat by gate, of models whose weights are in files."""
+    """Return the seconds of every timed step by gate, for the saved models."""
     config = configuration("softmax", options.seeds[0], options.steps)
     corpus = load_corpus(config.data)
     batches = Batches(corpus.train, config.model.seq_len, config.batch_size, seed=99)
@@ -117,7 +118,7 @@ def timed(weights: Mapping[str, str], options: GatesLossOptions) -> dict[str, li
 def rank_seconds(
     weights: Mapping[str, str], steps: int, vocab: int, batches: list[tuple[Tensor, Tensor]]
 ) -> dict[str, list[float]]:
-    """Return the seconds of training steps by gate, over all ranks; all of them call this together."""
+    """Return the seconds of training steps by gate, over all ranks. All ranks call this together."""
     mesh = Mesh.create(ep=GRID.ep, ranks_per_node=GRID.ranks_per_node, transport="sockets")
     step = {gate: partial(Stepper(gate, path, steps, vocab, mesh), batches) for gate, path in weights.items()}
     hold_still(dist.get_rank())
@@ -127,14 +128,14 @@ def rank_seconds(
 
 
 class Stepper:
-    """One gate's trained model on the mesh, which each call trains a step further, on another batch.
+    """One gate's trained model on the mesh. Each call trains it for one step, on the next batch.
 
     Args:
-        gate: its name.
+        gate: name of the gate.
         weights: file of the state dict.
-        steps: of the run that trained it.
-        vocab: tokens that there are.
-        mesh: of all ranks.
+        steps: steps of the run that trained the model.
+        vocab: size of the vocabulary.
+        mesh: the mesh of all ranks.
     """
 
     def __init__(self, gate: str, weights: str, steps: int, vocab: int, mesh: Mesh) -> None:
@@ -146,7 +147,7 @@ class Stepper:
         self._optimizer = make_optimizer(self.model, replace(config.optimizer, lr=1e-5), torch.device("cpu"))
 
     def __call__(self, batches: list[tuple[Tensor, Tensor]]) -> None:
-        """Take a step."""
+        """Run one training step."""
         tokens, targets = (part.chunk(GRID.dp)[self._place] for part in batches[self._calls])
         self._calls += 1
         self.model(tokens, targets).loss.backward()
@@ -158,7 +159,7 @@ class Stepper:
 def row(
     gate: str, options: GatesLossOptions, runs: list[dict[str, Any]], seconds: Mapping[str, list[float]]
 ) -> dict[str, Any]:
-    """Return a line of the table: means over the seeds."""
+    """Return a gate's row of the table, with means over the seeds."""
     ratio, time = paired(seconds[gate], seconds["softmax"]), Timing.of(seconds[gate])
     curve = [statistics.mean(values) for values in zip(*(run["losses"] for run in runs))]
     return {
@@ -171,7 +172,8 @@ def row(
 
 
 def add_times(rows: list[dict[str, Any]]) -> None:
-    """Add steps and time to each gate's last loss, or the first row's if that is higher, over those of the first row's gate."""
+    """Add each gate's steps and time to its goal loss, relative to the first row's gate. The goal is the higher of the
+    two final losses."""
     plain = rows[0]
     for each in rows:
         goal = max(each["curve_losses"][-1], plain["curve_losses"][-1])
@@ -180,7 +182,7 @@ def add_times(rows: list[dict[str, Any]]) -> None:
 
 
 def steps_to(found: Mapping[str, Any], loss: float) -> float:
-    """Return after how many steps a curve has a loss for the first time, between evaluations by straight lines."""
+    """Return the number of steps after which a curve first reaches a loss, interpolated linearly between evaluations."""
     for (step, before), (later, after) in pairwise(zip(found["curve_steps"], found["curve_losses"])):
         if after <= loss <= before:
             return float(step + (later - step) * (before - loss) / max(before - after, 1e-12))
@@ -188,7 +190,7 @@ def steps_to(found: Mapping[str, Any], loss: float) -> float:
 
 
 def panels(rows: list[dict[str, Any]]) -> list[Panel]:
-    """Return the curves against steps, and against time."""
+    """Return the loss curves over steps and over time."""
     by = {"steps": 1.0, "seconds of training on the bed": None}
     return [
         Panel(
@@ -204,7 +206,7 @@ def panels(rows: list[dict[str, Any]]) -> list[Panel]:
 
 
 def measure(options: GatesLossOptions, cases: None, told: Told) -> list[dict[str, Any]]:
-    """Train under every gate, then time steps: of the first seed's models."""
+    """Train under every gate and seed, then time steps of the first seed's models."""
     torch.set_num_threads(1)
     with keeping(options.keep) as keep:
         weights = {gate: (keep / f"{gate}-{options.steps}.pt").resolve() for gate in GATES}
@@ -227,7 +229,7 @@ def measure(options: GatesLossOptions, cases: None, told: Told) -> list[dict[str
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return loss and times of every gate but the first."""
+    """Return the loss and the times of every gate except the first."""
     return [
         Claim(name=f"gates_loss.{key}.{each['gate']}", value=each[key], unit=unit, op="<=")
         for each in rows[1:]

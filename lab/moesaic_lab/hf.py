@@ -1,7 +1,7 @@
-"""Moesaic inside transformers: every family's tiny model against its own loop, and experts over ranks against one process.
+"""Moesaic inside transformers: tiny models of all families against their own expert loop, and ranks against one process.
 
-Errors of logits and gradients are relative to the largest value of each tensor, in float64 where the family computes in it.
-Over ranks models compute in float32 and the one process in float64.
+Errors of logits and gradients are relative to the largest value of each tensor, in float64 if the family computes in it.
+On several ranks models compute in float32, and the one process in float64.
 
 moesaic bench hf --json benchmarks/results/hf.json
 """
@@ -33,25 +33,25 @@ from moesaic_lab.tables import Column
 FAMILIES_ASKED = 55
 WORLDS = (2, 4, 8)
 IN_FLOAT32 = ("BeamExperts", "NemotronHExperts", "OpenAIPrivacyFilterExperts", "MuseSparkExperts")
-"""Experts that compute in float32, whatever they are given."""
+"""Experts that compute in float32 for inputs of any dtype."""
 TOKENS = 6
 
 
 Step = tuple[Tensor, dict[str, Tensor]]
-"""Logits of a rank's sequence, and every gradient whole."""
+"""Logits of a rank's sequence, and every gradient, gathered from all ranks."""
 
 
 @dataclass(frozen=True)
 class RankCase:
-    """One model on one mesh."""
+    """A model on a mesh, to run on several ranks."""
 
     folder: str
     ep: int
     tp: int = 1
     plan: dict[str, Any] | None = None
-    """Fields of a plan that is registered by name; None for "moesaic" as it is."""
+    """Fields of a plan to register under a name of its own; None for the default plan of "moesaic"."""
     then: dict[str, Any] = field(default_factory=dict)
-    """Fields of a plan that the model is switched to for a second step, which the result is of; empty for none."""
+    """Fields of a plan for a second step, whose results are then compared; empty for one step only."""
     recompute: bool = False
 
 
@@ -61,12 +61,12 @@ def batch(sequences: int) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return all of a tensor that may be spread over ranks."""
+    """Return the whole of a tensor that may be sharded over ranks."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     if "ep" not in (tensor.device_mesh.mesh_dim_names or ()):
         return tensor.full_tensor().detach()
-    # `full_tensor` puts the parts of a strided shard into another order than the ranks have them in.
+    # `full_tensor` would not join the parts of a strided shard in the order of the ranks.
     parts: list[Any] = [None] * dist.get_world_size()
     place = (tensor.device_mesh.get_local_rank("ep"), dist.get_rank())
     dist.all_gather_object(parts, (place, tensor.to_local().detach()))
@@ -74,7 +74,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return every gradient whole, by name."""
+    """Return every gradient by name, gathered from all ranks."""
     return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -91,14 +91,14 @@ def load(case: RankCase, **options: Any) -> Any:
 
 
 def step(model: Any, ids: Tensor) -> Step:
-    """Run a model forward and backward."""
+    """Run a model forward and backward; return its logits and gradients."""
     out = model(input_ids=ids, labels=ids, use_cache=False)
     out.loss.backward()
     return out.logits.detach(), gradients(model)
 
 
 def as_launched() -> None:
-    """Set what a launcher sets."""
+    """Set the environment variables of a launcher."""
     for name in ("RANK", "LOCAL_RANK"):
         os.environ[name] = str(dist.get_rank())
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -106,7 +106,7 @@ def as_launched() -> None:
 
 
 def steps(cases: list[RankCase]) -> list[Step]:
-    """Return each case's logits of this rank's sequence and all gradients."""
+    """Run the cases; return for each the logits of this rank's sequence and all gradients."""
     as_launched()
     found = []
     for case in cases:
@@ -124,7 +124,7 @@ def steps(cases: list[RankCase]) -> list[Step]:
 
 
 def outcome(model: Any, implementation: str) -> Step:
-    """Return the logits (or the hidden states of a model without a head) and every gradient."""
+    """Run a model with an implementation of experts; return its logits (hidden states without a head) and gradients."""
     model.set_experts_implementation(implementation)
     model.zero_grad()
     torch.manual_seed(0)
@@ -136,13 +136,13 @@ def outcome(model: Any, implementation: str) -> Step:
 
 
 def tolerance_of(model: Any) -> float:
-    """Return what rounding may do to a family's logits; ten times as much to its gradients."""
+    """Return the largest error of a family's logits that rounding explains; gradients may have ten times as much."""
     rounds = any(type(module).__name__ in IN_FLOAT32 for module in model.modules())
     return 1e-5 if rounds or next(model.parameters()).dtype != torch.float64 else 1e-12
 
 
 def family_errors(model: Any) -> tuple[float, float]:
-    """Return the errors of logits and of gradients beside the family's own loop, relative to the largest of each tensor."""
+    """Return the errors of logits and gradients against the family's own loop, relative to each tensor's largest value."""
     (y, gradients_), (expected, wanted) = outcome(model, "moesaic"), outcome(model, "eager")
     assert gradients_.keys() == wanted.keys()
     largest = max(float(each.abs().max()) for each in wanted.values())
@@ -160,7 +160,7 @@ SIZES: dict[str, Any] = {
 
 
 def write_models(path: Path) -> tuple[str, str, str]:
-    """Write a tiny Mixtral, a tiny gpt-oss, and one whose router sends every token to the first two experts; return where."""
+    """Save a tiny Mixtral, a tiny gpt-oss, and a gpt-oss that routes every token to experts 0 and 1; return their folders."""
     torch.manual_seed(0)
     MixtralForCausalLM(MixtralConfig(**SIZES)).double().save_pretrained(path / "mixtral")
     model = GptOssForCausalLM(GptOssConfig(**SIZES, num_experts_per_tok=2, layer_types=["full_attention"] * 2)).double()
@@ -177,7 +177,7 @@ def write_models(path: Path) -> tuple[str, str, str]:
 
 
 def cases_on(world: int, mixtral: str, gpt_oss: str, skewed: str) -> list[RankCase]:
-    """Return what is run on so many ranks."""
+    """Return the cases to run on `world` ranks."""
     if world > 2:
         return [
             RankCase(mixtral, ep=world),
@@ -199,12 +199,12 @@ def cases_on(world: int, mixtral: str, gpt_oss: str, skewed: str) -> list[RankCa
 
 
 def ep_errors(world: int, cases: Sequence[RankCase], results: Sequence[Sequence[Step]]) -> list[float]:
-    """Return each case's worst error of a logit or a gradient on any rank, beside one process in float64.
+    """Return each case's largest error of a logit or gradient on any rank, against one process in float64.
 
     Args:
         world: number of ranks.
-        cases: that were run.
-        results: by rank and case.
+        cases: the cases that were run.
+        results: the results of `steps`, by rank and case.
     """
     found = []
     for number, case in enumerate(cases):
@@ -229,22 +229,22 @@ def ep_errors(world: int, cases: Sequence[RankCase], results: Sequence[Sequence[
 
 @dataclass(frozen=True, kw_only=True)
 class HFOptions(BenchmarkOptions):
-    """What to run."""
+    """Families and ranks to run."""
 
     only: str | None = None
-    """Names of families between commas; None for all."""
+    """Run only these families, separated by commas."""
     ranks: bool = True
-    """Also spread experts over 2, 4 and 8 processes."""
+    """Also run experts sharded over 2, 4 and 8 processes."""
 
 
 def chosen(options: HFOptions) -> list[Family]:
-    """Return the families that were asked for."""
+    """Return the families that the options select."""
     wanted = options.only.split(",") if options.only else None
     return [family for family in families() if wanted is None or family.name in wanted]
 
 
 def measure(options: HFOptions, asked: list[Family], told: Told) -> list[dict[str, Any]]:
-    """Return a row per family, and per case on ranks."""
+    """Return a row per family, and a row per case on several ranks."""
     found: list[dict[str, Any]] = []
     for family in asked:
         told(family.name)
@@ -277,7 +277,7 @@ def _on_ranks(world: int) -> list[dict[str, Any]]:
 
 
 def claims(found: list[dict[str, Any]]) -> list[Claim]:
-    """Return how many families are equal, and the worst error over ranks."""
+    """Return the claims: how many families are equal, and the largest error on several ranks."""
     equal = sum(row.get("is_equal", False) for row in found)
     over = [row["error"] for row in found if "error" in row]
     why = "" if over else "run without ranks (--no-ranks)"
@@ -296,7 +296,7 @@ COLUMNS = (
 )  # fmt: skip
 
 BENCHMARK = Benchmark(
-    name="hf", description="Hold Moesaic inside transformers against its own loop: all families, and experts over ranks.",
+    name="hf", description="Compare Moesaic inside transformers with its own loop: all families, and sharded experts.",
     options=HFOptions, notes=notes_of(__doc__), cases=chosen, measure=measure, claims=claims,
     columns=(Shown(title="families", columns=COLUMNS),), packages=("torch", "transformers"),
 )  # fmt: skip

@@ -1,7 +1,7 @@
-"""How every benchmark times: methods in turn, spans on one clock, medians with their spread, paired ratios.
+"""How every benchmark times: interleaved methods, a clock shared by all ranks, medians with quartiles, paired ratios.
 
-What a machine does beside us drifts over seconds. So methods are never run one after another in blocks: each repeat runs
-every method once, the order rotates, and a ratio is taken within a repeat before the median is.
+The other load of a machine drifts over seconds. So methods are never timed in blocks: each repeat runs every method once, in
+rotating order. Ratios are computed within each repeat, and then their median is taken.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ Span = tuple[float, float]
 """Start and end in seconds on `time.monotonic`, which all processes of a machine share."""
 
 RESAMPLES = 2000
-"""Of the bootstrap."""
+"""Number of bootstrap samples."""
 NEAR = 1.10
-"""A ratio nearer to 1 than this, either way, wants many pairs."""
+"""A ratio between 1 / NEAR and NEAR needs many repeats."""
 MANY = 30
-"""Pairs under such a ratio."""
+"""Repeats that such a ratio needs."""
 
 
 def in_turn(
     methods: Mapping[str, Callable[[], object]], repeats: int, *, barrier: Callable[[], object], warmup: int = 1
 ) -> dict[str, list[Span]]:
-    """Time methods in turn; called on every rank with the same methods in the same order.
+    """Time interleaved methods. Every rank must call this function with the same methods in the same order.
 
     Args:
-        methods: name to what is timed; freeing what it returns is no part of its time.
-        repeats: how often each method is timed; repeat r starts with method r, so that none always follows the same one.
-        barrier: run by all ranks before each method; `moesaic.profiling.together.start_together` makes one.
-        warmup: rounds before those that count.
+        methods: the functions to time, by name; the time to free their results does not count.
+        repeats: how often each method is timed; repeat r starts with method r, so no method always follows the same one.
+        barrier: called on all ranks before each method; `moesaic.profiling.together.start_together` makes one.
+        warmup: untimed repeats at the beginning.
 
     Returns:
         this rank's spans by method, one per repeat.
@@ -57,7 +57,7 @@ def in_turn(
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """A stretch in which no garbage is looked for among what there is: all ranks would wait for the one that looks."""
+    """Exclude all existing objects from garbage collection inside the block: all ranks would wait for a collecting one."""
     gc.collect()
     gc.freeze()
     yield
@@ -65,10 +65,10 @@ def without_collections() -> Iterator[None]:
 
 
 def over_ranks(found: Sequence[Mapping[str, Sequence[Span]]]) -> dict[str, tuple[float, ...]]:
-    """Return seconds per method and repeat, from the first rank's start to the last rank's end.
+    """Return seconds by method, one per repeat, from the first rank's start to the last rank's end.
 
     Args:
-        found: what `in_turn` returned, per rank.
+        found: the result of `in_turn` on each rank.
     """
     return {
         name: tuple(max(end for _, end in spans) - min(start for start, _ in spans) for spans in zip(*of_ranks))
@@ -79,10 +79,10 @@ def over_ranks(found: Sequence[Mapping[str, Sequence[Span]]]) -> dict[str, tuple
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """One method's times."""
+    """The times of one method over all repeats."""
 
     seconds: tuple[float, ...]
-    """Per repeat."""
+    """Seconds of each repeat."""
     median: float
     low: float
     """The lower quartile."""
@@ -91,12 +91,12 @@ class Timing:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Timing:
-        """Sum up the times of at least one repeat."""
+        """Compute median and quartiles from the times of at least one repeat."""
         low, median, high = np.percentile(seconds, (25, 50, 75)).tolist()
         return cls(seconds=tuple(seconds), median=median, low=low, high=high)
 
     def row(self) -> dict[str, Any]:
-        """Return it as part of a row."""
+        """Return the timing as keys of a benchmark's row."""
         return {
             "median_seconds": self.median, "low_seconds": self.low, "high_seconds": self.high, "repeats": len(self.seconds),
         }  # fmt: skip
@@ -104,7 +104,7 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """How long one method takes, over another in the same repeats."""
+    """The time of one method over the time of another, paired within repeats."""
 
     median: float
     low: float
@@ -112,29 +112,30 @@ class Ratio:
     high: float
     """Upper end of the median's 95 % interval."""
     repeats: int
-    """Pairs."""
+    """Number of pairs."""
 
     @property
     def is_near(self) -> bool:
-        """Whether the two take so much alike that the ratio wants many pairs."""
+        """Whether the ratio is so near to 1 that it needs `MANY` repeats."""
         return 1 / NEAR < self.median < NEAR
 
     def row(self, name: str) -> dict[str, Any]:
-        """Return it as part of a row, under a name."""
+        """Return the ratio, its interval and the number of pairs as keys of a benchmark's row."""
         return {name: self.median, f"{name}_95": [self.low, self.high], "pairs": self.repeats}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimedCell:
-    """What methods took that ran in turn."""
+    """The times of interleaved methods in one case."""
 
     timings: Mapping[str, Timing]
-    """By method, rounds in turn with all others."""
+    """Times by method, from the repeats in which all methods ran."""
     near: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """By method, seconds of all rounds in which the reference ran too; only of the reference and those near it."""
+    """Seconds by method, with the further repeats included that only the reference and methods near it ran. Only these
+    methods have an entry."""
 
     def ratio(self, name: str, other: str) -> Ratio:
-        """Return how long one method takes over another: from all rounds that both were in."""
+        """Return the time of one method over another's, from all repeats in which both ran."""
         if name in self.near and other in self.near:
             return paired(self.near[name], self.near[other])
         return paired(self.timings[name].seconds, self.timings[other].seconds)
@@ -146,8 +147,8 @@ def timed(
     """Return the fields of a `TimedCell`.
 
     Args:
-        spans: per rank, of all methods by name.
-        pairs: per rank, of the further rounds in which only those near the reference ran.
+        spans: per rank, the spans of all methods by name.
+        pairs: per rank, the spans of further repeats that only the reference and methods near it ran.
     """
     seconds, further = over_ranks(spans), over_ranks(pairs)
     return {
@@ -157,15 +158,15 @@ def timed(
 
 
 def paired(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> Ratio:
-    """Return the median of a / b over repeats, with its 95 % interval by the percentile bootstrap.
+    """Return the median of a / b over repeats, with its confidence interval by the percentile bootstrap.
 
     The resampling is seeded: the same times give the same interval. Efron and Tibshirani, An Introduction to the
     Bootstrap (1993), chapter 13.
 
     Args:
-        a: seconds per repeat.
-        b: seconds of the same repeats.
-        level: of another interval; 0.9 is that of two one-sided tests at 5 %.
+        a: seconds of each repeat.
+        b: seconds of another method in the same repeats.
+        level: the confidence level; 0.9 is the interval of two one-sided tests at 5 %.
     """
     assert len(a) == len(b) > 0, f"{len(a)} and {len(b)} repeats do not pair"
     ratios = np.asarray(a, dtype=np.float64) / np.asarray(b, dtype=np.float64)

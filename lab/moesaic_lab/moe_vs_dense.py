@@ -1,7 +1,7 @@
 """Does sparsity pay? The demo's GPT-MoE against a dense GPT with the same active parameters, tokens and steps.
 
-Three seeds; the learning rate swept over three values for each of the two, and each judged at its best one (the lowest
-mean validation loss over the seeds). The two models train in turn, so the ratio of their times holds on a noisy machine.
+Both models train with three seeds and three learning rates. Each is judged at its best learning rate, the one with the lowest
+mean validation loss over the seeds. The two models train in turn, so the ratio of their times is valid on a noisy machine.
 
     moesaic bench moe_vs_dense --json benchmarks/results/moe_vs_dense.json
 """
@@ -30,18 +30,18 @@ LOSS = "val_nats_per_byte"
 
 @dataclass(frozen=True, kw_only=True)
 class MoeVsDenseOptions(BenchmarkOptions):
-    """What to measure."""
+    """Runs to compare."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of initialisation and data order."""
     lrs: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3)
     """Peak learning rates of the sweep."""
     steps: int | None = None
-    """Steps of each run; None takes the presets'."""
+    """Steps of each run; by default those of the presets."""
 
 
 def one_run(name: str, seed: int, lr: float, steps: int | None, folder: Path) -> dict[str, Any]:
-    """Train one model; returns its row."""
+    """Train one model and return its row."""
     preset = MODELS[name]()
     config = replace(
         preset, out=str(folder / f"{name}-{seed}-{lr}"), seed=seed, steps=steps or preset.steps, trackers=(),
@@ -54,7 +54,7 @@ def one_run(name: str, seed: int, lr: float, steps: int | None, folder: Path) ->
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return the gain, its spread over the seeds and the ratio of times."""
+    """Return the claims: the gain in validation loss, its range over the seeds, and the ratio of times."""
     means = {name: [each for each in spread(rows, LOSS, "model", "lr") if each["model"] == name] for name in MODELS}
     best = {name: min(found, key=lambda each: each["mean"])["lr"] for name, found in means.items()}
     moe, dense = (figures(rows, LOSS, model=name, lr=best[name]) for name in ("moe", "dense"))
@@ -82,7 +82,7 @@ def measure(options: MoeVsDenseOptions, cases: None, told: Told) -> list[dict[st
 
 
 def tables(rows: list[dict[str, Any]]) -> list[Table]:
-    """Return mean and spread per model and learning rate."""
+    """Return a table of the mean and range of the loss, and the median time, per model and learning rate."""
     found = [
         each | {"median seconds": statistics.median(figures(rows, "seconds", model=each["model"], lr=each["lr"]))}
         for each in spread(rows, LOSS, "model", "lr")
@@ -91,7 +91,7 @@ def tables(rows: list[dict[str, Any]]) -> list[Table]:
 
 
 BENCHMARK = Benchmark(
-    name="moe_vs_dense", description="Train the demo beside a dense model of as many operations per token.",
+    name="moe_vs_dense", description="Train the demo and a dense model with as many operations per token.",
     options=MoeVsDenseOptions, notes=(__doc__ or "").splitlines()[0], measure=measure, claims=claims,
     columns=tables,
 )  # fmt: skip

@@ -1,9 +1,9 @@
-"""Write docs/performance.md from the committed results, so that no figure is typed by hand.
+"""Write docs/performance.md from the results in the repository: no figure is typed by hand.
 
-Per question the page has one picture, the claims with a target, and a sentence of what they mean. Rows stay in the results.
+For each question the page has a picture, the claims that have a target, and what they mean. Rows remain in the results.
 
 python -m moesaic_lab.performance_page            # writes docs/performance.md
-python -m moesaic_lab.performance_page --check    # exit code 1 if the page is not what the results say
+python -m moesaic_lab.performance_page --check    # exit code 1 if the page does not match the results
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 FEW = 4
-"""More missed targets than that are counted rather than named."""
+"""Largest number of missed targets that are named; more are only counted."""
 
 INTRODUCTION = """# Performance
 
@@ -35,7 +35,7 @@ is from a GPU. [The log](log.md) has what disturbed a measurement and what was t
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What a reader wants to know, and the results that answer it."""
+    """A reader's question, and the results that answer it."""
 
     title: str
     meaning: str
@@ -43,7 +43,7 @@ class Question:
     results: tuple[str, ...]
     """Stems of the files whose claims are shown."""
     picture: str = ""
-    """Under docs/images."""
+    """Path of the picture under docs/images; "" for none."""
 
 
 QUESTIONS = (
@@ -146,7 +146,7 @@ QUESTIONS = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the page or, with --check, compare it; returns the exit code."""
+    """Write the page, or compare it with the results if --check is given, and return the exit code."""
     results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))}
     text = page(results)
     if "--check" in arguments:
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def page(results: Mapping[str, dict[str, Any]]) -> str:
-    """Return the page's text for results by name."""
+    """Return the text of the page, from the results by file stem."""
     shown = {name for question in QUESTIONS for name in question.results}
     others = sorted(name for name in results if name not in shown)
     parts = [INTRODUCTION, *(section(question, results) for question in QUESTIONS)]
@@ -168,7 +168,7 @@ def page(results: Mapping[str, dict[str, Any]]) -> str:
 
 
 def section(question: Question, results: Mapping[str, dict[str, Any]]) -> str:
-    """Return a question's section: what the figures mean, a picture, the claims that have a target."""
+    """Return the section of a question: the meaning of the figures, a picture, and the claims that have a target."""
     found = [(name, results[name]) for name in question.results if name in results]
     claims = [claim for _, result in found for claim in result["claims"] if claim["target"] is not None]
     lines = [["claim", "value", "target", "holds"], *(line(alike) for alike in families(claims))]
@@ -186,7 +186,7 @@ def section(question: Question, results: Mapping[str, dict[str, Any]]) -> str:
 
 
 def families(claims: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Return claims in their order, those that hold together with others of the same first word and target."""
+    """Group claims in their order: claims that hold with the same first word and target form a family, others stay alone."""
     found: dict[Any, list[Mapping[str, Any]]] = {}
     for claim in claims:
         first = claim["name"].split(".")[0]
@@ -196,7 +196,7 @@ def families(claims: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]
 
 
 def line(alike: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a claim, or the worst of a family that holds, as a table's cells."""
+    """Return the table cells of a claim, or of the worst claim of a family."""
     worst = max if alike[0]["op"] == "<=" else min
     claim = worst(alike, key=lambda each: each["value"]) if len(alike) > 1 else alike[0]
     value = f"{claim['value']:.4g}" if claim["value"] is not None else f"not measured: {claim['reason']}"

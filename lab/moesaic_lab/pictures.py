@@ -1,4 +1,4 @@
-"""Benchmarks as pictures: small multiples of lines or bars, with the spread and the bound of every point, by matplotlib."""
+"""Pictures of benchmarks with matplotlib: several small line or bar charts, each point with its spread and lower bound."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ COLOURS = (
     "#3a6ea5", "#d9772b", "#2f8f6f", "#b8478a", "#8a6d1f", "#4fa8c9", "#5b5f6b", "#9c2f2f",
     "#6f5bb0", "#c9a227", "#7fb069", "#d46a6a", "#101010", "#00a2a2", "#b0b0b0",
 )  # fmt: skip
-"""By series, in the order in which they first appear; after the last one the first again."""
+"""Colours of the series, in the order in which their names first appear; reused from the start if there are more."""
 BOUND = "#111827"
-"""Of the marks that bounds are drawn as."""
+"""Colour of the marks for bounds."""
 BOUND_NAME = "bound"
 WIDTH, HEIGHT = 3.6, 2.7
-"""Of a panel, in inches."""
+"""Size of a panel in inches."""
 LETTERS = 52
-"""That stand next to each other under a panel."""
+"""Number of letters that fit in one line under a panel."""
 BAR_SHARE = 0.8
-"""Of a category's width that its bars fill."""
+"""Share of a category's width that its bars fill."""
 SUFFIXES = (".svg", ".png", ".pdf")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlottedSeries:
-    """One method in one panel."""
+    """The points of one method in one panel."""
 
     name: str
-    """The same name has the same colour in all panels."""
+    """Name in the legend; the same name has the same colour in all panels."""
     x: tuple[float, ...]
-    """Positions; of bars, the number of the category."""
+    """Positions; for bars, indices of categories."""
     y: tuple[float, ...]
     """Medians."""
     low: tuple[float, ...] = ()
@@ -48,7 +48,7 @@ class PlottedSeries:
     high: tuple[float, ...] = ()
     """Upper ends of the spread."""
     bounds: tuple[float | None, ...] = ()
-    """The least that is possible at each point; () or None for none."""
+    """Lower bound of each point's value; () or None if unknown."""
 
     def __post_init__(self) -> None:
         for name in ("y", "low", "high", "bounds"):
@@ -59,12 +59,12 @@ class PlottedSeries:
     def of(
         cls, name: str, points: Iterable[tuple[float, Timing, float]], scales: Iterable[float] | None = None
     ) -> PlottedSeries:
-        """Return what a method took.
+        """Return the series of a method's times.
 
         Args:
-            name: of the method.
-            points: position, times, and the seconds below which none can go, 0 for none.
-            scales: by which each point's seconds are multiplied; None for milliseconds.
+            name: the method's name.
+            points: position, times and lower bound in seconds of each point; 0 for no bound.
+            scales: factor on the seconds of each point; None for milliseconds.
         """
         found = [(float(x), t, bound, scale) for (x, t, bound), scale in zip(points, scales or itertools.repeat(1e3))]
         return cls(
@@ -78,28 +78,28 @@ class PlottedSeries:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One chart among several."""
+    """One chart of a picture."""
 
     title: str
     x_title: str
-    """With the unit."""
+    """Label of the x axis, with the unit."""
     y_title: str
-    """With the unit."""
+    """Label of the y axis, with the unit."""
     series: tuple[PlottedSeries, ...]
     categories: tuple[str, ...] = ()
-    """Draws bars, grouped under these different names, which may have lines; () draws lines over numbers."""
+    """Names of the groups of a bar chart, all different; they may have several lines. () makes a line chart."""
     x_ticks: tuple[tuple[float, str], ...] = ()
-    """Where the axis of a line chart has marks, and what stands there; () for round numbers."""
+    """Position and label of each tick on the x axis of a line chart; () for round numbers."""
     log_x: bool = False
     log_y: bool = False
-    """Bars always start at zero: leave it off there."""
+    """Logarithmic y axis; not for bars, which start at zero."""
 
     def __post_init__(self) -> None:
         assert not (self.categories and (self.log_x or self.log_y)), "bars have a zero, logarithms have none"
 
 
 def check_picture(path: Path) -> None:
-    """Raise InputError if a file's name does not say how to draw it, before anything is measured."""
+    """Raise InputError if a file's suffix is not one of `SUFFIXES`; called before anything is measured."""
     if path.suffix not in SUFFIXES:
         raise InputError(f"--picture {path}: unknown kind of picture: end its name with {', '.join(SUFFIXES)}")
 
@@ -108,11 +108,11 @@ def write_picture(path: Path, title: str, panels: Sequence[Panel], notes: str = 
     """Draw panels into a file.
 
     Args:
-        path: of the file, .svg, .png or .pdf; its folder is made.
-        title: above all panels.
-        panels: row after row.
-        notes: what a reader must know, below.
-        columns: panels next to each other.
+        path: the .svg, .png or .pdf file to write; its folder is created if missing.
+        title: title above all panels.
+        panels: the panels, row by row.
+        notes: text below the panels, with what a reader must know.
+        columns: number of panels in a row.
 
     Raises:
         InputError: for another suffix, or if the file cannot be written.
@@ -136,7 +136,7 @@ def colours(panels: Sequence[Panel]) -> dict[str, str]:
 
 
 def figure(title: str, panels: Sequence[Panel], notes: str = "", columns: int = 3) -> Figure:
-    """Return the panels as one figure; `write_picture` tells the arguments."""
+    """Return the panels as one figure; the arguments are those of `write_picture`."""
     from matplotlib.figure import Figure
 
     columns = min(columns, max(len(panels), 1))
@@ -161,7 +161,7 @@ def figure(title: str, panels: Sequence[Panel], notes: str = "", columns: int = 
 
 
 def _draw(panel: Panel, on: Axes, of_name: dict[str, str]) -> None:
-    """Draw one panel: medians with their spread, and bounds as short marks."""
+    """Draw one panel: medians with their spread, and bounds as short horizontal marks."""
     width = BAR_SHARE / max(len(panel.series), 1)
     for place, series in enumerate(panel.series):
         colour, name = of_name[series.name], _plain(series.name)
@@ -196,7 +196,7 @@ def _draw(panel: Panel, on: Axes, of_name: dict[str, str]) -> None:
 
 
 def _wrapped(text: str, letters: int) -> str:
-    """Return a label cut at commas into lines of so many letters, where it has commas."""
+    """Break a label at commas into lines of at most `letters` letters, if its parts are that short."""
     lines: list[str] = []
     for part in text.split(", "):
         if lines and len(lines[-1]) + 2 + len(part) <= letters:
@@ -207,5 +207,5 @@ def _wrapped(text: str, letters: int) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text in which nothing is mathematics to matplotlib."""
+    """Escape dollar signs, between which matplotlib would read mathematics."""
     return text.replace("$", r"\$")

@@ -1,9 +1,10 @@
-"""Whether samples that change home change nothing, in every case that has rules of its own, in float64.
+"""Checks in float64 that moving samples to other homes changes no result, in every case that the layer treats
+specially.
 
-Two MoE layers after one another, each with a residual, four ranks on loopback, homes drawn at random before the second. What
-is compared with a dense loop over copies on one process: the output, the gradients of the input, of routers, norms and
-experts. The reference takes the samples of the second layer in the order in which they lie on the mesh, since that is what
-a capacity goes by. An error is relative to the largest expected value.
+Two consecutive MoE layers, each with a residual, on four loopback ranks; before the second layer, samples move to
+random homes. The output and the gradients of the input, routers, norms and experts are compared with a dense loop over
+copies in one process. Since a capacity depends on the order of tokens, the reference takes the samples of the second
+layer in the order in which they lie on the mesh. Errors are relative to the largest expected value.
 
     moesaic bench placement_cases --json benchmarks/results/placement_cases.json
 """
@@ -42,7 +43,7 @@ from moesaic_lab.tables import Column
 
 DIM, HIDDEN, EXPERTS, LENGTH, SAMPLES = 4, 6, 4, 3, 8
 EXACT = 1e-10
-"""Relative error up to which a case is exact."""
+"""Largest relative error of a case that counts as exact."""
 FOUR = Grid(world=4, ep=4, ranks_per_node=2)
 TENSOR = Grid(world=4, tp=2, ep=4, ranks_per_node=2)
 MESHES: dict[str, tuple[Grid, Plan]] = {
@@ -57,24 +58,24 @@ MESHES: dict[str, tuple[Grid, Plan]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementCase:
-    """What may decide whether a residual can travel with results."""
+    """Properties of a layer that may decide whether its residual can travel with the results."""
 
     about: str
-    """In words."""
+    """Description in words."""
     weights: Literal["sum to one", "do not", "sigmoid"] = "sum to one"
-    """Of a token's copies, before any is dropped."""
+    """Normalization of a token's routing weights, before any copy is dropped."""
     top_k: int = 2
     capacity: AbstractCapacity = field(default_factory=Dropless)
     norm: Literal["before", "after", "none"] = "before"
     padding: bool = False
     dropout: float = 0.0
-    """Of the layer's result, before the residual is added: the residual goes on its own then."""
+    """Dropout on the layer's result before the residual is added. With dropout, the residual travels separately."""
     shared: int = 0
     apply_weight: Literal["after", "before"] = "after"
 
     @property
     def router(self) -> Any:
-        """What makes a layer's router."""
+        """Factory of a layer's router."""
         if self.weights == "sigmoid":
             return lambda dim, count: SigmoidTopK(dim, count, normalize=False)
         how: Literal["after", "before"] = "after" if self.weights == "sum to one" else "before"
@@ -118,12 +119,12 @@ class Layers(nn.Module):
             nn.init.normal_(norm.weight)  # type: ignore[arg-type]
 
     def dense(self, x: Tensor, mask: Tensor | None, order: Tensor) -> Tensor:
-        """Return what they compute, by the reference: (samples, length, dim).
+        """Return the reference output, (samples, length, dim).
 
         Args:
-            x: the same.
+            x: the input, (samples, length, dim).
             mask: (samples, length) bool, or None.
-            order: (samples,) int64: how samples lie on the mesh in the second layer.
+            order: (samples,) int64 order of the samples on the mesh in the second layer.
         """
         for number, lie in enumerate((torch.arange(len(x)), order)):
             norm, moe = self.norms[number], self.moes[number]
@@ -135,7 +136,8 @@ class Layers(nn.Module):
         return x
 
     def placed(self, x: Tensor, mask: Tensor | None, relocator: Relocator) -> tuple[Tensor, list[bool]]:
-        """Return the same of this rank's samples, which move meanwhile, and whether residuals travelled with results."""
+        """Return the output for this rank's samples, which move in between, and for each layer whether its residual
+        travelled with the results."""
         trip = relocator.start([Following(moe.router, self.case.top_k) for moe in self.moes], *x.shape[:2])  # type: ignore[arg-type]
         rides = []
         for number, (norm, moe) in enumerate(zip(self.norms, self.moes)):
@@ -155,7 +157,7 @@ class Layers(nn.Module):
 
 
 def run_case(case: PlacementCase, mesh_name: str, seed: int = 0) -> dict[str, Any]:
-    """Return the largest relative error of a case on a mesh, and whether residuals travelled with results."""
+    """Return the largest relative error of a case on a mesh, and whether residuals travelled with the results."""
     grid, plan = MESHES[mesh_name]
     torch.manual_seed(seed)
     layers = Layers(case).double()
@@ -215,7 +217,7 @@ def measure(options: BenchmarkOptions, cases: None, told: Told) -> list[dict[str
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return the share of cases that are exact, and in how many residuals travelled with results."""
+    """Return the share of cases that are exact, and the share in which residuals travelled with the results."""
     exact = sum(row["error"] <= EXACT for row in rows) / len(rows)
     rides = sum(row["rides"] for row in rows) / len(rows)
     return [

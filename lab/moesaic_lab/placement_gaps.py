@@ -1,10 +1,12 @@
-"""How far placements of samples and of experts are from the best there are, by integer programs on small random loads.
+"""Compares placements of samples and of experts with the best possible ones, found by integer programs on small random
+loads.
 
-Samples: 2 or 4 on each of 4 to 8 ranks in nodes of 2 and 4, two experts per rank, 16 copies of each sample, tastes drawn from a
-Dirichlet distribution of 0.3, homes drawn too, two layers; time is that of the slower kind of link. Experts: 12 to 16 on 2 to 4
-places, popularity by powers of 0.3, 0.8 and 1.2 of the rank among experts, 4,096 copies in all; what counts is the rows at the
-busiest place, and moving is free. A gap is the share by which a policy takes longer, or has more rows, than the best. Times
-are of one decision of the two stages for 16 ranks in two nodes, on this processor, beside KM's and PuLP's of NetMoE's Table 4.
+Samples: 2 or 4 on each of 4 to 8 ranks in nodes of 2 and 4, two experts per rank, 16 copies per sample and layer, two
+layers. Each sample's shares of the experts come from a Dirichlet distribution of 0.3, and homes are random; the time is
+that of the slower kind of link. Experts: 12 to 16 on 2 to 4 places, popularity by powers of 0.3, 0.8 and 1.2 of the
+rank among experts, 4,096 copies in all; the measure is the rows at the busiest place, and moving is free. A gap is the
+share by which a policy takes longer, or has more rows, than the best placement. Times are of one two-stage decision for
+16 ranks in two nodes, on this processor, next to those of KM and PuLP in NetMoE's Table 4.
 
     moesaic bench placement_gaps --json benchmarks/results/placement_gaps.json
 """
@@ -27,32 +29,32 @@ from moesaic_lab.exact_placements import assign_by_program, best_experts, best_s
 from moesaic_lab.tables import Column, percent
 
 NODES = ((2, 2), (3, 2), (2, 4), (4, 2))
-"""Nodes, and ranks of each."""
+"""Numbers of nodes, and ranks per node."""
 ALL_TO_ALLS = {"8 times faster inside": (1.0, 8.0), "alike": (1.0, 1.0), "8 times slower inside": (8.0, 1.0)}
-"""Seconds of a row inside nodes and between them, up to a common factor."""
+"""Time per row inside nodes and between them, up to a common factor."""
 PLACES = ((2, 12), (2, 16), (3, 12), (3, 15), (4, 12), (4, 16))
-"""Places of ep, one rank each, and experts."""
+"""Places of ep, with one rank each, and numbers of experts."""
 SKEWS = (0.3, 0.8, 1.2)
 SOLVERS = {"seats (Kuhn-Munkres)": by_seats, "flow": by_flow, "integer program (HiGHS)": assign_by_program}
 TABLE_4 = {2: (0.08, 42.8), 4: (0.48, 50.1), 8: (1.48, 72.9), 16: (10.82, 143.7), 24: (None, None)}
-"""Samples per rank, and the milliseconds that NetMoE prints for KM and PuLP; None for what is kept back."""
+"""By samples per rank: the milliseconds that NetMoE prints for KM and PuLP; None if the values are held out."""
 Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementGapsOptions(BenchmarkOptions):
-    """How much to draw."""
+    """Command-line options."""
 
     samples: int = 4
-    """Loads per number of nodes and samples."""
+    """Random loads per number of nodes and samples."""
     experts: int = 10
-    """Loads per number of places and skew."""
+    """Random loads per number of places and skew."""
     repeats: int = 5
-    """Decisions per solver and size, of which the fastest counts."""
+    """Timed decisions per solver and size; the fastest counts."""
 
 
 def of_samples(draws: int) -> Rows:
-    """Return the gaps of the policies for samples, by what links are like."""
+    """Return the gaps of the sample-placement policies, for each ratio of link speeds."""
     loads = [
         sample_load(nodes, per_node, slots, seed) for nodes, per_node in NODES for slots in (2, 4) for seed in range(draws)
     ]  # fmt: skip
@@ -74,7 +76,7 @@ def of_samples(draws: int) -> Rows:
 
 
 def sample_load(nodes: int, per_node: int, slots: int, seed: int) -> SampleLoad:
-    """Return a load that is skewed within samples, the samples anywhere."""
+    """Return a load in which each sample prefers few experts, with random homes of the samples."""
     world = nodes * per_node
     random, num_experts = np.random.default_rng((seed, nodes, per_node, slots)), 2 * world
     homes = Homes.of_ranks(random.permutation(np.arange(world * slots) // slots), world)
@@ -84,7 +86,7 @@ def sample_load(nodes: int, per_node: int, slots: int, seed: int) -> SampleLoad:
 
 
 def of_solvers(repeats: int) -> Rows:
-    """Return how long a decision of the two stages takes by each way to solve its assignments, least of some repeats."""
+    """Return the fastest of `repeats` two-stage decisions, for each solver of the assignments."""
     rows = Rows()
     for slots, (km, pulp) in TABLE_4.items():
         load = sample_load(2, 8, slots, 0)
@@ -104,7 +106,7 @@ def of_solvers(repeats: int) -> Rows:
 
 
 def of_experts(draws: int) -> Rows:
-    """Return the gaps of the policies for experts."""
+    """Return the gaps of the expert-placement policies."""
     loads = [expert_load(*place, skew, seed) for place in PLACES for skew in SKEWS for seed in range(draws)]
     best = [load.busiest(best_experts(load)) for load in loads]
     found = {
@@ -116,7 +118,7 @@ def of_experts(draws: int) -> Rows:
 
 
 def expert_load(ep: int, num_experts: int, skew: float, seed: int) -> ExpertLoad:
-    """Return a load in which experts differ in popularity, and ranks somewhat in taste."""
+    """Return a load in which experts differ in popularity, and ranks slightly in their preferences."""
     random = np.random.default_rng((seed, ep, num_experts, round(10 * skew)))
     popular = random.permutation(np.arange(1, num_experts + 1) ** -skew)
     tastes = random.dirichlet(20 * popular / popular.mean(), size=ep)
@@ -128,7 +130,12 @@ def expert_load(ep: int, num_experts: int, skew: float, seed: int) -> ExpertLoad
 
 
 def summary(found: list[float], best: list[float]) -> dict[str, float]:
-    """Return the gaps of a policy's loads to the best."""
+    """Return statistics of a policy's gaps.
+
+    Args:
+        found: the policy's time or load, for each case.
+        best: the least possible one.
+    """
     gaps = np.array(found) / np.array(best) - 1
     return {
         "cases": len(gaps), "gap_mean": float(gaps.mean()), "gap_median": float(np.median(gaps)),
@@ -137,7 +144,7 @@ def summary(found: list[float], best: list[float]) -> dict[str, float]:
 
 
 def claims(rows: Rows) -> list[Claim]:
-    """Return the figures that documentation quotes."""
+    """Return the figures that the documentation quotes."""
 
     def figure(name: str, key: str, **wanted: str) -> Claim:
         return claimed(f"placement_gaps.{name}", lambda: max(figures(rows, key, **wanted)), None, unit="share")
@@ -163,7 +170,7 @@ COLUMNS = (
 
 
 def measure(options: PlacementGapsOptions, cases: None, told: Told) -> Rows:
-    """Draw loads, place, and solve for the best."""
+    """Draw loads, apply the policies, and solve for the best placements."""
     told("samples")
     rows = of_samples(options.samples)
     told("experts")

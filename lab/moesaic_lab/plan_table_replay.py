@@ -1,8 +1,8 @@
-"""What a load prediction that is wrong by 2x costs the plan table: recorded counts, replayed through the simulator.
+"""The cost of load predictions that are wrong by a factor of 2 for the plan table, with recorded counts in simulation.
 
-Every step of a recorded run is simulated under each candidate plan with the counts that it really had. The best static plan is
-the one with the least sum, known only afterwards. The table chooses before each step by the load of the step before, times an
-error; it then learns the load that the step really had, and the simulated time of the plan that it chose, of no other.
+Every step of a recorded run is simulated under each candidate plan with its true counts. The best static plan is the one with
+the least total time, which is known only afterwards. Before each step, the table chooses by the preceding step's load times
+an error. Afterwards it learns the step's true load, and the simulated time of the chosen plan only.
 
     moesaic bench plan_table --json benchmarks/results/plan_table.json
 
@@ -39,34 +39,35 @@ from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told
 from moesaic_lab.claims import Claim
 
 ERRORS: dict[str, tuple[float, ...]] = {"half": (0.5,), "right": (1.0,), "twice": (2.0,), "half or twice": (0.5, 2.0)}
-"""The load that the table is told, over that of the step before: always, or one of several, drawn for each step."""
+"""Predicted load, relative to that of the preceding step: one factor, or several that are drawn at random per step."""
 CANDIDATES = 6
 PASSES = 5
-"""How often the trace is gone through, the table going on: runs are longer than the trace, and trials come early."""
+"""How often the trace is replayed while the table keeps its state. Real runs are longer than the trace, and trials come
+early."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanTableOptions(BenchmarkOptions):
-    """What to replay."""
+    """Command-line options."""
 
     trace: str = "benchmarks/traces/gpt-tiny-unbalanced"
     """A routing trace with counts."""
     every: int = 1
-    """Replay each how-many-th step."""
+    """Replay every n-th step of the trace only."""
     layer: int = 1
-    """The MoE layer whose counts are taken."""
+    """MoE layer of the trace to replay."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayPlace:
-    """A mesh on a cluster, and how many tokens a group has."""
+    """A mesh on a cluster, with the number of sequences per data-parallel group."""
 
     cluster: str
     nodes: int
     ep: int
     etp: int
     sequences: int
-    """Per data-parallel group."""
+    """Sequences per data-parallel group."""
 
 
 PLACES = (
@@ -76,7 +77,7 @@ PLACES = (
 
 
 def job_for(place: ReplayPlace, trace: Trace, world: int) -> Job:
-    """Return a model with the trace's experts, of a size that keeps such a machine busy."""
+    """Return a job whose model has the trace's experts, and is large enough to keep such a machine busy."""
     shape = trace.shape
     moe = MoEShape(num_experts=shape.num_experts, top_k=shape.top_k, hidden=2816)
     return Job(
@@ -86,7 +87,8 @@ def job_for(place: ReplayPlace, trace: Trace, world: int) -> Job:
 
 
 def replay(place: ReplayPlace, trace: Trace, layer: int, every: int) -> list[dict[str, Any]]:
-    """Return a row for each error of the load: the table's time over that of the best static plan, and over others."""
+    """Return a row for each error of the predicted load, with the table's time over that of the best static plan and of
+    others."""
     cluster = read_cluster(place.cluster, nodes=place.nodes)
     grid = Grid(world=cluster.world, ep=place.ep, etp=place.etp, ranks_per_node=cluster.devices_per_node)
     job = job_for(place, trace, grid.world)
@@ -139,7 +141,7 @@ def run_table(
     loads: Sequence[float],
     job: Job,
 ) -> tuple[float, PlanTable]:
-    """Return the seconds that the table took in all, and the table."""
+    """Run the plan table over all steps; return its total seconds, and the table."""
     even = job.batch_size * job.model.seq_len * job.model.moe.top_k / job.model.moe.num_experts
     table = PlanTable(plans, predictor, replace(TableSettings(), rows_per_bucket=even / 4))
     total = 0.0
@@ -157,7 +159,7 @@ def measure(options: PlanTableOptions, cases: None, told: Told) -> list[dict[str
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return the table's time under a wrong load over that of the best static plan, worst case."""
+    """Return the table's time with wrong predictions over that of the best static plan, for the worst case."""
     worst = max(row["over_best_static"] for row in rows if row["error"] != "right")
     return [Claim(name="model.wrong_load_over_best_static", value=worst, unit="1", target=1.0, op="<=")]
 

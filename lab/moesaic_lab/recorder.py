@@ -1,4 +1,4 @@
-"""Transports around another one, and one that writes down what crosses it: for tests of volumes, for benchmarks."""
+"""Wrappers of a transport, among them one that records all messages, for benchmarks and tests of message volumes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moesaic.comm.transport import AbstractTransport, Handle, Transfer
 
 @dataclass(frozen=True)
 class RecordedMessage:
-    """One message."""
+    """One message that a rank sent."""
 
     tag: int
     source: int
@@ -19,19 +19,19 @@ class RecordedMessage:
 
 @dataclass
 class Range:
-    """Consecutive tags that were taken at once: those of a program's tasks."""
+    """Consecutive tags that were taken together, for the tasks of one program."""
 
     first: int
     length: int
     messages: list[RecordedMessage] = field(default_factory=list)
-    """Messages with a tag of the range, with the tag counted from its first."""
+    """Messages with a tag of this range; their tags are relative to `first`."""
 
 
 class AbstractPassing(AbstractTransport):
-    """Passes everything on to a transport: a base of those that only look, or begin something around it.
+    """Base of transports that forward everything to another transport and observe or extend it.
 
     Args:
-        transport: the one that moves the bytes.
+        transport: the transport that moves the bytes.
     """
 
     def __init__(self, transport: AbstractTransport) -> None:
@@ -39,29 +39,29 @@ class AbstractPassing(AbstractTransport):
         self._transport = transport
 
     def issue(self, transfer: Transfer) -> Handle:
-        """Start a transfer."""
+        """Start a transfer on the wrapped transport."""
         return self._transport.issue(transfer)
 
     def wait(self, handle: Handle) -> None:
-        """Wait for a transfer."""
+        """Wait for a transfer of the wrapped transport."""
         self._transport.wait(handle)
 
     def take_tags(self, num_tags: int) -> int:
-        """Take tags of the transport."""
+        """Take tags from the wrapped transport."""
         return self._transport.take_tags(num_tags)
 
 
 class Recorder(AbstractPassing):
-    """Keeps a list of this rank's messages.
+    """Records the messages that this rank sends.
 
     Args:
-        transport: the one that moves the bytes.
+        transport: the transport that moves the bytes.
     """
 
     def __init__(self, transport: AbstractTransport) -> None:
         super().__init__(transport)
         self.ranges: list[Range] = []
-        """In the order in which tags were taken."""
+        """Ranges of tags with their messages, in the order in which the tags were taken."""
 
     def issue(self, transfer: Transfer) -> Handle:
         held = next(r for r in reversed(self.ranges) if r.first <= transfer.tag < r.first + r.length)

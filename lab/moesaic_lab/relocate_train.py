@@ -1,9 +1,10 @@
-"""The demo's model under every answer to skewed routing that training has: what a step takes, and the same losses.
+"""Trains the demo's model under every method for skewed routing: times the steps, and checks that the losses agree.
 
-Four ranks in two nodes, 16 of the 64 experts on each, real routing of a model that was trained before on the standard
-library, real products on shared cores. Steps (forward, backward, optimizer, experts that move) are timed on an emulated
-cluster, all methods in turn on the same batches and weights, eight sequences of 128 per rank. The curves are of moesaic train
-from the start on four Gloo processes, eight sequences in all, in which the routing of the run without moves is replayed.
+Four ranks in two nodes, with 16 of the 64 experts on each; routing of a model pretrained on the Python standard
+library, and real matrix products on shared cores. Steps (forward, backward, optimizer, moves of experts) are timed on
+an emulated cluster, all methods in turn on the same batches and weights, with eight sequences of 128 per rank. The loss
+curves are of `moesaic train` from scratch on four Gloo processes with eight sequences in all; each run replays the
+routing of the plain run.
 
     moesaic bench relocate_train --json benchmarks/results/relocate_train.json
 """
@@ -63,33 +64,35 @@ METHODS: dict[str, dict[str, Any]] = {
     "arbiter": ARBITER,
     "all": SAMPLES | EXPERTS | ARBITER,
 }
-"""Fields of `balance` beside the plain configuration; where rates are asked for they are those of the emulated cluster."""
+"""Fields of `balance` that each method adds to the plain configuration. Policies that need rates get those of the
+emulated cluster."""
 ALWAYS = "samples, always"
-"""Is asked in every pass and moves for the least gain, as published."""
+"""The method that decides in every pass and moves for the least gain, as published."""
 HOUR = 3600.0
 Part = Literal["train", "curves", "time"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RelocateTrainOptions(KeptOptions):
-    """What to run."""
+    """Command-line options."""
 
     trained: int = 240
-    """Steps of one process before steps are timed."""
+    """Steps of pretraining, in one process."""
     steps: int = 40
-    """Of the curves that are compared."""
+    """Steps of the loss curves that are compared."""
     repeats: int = 8
-    """Steps that are timed by each method."""
+    """Timed steps of each method."""
     sequences: int = 8
-    """Of each rank in timed steps."""
+    """Sequences per rank in timed steps."""
     methods: tuple[str, ...] = tuple(METHODS)
-    """Which; plain is among them."""
+    """Methods to run; they must include plain."""
     parts: tuple[Part, ...] = ("train", "curves", "time")
-    """Which parts; what the folder has already is not run again."""
+    """Parts to run. Parts that the folder of --keep already has are not run again."""
 
 
 def configuration(steps: int, batch_size: int, changes: dict[str, Any] | None = None) -> TrainConfig:
-    """Return the demo's configuration with shorter sequences, on four ranks in two nodes, changed by tables."""
+    """Return the demo's configuration with sequences of 128, on four ranks in two nodes, with the tables of `changes`
+    applied."""
     plain = demo()
     config = replace(
         plain, steps=steps, batch_size=batch_size, precision="float32", device="cpu:1", trackers=(),
@@ -100,7 +103,7 @@ def configuration(steps: int, batch_size: int, changes: dict[str, Any] | None = 
 
 
 def pretrain(weights: Path, steps: int) -> None:
-    """Train in one process and keep the weights."""
+    """Train in one process, and save the weights."""
     with tempfile.TemporaryDirectory() as out:
         config = replace(configuration(steps, 8), out=out, mesh=MeshConfig())
         train_quietly(config)
@@ -108,7 +111,7 @@ def pretrain(weights: Path, steps: int) -> None:
 
 
 def timed(weights: Path, options: RelocateTrainOptions) -> list[dict[str, Any]]:
-    """Return what steps take on the emulated cluster."""
+    """Return the rows with step times on the emulated cluster."""
     steps, batch_size = options.repeats + 1, 4 * options.sequences
     configs = {name: configuration(steps, batch_size, {"balance": METHODS[name]}) for name in options.methods}
     placers = {ALWAYS: TwoStage(least_gain=0.0, rest=0)}
@@ -138,12 +141,12 @@ def timed(weights: Path, options: RelocateTrainOptions) -> list[dict[str, Any]]:
 
 
 def compared(options: RelocateTrainOptions) -> list[dict[str, Any]]:
-    """Return how far losses under replayed routing are from those without moves."""
+    """Return the rows with the differences between losses under replayed routing and those of the plain run."""
     with tempfile.TemporaryDirectory() as folder:
         runs: dict[str, TrainConfig] = {}
         for name in options.methods:
             if name == ALWAYS:
-                continue  # no option of a run
+                continue  # its placer cannot be configured in a training run
             out = str(Path(folder) / name.replace(", ", "-").replace(" ", "-"))
             told: dict[str, Any] = {"routing": (f"replay:{runs['plain'].out}" if runs else "record:tokens",)}
             runs[name] = replace(configuration(options.steps, 8, {"balance": METHODS[name]} | told), out=out)
@@ -171,54 +174,54 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class StepMethod:
-    """One answer to skewed routing."""
+    """A training configuration for one method."""
 
     config: TrainConfig
-    """Its plan, what it places, its mesh and model."""
+    """The plan, the placement policies, the mesh and the model."""
     placer: AbstractPlacer | None = None
-    """Of samples, in place of the one that the configuration names; None for that one."""
+    """Sample-placement policy that replaces the configured one; None to keep that one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepJob:
-    """What is trained."""
+    """Methods and batches of the timed steps."""
 
     methods: Mapping[str, StepMethod]
-    """By name; of one model on one mesh."""
+    """Methods by name; all have the same model and mesh."""
     vocab: int
     batches: list[Batch]
-    """One per step."""
+    """One batch per step."""
     weights: str | None = None
-    """File of a state dict to begin with; None draws them from the seed."""
+    """File of the initial state dict; None initialises weights from the seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFound:
-    """What steps by one method were like."""
+    """Measurements of the steps of one method."""
 
     seconds: tuple[float, ...]
-    """Per step, over all ranks."""
+    """Time of each step, over all ranks."""
     inter_bytes: int
-    """That the MoE layers sent between nodes in the first of them, forward and backward, all ranks; weights that are
-    replicated too, experts that change their place not."""
+    """Bytes that the MoE layers of all ranks sent between nodes in the first step, forward and backward. Replicated
+    weights are included, moves of experts are not."""
     decided_saved: float
-    """Share of the rows between nodes that moves of samples saved, as predicted when they were decided."""
+    """Share of the rows between nodes that moving samples saves, as predicted by the decisions."""
     moved_nodes: float
-    """Share of the samples that changed node after a layer that decides."""
+    """Share of the samples that changed their node after a layer that decides."""
     moved_ranks: float
-    """The same of ranks."""
+    """Share of the samples that changed their rank after a layer that decides."""
     predicted_right: float
-    """Share of the copies whose expert was predicted, as counts per sample tell."""
+    """Share of the copies whose expert was predicted correctly, compared as counts per sample."""
     locality: float
-    """Of the routing, mean over the layers, as `cost.trace_load.locality`."""
+    """Mean locality of the layers' routing, as `cost.trace_load.locality` defines it."""
     experts_moved: int
-    """In all steps."""
+    """Experts moved in all steps."""
     options: dict[str, int]
-    """What the arbiter chose, over all layers and steps."""
+    """How often the arbiter chose each option, over all layers and steps."""
 
 
 class Training:
-    """A model on a mesh under one method, with its optimizer; the optimizer takes steps that change no bit."""
+    """A model on a mesh under one method, with an optimizer whose steps change no bit of the weights."""
 
     def __init__(self, job: StepJob, name: str, mesh: Mesh) -> None:
         method = job.methods[name]
@@ -232,7 +235,7 @@ class Training:
         self.relocator = self.model.relocator if isinstance(self.model, MovingGPT) else None
         if method.placer is not None and self.relocator is not None:
             self.relocator.placer = method.placer
-        tiny = 1e-30  # a rate of 0 is refused; this one changes no bit
+        tiny = 1e-30  # the optimizer refuses 0, and this rate changes no bit
         self._optimizer = make_optimizer(self.model, replace(config.optimizer, lr=tiny), torch.device("cpu"))
         self.layers = [module for module in self.model.modules() if isinstance(module, MoE)]
         self.experts_moved = 0
@@ -245,7 +248,7 @@ class Training:
             )
 
     def step(self, batch: Batch) -> float:
-        """Take a step; returns the loss of this rank's own samples."""
+        """Run a training step; return the loss of this rank's own samples."""
         place, groups = self.mesh.grid.coordinate(self.mesh.rank, "dp"), self.mesh.grid.dp
         tokens, targets = (part.chunk(groups)[place] for part in batch)
         loss = self.model(tokens, targets).loss
@@ -259,7 +262,7 @@ class Training:
         return float(loss.detach())
 
     def options(self) -> dict[str, int]:
-        """Return what the arbiters chose since the last call, by option."""
+        """Return how often the arbiters chose each option since the last call."""
         found: dict[str, int] = {}
         for layer in self.layers:
             for verdict in decisions_of(None if layer.on_mesh is None else layer.on_mesh.calls):
@@ -268,7 +271,7 @@ class Training:
 
 
 def step_times(job: StepJob) -> dict[str, StepFound]:
-    """Time steps by all methods in turn, each on the same batches and weights; all ranks return the same."""
+    """Time steps of all methods in turn, on the same batches and weights. All ranks return the same results."""
     hold_still(dist.get_rank())
     plain = mesh_of(next(iter(job.methods.values())).config)
     recorder = Recorder(plain.transport)
@@ -297,10 +300,10 @@ def step_times(job: StepJob) -> dict[str, StepFound]:
 
 
 def _of_trip(training: Training) -> dict[str, float]:
-    """Return what the last forward pass decided about samples."""
+    """Return figures about the sample moves of the last forward pass; zeros if no complete set of decisions exists."""
     trip = None if training.relocator is None else training.relocator.trip
     counted = [] if trip is None else [move.copies is not None for move in trip.moves]
-    if trip is None or not all(counted):  # where a policy rests, or an arbiter left samples in place
+    if trip is None or not all(counted):  # a policy pauses, or an arbiter left samples in place
         return dict.fromkeys(("decided_saved", "moved_nodes", "moved_ranks", "predicted_right", "locality"), 0.0)
     moves, mesh, top_k = trip.moves, training.mesh, training.layers[0].top_k
     node = np.array([mesh.grid.node_of(rank) for rank in range(mesh.grid.world)])
@@ -323,14 +326,14 @@ def _of_trip(training: Training) -> dict[str, float]:
 
 
 def _across(recorder: Recorder, mesh: Mesh) -> int:
-    """Return the bytes that all ranks' layers sent between nodes."""
+    """Return the bytes that all ranks sent between nodes."""
     total = torch.tensor(crossing(sent(recorder), mesh.grid.node_of)[0])
     dist.all_reduce(total)
     return int(total)
 
 
 def mesh_of(config: TrainConfig) -> Mesh:
-    """Return the mesh of a configuration over all processes."""
+    """Return the mesh of a configuration, over all processes."""
     asked = config.mesh
     return Mesh.create(
         ep=asked.ep, etp=asked.etp, innermost=asked.innermost, ranks_per_node=asked.ranks_per_node, transport="sockets"
@@ -338,7 +341,7 @@ def mesh_of(config: TrainConfig) -> Mesh:
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return the figures that documentation quotes: of NetMoE's samples, of all answers at once, and of the worst."""
+    """Return the figures that the documentation quotes."""
 
     def figure(name: str, key: str, unit: str, target: float | None, **wanted: str) -> Claim:
         return claimed(f"relocate_train.{name}", lambda: max(figures(rows, key, **wanted)), target, unit=unit)

@@ -1,4 +1,4 @@
-"""Write the tables of docs/reproduce.md from the result of `moesaic reproduce all --json`, so that no figure is typed by hand.
+"""Write the tables of docs/reproduce.md from the result of `moesaic reproduce all --json`: no figure is typed by hand.
 
 moesaic reproduce all --json benchmarks/results/reproduce.json --picture docs/images/reproduce.svg
 python -m moesaic_lab.reproduce_page benchmarks/results/reproduce.json
@@ -18,14 +18,14 @@ MARKS = ("<!-- tables: moesaic_lab/reproduce_page.py -->", "<!-- end of tables -
 
 
 def main() -> int:
-    """Write the tables; returns the exit code."""
+    """Write the tables and return the exit code."""
     result = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     write_page(PAGE, tables(result), MARKS)
     return 0
 
 
 def tables(result: dict[str, Any]) -> str:
-    """Return claims, and for each paper its rows, findings and constants."""
+    """Return a table of claims and, for each paper, its rows, findings and constants."""
     claims = [["claim", "value", "target", "holds"]]
     for claim in result["claims"]:
         holds = {True: "yes", False: "**no**", None: ""}[claim["holds"]]
@@ -50,7 +50,7 @@ def tables(result: dict[str, Any]) -> str:
 
 
 def rows_table(paper: str, rows: list[dict[str, Any]], role: str) -> str:
-    """Return the rows of one role, folded unless they are the evidence."""
+    """Return a folded table of a paper's rows that have one role ("validation", "fit", "kept back"); "" if none has."""
     lines = [[role, "published", "simulated", "unit", "off by"]]
     for row in rows:
         if row["role"] != role:

@@ -1,7 +1,7 @@
 """The demo model trained 50 steps on 1, 2, 4 and 8 Gloo processes under eight plans: is it the same loss curve?
 
-In float64 the curves are compared as they are. In float32 a rounding difference can move a token to another expert, after
-which curves part for good; so there every run replays the experts that the first run chose.
+In float64 each run chooses experts itself. In float32 a rounding difference can move a token to another expert, after which
+the curves differ for good; so in float32 every run replays the experts that the first run chose.
 
     moesaic bench same_curves --json benchmarks/results/same_curves.json
 """
@@ -37,18 +37,18 @@ RUNS: tuple[tuple[int, MeshConfig, StaticPlan], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class SameCurvesOptions(BenchmarkOptions):
-    """What to run."""
+    """Length and precision of the runs."""
 
     steps: int = 50
     """Optimizer steps of each run."""
     precisions: tuple[Literal["float64", "float32"], ...] = ("float64", "float32")
-    """Of training."""
+    """Precisions to train in."""
 
 
 def configuration(
     out: Path, precision: Literal["float64", "float32"], steps: int, mesh: MeshConfig, plan: StaticPlan
 ) -> TrainConfig:
-    """Return the demo's configuration, cut to so many steps, every step logged."""
+    """Return the demo's configuration for `steps` steps, with every step logged."""
     return replace(
         demo(), out=str(out), steps=steps, precision=precision, log_every=1, evaluate=(steps, 8), save=str(10 * steps),
         trackers=(), device="cpu:1", mesh=mesh, plan=plan,
@@ -59,7 +59,7 @@ def row(
     precision: str, run: tuple[int, MeshConfig, StaticPlan], found: Sequence[dict[str, Any]], first: Sequence[dict[str, Any]],
     seconds: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return a line of the table."""
+    """Return the row of a run, with its largest differences from the first run."""
     world, mesh, plan = run
 
     def apart(key: str) -> float:
@@ -73,7 +73,7 @@ def row(
 
 
 def measure(options: SameCurvesOptions, cases: None, told: Told) -> list[dict[str, Any]]:
-    """Train on every mesh."""
+    """Train with every mesh and plan, in every precision."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for precision in options.precisions:
@@ -92,7 +92,7 @@ def measure(options: SameCurvesOptions, cases: None, told: Told) -> list[dict[st
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return the largest difference in each precision, and how many steps it was looked for in."""
+    """Return the claims: the largest difference in each precision, and the number of compared steps."""
     made = []
     for precision in dict.fromkeys(row["precision"] for row in rows):
         worst = max(max(r["loss_difference"], r["grad_norm_difference"]) for r in rows if r["precision"] == precision)
@@ -102,7 +102,7 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 
 BENCHMARK = Benchmark(
-    name="same_curves", description="Train the same on every mesh and plan.", options=SameCurvesOptions,
+    name="same_curves", description="Train the same model on every mesh and plan.", options=SameCurvesOptions,
     notes=(__doc__ or "").splitlines()[0], measure=measure, claims=claims,
     columns=(Shown(title="largest difference to one process over all steps"),),
 )  # fmt: skip

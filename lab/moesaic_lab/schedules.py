@@ -1,8 +1,8 @@
-"""What every schedule and all-to-all sends, counted on the wire and held against the closed formulas of the papers.
+"""Bytes that every schedule and all-to-all sends, counted on the wire and compared with the papers' closed formulas.
 
-A layer under even routing runs forward and backward on eight loopback ranks (two nodes of four) and on four Gloo processes
-(two nodes of two). A recorder under the layer counts the bytes of every message by link; the formulas are written out
-below, per movement of rows, and share no code with the programs.
+A layer under even routing runs forward and backward on eight loopback ranks (two nodes of four) and on four Gloo
+processes (two nodes of two). A recorder on the layer's transport counts the bytes of every message by link. The
+formulas are written out below, for each movement of rows, and share no code with the programs.
 
     moesaic bench schedules --json benchmarks/results/schedules.json
 """
@@ -39,7 +39,7 @@ from moesaic_lab.tables import Column, byte_size
 
 DIM, HIDDEN, EXPERTS, TOP_K, TOKENS = 16, 16, 8, 2, 128
 ELEMENT = 8
-"""Bytes: the layers run in float64."""
+"""Bytes per element: the layers run in float64."""
 GRIDS = {
     "loopback": Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4),
     "gloo": Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2),
@@ -47,17 +47,17 @@ GRIDS = {
 
 
 class EvenRouter(Hash):
-    """Sends a token's copies to TOP_K neighbouring experts, each expert equally many of every rank's tokens."""
+    """Sends a token's copies to TOP_K neighbouring experts; each expert gets equally many tokens from every rank."""
 
     def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
-        """Choose by position."""
+        """Choose experts by the token's position."""
         token = torch.arange(len(scores.logits)).repeat_interleave(top_k)
         slot = torch.arange(top_k).repeat(len(scores.logits))
         return Choice(token, (token * top_k + slot) % self.num_experts, slot, None, top_k)
 
 
 Counted = dict[str, tuple[int, int]]
-"""Direction and slot of a movement -> bytes (inside nodes, across nodes), over all ranks."""
+"""Maps direction and slot of a movement to (bytes inside nodes, bytes across nodes), over all ranks."""
 
 
 def run_rank(grid: Grid, plan: Plan, transport: AbstractTransport) -> Counted:
@@ -97,19 +97,19 @@ def run_rank(grid: Grid, plan: Plan, transport: AbstractTransport) -> Counted:
 
 
 def small_bytes(task: Task, program: Program, sizes: CallSizes, sent: RecordedMessage) -> int:
-    """Return the bytes of routing weights, or of indices, in a message."""
+    """Return a message's bytes of routing weights or indices."""
     slots = {slot.name: slot for slot in program.slots}
     pair, each = (sent.source, sent.target), ELEMENT if slots[task.reads[0]].kind is Kind.LANE else INDEX_BYTES
     return sum(each * rows for source, target, rows in messages_of(task, slots, sizes) if (source, target) == pair)
 
 
 def on_loopback(grid: Grid, plan: Plan) -> Counted:
-    """Run all ranks in this process."""
+    """Run all ranks in this process, and return their total bytes."""
     return total(run_ranks(grid.world, lambda transport: run_rank(grid, plan, transport)))
 
 
 def on_gloo(grid: Grid, plans: list[Plan]) -> list[Counted]:
-    """Run every rank as a process."""
+    """Run each rank as a process, and return the total bytes of every plan."""
     per_rank = on_ranks(grid.world, _run_plans, grid, plans)
     return [total([found[number] for found in per_rank]) for number in range(len(plans))]
 
@@ -120,16 +120,17 @@ def _run_plans(grid: Grid, plans: list[Plan]) -> list[Counted]:
 
 
 def total(per_rank: list[Counted]) -> Counted:
-    """Add up what the ranks sent."""
+    """Return the sum of the ranks' bytes."""
     keys = sorted({key for counted in per_rank for key in counted})
     return {key: tuple(sum(c.get(key, (0, 0))[i] for c in per_rank) for i in (0, 1)) for key in keys}  # type: ignore[misc]
 
 
 def formulas(grid: Grid, plan: Plan) -> Counted | None:
-    """Return the forward bytes of every movement of rows by the formulas of the papers, over all ranks; None without any.
+    """Return the forward bytes of every movement of rows by the papers' formulas, over all ranks; None if there is no
+    formula.
 
-    n copies and T tokens of a tensor group, m = tp, p = ep, s = etp, L indices of ep on a node; per rank, an all-to-all
-    over ep sends 1 / p of its rows to each index, of which L - 1 others are on the node and p - L on others.
+    n copies and T tokens of a tensor-parallel group, m = tp, p = ep, s = etp, L indices of ep on a node. Per rank, an
+    all-to-all over ep sends 1 / p of its rows to each index, of which L - 1 others are on the node and p - L elsewhere.
     """
     n, m, p, s = TOKENS * TOP_K, grid.tp, grid.ep, grid.etp
     local = (grid.ranks_per_node or grid.world) // s
@@ -138,10 +139,10 @@ def formulas(grid: Grid, plan: Plan) -> Counted | None:
     over_ep = (n / m * inside, n / m * across)
     gather = {"y": ((m - 1) * TOKENS / m, 0)} if plan.schedule == "s1" else {"z_full": ((m - 1) * n / m, 0)}
     rows: dict[str, tuple[float, float]] = {}
-    if plan.gather_weights == 0:  # every rank gathers all but its own share of all weights: 3 matrices of HIDDEN x DIM
+    if plan.gather_weights == 0:  # every rank gathers all weights except its own share: 3 matrices of HIDDEN x DIM
         shard = 3 * EXPERTS * HIDDEN / (p * s)
         rows = {"w_full": (shard * (local * s - 1), shard * (p - local) * s), **gather}
-    elif plan.gather_weights == 1:  # a token visits one shard's rank, neighbours gather the etp shards
+    elif plan.gather_weights == 1:  # a token visits one rank of an expert, and the ranks of etp gather the shards
         rows = {"h": over_ep, "z": over_ep, "w_full": (3 * EXPERTS * HIDDEN / (p * s) * (s - 1), 0), **gather}
     elif plan.crossing is Crossing.MULTICAST:
         rows = multicast_formulas(grid, plan, local)
@@ -163,11 +164,11 @@ def formulas(grid: Grid, plan: Plan) -> Counted | None:
 
 
 def hops(plan: Plan, grid: Grid, direct: tuple[float, float]) -> tuple[float, float]:
-    """Return rows per rank (inside, across) of an all-to-all algorithm that carries what `direct` sends straight.
+    """Return rows per rank (inside, across) for the plan's all-to-all, where a direct exchange sends `direct`.
 
-    2DH, with g ranks of the group on a node: what crosses goes inside the node first unless the sender has the target's
-    place already, 1 - 1 / g of it. One rank per node (1DH): it goes to the leader and from a leader, 1 - 1 / g each. Others
-    have no formula here: the mean number of legs of their paths.
+    2DH, with g ranks of the group on a node: rows that cross first move inside the node, unless the sender already has
+    the target's place; that is 1 - 1 / g of them. One rank per node (1DH): rows go to the leader and from a leader, 1 -
+    1 / g each. For other algorithms, which have no formula here, the mean number of legs of their paths is used.
     """
     inside, across = direct
     over_etp = SCHEDULES[plan.schedule](False).delivers_at_once
@@ -185,7 +186,7 @@ def hops(plan: Plan, grid: Grid, direct: tuple[float, float]) -> tuple[float, fl
 
 
 def mean_legs(grid: Grid, link: str, group: tuple[Axis, ...]) -> list[tuple[float, float]]:
-    """Return the legs (inside, across nodes) of a packet that stays on its node, and of one that crosses, on average."""
+    """Return the mean legs (inside, across nodes) of a packet that stays on its node, and of one that crosses nodes."""
     found: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
     for ranks in {grid.group(rank, group) for rank in range(grid.world)}:
         places = NodeMap(grid, ranks)
@@ -202,11 +203,12 @@ def mean_legs(grid: Grid, link: str, group: tuple[Axis, ...]) -> list[tuple[floa
 
 
 def multicast_formulas(grid: Grid, plan: Plan, local: int) -> dict[str, tuple[float, float]]:
-    """Return rows per rank of the multicast: a token crosses once per node, and goes once to every shard there.
+    """Return the multicast's rows per rank: a token crosses once per node, then goes once to every shard on that node.
 
-    TOP_K neighbouring experts; under S1 a rank's tokens are T / m, each with both copies at one place of ep unless they
-    straddle two; EXPERTS / p experts per place divide by TOP_K, so every token stops at one place. Under S2 a rank holds
-    every m-th part of each expert's run, so a token's two copies are the same rank's.
+    A token's copies go to TOP_K neighbouring experts. Under S1 a rank has T / m tokens. Both copies of a token are at
+    one place of ep unless they straddle two. Since TOP_K divides the EXPERTS / p experts of a place, every token stops
+    at one place. Under S2 a rank holds every m-th part of each expert's run, so the same rank holds both copies of a
+    token.
     """
     m, p, s = grid.tp, grid.ep, grid.etp
     nodes, node_tokens = p // local, TOKENS / m
@@ -220,7 +222,7 @@ def multicast_formulas(grid: Grid, plan: Plan, local: int) -> dict[str, tuple[fl
 
 
 def row(transport_name: str, grid: Grid, plan: Plan, counted: Counted) -> dict[str, Any]:
-    """Return a line of the table, with what differs from the formulas."""
+    """Return a row of the table, with all differences from the formulas."""
     expected = formulas(grid, plan)
     forward: Counted = {}
     for key, (inside, across) in counted.items():
@@ -255,7 +257,7 @@ PLANS = (
 
 
 def measure(options: BenchmarkOptions, cases: None, told: Told) -> list[dict[str, Any]]:
-    """Count what every plan sends, over both transports."""
+    """Count the bytes that every plan sends, over both transports."""
     rows = []
     for transport_name, grid in GRIDS.items():
         told(transport_name)
@@ -267,7 +269,7 @@ def measure(options: BenchmarkOptions, cases: None, told: Told) -> list[dict[str
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return how many plans were counted, and how many send something else than the formulas say."""
+    """Return the number of counted plans, and of plans whose bytes differ from the formulas."""
     wrong = sum(bool(row["wrong"]) for row in rows)
     return [
         Claim(name="schedules.plans", value=len(rows), unit="plans", target=len(PLANS) * 2, op=">="),

@@ -1,7 +1,8 @@
-"""How long a layer takes to compile and simulate, forward and backward, at sizes that nobody owns.
+"""Times the simulator: how long it takes to compile and simulate a layer, forward and backward, on very large clusters.
 
-One process, one thread. Cold: the plan is compiled on the whole mesh and simulated, nothing cached. Warm: simulated again, as
-a planner does it. Under even routing one rank stands for all; loads of each group's own are simulated rank by rank.
+One process, one thread. Cold: the plan is compiled on the whole mesh and simulated, with empty caches. Warm: simulated
+again, as in a planner's search. Under even routing, one rank is simulated for all. If each group has its own loads,
+every rank is simulated.
 
     moesaic bench simulator --json benchmarks/results/simulator.json
 """
@@ -31,14 +32,14 @@ from moesaic_lab.claims import Claim
 from moesaic_lab.ledger.records import read_published
 
 COLD, WARM = 9, 30
-"""Repeats."""
+"""Numbers of cold and of warm repeats."""
 PLANNED = 64
-"""Devices of the search."""
+"""Number of devices of the plan search."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedCase:
-    """A layer on a mesh."""
+    """A plan of a layer on a mesh."""
 
     world: int
     plan: Plan
@@ -57,41 +58,42 @@ CASES = (
 
 
 SKEWED = SimulatedCase(world=4096, plan=Plan(schedule="s2", chunks=4, all_to_all="hier2d"), tp=8, ep=64, etp=8)
-"""Simulated rank by rank, each data-parallel group with experts of its own."""
+"""Simulated rank by rank, since each data-parallel group prefers other experts."""
 CONCENTRATION = 0.3
-"""Of the shares of experts that each group draws: the busiest of a group's 64 has some 9 times the mean."""
+"""Dirichlet concentration of each group's shares of the experts: the busiest of its 64 experts has about 9 times the
+mean."""
 
 
 def whole(case: SimulatedCase) -> Compiled:
-    """Return a case compiled on its whole mesh, as a user compiles it."""
+    """Return a case's plan compiled for the whole mesh, as a user compiles it."""
     return compile_plan(case.plan, Grid(world=case.world, tp=case.tp, ep=case.ep, etp=case.etp, ranks_per_node=8))
 
 
 def layer_of(case: SimulatedCase) -> Workload:
-    """Return the layer of a case."""
+    """Return the workload of a case."""
     return Workload(tokens=4096, num_experts=max(case.ep, 64), top_k=2, dim=4096, hidden=4096)
 
 
 def simulator_of(case: SimulatedCase) -> Simulator:
-    """Return a simulator of as many H100 as a case has ranks, nothing kept in it."""
+    """Return a simulator with empty caches, of as many H100s as the case has ranks."""
     return Simulator(read_cluster("dgx-h100", nodes=case.world // 8))
 
 
 def simulate(simulator: Simulator, case: SimulatedCase, compiled: Compiled) -> None:
-    """Simulate both passes under even routing."""
+    """Simulate forward and backward under even routing."""
     simulator.run(compiled.forward, layer_of(case), compiled.grid)
     simulator.run(compiled.backward, layer_of(case), compiled.grid)
 
 
 def simulate_skewed(case: SimulatedCase) -> None:
-    """Compile a case, and simulate both passes with experts that each group prefers for itself."""
+    """Compile a case, and simulate both passes where each group prefers other experts."""
     layer = layer_of(case)
     counts = dirichlet_counts(case.world // case.tp, layer, concentration=CONCENTRATION, seed=0)
     simulate_counts(simulator_of(case), whole(case), layer, counts)
 
 
 def measure(case: SimulatedCase) -> dict[str, Any]:
-    """Return one line of the table; seconds are medians, the slower case of a world makes the claim."""
+    """Return a row of the table, with median seconds."""
     warm, compiled = simulator_of(case), whole(case)
     simulate(warm, case, compiled)
     cold_seconds = seconds(lambda: simulate(simulator_of(case), case, whole(case)), COLD)
@@ -100,7 +102,7 @@ def measure(case: SimulatedCase) -> dict[str, Any]:
 
 
 def measure_skewed(case: SimulatedCase) -> dict[str, Any]:
-    """Return the line of uneven loads."""
+    """Return the row of a case with uneven loads."""
     found = seconds(lambda: simulate_skewed(case), 1)
     return _line(case, whole(case), "each group's own", found, found)
 
@@ -122,7 +124,7 @@ def _line(
 
 
 def seconds(run: Callable[[], object], repeats: int) -> list[float]:
-    """Return the seconds of each repeat."""
+    """Return the seconds of each repeat of `run`."""
     found = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -132,7 +134,7 @@ def seconds(run: Callable[[], object], repeats: int) -> list[float]:
 
 
 def measure_plan(model: str, devices: int) -> dict[str, Any]:
-    """Return how long `moesaic plan` takes for a model of the hub on H100s, its answers included, as a line of the table."""
+    """Return a row with the time of `moesaic plan` for a model of the Hugging Face hub on H100s, including its output."""
     with TemporaryDirectory() as folder:
         config = Path(folder) / "config.json"
         config.write_text(json.dumps(read_published()["model"][model]), encoding="utf-8")
@@ -147,12 +149,12 @@ def measure_plan(model: str, devices: int) -> dict[str, Any]:
 
 
 def measure_all(options: BenchmarkOptions, cases: tuple[SimulatedCase, ...], told: Told) -> list[dict[str, Any]]:
-    """Measure case after case, uneven loads, and a whole search."""
+    """Measure all cases, one with uneven loads, and a whole plan search."""
     return [*(measure(case) for case in cases), measure_skewed(SKEWED), measure_plan("mixtral-8x7b", PLANNED)]
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return the slower cold simulation of a world, its compile included."""
+    """Return the slowest cold time for each number of ranks, including compilation."""
     worst: dict[int, float] = {}
     for row in rows:
         worst[row["ranks"]] = max(worst.get(row["ranks"], 0.0), row["cold_seconds"])

@@ -1,7 +1,7 @@
-"""A small model trained in pipeline stages under 1F1B and interleaved 1F1B, beside the same run on one process, in float64.
+"""A small model trained in pipeline stages under 1F1B and interleaved 1F1B, against the same run on one process, in float64.
 
-Compared are every step's loss and gradient norm, the validation loss, and all parameters at the end, relative to the largest of
-each tensor. Both schedules run on two and on four stages, beside expert, tensor and data parallelism.
+Compared are every step's loss and gradient norm, the validation loss, and all parameters at the end, relative to the largest
+value of each tensor. Both schedules run on two and on four stages, combined with expert, tensor and data parallelism.
 
     moesaic bench stages --json benchmarks/results/stages.json
 """
@@ -32,20 +32,20 @@ MESHES: tuple[tuple[int, MeshConfig], ...] = (
     (4, MeshConfig(pp=(2, 2), tp=2, etp=2, sequence_parallel=True)),
     (8, MeshConfig(pp=(4, 2), ep=2)),
 )
-"""Ranks, and how they share the model."""
+"""Number of ranks, and their mesh."""
 WORST = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagesOptions(BenchmarkOptions):
-    """What to run."""
+    """Length of the runs."""
 
     steps: int = 3
     """Optimizer steps of each run."""
 
 
 def configuration(folder: Path, name: str, steps: int, mesh: MeshConfig) -> TrainConfig:
-    """Return a run of a model of nine layers, every second of them sparse, with two auxiliary losses."""
+    """Return the configuration of a run: nine layers, every second one sparse, two auxiliary losses."""
     text = folder / "text.txt"
     if not text.exists():
         text.write_text(" ".join(str(number * number) for number in range(4000)), encoding="utf-8")
@@ -58,7 +58,7 @@ def configuration(folder: Path, name: str, steps: int, mesh: MeshConfig) -> Trai
 
 
 def trained(folder: Path, name: str, steps: int, world: int, mesh: MeshConfig) -> tuple[list[float], dict[str, Tensor]]:
-    """Return the figures of a run on so many processes, and its parameters at the end."""
+    """Train on `world` processes; return all losses and gradient norms, and the parameters at the end."""
     config = configuration(folder, name, steps, mesh)
     lines = trained_on(world, config)
     figures = [line[key] for line in lines for key in ("loss", "grad_norm", "val_loss") if key in line]
@@ -66,7 +66,7 @@ def trained(folder: Path, name: str, steps: int, world: int, mesh: MeshConfig) -
 
 
 def row(mesh: MeshConfig, world: int, found: Any, expected: Any) -> dict[str, Any]:
-    """Return how far a run is off: `found` and `expected` as `trained` returns them."""
+    """Return the row of a run: its largest relative differences. `found` and `expected` are results of `trained`."""
     (figures, tensors), (wanted, whole) = found, expected
     assert tensors.keys() == whole.keys()
     scales = {name: max(float(tensor.abs().max()), 1e-30) for name, tensor in whole.items()}
@@ -79,7 +79,7 @@ def row(mesh: MeshConfig, world: int, found: Any, expected: Any) -> dict[str, An
 
 
 def measure(options: StagesOptions, cases: None, told: Told) -> list[dict[str, Any]]:
-    """Train on one process, then in stages."""
+    """Train on one process, then in stages on every mesh."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder, steps, found = Path(name), options.steps, []
@@ -92,13 +92,13 @@ def measure(options: StagesOptions, cases: None, told: Told) -> list[dict[str, A
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return the largest relative difference of any run."""
+    """Return the claim: the largest relative difference of any run."""
     worst = max(max(each["figures"], each["parameters"]) for each in rows)
     return [Claim(name="pp.worst", value=worst, unit="1", target=WORST, op="<=")]
 
 
 BENCHMARK = Benchmark(
-    name="stages", description="Train the same in pipeline stages and on one process.", options=StagesOptions,
+    name="stages", description="Train the same model in pipeline stages and on one process.", options=StagesOptions,
     notes=notes_of(__doc__), measure=measure, claims=claims,
     columns=(Shown(title="largest relative difference to one process"),),
 )  # fmt: skip

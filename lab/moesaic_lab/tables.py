@@ -1,4 +1,4 @@
-"""Rows as a table: for a terminal, a column per shown key, each with a unit and a form; for a page, Markdown."""
+"""Rows of results as tables: for the terminal with rich, for documentation pages in Markdown."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from rich.table import Table
 from moesaic_lab.claims import Claim
 
 Marks = tuple[str, str]
-"""Two lines of a page; what stands between them is written."""
+"""The two lines of a page that enclose its generated text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """How one key of a row is shown."""
+    """A column of a table: which key of the rows it shows, and how."""
 
     key: str
-    """Of the row."""
+    """Key of the rows."""
     title: str
-    """Above the column, with the unit."""
+    """Column header, with the unit."""
     show: Callable[[Any], str] = str
-    """From a value to text; a row without the key, or with None, shows an empty cell."""
+    """Converts a value to text; the cell is empty if the row lacks the key or has None."""
     is_text: bool = False
-    """Aligned to the left, as words are."""
+    """Whether cells are words, which are aligned to the left."""
 
 
 def table(
@@ -37,10 +37,10 @@ def table(
     """Return rows as a table.
 
     Args:
-        title: above it.
-        rows: a mapping per line.
-        columns: in order.
-        group_by: keys; a rule is drawn wherever the value of one changes.
+        title: title of the table.
+        rows: the rows from top to bottom.
+        columns: the columns from left to right.
+        group_by: keys; a line separates two rows that differ in one of them.
     """
     made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1))
     for column in columns:
@@ -53,7 +53,7 @@ def table(
 
 
 def spread(rows: Sequence[Mapping[str, Any]], figure: str, *by: str) -> list[dict[str, Any]]:
-    """Return a row for each combination of values that rows have at some keys: these, and a figure's mean, least and most."""
+    """Group rows by the keys `by`; return for each group these keys and the mean, least and most of `figure`."""
     found: dict[tuple[Any, ...], list[float]] = {}
     for row in rows:
         found.setdefault(tuple(row[key] for key in by), []).append(row[figure])
@@ -64,13 +64,13 @@ def spread(rows: Sequence[Mapping[str, Any]], figure: str, *by: str) -> list[dic
 
 
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:
-    """Return lines as a Markdown table; the first is the header."""
+    """Return rows of cells as a Markdown table; the first row is the header."""
     head, *body = ["| " + " | ".join(line) + " |" for line in lines]
     return "\n".join([head, "|" + "---|" * len(lines[0]), *body])
 
 
 def write_page(path: Path, text: str, marks: Marks | None = None) -> None:
-    """Write a page, or what stands between two lines of it."""
+    """Write `text` as the whole page, or between the two lines `marks` of the existing page."""
     if marks is not None:
         start, end = marks
         whole = path.read_text(encoding="utf-8")
@@ -80,13 +80,13 @@ def write_page(path: Path, text: str, marks: Marks | None = None) -> None:
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a time with three or more digits that count."""
+    """Return a time in milliseconds, with at least three significant digits if it is 1 ms or more."""
     value = 1e3 * seconds
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def byte_size(num_bytes: float) -> str:
-    """Return bytes in the unit of 1024 that fits."""
+    """Return a size in B, KiB, MiB or GiB."""
     for unit in ("B", "KiB", "MiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.3g} {unit}"
@@ -100,12 +100,12 @@ def share(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    """Return a share in hundredths."""
+    """Return a share as a percentage with one decimal."""
     return f"{100 * value:.1f} %"
 
 
 def quartiles(row: Mapping[str, Any]) -> str:
-    """Return the quartiles of what `Timing.row` gives, in milliseconds."""
+    """Return the quartiles of a row with the keys of `Timing.row`, in milliseconds."""
     return f"{milliseconds(row['low_seconds'])}-{milliseconds(row['high_seconds'])}"
 
 
@@ -114,11 +114,11 @@ QUARTILES = (
     Column(key="low_seconds", title="quartile", show=milliseconds),
     Column(key="high_seconds", title="quartile", show=milliseconds),
 )
-"""The columns of what `Timing.row` gives."""
+"""Columns for the keys of `Timing.row`."""
 
 
 def claims_table(claims: Sequence[Claim]) -> Table:
-    """Return claims with their targets; one without a value tells why."""
+    """Return a table of claims with their targets; a claim without a value shows the reason."""
     made = Table(title="Claims", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1))
     for name, justify in (("claim", "left"), ("value", "right"), ("target", "right"), ("holds", "left")):
         made.add_column(name, justify=justify, no_wrap=name != "holds")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Draws docs/images/timeline.svg: when each task of one MoE layer runs, forward and backward, as the simulator has it.
+"""Draws docs/images/timeline.svg: when each task of one MoE layer runs, forward and backward, according to the simulator.
 
 python -m moesaic_lab.timeline_picture
 """
@@ -26,13 +26,13 @@ GRID = Grid(world=8, ep=8, ranks_per_node=4)
 LAYER = Workload(tokens=4096, num_experts=32, top_k=2, dim=1024, hidden=4096)
 CLUSTER = "100gbe"
 NO_CHUNK = "#9aa1ac"
-"""Of tasks that work on no chunk, or on several."""
+"""Colour of tasks that work on no chunk or on several."""
 LETTER = 0.0085
-"""Share of the width that a letter takes; a task whose name does not fit has none."""
+"""Share of the width that a letter takes; the name of a task is left out if it does not fit."""
 
 
 def timelines() -> dict[str, Timeline]:
-    """Simulate the layer's programs."""
+    """Simulate the forward and backward program of the layer."""
     cluster = read_cluster(CLUSTER)
     compiled = compile_plan(PLAN, GRID, host_runs_compute=cluster.host.runs_compute)
     programs = {"forward": compiled.forward, "backward": compiled.backward}
@@ -41,13 +41,13 @@ def timelines() -> dict[str, Timeline]:
 
 
 def title(name: str, timeline: Timeline) -> str:
-    """Return what stands above a program's lanes: how long it takes, and how much of it is hidden."""
+    """Return the title of a program's timeline: its time, and the share of communication that is hidden."""
     hidden = f"{timeline.overlap:.0%} of the communication behind computation"
     return f"{name}: {1e3 * timeline.makespan:.2f} ms, {hidden}"
 
 
 def picture(found: Mapping[str, Timeline]) -> str:
-    """Return timelines as SVG, one below the other over the same length of time: a row per lane, a bar per task."""
+    """Return timelines as SVG, one below the other with the same time axis: a row per lane, a bar per task."""
     until = 1e3 * max(timeline.makespan for timeline in found.values())
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "moesaic"}):
         made = Figure(figsize=(9, 2.2 * len(found)), layout="constrained")

@@ -1,7 +1,7 @@
 """Do the tiny models end below their dense twins? gpt-tiny, bert-tiny, seq2seq-tiny and swin-tiny, three seeds each.
 
-A twin has the same active parameters (of Swin, the same expert once), data, steps and learning rate. All are judged by their
-loss on held-back data; of the digits, the share that is recognised is told too.
+A twin has the same active parameters (for Swin, one expert's), data, steps and learning rate. All models are judged by their
+loss on held-out data. For the digits, the accuracy is reported too.
 
     moesaic bench tiny --json benchmarks/results/tiny.json
 """
@@ -30,18 +30,18 @@ LEAST_ACCURACY = 0.97
 
 @dataclass(frozen=True, kw_only=True)
 class TinyOptions(KeptOptions):
-    """What to measure."""
+    """Runs to compare."""
 
     models: tuple[str, ...] = MODELS
-    """Presets."""
+    """Presets to train."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of initialisation and data order."""
     steps: int | None = None
-    """Steps of each run; None takes the presets'."""
+    """Steps of each run; by default those of the presets."""
 
 
 def one_run(model: str, ffn: str, seed: int, steps: int | None) -> dict[str, Any]:
-    """Train one model; returns its row."""
+    """Train one model and return its row."""
     with tempfile.TemporaryDirectory() as folder:
         if model == "swin-tiny":
             more = {} if steps is None else {"steps": steps}
@@ -59,7 +59,7 @@ def one_run(model: str, ffn: str, seed: int, steps: int | None) -> dict[str, Any
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return how many sparse models end below their twins, by how much each, and how well the digits are recognised."""
+    """Return the claims: how many sparse models beat their twins, the gain of each, and the accuracy on the digits."""
     mean = {(each["model"], each["ffn"]): each["mean"] for each in spread(rows, "loss", "model", "ffn")}
     gains = {model: mean[model, "dense"] - mean[model, "moe"] for model in MODELS if (model, "moe") in mean}
     beaten = sum(gain > 0 for gain in gains.values())
@@ -72,7 +72,7 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 
 def measure(options: TinyOptions, cases: None, told: Told) -> list[dict[str, Any]]:
-    """Train every model and its twin with every seed."""
+    """Train every model and its dense twin with every seed."""
     runs = {
         f"{model}-{options.steps or 'preset'}-{ffn}-{seed}": partial(one_run, model, ffn, seed, options.steps)
         for model, seed, ffn in itertools.product(options.models, options.seeds, ("moe", "dense"))
@@ -81,7 +81,7 @@ def measure(options: TinyOptions, cases: None, told: Told) -> list[dict[str, Any
 
 
 BENCHMARK = Benchmark(
-    name="tiny", description="Train tiny models beside their dense twins.", options=TinyOptions,
+    name="tiny", description="Train tiny models and their dense twins.", options=TinyOptions,
     notes=(__doc__ or "").splitlines()[0], measure=measure, claims=claims,
     columns=lambda rows: Shown(title="validation loss, nats").of(spread(rows, "loss", "model", "ffn")),
 )  # fmt: skip

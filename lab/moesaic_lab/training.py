@@ -1,4 +1,4 @@
-"""Training runs that benchmarks compare: without a word, on this process or on several, and what they wrote down."""
+"""Training runs that benchmarks compare: without output, on one process or several, with the metrics that they write."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from moesaic.train.metrics import read_metrics
 
 
 def train_quietly(config: TrainConfig) -> TrainResult:
-    """Train and print nothing."""
+    """Train without printing anything."""
     return train(config, console=Console(quiet=True))
 
 
 def train_all(configs: list[TrainConfig]) -> None:
-    """Train one after another; on several ranks all of them call this together."""
+    """Train configurations one after another; on several ranks, all ranks must call this together."""
     for config in configs:
         train_quietly(config)
 
 
 def trained_on(world: int, config: TrainConfig, *, backend: str = "gloo") -> list[dict[str, Any]]:
-    """Train on so many processes, this one for 1; returns the lines of the run's metrics."""
+    """Train on `world` processes (1: in this process) and return the lines of the run's metrics."""
     if world > 1:
         on_ranks(world, train_all, [config], backend=backend)
     else:
@@ -34,11 +34,11 @@ def trained_on(world: int, config: TrainConfig, *, backend: str = "gloo") -> lis
 
 
 def steps_of(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics that are about steps."""
+    """Return the lines of a run's metrics that describe training steps."""
     return [line for line in lines if line["kind"] == "train"]
 
 
 def changes(config: Any) -> str:
-    """Return the fields of a configuration that are not as they are if nobody says otherwise, in words."""
+    """Return the fields of a configuration that differ from their defaults, as "name=value" words."""
     plain = vars(type(config)())
     return " ".join(f"{name}={value}" for name, value in vars(config).items() if value != plain[name])

@@ -1,8 +1,8 @@
 """Virtual accelerators: a compute task sleeps for as long as an accelerator of a given rate would take.
 
-An emulated cluster has more ranks than cores, so real products of many ranks would queue for the processor and hide what
-a schedule overlaps. Sleeping ranks do not compete, and what travels meanwhile really travels. What is computed is
-meaningless: every figure that rests on this says "virtual compute".
+An emulated cluster has more ranks than cores. Real products of many ranks would queue for the processor and hide what a
+schedule overlaps. Sleeping ranks do not compete, and messages are still sent for real. The computed values are meaningless,
+so every figure measured this way says "virtual compute".
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from moesaic.runtime.tasks import Codecs
 
 @dataclass(kw_only=True)
 class Accelerator:
-    """One rank's accelerator: takes time, computes nothing."""
+    """One rank's accelerator, which sleeps instead of computing."""
 
     flops_per_second: float
-    """Of the experts' products."""
+    """Speed of the experts' products."""
     coded_bytes_per_second: float = 0.0
-    """Bytes of rows that a codec encodes, or decodes, per second; needed where a plan names a codec."""
+    """Bytes of rows that a codec encodes, or decodes, per second; needed if a plan names a codec."""
     shortest_sleep: float = 1e-3
-    """Seconds: shorter tasks add up until they are worth a sleep, since waking up takes tens of microseconds."""
+    """Shortest sleep in seconds. Shorter tasks are added up first, since waking up takes tens of microseconds."""
     sleep: Callable[[float], object] = time.sleep
-    """What takes the time, in seconds."""
+    """Sleeps for a number of seconds."""
     clock: Callable[[], float] = time.perf_counter
-    """What tells how long a sleep took; what it took too long is taken off the next one."""
+    """Measures how long a sleep took; the time by which it was too long is subtracted from the next one."""
     charged: float = field(default=0.0, init=False)
-    """Seconds of all tasks so far."""
+    """Total seconds of all tasks so far."""
     _owed: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
@@ -50,21 +50,21 @@ class Accelerator:
             )
 
     def multiply(self, flops: float) -> None:
-        """Take the time of products."""
+        """Spend the time of matrix products."""
         self.charge(flops / self.flops_per_second)
 
     def code(self, num_bytes: float) -> None:
-        """Take the time of encoding or decoding rows.
+        """Spend the time of encoding or decoding rows.
 
         Raises:
-            InputError: if nobody said how fast that is.
+            InputError: if `coded_bytes_per_second` is 0.
         """
         if not self.coded_bytes_per_second:
             raise InputError("a plan names a codec: give the virtual accelerator coded_bytes_per_second")
         self.charge(num_bytes / self.coded_bytes_per_second)
 
     def charge(self, seconds: float) -> None:
-        """Take some time."""
+        """Spend time, by sleeping now or together with later tasks."""
         self.charged += seconds
         self._owed += seconds
         if self._owed >= self.shortest_sleep:
@@ -74,21 +74,21 @@ class Accelerator:
 
 
 def virtual_experts(accelerator: Accelerator) -> Callable[[int, int, int], IdleExperts]:
-    """Return what makes experts that take time and compute nothing, from dim, hidden and num_experts.
+    """Return a factory of experts that spend time and compute nothing; its arguments are dim, hidden and num_experts.
 
     Args:
-        accelerator: takes the time: 2 flops per row and matrix element forward, 4 backward.
+        accelerator: spends the time: 2 flops per row and matrix element forward, 4 backward.
     """
     return partial(IdleExperts, on_flops=accelerator.multiply)
 
 
 @final
 class VirtualCodec(AbstractCodec):
-    """A codec that sends messages of the right length and takes time, and encodes nothing: rows come back as zeros.
+    """A codec with messages of the right length and virtual time, which encodes nothing: rows are decoded as zeros.
 
     Args:
-        codec: whose messages they are.
-        accelerator: takes the time.
+        codec: the codec that is imitated.
+        accelerator: spends the time of encoding and decoding.
     """
 
     name: ClassVar[str] = "virtual"
@@ -114,7 +114,7 @@ class VirtualCodec(AbstractCodec):
 
 
 def virtual_codecs(accelerator: Accelerator) -> Codecs:
-    """Return what to put in the place of a layer's codecs (`ExpertParallel.codecs`): the same lengths, virtual time."""
+    """Return a replacement for a layer's codecs (`ExpertParallel.codecs`), with the same lengths and virtual time."""
 
     @cache
     def made(name: str) -> AbstractCodec:

@@ -1,4 +1,4 @@
-"""What an emulated cluster looks like: nodes, their links, their switches. Pure data, checked when it is made."""
+"""The description of an emulated cluster: nodes, links and switches. Pure data, validated on construction."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from dataclasses import dataclass
 from moesaic.errors import InputError
 
 MAX_NODES = 250
-"""Each node has a byte of its address for itself."""
+"""A node's number is one byte of its IP address."""
 MAX_WORLD = 1024
 MAX_PER_MESSAGE = 65535
-"""Bytes; a packet of a link has at most 16384, so a larger charge makes the packets of bulk data costly too."""
+"""Upper limit of `Bed.per_message` in bytes. Packets have at most 16384, so a larger charge slows down bulk data too."""
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 SLOWEST, FASTEST = 100e3, 100e9
-"""Bits per second that make sense."""
+"""Range of valid rates in bits per second."""
 EXAMPLES = "write a number with kbit, mbit or gbit, as in 200mbit"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A link that becomes slower or faster while ranks run."""
+    """A change of a link's rate while ranks run."""
 
     at_seconds: float
-    """Seconds after the ranks were started: for a function, after all of them had connected."""
+    """Seconds after the start of a command on the ranks; for a function, seconds after all ranks have connected."""
     node: int
-    """The node whose link changes, both directions of it."""
+    """The node whose link changes, in both directions."""
     rate: str
-    """Its rate from then on, until the end of this run."""
+    """Rate of the link from then on, until the end of this run."""
 
     def __post_init__(self) -> None:
         if not (self.at_seconds >= 0 and math.isfinite(self.at_seconds)):
@@ -41,21 +41,21 @@ class Bed:
     """An emulated cluster: `nodes` x `ranks_per_node` processes, each node on its own link."""
 
     nodes: int = 2
-    """Nodes."""
+    """Number of nodes."""
     ranks_per_node: int = 2
-    """Processes of each node; rank r runs on node r // ranks_per_node."""
+    """Processes per node; rank r runs on node r // ranks_per_node."""
     inter: str | tuple[str, ...] = "200mbit"
     """Rate of each node's link to its switch, in each direction; a tuple has one rate per node."""
     intra: str | None = None
-    """Rate of what processes of one node send each other, all of them and both directions together; None: not limited."""
+    """Rate of the traffic inside each node, summed over all its processes and both directions; None: not limited."""
     per_message: int = 0
-    """Bytes that every packet on a node's link counts for at least: the start-up cost of a message."""
+    """Least number of bytes that a packet on a node's link is charged for; emulates the start-up cost of a message."""
     switches: tuple[int, ...] = ()
-    """Two levels of switches: node i hangs on leaf switch `switches[i]`; empty: one switch."""
+    """Leaf switch of each node, in a network of two levels of switches; () connects all nodes to one switch."""
     uplink: str | None = None
     """Rate between each leaf switch and the root switch, in each direction; None: not limited."""
     changes: tuple[Change, ...] = ()
-    """Links that change during each run."""
+    """Changes of link rates during each run."""
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node"):
@@ -99,12 +99,12 @@ class Bed:
 
     @property
     def world(self) -> int:
-        """Ranks of the whole bed."""
+        """Number of ranks."""
         return self.nodes * self.ranks_per_node
 
     @property
     def leaves(self) -> int:
-        """Leaf switches; 0 where all nodes hang on one switch."""
+        """Number of leaf switches; 0 if all nodes are connected to one switch."""
         return max(self.switches) + 1 if self.switches else 0
 
     @property
@@ -118,7 +118,7 @@ class Bed:
         return None if self.uplink is None else bytes_per_second(self.uplink, "uplink")
 
     def inter_bytes_per_second(self, node: int = 0) -> float:
-        """Return the bytes per second of a node's link, each direction, before any change."""
+        """Return the bytes per second of a node's link in each direction, before any change."""
         return bytes_per_second(self.inter if isinstance(self.inter, str) else self.inter[node], "inter")
 
     def node_of(self, rank: int) -> int:
@@ -126,22 +126,19 @@ class Bed:
         return rank // self.ranks_per_node
 
     def leaf_of(self, node: int) -> int | None:
-        """Return the leaf switch of a node; None where all nodes hang on one switch."""
+        """Return the leaf switch of a node; None if all nodes are connected to one switch."""
         return self.switches[node] if self.switches else None
 
 
 def bytes_per_second(rate: str, where: str) -> float:
-    """Read a rate.
+    """Convert a rate to bytes per second.
 
     Args:
         rate: a number and a unit of bits per second, as in "200mbit" or "2.5gbit".
-        where: which rate it is, for the error.
-
-    Returns:
-        bytes per second.
+        where: the field's name, for the error message.
 
     Raises:
-        InputError: for anything else; `mbps` too, which `tc` takes as megabytes and others as megabits.
+        InputError: for any other text. `mbps` is refused too: `tc` reads it as megabytes, other tools as megabits.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]bit)", rate.strip().lower()) if isinstance(rate, str) else None
     if found is None:

@@ -1,4 +1,4 @@
-"""An emulated cluster from the side of whoever uses it."""
+"""The user's interface to emulated clusters: `cluster`, `Cluster` and `Launcher`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class RankError(RuntimeError):
-    """A rank failed: its number, what happened, its traceback. `__cause__` is its exception where that can be sent."""
+    """A rank failed. The message has its number, the reason and its traceback; `__cause__` is its exception if it pickles."""
 
     def __init__(self, message: str, rank: int | None) -> None:
         super().__init__(message)
@@ -41,12 +41,12 @@ class RankError(RuntimeError):
 
 
 class Launcher:
-    """A process that beds are forked from; it has torch imported. Several clusters can share one.
+    """A process with torch imported, from which beds are forked. Several clusters can share one launcher.
 
-    Used as a context manager: it ends on leaving, and its beds with it.
+    It is a context manager: leaving the block ends the process and all its beds.
 
     Args:
-        with_torch: whether its beds are to run functions; False for commands only, which starts at once.
+        with_torch: import torch, which beds need to run functions. False starts at once, but its beds run only commands.
     """
 
     def __init__(self, with_torch: bool = True) -> None:
@@ -58,10 +58,10 @@ class Launcher:
         self._line = Line(ours)
 
     def open(self, bed: Bed) -> Cluster:
-        """Make a bed.
+        """Start a bed and return its cluster.
 
         Raises:
-            InputError: where this machine cannot; one line says why.
+            InputError: if this machine cannot emulate it; one line says why.
         """
         ours, theirs = socket.socketpair()
         gone, hold = os.pipe()
@@ -82,7 +82,7 @@ class Launcher:
         return made
 
     def close(self) -> None:
-        """End the process and its beds."""
+        """End the process and all its beds."""
         self._line.close()
         self._process.wait()
 
@@ -94,51 +94,51 @@ class Launcher:
 
 
 class Cluster:
-    """A running bed. Make it with `cluster`, or in a test with the fixture of that name."""
+    """A running bed. Create it with `cluster`, or in a test with the fixture of that name."""
 
     def __init__(self, bed: Bed, line: Line, gone: int) -> None:
         self.bed = bed
-        """What it emulates."""
+        """The description of the emulated cluster."""
         self._line: Line | None = line
         self._gone = gone
 
     def run(self, function: Callable[..., T], *args: Any, threads: int = 1) -> list[T]:
-        """Call a function on every rank, each a process in its node, with `torch.distributed` (Gloo) initialised.
+        """Call a function on every rank, with `torch.distributed` (Gloo) initialised. Each rank is a process of its node.
 
         All ranks start the function together, after they have connected.
 
         Args:
-            function: defined at the top level of a module that can be imported (a test module too, or the main script with
-                the usual `if __name__ == "__main__":`).
-            args: its arguments; anything that pickles.
-            threads: of torch, per rank.
+            function: a function at the top level of an importable module. A test module works too, and the main script if it
+                has the usual `if __name__ == "__main__":`.
+            args: the function's arguments; they must pickle.
+            threads: number of torch threads per rank.
 
         Returns:
-            what each rank returned, by rank; anything that pickles, tensors too.
+            the result of each rank, by rank. Results must pickle; tensors do.
 
         Raises:
             InputError: for a function or arguments that do not pickle.
-            RankError: if a rank raises or dies; the others are ended first. The bed can be used again.
+            RankError: if a rank raises or dies; the other ranks are ended first. The bed can be used again.
         """
         if threads < 1:
             raise InputError(f"threads={threads}: must be at least 1")
         return [pickle.loads(result) for result in self._ask(_request(RunFunction, function, args, threads))]
 
     def run_inside(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a function once, in the bed's own process: for what starts and disturbs ranks by itself.
+        """Call a function once, in the bed's own process. Use it for functions that start and disturb ranks themselves.
 
-        It may fork; what it leaves behind lives until the bed is closed.
+        The function may fork; its children live until the bed is closed.
 
         Args:
-            function: of a module; its first argument is the bed's `Wiring`.
-            args: the others; anything that pickles.
+            function: a function at the top level of an importable module; its first argument is the bed's `Wiring`.
+            args: the further arguments; they must pickle.
 
         Returns:
-            what it returned.
+            the function's result.
 
         Raises:
             InputError: for a function or arguments that do not pickle.
-            RankError: if it raises.
+            RankError: if the function raises.
         """
         (result,) = self._ask(_request(RunInside, function, args, 1))
         returned: T = pickle.loads(result)
@@ -147,18 +147,18 @@ class Cluster:
     def command(
         self, words: Sequence[str], env: Mapping[str, str] | None = None, cwd: str | os.PathLike[str] | None = None
     ) -> list[int]:
-        """Run a command on every rank, with the environment that torchrun gives; its output passes through.
+        """Run a command on every rank, with the environment that torchrun sets. The command's output is shown unchanged.
 
-        When one rank fails, the others have 5 seconds to notice and 5 more after SIGTERM. Ctrl-C reaches the ranks, which then
-        have 15 seconds to save.
+        When one rank fails, the others get SIGTERM after 5 seconds and are killed after 5 more. Ctrl-C is passed on to the
+        ranks, which then have 15 seconds to save.
 
         Args:
-            words: the command.
-            env: variables on top of this process's.
-            cwd: where to run; None is here.
+            words: the command and its arguments.
+            env: environment variables, in addition to those of this process.
+            cwd: the working directory; None for the current one.
 
         Returns:
-            exit codes by rank; a rank that was killed has minus its signal.
+            exit codes by rank; minus the signal's number for a rank that was killed.
         """
         if not words:
             raise InputError("no command to run: name one")
@@ -167,17 +167,17 @@ class Cluster:
         return codes
 
     def traffic(self) -> dict[str, Carried]:
-        """Return what each end of each link has sent since the bed was made.
+        """Return how much each end of each link has sent since the bed was started.
 
         Returns:
-            by end: "node0 up" is what node 0 sent to its switch, "node0 down" what the switch sent to it, "node0 inside" what
-            its ranks sent each other; with two levels of switches, "leaf0 up" and "leaf0 down" are of the uplinks.
+            the traffic by end: "node0 up" from node 0 to its switch, "node0 down" from the switch to node 0, "node0 inside"
+            between the ranks of node 0. With two levels of switches, "leaf0 up" and "leaf0 down" are an uplink's ends.
         """
         carried: dict[str, Carried] = self._ask(Count())
         return carried
 
     def close(self) -> None:
-        """End everything in the bed and wait until it is gone."""
+        """End all processes of the bed and wait until they are gone."""
         if self._line is None:
             return
         self._line.close()
@@ -213,10 +213,10 @@ class Cluster:
             raise
 
     def _await(self) -> Any:
-        """Wait for an answer; returns its value.
+        """Wait for an answer and return its value.
 
         Raises:
-            RankError: if it tells of a failure.
+            RankError: if the answer reports a failure.
         """
         assert self._line is not None
         answer, _ = self._line.hear()
@@ -231,13 +231,13 @@ def cluster(nodes: int = 2, ranks_per_node: int = 2, *, bed: Bed | None = None, 
     """Emulate a cluster on this machine while the block runs.
 
     Args:
-        nodes: of the cluster.
-        ranks_per_node: processes of each node.
-        bed: all of it at once, in place of the others.
+        nodes: number of nodes.
+        ranks_per_node: processes per node.
+        bed: the whole description; replaces all other arguments.
         options: the other fields of `Bed`.
 
     Raises:
-        InputError: for a bed that makes no sense, or where this machine cannot make one (`refusal` says why).
+        InputError: for an invalid bed, or if this machine cannot emulate clusters (`refusal` says why).
     """
     wanted = bed or Bed(nodes=nodes, ranks_per_node=ranks_per_node, **options)
     with Launcher() as launcher, launcher.open(wanted) as made:
@@ -245,10 +245,9 @@ def cluster(nodes: int = 2, ranks_per_node: int = 2, *, bed: Bed | None = None, 
 
 
 def refusal() -> str | None:
-    """Try it: make the network of a bed of two nodes, without torch.
+    """Return why this machine cannot emulate clusters, and what would help, in one line; None if it can.
 
-    Returns:
-        None if that works, else one line: what is missing and what would help.
+    This is tested by creating the network of two nodes, without torch.
     """
     if not sys.platform.startswith("linux"):
         return f"no emulated cluster on this machine: it needs Linux, this is {sys.platform}"
@@ -273,7 +272,7 @@ def _request(kind: type[RunFunction], function: Callable[..., Any], args: tuple[
 
 
 def _main_script() -> dict[str, Any]:
-    """Return what a new process needs to import this process's main script."""
+    """Return the data with which a new process can import this process's main script."""
     return {name: value for name, value in spawn.get_preparation_data("testbed").items() if name != "authkey"}
 
 
@@ -290,6 +289,6 @@ def _cause(failure: Failure) -> BaseException | None:
         return None
     try:
         error = pickle.loads(failure.error)
-    except Exception:  # its class cannot be found here; the text says it all
+    except Exception:  # its class cannot be imported here; the message has its traceback
         return None
     return error if isinstance(error, BaseException) else None

@@ -1,4 +1,4 @@
-"""`moesaic testbed`: a command on every rank of an emulated cluster, and what this machine can emulate."""
+"""`moesaic testbed`: run a command on every rank of an emulated cluster, or tell what this machine can emulate."""
 
 from __future__ import annotations
 
@@ -25,47 +25,47 @@ USAGE = """usage: moesaic testbed run [options] -- COMMAND ...
        moesaic testbed info [--measure] [--json]
 
   run   run a command once per rank of an emulated cluster, as torchrun would on a real one
-  info  say what this machine can emulate
+  info  report what this machine can emulate
 
-moesaic testbed run --help tells what it takes."""
+moesaic testbed run --help lists its options."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The cluster; the command follows after `--`."""
+    """The cluster to emulate; the command to run follows after `--`."""
 
     nodes: int = 2
-    """Nodes."""
+    """Number of nodes."""
     ranks_per_node: int = 2
-    """Ranks of each node."""
+    """Ranks per node."""
     inter: tuple[str, ...] = ("200mbit",)
-    """Rate of each node's link, each direction; or one rate per node."""
+    """Rate of all nodes' links in each direction, or one rate per node."""
     intra: str | None = None
-    """Rate inside each node, all its ranks together; not given: as fast as the machine."""
+    """Rate inside each node, summed over its ranks; by default as fast as the machine."""
     per_message: int = 0
-    """Bytes that every packet on a node's link counts for at least: the start-up cost of a message."""
+    """Least number of bytes that a packet on a node's link is charged for: the start-up cost of a message."""
     switches: tuple[int, ...] = ()
-    """Two levels of switches: the leaf switch of each node, as in 0 0 1 1."""
+    """Use two levels of switches; the leaf switch of each node, as in 0 0 1 1."""
     uplink: str | None = None
-    """Rate between each leaf switch and the root, each direction."""
+    """Rate between each leaf switch and the root switch, in each direction; by default not limited."""
     changes: tuple[str, ...] = ()
-    """Links that change while the command runs: seconds:node:rate, as in 10:1:20mbit."""
+    """Change links while the command runs: seconds:node:rate, as in 10:1:20mbit."""
     threads: int = 1
     """OMP_NUM_THREADS of each rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InfoOptions:
-    """What to find out."""
+    """What to report about this machine."""
 
     measure: bool = False
-    """Also measure which part of their rates links reach; takes about 20 seconds, best on an idle machine."""
+    """Also measure the share of their rates that links reach; takes about 20 seconds, best on an idle machine."""
     json: bool = False
-    """Print JSON."""
+    """Print the report as JSON."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command or tell what can be emulated; returns the exit code."""
+    """Run `moesaic testbed run` or `moesaic testbed info` and return the exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0
@@ -97,7 +97,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def torchrun_line(nodes: int, ranks_per_node: int, words: Sequence[str]) -> str:
-    """Return what to type on each node of a real cluster to run the same."""
+    """Return the torchrun command that runs the same on a real cluster, to be typed on each node."""
     start = f"torchrun --nnodes {nodes} --nproc-per-node {ranks_per_node}"
     if nodes > 1:
         start += f" --node-rank <0..{nodes - 1}> --master-addr <node 0> --master-port 29500"
@@ -111,10 +111,11 @@ def exit_code(codes: Sequence[int]) -> int:
     """Return one exit code for all ranks.
 
     Args:
-        codes: by rank; minus its signal for a rank that was killed, as those are that outlive one that failed.
+        codes: exit code of each rank; minus the signal's number for a rank that was killed. When a rank fails, the others
+            are killed too.
 
     Returns:
-        the first that is not 0, one that a rank left with before one of a signal (128 + its number).
+        the first nonzero exit code of a rank that exited by itself, else 128 + the first signal that killed a rank, else 0.
     """
     failed = sorted((code for code in codes if code), key=lambda code: code < 0)
     return 0 if not failed else failed[0] if failed[0] > 0 else 128 - failed[0]
@@ -145,7 +146,7 @@ def _info(arguments: Sequence[str]) -> int:
     from moesaic_testbed.kernel import may_configure_networks
 
     options = parse(
-        InfoOptions, arguments, prog="moesaic testbed info", description="Say what this machine can emulate."
+        InfoOptions, arguments, prog="moesaic testbed info", description="Report what this machine can emulate."
     )
     reason = refusal()
     facts: dict[str, Any] = {

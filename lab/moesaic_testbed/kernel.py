@@ -1,6 +1,6 @@
-"""The few calls to Linux that Python 3.10 has no names for: namespaces, mounts, and dying with one's parent.
+"""Linux system calls that Python 3.10 does not wrap: namespaces, mounts, and the death of a process with its parent.
 
-Here also stands what would help where the kernel or a tool refuses.
+This module also has the advice that is shown when the kernel or a tool refuses.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ ADVICE = (
         "kernel.apparmor_restrict_unprivileged_userns=0)",
     ),
 )
-"""Part of a text, and what helps; the first that fits is taken."""
+"""Pairs of a part of an error message and what helps; the first pair whose part occurs is used."""
 
 
 def unshare(kinds: int) -> None:
-    """Put this process into new namespaces. With NEW_PROCESSES it is its next child that is inside, as number 1.
+    """Put this process into new namespaces, but only its next child into a new process namespace, as number 1.
 
     Raises:
         OSError: if the kernel refuses.
@@ -52,7 +52,7 @@ def unshare(kinds: int) -> None:
 
 
 def enter_net(namespace: int) -> None:
-    """Put this thread into a network namespace, by file descriptor.
+    """Put this thread into the network namespace of a file descriptor.
 
     Raises:
         OSError: if the kernel refuses.
@@ -62,7 +62,7 @@ def enter_net(namespace: int) -> None:
 
 @contextmanager
 def inside_net(namespace: int) -> Iterator[None]:
-    """Be in a network namespace for a while."""
+    """Put this thread into a network namespace inside the block."""
     before = this_net()
     enter_net(namespace)
     try:
@@ -73,12 +73,12 @@ def inside_net(namespace: int) -> Iterator[None]:
 
 
 def this_net() -> int:
-    """Return a file descriptor of this thread's network namespace; the namespace lives while it is open."""
+    """Return a file descriptor of this thread's network namespace, which exists at least until the descriptor is closed."""
     return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def new_net() -> int:
-    """Make a network namespace, stay in this one, and return a file descriptor of the new one."""
+    """Create a network namespace without entering it, and return its file descriptor."""
     before = this_net()
     unshare(NEW_NET)
     made = this_net()
@@ -88,10 +88,10 @@ def new_net() -> int:
 
 
 def own_mounts() -> bool:
-    """Keep mounts of this mount namespace to it, and mount a `/proc` that shows this process namespace.
+    """Make the mounts of this mount namespace private, and mount a `/proc` that shows this process namespace.
 
     Returns:
-        whether that worked: some containers forbid it, and `/proc` then keeps showing the process numbers of outside.
+        whether that worked. Some containers forbid it; `/proc` then keeps showing the process numbers of outside.
     """
     try:
         _call("mount", b"none", b"/", None, ctypes.c_ulong(_PRIVATE_RECURSIVE), None)
@@ -102,15 +102,14 @@ def own_mounts() -> bool:
 
 
 def adopt_orphans() -> None:
-    """Have the kernel make this process the parent of whatever its children leave behind."""
+    """Have the kernel make this process the parent of all orphans among its descendants."""
     _call("prctl", ctypes.c_int(_ADOPT_ORPHANS), ctypes.c_ulong(1))
 
 
 def name_hosts(names: Mapping[str, str]) -> None:
-    """Add host names to `/etc/hosts` as this mount namespace sees it; needs `own_mounts` first.
+    """Add host names, by address, to the `/etc/hosts` of this mount namespace; needs `own_mounts` first.
 
-    Without them torch warns for every connection that its host has no name. Its sockets see IPv4 addresses as mapped IPv6
-    ones, so both are listed.
+    Without names torch warns at every connection. Its sockets see IPv4 addresses as mapped IPv6 ones, so both are listed.
     """
     hosts = Path("/etc/hosts")
     if not hosts.exists():
@@ -124,10 +123,10 @@ def name_hosts(names: Mapping[str, str]) -> None:
 
 
 def become_root_of_new_user_namespace() -> None:
-    """Enter a user namespace in which this process, whoever it is outside, may configure networks.
+    """Enter a user namespace in which this process is root and may configure networks.
 
     Raises:
-        OSError: where such namespaces are forbidden.
+        OSError: if such namespaces are forbidden.
     """
     user, group = os.geteuid(), os.getegid()
     unshare(NEW_USER)
@@ -137,7 +136,7 @@ def become_root_of_new_user_namespace() -> None:
 
 
 def may_configure_networks() -> bool:
-    """Return whether this process may make namespaces and links without a user namespace of its own."""
+    """Return whether this process may create namespaces and links without a user namespace of its own."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("CapEff:"):
             capabilities = int(line.split()[1], 16)
@@ -157,7 +156,11 @@ def _call(name: str, *arguments: object) -> None:
 
 
 def explain(text: str) -> str:
-    """Return one line: that there is no bed, why, and what would help."""
+    """Return one line that says that clusters cannot be emulated, why, and what would help.
+
+    Args:
+        text: the error message, of which only the first line is shown.
+    """
     first = text.strip().splitlines()[0]
     help_ = next((help_ for part, help_ in ADVICE if part in text), None)
     return f"no emulated cluster on this machine: {first}" + (f": {help_}" if help_ else "")

@@ -1,7 +1,7 @@
-"""The process that beds are forked from: it imports torch once, has one thread, and watches its parent.
+"""The process from which beds are forked: it imports torch once, has one thread, and watches its parent.
 
-Started as `python -m moesaic_testbed.launcher`. It is not forked from the parent, whose threads (of OpenMP, of Gloo) a fork
-would not carry over.
+It is started as `python -m moesaic_testbed.launcher` and not forked from the parent, because a fork would lose the parent's
+threads (of OpenMP and Gloo).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def main(line: int, parent: int, with_torch: bool) -> None:
     """Fork a bed for every request until the parent ends.
 
     Args:
-        line: a socket to the parent.
-        parent: its process number.
-        with_torch: whether beds are to run functions; commands bring their own torch.
+        line: file descriptor of the socket to the parent.
+        parent: process number of the parent.
+        with_torch: import torch, for beds that run functions; commands import their own.
     """
     os.setpgid(0, 0)  # Ctrl-C is the parent's to handle
     try:
@@ -45,7 +45,7 @@ def main(line: int, parent: int, with_torch: bool) -> None:
         return
     if os.getppid() != parent:
         return
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how the processes around beds ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing reads the exit codes of the processes around beds
     requests = Line(socket.socket(fileno=line))
     if with_torch:
         _import_torch()
@@ -67,13 +67,13 @@ def _import_torch() -> None:
 
 
 def _fork_bed(bed: Bed, files: list[int], requests: Line, watch: int) -> None:
-    """Fork a process that makes the namespaces of a bed and then waits for its number 1.
+    """Fork a process that creates the namespaces of a bed and then waits for the bed's process number 1.
 
     Args:
-        bed: what to emulate.
-        files: the bed's socket; a pipe whose closing tells the parent that all is gone; standard output and error.
-        requests: to be closed in the child.
-        watch: to be closed in the child.
+        bed: the cluster to emulate.
+        files: the bed's socket, a pipe that closes when the whole bed is gone, standard output, standard error.
+        requests: the socket of this process, which the child closes.
+        watch: handle of the parent process, which the child closes.
     """
     if os.fork():
         for file in files:
@@ -123,4 +123,4 @@ def _be_bed(line: Line, bed: Bed, gone: int) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), with_torch=sys.argv[3] == "torch")
-    os._exit(0)  # taking torch apart would only take time
+    os._exit(0)  # skips the teardown of torch, which is slow

@@ -1,4 +1,4 @@
-"""How true a bed is on this machine: the rates that links really reach, beside those asked for."""
+"""Measures how exact emulated links are on this machine: the rates that they reach, compared with the configured ones."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ MEBIBYTE = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Transferred:
-    """Times of one exchange beside the least that its links allow."""
+    """Measured times of one exchange, with the least time that its links allow."""
 
     name: str
     limit_seconds: float | None
-    """Bytes over the rate of the busiest link, without headers; None where nothing limits it."""
+    """Bytes over the rate of the busiest link, without headers; None if no link is limited."""
     seconds: tuple[float, ...]
-    """From the first rank's start to the last rank's end, per repeat."""
+    """Seconds of each repeat, from the first rank's start to the last rank's end."""
     bytes: int
-    """That cross the busiest link in one direction."""
+    """Bytes that cross the busiest link in one direction; inside a node, in both."""
 
     @property
     def median_seconds(self) -> float:
-        """The middle of the repeats."""
+        """Median over the repeats."""
         return statistics.median(self.seconds)
 
     @property
     def of_limit(self) -> float | None:
-        """Part of the links' rate that is reached, by the median; headers alone take about 0.01."""
+        """Share of the links' rate that the median reaches; headers alone cost about 0.01. None if no link is limited."""
         return None if self.limit_seconds is None else self.limit_seconds / self.median_seconds
 
     @property
     def bytes_per_second(self) -> float:
-        """What crosses the busiest link, by the median."""
+        """Bytes per second over the busiest link, by the median."""
         return self.bytes / self.median_seconds
 
 
@@ -49,9 +49,9 @@ def measure_stream(cluster: Cluster, megabytes: int = 4, repeats: int = REPEATS)
     """Send from the first rank of node 0 to the first of node 1.
 
     Args:
-        cluster: of two nodes or more.
+        cluster: a cluster of at least two nodes.
         megabytes: MiB to send.
-        repeats: how often, after a first time that is not counted.
+        repeats: number of timed exchanges, after one to warm up.
     """
     size = megabytes * MEBIBYTE
     limit = size / min(cluster.bed.inter_bytes_per_second(node) for node in (0, 1))
@@ -60,7 +60,7 @@ def measure_stream(cluster: Cluster, megabytes: int = 4, repeats: int = REPEATS)
 
 
 def measure_inside(cluster: Cluster, megabytes: int = 4, repeats: int = REPEATS) -> Transferred:
-    """Let the two first ranks of each node swap data, each sending `megabytes` MiB; both directions share the rate."""
+    """Exchange data between the first two ranks of each node: each sends `megabytes` MiB; both directions share the rate."""
     size, rate = megabytes * MEBIBYTE, cluster.bed.intra_bytes_per_second
     spans = cluster.run(_timed, _inside_parts, (size, cluster.bed.ranks_per_node), repeats)
     limit = None if rate is None else 2 * size / rate
@@ -70,7 +70,7 @@ def measure_inside(cluster: Cluster, megabytes: int = 4, repeats: int = REPEATS)
 
 
 def measure_all_to_all(cluster: Cluster, megabytes: int = 4, repeats: int = REPEATS) -> Transferred:
-    """Let every rank send each other rank its part of `megabytes` MiB, receives posted first."""
+    """Run an all-to-all in which every rank splits `megabytes` MiB over all ranks. Receives are posted first."""
     bed = cluster.bed
     part = megabytes * MEBIBYTE // bed.world
     spans = cluster.run(_timed, _all_to_all_parts, (part,), repeats)
@@ -96,12 +96,12 @@ def _limit(bed: Bed, part: int) -> float:
 def _timed(
     parts: Callable[..., dict[int, tuple[int, int]]], arguments: tuple[int, ...], repeats: int
 ) -> list[tuple[float, float]]:
-    """Exchange once to warm up and then `repeats` times; on every rank.
+    """Exchange once to warm up and then `repeats` times; called on every rank.
 
     Args:
-        parts: gives the bytes to send to and receive from each peer.
-        arguments: its further arguments.
-        repeats: how often.
+        parts: returns by peer how many bytes this rank sends to it and receives from it.
+        arguments: the arguments of `parts`.
+        repeats: number of timed exchanges.
 
     Returns:
         start and end of each repeat, on the clock that all ranks share.

@@ -1,4 +1,4 @@
-"""What the parent and the supervisor of a bed say to each other, over a Unix socket."""
+"""The messages between the user's process and the supervisor of a bed, over a Unix socket."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RunFunction:
     call: bytes
     """The function and its arguments, pickled."""
     main: Mapping[str, Any] | None
-    """What `multiprocessing` needs to find the functions of the parent's main script again; None where they are elsewhere."""
+    """Data with which `multiprocessing` imports the parent's main script again; None if the call does not use the script."""
     path: Sequence[str]
     """The parent's `sys.path`."""
     cwd: str
@@ -28,7 +28,7 @@ class RunFunction:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInside(RunFunction):
-    """Call a function once, in the bed's own process, with its wiring before the arguments."""
+    """Call a function once, in the bed's own process, with the bed's `Wiring` as first argument."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,47 +42,47 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True)
 class Interrupt:
-    """Send the ranks of the running command a signal; those that are left some seconds later are killed."""
+    """Send a signal to the ranks of the running command; ranks that still run `SAVE_SECONDS` later are killed."""
 
     signal: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Count:
-    """Say what the links have carried."""
+    """Return the traffic of all links."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Carried:
-    """What one end of a link has sent since the bed was made."""
+    """The traffic that one end of a link has sent since the bed was started."""
 
     bytes: int
-    """With headers."""
+    """Bytes with headers."""
     packets: int
-    """As queued: up to 16 KiB each."""
+    """Packets as queued, of up to 16 KiB each."""
     dropped: int
-    """Packets that the queue had no room for."""
+    """Packets that were dropped because the queue was full."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What became of a rank, or of the bed where no rank is named."""
+    """The failure of a rank, or of the bed itself if `rank` is None."""
 
     reason: str
-    """In one line."""
+    """The reason in one line."""
     rank: int | None = None
     at_seconds: float = 0.0
-    """When, on the monotonic clock."""
+    """Time of the failure on the monotonic clock."""
     died: bool = False
-    """Whether it ended without a word, which makes its peers fail too."""
+    """Whether the process ended without a report, which makes its peers fail too."""
     traceback: str = ""
     error: bytes = b""
-    """The exception, pickled, where it can be."""
+    """The pickled exception; empty if it does not pickle."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What came of a request."""
+    """The answer to a request: a value or a failure."""
 
     value: Any = None
     failure: Failure | None = None
@@ -90,7 +90,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Line:
-    """One end of the conversation."""
+    """One end of the socket between the user's process and the supervisor."""
 
     socket: socket.socket
     connection: Connection = field(init=False)
@@ -99,20 +99,20 @@ class Line:
         object.__setattr__(self, "connection", Connection(os.dup(self.socket.fileno())))
 
     def fileno(self) -> int:
-        """Return what to wait on."""
+        """Return the file descriptor to wait on for messages."""
         return self.connection.fileno()
 
     def say(self, message: object, files: Sequence[int] = ()) -> None:
-        """Send a message, and open files with it."""
+        """Send a message together with open files."""
         self.connection.send_bytes(pickle.dumps((message, len(files))))
         if files:
             socket.send_fds(self.socket, [b"f"], list(files))
 
     def hear(self) -> tuple[Any, list[int]]:
-        """Wait for a message; returns it and the files that came with it.
+        """Wait for a message and return it with the files that were sent along.
 
         Raises:
-            EOFError: if the other end is gone.
+            EOFError: if the other end is closed.
         """
         message, count = pickle.loads(self.connection.recv_bytes())
         files: list[int] = []
@@ -121,13 +121,13 @@ class Line:
         return message, files
 
     def close(self) -> None:
-        """Hang up."""
+        """Close this end."""
         self.connection.close()
         self.socket.close()
 
 
 def output_files() -> list[int]:
-    """Return this process's standard output and error, flushed, to be sent along."""
+    """Flush standard output and error and return their file descriptors, to be sent with a message."""
     sys.stdout.flush()
     sys.stderr.flush()
     return [1, 2]

@@ -1,4 +1,4 @@
-"""The life of one process of a bed: enter the node, connect, call, report, leave."""
+"""What a process of a bed runs: enter its node, then run a command, or connect, call a function and report."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from moesaic_testbed.messages import Failure
 from moesaic_testbed.wiring import NODE_DEVICE, node_address
 
 TIMEOUT_SECONDS = 600
-"""After which a collective that somebody did not join fails."""
+"""A collective fails after this time if a rank does not join it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """A rank has connected to all others."""
+    """The report of a rank that has connected to all others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """What a rank returned, pickled."""
+    """The report of a rank whose function has returned, with the pickled result."""
 
     result: bytes
 
 
 def launcher_variables(bed: Bed, rank: int, port: int, threads: int = 1) -> dict[str, str]:
-    """Return what torchrun would set for a rank of this bed, and which device it is to talk over."""
+    """Return the environment variables that torchrun would set for a rank, and those that select the network device."""
     node, local = divmod(rank, bed.ranks_per_node)
     return {
         "RANK": str(rank), "WORLD_SIZE": str(bed.world), "LOCAL_RANK": str(local),
@@ -51,7 +51,7 @@ def launcher_variables(bed: Bed, rank: int, port: int, threads: int = 1) -> dict
 
 
 def start(net: int, environment: Mapping[str, str], cwd: str, output: Sequence[int]) -> None:
-    """Make this freshly forked process one of a node's; where ranks share cores, each is held on one, see `hold_still`."""
+    """Make this freshly forked process a process of a node. If ranks share cores, pin each rank to one, see `hold_still`."""
     enter_net(net)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for target, source in enumerate((nothing, *output)):
@@ -66,7 +66,7 @@ def start(net: int, environment: Mapping[str, str], cwd: str, output: Sequence[i
 
 
 def execute(words: Sequence[str]) -> None:
-    """Become a command; does not return. Exit code 127 where there is no such command."""
+    """Replace this process by a command; does not return. The exit code is 127 if there is no such command."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.setpgid(0, 0)  # so that signals reach what the command starts too, as Ctrl-C does at a terminal
     try:
@@ -77,7 +77,7 @@ def execute(words: Sequence[str]) -> None:
 
 
 def serve_store(port: int, ready: int) -> None:
-    """Keep the store that ranks find each other by, as torchrun's agent does; does not return."""
+    """Serve the store through which ranks find each other, as torchrun's agent does; does not return."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     try:
@@ -90,7 +90,7 @@ def serve_store(port: int, ready: int) -> None:
 
 
 def call(rank: int, line: Connection, function: Any, arguments: tuple[Any, ...], threads: int) -> None:
-    """Connect, call a function when all ranks are ready, and say what it returned or raised; does not return."""
+    """Connect, call a function when all ranks are ready, and report its result or exception; does not return."""
     try:
         import torch
         import torch.distributed as dist
@@ -106,7 +106,7 @@ def call(rank: int, line: Connection, function: Any, arguments: tuple[Any, ...],
     sys.stderr.flush()
     try:
         line.send(message)
-        line.recv()  # a socket that is closed early can take bytes with it that others still wait for
+        line.recv()  # closing sockets early can lose bytes that other ranks still wait for
     finally:
         os._exit(0)
 
@@ -119,13 +119,13 @@ def _pickled(result: Any) -> bytes:
 
 
 def failure_of(rank: int | None, error: BaseException) -> Failure:
-    """Describe an exception of a rank, or of the bed, so that it can be raised again elsewhere."""
+    """Describe an exception of a rank, or of the bed, for a process that raises it again."""
     at_seconds = time.monotonic()
     reason = "".join(traceback.format_exception_only(type(error), error)).strip()
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     try:
         packed = pickle.dumps(error)
-        pickle.loads(packed)  # some exceptions pickle and then do not come back
+        pickle.loads(packed)  # some exceptions pickle but do not unpickle
     except Exception:
         packed = b""
     return Failure(rank=rank, reason=reason, at_seconds=at_seconds, traceback=text, error=packed)

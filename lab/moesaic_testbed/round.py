@@ -1,4 +1,4 @@
-"""One run of all ranks of a bed, as its supervisor sees it: start them, watch them, end them. A rank is a command or a call."""
+"""One run of all ranks of a bed: the supervisor starts, watches and ends them. Ranks run a command or a function."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from moesaic_testbed.messages import Answer, Command, Failure, Interrupt, Line
 from moesaic_testbed.wiring import Wiring, WiringError
 
 GRACE_SECONDS = 5.0
-"""How long the others have after a rank has failed, and again after they were told to end."""
+"""When a rank has failed: the time until the other ranks get SIGTERM, and from then until they are killed."""
 SAVE_SECONDS = 15.0
-"""How long ranks have to save after an interrupt."""
+"""Time that ranks have to save after an interrupt."""
 SETTLE_SECONDS = 1.0
-"""How long a failure waits for others that may be its cause: a process that was killed makes its peers fail too."""
+"""Time to wait after a failure for others that may be its cause: a killed process makes its peers fail too."""
 
 
 @dataclass
 class Process:
-    """A rank, as the supervisor sees it."""
+    """The process of a rank, as its supervisor tracks it."""
 
     rank: int
     pid: int
     handle: int
-    """Readable when the process has ended."""
+    """File descriptor (pidfd) that is readable once the process has ended."""
     line: Connection | None = None
-    """To a rank that runs a function."""
+    """Connection to a rank that runs a function; None for a command."""
     status: int | None = None
-    """Of `waitpid`, once it has ended."""
+    """Status from `waitpid`, once the process has ended."""
 
 
 class AbstractRound(ABC):
@@ -44,9 +44,9 @@ class AbstractRound(ABC):
 
     Args:
         wiring: the bed's network.
-        parent: who may hang up or interrupt meanwhile.
-        port: where ranks find each other.
-        output: files that are the ranks' standard output and error.
+        parent: the socket to the user's process, which may close it or interrupt the run.
+        port: port of the store through which ranks find each other.
+        output: file descriptors of the ranks' standard output and error.
     """
 
     def __init__(self, wiring: Wiring, parent: Line, port: int, output: Sequence[int]) -> None:
@@ -62,10 +62,10 @@ class AbstractRound(ABC):
 
     @abstractmethod
     def watch(self) -> Answer:
-        """Follow the ranks until all have ended or failed."""
+        """Wait until all ranks have ended or failed, and return the answer."""
 
     def run(self) -> Answer:
-        """Start all ranks, follow them, end what is left of them, and set changed links back."""
+        """Start all ranks, watch them, kill all that are left, and reset changed links."""
         try:
             self._start_store()
             self.processes += [self.start_rank(rank) for rank in range(self.bed.world)]
@@ -80,18 +80,18 @@ class AbstractRound(ABC):
                 self.wiring.change(node, None)
 
     def start_clock(self) -> None:
-        """Begin to count the seconds after which links change."""
+        """Start the clock by which links change."""
         self._started = time.monotonic()
 
     def await_any(self, things: Sequence[Any], seconds: float | None = None) -> list[Any]:
-        """Wait until one of some connections or files is readable, changing links meanwhile.
+        """Wait until a connection or file is readable. Changes of links that become due are made meanwhile.
 
         Args:
-            things: what to wait for.
-            seconds: how long; None for ever.
+            things: connections and file descriptors to wait for.
+            seconds: the longest time to wait; None for no limit.
 
         Returns:
-            those that are readable; none of them after `seconds`.
+            the readable ones; empty after `seconds`.
         """
         end = None if seconds is None else time.monotonic() + seconds
         while True:
@@ -102,7 +102,7 @@ class AbstractRound(ABC):
                 return found
 
     def fork(self, child: Callable[[], None]) -> tuple[int, int]:
-        """Start a process; returns its number and a handle on it."""
+        """Fork a process that runs `child`, and return its number and its pidfd."""
         pid = os.fork()
         if pid == 0:
             try:
@@ -129,7 +129,7 @@ class AbstractRound(ABC):
             raise WiringError("the store that ranks find each other by did not start")
 
     def _change_links(self) -> float | None:
-        """Change the links that are due; returns when the next ones are, on the monotonic clock."""
+        """Make all changes of links that are due; return when the next one is due, on the monotonic clock, or None."""
         while self._changes and self._started is not None:
             at = self._started + self._changes[0].at_seconds
             if at > time.monotonic():
@@ -141,7 +141,7 @@ class AbstractRound(ABC):
 
 
 def _end_everything() -> None:
-    """Kill all other processes of the bed, whatever ranks left behind among them, and wait for them."""
+    """Kill all other processes of the bed, those included that ranks left behind, and wait for their end."""
     assert os.getpid() == 1, "outside a process namespace of its own this would kill everything that it may"
     try:
         os.kill(-1, signal.SIGKILL)
@@ -171,7 +171,7 @@ class CommandRound(AbstractRound):
         return Process(rank, pid, handle)
 
     def watch(self) -> Answer:
-        """Wait for all; when one fails, or the parent interrupts, the others are ended step by step."""
+        """Wait for all ranks. If one fails, or the parent interrupts, end the others step by step."""
         self.start_clock()
         steps: list[tuple[float, int]] = []
         while left := {process.handle: process for process in self.processes if process.status is None}:
@@ -191,7 +191,7 @@ class CommandRound(AbstractRound):
         return Answer(value=[os.waitstatus_to_exitcode(process.status or 0) for process in self.processes])
 
     def _ended(self, process: Process) -> bool:
-        """Take note of how a process ended; returns whether it failed."""
+        """Record the exit status of a process that has ended; return whether it failed."""
         _, process.status = os.waitpid(process.pid, 0)
         return process.status != 0
 
@@ -200,7 +200,7 @@ class CommandRound(AbstractRound):
             if process.status is None:
                 try:
                     os.killpg(process.pid, number)
-                except ProcessLookupError:  # it has not come to make its group
+                except ProcessLookupError:  # the process has not made its group yet
                     os.kill(process.pid, number)
 
 
@@ -230,7 +230,7 @@ class FunctionRound(AbstractRound):
         return Process(rank, pid, handle, ours)
 
     def watch(self) -> Answer:
-        """Let ranks go when all are ready, and collect what they return."""
+        """Start the function when all ranks are ready, and collect their results."""
         num_ready, world = 0, self.bed.world
         while len(self._results) < world and not self._failures:
             num_ready += self._collect(None)
@@ -247,7 +247,7 @@ class FunctionRound(AbstractRound):
         return Answer(failure=min(self._failures, key=lambda failure: (not failure.died, failure.at_seconds)))
 
     def _collect(self, seconds: float | None) -> int:
-        """Hear what ranks say and which of them ended; returns how many became ready."""
+        """Receive reports of ranks and notice which have ended; return how many became ready."""
         told = {failure.rank for failure in self._failures} | set(self._results)
         left = [process for process in self.processes if process.rank not in told]
         by_thing = {thing: process for process in left for thing in (process.line, process.handle)}
@@ -270,12 +270,12 @@ class FunctionRound(AbstractRound):
             assert process.line is not None
             try:
                 process.line.send(None)
-            except BrokenPipeError:  # it died just now: its handle says so
+            except BrokenPipeError:  # the rank has just died: its pidfd shows that
                 continue
 
 
 def _heard(process: Process) -> Any:
-    """Return what a rank said, if it said something."""
+    """Return a rank's report if one has arrived, else None."""
     assert process.line is not None
     try:
         return process.line.recv() if process.line.poll() else None
@@ -284,7 +284,7 @@ def _heard(process: Process) -> Any:
 
 
 def _death(process: Process) -> Failure:
-    """Say how a rank ended that had not reported."""
+    """Describe how a rank ended that had not reported."""
     if process.status is None:
         _, process.status = os.waitpid(process.pid, 0)
     code = os.waitstatus_to_exitcode(process.status)

@@ -1,7 +1,7 @@
-"""Process number 1 of a bed: makes its network, starts ranks in it, and takes everything with it when it ends.
+"""Process number 1 of a bed: creates the network and starts ranks in it. When it ends, the whole bed ends.
 
-A bed is a process namespace of its own. When its number 1 ends, the kernel kills every process inside, and with the last one
-the network namespaces and their links go. So nothing has to be cleaned up, however the parent ends.
+A bed is a process namespace of its own. When its process number 1 ends, the kernel kills every other process inside. With the
+last process, the network namespaces and their links disappear. So nothing has to be cleaned up, however the parent ends.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ FIRST_PORT, NUM_PORTS = 29500, 1000
 
 
 class Supervisor:
-    """Serves one parent.
+    """Serves the requests of one parent on one bed.
 
     Raises:
-        WiringError: if the machine refuses.
+        WiringError: if the network cannot be created.
     """
 
     def __init__(self, line: Line, bed: Bed) -> None:
         self._line, self._bed, self._wiring, self._rounds = line, bed, Wiring(bed), 0
 
     def serve(self) -> None:
-        """Do what the parent asks until it hangs up."""
+        """Answer the parent's requests until it closes the socket."""
         while True:
             try:
                 request, files = self._line.hear()
@@ -71,12 +71,12 @@ def _called(function: Any, arguments: tuple[Any, ...]) -> Answer:
 
 
 def _load(request: RunFunction) -> tuple[Any, tuple[Any, ...]]:
-    """Find the function again here, before ranks are forked, so that what it imports is imported once."""
+    """Unpickle the function and its arguments. Before ranks are forked, its imports thus run only once."""
     sys.path[:] = request.path
     os.chdir(request.cwd)
     if request.main is not None:
         here = process.current_process()
-        here._inheriting = True  # type: ignore[attr-defined]  # a script without a main guard is told so, as by multiprocessing
+        here._inheriting = True  # type: ignore[attr-defined]  # gives a script without a main guard the error of multiprocessing
         try:
             spawn.prepare(dict(request.main))
         finally:

@@ -1,10 +1,10 @@
-"""A bed's network as text for `ip` and `tc`, and the making of it.
+"""A bed's network: as text for `ip` and `tc`, and its creation.
 
-Every node and every switch is a network namespace; a cable is a veth pair, and each of its ends queues what it sends at
-the cable's rate. Switches route, so no bridge module is needed.
+Every node and every switch is a network namespace. A cable is a veth pair; each of its ends limits the packets that it sends
+to the cable's rate. Switches are routers, so no bridge module is needed.
 
-Packets are capped at 16 KiB and queues take 32 MB: with packets larger than the burst the rate is not reached, a larger
-burst lets short messages through at once, and a shorter queue drops.
+Packets are capped at 16 KiB and queues hold 32 MiB. Packets larger than the burst would not reach the rate, a larger burst
+would let short messages through without delay, and a shorter queue would drop packets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moesaic_testbed.messages import Carried
 
 NODE_DEVICE = "eth0"
 ROOT = "root"
-"""The switch that all nodes hang on, or that all leaf switches do."""
+"""The switch to which all nodes, or else all leaf switches, are connected."""
 MTU = 9000
 PACKET_BYTES = 16384
 QUEUE_BYTES = 32 << 20
@@ -36,16 +36,16 @@ SETTINGS = {
     "net/ipv6/conf/all/disable_ipv6": "1",
     "net/ipv6/conf/default/disable_ipv6": "1",
 }
-"""Of every namespace, so that beds are alike on machines that are set up differently."""
+"""Kernel settings of every namespace: a bed then behaves the same on machines with different settings."""
 
 
 class WiringError(RuntimeError):
-    """The network could not be made: one line says which tool said what."""
+    """The network could not be created; one line names the tool and its error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cable:
-    """A veth pair. A rate of None is not limited."""
+    """A link between two namespaces (a veth pair). A rate of None is not limited."""
 
     name: str
     lower: str
@@ -108,9 +108,9 @@ def shaping(device: str, rate: float | None, per_message: int = 0) -> list[str]:
     """Return `tc` commands that make a device send at a rate.
 
     Args:
-        device: the device.
+        device: name of the device.
         rate: bytes per second; None for no limit.
-        per_message: bytes that a packet counts for at least.
+        per_message: least number of bytes that a packet is charged for.
     """
     if rate is None:
         return []
@@ -124,7 +124,7 @@ def shaping(device: str, rate: float | None, per_message: int = 0) -> list[str]:
 
 
 def addressing(bed: Bed, name: str) -> list[str]:
-    """Return `ip` commands that give a namespace its addresses and routes, once its cables are there."""
+    """Return `ip` commands that give a namespace its addresses and routes; its cables must exist."""
     packets = f"gso_max_size {PACKET_BYTES} gro_max_size {PACKET_BYTES}"
     shaped = bed.intra is not None and name.startswith("node")
     addresses, routes = [f"link set dev lo{f' mtu {MTU} {packets}' if shaped else ''} up"], []
@@ -145,7 +145,7 @@ def addressing(bed: Bed, name: str) -> list[str]:
 
 
 def queueing(bed: Bed, name: str) -> list[str]:
-    """Return `tc` commands that give every device of a namespace its rate."""
+    """Return `tc` commands that set the rate of every device of a namespace."""
     rates = shaping("lo", bed.intra_bytes_per_second if name.startswith("node") else None)
     for cable in cables(bed):
         for owner, device in ((cable.lower, cable.lower_device), (cable.upper, cable.upper_device)):
@@ -155,12 +155,12 @@ def queueing(bed: Bed, name: str) -> list[str]:
 
 
 def changing(bed: Bed, node: int, rate: str | None) -> dict[str, str]:
-    """Return the `tc` command, by namespace, that sets an end of a node's link to a rate.
+    """Return by namespace the `tc` command that sets its end of a node's link to a rate.
 
     Args:
         bed: the bed.
-        node: whose link.
-        rate: None is the rate that the bed began with.
+        node: the node whose link changes.
+        rate: the new rate; None for the bed's original rate.
     """
     cable = cables(bed)[node]
     speed = cable.bytes_per_second if rate is None else bytes_per_second(rate, "rate")
@@ -169,10 +169,10 @@ def changing(bed: Bed, node: int, rate: str | None) -> dict[str, str]:
 
 
 class Wiring:
-    """The network of a bed, held by file descriptors: it goes when the process that made it does.
+    """The network of a bed, kept alive by file descriptors: it disappears when the process that created it ends.
 
     Raises:
-        WiringError: if the machine refuses.
+        WiringError: if the kernel or a tool refuses.
     """
 
     def __init__(self, bed: Bed) -> None:
@@ -194,20 +194,20 @@ class Wiring:
         return self._nets[node_name(node)]
 
     def change(self, node: int, rate: str | None) -> None:
-        """Set both ends of a node's link to a rate; None is the rate that the bed began with."""
+        """Set both ends of a node's link to a rate; None for the bed's original rate."""
         for name, line in changing(self.bed, node, rate).items():
             self._tool("tc", name, [line])
 
     def switch(self, node: int, on: bool) -> None:
-        """Cut a node's link at its switch, or mend it; for beds of one switch, whose routes come back by themselves."""
+        """Cut or restore a node's link at its switch. Only for beds of one switch, where routes return by themselves."""
         self._tool("ip", ROOT, [f"link set dev {node_name(node)} {'up' if on else 'down'}"])
 
     def namespaces(self) -> list[int]:
-        """Return the numbers by which the kernel knows the bed's network namespaces."""
+        """Return the inode numbers of the bed's network namespaces."""
         return [os.fstat(handle).st_ino for handle in self._nets.values()]
 
     def traffic(self) -> dict[str, Carried]:
-        """Return what every end of every link has sent: "node0 up", "node0 down", "node0 inside", "leaf0 up", ..."""
+        """Return the traffic that every end of every link has sent: "node0 up", "node0 down", "node0 inside", ..."""
         ends = {(net, "lo"): f"{net} inside" for net in self._nets if net.startswith("node")}
         for cable in self._cables:
             ends[cable.lower, cable.lower_device] = f"{cable.name} up"
@@ -243,7 +243,7 @@ class Wiring:
 
 
 def _counters(net: int) -> dict[str, Carried]:
-    """Return what each device of a namespace has sent: as its queue counts, or where it has none, as the device does."""
+    """Return the traffic that each device of a namespace has sent, from its queue's counters or, if it has none, its own."""
     with inside_net(net):
         links = json.loads(_run(["ip", "-s", "-j", "link", "show"]))
         queues = json.loads(_run(["tc", "-s", "-j", "qdisc", "show"]))
@@ -259,7 +259,7 @@ def _counters(net: int) -> dict[str, Carried]:
 
 
 def _run(words: Sequence[str], lines: Sequence[str] = (), share: Sequence[int] = ()) -> str:
-    """Run a tool on commands and return what it printed."""
+    """Run a tool with `lines` as input and return its output."""
     try:
         done = subprocess.run(
             words, input="\n".join(lines) + "\n", capture_output=True, text=True, pass_fds=share, check=False

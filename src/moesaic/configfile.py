@@ -85,7 +85,9 @@ def build(kind: type[T], table: dict[str, Any], *, source: str, prefix: str = ""
     for field in fields(kind):  # type: ignore[arg-type]
         if field.name not in table and field.default is MISSING and field.default_factory is MISSING:
             such_as = field.metadata.get(SUCH_AS, "")
-            raise InputError(f"{source}: {prefix}{field.name} is missing" + f": add it, {such_as} say" * bool(such_as))
+            raise InputError(
+                f"{source}: {prefix}{field.name} is missing" + f": add it, for example {such_as}" * bool(such_as)
+            )
     values = {name: _convert(value, hints[name], f"{source}: {prefix}{name}") for name, value in table.items()}
     try:
         return kind(**values)

@@ -2,8 +2,8 @@
 
 
 class InputError(ValueError):
-    """Bad input: says what is wrong, where, and what to write instead. Commands leave with exit code 2."""
+    """Bad input. The message says what is wrong, where, and what to write instead. Commands leave with exit code 2."""
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on (the loss is not finite, say). Commands leave with exit code 1."""
+    """Training cannot go on, for example because the loss is not finite. Commands leave with exit code 1."""

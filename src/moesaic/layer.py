@@ -380,8 +380,8 @@ class MoE(InjectsLosses, RoutingCached):
             by_rank = capacity is not None and not capacity.never_drops and not capacity.spans_mesh
             if by_rank and (capacity.is_padded or mesh.grid.tp > 1):
                 raise InputError(
-                    f'plan="auto" clashes with {name}={capacity}, counted on each rank, where what is dropped depends on the '
-                    'plan: choose Dropless(), or a capacity with scope="mesh"'
+                    f'plan="auto" clashes with {name}={capacity}, a capacity per rank: which tokens it drops would depend on '
+                    'the plan. Choose Dropless(), or a capacity with scope="mesh"'
                 )
         return True
 
@@ -600,7 +600,7 @@ def _with_options(make: RouterFactory, choice: str | Callable, options: Mapping[
     for name in options:
         if name not in option_names:
             raise InputError(
-                f"router_options: {name} is no option of router={choice!r}{suggestion(name, list(option_names))}"
+                f"router_options: {name} is not an option of router={choice!r}{suggestion(name, list(option_names))}"
             )
 
     def make_with_options(dim: int, num_experts: int) -> AbstractRouter:
@@ -620,7 +620,7 @@ def _as_losses(losses: AbstractLoss | Sequence[AbstractLoss]) -> tuple[AbstractL
     for loss in loss_tuple:
         if not isinstance(loss, AbstractLoss):
             raise InputError(
-                f"MoE: losses holds {loss!r}, which is no loss: write losses=(LoadBalance(0.01),), or () for none"
+                f"MoE: losses holds {loss!r}, which is not a loss: write losses=(LoadBalance(0.01),), or () for none"
             )
     names = [loss.name for loss in loss_tuple]
     for name in names:

@@ -70,10 +70,11 @@ def test_the_papers_test_beds_and_common_machines_are_presets() -> None:
             "here: unknown field device.memory_gb: did you mean memory_gib?",
         ),
         (changed(links=[{"name": "a", "devices": 1, "gbs": 3}]), "here: unknown field links[0].gbs: did you mean gbps?"),
-        (changed(links=[{"name": "a", "devices": 1}]), "here: links[0].gbps is missing: add it, 2484 for NVLink of H100"),
+        (changed(links=[{"name": "a", "devices": 1}]),
+         "here: links[0].gbps is missing: add it, for example 2484 for NVLink of H100"),
         (changed(links=[{"gbps": 1, "devices": 1}]), "here: links[0].name is missing"),
         (changed(device={"memory_gib": 1, "tflops": {"bf16": 1}}),
-         "device.memory_gigabytes_per_second is missing: add it, 2850 for H100, 850 for RTX 4090 say"),
+         "device.memory_gigabytes_per_second is missing: add it, for example 2850 for H100, 850 for RTX 4090"),
         (changed(links=[{"name": "a", "devices": 1, "gbps": -3}]), "cluster link 'a': gbps=-3.0: must be a finite"),
         (
             changed(links=[{"name": "a", "devices": 3, "gbps": 3}]),

@@ -268,7 +268,7 @@ def test_the_page_has_a_line_for_each_method_and_a_column_for_each_load() -> Non
     aimed = {"name": "balance.aimed", "value": 0.5, "target": 0.4, "op": ">=", "holds": True}
     told = {"name": "balance.told", "value": 0.5, "target": None, "op": ">=", "holds": None}
     text = page.tables({"rows": [{"part": "shares", **asdict(each)} for each in shares], "claims": [aimed, told]})
-    assert "| share of forced balance, `dgx-h100`, 64 ranks | made up, MaxVio 1 | recorded |" in text
+    assert "| share of forced balance, `dgx-h100`, 64 ranks | synthetic, MaxVio 1 | recorded |" in text
     assert "| plain ep | 0.25 | 0.50 |" in text
     assert "| ours |  | 0.80 |" in text
     assert "| `balance.aimed` | 0.5 | >= 0.4 | yes |" in text
@@ -303,7 +303,7 @@ def test_the_pairs_that_equivalence_would_need_follow_from_the_spread_of_the_ste
     assert apart.pairs is None
     text = page.equivalence([near, apart])
     assert "| b | shadow | 1.01 | 39 | 113 |" in text
-    assert "| c | plain ep | 1.04 | 39 | none would do |" in text
+    assert "| c | plain ep | 1.04 | 39 | no number suffices |" in text
     random = np.random.default_rng(0)
     passed = 0
     for _ in range(100):

@@ -38,7 +38,7 @@ def rows() -> list[tuple[str, list[str]]]:
     for system in SYSTEMS:
         section = TEXT.split(f"\n## {system}\n")[1].split("\n## ")[0]
         lines = [line for line in section.splitlines() if line.startswith("| ")]
-        assert lines[0] == "| what | where | command | gives | differs |"
+        assert lines[0] == "| part | code | command | result | difference |"
         cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[1:]]
         found += [(system, each) for each in cells]
     return found

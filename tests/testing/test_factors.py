@@ -64,7 +64,7 @@ def test_what_no_mesh_can_tell_apart_is_all_named():
 def test_a_factor_that_differs_on_another_mesh_is_no_axis():
     cause = cause_of(lambda g: 2.0 if g.world == 8 else 1.7)
     assert cause.products == ()
-    assert str(cause) == "2.00 times too large: is no product of the sizes of the mesh"
+    assert str(cause) == "2.00 times too large: is not a product of the sizes of the mesh"
 
 
 def test_a_mesh_that_a_layer_does_not_fit_is_left_out():

@@ -247,7 +247,7 @@ def test_no_codec_runs_that_the_user_did_not_name(more) -> None:
     ("name", "words"),
     [
         ("no nodes of two", "has nodes of 1 devices, this run 2 ranks on a node: choose a cluster of such nodes"),
-        ("capacity", r"clashes with a capacity counted on each rank \(model.moe.capacity=padded\)"),
+        ("capacity", r"clashes with a capacity per rank \(model.moe.capacity=padded\)"),
         ("dense", "has no MoE layers to plan: leave it off"),
         ("unknown", "cluster '25gb' is unknown: did you mean 25gbe"),
     ],

@@ -1,1 +1,1 @@
-"""`moesaic bench balance`: answers to skewed routing, in turn on an emulated cluster, with virtual compute."""
+"""`moesaic bench balance`: compares methods for skewed routing on an emulated cluster, with virtual compute."""

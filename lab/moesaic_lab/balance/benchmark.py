@@ -1,6 +1,6 @@
-"""`moesaic bench balance`: answers to skewed routing, in turn on an emulated cluster, and simulated on larger ones.
+"""`moesaic bench balance`: compares methods for skewed routing on emulated clusters, and in simulation on larger ones.
 
-Drawn as small multiples: speed-up over MaxVio, replicated experts, what a schedule gains, memory.
+The pictures are small multiples: speed-up over MaxVio, replicated experts, gain of a schedule, memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moesaic_lab.balance.config import (
 )
 from moesaic_lab.balance.memory import BudgetHeld, budgets_held
 from moesaic_lab.balance.methods import PLAIN, SMART
-from moesaic_lab.balance.shares import SLOW, Share, shares_of_forced
+from moesaic_lab.balance.shares import MADE_UP, SLOW, SYNTHETIC, Share, shares_of_forced
 from moesaic_lab.balance.simulated import TimedDecision, decisions
 from moesaic_lab.benchmark import Benchmark, EmulatedOptions, Told, require_cluster, words_of
 from moesaic_lab.measure import Ratio
@@ -34,20 +34,20 @@ from moesaic_lab.pictures import Panel, PlottedSeries
 
 T = TypeVar("T")
 SPEEDUP = "plain ep / method, virtual compute"
-"""What stands beside every axis of time."""
+"""Title of every axis that shows a speed-up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceOptions(EmulatedOptions):
-    """What the benchmark can be asked for."""
+    """Command-line options of the benchmark."""
 
     keep: bool = False
-    """Take what the file of --json has of simulated shares and counted memory, rather than make that again, and
-    the cases on beds that are not run."""
+    """Reuse the simulated shares and the counted memory in the file of --json, and the cases on beds that this run does
+    not repeat."""
 
 
 class BalanceMeasured(NamedTuple):
-    """What was found."""
+    """Results of all parts of the benchmark."""
 
     cells: list[BalanceCell]
     shares: list[Share]
@@ -56,7 +56,7 @@ class BalanceMeasured(NamedTuple):
 
 
 def cases(options: BalanceOptions) -> BalanceBenchConfig:
-    """Return what is asked for."""
+    """Return the configuration, narrowed to the cases that the options ask for."""
     if options.keep and options.json in (None, "-"):
         raise InputError("--keep takes rows from the file of --json: name that file")
     config = read_config(Path(options.config)) if options.config else read_config()
@@ -67,7 +67,7 @@ def cases(options: BalanceOptions) -> BalanceBenchConfig:
 
 
 def measure(options: BalanceOptions, config: BalanceBenchConfig, told: Told) -> BalanceMeasured:
-    """Measure on one bed after the other, then simulate."""
+    """Measure the cases bed by bed, then simulate."""
     there = Path(options.json) if options.keep and options.json else None
     rows = json.loads(there.read_text(encoding="utf-8"))["rows"] if there is not None and there.exists() else []
     shares, decided, held = kept(rows, Share), kept(rows, TimedDecision), kept(rows, BudgetHeld)
@@ -84,7 +84,7 @@ def measure(options: BalanceOptions, config: BalanceBenchConfig, told: Told) -> 
 
 
 def kept_cells(rows: list[dict[str, Any]], config: BalanceBenchConfig) -> list[BalanceCell]:
-    """Return the cases on beds of a file of results that are not run again."""
+    """Return the cells of a result file whose cases do not run again."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if row["part"] == BED:
@@ -94,14 +94,17 @@ def kept_cells(rows: list[dict[str, Any]], config: BalanceBenchConfig) -> list[B
 
 
 def kept(rows: list[dict[str, Any]], kind: type[T]) -> list[T]:
-    """Return what the rows of a kind were made of."""
+    """Rebuild the objects of class `kind` from the rows of a result file."""
     names = [each.name for each in fields(kind)]  # type: ignore[arg-type]
     return [kind(**{name: row[name] for name in names}) for row in rows if row["part"] == PARTS[kind]]
 
 
 def panels(cells: Sequence[BalanceCell], shares: Sequence[Share] = ()) -> list[Panel]:
-    """Return the panels of what was run: one per cluster and kind of load of shares of forced
-    balance, two per bed, one for all recorded cases, two for all beds."""
+    """Return the panels of the picture.
+
+    Simulated shares of forced balance get a panel per cluster and kind of load. Each bed gets two panels, all recorded
+    cases share one, and two more compare the beds.
+    """
     made = []
     drawn = [each for each in shares if each.ratio == SharesOfForced.ratio and each.load != SLOW]
     for cluster, ranks, load in dict.fromkeys((each.cluster, each.ranks, each.load) for each in drawn):
@@ -122,20 +125,20 @@ def panels(cells: Sequence[BalanceCell], shares: Sequence[Share] = ()) -> list[P
 
 
 def _shares(shares: Sequence[Share], load: str) -> Panel:
-    """Draw the share of forced balance over MaxVio under one kind of load, a point for each call."""
+    """Return a panel of the share of forced balance over MaxVio under one kind of load, with a point for each call."""
     series = []
     for name in dict.fromkeys(each.method for each in shares):
         mine = sorted((each for each in shares if each.method == name), key=lambda each: each.max_vio)
         x, y = tuple(each.max_vio for each in mine), tuple(each.of_forced for each in mine)
         series.append(PlottedSeries(name=name, x=x, y=y))
     return Panel(
-        title=f"{shares[0].cluster}, {shares[0].ranks} ranks, {load} loads", x_title="MaxVio of ranks",
+        title=f"{shares[0].cluster}, {shares[0].ranks} ranks, {load.replace(MADE_UP, SYNTHETIC)} loads", x_title="MaxVio of ranks",
         y_title="share of forced balance", series=tuple(series),
     )  # fmt: skip
 
 
 def _over_loads(title: str, cells: Sequence[BalanceCell]) -> Panel:
-    """Draw the speed-up of every method over MaxVio."""
+    """Return a panel of the speed-up of every method over MaxVio."""
     series = tuple(
         _ratios(name, _loads(cells), [cell.ratio(PLAIN, name) for cell in cells]) for name in cells[0].timings
     )
@@ -143,7 +146,7 @@ def _over_loads(title: str, cells: Sequence[BalanceCell]) -> Panel:
 
 
 def _memory(title: str, cells: Sequence[BalanceCell]) -> Panel:
-    """Draw the peak of every method over MaxVio."""
+    """Return a panel of the peak memory of every method over MaxVio."""
     series = tuple(
         PlottedSeries(name=name, x=_loads(cells), y=tuple(cell.peak_bytes[name] / 2**20 for cell in cells))
         for name in cells[0].timings
@@ -159,7 +162,7 @@ def _bars(title: str, cells: Sequence[BalanceCell]) -> Panel:
 
 
 def _replicated(cells: Sequence[BalanceCell]) -> Panel:
-    """Draw how many experts each policy replicates per call, on one bed."""
+    """Return a panel of the number of experts that each policy replicates per call, on one bed."""
     place = cells[0].job.case.place
     series = tuple(
         PlottedSeries(
@@ -173,7 +176,8 @@ def _replicated(cells: Sequence[BalanceCell]) -> Panel:
 
 
 def _gain(by_bed: dict[BalancePlace, list[BalanceCell]]) -> Panel:
-    """Draw what the smart schedule gains against the most that any overlap of the plain layer could."""
+    """Return a panel that compares the gain of the smart schedule with the largest gain that overlap could give the
+    plain layer."""
     series = []
     for place, cells in by_bed.items():
         found = sorted(((_most(cell), cell.ratio(PLAIN, SMART)) for cell in cells), key=lambda pair: pair[0])

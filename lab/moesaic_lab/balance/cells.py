@@ -1,4 +1,4 @@
-"""The cases of the balance benchmark, measured cluster after cluster: what they found, as rows, and how rows are shown."""
+"""Runs the cases of the balance benchmark on one cluster after another, and turns their results into rows and tables."""
 
 from __future__ import annotations
 
@@ -46,39 +46,40 @@ NOTES = (
     "EPLB, LPLB, LAER's re-layout) travel within the call, and their gradients back, so they are in `seconds`."
 )
 NOTHING_DECIDED = Decided(seconds=(0.0,), options=(), replicated_experts=(0.0,), replicated_copies=(0.0,))
-"""Of a method that replicates nothing."""
+"""Decisions of a method that replicates nothing."""
 BUDGET = 1.5
-"""Bytes of the method with a memory budget, over what a rank holds of plain expert parallelism under balance."""
+"""Memory budget of the method that has one, as a multiple of the peak of plain expert parallelism under even loads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceCell(TimedCell):
-    """What one case found."""
+    """Results of one case, for all methods and ranks."""
 
     job: BalanceJob
     max_vio: tuple[float, ...]
-    """Of ranks, by call."""
+    """MaxVio of ranks, for each call."""
     peak_bytes: Mapping[str, int]
-    """By method: the most bytes of tensors alive at once in the first call, of the rank that has most."""
+    """By method: the most bytes of tensors alive at once in the first call, on the rank with the highest peak."""
     error: Mapping[str, float]
-    """By method: largest difference from the plain layer, results and gradients, over the largest value."""
+    """By method: the largest difference of results and gradients from the plain layer's, relative to the largest value."""
     link_seconds: Mapping[str, float]
-    """By method: bytes over rate on the busiest link of each movement, all of the first call's, one after the other."""
+    """By method: the time on the busiest link (bytes over rate), summed over all movements of the first call."""
     across_bytes: Mapping[str, int]
-    """By method: bytes between nodes of the first call."""
+    """By method: bytes between nodes in the first call."""
     charged: Mapping[str, float]
-    """By method: seconds of virtual compute in a step, of the rank that has most."""
+    """By method: seconds of virtual compute in a step, on the rank that computes most."""
     decided: Mapping[str, Decided]
-    """By method that replicates: what rank 0 decided; seconds are those of the slowest rank."""
+    """By replicating method: the decisions, as recorded on the rank that spent most time on them."""
 
     def best_single(self) -> str:
-        """Return the single technique with the shortest median."""
+        """Return the single technique with the shortest median time."""
         singles = [name for name in self.timings if self.job.methods[name].is_single]
         return min(singles, key=lambda name: self.timings[name].median)
 
 
 def run(config: BalanceBenchConfig, told: Told) -> list[BalanceCell]:
-    """Measure every case that a configuration asks for; it starts clusters, one after another, one for all cases of a layer."""
+    """Measure every case that the configuration asks for. Clusters start one after another; all cases of one layer
+    share one."""
     by_layer: dict[tuple[Bed, int], list[BalanceJob]] = {}
     for case in config.cases():
         place = case.place
@@ -95,7 +96,7 @@ def run(config: BalanceBenchConfig, told: Told) -> list[BalanceCell]:
 
 
 def budget_of(place: BalancePlace) -> int:
-    """Return the bytes of the method with a memory budget."""
+    """Return the memory budget, in bytes, of the method that has one."""
     world, rows = place.bed.world, place.tokens_per_rank * place.top_k
     copies, compiled = np.full((world, place.num_experts), rows // place.num_experts), compile_plan(Plan(), place.grid)
     experts = ExpertSizes.stacked(place.dim, place.hidden, MATRICES, ELEMENT_BYTES)
@@ -104,13 +105,13 @@ def budget_of(place: BalancePlace) -> int:
 
 
 def measure(ranks: Cluster, jobs: Sequence[BalanceJob]) -> list[BalanceCell]:
-    """Measure cases of one mesh on a cluster that runs."""
+    """Measure the cases of one mesh on a running cluster."""
     of_ranks = ranks.run(side.measure, jobs)
     return [summed_up(job, [found[number] for found in of_ranks]) for number, job in enumerate(jobs)]
 
 
 def summed_up(job: BalanceJob, found: Sequence[BalanceFound]) -> BalanceCell:
-    """Return a cell from what every rank found."""
+    """Return the cell that combines the results of all ranks for one case."""
     place, routes = job.case.place, job.case.routes
     links, across = {}, {}
     for name in job.methods:
@@ -140,14 +141,14 @@ def summed_up(job: BalanceJob, found: Sequence[BalanceFound]) -> BalanceCell:
 
 BED = "bed"
 PARTS: dict[type, str] = {Share: "shares", TimedDecision: "decision", BudgetHeld: "memory"}
-"""Of the rows besides those of beds, by what they are made of."""
+"""Value of the key `part` for rows that were not measured on beds, by the class that they come from."""
 
 
 def all_rows(
     cells: Sequence[BalanceCell], shares: Sequence[Share] = (), decided: Sequence[TimedDecision] = (),
     held: Sequence[BudgetHeld] = (),
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return everything that was measured and simulated, as plain data."""
+    """Return all measured and simulated results as rows of plain data."""
     simulated = [{"part": PARTS[Share], **asdict(each), "of_forced": each.of_forced} for each in shares]
     alone = [{"part": PARTS[TimedDecision], **asdict(each)} for each in decided]
     counted = [{"part": PARTS[BudgetHeld], **asdict(each)} for each in held]
@@ -155,7 +156,7 @@ def all_rows(
 
 
 def rows_of(cell: BalanceCell) -> list[dict[str, Any]]:
-    """Return a line of the table per method."""
+    """Return a row for each method."""
     place = cell.job.case.place
     best = min(cell.timings, key=lambda name: cell.timings[name].median)
     slow = f" (last node {place.slow_link})" if place.slow_link else ""
@@ -184,7 +185,7 @@ def _figures(cell: BalanceCell, name: str) -> dict[str, Any]:
 
 
 def cell_of(rows: Sequence[dict[str, Any]], case: SkewedCase) -> BalanceCell:
-    """Return the cell whose rows these are: `rows_of` gives them back."""
+    """Rebuild a cell from its rows, as `rows_of` wrote them."""
     by_method = {row["method"]: row for row in rows}
     every = methods(case.place.grid, next((row["promised_bytes"] for row in rows if row["promised_bytes"]), None))
 
@@ -224,7 +225,7 @@ COLUMNS = (
     Column(key="decision_seconds", title="deciding ms", show=lambda value: milliseconds(value) if value else ""),
     Column(key="trials", title="trials", show=lambda value: " + ".join(map(str, value)) if any(value) else ""),
 )
-"""Of the table on the terminal."""
+"""Columns of the terminal's table."""
 SHARE_COLUMNS = (
     Column(key="cluster", title="cluster", is_text=True),
     Column(key="ranks", title="ranks"),
@@ -242,7 +243,8 @@ SHARE_COLUMNS = (
 
 
 def share_rows(shares: Sequence[Share]) -> list[dict[str, Any]]:
-    """Return shares of forced balance by cluster, load, weights and method: median, least and most over the calls."""
+    """Return the median, least and largest share of forced balance over the calls, grouped by cluster, load, weight
+    ratio and method."""
     groups: dict[tuple[Any, ...], list[Share]] = {}
     for each in shares:
         load = each.load if each.load == RECORDED else f"{each.load}, MaxVio {round(2 * each.max_vio) / 2:g}"
@@ -261,7 +263,7 @@ def share_rows(shares: Sequence[Share]) -> list[dict[str, Any]]:
 
 
 def tables(cells: Sequence[BalanceCell], shares: Sequence[Share] = ()) -> list[Table]:
-    """Return a table per bed and layer, and one of shares of forced balance, for a terminal."""
+    """Return the tables for a terminal: one per bed and layer, and one with shares of forced balance."""
     made = []
     for place in dict.fromkeys(cell.job.case.place for cell in cells):
         rows = [row for cell in cells if cell.job.case.place == place for row in rows_of(cell)]
@@ -273,7 +275,7 @@ def tables(cells: Sequence[BalanceCell], shares: Sequence[Share] = ()) -> list[T
 
 
 def described(row: dict[str, Any]) -> str:
-    """Return the layer of a row in words: its bed, tokens and sizes."""
+    """Describe the bed and the layer of a row in words."""
     return (
         f"{row['bed']}, {row['tokens_per_rank']} tokens per rank, dim {row['dim']}, hidden {row['hidden']}, "
         f"{row['experts_per_rank']} experts per rank, top {row['top_k']}"

@@ -1,4 +1,4 @@
-"""What the balance benchmark claims: figures of its cells, held against targets."""
+"""Claims of the balance benchmark: figures computed from its cells, compared with targets."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from moesaic_lab.claims import Claim, claimed, enough, some
 from moesaic_lab.measure import MANY, NEAR, Ratio, paired
 
 EQUIVALENT = 1.03
-"""Times that differ by no more than this factor are taken for the same."""
+"""Two times count as equal if they differ by no more than this factor."""
 
 
 def claims(
     cells: Sequence[BalanceCell], shares: Sequence[Share] = (), decided: Sequence[TimedDecision] = (),
     held: Sequence[BudgetHeld] = (),
 ) -> list[Claim]:  # fmt: skip
-    """Return all claims, also those that this run did not measure."""
+    """Return all claims, including those that this run did not measure."""
 
     def speedups(what: str, wanted: Callable[[SkewedCase], bool]) -> list[float]:
         return some([cell.ratio(PLAIN, OURS).median for cell in cells if wanted(cell.job.case)], what)
@@ -64,35 +64,40 @@ def claims(
 
 
 def speedup(cells: Sequence[BalanceCell], max_vio: float) -> float:
-    """Return the plain layer's time over ours at a MaxVio, of the bed with most ranks: the lower end of the 95 % interval
-    where they are near."""
+    """Return the plain layer's time over ours at a MaxVio, on the bed with most ranks: the median if it is above
+    `NEAR`, else the lower end of the 95 % interval."""
     ratio = max(_at(cells, max_vio), key=lambda each: each.job.case.place.bed.world).ratio(PLAIN, OURS)
     return ratio.median if ratio.median > NEAR else ratio.low
 
 
 def over_best_single(cells: Sequence[BalanceCell]) -> float:
-    """Return our time over that of the fastest single technique, worst over all cases, at the 95 % bound; 1 where the two
-    cannot be told apart (`is_equivalent`)."""
+    """Return our time over that of the fastest single technique, at the upper 95 % bound, for the worst case. Cases in
+    which the two are equivalent (`is_equivalent`) count as 1."""
     found = [1.0 if is_equivalent(cell) else against_best(cell).high for cell in some(list(cells), "with all methods")]
     return max(found)
 
 
 def equivalent(cells: Sequence[BalanceCell]) -> float:
-    """Return the share of cases in which ours and the fastest single technique take the same by a test of equivalence."""
+    """Return the share of cases in which ours and the fastest single technique pass the test of equivalence."""
     found = [is_equivalent(cell) for cell in some(list(cells), "with all methods")]
     return sum(found) / len(found)
 
 
 def is_equivalent(cell: BalanceCell) -> bool:
-    """Whether ours takes the same as the fastest single technique: two one-sided tests at 5 % (Schuirmann 1987), so the 90 %
-    interval of the ratio lies within `EQUIVALENT` to both sides, over enough pairs."""
+    """Whether ours takes as long as the fastest single technique, by two one-sided tests at 5 % (Schuirmann 1987).
+
+    The 90 % interval of the ratio must lie within `EQUIVALENT` on both sides, over at least `MANY` pairs.
+    """
     ratio = against_best(cell, 0.9)
     return ratio.repeats >= MANY and ratio.low >= 1 / EQUIVALENT and ratio.high <= EQUIVALENT
 
 
 def against_best(cell: BalanceCell, level: float = 0.95) -> Ratio:
-    """Return our time over that of the fastest single technique. Where the two were timed in further rounds, these alone count:
-    of many methods that take alike, the one that was fastest in the first rounds was lucky in them."""
+    """Return our time over that of the fastest single technique.
+
+    If the two were timed in further rounds, only those rounds count. Among many methods of about equal speed, the one
+    that was fastest in the first rounds was partly lucky.
+    """
     best, first = cell.best_single(), len(cell.timings[OURS].seconds)
     times = [cell.near[name][first:] for name in (OURS, best) if name in cell.near]
     if len(times) == 2 and all(len(each) >= MANY for each in times):
@@ -102,8 +107,8 @@ def against_best(cell: BalanceCell, level: float = 0.95) -> Ratio:
 
 
 def share_of_forced(cells: Sequence[BalanceCell], method: str) -> float:
-    """Return the time of the plain layer where loads are even over a method's under recorded loads of ranks, median over the
-    layers, of the bed with most ranks."""
+    """Return the plain layer's time under even loads over a method's time under recorded loads of ranks, on the bed
+    with most ranks. The method's time is the median over the layers."""
     real = some(
         [cell for cell in cells if isinstance(cell.job.case.place, RecordedLoads)], "of recorded loads of ranks"
     )
@@ -115,7 +120,8 @@ def share_of_forced(cells: Sequence[BalanceCell], method: str) -> float:
 
 
 def simulated_share(shares: Sequence[Share], method: str) -> float:
-    """Return the share of forced balance under recorded loads, median over the calls, of the worst cluster of 64 ranks."""
+    """Return a method's share of forced balance under recorded loads, as the median over the calls, for the worst
+    cluster of 64 ranks."""
     chosen = [each for each in shares if each.ranks == 64 and each.load == RECORDED and each.method == method]
     by_cluster: dict[str, list[float]] = {}
     for each in some(chosen, "of 64 simulated ranks"):
@@ -124,7 +130,8 @@ def simulated_share(shares: Sequence[Share], method: str) -> float:
 
 
 def share_of_best_option(shares: Sequence[Share]) -> float:
-    """Return the throughput of ours over that of its best option, counts known: of the worst load, median of its calls."""
+    """Return our throughput over that of the best option chosen with known counts, for the worst load (median over its
+    calls)."""
     best = {(_call(each), BEST[each.method]): each.whole_seconds for each in shares if each.method in BEST}
     found: dict[tuple[str, int, str, float, str], list[float]] = {}
     for each in shares:
@@ -135,8 +142,11 @@ def share_of_best_option(shares: Sequence[Share]) -> float:
 
 
 def shares_over_best(shares: Sequence[Share]) -> float:
-    """Return our time over that of the fastest single technique with experts where they are, worst over all simulated calls
-    with experts of `SharesOfForced.ratio`."""
+    """Return our time over that of the fastest single technique, for the worst simulated call.
+
+    Methods that place experts are left out, and only calls with experts of the default weight ratio
+    (`SharesOfForced.ratio`) count.
+    """
     by_call: dict[tuple[object, ...], dict[str, float]] = {}
     for each in shares:
         if each.ratio == SharesOfForced.ratio and each.method not in (PLACED, OURS_PLACED, *BEST):
@@ -146,14 +156,15 @@ def shares_over_best(shares: Sequence[Share]) -> float:
 
 
 def decision_us(decided: Sequence[TimedDecision]) -> float:
-    """Return what a decision kept a rank from going on, microseconds; median over the calls that replicate."""
+    """Return the time by which a decision delays a rank, in microseconds: the median over the calls that replicate."""
     return 1e6 * statistics.median(
         some([each.seconds for each in decided if each.replicates], "of decisions by themselves")
     )
 
 
 def over_laer(shares: Sequence[Share]) -> list[Claim]:
-    """Return our time over that of LAER's re-layout under recorded loads, by how heavy weights are: only reported."""
+    """Return our time over that of LAER's re-layout under recorded loads, a claim for each weight ratio. None has a
+    target."""
     laer = {_call(each): each.seconds for each in shares if each.method == LAER}
     found: dict[float, list[float]] = {}
     for each in shares:
@@ -166,18 +177,18 @@ def over_laer(shares: Sequence[Share]) -> list[Claim]:
 
 
 def overhead(cells: Sequence[BalanceCell]) -> float:
-    """Return by how much we are slower than the plain layer where loads are even, worst over beds, at the 95 % bound."""
+    """Return how much slower ours is than the plain layer under even loads, at the upper 95 % bound, for the worst bed."""
     return max(enough(cell.ratio(OURS, PLAIN), cell.job.case.label).high for cell in _at(cells, 0.0)) - 1
 
 
 def budget_speedup(cells: Sequence[BalanceCell]) -> float:
-    """Return the plain layer's time over ours with a memory budget at MaxVio 4, least over beds."""
+    """Return the plain layer's time over ours with a memory budget at MaxVio 4, for the worst bed."""
     found = [cell.ratio(PLAIN, BOUNDED).median for cell in _at(cells, 4.0) if BOUNDED in cell.timings]
     return min(some(found, "with MaxVio 4 and a memory budget"))
 
 
 def memory_worst(held: Sequence[BudgetHeld], cells: Sequence[BalanceCell]) -> float:
-    """Return the bytes that a rank held under a memory budget over the budget, worst over loads, plans and beds."""
+    """Return the most bytes that a rank held under a memory budget over that budget, for the worst load, plan and bed."""
     counted = [each.peak_bytes / each.promised_bytes for each in some(list(held), "of memory under budgets")]
     for cell in cells:
         budgets = {name: method.plan.memory_budget for name, method in cell.job.methods.items()}
@@ -186,19 +197,20 @@ def memory_worst(held: Sequence[BudgetHeld], cells: Sequence[BalanceCell]) -> fl
 
 
 def memory_unbounded(held: Sequence[BudgetHeld]) -> float:
-    """Return the bytes that a rank held without a budget over the smallest budget of the same load, most over the loads."""
+    """Return the bytes that a rank held without a budget over the smallest budget for the same load, for the worst
+    load."""
     return max(each.unbounded_bytes / each.promised_bytes for each in some(list(held), "of memory under budgets"))
 
 
 def decision_share(cells: Sequence[BalanceCell]) -> float:
-    """Return what deciding takes a rank, over a step of ours, worst case; median over the calls."""
+    """Return the share of our step time that a rank spends on decisions, for the worst case (median over the calls)."""
     deciding = [cell for cell in cells if OURS in cell.decided and OURS in cell.timings]
     found = [statistics.median(cell.decided[OURS].seconds) / cell.timings[OURS].median for cell in deciding]
     return max(some(found, "with all methods"))
 
 
 def simulated_slow(shares: Sequence[Share]) -> float:
-    """Return the simulated time of the plain layer over ours where one rank is slower, least over the clusters."""
+    """Return the simulated time of the plain layer over ours with one slow rank, for the worst cluster."""
     chosen = [each for each in some(list(shares), "simulated") if each.load == SLOW]
     plain = {(each.cluster, each.ranks, each.step): each.seconds for each in chosen if each.method == PLAIN}
     ours = [each for each in chosen if each.method == OURS]

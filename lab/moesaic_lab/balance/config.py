@@ -1,4 +1,5 @@
-"""What the balance benchmark runs: read from a file, so that loads, shapes, links and rates are fixed before measuring."""
+"""The configuration of the balance benchmark, read from a file so that loads, shapes, links and rates are fixed
+beforehand."""
 
 from __future__ import annotations
 
@@ -24,53 +25,53 @@ from moesaic_testbed.bed import Bed
 
 COMMITTED = Path(__file__).parent.parent / "configs" / "balance.toml"
 SHARES, MEMORY, DECISIONS = "shares", "memory", "decisions"
-"""The parts of the benchmark that need no bed."""
+"""Names of the parts of the benchmark that need no bed."""
 ELEMENT_BYTES, MATRICES = 4, 2
-"""Of rows and weights on the bed (float32), and of an expert."""
+"""Bytes of an element of rows and weights on the bed (float32), and number of matrices of an expert."""
 NO_ROUTES = Routes(experts=np.zeros((0, 0, 0, 0), dtype=np.int64), history=np.zeros(0, dtype=np.int64))
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalancePlace:
-    """A bed, the accelerators on it, and one layer: what all cases of a bed share."""
+    """A bed, its virtual accelerators, and one layer: what all cases on this bed have in common."""
 
     name: str = "bed"
-    """What `--only` calls it."""
+    """Name that `--only` accepts."""
     nodes: int = 2
     """Nodes of the bed."""
     ranks_per_node: int = 2
-    """Ranks on each."""
+    """Ranks on each node."""
     inter: str = "100mbit"
-    """Rate of each node's link, each direction."""
+    """Rate of each node's link, in each direction."""
     intra: str = "1gbit"
     """Rate of `lo` inside each node."""
     message_us: float = 500.0
-    """What a message costs the ranks that share a core, microseconds: policies that ask for it are told."""
+    """Microseconds that a message costs, since ranks share a core. Policies with a cost model get this figure."""
     gflops: float = 0.12
-    """Of each rank's virtual accelerator, in units of 1e9 per second."""
+    """Rate of each rank's virtual accelerator, in 1e9 floating-point operations per second."""
     dim: int = 256
     """Width of a token."""
     hidden: int = 12
-    """Inner width of an expert, of two matrices."""
+    """Inner width of an expert, which has two matrices."""
     experts_per_rank: int = 4
     top_k: int = 2
     """Copies per token."""
     samples_per_rank: int = 4
-    """Sequences, which sample placement may move."""
+    """Samples (sequences) per rank, which sample placement may move."""
     sample_tokens: int = 32
-    """Tokens of each."""
+    """Tokens of a sample."""
     repeats: int = 8
-    """How often each method is timed, all in turn."""
+    """How often each method is timed, in turn with the others."""
     slow_rank: float = 1.0
-    """Speed of the last rank's products, over that of the others."""
+    """Speed of the last rank's matrix products relative to those of the other ranks."""
     slow_link: str = ""
-    """Rate of the last node's link, each direction; "" for that of the others. Policies are told `inter`; an arbiter that
-    learns goes by probes of the links."""
+    """Rate of the last node's link, in each direction; "" for the rate of the other links. Policies are given `inter`,
+    except that an arbiter that learns uses probes of the links."""
     pairs: int = 48
-    """How often ours and the methods that are near it are. Which is the fastest of many is chosen by the first `repeats`; the
-    forty after them judge it."""
+    """Further rounds in which only ours and the methods close to it are timed. The first `repeats` select the fastest
+    of many methods, and these rounds judge it."""
     learning_calls: int = 120
-    """Steps before anything is timed of a method that learns: training runs thousands of them."""
+    """Untimed steps of a method that learns, before the timed ones. Training runs thousands of them."""
 
     def __post_init__(self) -> None:
         shared = {each.name: getattr(self, each.name) for each in fields(BalancePlace)}
@@ -87,22 +88,22 @@ class BalancePlace:
 
     @property
     def grid(self) -> Grid:
-        """The mesh: all ranks hold experts of their own and tokens of their own."""
+        """The mesh: every rank has its own experts and its own tokens."""
         return Grid(world=self.bed.world, ep=self.bed.world, ranks_per_node=self.ranks_per_node)
 
     @property
     def num_experts(self) -> int:
-        """Of the layer."""
+        """Experts of the layer, over all ranks."""
         return self.nodes * self.ranks_per_node * self.experts_per_rank
 
     @property
     def tokens_per_rank(self) -> int:
-        """Of each rank."""
+        """Tokens of each rank."""
         return self.samples_per_rank * self.sample_tokens
 
     @property
     def costs(self) -> ReplicationCosts:
-        """What policies are told: the links that the bed was asked for, and what a message costs."""
+        """The cost model that policies use: the configured rates of the links, and the cost of a message."""
         latency = {"inter_latency_us": self.message_us, "intra_latency_us": self.message_us}
         device = replace(CPU, tflops=Tflops(fp32=self.gflops / 1e3))
         cluster = emulated(replace(self.bed, inter=self.inter), device=device)
@@ -113,131 +114,133 @@ class BalancePlace:
 
 @dataclass(frozen=True, kw_only=True)
 class Skewed(BalancePlace):
-    """A bed with routing that is made up: a case for each MaxVio."""
+    """A bed with synthetic routing: a case for each MaxVio."""
 
     max_vio: tuple[float, ...] = (0.0, 0.5, 1.0, 2.0)
-    """Of ranks."""
+    """MaxVio of ranks, one case each."""
     calls: int = 4
-    """Different routings per case, taken in turn."""
+    """Different routings per case, used in turn."""
     persistence: float = 0.98
-    """Correlation of the experts' places in popularity from call to call."""
+    """Correlation between the popularity ranks of the experts in two consecutive calls."""
     locality: float = 0.2
-    """How much of the choice is a matter of the sample."""
+    """How strongly the choice of experts depends on the sample, from 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded(BalancePlace):
-    """A bed with routing that was recorded: one case. The trace says how many experts, samples and tokens there are."""
+    """A bed with recorded routing: one case. The trace must match the layer's numbers of experts, samples and tokens."""
 
     trace: str = ""
-    """A file or folder, from the configuration file's folder."""
+    """A file or folder, relative to the configuration file's folder."""
     layer: int = 0
     """MoE layer, from 0."""
     steps: tuple[int, ...] = (50,)
-    """A call each."""
+    """Steps of the trace, one call each."""
     history_step: int = 25
-    """What expert placement learns from."""
+    """Step of the trace from which expert placement learns."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedLoads(BalancePlace):
-    """A bed with the loads of ranks that somebody else recorded: a case per layer."""
+    """A bed with loads per rank from a published recording: a case per layer."""
 
     trace: str = ""
-    """A file of counts per rank, from the configuration file's folder."""
+    """A file with counts per rank, relative to the configuration file's folder."""
     layers: tuple[int, ...] = (0,)
-    """MoE layers, from 0."""
+    """MoE layers, counted from 0."""
     steps: tuple[int, ...] = (1, 2, 3, 4)
-    """A call each."""
+    """Steps of the trace, one call each."""
     history_step: int = 0
-    """What expert placement learns from."""
+    """Step of the trace from which expert placement learns."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharesOfForced:
-    """What is simulated of larger clusters, as a share of forced balance: recorded loads, made-up loads, and weights heavy or
-    light."""
+    """Simulations of larger clusters that give shares of forced balance, under recorded and synthetic loads, and with
+    heavy and light expert weights."""
 
     clusters: tuple[str, ...] = ("dgx-h100", "100gbe")
     """Presets of `moesaic.cost`, or files."""
     ranks: tuple[int, ...] = (32, 64, 256)
     trace: str = "laer_e16k4.npz"
-    """Counts per rank, from the configuration file's folder."""
+    """File with counts per rank, relative to the configuration file's folder."""
     layers: tuple[int, ...] = (5, 11, 17)
-    """MoE layers, from 0."""
+    """MoE layers, counted from 0."""
     steps: tuple[int, ...] = (9, 10)
-    """Iterations that follow each other; the first one only lets policies that decide a call ahead begin."""
+    """Consecutive iterations of the trace. The first only gives a start to policies that decide one call ahead."""
     max_vio: tuple[float, ...] = (0.0, 0.5, 1.0, 2.0, 4.0)
-    """Of made-up loads."""
+    """MaxVio of the synthetic loads."""
     ratios: tuple[float, ...] = (0.05, 0.14, 0.5, 1.0, 5.0)
-    """Weight rows of one expert over the rows that a rank routes: on the fewest ranks of the first cluster."""
+    """Weight rows of one expert over the rows that a rank routes, simulated on the smallest number of ranks of the
+    first cluster."""
     ratio: float = 0.14
-    """Everywhere else."""
+    """The same ratio, used everywhere else."""
     dim: int = 2048
     hidden: int = 1024
-    """Inner width of an expert, of three matrices."""
+    """Inner width of an expert, which has three matrices."""
     experts_per_rank: int = 4
     top_k: int = 2
     persistence: float = 0.98
-    """Correlation of the experts' places in popularity between two calls: made-up loads then change about as much from call to
-    call as recorded ones do from iteration to iteration."""
+    """Correlation between the popularity ranks of the experts in two consecutive calls. At this value, synthetic loads
+    change from call to call about as much as recorded loads do from iteration to iteration."""
     slow_rank: float = 0.5
-    """Speed of the last rank's products, over that of the others, under an even load that is simulated besides."""
+    """Speed of the last rank's matrix products relative to those of the others, in an additional simulation with even
+    loads."""
     moves_every: int = 50
-    """Iterations that pass between two decisions about where experts live, as `balance.experts_every` has it: what a move takes
-    is spread over so many calls."""
+    """Iterations between two decisions of expert placement, like `balance.experts_every`. The time of a move is spread
+    over these calls."""
     moved_bytes: int = 14
-    """Of a parameter that moves: its bfloat16 weight, and the optimizer's float32 copy and two moments."""
+    """Bytes to move per parameter: its bfloat16 weight, and the optimizer's float32 copy and two moments."""
 
     def layer(self, ranks: int) -> Workload:
-        """Return the layer on so many ranks, with the tokens of `ratio`."""
+        """Return the layer on `ranks` ranks, with the tokens per rank that give the weight ratio `ratio`."""
         return Workload(
             tokens=self.tokens(self.ratio), num_experts=ranks * self.experts_per_rank, top_k=self.top_k, dim=self.dim,
             hidden=self.hidden,
         )  # fmt: skip
 
     def tokens(self, ratio: float) -> int:
-        """Return the tokens of a rank at which an expert's weights have so many times its rows."""
+        """Return the tokens per rank at which an expert's weights have `ratio` times as many rows as the rank routes."""
         return max(1, round(3 * self.hidden / (ratio * self.top_k)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SkewedCase:
-    """One load on one bed."""
+    """A bed with one load."""
 
     place: BalancePlace
     label: str
-    """What `--only` may name."""
+    """Name that `--only` accepts."""
     max_vio: float | None
-    """That was asked for; None where the load was recorded."""
+    """The configured MaxVio of ranks; None for a recorded load."""
     layer: int = 0
-    """Of loads of ranks that were recorded."""
+    """MoE layer of the recorded loads of ranks."""
     routes: Routes = NO_ROUTES
-    """Made where the case is run."""
+    """The routing, filled in by `BalanceBenchConfig.cases`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceBenchConfig:
-    """The whole benchmark."""
+    """Configuration of the whole benchmark."""
 
     seed: int = 0
-    """Of made-up routing and of inputs."""
+    """Seed of synthetic routing and of the inputs."""
     skewed: tuple[Skewed, ...] = ()
     recorded: tuple[Recorded, ...] = ()
     loads: tuple[RecordedLoads, ...] = ()
     shares: SharesOfForced | None = None
     memory: bool = False
-    """Count the bytes that a layer holds under memory budgets."""
+    """Whether to count the bytes that a layer holds under memory budgets."""
     decisions: bool = False
-    """Time decisions by themselves, which wants a quiet machine."""
+    """Whether to time decisions separately. This needs a quiet machine."""
     only: tuple[str, ...] = field(default=())
-    """Cases, beds, or parts that need none; () for everything."""
+    """Cases, beds, or parts without a bed; () for everything."""
     folder: Path = Path()
-    """Of the file: traces are found from there."""
+    """Folder of the configuration file; the paths of traces are relative to it."""
 
     @property
     def every(self) -> list[SkewedCase]:
-        """All cases on beds, bed by bed, also those that are not asked for; without their routing."""
+        """All cases on beds, bed by bed, without their routing. Cases that `only` excludes are listed as well."""
         found = [
             SkewedCase(place=place, label=f"{place.name}-{load:g}", max_vio=load)
             for place in self.skewed
@@ -252,26 +255,26 @@ class BalanceBenchConfig:
 
     @property
     def wanted(self) -> list[SkewedCase]:
-        """Those that are asked for."""
+        """The cases on beds that `only` selects."""
         return [case for case in self.every if not self.only or {case.place.name, case.label} & set(self.only)]
 
     def cases(self) -> list[SkewedCase]:
-        """Return the cases that are asked for, with their routing.
+        """Return the selected cases, with their routing.
 
         Raises:
-            InputError: for a load that no routing has.
+            InputError: if no routing has the requested load.
         """
         return [replace(case, routes=self._routes(case)) for case in self.wanted]
 
     def narrowed(self, *, only: tuple[str, ...] = (), repeats: int | None = None) -> BalanceBenchConfig:
-        """Return what was asked for.
+        """Return the configuration for the selected cases only.
 
         Args:
-            only: cases, "4x2-2"; those of a bed, "4x2"; "trace"; "shares"; () for everything.
-            repeats: everywhere, the close methods' too; None as the file says.
+            only: cases such as "4x2-2", beds such as "4x2", or parts such as "shares"; () for everything.
+            repeats: rounds of all methods, and further rounds of the close ones; None keeps the numbers of the file.
 
         Raises:
-            InputError: for a name that is none.
+            InputError: for an unknown name.
         """
         known = [name for name in (SHARES, MEMORY, DECISIONS) if getattr(self, name)]
         known += [name for case in self.every for name in (case.place.name, case.label)]
@@ -286,7 +289,7 @@ class BalanceBenchConfig:
         return replace(self, only=only, **places)
 
     def has(self, part: str) -> bool:
-        """Whether a part that needs no bed is there and asked for."""
+        """Whether a part that needs no bed is configured and selected."""
         return bool(getattr(self, part)) and (not self.only or part in self.only)
 
     def _routes(self, case: SkewedCase) -> Routes:
@@ -307,12 +310,14 @@ class BalanceBenchConfig:
 
 
 LISTS: dict[str, BalancePlace] = {"skewed": Skewed(), "recorded": Recorded(), "loads": RecordedLoads()}
-"""Of beds in the file, with what a bed of each begins with."""
+"""Names of the lists of beds in the file, each with the defaults of its entries."""
 
 
 def read_config(path: Path = COMMITTED) -> BalanceBenchConfig:
-    """Read the benchmark from a TOML or JSON file: fields of `BalanceBenchConfig`, lists `[[skewed]]`, `[[recorded]]` and
-    `[[loads]]`, and `[shares]`.
+    """Read the benchmark's configuration from a TOML or JSON file.
+
+    The file has the fields of `BalanceBenchConfig`, the lists `[[skewed]]`, `[[recorded]]` and `[[loads]]`, and the
+    table `[shares]`.
 
     Raises:
         InputError: naming the file and the field.
@@ -326,7 +331,7 @@ def read_config(path: Path = COMMITTED) -> BalanceBenchConfig:
 
 
 def _recorded(place: Recorded, folder: Path) -> Routes:
-    """Read the routing of a recorded case, and hold it against the layer."""
+    """Read the routing of a recorded case, and check that its sizes match the layer's."""
     trace = Trace.open(folder / place.trace)
     shape, samples = trace.shape, place.bed.world * place.samples_per_rank
     wanted = (place.num_experts, place.top_k, samples, place.sample_tokens)

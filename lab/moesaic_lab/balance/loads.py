@@ -1,8 +1,9 @@
-"""The routing of a case, token by token: made up with an exact MaxVio per rank, or as a recorded trace has it.
+"""The routing of a case, token by token: synthetic with an exact MaxVio of ranks, or from a recorded trace.
 
-A case has several calls, and a history from which whoever decides ahead (expert placement) may learn. Made-up calls share a
-popularity that lasts and differ in what changes: `persistence` is the correlation of the experts' places from call to call.
-Counts are exact: the busiest rank has (1 + MaxVio) times the mean to within a copy, or the benchmark's own axis would be wrong.
+A case has several calls, and a history from which a policy that decides ahead (expert placement) may learn. Synthetic
+calls share a lasting popularity of the experts; `persistence` is the correlation of popularity ranks between calls.
+Counts are exact: the busiest rank has (1 + MaxVio) times the mean, to within one copy. Otherwise the benchmark's own
+axis would be wrong.
 """
 
 from __future__ import annotations
@@ -16,52 +17,53 @@ from moesaic.traces.synthetic import capped, concentration, draw_sequence_shares
 from moesaic.traces.trace import Trace
 
 STEEPEST = 60.0
-"""Largest exponent of popularity that is tried."""
+"""Largest exponent of popularity that the search tries."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routes:
-    """What the routers of a case say."""
+    """Routing decisions of all calls of a case."""
 
     experts: np.ndarray
-    """(calls, samples, sample_tokens, top_k) int64, distinct within a token; samples in the order of ranks."""
+    """(calls, samples, sample_tokens, top_k) int64 expert ids, distinct within a token. Samples are in the order of
+    their ranks."""
     history: np.ndarray
-    """(num_experts,) copies for each expert some time before the calls."""
+    """(num_experts,) copies for each expert in an earlier call."""
 
     def counts(self, call: int, ranks: int, num_experts: int) -> np.ndarray:
-        """Return the copies that each rank has for each expert, (ranks, num_experts) int64."""
+        """Return each rank's number of copies for each expert, (ranks, num_experts) int64."""
         of_rank = self.experts[call].reshape(ranks, -1)
         return np.stack([np.bincount(each, minlength=num_experts) for each in of_rank])
 
     def samples(self, call: int, num_experts: int) -> np.ndarray:
-        """Return the copies that each sample has for each expert, (samples, num_experts) int64."""
+        """Return each sample's number of copies for each expert, (samples, num_experts) int64."""
         return np.stack([np.bincount(each.reshape(-1), minlength=num_experts) for each in self.experts[call]])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Skew:
-    """What routing to make up."""
+    """Parameters of synthetic routing."""
 
     ranks: int
-    """Each holds as many consecutive experts."""
+    """Ranks; each holds num_experts / ranks consecutive experts."""
     num_experts: int
     top_k: int
     samples: int
-    """Of all ranks."""
+    """Samples of all ranks together."""
     sample_tokens: int
     """Tokens of a sample."""
     max_vio: float
     """Load of the busiest rank over the mean, minus 1."""
     calls: int = 4
     persistence: float = 0.98
-    """Correlation of the experts' places in popularity between calls, and between the history and a call."""
+    """Correlation between the popularity ranks of the experts in two calls, or in the history and a call."""
     locality: float = 0.2
-    """How much of the choice is a matter of the sample, as `trace_load.locality` measures it."""
+    """How strongly the choice of experts depends on the sample, as `trace_load.locality` measures it."""
     seed: int = 0
 
 
 def made_up(skew: Skew) -> Routes:
-    """Make the routing of a case.
+    """Generate synthetic routing for a case.
 
     Raises:
         InputError: if no routing has this MaxVio.
@@ -90,9 +92,9 @@ def recorded(trace: Trace, layer: int, steps: tuple[int, ...], history_step: int
     """Return the routing of some steps of a trace.
 
     Args:
-        trace: of counts, or of tokens' experts; which of a sample's tokens goes where is dealt anew.
-        layer: MoE layer, from 0.
-        steps: a call each.
+        trace: holds counts, or the experts of each token. In both cases a sample's copies are dealt to its tokens anew.
+        layer: MoE layer, counted from 0.
+        steps: steps of the trace, one call each.
         history_step: the step from which an expert placement may learn.
     """
     shape = trace.shape
@@ -102,17 +104,17 @@ def recorded(trace: Trace, layer: int, steps: tuple[int, ...], history_step: int
 
 
 def recorded_shares(trace: Trace, layer: int, step: int, ranks: int, each: int) -> np.ndarray:
-    """Return the experts' shares of the copies, (ranks * each,), where a trace has the copies that each rank computed.
+    """Return each expert's share of the copies, (ranks * each,), from a trace of the copies that each rank computed.
 
-    The loads of the recorded ranks are repeated on more ranks than there were, and cut on fewer, so MaxVio stays. How a rank's
-    load splits over its experts is not recorded: evenly.
+    If `ranks` is larger than the recorded number, the recorded loads are repeated; if it is smaller, the first ones are
+    used. How a rank's load splits over its experts is not recorded, so it is split evenly.
 
     Args:
-        trace: of counts per rank, each as an expert of its own (`moesaic.traces.formats.laer`).
-        layer: MoE layer, from 0.
-        step: one of the trace's.
-        ranks: that hold the experts.
-        each: experts of a rank.
+        trace: counts per rank, stored as one expert per rank (`moesaic.traces.formats.laer`).
+        layer: MoE layer, counted from 0.
+        step: step of the trace.
+        ranks: number of ranks that hold experts.
+        each: experts per rank.
     """
     loads = trace.samples(layer, step).sum(axis=0)
     of_ranks = np.resize(loads, ranks)
@@ -120,22 +122,23 @@ def recorded_shares(trace: Trace, layer: int, step: int, ranks: int, each: int) 
 
 
 def alike(shares: np.ndarray, ranks: int, copies: int) -> np.ndarray:
-    """Return the copies that each rank has for each expert, (ranks, num_experts) int64, if all ranks choose alike.
+    """Return the number of copies of each rank for each expert, (ranks, num_experts) int64, if all ranks route
+    identically.
 
     Args:
-        shares: (num_experts,).
-        ranks: origins.
-        copies: of each.
+        shares: (num_experts,) share of the copies for each expert.
+        ranks: number of ranks with tokens.
+        copies: copies of each rank.
     """
     return np.tile(_rounded(shares * copies), (ranks, 1))
 
 
 def by_shares(shares: np.ndarray, skew: Skew) -> Routes:
-    """Return routing with the shares that are told, the same in all samples.
+    """Return routing with given shares of the experts, which are the same in all samples.
 
     Args:
-        shares: (calls + 1, num_experts): the first are the history's.
-        skew: sizes; it says nothing of who is hot.
+        shares: (calls + 1, num_experts) share of each expert; the first row is for the history.
+        skew: the sizes. Its popularity parameters are not read.
     """
     tables = [whole(np.tile(capped(each[None], skew.top_k), (skew.samples, 1)), each, skew) for each in shares]
     experts = np.stack([dealt(table, skew.sample_tokens, skew.top_k) for table in tables[1:]])
@@ -143,8 +146,11 @@ def by_shares(shares: np.ndarray, skew: Skew) -> Routes:
 
 
 def together(places: np.ndarray, skew: Skew) -> np.ndarray:
-    """Return places in popularity in which one rank has the `top_k` first ones, as far as they fit: a token may not choose an
-    expert twice, so apart they could not load one rank with more than 1 / top_k of all copies."""
+    """Return popularity ranks in which one rank holds the `top_k` most popular experts, or as many as fit on it.
+
+    A token may not choose an expert twice. If these experts were on different ranks, one rank could get no more than 1
+    / top_k of all copies.
+    """
     each, places = skew.num_experts // skew.ranks, places.copy()
     hot = int(np.flatnonzero(places == 0)[0]) // each * each
     for place in range(1, min(skew.top_k, each)):
@@ -156,7 +162,7 @@ def together(places: np.ndarray, skew: Skew) -> np.ndarray:
 
 
 def solved(places: np.ndarray, skew: Skew) -> np.ndarray:
-    """Return the experts' shares of the copies, (num_experts,), by Zipf's law with the exponent that gives the MaxVio."""
+    """Return each expert's share of the copies, (num_experts,), by Zipf's law with the exponent that gives the MaxVio."""
 
     def violation(exponent: float) -> float:
         loads = popularity(places, exponent, skew.top_k).reshape(skew.ranks, -1).sum(axis=1)
@@ -170,16 +176,17 @@ def solved(places: np.ndarray, skew: Skew) -> np.ndarray:
 
 
 def whole(own: np.ndarray, shares: np.ndarray, skew: Skew) -> np.ndarray:
-    """Return whole counts near every sample's shares, (samples, num_experts) int64, with exact sums both ways.
+    """Return integer counts close to every sample's shares, (samples, num_experts) int64, with exact row and column
+    sums.
 
     Args:
         own: (samples, num_experts) shares of each sample.
-        shares: (num_experts,) of all samples together.
-        skew: says how many copies there are.
+        shares: (num_experts,) shares over all samples.
+        skew: gives the number of copies.
     """
     copies = skew.sample_tokens * skew.top_k
     wanted = _rounded(shares * copies * skew.samples)
-    # Columns lie together: a step below reads two of them, and at 256 ranks there are 100,000 steps.
+    # Columns are contiguous: a step below reads two of them, and at 256 ranks there are 100,000 steps.
     table = np.asfortranarray([_rounded(row * copies, skew.sample_tokens) for row in own])
     exact = np.asfortranarray(own * copies)
     over = table.sum(axis=0) - wanted
@@ -196,17 +203,17 @@ def whole(own: np.ndarray, shares: np.ndarray, skew: Skew) -> np.ndarray:
 
 
 def dealt(table: np.ndarray, tokens: int, top_k: int) -> np.ndarray:
-    """Deal each sample's copies to its tokens, (samples, tokens, top_k) int64; no token gets an expert twice.
+    """Deal each sample's copies to its tokens, (samples, tokens, top_k) int64, so that no token gets an expert twice.
 
     Args:
-        table: (samples, num_experts) copies, rows of `tokens * top_k`, none above `tokens`.
-        tokens: of a sample.
+        table: (samples, num_experts) copies. Each row sums to `tokens * top_k`, and no entry exceeds `tokens`.
+        tokens: tokens per sample.
         top_k: experts per token.
     """
     assert (table.sum(axis=1) == tokens * top_k).all(), "a token of a sample was not sent to top_k experts"
     assert table.max() <= tokens, "a sample has more copies for an expert than tokens"
     experts = np.arange(table.shape[1])
-    # Sorted by expert and dealt row after row of tokens: copies of one expert are never `tokens` apart.
+    # Copies are sorted by expert and dealt one per token in turn, so two copies of an expert never meet in one token.
     return np.stack([np.repeat(experts, row).reshape(top_k, tokens).T for row in table])
 
 
@@ -214,15 +221,16 @@ def max_vio(counts: np.ndarray, ranks: int) -> float:
     """Return the load of the busiest rank over the mean, minus 1.
 
     Args:
-        counts: (origins, num_experts).
-        ranks: which hold the experts, each as many consecutive ones.
+        counts: (origins, num_experts) copies.
+        ranks: number of ranks; each holds num_experts / ranks consecutive experts.
     """
     loads = counts.sum(axis=0).reshape(ranks, -1).sum(axis=1)
     return float(loads.max() / loads.mean() - 1)
 
 
 def _rounded(exact: np.ndarray, most: int | None = None) -> np.ndarray:
-    """Return whole numbers nearest to `exact` with the same sum, none above `most` (largest remainders)."""
+    """Return the integers closest to `exact` with the same sum and none above `most`, by the method of largest
+    remainders."""
     found = np.floor(exact + 1e-9).astype(np.int64)
     total = round(float(exact.sum()))
     while (left := total - int(found.sum())) > 0:

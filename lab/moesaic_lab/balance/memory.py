@@ -1,7 +1,7 @@
-"""How much memory a step holds at once: bytes of all tensors alive, watched operation by operation.
+"""Measures the peak memory of a step: the bytes of all tensors alive at once, tracked operation by operation.
 
-`peak_growth_bytes` of `moesaic_lab/device/cases.py` counts the same by torch's profiler, which takes a second to start in each
-of many ranks that share two cores, and writes on their output.
+`peak_growth_bytes` of `moesaic_lab/device/cases.py` counts the same with torch's profiler. The profiler takes a second
+to start in each of many ranks that share two cores, and writes to their output.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moesaic_lab.recorder import AbstractPassing
 
 
 class Alive(TorchDispatchMode):
-    """Watches the storages that operations make. What was there before counts nowhere."""
+    """Tracks the storages that torch operations allocate. Storages that existed before are not counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Alive(TorchDispatchMode):
         for value in _tensors((args, kwargs or {})):
             ref = StorageWeakRef(value.untyped_storage())
             if ref.cdata not in self._alive:
-                self._known[ref.cdata] = ref  # held, so that nothing new gets its address
+                self._known[ref.cdata] = ref  # the reference keeps the address from being reused
         result = function(*args, **(kwargs or {}))
         self._prune()
         for value in _tensors(result):
@@ -54,18 +54,18 @@ class Alive(TorchDispatchMode):
         return result
 
     def _prune(self) -> None:
-        """Forget the storages that are gone."""
+        """Remove storages that were freed."""
         for key in [key for key, (ref, _) in self._alive.items() if ref.expired()]:
             del self._alive[key]
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """Return the most bytes of tensors that a call had alive at once, beyond those that were there before.
+    """Return the most bytes of tensors that a call had alive at once, beyond those that existed before it.
 
-    Bytes that no operation of torch made, as of a library's own buffers, are not counted, for nobody.
+    Memory that no torch operation allocated, such as a library's own buffers, is not counted for any method.
 
     Args:
-        call: what is watched, forward and backward of it on the calling thread.
+        call: the function to watch, including a backward pass that it runs on the calling thread.
     """
     with Alive() as alive:
         call()
@@ -77,7 +77,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 class Unwatched(AbstractPassing):
-    """Passes everything on to a transport whose own copies of messages are not counted: a real one keeps none."""
+    """Wraps a transport whose own copies of messages must not be counted, since a real transport keeps none."""
 
     def issue(self, transfer: Transfer) -> Handle:
         with _disable_current_modes():
@@ -89,39 +89,39 @@ class Unwatched(AbstractPassing):
 
 
 GRID, PER_RANK, TOKENS, TOP_K = Grid(world=8, ep=8, ranks_per_node=2), 2, 192, 2
-"""Ranks, experts and tokens of each, and copies of a token, of the layer whose memory is counted."""
+"""The layer whose memory is counted: its mesh, experts per rank, tokens per rank, and copies per token."""
 WIDTHS = {"light weights": (96, 32), "heavy weights": (48, 256)}
-"""Width of a token, and inner width of an expert of three matrices."""
+"""Width of a token, and inner width of an expert with three matrices."""
 LOADS = {"even": 0.0, "half of all to one rank": 3.0, "all to the experts of one rank": 7.0}
-"""Kinds of routing, and their MaxVio of ranks."""
+"""Kinds of routing, with their MaxVio of ranks."""
 SHARES = (1.25, 2.0)
-"""Budgets, over what a rank holds of plain expert parallelism where loads are even."""
+"""Budgets, as multiples of the peak of plain expert parallelism under even loads."""
 REPLICATIONS = ("none", "spill", "arbiter")
 PATIENCE = 1800.0
-"""Seconds that a run may take: bytes are counted, and a machine that does much else may take its time."""
+"""Timeout of a run in seconds. Bytes are counted, not time, so a busy machine may be slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetHeld:
-    """What a layer held under a budget, of the rank that held most."""
+    """The memory that a layer held under a budget, on the rank with the highest peak."""
 
     weights: str
     load: str
     replication: str
     over_even: float
-    """The budget, over what a rank holds where loads are even."""
+    """The budget over the peak of plain expert parallelism under even loads."""
     promised_bytes: int
     """The budget."""
     peak_bytes: int
-    """That were alive at once, forward and backward."""
+    """Bytes that were alive at once, over forward and backward."""
     unbounded_bytes: int
-    """The same of plain expert parallelism without a budget."""
+    """The peak of plain expert parallelism without a budget."""
     slices: int
     kept_slices: int
 
 
 def budgets_held(told: Callable[[str], object]) -> list[BudgetHeld]:
-    """Run a layer under every budget and load, all ranks in this process, and count the bytes that are alive."""
+    """Run a layer under every budget and load, with all ranks in this process, and count the bytes alive at once."""
     found = []
     for weights, (dim, hidden) in WIDTHS.items():
         layer = MoE(dim, hidden, GRID.world * PER_RANK, TOP_K, router=ToldRouter, losses=())
@@ -143,7 +143,7 @@ def budgets_held(told: Callable[[str], object]) -> list[BudgetHeld]:
 
 
 def _held(whole: MoE, plan: Plan, max_vio: float) -> tuple[int, BudgetUse]:
-    """Return the most bytes that a rank has alive in the second call of a layer, and what its budget did."""
+    """Return the highest peak of any rank, in bytes, in the second call of a layer, and how its budget was used."""
     chosen = _chosen(max_vio)
 
     def rank(transport: AbstractTransport) -> tuple[int, BudgetUse]:
@@ -171,8 +171,8 @@ def _held(whole: MoE, plan: Plan, max_vio: float) -> tuple[int, BudgetUse]:
 
 
 def _chosen(max_vio: float) -> Tensor:
-    """Return each token's experts, (TOKENS, TOP_K) int64: the first rank's share of them is what a MaxVio asks for, the others
-    get equally many."""
+    """Return each token's experts, (TOKENS, TOP_K) int64. The first rank gets the share of tokens that gives the
+    MaxVio, and the others share the rest evenly."""
     here = round(TOKENS * (1 + max_vio) / GRID.world)
     rest = torch.arange(TOKENS - here) % (GRID.world - 1) + 1
     place = torch.cat([torch.zeros(here, dtype=torch.int64), rest])

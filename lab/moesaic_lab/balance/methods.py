@@ -1,4 +1,5 @@
-"""What is compared: the published answers to skewed routing, each by itself, and ours, which chooses among them."""
+"""The methods that the benchmark compares: published techniques for skewed routing, one at a time, and ours, which
+chooses among them."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ from moesaic.program.grid import Grid
 PLAIN, OURS, SMART, NETMOE, PLACED = "plain ep", "ours", "smart schedule", "NetMoE", "expert placement"
 OURS_PLACED = "ours, experts placed"
 BOUNDED, LAER = "ours, memory budget", "LAER re-layout"
-"""Methods that other modules name."""
+"""Names of methods that other modules use."""
 
 PARTS_PER_MESSAGE = 2.0
-"""What a further part of a pass takes the host, over what a message does: a gather and a placing of rows each way."""
+"""Host time of each additional part of a pass, in units of the cost of a message: a gather and a placement of rows per
+direction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,21 +31,21 @@ class BalanceMethod:
 
     plan: Plan
     is_single: bool = True
-    """One technique, and not a choice among several or two together."""
+    """Whether this is one technique, rather than a choice among several or a combination of two."""
     places_experts: bool = False
-    """Experts are where a placement put them that knows the history."""
+    """Whether experts are placed beforehand according to the history."""
     moves_samples: bool = False
-    """Results go to new homes of their samples."""
+    """Whether results go to new home ranks of their samples."""
     learns: bool = False
-    """Corrects itself by what its calls take."""
+    """Whether the method corrects its cost model by the measured times of its calls."""
 
 
 def methods(grid: Grid, budget: int | None = None) -> dict[str, BalanceMethod]:
-    """Return the methods for a mesh, by name, in the order of the tables; peer groups are nodes.
+    """Return the methods for a mesh, by name, in the order of the tables. There is one peer group per node.
 
     Args:
         grid: the mesh.
-        budget: bytes that a rank holds at most under the method that has a budget; None leaves it out.
+        budget: memory budget in bytes per rank for the method that has one; None leaves that method out.
     """
     bounded = (
         {BOUNDED: BalanceMethod(plan=Plan(replication="arbiter", memory_budget=budget), is_single=False)}
@@ -72,7 +74,7 @@ def methods(grid: Grid, budget: int | None = None) -> dict[str, BalanceMethod]:
 
 
 def policy_of(method: BalanceMethod, costs: ReplicationCosts) -> AbstractReplicationPolicy | None:
-    """Return the policy of a method, which knows the rates; None for a method that replicates nothing."""
+    """Return the replication policy of a method, which gets the cost model; None for a method that replicates nothing."""
     if method.plan.replication == "arbiter":
         parts = max(Arbiter.part_us, PARTS_PER_MESSAGE * costs.machine.inter_latency_us)
         return Arbiter(costs=costs, part_us=parts, learn=method.learns)
@@ -82,12 +84,12 @@ def policy_of(method: BalanceMethod, costs: ReplicationCosts) -> AbstractReplica
 
 
 def placed_by(history: np.ndarray, grid: Grid) -> np.ndarray:
-    """Return which slot each expert gets, (num_experts,) int64, a permutation: where SmartMoE's policy puts it.
+    """Return the slot of each expert, (num_experts,) int64, a permutation, as SmartMoE's policy chooses it.
 
-    Slots are numbered rank after rank. Moving there is no part of any figure.
+    Slots are numbered rank by rank. No figure includes the cost of moving the experts there.
 
     Args:
-        history: (num_experts,) copies for each expert; from all ranks alike.
+        history: (num_experts,) copies for each expert, assumed to come from all ranks equally.
         grid: the mesh.
     """
     load = ExpertLoad(

@@ -1,11 +1,12 @@
-"""Write tables and picture of docs/balance.md and docs/balance_figures.md from what `moesaic bench balance --json` wrote.
+"""Writes the tables and picture of docs/balance.md and docs/balance_figures.md from results of `moesaic bench balance`.
 
 python -m moesaic_lab.balance.page benchmarks/results/balance.json
 
-Also how many pairs a test would need to say that ours takes what the fastest single technique does, by the spread in a result:
-two one-sided tests (Schuirmann 1987) on the median of the logarithm of the pairs' ratios, whose 90 % interval must lie within
-`EQUIVALENT` to both sides. A median of n has a standard error of 1.2533 sigma / sqrt(n) (normal), and sigma is taken from the
-quartiles of both methods' steps, as if they were drawn apart: pairs that the machine disturbs alike need fewer.
+The page also says how many pairs a test would need to show that ours takes as long as the fastest single technique. The
+test consists of two one-sided tests (Schuirmann 1987) on the median of the logarithm of the pairs' ratios. Its 90 %
+interval must lie within `EQUIVALENT` on both sides. The median of n normal values has a standard error of 1.2533 sigma
+/ sqrt(n). Sigma comes from the quartiles of both methods' steps, as if they were independent. Pairs that the machine
+disturbs equally therefore need fewer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from moesaic_lab.balance.cells import BED, share_rows
 from moesaic_lab.balance.claims import EQUIVALENT
 from moesaic_lab.balance.config import BalancePlace, SharesOfForced
 from moesaic_lab.balance.methods import OURS, OURS_PLACED, PLAIN, methods
-from moesaic_lab.balance.shares import RECORDED, Share
+from moesaic_lab.balance.shares import MADE_UP, RECORDED, SYNTHETIC, Share
 from moesaic_lab.performance_page import line
 from moesaic_lab.pictures import write_picture
 from moesaic_lab.tables import markdown_table, write_page
@@ -31,39 +32,39 @@ DOCS = Path(__file__).resolve().parents[3] / "docs"
 GUIDE, FIGURES = DOCS / "balance.md", DOCS / "balance_figures.md"
 PICTURE = DOCS / "images" / "bench" / "balance_shares.svg"
 DRAWN = 64
-"""Number of ranks in the picture and in the headline table, which is that of the claims."""
+"""Number of ranks in the picture and in the headline table, the same as in the claims."""
 HEADLINE_CLUSTER = "dgx-h100"
 HEADLINE_METHODS = (PLAIN, "shadow", "EPLB", "expert placement", OURS, OURS_PLACED)
 HEADLINE_MARKS = ("<!-- headline: moesaic_lab/balance/page.py -->", "<!-- end of headline -->")
 MARKS = ("<!-- tables: moesaic_lab/balance/page.py -->", "<!-- end of tables -->")
 
 QUARTILES, MEDIAN = 1.349, 1.2533
-"""Standard deviations between a normal's quartiles; standard error of a median over that of a mean."""
+"""Standard deviations between the quartiles of a normal distribution; standard error of a median over that of a mean."""
 LEVEL, SAME, OTHER = 1.645, 1.2816, 0.8416
-"""Normal quantiles: 95 % for each one-sided test. Four runs of five are to pass: where both take the same, each side must in
-90 %; where they do not, the nearer side in 80 %."""
+"""Normal quantiles. LEVEL: 95 % for each one-sided test. The test shall pass in four of five runs: SAME (90 % on each
+side) if both methods take the same time, OTHER (80 % on the nearer side) if they do not."""
 
 
 class Needed(NamedTuple):
-    """One case."""
+    """Number of pairs that a test of equivalence needs in one case."""
 
     case: str
     best: str
     """The single technique with the shortest median."""
     ratio: float
-    """Our median over its."""
+    """Our median over that of `best`."""
     sigma: float
-    """Of the logarithm of a pair's ratio."""
+    """Standard deviation of the logarithm of a pair's ratio."""
 
     @property
     def pairs_if_same(self) -> int:
-        """That would do in four runs of five if both took the same."""
+        """Pairs with which the test passes in four of five runs, if both methods take the same time."""
         return math.ceil((MEDIAN * self.sigma * (LEVEL + SAME) / math.log(EQUIVALENT)) ** 2)
 
     @property
     def pairs(self) -> int | None:
-        """That would do in four runs of five if the two differ by what their medians do; None where no number would, since
-        they then differ by more than `EQUIVALENT` allows."""
+        """Pairs with which the test passes in four of five runs, if the methods differ as their medians do. None if
+        they differ by more than `EQUIVALENT` allows, since no number of pairs would then do."""
         margin = math.log(EQUIVALENT) - abs(math.log(self.ratio))
         if margin <= 0:
             return None
@@ -71,7 +72,7 @@ class Needed(NamedTuple):
 
 
 def needed(rows: Sequence[dict[str, Any]]) -> list[Needed]:
-    """Return what each case of a bed would need."""
+    """Return the number of pairs needed in each case on a bed."""
     singles = {name for name, method in methods(BalancePlace().grid).items() if method.is_single}
     cases: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
@@ -87,7 +88,7 @@ def needed(rows: Sequence[dict[str, Any]]) -> list[Needed]:
 
 
 def main() -> int:
-    """Write tables and picture; returns the exit code."""
+    """Write the tables and the picture; return the exit code."""
     result = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     write_page(FIGURES, tables(result), MARKS)
     write_page(GUIDE, headline(result), HEADLINE_MARKS)
@@ -97,7 +98,7 @@ def main() -> int:
 
 
 def headline(result: dict[str, Any]) -> str:
-    """Return the shares of the best-known methods on the cluster and number of ranks of the picture."""
+    """Return a table of the best-known methods' shares of forced balance, on the headline cluster with `DRAWN` ranks."""
     shown = (HEADLINE_CLUSTER, DRAWN, SharesOfForced.ratio)
     rows = [
         row for row in share_rows(kept(result["rows"], Share)) if (row["cluster"], row["ranks"], row["ratio"]) == shown
@@ -107,8 +108,8 @@ def headline(result: dict[str, Any]) -> str:
 
 
 def tables(result: dict[str, Any]) -> str:
-    """Return shares of forced balance by load, cluster after cluster, then by how heavy weights are, the claims, and the pairs
-    that a test of equivalence would need."""
+    """Return the tables of the page: shares of forced balance by load for each cluster, then by weight ratio, then the
+    claims, and the pairs that a test of equivalence would need."""
     rows = share_rows(kept(result["rows"], Share))
     parts = []
     for cluster, ranks in dict.fromkeys((row["cluster"], row["ranks"]) for row in rows):
@@ -129,19 +130,20 @@ def tables(result: dict[str, Any]) -> str:
 
 
 def equivalence(cases: Sequence[Needed]) -> str:
-    """Return how many pairs would show each case of a bed to be equivalent, or that none would."""
-    lines = [["on a bed", "best single technique", "ours over it", "pairs if both took the same", "pairs as they are"]]
+    """Return a table with the number of pairs that would show equivalence in each case on a bed."""
+    lines = [["on a bed", "best single technique", "ours over it", "pairs if times were equal", "pairs as measured"]]
     for each in cases:
-        pairs = "none would do" if each.pairs is None else str(each.pairs)
+        pairs = "no number suffices" if each.pairs is None else str(each.pairs)
         lines.append([each.case, each.best, f"{each.ratio:.2f}", str(each.pairs_if_same), pairs])
     return markdown_table(lines)
 
 
 def crossed(title: str, rows: Sequence[dict[str, Any]], across: str) -> str:
-    """Return medians as a table: a line for each method, a column for each value of a key."""
+    """Return a table of medians, with a line for each method and a column for each value of the key `across`."""
     columns = sorted({row[across] for row in rows})
     found = {(row["method"], row[across]): f"{row['median']:.2f}" for row in rows}
-    lines = [[title, *(column if isinstance(column, str) else f"{column:g}" for column in columns)]]
+    names = [column.replace(MADE_UP, SYNTHETIC) if isinstance(column, str) else f"{column:g}" for column in columns]
+    lines = [[title, *names]]
     for method in dict.fromkeys(row["method"] for row in rows):
         lines.append([method, *(found.get((method, column), "") for column in columns)])
     return markdown_table(lines)

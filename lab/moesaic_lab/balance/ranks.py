@@ -1,4 +1,4 @@
-"""The ranks' side of the balance benchmark: a layer for each method, held against the plain one, then timed in turn."""
+"""The ranks' part of the balance benchmark: builds a layer per method, checks their results, and times them in turn."""
 
 from __future__ import annotations
 
@@ -37,74 +37,75 @@ from moesaic_lab.recorder import Recorder
 from moesaic_lab.virtual import Accelerator, virtual_experts
 
 TOLERANCE = 1e-4
-"""Of float32 results that sum in another order, over the largest result."""
+"""Allowed difference of float32 results that are summed in another order, relative to the largest result."""
 PROBES = 3
-"""Directions along which gradients of weights are compared."""
+"""Number of random directions along which gradients of weights are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceJob:
-    """One case on one cluster."""
+    """One case to run on one cluster."""
 
     case: SkewedCase
     methods: dict[str, BalanceMethod]
-    """By name, in the order of the tables; the first is the plain layer."""
+    """Methods by name, in the order of the tables; the first is the plain layer."""
     seed: int = 0
-    """Of inputs and weights."""
+    """Seed of inputs and weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CountedPlan:
-    """What one call of a method did on one rank, with real experts."""
+    """Messages, memory and error of one call of a method on one rank, with real experts."""
 
     messages: dict[int, list[Message]]
-    """That it sent, by movement in the order of issue, forward and backward."""
+    """Messages that the rank sent in forward and backward, by movement in the order of issue."""
     peak_bytes: int
-    """The most bytes of tensors that were alive at once, beyond those before the call."""
+    """The most bytes of tensors alive at once, beyond those that existed before the call."""
     error: float
-    """Largest difference of results and gradients from those of the plain layer, over the largest of these."""
+    """Largest difference of results and gradients from the plain layer's, relative to the plain layer's largest value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decided:
-    """What the policy of a method decided on one rank, call by call."""
+    """Decisions of a method's policy on one rank, call by call."""
 
     seconds: tuple[float, ...]
-    """What every decision of the timed calls kept the rank from going on; of policies that are no arbiter processor time."""
+    """Time by which each decision of the timed calls delayed the rank. For policies other than the arbiter: processor
+    time."""
     options: tuple[str, ...]
-    """What runs, by call of the case: of the arbiter what it chose, else the policy's name."""
+    """For each call of the case: the option that the arbiter chose, or the policy's name."""
     replicated_experts: tuple[float, ...]
-    """Experts that some other rank computed, by call of the case."""
+    """For each call of the case: experts that helper ranks computed."""
     replicated_copies: tuple[float, ...]
-    """Copies that it computed."""
+    """For each call of the case: copies that helper ranks computed."""
     weighing_seconds: tuple[float, ...] = ()
-    """Processor time of a thread that decided beside each of the timed calls, of an arbiter."""
+    """For an arbiter: processor time of the thread that prepares the next decision, for each timed call."""
     trials: tuple[int, int] = (0, 0)
-    """Calls that ran an option to learn what it takes: before the timed calls, and among them."""
+    """Calls that ran an option to measure its time, as (before the timed calls, among them)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceFound:
-    """What one rank found."""
+    """Results of one rank for one case."""
 
     spans: dict[str, list[Span]]
-    """By method, all in turn."""
+    """By method: the timed rounds in which all methods run in turn."""
     pairs: dict[str, list[Span]]
-    """By method, of the further rounds in which only ours and those near it ran."""
+    """By method: the further rounds, in which only ours and the methods close to it run."""
     counted: dict[str, CountedPlan]
-    """By method, of the case's first call."""
+    """By method: counts for the case's first call."""
     decided: dict[str, Decided]
-    """By method that replicates."""
+    """By method that replicates: its decisions."""
     charged: dict[str, float]
-    """By method: seconds of virtual compute per step, mean over the calls."""
+    """By method: seconds of virtual compute per step, averaged over the calls."""
 
 
 class Watched(AbstractReplicationPolicy):
-    """A policy whose decisions are timed and counted.
+    """Wraps a replication policy to time and count its decisions.
 
     Args:
-        policy: that decides.
-        name: of it.
+        policy: the wrapped policy.
+        name: its name.
     """
 
     def __init__(self, policy: AbstractReplicationPolicy, name: str) -> None:
@@ -112,10 +113,10 @@ class Watched(AbstractReplicationPolicy):
         self.seconds: list[float] = []
         """Processor time of each decision."""
         self.replicated: list[tuple[int, int]] = []
-        """Experts and copies that each decision replicated."""
+        """Numbers of experts and copies that each decision replicated."""
 
     def decide(self, load: CallLoad) -> np.ndarray:
-        """Return what the policy decides."""
+        """Return the wrapped policy's decision."""
         start = time.thread_time()
         replicated = self._policy.decide(load)
         self.seconds.append(time.thread_time() - start)
@@ -124,15 +125,15 @@ class Watched(AbstractReplicationPolicy):
 
 
 class Subject:
-    """One method's layer on one rank, with the case's input.
+    """One method's layer on one rank, with the input of the case.
 
     Args:
         job: the case.
-        name: of the method.
-        compiled: its plan.
-        transport: between the ranks.
-        experts: makes the layer's.
-        links: what probes found of them, which an arbiter that learns hears of; None for nothing.
+        name: name of the method.
+        compiled: the method's compiled plan.
+        transport: the transport between the ranks.
+        experts: factory of the layer's experts.
+        links: current speeds of the links, found by probes, for an arbiter that learns; None or empty if not probed.
     """
 
     def __init__(
@@ -169,11 +170,11 @@ class Subject:
         self.x = torch.randn(place.tokens_per_rank, place.dim, generator=generator).requires_grad_()
         self.dy = torch.randn(place.tokens_per_rank, place.dim, generator=generator)
         self.steps = 0
-        """That were run."""
+        """Number of steps that were run."""
         self._trials = 0
 
     def forward(self, call: int) -> tuple[Tensor, SampleTrip | None]:
-        """Return the results of a call, (tokens, dim), and where samples went."""
+        """Return the results of a call, (tokens, dim), and the trip of its samples if samples move."""
         router = self.layer.router
         assert isinstance(router, ToldRouter)
         router.tell(self._told[call])
@@ -183,14 +184,14 @@ class Subject:
         return MovingMoE(self.layer)(self.x, move=trip.next()), trip
 
     def step(self) -> None:
-        """Run forward and backward of the next call of the case."""
+        """Run forward and backward for the next call of the case."""
         y, _ = self.forward(self.steps % len(self._told))
         self.steps += 1
         y.backward(self.dy)
         self.clear()
 
     def start_over(self) -> None:
-        """Begin with the first call again, and count steps and decisions from here on."""
+        """Restart with the first call, and reset the counts of steps and decisions."""
         assert self.layer.on_mesh is not None
         self.steps = 0
         self._trials += sum(each.is_trial for each in decisions_of(self.layer.on_mesh.calls))
@@ -199,10 +200,11 @@ class Subject:
             self.watched.replicated.clear()
 
     def decisions(self, calls: int) -> Decided:
-        """Return what was decided since `start_over`: how long each took, and what came of the first of each call.
+        """Return the decisions since `start_over`: the time of every decision, and the outcome of the first one for
+        each call.
 
         Args:
-            calls: of the case; the same ones come again and again.
+            calls: number of calls of the case, which repeat in a cycle.
         """
         assert self.layer.on_mesh is not None
         if self.watched is not None:
@@ -226,15 +228,16 @@ class Subject:
         )
 
     def clear(self) -> None:
-        """Forget gradients."""
+        """Reset the gradients."""
         self.x.grad = None
         self.layer.zero_grad()
 
 
 def measure(jobs: Sequence[BalanceJob]) -> list[BalanceFound]:
-    """Compare, count and time all methods of some cases on one mesh, on this rank; all ranks call it together.
+    """Compare, count and time all methods of some cases on one mesh, and return this rank's results. All ranks call it
+    together.
 
-    One process for all of them: what a first run imports, and what plans work out once, is most of what a case costs.
+    One process measures all cases, since a case spends most of its time on imports and on compiling plans.
     """
     hold_still(dist.get_rank())
     transport, grid = open_transport(name="sockets"), jobs[0].case.place.grid
@@ -255,7 +258,7 @@ def measure_case(job: BalanceJob, plans: Mapping[str, Compiled], transport: Abst
     }
     calls, barrier = len(job.case.routes.experts), start_together(latest)
     steps = {name: each.step for name, each in subjects.items()}
-    for name, subject in subjects.items():  # the plans are known by now, each layer's first call is not
+    for name, subject in subjects.items():  # plans are cached by now, but each layer's first call costs extra
         subject.step()
         if job.methods[name].learns:
             in_turn({name: subject.step}, place.learning_calls, barrier=barrier, warmup=0)
@@ -274,7 +277,8 @@ def measure_case(job: BalanceJob, plans: Mapping[str, Compiled], transport: Abst
 def near_ours(
     seconds: Mapping[str, tuple[float, ...]], methods: Mapping[str, BalanceMethod], balanced: bool
 ) -> list[str]:
-    """Return ours and the two fastest single techniques that are near it; where loads are balanced, the plain layer too."""
+    """Return ours and those of the two fastest single techniques that are close to it, plus the plain layer if loads
+    are balanced. Return [] if nothing is left to compare with."""
     if OURS not in seconds:
         return []
     others = [name for name in seconds if methods[name].is_single]
@@ -285,7 +289,8 @@ def near_ours(
 
 
 def probed(mesh: Mesh) -> LinkTimes:
-    """Return what probes say of links that nobody told of, as training does: the first one, and one that agrees with it."""
+    """Return the link speeds that probes find, as training does it. The first probe sets the usual speed, the second
+    confirms."""
     rates = LinkRates(Ranks(mesh))
     rates.drift()
     return rates.drift()
@@ -294,7 +299,7 @@ def probed(mesh: Mesh) -> LinkTimes:
 def counts(
     job: BalanceJob, plans: Mapping[str, Compiled], transport: AbstractTransport, links: LinkTimes
 ) -> dict[str, CountedPlan]:
-    """Run the case's first call with real experts under every method; return what it sent and held.
+    """Run the case's first call with real experts under every method; return its messages, peak memory and error.
 
     Raises:
         RuntimeError: on every rank, if a method's results or gradients differ from the plain layer's.
@@ -340,7 +345,7 @@ def outcome(subject: Subject) -> list[Tensor]:
 
 
 def _replicated(table: np.ndarray | None) -> tuple[int, int]:
-    """Return how many experts some other rank computes copies of, and how many copies."""
+    """Return the numbers of experts and of copies that helper ranks compute."""
     return (0, 0) if table is None else (int((table.sum(axis=(0, 2)) > 0).sum()), int(table.sum()))
 
 
@@ -350,6 +355,6 @@ def _step_of(subject: Subject) -> None:
 
 
 def difference(values: Tensor, others: Tensor) -> float:
-    """Return the largest difference over the largest value; infinite where something is no number."""
+    """Return the largest difference over the largest value; infinity if any value is NaN."""
     worst = float((values - others).abs().max() / others.abs().max())
     return worst if worst == worst else float("inf")

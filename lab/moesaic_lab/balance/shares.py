@@ -1,5 +1,8 @@
-"""Shares of forced balance on larger clusters, simulated: what of the throughput of plain expert parallelism under forced even
-routing each method keeps, under loads that others recorded, under made-up ones, and with experts' weights heavy and light."""
+"""Simulates shares of forced balance on larger clusters.
+
+A method's share is its throughput over that of plain expert parallelism under forced even routing. Loads are recorded
+or synthetic, and the experts' weights heavy or light.
+"""
 
 from __future__ import annotations
 
@@ -20,69 +23,72 @@ from moesaic_lab.balance.simulated import BEST, Larger
 from moesaic_lab.benchmark import Told
 
 RECORDED, MADE_UP, SLOW = "recorded", "made up", "slow rank"
-"""Kinds of loads; under the last all experts get alike, and the last rank is slower."""
+"""Kinds of loads. Under `SLOW`, all experts get equally many copies and the last rank is slower."""
+SYNTHETIC = "synthetic"
+"""Name of `MADE_UP` loads on pages and in pictures."""
 WHOLE = 128
-"""Ranks up to which everything is simulated. On more, where a call of one method takes seconds, of recorded loads the middle
-layer, and neither the best options, each of which is some ten programs, nor a slow rank."""
+"""Ranks up to which everything is simulated. Beyond it, one call of a method takes seconds, so only the middle layer of
+the recorded loads runs. Best options (some ten programs each) and the slow rank are skipped."""
 UNASKED = (NETMOE, "smart + shadow")
-"""Methods that are left out: samples are not told apart in these loads, and two techniques together are no baseline."""
+"""Methods that are skipped: these loads do not distinguish samples, and a combination of two techniques is no baseline."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """One method in one call."""
+    """Simulated result of one method in one call."""
 
     cluster: str
     ranks: int
     load: str
     """`RECORDED`, `MADE_UP` or `SLOW`."""
     layer: int
-    """Of a recorded load; -1 of others."""
+    """MoE layer of a recorded load; -1 for other loads."""
     step: int
-    """Iteration that was recorded; the number of the call of others."""
+    """Iteration of the recording; for other loads, the number of the call."""
     max_vio: float
-    """Of ranks."""
+    """MaxVio of ranks."""
     ratio: float
     """Weight rows of an expert over the rows that a rank routes."""
     method: str
     seconds: float
-    """Forward and backward."""
+    """Time of forward and backward."""
     moving_seconds: float
-    """Of moving experts from where they began to where they are in this call, with their optimizer state, before the call; 0 of
-    methods whose experts stay. Weights that a call replicates travel within the call, and are in `seconds`."""
+    """Time to move experts, with their optimizer state, from their initial ranks to their placement before this call; 0
+    if the method does not move experts. Weights that a call replicates are sent within the call and counted in
+    `seconds`."""
     moves_every: int
-    """Calls that follow such a move before the next one."""
+    """Calls between two such moves."""
     forced_seconds: float
-    """Of the plain layer under forced balance."""
+    """Time of the plain layer under forced balance."""
     own_forced_seconds: float
-    """Of the method itself."""
+    """Time of the method itself under forced balance."""
     decision_seconds: float
-    """What deciding kept a rank from going on, on this machine."""
+    """Time by which the decision delays a rank, measured on this machine."""
     replicated_experts: int
-    """Experts that some other rank computed."""
+    """Number of experts that a helper rank computed."""
 
     @property
     def whole_seconds(self) -> float:
-        """Of a call, with its part of the move before it."""
+        """Time of a call, including its part of the preceding move."""
         return self.seconds + self.moving_seconds / self.moves_every
 
     @property
     def of_forced(self) -> float:
-        """Throughput over that under forced balance, moves counted."""
+        """Throughput over that of the plain layer under forced balance, with moves included."""
         return self.forced_seconds / self.whole_seconds
 
 
 def shares_of_forced(
     config: SharesOfForced, folder: Path, seed: int, told: Told, made: Sequence[Share] = ()
 ) -> list[Share]:  # fmt: skip
-    """Simulate every method under every load, but for what is made already.
+    """Simulate every method under every load, except those in `made`; return old and new shares.
 
     Args:
         config: what to simulate.
-        folder: where its trace is.
-        seed: of made-up loads.
-        told: hears what is simulated.
-        made: shares that were simulated before.
+        folder: folder of the configuration's trace.
+        seed: seed of the synthetic loads.
+        told: called with a progress message for each case.
+        made: shares simulated earlier.
     """
     trace, found = Trace.open(folder / config.trace), list(made)
     known = {key_of(each) for each in made}
@@ -120,17 +126,17 @@ class LoadCase(NamedTuple):
     ratio: float
     load: str
     which: float
-    """Layer of a recorded load, MaxVio of others, as it was asked for."""
+    """Layer of a recorded load; the configured MaxVio of other loads."""
 
 
 def key_of(share: Share) -> tuple[LoadCase, str]:
-    """Return the load of a share, and its method."""
+    """Return the load case and the method of a share."""
     which = share.layer if share.load == RECORDED else round(2 * share.max_vio) / 2
     return LoadCase(share.cluster, share.ranks, share.ratio, share.load, which), share.method
 
 
 def loads_on(config: SharesOfForced, ranks: int) -> Iterator[tuple[str, float]]:
-    """Yield the loads that are simulated on so many ranks: kind, and layer or MaxVio."""
+    """Yield the loads to simulate on this many ranks, as (kind, layer or MaxVio)."""
     layers = config.layers if ranks <= WHOLE else config.layers[len(config.layers) // 2 :][:1]
     yield from ((RECORDED, layer) for layer in layers)
     yield from ((MADE_UP, skew) for skew in config.max_vio)
@@ -139,7 +145,7 @@ def loads_on(config: SharesOfForced, ranks: int) -> Iterator[tuple[str, float]]:
 
 
 def names_of(ranks: int) -> list[str]:
-    """Return the methods that are simulated on so many ranks."""
+    """Return the names of the methods to simulate on this many ranks."""
     found = [name for name in methods(Grid(world=ranks, ep=ranks)) if name not in UNASKED]
     return [*found, *(BEST if ranks <= WHOLE else ())]
 
@@ -148,7 +154,10 @@ def _of(
     config: SharesOfForced, larger: Larger, trace: Trace, case: LoadCase, seed: int, names: Sequence[str],
     forced: dict[tuple[float, str], float],
 ) -> Iterator[Share]:  # fmt: skip
-    """Yield the shares of methods under one load on one cluster, with one weight of experts; `forced` is added to."""
+    """Yield the shares of methods under one load on one cluster, for one weight ratio.
+
+    `forced` caches times under forced balance by (ratio, method), and is extended.
+    """
     cluster, ranks, ratio, load, _ = case
     tokens = config.tokens(ratio)
     copies, experts = tokens * config.top_k, ranks * config.experts_per_rank
@@ -170,7 +179,7 @@ def _of(
 
 
 def _slow(config: SharesOfForced, larger: Larger, cluster: str, names: Sequence[str]) -> Iterator[Share]:
-    """Yield the shares where loads are even and the last rank is slower; the policies that know rates know that."""
+    """Yield the shares with even loads and a slow last rank. Policies with a cost model know its speed."""
     ranks, tokens = larger.grid.world, config.tokens(config.ratio)
     spec = replace(larger.spec, speeds=(*(1.0,) * (ranks - 1), config.slow_rank))
     unlike = Larger(larger.layer, spec, larger)
@@ -191,7 +200,7 @@ def _slow(config: SharesOfForced, larger: Larger, cluster: str, names: Sequence[
 def calls_of(
     config: SharesOfForced, trace: Trace, case: LoadCase, copies: int, seed: int
 ) -> tuple[int, Sequence[int], list[np.ndarray]]:
-    """Return a load: layer, steps, and calls that follow each other, of which the first only begins."""
+    """Return a load as (layer, steps, consecutive calls). The first call only initialises policies that decide ahead."""
     ranks, each = case.ranks, config.experts_per_rank
     if case.load == RECORDED:
         layer = int(case.which)

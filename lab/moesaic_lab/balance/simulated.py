@@ -1,6 +1,8 @@
-"""The same methods and loads on larger clusters, by the cost simulator: the programs that would run, with the rows that they
-would send, every rank apart; and decisions of the arbiter by themselves, for which no ranks are needed: all decide alike, from
-the same counts. No torch."""
+"""Simulates the same methods and loads on larger clusters, and times the arbiter's decisions on their own.
+
+The cost simulator runs the programs that the ranks would run, with the rows that each rank would send. Decisions need
+no ranks, since all ranks decide identically from the same counts. This module does not need torch.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +28,22 @@ from moesaic.program.sizes import CallSizes
 from moesaic_lab.balance.methods import OURS, OURS_PLACED, BalanceMethod, methods, placed_by, policy_of
 
 BEST = {"best option": OURS, "best option, experts placed": OURS_PLACED}
-"""What nobody can have, to hold the arbiter against: of its options the one that is fastest by simulation, from the call's own
-counts. By name: the method whose options these are."""
+"""Unattainable references for the arbiter: in each call, the option that is fastest in simulation with known counts.
+Maps the name of each reference to the method that has these options."""
 SKEW, PERSISTENCE, COPIES, BEGIN = 0.6, 0.999, 8192, 8
-"""Exponent of Zipf's law, correlation of what makes experts popular from call to call, copies of a rank, and calls before
-anything counts. 2 % of the copies change their expert from call to call."""
+"""Exponent of Zipf's law; correlation of the experts' popularity between calls; copies of a rank; calls before timing
+starts. From call to call, 2 % of the copies change their expert."""
 RATIO = 1.05
-"""Measured over modelled seconds that the arbiter is told of every call."""
+"""Ratio of measured to modelled seconds that the arbiter is given for every call."""
 
 
 class Larger:
-    """All methods on one cluster.
+    """All methods on one cluster, in simulation.
 
     Args:
-        layer: of a rank of it; how many tokens a rank has is told with every call.
-        spec: the cluster, all of whose devices are ranks.
-        like: a cluster of as many ranks and nodes, whose programs are taken; None to compile them.
+        layer: the workload of a rank. Its number of tokens is replaced in every call.
+        spec: the cluster; each of its devices is a rank.
+        like: a cluster with equally many ranks and nodes, whose compiled programs are reused; None to compile them.
     """
 
     def __init__(self, layer: Workload, spec: ClusterSpec, like: Larger | None = None) -> None:
@@ -60,26 +62,27 @@ class Larger:
         self._arbiters: dict[int, Arbiter] = {}
 
     def _arbiter(self, tokens: int) -> Arbiter:
-        """Return what a run with so many tokens of a rank would have: its model held against a simulation of every program."""
+        """Return the arbiter of a run with this many tokens per rank, its cost model calibrated by simulations of every
+        program."""
         if tokens not in self._arbiters:
             self._arbiters[tokens] = arbiter_for(self._simulator, self._plans[OURS], replace(self.layer, tokens=tokens))
         return self._arbiters[tokens]
 
     def _policy(self, method: BalanceMethod, tokens: int) -> AbstractReplicationPolicy | None:
-        """Return what decides for a method; None where nothing is replicated."""
+        """Return the replication policy of a method; None if the method replicates nothing."""
         return self._arbiter(tokens) if method.plan.replication == "arbiter" else policy_of(method, self._costs)
 
     def seconds(
         self, name: str, calls: Sequence[np.ndarray], history: np.ndarray, tokens: int
     ) -> list[tuple[float, float, int]]:
-        """Return what each call but the first takes, forward and backward, what deciding it takes, and the experts that are
-        replicated. Policies that decide a call ahead begin with the first one.
+        """Return a tuple for each call except the first: seconds of forward and backward, seconds of the decision, and
+        the number of replicated experts. The first call only initialises policies that decide one call ahead.
 
         Args:
-            name: of the method, or one of `BEST`.
-            calls: (ranks, num_experts) int64 copies of each, one after the other.
-            history: (num_experts,) what expert placement knows.
-            tokens: of a rank.
+            name: name of the method, or one of `BEST`.
+            calls: (ranks, num_experts) int64 copies of each call, in order.
+            history: (num_experts,) copies that expert placement learns from.
+            tokens: tokens per rank.
         """
         method = self.methods[BEST.get(name, name)]
         loads = [
@@ -98,13 +101,16 @@ class Larger:
         return found
 
     def moving_seconds(self, name: str, history: np.ndarray, moved_bytes: int) -> float:
-        """Return what it takes to move experts from where they began to where a method has them: one message from each rank to
-        each other that gets experts of it, all at once and alone on the links. 0 where experts stay.
+        """Return the seconds that it takes to move experts from their initial ranks to a method's placement; 0 if none
+        move.
+
+        Each rank sends one message to every rank that gets experts from it. All messages run at once, alone on the
+        links.
 
         Args:
-            name: of the method, or one of `BEST`.
-            history: (num_experts,) what expert placement knows.
-            moved_bytes: of a parameter.
+            name: name of the method, or one of `BEST`.
+            history: (num_experts,) copies that expert placement learns from.
+            moved_bytes: bytes per parameter.
         """
         if not self.methods[BEST.get(name, name)].places_experts:
             return 0.0
@@ -116,7 +122,7 @@ class Larger:
         return topology.loads(pairs[0], pairs[1], experts * float(of_expert), np.ones(len(experts))).alone
 
     def _best(self, load: CallLoad, tokens: int) -> tuple[float, float, int]:
-        """Return what a call takes under the option of the arbiter that is fastest by simulation, its counts known."""
+        """Return the time of a call under the arbiter's fastest option in simulation, with the call's own counts."""
         compiled = self._plans[OURS]
         offers = self._arbiter(tokens).start(compiled.plan, [each.plan for each in compiled.options]).offers(load)
         took = [
@@ -126,7 +132,7 @@ class Larger:
         return min(took)
 
     def _took(self, compiled: Compiled, load: CallLoad, replicated: np.ndarray | None, tokens: int) -> float:
-        """Return what a call takes, forward and backward; the same programs and counts are simulated once."""
+        """Return the seconds of forward and backward of a call. Equal programs and counts are simulated once."""
         cells = (
             b"" if replicated is None else np.flatnonzero(replicated).tobytes() + replicated[replicated > 0].tobytes()
         )
@@ -136,7 +142,7 @@ class Larger:
         return self._known[key]
 
     def _copies(self, calls: Iterable[np.ndarray], history: np.ndarray, method: BalanceMethod) -> list[np.ndarray]:
-        """Return the copies that each rank has for each place of an expert, (ranks, num_experts) int64, call by call."""
+        """Return each rank's copies for each slot of an expert, (ranks, num_experts) int64, for each call."""
         if not method.places_experts:
             return list(calls)
         order = np.argsort(placed_by(history, self.grid))
@@ -145,7 +151,7 @@ class Larger:
     def _seconds_of(
         self, compiled: Compiled, copies: np.ndarray, replicated: np.ndarray | None, tokens: int
     ) -> float:  # fmt: skip
-        """Simulate one call, forward and backward."""
+        """Simulate forward and backward of one call; return the seconds."""
         sizes = CallSizes(
             compiled.grid, copies, np.full(self.grid.world, tokens), compiled.plan.chunks, units=self.layer.hidden,
             replicated=replicated, shapes=compiled.shapes(self.layer.num_experts),
@@ -159,12 +165,12 @@ class Larger:
 
 
 def _helped(replicated: np.ndarray | None) -> int:
-    """Return how many experts some other rank computes."""
+    """Return the number of experts that helper ranks compute."""
     return 0 if replicated is None else int(replicated.any(axis=(0, 2)).sum())
 
 
 def compiled_once(methods: Mapping[str, BalanceMethod], grid: Grid) -> dict[str, Compiled]:
-    """Return every method's programs; policies that replicate by one table each run the same ones."""
+    """Return the compiled programs of every method. Policies that replicate by a single table share theirs."""
     made: dict[tuple[Plan, bool], Compiled] = {}  # the layouts of a program take a minute at 64 ranks
     found = {}
     for name, method in methods.items():
@@ -180,11 +186,13 @@ def compiled_once(methods: Mapping[str, BalanceMethod], grid: Grid) -> dict[str,
 
 
 class Deciding:
-    """What runs in each call of a method: its plan, or what its policy decides. The arbiter decides a call ahead, by its model.
+    """Chooses the programs of each call of a method: those of its plan, or those that its policy decides on.
+
+    The arbiter decides one call ahead, by its cost model.
 
     Args:
-        policy: of the method; None for none.
-        compiled: its plan.
+        policy: the method's replication policy; None if it replicates nothing.
+        compiled: the method's compiled plan.
     """
 
     def __init__(self, policy: AbstractReplicationPolicy | None, compiled: Compiled) -> None:
@@ -193,10 +201,10 @@ class Deciding:
         if isinstance(policy, Arbiter):
             self._arbitration = policy.start(compiled.plan, [option.plan for option in compiled.options])
         self.seconds = 0.0
-        """What the last decision kept a rank from going on, on this machine."""
+        """Time by which the last decision delays a rank, measured on this machine."""
 
     def __call__(self, load: CallLoad) -> tuple[Compiled, np.ndarray | None]:
-        """Return the programs of a call, and its replicated copies."""
+        """Return the programs of a call, and the table of its replicated copies."""
         if self._arbitration is not None:
             started = time.perf_counter()
             pick = self._arbitration.pick(load)
@@ -213,7 +221,8 @@ class Deciding:
 
 
 def machine_of(spec: ClusterSpec, dtype: str) -> Machine:
-    """Return a cluster as policies see it: one rate inside nodes and one between, a device's share of each."""
+    """Return the cluster in the form that policies use: one rate inside nodes and one between them, as a device's
+    share."""
 
     def slowest(where: str) -> tuple[float, float]:
         used = [link for link in spec.links if link.carries in ("all", where)]
@@ -230,19 +239,19 @@ def machine_of(spec: ClusterSpec, dtype: str) -> Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class TimedDecision:
-    """One call's decision."""
+    """Time of one call's decision."""
 
     ranks: int
     experts: int
     seconds: float
-    """In the way of the call."""
+    """Time by which the decision delays the call."""
     weighing_seconds: float
-    """Beside it, on a thread: processor time."""
+    """Processor time of preparing the next decision, in a thread beside the call."""
     replicates: bool
 
 
 def decisions(ranks: int = 64, experts: int = 256, calls: int = 120, seed: int = 0) -> list[TimedDecision]:
-    """Return the decisions of calls that follow each other, on `dgx-h100`."""
+    """Time the arbiter's decisions for consecutive calls on `dgx-h100`."""
     grid = Grid(world=ranks, ep=ranks, ranks_per_node=8)
     spec, plan = read_cluster("dgx-h100", nodes=ranks // 8), Plan(replication="arbiter")
     arbiter = Arbiter(costs=ReplicationCosts(machine=machine_of(spec, "bf16"), cluster=spec))
@@ -266,7 +275,7 @@ def decisions(ranks: int = 64, experts: int = 256, calls: int = 120, seed: int =
 
 
 def _drifting(ranks: int, experts: int, calls: int, seed: int) -> Sequence[np.ndarray]:
-    """Return the copies that each rank has for each expert, (ranks, experts) int64 for each call."""
+    """Return each rank's copies for each expert, a (ranks, experts) int64 array for each call."""
     rng = np.random.default_rng(seed)
     lasting, found = rng.normal(size=experts), []
     for _ in range(calls):

@@ -1,11 +1,13 @@
-"""NetMoE's comparison: what moving samples saves between nodes, and in time, as samples like fewer experts each.
+"""NetMoE's comparison: bytes between nodes and time that moving samples saves, at several localities of the routing.
 
-Simulated: NetMoE's small model (768 wide, 4 samples of 1024 tokens per device, two experts per device, top 2, float32, 8 MoE
-layers) on 4 nodes of 2, 4 and 8 devices of its cluster, one port per node. Measured: 3 layers forward and backward on
-emulated clusters with 200 Mbit/s between nodes, all methods in turn; real bytes, virtual experts; ranks share the machine's
-cores; the prediction is of the cost model, with assumed host costs. Locality as `moesaic trace show` has it; layers are
-drawn apart; the next layer's routing is predicted rightly; in both, the last layer takes samples home and is not left out.
-Decisions are timed on one core of this machine, what they hide behind is simulated on NetMoE's 2 nodes of 8.
+Simulated: NetMoE's small model (768 wide, 4 samples of 1024 tokens per device, two experts per device, top 2, float32,
+8 MoE layers) on 4 nodes of 2, 4 and 8 devices of its cluster, with one port per node. Measured: 3 layers forward and
+backward on emulated clusters with 200 Mbit/s between nodes, all methods in turn, with real bytes and virtual experts;
+ranks share the machine's cores. Predictions are the cost model's, with assumed host costs. Locality is as `moesaic
+trace show` defines it. Routing of different layers is drawn independently, and the prediction of the next layer's
+routing is exact. The last layer returns samples to their homes, in simulation and measurement, and its cost is
+included. Decisions are timed on one core of this machine; the time that hides them is simulated on NetMoE's 2 nodes of
+8.
 
     moesaic bench netmoe --json benchmarks/results/netmoe.json --picture docs/images/bench/netmoe.svg
 """
@@ -41,10 +43,10 @@ LOCALITIES = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8)
 BEDS = {"2x2": (2, 2), "4x2": (4, 2)}
 BED_LOCALITIES = {"2x2": (0.0, 0.2, 0.4, 0.8), "4x2": (0.0, 0.4, 0.8)}
 BED_LAYER = Workload(tokens=64, num_experts=8, top_k=2, dim=256, hidden=512, matrices=2, dtype="fp32")
-"""With a sample's tokens."""
+"""The layer on the emulated clusters; `tokens` are those of one sample."""
 INTER, INTER_GBPS, GFLOPS = "200mbit", 0.2, 50.0
 ALWAYS: dict[str, Any] = {"least_gain": 0.0, "rest": 0}
-"""Of policies that are asked in every pass and move for any gain, as published."""
+"""Settings of policies that decide in every pass and move for any gain, as published."""
 METHODS: dict[str, Method] = {
     "plain": None,
     "nobody moves": Stay(),
@@ -52,23 +54,23 @@ METHODS: dict[str, Method] = {
     "weighed": Weighed(Machine(intra_gbps=UNSHAPED_GBPS, inter_gbps=INTER_GBPS), **ALWAYS),
 }
 DECIDED = (64, 128, 256, 512, 1024)
-"""Samples of all 16 devices."""
+"""Numbers of samples on all 16 devices together."""
 Rows = list[dict[str, Any]]
 Part = Literal["simulated", "decisions", "2x2", "4x2"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetmoeOptions(KeptOptions, DrawnOptions):
-    """What to run."""
+    """Command-line options."""
 
     parts: tuple[Part, ...] = ("simulated", "decisions", "2x2", "4x2")
-    """Which parts; those that the folder has already are not run again."""
+    """Parts to run. Parts that the folder of --keep already has are not run again."""
     repeats: int = 4
-    """Of every method at every locality."""
+    """Timed rounds of every method at every locality."""
 
 
 def simulated() -> Rows:
-    """Return bytes and times on NetMoE's cluster, by devices of a node and locality."""
+    """Return simulated bytes and times on NetMoE's cluster, by devices per node and locality."""
     rows = Rows()
     for per_node in (2, 4, 8):
         setting = paper_setting(4, per_node)
@@ -79,7 +81,7 @@ def simulated() -> Rows:
 
 
 def predicted(setting: Setting, costs: Costs, locality: float, placer: Method, name: str) -> dict[str, Any]:
-    """Return what the model says of a policy beside plain expert parallelism."""
+    """Return the cost model's prediction for a policy, compared with plain expert parallelism."""
     trace = routing(setting, locality)
     counts = [trace.samples(layer, 0) for layer in range(setting.num_layers)]
     seconds, inside, across = costs.plain(counts)
@@ -95,7 +97,7 @@ def predicted(setting: Setting, costs: Costs, locality: float, placer: Method, n
 
 
 def on_bed(name: str, repeats: int) -> Rows:
-    """Return what was measured on an emulated cluster, and predicted of it."""
+    """Return measured bytes and times on an emulated cluster, together with predictions for it."""
     nodes, per_node = BEDS[name]
     setting = Setting(nodes=nodes, per_node=per_node, slots=8, layer=BED_LAYER, num_layers=3)
     device = Device(tflops=Tflops(fp32=GFLOPS / 1000), memory_gib=8, memory_gigabytes_per_second=5)
@@ -127,7 +129,7 @@ def on_bed(name: str, repeats: int) -> Rows:
 
 
 def decisions() -> Rows:
-    """Return how long decisions take, beside what hides them."""
+    """Return the time of decisions, and the simulated time behind which they can hide."""
     rows = Rows()
     for samples in DECIDED:
         setting = paper_setting(2, 8, slots=samples // 16)
@@ -140,7 +142,8 @@ def decisions() -> Rows:
 
 
 def claims(rows: Rows) -> list[Claim]:
-    """Return the figures that documentation quotes; those of parts that were not run have a reason in their place."""
+    """Return the figures that the documentation quotes. A claim of a part that was not run carries the reason instead
+    of a value."""
 
     def figure(name: str, key: str, unit: str, op: Literal[">=", "<="], **wanted: Any) -> Claim:
         return claimed(f"balance.{name}", lambda: max(figures(rows, key, **wanted)), None, op, unit)
@@ -158,7 +161,7 @@ def claims(rows: Rows) -> list[Claim]:
 
 
 def panels(rows: Rows) -> list[Panel]:
-    """Return the picture's charts."""
+    """Return the panels of the picture."""
 
     def line(name: str, x: str, y: str, **wanted: Any) -> PlottedSeries:
         found = [row for row in rows if row.get(y) is not None and all(row.get(k) == v for k, v in wanted.items())]
@@ -225,7 +228,7 @@ TABLES = (
 
 
 def measure(options: NetmoeOptions, cases: None, told: Told) -> Rows:
-    """Run the parts that the folder does not have."""
+    """Run the parts that the folder of --keep does not have yet."""
     torch.set_num_threads(1)
     runs: dict[str, Callable[[], Rows]] = {"simulated": simulated, "decisions": decisions}
     runs |= {name: partial(on_bed, name, options.repeats) for name in BEDS}

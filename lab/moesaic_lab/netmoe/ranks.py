@@ -1,7 +1,9 @@
-"""The ranks' side of NetMoE's comparison: MoE layers in a row, by plain expert parallelism and with samples placed.
+"""The ranks' part of NetMoE's comparison: consecutive MoE layers, with plain expert parallelism and with sample
+placement.
 
-Routing is told, and a sample's routing has to go where the sample goes, so every token carries its number in its first two
-columns, as a quotient that layers which multiply a token leave alone. Experts are virtual: they return what they got.
+Routing is prescribed, and a sample's routing must move with the sample. Every token therefore encodes its number as the
+quotient of its first two columns, which layers that scale a token leave unchanged. Experts are virtual and return their
+input.
 """
 
 from __future__ import annotations
@@ -33,51 +35,51 @@ from moesaic_lab.recorder import Recorder
 from moesaic_lab.virtual import Accelerator, virtual_experts
 
 Method = AbstractPlacer | None
-"""A policy; None for plain expert parallelism."""
+"""A sample-placement policy; None for plain expert parallelism."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TravelJob:
-    """What is timed."""
+    """Layers and methods to time."""
 
     grid: Grid
     compiled: Compiled
-    """The plan of all layers."""
+    """The compiled plan of all layers."""
     methods: Mapping[str, Method]
-    """In turn."""
+    """Methods by name, timed in turn."""
     plans: Mapping[str, Compiled] = field(default_factory=dict)
-    """Of methods under which all layers have another plan."""
+    """Compiled plans of the methods that use another plan for all layers."""
     experts: Tensor
-    """(layers, samples * length, top_k) int64: every token's experts."""
+    """(layers, samples * length, top_k) int64: the experts of every token."""
     length: int
     """Tokens of a sample."""
     dim: int
     hidden: int
     num_experts: int
     gflops: float
-    """Of a rank's virtual accelerator, 1e9 operations per second."""
+    """Rate of a rank's virtual accelerator, in 1e9 operations per second."""
     repeats: int
 
 
 @dataclass(frozen=True)
 class TravelFound:
-    """Of one method, over all ranks."""
+    """Times and bytes of one method, over all ranks."""
 
     seconds: tuple[float, ...]
-    """Per repeat, forward and backward through all layers."""
+    """For each repeat: time of forward and backward through all layers."""
     inside_bytes: int
-    """In messages inside nodes in one step, whatever they are for."""
+    """Bytes of all messages inside nodes in one step."""
     across_bytes: int
-    """In messages between nodes."""
+    """Bytes of all messages between nodes in one step."""
 
 
 class TableRouter(SoftmaxTopK):
-    """Sends every token where a table says, by the number that the token carries; weights are 1 / top_k.
+    """Routes every token by a table, at the number that the token encodes; routing weights are 1 / top_k.
 
     Args:
         dim: width of a token.
-        num_experts: how many experts there are.
-        table: (tokens, top_k) int64.
+        num_experts: number of experts.
+        table: (tokens, top_k) int64 expert ids.
     """
 
     def __init__(self, dim: int, num_experts: int, *, table: Tensor) -> None:
@@ -85,7 +87,7 @@ class TableRouter(SoftmaxTopK):
         self._table = table
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
-        """Return the same logit for the experts that the table names, a lower one for the others."""
+        """Return one logit for the experts that the table lists, and a lower one for the others."""
         number_T = (x_TD[:, 0] / x_TD[:, 1]).round().long()
         logits_TE = x_TD.new_zeros(len(x_TD), self.num_experts).scatter(1, self._table[number_T], 1.0)
         probs_TE = logits_TE.softmax(-1)
@@ -93,14 +95,14 @@ class TableRouter(SoftmaxTopK):
 
 
 class Stack:
-    """The layers on a mesh, and this rank's samples."""
+    """The layers on a mesh, with this rank's samples."""
 
     def __init__(self, job: TravelJob, transport: AbstractTransport) -> None:
         self._job, mesh = job, Mesh(job.grid, transport)
         experts = virtual_experts(Accelerator(flops_per_second=1e9 * job.gflops))
         top_k = job.experts.shape[2]
         self.factor = top_k + 1
-        """By which a layer multiplies."""
+        """Factor by which each layer multiplies its input."""
         self.layers = nn.ModuleList(
             MoE(
                 job.dim,
@@ -118,12 +120,12 @@ class Stack:
             layer.parallelize(mesh, job.compiled)
         self._relocators = {name: Relocator(mesh, placer) for name, placer in job.methods.items() if placer is not None}
         self.trips: dict[str, SampleTrip] = {}
-        """The last one of each policy."""
+        """The latest trip of each policy."""
         samples = job.experts.shape[1] // job.length // job.grid.world
         self.x = numbered(samples, job.length, job.dim, first=transport.rank * samples * job.length).requires_grad_()
 
     def step(self, name: str) -> Tensor:
-        """Run forward and backward by one method; returns what came out, (samples, length, dim)."""
+        """Run forward and backward by one method; return the output, (samples, length, dim)."""
         layers = [layer for layer in self.layers if isinstance(layer, MoE)]
         for layer in layers:
             layer.use_plan(self._job.plans.get(name, self._job.compiled))
@@ -141,11 +143,11 @@ class Stack:
 
 
 def numbered(samples: int, length: int, dim: int, *, first: int) -> Tensor:
-    """Return samples whose tokens carry their numbers, (samples, length, dim).
+    """Return samples whose tokens encode their numbers, (samples, length, dim).
 
     Args:
-        samples: of this rank.
-        length: tokens of each.
+        samples: number of samples of this rank.
+        length: tokens per sample.
         dim: width of a token, at least 2.
         first: number of the first token.
     """
@@ -155,9 +157,10 @@ def numbered(samples: int, length: int, dim: int, *, first: int) -> Tensor:
 
 
 def check(stack: Stack, name: str) -> None:
-    """Assert that a method computes what the layers should, and that samples end where they began.
+    """Assert that a method computes the expected results, and that samples end on their home ranks.
 
-    A virtual expert returns its rows without their weights, so a layer with a residual gives (top_k + 1) times its input.
+    A virtual expert returns its rows without routing weights, so a layer with a residual returns (top_k + 1) times its
+    input.
     """
     expected = stack.x.detach() * stack.factor ** len(stack.layers)
     assert torch.equal(stack.step(name), expected), f"{name}: samples are not what or where they should be"
@@ -182,7 +185,7 @@ def measure(job: TravelJob) -> dict[str, TravelFound]:
 
 
 def _bytes(recorder: Recorder, grid: Grid) -> tuple[int, int]:
-    """Return what all ranks sent inside nodes and between them."""
+    """Return the bytes that all ranks sent inside nodes and between them."""
     messages = sent(recorder)
     across = crossing(messages, grid.node_of)[0]
     found = torch.tensor([round(sum(num_bytes for _, _, num_bytes in messages)) - across, across])

@@ -1,9 +1,10 @@
-"""NetMoE's comparison without ranks: made-up loads, the homes that samples go to, bytes and simulated time of every layer.
+"""NetMoE's comparison without ranks: synthetic loads, the homes chosen for samples, bytes and simulated time of every
+layer.
 
-A journey is what a forward pass does: the samples start at home, each MoE layer decides from its own routing and the next
-one's where they live after it, the last one takes them home (`runtime/balance/relocate.py` does the same with
-tensors). Consecutive layers are drawn apart: what a sample likes in one layer says nothing about the next, the harder case for
-placement.
+A journey is one forward pass. The samples start at home. Each MoE layer decides from its own and the next layer's
+routing where they go next, and the last layer takes them home. `runtime/balance/relocate.py` does the same with
+tensors. Routing of consecutive layers is drawn independently, so a sample's experts in one layer say nothing about the
+next. That is the harder case for placement.
 """
 
 from __future__ import annotations
@@ -31,34 +32,34 @@ from moesaic.traces.synthetic import SyntheticRouting, make_trace
 from moesaic.traces.trace import Trace
 
 PAPER = Workload(tokens=1024, num_experts=2, top_k=2, dim=768, hidden=3072, matrices=2, dtype="fp32")
-"""NetMoE's small model: a sample's tokens, experts per device."""
+"""NetMoE's small model; `tokens` are those of a sample, `num_experts` those of a device."""
 PAPER_SAMPLES = 4
-"""Per device, in NetMoE's experiments."""
+"""Samples per device in NetMoE's experiments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Who computes what: ranks in nodes, and the samples of each."""
+    """Ranks and nodes, the samples of each rank, and the layers."""
 
     nodes: int
     per_node: int
-    """Ranks of a node."""
+    """Ranks per node."""
     slots: int
-    """Samples of a rank."""
+    """Samples per rank."""
     layer: Workload
-    """`tokens` are those of a sample, `num_experts` those of all ranks together."""
+    """The layer, where `tokens` are those of a sample and `num_experts` those of all ranks together."""
     num_layers: int
-    """MoE layers, one after the other."""
+    """Number of consecutive MoE layers."""
 
     @property
     def grid(self) -> Grid:
-        """The mesh: experts over all ranks."""
+        """The mesh, with the experts split over all ranks."""
         world = self.nodes * self.per_node
         return Grid(world=world, ep=world, ranks_per_node=self.per_node)
 
     @property
     def samples(self) -> int:
-        """Of all ranks."""
+        """Samples of all ranks together."""
         return self.nodes * self.per_node * self.slots
 
     @property
@@ -68,13 +69,14 @@ class Setting:
 
 
 def paper_setting(nodes: int, per_node: int, *, slots: int = PAPER_SAMPLES, num_layers: int = 8) -> Setting:
-    """Return NetMoE's setting on so many devices."""
+    """Return NetMoE's setting for this many nodes and devices per node."""
     layer = replace(PAPER, num_experts=PAPER.num_experts * nodes * per_node)
     return Setting(nodes=nodes, per_node=per_node, slots=slots, layer=layer, num_layers=num_layers)
 
 
 def paper_cluster(nodes: int, per_node: int) -> ClusterSpec:
-    """Return NetMoE's cluster with other numbers of nodes and devices; a node has one port, whatever its devices."""
+    """Return NetMoE's cluster with other numbers of nodes and devices. Each node has one port, regardless of its
+    devices."""
     spec = read_cluster("netmoe", nodes=nodes)
 
     def resized(link: Link) -> Link:
@@ -84,7 +86,8 @@ def paper_cluster(nodes: int, per_node: int) -> ClusterSpec:
 
 
 def routing(setting: Setting, locality: float, *, seed: int = 0, tokens: bool = False) -> Trace:
-    """Return made-up routing of one call of every layer: experts evenly loaded in sum, samples as different as asked for."""
+    """Return synthetic routing of one call of every layer. The experts' total loads are even, and samples differ by
+    `locality`."""
     return make_trace(
         SyntheticRouting(
             steps=1, num_layers=setting.num_layers, num_experts=setting.layer.num_experts, top_k=setting.layer.top_k,
@@ -95,21 +98,21 @@ def routing(setting: Setting, locality: float, *, seed: int = 0, tokens: bool = 
 
 @dataclass(frozen=True)
 class Journey:
-    """One forward pass: where samples are in front of each layer, and after the last."""
+    """One forward pass: the samples' homes before each layer and after the last one."""
 
     grid: Grid
     counts: Sequence[np.ndarray]
-    """(samples, num_experts) int64 by layer."""
+    """For each layer, (samples, num_experts) int64 copies."""
     homes: Sequence[Homes]
-    """One more than layers; the first and the last are the same."""
+    """One entry more than layers; the first and the last are the same."""
     before: Volume
-    """Rows of the gathers and scatters that decisions were about, had nobody moved."""
+    """Rows of the gathers and scatters that the decisions affect, if no sample moved."""
     after: Volume
-    """The same as decided."""
+    """The same rows with the decisions applied."""
 
     @cached_property
     def moved(self) -> tuple[float, float]:
-        """Shares of the samples that change (node, rank) after a layer that decides; means over those."""
+        """Shares of the samples that change their (node, rank) after a layer that decides, averaged over these layers."""
         node = np.array([self.grid.node_of(rank) for rank in range(self.grid.world)])
         decided = list(zip(self.homes, self.homes[1:-1]))
         samples = max(len(decided), 1) * self.homes[0].samples.size
@@ -118,11 +121,11 @@ class Journey:
 
 
 def travel(grid: Grid, counts: Sequence[np.ndarray], slots: int, placer: AbstractPlacer) -> Journey:
-    """Return the journey under a policy; the routing of the next layer is predicted rightly.
+    """Return the journey under a policy, with exact predictions of the next layer's routing.
 
     Args:
         grid: the mesh.
-        counts: (samples, num_experts) by layer.
+        counts: for each layer, (samples, num_experts) copies.
         slots: samples per rank.
         placer: the policy.
     """
@@ -135,12 +138,14 @@ def travel(grid: Grid, counts: Sequence[np.ndarray], slots: int, placer: Abstrac
 
 
 class Costs:
-    """Bytes and simulated seconds of journeys, in a setting on a cluster.
+    """Computes bytes and simulated seconds of journeys.
 
     Args:
-        setting: who computes what.
-        cluster: on what.
-        plan: of the layers, None for the plain one; samples move under those whose results can go straight to new homes.
+        setting: the ranks, samples and layers.
+        cluster: the cluster that is simulated.
+        plan: plan of the layers; None for the plain one. Samples can only move under plans that deliver results
+            directly to
+        new homes.
     """
 
     def __init__(self, setting: Setting, cluster: ClusterSpec, plan: Plan | None = None) -> None:
@@ -152,7 +157,7 @@ class Costs:
         self._simulator = Simulator(cluster)
 
     def plain(self, counts: Sequence[np.ndarray]) -> tuple[float, int, int]:
-        """Return what the layers take where samples stay on their ranks: as `placed` does."""
+        """Return (seconds, bytes inside nodes, bytes between nodes) of the layers if samples stay on their ranks."""
         calls: list[tuple[Program, CallSizes]] = []
         for each in counts:
             table = each.reshape(self.setting.grid.world, self.setting.slots, -1).sum(1)
@@ -163,8 +168,8 @@ class Costs:
         return self._summed(calls)
 
     def placed(self, journey: Journey) -> tuple[float, int, int]:
-        """Return what the layers of a journey take, forward and backward, one after the other: seconds, bytes inside nodes,
-        bytes between nodes; the residual rides with the results, and the host's decisions are hidden."""
+        """Return (seconds, bytes inside nodes, bytes between nodes) of forward and backward of a journey's layers, in
+        sequence. The residual travels with the results, and the host's decisions are hidden."""
         calls: list[tuple[Program, CallSizes]] = []
         for counts, before, after in zip(journey.counts, journey.homes, journey.homes[1:]):
             targets, length = before.targets(after), self.setting.layer.tokens
@@ -175,14 +180,14 @@ class Costs:
         return self._summed(calls)
 
     def even(self) -> tuple[Simulated, Simulated]:
-        """Return a layer under even routing, forward and backward."""
+        """Return the simulated forward and backward passes of a layer under even routing."""
         programs = (self._plain.forward, self._plain.backward)
         there, back = (self._simulator.run(program, self._layer, self.setting.grid) for program in programs)
         return there, back
 
     def hidden_seconds(self) -> float:
-        """Return the simulated time of a forward pass from its start to the end of the experts, under even routing: what a
-        decision that is needed when results start to travel can hide behind."""
+        """Return the simulated time from the start of a forward pass to the end of the experts, under even routing. A
+        decision is needed when results are sent, so it can hide behind this time."""
         spans = self.even()[0].timeline.spans
         return max(span.end for span in spans if span.stage is Stage.EXPERT)
 
@@ -197,13 +202,14 @@ class Costs:
 
 
 def decision_seconds(setting: Setting, placer: AbstractPlacer, repeats: int, clock: Callable[[], float]) -> list[float]:
-    """Return how long decisions take on this processor, one thread, counts to homes; each on a load of its own.
+    """Return the seconds of decisions, from counts to homes, on one thread of this processor. Each has a load of its
+    own.
 
     Args:
-        setting: of the samples; its number of layers is not read.
+        setting: the ranks and samples; its number of layers is ignored.
         placer: the policy.
-        repeats: how many decisions are timed.
-        clock: in seconds.
+        repeats: number of timed decisions.
+        clock: returns the current time in seconds.
     """
     trace = routing(replace(setting, num_layers=repeats + 2), 0.4)
     found = []

@@ -228,7 +228,7 @@ class SampleLoad:
 
 
 def check(least_gain: float, rest: int) -> None:
-    """Raise InputError if `least_gain` is no share, or `rest` no number of passes."""
+    """Raise InputError if `least_gain` is not a share, or `rest` is negative."""
     if not 0 <= least_gain < 1:
         raise InputError(f"placement least_gain={least_gain}: choose a share from 0 to below 1")
     if rest < 0:
@@ -313,7 +313,7 @@ class TwoStage(AbstractPlacer):
         solve: solves an assignment; None for `assign`.
 
     Raises:
-        InputError: if `least_gain` is no share, or `rest` is negative.
+        InputError: if `least_gain` is not a share, or `rest` is negative.
     """
 
     def __init__(self, least_gain: float = LEAST_GAIN, *, rest: int = REST, solve: Solver | None = None) -> None:
@@ -372,7 +372,7 @@ class Weighed(AbstractPlacer):
         rest: as for `TwoStage`.
 
     Raises:
-        InputError: if `least_gain` is no share, or `rest` is negative.
+        InputError: if `least_gain` is not a share, or `rest` is negative.
     """
 
     def __init__(self, machine: Machine | None = None, *, least_gain: float = LEAST_GAIN, rest: int = REST) -> None:

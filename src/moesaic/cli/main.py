@@ -107,7 +107,7 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
 
 
 def _in_one_line(text: str) -> str:
-    """Return `text` with line breaks and control characters (from file names, say) as escapes."""
+    """Return `text` with line breaks and control characters (for example from file names) as escapes."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 

@@ -314,7 +314,7 @@ def _simulator(options: PlanOptions) -> Simulator:
 
 
 def _counts(path: Path) -> list[np.ndarray]:
-    """Return tables of copies, each (groups, num_experts): the table of a file, or typical ones of a trace."""
+    """Return tables of copies, each (groups, num_experts): the table of a file, or the `TABLES` typical ones of a trace."""
     if path.suffix in (".npy", ".csv"):
         return [read_counts(path)]
     return typical_counts(Trace.open(path), TABLES)
@@ -477,7 +477,9 @@ def answers(job: Job, cluster: ClusterSpec, result: Result, options: PlanOptions
         ]
         for is_gain in (True, False)
     )
-    lines.append(f"change first: {'; '.join(gains[:5]) or 'no single change helps by more than half a percent'}")
+    lines.append(
+        f"change first: {'; '.join(gains[:5]) or 'no change that was tried helps by more than half a percent'}"
+    )
     lines += [f"slower: {'; '.join(losses[:3])}"] * bool(losses)
     skew = cost_of_skew(job, cluster, best)
     if skew is not None:

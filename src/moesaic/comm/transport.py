@@ -141,7 +141,7 @@ class NoTransport(AbstractTransport):
 def as_bytes(tensor: Tensor) -> Tensor:
     """View a contiguous tensor as bytes, (num_bytes,): backends refuse some dtypes.
 
-    `view` refuses a tensor of one element with stride 0 (an expanded gradient, say), which counts as contiguous.
+    `view` refuses a tensor of one element with stride 0 (an expanded gradient, for example), which counts as contiguous.
     """
     assert tensor.is_contiguous(), f"a tensor with strides {tensor.stride()} is not contiguous"
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -209,8 +209,8 @@ class Even(AbstractVolumes):
         source_digits, target_digits = digits.of(pairs.source), digits.of(pairs.target)
         equal = source_digits == target_digits
         step_digits = steps_of(digits, move.source)
-        piece_rows = min(self.piece.of(move.source), self.piece.of(move.target))
-        pieces = np.full(len(source_digits), float(self._experts_per_place(move.source) * piece_rows))
+        rows_per_piece = min(self.piece.of(move.source), self.piece.of(move.target))
+        pieces = np.full(len(source_digits), float(self._experts_per_place(move.source) * rows_per_piece))
         for digit_set, free_before, free_after in (
             (before.origin, before.free_origin, after.free_origin),
             (before.expert, before.free_expert, after.free_expert),

@@ -270,8 +270,8 @@ class MemoryBudget:
         budget = self.compiled.plan.memory_budget
         if budget is not None:
             raise InputError(
-                f"a padded capacity clashes with memory_budget={budget}, which needs counts that no rank has under padding: "
-                "leave memory_budget unset, since a padded capacity bounds memory by itself, or do not pad"
+                f"a padded capacity clashes with memory_budget={budget}, which needs token counts that padding does not "
+                "exchange: leave memory_budget unset, since a padded capacity bounds memory by itself, or do not pad"
             )
 
     def take(self) -> BudgetUse:

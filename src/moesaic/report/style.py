@@ -213,7 +213,7 @@ def write_text(text: str, path: Path) -> Path:
         InputError: the path is a folder, or cannot be written.
     """
     if path.is_dir():
-        raise InputError(f"{path}: is a folder: name a file, {path / 'page.html'} say")
+        raise InputError(f"{path}: is a folder: name a file, for example {path / 'page.html'}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -118,7 +118,7 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         return torch.full((), 1 / self._expected_passes if is_counted else 0.0, device=like.device)
 
     def _begin(self, parameters: list[nn.Parameter]) -> None:
-        """Count a backward pass that has just reached the layer, whose trainable parameters are `within`."""
+        """Count a backward pass that has just reached the layer, whose trainable parameters are `parameters`."""
         if self._is_new_step(parameters):
             self._expected_passes, self._passes_of_step = max(self._passes_of_step, 1), 0
         if not self._is_wrapped and not _are_same(parameters, self._watched):

@@ -120,7 +120,7 @@ def places_of(is_there: Tensor, number: int | None) -> Tensor:
 
 
 def _numbered(table: Tensor) -> Tensor:
-    """Return, at each True entry, the number of True entries before it along the last axis, (..., tokens) int64."""
+    """Return, at each True entry, the number of those before it on the last axis: (..., tokens) bool -> (..., tokens) int64."""
     return table.cumsum(-1) - 1
 
 

@@ -422,12 +422,12 @@ class ExpertParallel:
         self.calls.refuse_padding()
         if self.compiled.replicates:
             raise InputError(
-                f"a padded capacity clashes with replication={self.compiled.plan.replication}, which is decided from "
-                "counts that no rank then has: choose a capacity that is not padded, or replication none"
+                f"a padded capacity clashes with replication={self.compiled.plan.replication}, which needs "
+                "token counts that padding does not exchange: choose a capacity that is not padded, or replication none"
             )
         if self.compiled.is_multicast:
             raise InputError(
-                "a padded capacity clashes with multicast, whose visits depend on the routing: choose another "
+                "a padded capacity clashes with multicast, whose message sizes depend on the routing: choose another "
                 "plan.all_to_all, or a capacity that is not padded"
             )
         if num_tokens % self.grid.tp:

@@ -212,7 +212,7 @@ def draw_plan(rng: random.Random) -> Plan:
 
 
 def _others(names: Any, *excluded: str) -> list[Any]:
-    """Return the values of a `Literal` type without those in `known`."""
+    """Return the values of a `Literal` type without those in `excluded`."""
     return [name for name in get_args(names) if name not in excluded]
 
 

@@ -90,7 +90,7 @@ class Cause:
         if self.factor < CLOSE:
             return ""
         if not self.products:
-            return "is no product of the sizes of the mesh"
+            return "is not a product of the sizes of the mesh"
         return "looks like " + ", or like ".join(map(self._reason, self.products))
 
     def _reason(self, product: Product) -> str:

@@ -84,7 +84,7 @@ class LayerSituation:
 
 
 LAYER_SITUATIONS = (
-    LayerSituation("even", "as many tokens on every rank", (16,)),
+    LayerSituation("even", "the same number of tokens on every rank", (16,)),
     LayerSituation("uneven", "ranks hold different numbers of tokens", (9, 3, 12, 5)),
     LayerSituation("one expert", "the same, and one expert per token", (9, 3, 12, 5), top_k=1),
     LayerSituation("empty rank", "a rank holds no token", (8, 0, 5, 3)),

@@ -113,7 +113,7 @@ def _last_half(chosen: Tensor, num_experts: int) -> Tensor:
 
 
 SITUATIONS = (
-    Situation("even", "as many tokens on every rank", (6,), _as_drawn),
+    Situation("even", "the same number of tokens on every rank", (6,), _as_drawn),
     Situation("uneven", "ranks hold different numbers of tokens", (5, 1, 9, 2), _as_drawn),
     Situation("empty rank", "a rank holds no token", (4, 0, 3, 5), _as_drawn),
     Situation("one owner", "all tokens go to the experts of the first rank", (6, 3), _first_ones),
@@ -122,7 +122,7 @@ SITUATIONS = (
     Situation("accumulation", "two backward passes before a step", (4, 7), _as_drawn, calls=2),
     Situation(
         "frozen tokens",
-        "tokens want no gradient, experts and routing weights do",
+        "only experts and routing weights need gradients",
         (4, 0, 7),
         _as_drawn,
         tokens_learn=False,

@@ -100,14 +100,14 @@ def _shares(loads: np.ndarray) -> np.ndarray:
     return shares
 
 
-def _statistics(layer: int, loads: np.ndarray, locality: float) -> LayerLoad:
+def _statistics(layer: int, loads: np.ndarray, layer_locality: float) -> LayerLoad:
     return LayerLoad(
         layer=layer,
         max_violation=tuple(max_violation(loads).tolist()),
         busiest=tuple(loads.argmax(axis=1).tolist()),
         dead_experts=int((loads.sum(axis=0) == 0).sum()),
         drift=drift(loads),
-        locality=locality,
+        locality=layer_locality,
         shares=_shares(loads),
     )
 

@@ -382,9 +382,9 @@ def _require_plannable(config: TrainConfig, ranks: Ranks) -> None:
         raise InputError('planner.plan=auto: model.ffn="dense" has no MoE layers to plan: leave it off')
     if moe.capacity_rule.by_rank:
         raise InputError(
-            "planner.plan=auto clashes with a capacity counted on each rank "
-            f"(model.moe.capacity={moe.capacity}), where what is dropped depends on the plan: "
-            "choose dropless, or fixed or fitted without :rank"
+            "planner.plan=auto clashes with a capacity per rank "
+            f"(model.moe.capacity={moe.capacity}): which tokens it drops would depend on the plan. "
+            "Choose dropless, or fixed or fitted without :rank"
         )
     if config.plan.crossing is Crossing.DEEPEP:
         raise InputError(

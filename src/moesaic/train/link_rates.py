@@ -123,7 +123,7 @@ class LinkRates:
         return time.perf_counter() - start
 
     def _expected_seconds(self, kind: LinkKind) -> np.ndarray:
-        """Return the `_seconds` that the described cluster predicts, (nodes,), up to a constant factor."""
+        """Return the `_measured_seconds` that the described cluster predicts, (nodes,), up to a constant factor."""
         world, per_node = self._grid.world, self._per_node
         nodes = world // per_node
         if self._cluster is None:

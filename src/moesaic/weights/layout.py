@@ -109,7 +109,7 @@ def _intersect(a: Dim, b: Dim) -> Dim | None:
 
 
 def _matching(whole: range, part: Dim, target: range) -> Dim:
-    """Return the elements of `there` at the positions that the elements of `part` have in `whole`."""
+    """Return the elements of `target` at the positions that the elements of `part` have in `whole`."""
     if isinstance(part, int):
         return target[whole.index(part)]
     first, step = whole.index(part[0]), max(1, part.step // whole.step)

@@ -173,7 +173,7 @@ class AbstractFormat(ABC):
         """
 
     def converted(self, stored: str, tensor: Readable, *, to_model: bool) -> Readable:
-        """Convert a tensor's values from the model's to the format's or, with `back`, the reverse. Few tensors change."""
+        """Convert a tensor's values from the model's to the format's or, with `to_model`, the reverse. Few tensors change."""
         return tensor
 
     def stored_name(self, stored: str, state: str | None) -> str | None:

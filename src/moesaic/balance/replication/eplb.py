@@ -26,7 +26,7 @@ class EPLB(AbstractReplicaPolicy):
 
 
 def redundant(replica: ReplicaLoad, per_place: int) -> Replications:
-    """Return the replications with `each` redundant experts on each place; all holders of an expert share its copies equally.
+    """Return the replications with `per_place` redundant experts per place; all holders of an expert share its copies equally.
 
     Args:
         replica: the load of one replica of the experts.

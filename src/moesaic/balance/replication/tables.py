@@ -186,7 +186,7 @@ def _fitting(place: np.ndarray, expert: np.ndarray, ep: int, at_most: int) -> tu
 
 
 def largest(values: np.ndarray, count: int) -> np.ndarray:
-    """Return the indices of the `count` largest values (or of all, if fewer), largest first, equal values in index order."""
+    """Return the indices of the largest values (of all, if fewer), (count,) int64, largest first, then in index order."""
     if len(values) < 4 * count:
         return np.argsort(-values, kind="stable")[:count]
     threshold = np.partition(values, len(values) - count)[len(values) - count]
@@ -291,7 +291,7 @@ def full_table(replicas: Sequence[ReplicaLoad], replicated: Sequence[Replication
 def _matched(
     replica: ReplicaLoad, staying: np.ndarray, loads: np.ndarray, places: np.ndarray, limits: np.ndarray
 ) -> Replications:
-    """Return the replications from those of `places` that are above `most`, (ep,), to the others of `places`."""
+    """Return the replications from those of `places` that are above `limits`, (ep,), to the others of `places`."""
     excess, room = np.maximum((loads - limits)[places], 0), np.maximum((limits - loads)[places], 0)
     givers = places[np.argsort(-excess, kind="stable")]
     helpers = places[np.argsort(-room, kind="stable")]

@@ -75,7 +75,7 @@ def _next_pair(program: Program) -> tuple[Task, Task] | None:
 
 
 def _may_fuse(program: Program, task: Task) -> bool:
-    """Return whether a task moves copies over ep or etp only, and their bytes: identical rows need no movement."""
+    """Return whether a task moves copies over ep or etp only, and sends bytes: identical rows are not sent."""
     source = program.slot(task.reads[0])
     if task.op is not Op.MOVE or source.kind is Kind.WEIGHT or source.layout.flow != "copies":
         return False
