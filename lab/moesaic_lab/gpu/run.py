@@ -113,7 +113,7 @@ def measure(options: GpuOptions) -> Measurement:
             _attempt(stage, layer, options, results, deadline)
     return Measurement(
         rows=list(results.rows.values()), claims=claims(layers, results.rows), notes=NOTES,
-        packages=("torch", "triton", "liger"),
+        packages=("torch", "triton", "liger_kernel"),
         machine=describe_machine() | {"gpu": options.device_name},
     )  # fmt: skip
 
