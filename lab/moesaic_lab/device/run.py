@@ -141,7 +141,7 @@ def _peers(layer: MoE, case: DeviceCase) -> tuple[dict[str, nn.Module], dict[str
 def _too_large(name: str, case: DeviceCase) -> str | None:
     """Return the reason why a peer's memory does not suffice for a case; None if the peer can run it."""
     shape = case.shape
-    copied = shape.tokens * shape.top_k * 3 * shape.dim * shape.hidden * case.torch_dtype.itemsize
-    if name.endswith("batched_mm") and copied > MAX_BATCHED_BYTES:
-        return f"it would copy {copied / 2**30:.0f} GiB of weights, a row's expert's matrices for each row"
+    copied_bytes = shape.tokens * shape.top_k * 3 * shape.dim * shape.hidden * case.torch_dtype.itemsize
+    if name.endswith("batched_mm") and copied_bytes > MAX_BATCHED_BYTES:
+        return f"it would copy {copied_bytes / 2**30:.0f} GiB of weights, a row's expert's matrices for each row"
     return None

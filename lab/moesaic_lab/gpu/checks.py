@@ -102,7 +102,7 @@ def error_of(dtype: str, options: dict[str, Any], dry: bool) -> float:
     layer, x = _layer(dtype, options)
     expected = _step(copy.deepcopy(layer).float(), x.float())
     with _opened_device(dry) as (device, move, _):
-        results = [values(each) for each in _step(move(layer), x.to(device))]
+        results = [values(tensor) for tensor in _step(move(layer), x.to(device))]
     return max(_relative(result.cpu().float(), exact) for result, exact in zip(results, expected, strict=True))
 
 

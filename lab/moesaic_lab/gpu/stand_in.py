@@ -118,7 +118,7 @@ class DeviceTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run an operation by the stand-in that created the first tensor of the device."""
-        first = next(each for each in _tensors((args, kwargs)) if isinstance(each, DeviceTensor))
+        first = next(tensor for tensor in _tensors((args, kwargs)) if isinstance(tensor, DeviceTensor))
         return first.of.run(func, args, kwargs or {})
 
 
@@ -158,7 +158,7 @@ class StandIn(TorchDispatchMode):
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operation on the values, and record it if the host would wait for it."""
-        on_device = [each for each in _tensors((args, kwargs)) if isinstance(each, DeviceTensor)]
+        on_device = [tensor for tensor in _tensors((args, kwargs)) if isinstance(tensor, DeviceTensor)]
         if func.namespace == "moesaic" and on_device:
             with self:
                 return _implementation(func)(*args, **kwargs)
@@ -167,12 +167,12 @@ class StandIn(TorchDispatchMode):
         self._note_waits(func, args, kwargs, on_device, target)
         if "device" in kwargs:
             kwargs = kwargs | {"device": torch.device("cpu")}
-        plain_args, plain_kwargs = tree_map_only(DeviceTensor, lambda each: each.on_cpu, (args, kwargs))
+        plain_args, plain_kwargs = tree_map_only(DeviceTensor, lambda tensor: tensor.on_cpu, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
         output = _written_into(func, args, kwargs)
         if output is not None and func._schema.returns:
             return output
-        return tree_map_only(Tensor, lambda each: DeviceTensor(each, self), result) if returns_on_device else result
+        return tree_map_only(Tensor, lambda tensor: DeviceTensor(tensor, self), result) if returns_on_device else result
 
     def _note_waits(
         self, func: Any, args: Any, kwargs: dict[str, Any], on_device: list[DeviceTensor], target: Any
@@ -181,7 +181,7 @@ class StandIn(TorchDispatchMode):
         if func in (aten._to_copy.default, aten.copy_.default):
             self._note_copy(func, args, target)
             return
-        on_host = [each for each in _tensors((args, kwargs)) if not isinstance(each, DeviceTensor) and each.dim()]
+        on_host = [entry for entry in _tensors((args, kwargs)) if not isinstance(entry, DeviceTensor) and entry.dim()]
         if on_device and on_host:
             raise AssertionError(f"{func} has tensors of {DEVICE} and of the CPU: {_line()}")
         if not on_device:
@@ -198,7 +198,7 @@ class StandIn(TorchDispatchMode):
         elif name in _ADDS and on_device[0].is_floating_point() and _has_repeated(args[1], values(args[2])):
             self.note(f"{name} of several floats to one place", self.record.unordered)
         elif name in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_):
-            masks = [each for each in args[1] if each is not None and each.dtype in (torch.bool, torch.uint8)]
+            masks = [entry for entry in args[1] if entry is not None and entry.dtype in (torch.bool, torch.uint8)]
             fills = name is not aten.index and args[2].numel() == 1
             if masks and not fills:
                 self.note("indexing by a mask, whose shape depends on values")
@@ -291,7 +291,7 @@ def _is_claimed(device: Any) -> bool:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _has_repeated(dim: int, index: Tensor) -> bool:

@@ -180,13 +180,13 @@ def rows_of(cell: LayerCell) -> list[dict[str, Any]]:
     return [
         {
             "part": cell.job.section, "cell": cell.job.label, "bed": bed, "compute": "virtual compute", "method": name,
-            "same_program_as": cell.job.same.get(name), "is_best": own == best, **cell.timings[own].row(),
-            "bound_seconds": cell.bound(own), "bound_link": cell.limits[own][0].link,
-            "computing_seconds": cell.charged[own], **cell.ratio(first, own).row("first_over_this"),
-            "across_bytes": cell.across[own][0], "across_messages": cell.across[own][1],
+            "same_program_as": cell.job.same.get(name), "is_best": timed_name == best, **cell.timings[timed_name].row(),
+            "bound_seconds": cell.bound(timed_name), "bound_link": cell.limits[timed_name][0].link,
+            "computing_seconds": cell.charged[timed_name], **cell.ratio(first, timed_name).row("first_over_this"),
+            "across_bytes": cell.across[timed_name][0], "across_messages": cell.across[timed_name][1],
         }
         for name in (*cell.timings, *cell.job.same)
-        for own in [cell.timed_as(name)]
+        for timed_name in [cell.timed_as(name)]
     ]  # fmt: skip
 
 

@@ -197,9 +197,9 @@ class LayerBenchConfig:
                 raise InputError(f"--only {name}: unknown part{suggestion(name, list(PARTS))}")
             if not getattr(self, name):
                 raise InputError(f"--only {name}: the configuration has no such part: add a table of that name")
-        wanted = {*(only or PARTS), *(("orders",) if not only or "pipelining" in only else ())}
+        chosen = {*(only or PARTS), *(("orders",) if not only or "pipelining" in only else ())}
         changes: dict[str, Any] = dict.fromkeys(TABLES) | dict.fromkeys(LISTS, ())
-        changes |= {name: getattr(self, name) for name in changes if name in wanted}
+        changes |= {name: getattr(self, name) for name in changes if name in chosen}
         if repeats is not None:
             changes = {name: _repeated(value, repeats) for name, value in changes.items()}
         return replace(self, **changes)
@@ -226,5 +226,5 @@ def read_config(path: Path = COMMITTED) -> LayerBenchConfig:
 def _repeated(part: Any, repeats: int) -> Any:
     """Return a part, a tuple of parts, or None, with another number of repeats."""
     if isinstance(part, tuple):
-        return tuple(_repeated(each, repeats) for each in part)
+        return tuple(_repeated(entry, repeats) for entry in part)
     return part and replace(part, repeats=repeats, pairs=repeats)

@@ -196,9 +196,10 @@ def search(
     """
     tried = {name: run[name] for name in (*job.compete, *job.candidates)}
     seconds = gathered(in_turn(tried, min(job.trial_repeats, 1), barrier=barrier, warmup=0))
-    again = {name: run[name] for name in contenders(seconds)}
-    for name, further in gathered(in_turn(again, max(job.trial_repeats - 1, 0), barrier=barrier, warmup=0)).items():
-        seconds[name] += further
+    contending = {name: run[name] for name in contenders(seconds)}
+    further = in_turn(contending, max(job.trial_repeats - 1, 0), barrier=barrier, warmup=0)
+    for name, times in gathered(further).items():
+        seconds[name] += times
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     return choose(medians, job.compete[0], job.margin), medians
 

@@ -239,9 +239,9 @@ def _profiled(keep: Path, bed: BedFields) -> Path | None:
 def _predicted_case(
     keep: Path, config: ModelBenchConfig, bed: BedFields, case: ModelCase, profile: ClusterProfile
 ) -> ModelFound:
-    table = json.loads(_path(keep, config, bed, case).read_text(encoding="utf-8"))
+    content = json.loads(_path(keep, config, bed, case).read_text(encoding="utf-8"))
     plans = plans_of(case, bed)
-    timed = {part: {name: tuple(times) for name, times in table[part].items()} for part in ("screened", "confirmed")}
+    timed = {part: {name: tuple(times) for name, times in content[part].items()} for part in ("screened", "confirmed")}
     if set(timed["screened"]) != set(plans):
         raise InputError(
             f"{_path(keep, config, bed, case)} has other plans than this version: measure again in a new folder"

@@ -180,7 +180,7 @@ def _imbalance(config: TrainBenchConfig, case: TrainCase) -> float:
     worst = 0.0
     model = make_model(case, config.seed)
 
-    def look(layer: MoE, inputs: tuple[Tensor, ...], _: object) -> None:
+    def observe(layer: MoE, inputs: tuple[Tensor, ...], _: object) -> None:
         nonlocal worst
         x_TD = inputs[0].reshape(-1, layer.dim)
         scores = layer.router.scores(x_TD, None, None)
@@ -192,7 +192,7 @@ def _imbalance(config: TrainBenchConfig, case: TrainCase) -> float:
 
     for module in model.modules():
         if isinstance(module, MoE):
-            module.register_forward_hook(look)
+            module.register_forward_hook(observe)
     batch = make_batch(case, config.seed, dist.get_rank(), config.world)
     model(batch.inputs, batch.targets)
     return worst
