@@ -185,7 +185,7 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 
 BENCHMARK = Benchmark(
-    name="auto", description="Let plan=auto find a plan on emulated clusters, and time it beside fixed ones.",
+    name="auto", description="Let plan=auto choose a plan on emulated clusters, and time it against fixed plans.",
     options=AutoOptions, cases=cases, measure=measure, claims=claims, notes=notes_of(__doc__),
     columns=(Shown(title="plan auto after 60 steps"),),
 )  # fmt: skip

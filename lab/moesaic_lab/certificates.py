@@ -1,9 +1,9 @@
-"""Everybody's expert parallelism held against dense experts, in situations that some exchanges do not survive.
+"""Compare the expert parallelism of several systems with dense experts, in situations in which some exchanges fail.
 
 Each system gets tokens, experts and routing weights and returns weighted sums, on Gloo processes of this machine, in float32
-(its own casts included). Gradients of tokens and routing weights must be whole where the token is, an expert's gradient the
-sum over all tokens that reached it. What a system's trainer does to gradients afterwards is not a part of this.
-Versions are those that were installed; a system that is not there, or cannot run without a GPU, is listed with its reason.
+(its own casts included). Gradients of tokens and routing weights must be complete on the token's rank. An expert's gradient
+must be the sum over all tokens that reached it. What a system's trainer does to gradients afterwards is not tested. Versions
+are those that were installed. A system that is not installed, or cannot run without a GPU, is listed with the reason.
 
 moesaic bench certificates --json benchmarks/results/certificates.json
 """
@@ -44,13 +44,13 @@ DESCRIPTION = "Hold the expert parallelism of Moesaic and of others against dens
 WORLDS = (2, 4)
 TIMEOUT_SECONDS = 300.0
 SYSTEMS_ASKED = 4
-"""Packages of others, as a target."""
+"""Least number of other systems' packages that must have run."""
 NEXT_TO_NOTHING = 1e-30
-"""The coefficient of a loss that is taken before it is injected."""
+"""Loss coefficient that makes Automodel compute its loss without a noticeable effect on the gradients."""
 
 
 class _OnMesh(AbstractRoutedExperts, ABC):
-    """An end that lies over a device mesh of one axis of experts."""
+    """One rank's experts of a system that needs a device mesh; only the mesh's ep axis is larger than 1."""
 
     def __init__(self, weights: SwiGLUWeights, group: dist.ProcessGroup) -> None:
         self.mesh = init_device_mesh("cpu", (1, group.size(), 1), mesh_dim_names=("copies", "ep", "tp"))
@@ -58,16 +58,16 @@ class _OnMesh(AbstractRoutedExperts, ABC):
 
     @abstractmethod
     def place(self, whole: SwiGLUWeights, own: SwiGLUWeights, mesh: DeviceMesh) -> None:
-        """Make the layer, with this rank's weights."""
+        """Make the layer from all experts' weights (`whole`) or this rank's (`own`)."""
 
 
 class TransformersExperts(_OnMesh):
-    """Mixtral's experts of transformers under one of its implementations of expert parallelism."""
+    """The Mixtral experts of transformers under one of its implementations of expert parallelism."""
 
     implementation = "transformers.distributed.expert_parallel:AllToAllEP"
 
     def place(self, whole: SwiGLUWeights, own: SwiGLUWeights, mesh: DeviceMesh) -> None:
-        """Make the experts with this rank's share, and what brings tokens to them."""
+        """Make this rank's experts, and the implementation that exchanges their tokens."""
         transformers: Any = import_module("transformers")
         modeling: Any = import_module("transformers.models.mixtral.modeling_mixtral")
         _, hidden, dim = own.w1.shape
@@ -82,28 +82,28 @@ class TransformersExperts(_OnMesh):
         self.ep = getattr(import_module(module), name)(self.experts, mesh, self.mesh["tp"])
 
     def run(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
-        """Run the implementation."""
+        """Run the experts under the implementation."""
         y: Tensor = self.ep(x, experts, gates)
         return y
 
     def gradients(self) -> SwiGLUWeights:
-        """Cut the gradient of gate and up."""
+        """Split the gradient of the fused gate and up projection."""
         d_up, d_down = _gradient(self.experts.gate_up_proj), _gradient(self.experts.down_proj)
         w1, w3 = d_up.chunk(2, 1)
         return SwiGLUWeights(w1, w3, d_down)
 
 
 class MoesaicExperts(TransformersExperts):
-    """The same experts by Moesaic's programs."""
+    """The same experts under Moesaic's expert parallelism."""
 
     implementation = "moesaic.transformers.expert_parallel:MoesaicEP"
 
 
 class TorchtitanExperts(_OnMesh):
-    """torchtitan's all-to-all dispatcher around plain products: its own experts multiply in bfloat16."""
+    """torchtitan's all-to-all dispatcher around plain products, since its own experts multiply in bfloat16."""
 
     def place(self, whole: SwiGLUWeights, own: SwiGLUWeights, mesh: DeviceMesh) -> None:
-        """Wire the dispatcher."""
+        """Keep what the dispatcher needs, and this rank's weights."""
         module: Any = import_module("torchtitan.models.common.token_dispatcher")
         import_module("torchtitan.distributed.utils").set_spmd_backend("partial_dtensor")
         self._made = module.AllToAllTokenDispatcher
@@ -124,7 +124,7 @@ class TorchtitanExperts(_OnMesh):
         return y
 
     def gradients(self) -> SwiGLUWeights:
-        """Return those of the plain products."""
+        """Return the gradients of the plain products' weights."""
         return _expert_gradients(self)
 
 
@@ -134,7 +134,7 @@ class AutomodelExperts(_OnMesh):
     top_k = 2
 
     def place(self, whole: SwiGLUWeights, own: SwiGLUWeights, mesh: DeviceMesh) -> None:
-        """Make them with all weights, and shard them as Automodel does."""
+        """Make the experts with all weights, and shard them as Automodel does."""
         config: Any = import_module("nemo_automodel.components.moe.config")
         experts, hidden, dim = whole.w1.shape
         self.config = config.MoEConfig(
@@ -155,19 +155,19 @@ class AutomodelExperts(_OnMesh):
         return import_module("nemo_automodel.components.moe.experts").GroupedExperts(self.config)
 
     def run(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
-        """Run them on tokens that are all valid."""
+        """Run the experts, with all tokens marked as valid."""
         y: Tensor = self.experts(x, torch.ones(len(x), dtype=torch.bool), gates, experts)
         return y
 
     def gradients(self) -> SwiGLUWeights:
-        """Lay them out as ours."""
+        """Return the gradients in the layout of `SwiGLUWeights`."""
         up, down = (_gradient(each) for each in (self.experts.gate_and_up_projs, self.experts.down_projs))
         w1, w3 = up.transpose(1, 2).chunk(2, 1)
         return SwiGLUWeights(w1, w3, down.transpose(1, 2))
 
 
 class DeepSpeedExperts(AbstractRoutedExperts):
-    """DeepSpeed's MoE layer behind a gate that says what it is told, with room for every token."""
+    """DeepSpeed's MoE layer behind a gate that returns a given routing, with capacity for every token."""
 
     def __init__(self, weights: SwiGLUWeights, group: dist.ProcessGroup) -> None:
         with _deepspeed():
@@ -182,37 +182,37 @@ class DeepSpeedExperts(AbstractRoutedExperts):
         self.layer.ep_group = group
 
     def run(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
-        """Tell the gate and run the layer."""
+        """Pass the routing to the gate and run the layer."""
         self.gate.experts, self.gate.gates = experts, gates
         y: Tensor = self.layer(x, None)
         return y
 
     def gradients(self) -> SwiGLUWeights:
-        """Stack those of the single experts."""
+        """Stack the gradients of the single experts."""
         each = self.layer.experts.deepspeed_experts
         return SwiGLUWeights(*(torch.stack([_gradient(getattr(e, n)) for e in each]) for n in ("w1", "w3", "w2")))
 
 
 class AutoEPExperts(AbstractRoutedExperts):
-    """The layer that DeepSpeed's AutoEP puts in the place of Mixtral's, behind a router that says what it is told."""
+    """The layer with which DeepSpeed's AutoEP replaces Mixtral's, behind a router that returns a given routing."""
 
     def __init__(self, weights: SwiGLUWeights, group: dist.ProcessGroup) -> None:
         self.layer = _autoep(LayerSpec(torch.zeros(weights.num_experts, weights.w1.shape[2]), weights, group, 2, None))
         self.router = self.layer.router = _ToldAutoEP(weights.num_experts)
 
     def run(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
-        """Tell the router and run the layer on a batch of one sequence."""
+        """Pass the routing to the router and run the layer on a batch of one sequence."""
         self.router.experts, self.router.gates = experts, gates
         y: Tensor = self.layer(x.unsqueeze(0))
         return y[0]
 
     def gradients(self) -> SwiGLUWeights:
-        """Return this rank's."""
+        """Return this rank's gradients."""
         return _expert_gradients(self.layer.experts)
 
 
 class MoesaicLayer(AbstractMoELayer):
-    """Moesaic's layer, spread by `parallelize`."""
+    """Moesaic's layer, parallelized by `parallelize`."""
 
     def __init__(self, spec: LayerSpec) -> None:
         capacity = Dropless() if spec.capacity is None else Capacity.fixed(spec.capacity, scope="rank")
@@ -227,22 +227,22 @@ class MoesaicLayer(AbstractMoELayer):
         self.layer.parallelize(self.mesh)
 
     def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Take the loss before it is injected."""
+        """Run the layer and collect its loss."""
         y = self.layer(x)
         return y, torch.stack(collect_losses(self.layer)).sum()
 
     def gradients(self) -> tuple[Tensor, SwiGLUWeights]:
-        """Return this rank's."""
+        """Return this rank's gradients."""
         return _gradient(self.layer.router.weight), _expert_gradients(self.layer.experts)
 
     def norm(self) -> float | None:
-        """Measure as before a step; gradients are then of the mean over the ranks."""
+        """Return the norm as computed before an optimizer step, times dp, since gradients are averaged over dp before."""
         average_gradients(self.layer, self.mesh)
         return float(clip_grad_norm_(self.layer, math.inf)) * self.mesh.grid.dp
 
 
 class TransformersLayer(AbstractMoELayer):
-    """Mixtral's router and experts, and the loss that transformers adds for the router's logits."""
+    """The router, experts and load-balancing loss of Mixtral in transformers."""
 
     def __init__(self, spec: LayerSpec) -> None:
         modeling: Any = import_module("transformers.models.mixtral.modeling_mixtral")
@@ -257,21 +257,21 @@ class TransformersLayer(AbstractMoELayer):
         self.loss: Any = modeling.load_balancing_loss_func
 
     def normalizes(self, top_k: int) -> bool:
-        """Mixtral's router always does."""
+        """Return True: Mixtral's router always normalizes routing weights."""
         return True
 
     def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Route, and run the experts."""
+        """Route the tokens and run the experts."""
         logits, gates, experts = self.router(x)
         return self.experts.run(x, experts, gates), self.loss((logits,), len(self.router.weight), self.top_k)
 
     def gradients(self) -> tuple[Tensor, SwiGLUWeights]:
-        """Return this rank's."""
+        """Return this rank's gradients."""
         return _gradient(self.router.weight), self.experts.gradients()
 
 
 class TorchtitanLayer(AbstractMoELayer):
-    """torchtitan's router around its dispatcher; its layer balances by a bias and has no auxiliary loss."""
+    """torchtitan's router and dispatcher. Its layer balances loads by a bias and has no auxiliary loss."""
 
     def __init__(self, spec: LayerSpec) -> None:
         self.experts, self.group = TorchtitanExperts(spec.experts, spec.group), spec.group
@@ -285,16 +285,16 @@ class TorchtitanLayer(AbstractMoELayer):
         self.router.gate.weight.data.copy_(spec.router)
 
     def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Route a batch of one sequence."""
+        """Route a batch of one sequence and run the experts."""
         gates, experts, _ = self.router(x.unsqueeze(0))
         return self.experts.run(x, experts[0], gates[0]), None
 
     def gradients(self) -> tuple[Tensor, SwiGLUWeights]:
-        """Return this rank's."""
+        """Return this rank's gradients."""
         return _gradient(self.router.gate.weight), self.experts.gradients()
 
     def norm(self) -> float | None:
-        """Measure as torchtitan does, with DTensors as it holds them: experts over ep, the router whole."""
+        """Return the norm as torchtitan computes it, with DTensors as in its models: experts over ep, the router replicated."""
         _sum_gradient(self.router.gate.weight, self.group)
         own = self.experts
         each: list[tuple[Tensor, DeviceMesh, Placement]] = [(self.router.gate.weight, own.mesh["copies"], Replicate())]
@@ -309,7 +309,7 @@ class TorchtitanLayer(AbstractMoELayer):
 
 
 class DeepSpeedMoELayer(AbstractMoELayer):
-    """DeepSpeed's gate, layer and experts; no noise, and tokens are dropped only where a capacity is asked for."""
+    """DeepSpeed's gate, layer and experts, without noise; tokens are dropped only if a capacity is given."""
 
     def __init__(self, spec: LayerSpec) -> None:
         self.inner = DeepSpeedExperts(spec.experts, spec.group)
@@ -325,21 +325,21 @@ class DeepSpeedMoELayer(AbstractMoELayer):
         self.group = spec.group
 
     def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Run the layer, which keeps its loss."""
+        """Run the layer, which stores its loss in `l_aux`."""
         y: Tensor = self.inner.layer(x, None)
         return y, self.inner.layer.l_aux
 
     def gradients(self) -> tuple[Tensor, SwiGLUWeights]:
-        """Return this rank's."""
+        """Return this rank's gradients."""
         return _gradient(self.gate.wg.weight), self.inner.gradients()
 
     def norm(self) -> float | None:
-        """Measure as the engine does in float32 without ZeRO."""
+        """Return the norm as DeepSpeed's engine computes it in float32 without ZeRO."""
         return _deepspeed_norm(self.inner.layer, self.gate.wg.weight, self.group)
 
 
 class AutoEPLayer(AbstractMoELayer):
-    """What DeepSpeed's AutoEP makes of Mixtral's layer, with Mixtral's routing; it has no auxiliary loss of its own."""
+    """The layer that DeepSpeed's AutoEP makes of Mixtral's, with Mixtral's routing; it has no auxiliary loss of its own."""
 
     def __init__(self, spec: LayerSpec) -> None:
         self.layer, self.group = _autoep(spec), spec.group
@@ -349,16 +349,16 @@ class AutoEPLayer(AbstractMoELayer):
         return self.layer(x.unsqueeze(0))[0], None
 
     def gradients(self) -> tuple[Tensor, SwiGLUWeights]:
-        """Return this rank's."""
+        """Return this rank's gradients."""
         return _gradient(self.layer.router.gate.weight), _expert_gradients(self.layer.experts)
 
     def norm(self) -> float | None:
-        """Measure as the engine does in float32 without ZeRO."""
+        """Return the norm as DeepSpeed's engine computes it in float32 without ZeRO."""
         return _deepspeed_norm(self.layer, self.layer.router.gate.weight, self.group)
 
 
 class AutomodelLayer(AutomodelExperts, AbstractMoELayer):
-    """NeMo Automodel's whole layer: its gate, its experts, and the loss that the gate hands out."""
+    """NeMo Automodel's whole layer: its gate, its experts, and the loss that the gate returns."""
 
     def __init__(self, spec: LayerSpec) -> None:
         self.top_k, self.group = spec.top_k, spec.group
@@ -366,14 +366,14 @@ class AutomodelLayer(AutomodelExperts, AbstractMoELayer):
         self.layer.gate.weight.data.copy_(spec.router)
 
     def make(self) -> Any:
-        """Make the whole layer; its experts are the ones that are sharded."""
+        """Make the whole layer and return its experts, which `place` then shards."""
         backend: Any = import_module("nemo_automodel.components.models.common").BackendConfig(dispatcher="torch")
         self.layer: Any = import_module("nemo_automodel.components.moe.layers").MoE(self.config, backend)
         self.layer.gate.register_forward_hook(self.keep)
         return self.layer.experts
 
     def keep(self, gate: nn.Module, inputs: object, outputs: tuple[Tensor, Tensor, Tensor | None]) -> None:
-        """Keep the loss, which the layer injects times next to nothing and does not return."""
+        """Keep the gate's loss, which the layer injects with a negligible coefficient and does not return."""
         self.loss = outputs[2]
 
     def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
@@ -382,11 +382,11 @@ class AutomodelLayer(AutomodelExperts, AbstractMoELayer):
         return y, self.loss
 
     def gradients(self) -> tuple[Tensor, SwiGLUWeights]:  # type: ignore[override]
-        """Return this rank's."""
+        """Return this rank's gradients."""
         return _gradient(self.layer.gate.weight), super().gradients()
 
     def norm(self) -> float | None:
-        """Measure as its recipes do before a step."""
+        """Return the norm as Automodel's recipes compute it before an optimizer step."""
         _sum_gradient(self.layer.gate.weight, self.group)
         clip = import_module("nemo_automodel.components.training.utils").clip_grad_norm
         return float(clip(math.inf, [self.layer]))
@@ -402,7 +402,7 @@ class _OneExpert(nn.Module):
 
 
 class _Told(nn.Module):
-    """A gate in DeepSpeed's form whose routing is given; its capacity is what the fullest expert of any rank needs."""
+    """A gate with DeepSpeed's interface that returns a given routing; its capacity suits the fullest expert of any rank."""
 
     def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -419,7 +419,7 @@ class _Told(nn.Module):
 
 
 class _ToldAutoEP(nn.Module):
-    """A router in AutoEP's form whose routing is given."""
+    """A router with AutoEP's interface that returns a given routing."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -433,10 +433,10 @@ class _ToldAutoEP(nn.Module):
 
 @contextlib.contextmanager
 def _deepspeed() -> Iterator[None]:
-    """Start DeepSpeed on the processes that are there; what it prints while something is made stays unseen."""
+    """Initialize DeepSpeed on the existing process group, and hide its output within the context."""
     with contextlib.redirect_stdout(io.StringIO()):
         deepspeed: Any = import_module("deepspeed")
-        # A sum over shared memory, for inference, which it would compile first: minutes, and nothing here calls it.
+        # Compiling the shared-memory all-reduce for inference takes minutes, and nothing here uses it.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if not deepspeed.comm.is_initialized():
             deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
@@ -444,7 +444,7 @@ def _deepspeed() -> Iterator[None]:
 
 
 def _autoep(spec: LayerSpec) -> Any:
-    """Make the layer that AutoEP makes of the one in a Mixtral of one block."""
+    """Return the layer that AutoEP makes of the MoE layer in a Mixtral of one block."""
     model, made = _autoep_of(spec)
     with _deepspeed():
         layer: Any = import_module("deepspeed.module_inject.auto_ep_layer").AutoEPMoELayer(
@@ -455,7 +455,7 @@ def _autoep(spec: LayerSpec) -> Any:
 
 
 def _autoep_of(spec: LayerSpec) -> tuple[Any, Any]:
-    """Return a Mixtral of one block, and AutoEP over it."""
+    """Return a Mixtral of one block, and an `AutoEP` for it."""
     transformers: Any = import_module("transformers")
     num_experts, hidden, dim = spec.experts.w1.shape
     model = transformers.MixtralForCausalLM(
@@ -481,7 +481,7 @@ def _autoep_of(spec: LayerSpec) -> tuple[Any, Any]:
 
 
 def _autoep_in_model(spec: LayerSpec) -> None:
-    """Let AutoEP replace the layer in the model."""
+    """Let AutoEP replace the MoE layer in a model."""
     _, made = _autoep_of(spec)
     made.replace_moe_layer(made.ep_parser()[0], ep_size=spec.group.size(), ep_rank=spec.group.rank())
 
@@ -492,7 +492,7 @@ def _deepspeed_norm(layer: nn.Module, router: nn.Parameter, group: dist.ProcessG
 
 
 def _sum_gradient(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
-    """Sum what data parallelism would average: an expert's gradient is a sum over all tokens already."""
+    """Sum a gradient over the ranks instead of averaging it, as an expert's gradient is already a sum over all tokens."""
     parameter.grad = _gradient(parameter).clone()
     dist.all_reduce(parameter.grad, group=group)
 
@@ -510,21 +510,23 @@ def _gradient(parameter: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class CertifiedSystem:
-    """Somebody's expert parallelism."""
+    """A system whose expert parallelism is tested."""
 
     package: str
-    """Whose version counts."""
+    """Package that provides the system and its version."""
     what: str
-    """Which part of it is tested."""
+    """Description of the tested part."""
     make: Callable[[SwiGLUWeights, dist.ProcessGroup], AbstractRoutedExperts]
+    """Makes the experts on one rank."""
     layer: Callable[[LayerSpec], AbstractMoELayer]
-    """Makes one rank's end of the whole layer."""
+    """Makes the whole layer on one rank."""
     has_capacity: bool = False
+    """Whether the layer supports a capacity."""
     put: Callable[[LayerSpec], None] | None = None
-    """Puts the layer into a model by the system's own means; None where it has none, or they are a trainer's."""
+    """Puts the layer into a model by the system's own means; None if it has none, or only its trainer has."""
 
     def make_layer(self, spec: LayerSpec) -> AbstractMoELayer | None:
-        """Return one rank's end of the whole layer; None where it cannot drop what is asked."""
+        """Return the whole layer on one rank; None if `spec` has a capacity that the layer does not support."""
         return self.layer(spec) if self.has_capacity or spec.capacity is None else None
 
 
@@ -549,21 +551,21 @@ SYSTEMS = {
         "deepspeed", "AutoEPMoELayer, made from Mixtral's layer", AutoEPExperts, AutoEPLayer, put=_autoep_in_model
     ),
 }  # fmt: skip
-"""By name. A system is added by two classes that make one rank's end, and a line here."""
+"""Tested systems by name. A new system takes two classes, for its experts and its whole layer, and a line here."""
 NEEDS_A_GPU = {"megatron-core": "its all-to-all dispatcher makes a CUDA stream when it is made"}
-"""Packages that were looked at and cannot run here, with the reason."""
+"""Packages that cannot run here, with the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CertificateOptions(PagedOptions):
-    """What to test."""
+    """Options of `moesaic bench certificates`."""
 
     only: str | None = None
-    """Names of systems between commas; None for all."""
+    """Test only these systems, separated by commas; None for all."""
 
 
 def measure(options: CertificateOptions, cases: None, told: Told) -> list[dict[str, Any]]:
-    """Return a row per system, world, situation and quantity; one per system that is not there."""
+    """Return a row per system, number of ranks, situation and quantity, and one per system that cannot run."""
     wanted = options.only.split(",") if options.only else list(SYSTEMS)
     unknown = [name for name in wanted if name not in SYSTEMS]
     if unknown:
@@ -604,14 +606,14 @@ def _rank(name: str) -> list[dict[str, Any]]:
 
 
 def _put(system: CertifiedSystem) -> list[dict[str, Any]]:
-    """Return the row of a system whose layer cannot be put into a model by its own means."""
+    """Return a row with the error if the system fails to put its layer into a model by its own means; else []."""
     group = dist.group.WORLD
     assert group is not None
     spec = LayerSpec(torch.zeros(8, 16), SwiGLUWeights(*(torch.zeros(8, *each) for each in _SHAPES)), group, 2, None)
     try:
         if system.put is not None:
             system.put(spec)
-    except Exception as error:  # whatever somebody's code raises is the finding
+    except Exception as error:  # any exception of the system's code is the finding
         failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         return [asdict(Certified("in a model", "all", math.inf, None, failed)) | {"holds": False}]
     return []
@@ -621,7 +623,7 @@ _SHAPES = ((24, 16), (24, 16), (16, 24))
 
 
 def claims(found: list[dict[str, Any]]) -> list[Claim]:
-    """Return how many systems of others ran, and the worst error of ours."""
+    """Return claims on the number of other systems that ran and on the worst error of ours."""
     ran = {SYSTEMS[row["system"]].package for row in found if "quantity" in row}
     own = [row["error"] for row in found if row["system"] == "moesaic" and "quantity" in row]
     others = len(ran - {"moesaic"})
@@ -679,11 +681,11 @@ CASES = {
         "deepspeed.runtime.utils.clip_grad_norm_(model.parameters(), math.inf)    # 3.5 on both ranks, where the norm is 5",
     ),
 }
-"""System and situation to its smallest case, in words and in code."""
+"""Minimal reproductions by (system, situation), in words and in code."""
 
 
 def _parted(found: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """Return the rows of experts, and those of whole layers."""
+    """Return the rows of experts and the rows of whole layers, separately."""
     return [row for row in found if "is_layer" not in row], [row for row in found if "is_layer" in row]
 
 
@@ -693,7 +695,7 @@ def _markdown(columns: Sequence[tuple[str, str]], rows: Sequence[Mapping[str, An
 
 
 def tables(found: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """Return who passes what."""
+    """Return two tables, for experts and for whole layers, with the situations that each system passes."""
     experts, layers = _parted(found)
     columns = [
         [Column(key=key, title=title, is_text=True) for title, key in each] for each in (_COLUMNS, _LAYER_COLUMNS)
@@ -713,7 +715,7 @@ AUXILIARY = "auxiliary loss over "
 
 
 def _summary(found: Sequence[Mapping[str, Any]], situations: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a row per system with what it passes in each situation."""
+    """Return a row per system with its result in each situation."""
     made = []
     for name in dict.fromkeys(row["system"] for row in found):
         own = [row for row in found if row["system"] == name]

@@ -1,4 +1,4 @@
-"""`moesaic check` with its claims, and with planted bugs, each of which its cases must notice.
+"""Run `moesaic check`, verify that its cases notice planted bugs, and turn both into claims.
 
 moesaic bench check --json benchmarks/results/check.json
 """
@@ -30,25 +30,25 @@ NOTES = (
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedOptions(BenchmarkOptions):
-    """How much to check; see `moesaic check --help`."""
+    """How much to check. `moesaic check --help` describes the cases."""
 
     cases: int = LEAST_CASES
-    """Random cases on loopback."""
+    """Number of random cases to run on loopback."""
     seed: int = 0
-    """Of the first case."""
+    """Seed of the first case."""
     gloo: bool = True
     """Also run cases over real processes."""
     workers: int = 0
-    """Processes for the cases; 0 for one per core, at most 8."""
+    """Number of processes that run the cases; 0 for one per core, at most 8."""
 
     @property
     def asked(self) -> CheckOptions:
-        """The same, as the command has it."""
+        """The same options as `moesaic check` takes them."""
         return CheckOptions(cases=self.cases, seed=self.seed, gloo=self.gloo, workers=self.workers)
 
 
 def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row per quantity, planted bug, world, answer and failure."""
+    """Return a row per checked quantity, planted bug, number of processes, balancing answer and failure."""
     made = [{"quantity": quantity, "worst_error": error} for quantity, error in found["worst_errors"].items()]
     made += found["mutants"]
     made += [{"world": int(world), "cases": cases} for world, cases in found["cases_by_processes"].items()]
@@ -57,7 +57,7 @@ def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def claims(found: dict[str, Any]) -> list[Claim]:
-    """Return how much was checked, and what failed or escaped."""
+    """Return claims on the numbers of cases, failures, planted bugs, caught bugs and process counts."""
     caught = sum(mutant["caught_by"] != "nobody" for mutant in found["mutants"])
     worlds = found["cases_by_processes"]
     reason = "" if worlds else "run without processes (--no-gloo)"
@@ -75,7 +75,7 @@ def claims(found: dict[str, Any]) -> list[Claim]:
 
 
 def planted(options: CheckOptions, told: Told) -> list[dict[str, Any]]:
-    """Plant every bug; return a row per bug: who caught it, and what its numbers look like."""
+    """Plant every bug and return a row per bug: what caught it, and which factor its wrong numbers suggest."""
     verdicts = list(judge_all(options.at_once, lambda name: told(f"planted: {name}")))
     if options.gloo:
         told("planted bugs that need processes")
@@ -92,14 +92,14 @@ def planted(options: CheckOptions, told: Told) -> list[dict[str, Any]]:
 
 
 def tables(found: dict[str, Any]) -> list[Table]:
-    """Return the worst error of every quantity, and the planted bugs."""
+    """Return one table with the worst error of every quantity, and one with the planted bugs."""
     columns = [Column(key=key, title=key, is_text=True) for key in ("mutant", "source", "caught_by", "looks_like")]
     bugs = Shown(title="Planted bugs", columns=columns).of(found["mutants"])
     return Shown(title="Worst errors").of(rows(found)[: len(found["worst_errors"])]) + bugs
 
 
 def measure(options: CheckedOptions, cases: CheckOptions, told: Told) -> dict[str, Any]:
-    """Run the suite and the planted bugs."""
+    """Run the conformance cases and then the planted bugs."""
     torch.set_num_threads(1)
     told("cases, processes")
     found = as_dict(gather(cases))

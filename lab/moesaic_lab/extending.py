@@ -1,10 +1,10 @@
-"""What docs/extending.md promises, held against the code: each kind of part is one new file and one line, and works.
+"""Test the promise of docs/extending.md: each kind of part takes one new file and one registry line, and then works.
 
-The page's code blocks are put into a copy of the package each, as the page says. Counted are the files that this touches.
-The contract tests that CONTRIBUTING.md names for the kind run against the copy. What moves bytes is simulated on 2, 4 and 8
-nodes of a cluster under even routing, once as the planner does it, where a few ranks stand for all if they are known to do
-alike, and once with every row of every rank: the ratio of the two times says whether the planner can be believed about a part
-that it has never seen.
+The code blocks for each part are installed in a fresh copy of the package, as the page says, and the touched files are counted.
+The contract tests that CONTRIBUTING.md names for this kind of part run against the copy. Parts that move bytes are simulated
+on 2, 4 and 8 nodes of a cluster under even routing, in two ways. The first is the planner's: a few ranks represent all ranks
+that are known to behave identically. The second simulates every row of every rank. The ratio of the two times says whether
+the planner can be trusted with a part that it has never seen.
 
     moesaic bench extending --json benchmarks/results/extending.json
 """
@@ -44,9 +44,9 @@ KINDS = {
     "replication policy": "A balancing policy",
     "expert kernel": "An expert kernel",
 }
-"""The row of CONTRIBUTING.md's table that is about a kind of part, and the page's heading over its code."""
+"""Each kind of part: its row in CONTRIBUTING.md's table, and the heading in docs/extending.md above its code."""
 FIELDS = {"all-to-all": "all_to_all", "codec": "codec", "schedule": "schedule", "replication policy": "replication"}
-"""The field of a plan that names a part of this kind, for those that move bytes."""
+"""For each kind of part that moves bytes, the plan field that selects such a part by name."""
 NODES = (2, 4, 8)
 CLUSTER = "25gbe"
 COPIED = (
@@ -57,7 +57,7 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class ExtendingOptions(BenchmarkOptions):
-    """What to run."""
+    """Options of `moesaic bench extending`."""
 
     tests: bool = True
     """Run the contract tests, which take minutes."""
@@ -65,35 +65,39 @@ class ExtendingOptions(BenchmarkOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RegistryLine:
-    """An entry of a registry."""
+    """One entry that a part adds to a registry, which is a dict in a module of the package."""
 
     path: str
-    """Of the registry's file, from the root of the repository."""
+    """Path of the registry's file, relative to the root of the repository."""
     registry: str
+    """Name of the dict."""
     imports: str
-    """Lines that the entry needs above it; "" for none."""
+    """Import lines that the entry needs; "" for none."""
     entry: str
-    """`"name": value,`, over one line or several."""
+    """Text of the entry, `"name": value,`, on one or several lines."""
 
     @property
     def name(self) -> str:
-        """The key."""
+        """Key of the entry."""
         return re.match(r'"([\w-]+)":', self.entry).group(1)  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extension:
-    """A part as the page shows it."""
+    """A part as docs/extending.md shows it."""
 
     kind: str
+    """Key of `KINDS`."""
     path: str
-    """Of its file, from the root of the repository."""
+    """Path of the part's new file, relative to the root of the repository."""
     code: str
+    """Content of that file."""
     lines: tuple[RegistryLine, ...]
+    """Registry entries that make the part known."""
 
 
 def extensions(page: str) -> list[Extension]:
-    """Return the parts that the text of docs/extending.md shows whole, in the order of `KINDS`."""
+    """Return the parts for which `page`, the text of docs/extending.md, has a file and an entry, in the order of `KINDS`."""
     found = []
     for kind, heading in KINDS.items():
         section = page.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0] if f"\n## {heading}\n" in page else ""
@@ -115,7 +119,7 @@ def _line(block: str) -> RegistryLine:
 
 
 def install(extension: Extension, root: Path) -> None:
-    """Put a part into a copy of the repository, as the page says."""
+    """Add a part's file and registry entries to the copy of the repository at `root`."""
     path = root / extension.path
     assert not path.exists(), f"{extension.path} is there already"
     path.write_text(extension.code, encoding="utf-8")
@@ -125,7 +129,7 @@ def install(extension: Extension, root: Path) -> None:
 
 
 def _with(text: str, line: RegistryLine) -> str:
-    """Return a module's text with an entry at the end of one of its dicts, and what the entry needs after its imports."""
+    """Return a module's text with an entry appended to one of its dicts and the entry's imports after the module's own."""
     rows, module = text.splitlines(keepends=True), ast.parse(text)
     literals = [
         node.value
@@ -147,7 +151,7 @@ def _with(text: str, line: RegistryLine) -> str:
 
 
 def copy_of_repository(target: Path) -> None:
-    """Copy what a part may touch, and what its tests read."""
+    """Copy the files that a part may touch or that its tests read to `target`."""
     skip = shutil.ignore_patterns("__pycache__", "*.egg-info", "results")
     for name in COPIED:
         source = ROOT / name
@@ -158,7 +162,7 @@ def copy_of_repository(target: Path) -> None:
 
 
 def sources(root: Path) -> dict[Path, bytes]:
-    """Return every file of the package."""
+    """Return the content of every Python file of the package at `root`, by path."""
     return {path: path.read_bytes() for path in (root / "src").rglob("*.py")}
 
 
@@ -171,7 +175,7 @@ def contracts(kind: str, guide: str) -> list[str]:
 
 
 def run_in(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python on a copy's package; returns what it printed."""
+    """Run Python in the copy of the repository at `root`, with its package on the path, and return the finished process."""
     environment = {
         **os.environ,
         "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root / 'lab'}",
@@ -183,7 +187,11 @@ def run_in(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def checked(extension: Extension, *, tests: bool) -> Rows:
-    """Install a part in a copy and return what is found, a row per mesh that it is simulated on, or one."""
+    """Install a part in a copy of the repository and test it there.
+
+    Returns:
+        A row per mesh on which the part was simulated; a single row for a part that moves no bytes.
+    """
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         copy_of_repository(root)
@@ -207,7 +215,7 @@ def checked(extension: Extension, *, tests: bool) -> Rows:
 
 
 def tested(root: Path, paths: list[str]) -> dict[str, Any]:
-    """Run contract tests on a copy; returns how many passed and failed, and the first that failed."""
+    """Run contract tests in a copy and return the numbers that passed and failed, and the first that failed."""
     done = run_in(root, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", *paths)
     passed, failed = (
         sum(int(number) for number in re.findall(rf"(\d+) {word}", done.stdout.strip().splitlines()[-1]))
@@ -220,10 +228,13 @@ def tested(root: Path, paths: list[str]) -> dict[str, Any]:
 
 
 def simulated(field: str, value: str) -> Rows:
-    """Return a row per mesh on which a plan with this field compiles: even routing, simulated both ways.
+    """Simulate a plan whose `field` is `value` under even routing, in both ways.
+
+    Returns:
+        Two rows, forward and backward, per mesh on which the plan compiles.
 
     Raises:
-        InputError: if it compiles on none with so many nodes; the line says why.
+        InputError: if the plan compiles on no mesh of one of `NODES`; the message gives the reason.
     """
     found = Rows()
     for nodes in NODES:
@@ -257,7 +268,7 @@ def simulated(field: str, value: str) -> Rows:
 
 
 def claims(rows: Rows) -> list[Claim]:
-    """Return the figures that documentation quotes."""
+    """Return claims on the worst simulation ratio, the files touched and the failed contract tests."""
     ratios = [row["even_over_exact"] for row in rows if row.get("even_over_exact") is not None]
     worst = max(ratios, key=lambda ratio: max(ratio, 1 / ratio))
     failed = [row["tests_failed"] for row in rows]
@@ -288,7 +299,11 @@ COLUMNS = (
 
 
 def cases(options: ExtendingOptions) -> list[Extension]:
-    """Return the parts that the page shows."""
+    """Return the parts that docs/extending.md shows.
+
+    Raises:
+        InputError: if a kind of part is missing.
+    """
     parts = extensions((ROOT / "docs" / "extending.md").read_text(encoding="utf-8"))
     missing = [kind for kind in KINDS if kind not in [part.kind for part in parts]]
     if missing:
@@ -297,7 +312,7 @@ def cases(options: ExtendingOptions) -> list[Extension]:
 
 
 def measure(options: ExtendingOptions, cases: list[Extension], told: Told) -> Rows:
-    """Install, test and simulate part after part."""
+    """Install, test and simulate one part after another."""
     rows = Rows()
     for part in cases:
         told(part.kind)

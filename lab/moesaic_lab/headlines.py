@@ -1,9 +1,9 @@
-"""The headline of each of the five papers, and the same comparison here, measured on emulated clusters.
+"""Repeat the headline comparison of each of the five papers on emulated clusters.
 
-Real messages over shaped links, virtual compute; links and accelerators are such that communication has the share of the
-reference's step that it has in the paper. The methods of a paper run in turn in one run; a ratio is the median over rounds of
-what the alternative takes over what the paper's method takes, forward and backward. Where a paper chooses among plans, or its
-alternative does, the fastest one counts. Published figures are those of `moesaic reproduce`.
+Messages are real, over rate-limited links; computation is virtual. Links and accelerators are chosen so that communication
+has the same share of the reference's step as in the paper. The methods of a paper run alternately in one run. A ratio is the
+median over rounds of the alternative's time over that of the paper's method, forward and backward. If the paper or its
+alternative chooses among plans, the fastest plan counts. Published figures are those of `moesaic reproduce`.
 
     moesaic bench headlines --keep runs/headlines --json benchmarks/results/headlines.json --page docs/papers.md
 """
@@ -54,20 +54,20 @@ Paper = Literal["parm", "schemoe", "tutel", "netmoe", "fastermoe"]
 TITLES = {"parm": "Parm", "schemoe": "ScheMoE", "tutel": "Tutel", "netmoe": "NetMoE", "fastermoe": "FasterMoE"}
 CORES = "the ranks share two cores, and both methods pay the processor time of messages"
 STEPS = "the ranks share two cores, and each further part of an exchange costs them another message"
-"""Why an emulated cluster gains less."""
+"""Reasons why speed-ups on an emulated cluster are smaller."""
 MISS = 0.25
-"""What a ratio may be below the published one."""
+"""Largest relative amount by which a ratio may fall below the published one."""
 SAID = 0.05
-"""What it may be off by before the table has to say why."""
+"""Relative deviation from which the table gives a reason."""
 MARKS = ("<!-- headlines: moesaic_lab/headlines.py -->", "<!-- end of headlines -->")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadlinesOptions(KeptOptions, PagedOptions):
-    """What to run."""
+    """Options of `moesaic bench headlines`."""
 
     papers: tuple[Paper, ...] = ("parm", "schemoe", "tutel", "netmoe", "fastermoe")
-    """Whose comparisons."""
+    """Papers whose comparisons to run."""
     repeats: int = 16
     """How often each method is timed."""
 
@@ -77,19 +77,19 @@ class Headline:
     """A ratio that a paper prints."""
 
     cells: tuple[str, ...]
-    """The figure's name in `reproduce/data`; or two, whose quotient it is."""
+    """Name of the published figure in `reproduce/data`, or the names of two figures whose quotient is meant."""
     what: str
-    """For people: what over what."""
+    """Description of the comparison, for the table."""
     slow: tuple[str, ...]
     """Methods of the alternative."""
     fast: tuple[str, ...]
     """Methods of the paper."""
     why: str = ""
-    """Why ours is another, where it is."""
+    """Reason for a deviation of our ratio, for the table."""
 
     @property
     def published(self) -> float:
-        """As a ratio of speeds."""
+        """The published ratio of speeds."""
         book = read_book()
         values = [book.value(name) for name in self.cells]
         first = 1 + values[0] / 100 if book.cells[self.cells[0]].unit == "gain %" else values[0]
@@ -98,26 +98,27 @@ class Headline:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Methods on one bed, and what a paper says of them."""
+    """Methods that run alternately on one emulated cluster, and the paper's ratios between them."""
 
     paper: Paper
     name: str
-    """Unique; of the kept file."""
+    """Unique name, used in the name of the file with kept results."""
     bed: Bed
+    """The emulated cluster."""
     share: float
-    """Of communication in the reference's step, in the paper."""
+    """Share of communication in the reference's step, in the paper."""
     of: str
-    """Where that share is from."""
+    """Source of `share`."""
     reference: str
-    """The method whose share it is."""
+    """Method whose step has this share of communication."""
     headlines: tuple[Headline, ...]
-    """The first of the paper's first comparison is claimed."""
+    """The ratios. The first one of a paper's first comparison becomes a claim."""
     run: Callable[[Launcher, int], tuple[TimedCell, float]]
-    """Measure with so many repeats; returns the times, and the reference's computing in seconds."""
+    """Called with (launcher, repeats); returns the measured times and the reference's seconds of computation."""
 
 
 def of_layer(job: LayerJob, reference: str) -> Callable[[Launcher, int], tuple[TimedCell, float]]:
-    """Return what measures a layer's job."""
+    """Return a `Comparison.run` that measures a layer's job."""
 
     def run(launcher: Launcher, repeats: int) -> tuple[TimedCell, float]:
         place = replace(job.place, repeats=repeats, pairs=repeats)
@@ -129,11 +130,11 @@ def of_layer(job: LayerJob, reference: str) -> Callable[[Launcher, int], tuple[T
 
 
 def parm(size: int) -> Comparison:
-    """Return Parm's comparison on its testbed of 32 GPUs, 4 a node: N_MP = N_ESP = size.
+    """Return Parm's comparison in the proportions of its testbed of 32 GPUs, 4 per node, with N_MP = N_ESP = size.
 
-    Its 324 layers on 32 GPUs have 68 to 96 % of communication; `configs/layer.toml` derives the bed's share from bytes and
-    operations. Its nodes send 5.7 GB/s, and a rank's MP-AllGather has 5.6 GB/s of output: so here 25 MB/s between nodes,
-    and 62 inside them for four ranks, of which each receives half to three quarters of what a gather gives.
+    Communication has 68 to 96 % of the paper's 324 layers on 32 GPUs. `configs/layer.toml` derives the share here from bytes
+    and operations. The paper's nodes send 5.7 GB/s, and a rank's MP-AllGather has 5.6 GB/s of output. So links here have 25
+    MB/s between nodes, and 62 inside them for four ranks, each of which receives half to three quarters of a gather's output.
     """
     place = LayerPlace(
         nodes=4, ranks_per_node=4, inter="200mbit", intra="500mbit", gflops=13.4, dim=256, hidden=1024, num_experts=16,
@@ -162,13 +163,13 @@ def parm(size: int) -> Comparison:
 
 
 SCHEMOE = {"nodes": 2, "ranks_per_node": 2, "dim": 256, "hidden": 1024, "num_experts": 16, "top_k": 1}
-"""Of the layer on which ScheMoE's comparisons run."""
+"""Mesh and sizes of the layer in ScheMoE's comparisons."""
 TUTEL_DEGREES = (1, 2, 4)
-"""Of pipelining, that Tutel tries."""
+"""Degrees of pipelining that Tutel tries."""
 
 
 def schemoe_ablation() -> Comparison:
-    """Return ScheMoE's ablation, as `configs/layer.toml` derives its bed from the paper's two times."""
+    """Return ScheMoE's ablation on the emulated cluster that `configs/layer.toml` derives from the paper's two times."""
     place = LayerPlace(
         **SCHEMOE, inter="100mbit", intra="200mbit", gflops=25, coded_mb_per_second=200, tokens_per_rank=1024
     )
@@ -187,10 +188,10 @@ def schemoe_ablation() -> Comparison:
 
 
 def schemoe() -> Comparison:
-    """Return ScheMoE against Tutel, at the share that all-to-alls have of its CT-MoE steps under Tutel (51 to 59 %).
+    """Return ScheMoE against Tutel, with the share of all-to-alls in the paper's CT-MoE steps under Tutel (51 to 59 %).
 
-    512 rows x 1 KiB / 2 x 2 ranks, 4 times, at 25 MB/s are 84 ms; computing 1.61 GFLOP at 23.4 GFLOP/s 69 ms. Codecs are as
-    in the ablation.
+    Four times 512 rows x 1 KiB / 2 x 2 ranks at 25 MB/s take 84 ms, and 1.61 GFLOP of computation at 23.4 GFLOP/s take 69 ms.
+    Codecs are as in the ablation.
     """
     place = LayerPlace(
         **SCHEMOE, inter="200mbit", intra="400mbit", gflops=23.4, coded_mb_per_second=400, tokens_per_rank=512
@@ -220,10 +221,10 @@ def _schemoe_job(place: LayerPlace, plans: Mapping[str, Plan]) -> LayerJob:
 def tutel() -> Comparison:
     """Return Tutel's layer against Fairseq's, in the proportions of its layer on 16 GPUs: T = 8 H, D = H of 2048, f = 1.
 
-    Fairseq's dispatch and combine are products with (tokens, experts, capacity) masks: 12 * T * copies * D operations a step,
-    which on its GPUs have 100 / 72 of the experts' rate (constants of `moesaic reproduce tutel`). All-to-alls have 34 % of a
-    step without them: 256 rows x 1 KiB / 2 x 4 ranks, 4 times, at 12.5 MB/s are 168 ms; 12.6 MFLOP of experts at 0.0386
-    GFLOP/s 326.
+    Fairseq's dispatch and combine are products with (tokens, experts, capacity) masks: 12 * T * copies * D operations per step.
+    On the paper's GPUs, these run at 100 / 72 of the experts' rate (constants of `moesaic reproduce tutel`). All-to-alls have
+    34 % of a step without these products. Four times 256 rows x 1 KiB / 2 x 4 ranks at 12.5 MB/s take 168 ms, and 12.6 MFLOP of
+    experts at 0.0386 GFLOP/s take 326 ms.
     """
     place = LayerPlace(
         nodes=2, ranks_per_node=4, inter="100mbit", intra="1gbit", gflops=0.0386, dim=256, hidden=16, num_experts=16,
@@ -260,12 +261,14 @@ def tutel() -> Comparison:
 
 
 def fastermoe() -> Comparison:
-    """Return FasterMoE's comparison in the proportions of MoE-GPT-S on johnny: an expert per rank, F = 2 D, weights of twice
-    the rows of a rank's copies, and half of all copies for one expert (`moesaic reproduce fastermoe` finds 8.2 of 16).
+    """Return FasterMoE's comparison in the proportions of MoE-GPT-S on the cluster johnny.
 
-    Of johnny's constants (50 Gb/s a node, 11.5 TFLOP/s) follows the share at this skew: 32 ms of messages beside 37 of
-    computing. Here 0.71 of 256 rows x 1 KiB x 4 ranks come in at the busiest node, 4 times, at 25 MB/s: 118 ms; 201 MFLOP of
-    the mean rank, 3.9 times, at 5.65 GFLOP/s: 139.
+    There is one expert per rank, with F = 2 D. An expert's weights are twice the rows of a rank's copies, and half of all
+    copies go to one expert (`moesaic reproduce fastermoe` finds 8.2 of 16).
+
+    Johnny's constants (50 Gb/s per node, 11.5 TFLOP/s) give the share at this skew: 32 ms of messages and 37 ms of computation.
+    Here the busiest node receives 0.71 of 256 rows x 1 KiB x 4 ranks, 4 times, at 25 MB/s, in 118 ms. The busiest rank computes
+    3.9 times the mean rank's 201 MFLOP at 5.65 GFLOP/s in 139 ms.
     """
     place = Skewed(
         name="johnny", nodes=2, ranks_per_node=4, inter="200mbit", intra="1gbit", gflops=5.65, dim=256, hidden=256,
@@ -313,14 +316,16 @@ def fastermoe() -> Comparison:
 
 
 LOCALITY, LAYERS = 0.9, 8
-"""Of the samples' choices, so that decisions save what NetMoE's Table 5 says (39 % between nodes); and MoE layers in a row."""
+"""Locality of the samples' choices, at which placement saves as much as in NetMoE's Table 5 (39 % between nodes); and the
+number of consecutive MoE layers."""
 
 
 def netmoe() -> Comparison:
-    """Return NetMoE's comparison on 2 nodes: MoE layers in a row, samples that go to their experts.
+    """Return NetMoE's comparison on 2 nodes: consecutive MoE layers, between which samples move towards their experts.
 
-    Its Table 4 has 5.34 ms of scatter beside 1.79 of computing at 4 samples a device, so messages have 86 % of a layer. Here
-    1024 rows x 1 KiB / 2 x 2 ranks, 4 times a layer, at 25 MB/s are 168 ms, and 1.61 GFLOP at 50 GFLOP/s 32.
+    The paper's Table 4 has 5.34 ms of scatter and 1.79 ms of computation at 4 samples per device, so messages have 86 % of a
+    layer. Here, 1024 rows x 1 KiB / 2 x 2 ranks, 4 times per layer, at 25 MB/s take 168 ms, and 1.61 GFLOP at 50 GFLOP/s take
+    32 ms.
     """
     setting = Setting(nodes=2, per_node=2, slots=8, layer=BED_LAYER, num_layers=LAYERS)
     bed = Bed(nodes=2, ranks_per_node=2, inter=INTER)
@@ -371,17 +376,17 @@ COMPARISONS: dict[Paper, tuple[Callable[[], Comparison], ...]] = {
     "netmoe": (netmoe,),
     "fastermoe": (fastermoe,),
 }
-"""By paper; the first headline of the first one is claimed."""
+"""Comparisons by paper. The first headline of a paper's first comparison becomes a claim."""
 
 
 def cases(options: HeadlinesOptions) -> list[Comparison]:
-    """Return what is asked for, on a machine that can run it."""
+    """Return the comparisons of `options.papers`; fails on a machine that cannot emulate clusters."""
     require_cluster()
     return [make() for paper in options.papers for make in COMPARISONS[paper]]
 
 
 def rows_of(each: Comparison, cell: TimedCell, computing: float) -> list[dict[str, Any]]:
-    """Return a row per headline, and one per method."""
+    """Return a row per headline and one per method."""
 
     def fastest(names: Sequence[str]) -> str:
         return min(names, key=lambda name: cell.timings[name].median)
@@ -407,7 +412,7 @@ def rows_of(each: Comparison, cell: TimedCell, computing: float) -> list[dict[st
 
 
 def measure(options: HeadlinesOptions, found: list[Comparison], told: Told) -> list[dict[str, Any]]:
-    """Run the comparisons, one after another."""
+    """Run the comparisons one after another and return their rows."""
     with Launcher() as launcher:
 
         def run(each: Comparison) -> list[dict[str, Any]]:
@@ -418,7 +423,7 @@ def measure(options: HeadlinesOptions, found: list[Comparison], told: Told) -> l
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return each paper's first headline as it is here, which should reach three quarters of the published one."""
+    """Return a claim per paper: its first headline, as measured here, must reach three quarters of the published ratio."""
     made = []
     for paper in PAPERS:
         found = [row for row in rows if row["part"] == "headline" and row["paper"] == paper]
@@ -431,7 +436,7 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 
 def section(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the page's table."""
+    """Return the table of headlines for docs/papers.md."""
     lines = [
         [
             "paper", "comparison", "published", "here", "communication, paper", "here", "difference",

@@ -296,7 +296,7 @@ COLUMNS = (
 )  # fmt: skip
 
 BENCHMARK = Benchmark(
-    name="hf", description="Hold Moesaic inside transformers against its own loop: all families, and experts over ranks.",
+    name="hf", description="Compare Moesaic inside transformers with its own loop: all families, and sharded experts.",
     options=HFOptions, notes=notes_of(__doc__), cases=chosen, measure=measure, claims=claims,
     columns=(Shown(title="families", columns=COLUMNS),), packages=("torch", "transformers"),
 )  # fmt: skip

@@ -1,8 +1,8 @@
-"""How large is the house, and how far is it from the layer to the transport? Lines, files, names, import cycles.
+"""Measure the code base: lines, files, ambiguous class names, import cycles, and the call path from layer to transport.
 
-The path is traced in a run: which files' functions are entered, on one of two ranks, from `MoE.forward` of a second call to
-the first transfer that carries rows of tokens. A return is a call that hands the tokens to a file that they were in before,
-from another file.
+The call path is traced at run time, on one of two ranks. It begins at `MoE.forward` of a second call and ends with the first
+transfer that carries rows of tokens. It lists the files of the functions that are entered. A return is a call from another
+file that passes the tokens back to a file in which they have been before.
 
     moesaic bench house --json benchmarks/results/house.json
 """
@@ -27,19 +27,19 @@ TARGETS = {
     "wheel_lines": 40_000, "wheel_files": 290, "python_lines": 49_000, "path_files": 20, "path_returns": 4,
     "names_with_two_meanings": 8, "cycles": 0,
 }  # fmt: skip
-"""What the figures should be at most."""
+"""Upper limit of each figure."""
 DIM, TOKENS = 64, 48
-"""Of the layer whose path is traced; no other matrix of it has so many rows of this width."""
+"""Width and tokens of the traced layer. No other matrix in it has this width and at least as many rows."""
 MANY_BYTES = 8 * 4 * DIM
-"""Of a message: eight rows are more than all counts and losses that ranks exchange before."""
+"""Size from which a message must hold token rows: eight rows exceed all counts and losses that ranks exchange before."""
 
 
 def measure(package: Path, others: Iterable[Path]) -> list[dict[str, Any]]:
-    """Return rows of everything that is counted, the figures first.
+    """Return a row per figure, followed by rows with their details.
 
     Args:
-        package: folder of the library.
-        others: folders of the repository's other Python that is no test.
+        package: the folder of the library.
+        others: folders with the repository's other Python code, tests excluded.
     """
     files = sorted(package.rglob("*.py"))
     elsewhere = [path for folder in others for path in sorted(folder.rglob("*.py"))]
@@ -62,7 +62,7 @@ def measure(package: Path, others: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return the figures beside what they should be at most."""
+    """Return a claim per figure, with its upper limit."""
     figures = {row["name"]: row["value"] for row in rows if row["what"] == "figure"}
     return [
         Claim(name=f"house.{name}", value=value, unit="1", target=TARGETS[name], op="<=")
@@ -71,7 +71,7 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 
 def names_with_two_meanings(files: Iterable[Path]) -> dict[str, list[str]]:
-    """Return the names that several public classes at the top of files have, each with the files' names."""
+    """Return the names shared by several public top-level classes, each with the files that define such a class."""
     found: dict[str, list[str]] = defaultdict(list)
     for path in files:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -81,7 +81,10 @@ def names_with_two_meanings(files: Iterable[Path]) -> dict[str, list[str]]:
 
 
 def imports(package: Path) -> dict[str, set[str]]:
-    """Return every module of a package with the modules of it that it imports anywhere, lazily and for types included."""
+    """Return the import graph of a package: for each module, the package's modules that it imports.
+
+    Imports inside functions and those for type checking count too.
+    """
     root = package.parent
     modules = {_module(path, root): path for path in package.rglob("*.py")}
     found: dict[str, set[str]] = {}
@@ -100,7 +103,7 @@ def imports(package: Path) -> dict[str, set[str]]:
 
 
 def cycles(package: Path) -> list[list[str]]:
-    """Return the groups of files, and of folders below the package, that import each other in a circle."""
+    """Return the groups of modules, and of folders below the package, that import each other in a cycle."""
     of_files = imports(package)
     face = package.name
     of_files = {name: targets - {face} for name, targets in of_files.items() if name != face}
@@ -116,14 +119,14 @@ def _module(path: Path, root: Path) -> str:
 
 
 def _folder(module: str, package: Path) -> str:
-    """Return the folder of a module, as a dotted name with a slash; a file at the top of the package stands for itself."""
+    """Return a module's folder, as a path with a trailing slash; a file at the top of the package counts as its own folder."""
     path = package.parent.joinpath(*module.split("."))
     parts = module.split(".") if path.is_dir() else module.split(".")[:-1]
     return module if len(parts) == 1 else "/".join(parts) + "/"
 
 
 def _circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """Return the groups of two and more nodes that can all reach each other."""
+    """Return the strongly connected components of a graph that have at least two nodes."""
     reached: dict[str, set[str]] = {}
     for start in graph:
         seen: set[str] = set()
@@ -139,22 +142,22 @@ def _circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 @dataclass
 class PathTrace:
-    """Which files' functions are entered, and through which of them the tokens go."""
+    """A profiling hook that records which files' functions are called, and which of them receive the tokens."""
 
     package: Path
-    """Folder of the files."""
+    """The folder whose files are traced."""
     is_tokens: Callable[[object], bool]
-    """Whether an argument is the tokens, or rows of them."""
+    """Returns whether an argument is the tokens or some of their rows."""
     files: list[str] = field(default_factory=list)
-    """In the order in which they are entered first."""
+    """Files in the order of the first call into each."""
     steps: list[str] = field(default_factory=list)
-    """Functions that the tokens are handed to from another file."""
+    """Functions that receive the tokens from a caller in another file."""
     returns: list[str] = field(default_factory=list)
-    """Those of them whose file the tokens were in before."""
+    """Those of `steps` in whose file the tokens have been before."""
     _visited: set[str] = field(default_factory=set)
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
-        """Note a call: what `sys.setprofile` wants."""
+        """Record a call; this is the signature that `sys.setprofile` requires."""
         here = self._file(frame) if event == "call" else None
         if here is None or frame.f_code.co_name.startswith("<"):
             return
@@ -173,7 +176,7 @@ class PathTrace:
         self._visited.add(here)
 
     def _holds_tokens(self, frame: FrameType) -> bool:
-        """Return whether an argument is the tokens, or a collection with them among its members."""
+        """Return whether an argument is the tokens or a collection that contains them."""
         code = frame.f_code
         for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
             value = frame.f_locals.get(name)
@@ -190,7 +193,7 @@ class PathTrace:
 
 
 def trace_path(package: Path) -> PathTrace:
-    """Run a layer on two ranks and trace the second call of one, from `MoE.forward` until rows leave it."""
+    """Run a layer on two ranks and trace rank 0's second call, from `MoE.forward` until rows leave the rank."""
     import torch
 
     from moesaic.comm.loopback import run_ranks
@@ -209,7 +212,7 @@ def trace_path(package: Path) -> PathTrace:
     trace = PathTrace(package, is_tokens)
 
     class Watched(AbstractPassing):
-        """Ends the trace where the first rows leave."""
+        """A transport that ends the trace when it sends the first rows."""
 
         def issue(self, transfer: Transfer) -> Handle:
             if max((tensor.nbytes for tensor in transfer.sends.values()), default=0) >= MANY_BYTES:

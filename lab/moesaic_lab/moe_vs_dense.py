@@ -91,7 +91,7 @@ def tables(rows: list[dict[str, Any]]) -> list[Table]:
 
 
 BENCHMARK = Benchmark(
-    name="moe_vs_dense", description="Train the demo beside a dense model of as many operations per token.",
+    name="moe_vs_dense", description="Train the demo and a dense model with as many operations per token.",
     options=MoeVsDenseOptions, notes=(__doc__ or "").splitlines()[0], measure=measure, claims=claims,
     columns=tables,
 )  # fmt: skip

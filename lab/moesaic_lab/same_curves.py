@@ -102,7 +102,7 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 
 BENCHMARK = Benchmark(
-    name="same_curves", description="Train the same on every mesh and plan.", options=SameCurvesOptions,
+    name="same_curves", description="Train the same model on every mesh and plan.", options=SameCurvesOptions,
     notes=(__doc__ or "").splitlines()[0], measure=measure, claims=claims,
     columns=(Shown(title="largest difference to one process over all steps"),),
 )  # fmt: skip

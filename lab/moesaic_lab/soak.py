@@ -1,8 +1,9 @@
-"""A long run on four processes whose plans, policies and checkpoints change all the time: memory, descriptors and threads.
+"""A long training run on four processes that checks memory, file descriptors and threads for leaks.
 
-Every rank looks at itself after each round of all plans. Growth compares medians: of the last sixth of the looks with those of
-the first sixth after a third of the time, by when every cache is warm; the largest of the ranks counts. A run that is
-interrupted tells what it saw until then, and that it was.
+Plans, replication policies and checkpoints change all the time. After each round of all plans, every rank samples its own
+process. Growth compares two medians: that of the last sixth of the samples, and that of the sixth of them that begins after
+one third of the run, when every cache is warm. The rank with the largest growth counts. An interrupted run reports the samples
+taken until then and is marked as interrupted.
 
 moesaic soak --json benchmarks/results/soak.json
 """
@@ -50,31 +51,31 @@ PLANS = (
     Plan(replication="spill"),
     Plan(replication="least_loaded", memory_budget=500_000),
 )
-"""Run in turn: schedules, chunks, all-to-alls, codecs, and policies of replication."""
+"""Plans that each round runs in turn: they differ in schedule, chunks, all-to-all, codec and replication policy."""
 STEPS_EACH = 3
-"""Steps under each plan; a checkpoint follows."""
+"""Training steps under each plan. A checkpoint is saved after them."""
 SMALL: dict[str, Any] = {
     "batch_size": 4, "device": "cpu:1", "precision": "float32", "trackers": (), "log_every": 1,
     "evaluate": (10_000_000, 4), "steps": 10_000_000, "save": "10000000",
     "model": {"dim": 32, "num_layers": 2, "num_heads": 2, "seq_len": 32, "moe": {"num_experts": 8, "hidden": 16}},
     "mesh": {"ep": 4},
 }  # fmt: skip
-"""What the demo model is made small by."""
+"""Settings that shrink the demo model."""
 STOP = "stop"
-"""A file that ends the run after the round that is going on."""
+"""Name of a file in the run's folder. Once it exists, the run ends after the current round."""
 LOOKED = ("rss", "descriptors", "threads")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoakOptions(BenchmarkOptions):
-    """How long."""
+    """Options of `moesaic soak`."""
 
     minutes: float = MINUTES
-    """Of training."""
+    """Minutes to train for."""
 
 
 def measure(options: SoakOptions, cases: object, told: Told) -> list[dict[str, Any]]:
-    """Train; returns a row per rank."""
+    """Train for `options.minutes` and return a row per rank."""
     if not 0 < options.minutes < 10_000:
         raise InputError(f"--minutes {options.minutes}: choose more than 0")
     with tempfile.TemporaryDirectory(prefix="moesaic-soak-") as made, ThreadPoolExecutor(1) as pool:
@@ -101,8 +102,10 @@ def measure(options: SoakOptions, cases: object, told: Told) -> list[dict[str, A
 
 
 def _rank(folder: Path, seconds: float) -> list[dict[str, float]]:
-    """Train until the time is over, look at this process after every round, and return what was seen."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the first process says when to stop
+    """Train until the time is over and return one sample of this process per round."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal sends SIGINT to all processes; the parent decides when to stop
     looks: list[dict[str, float]] = []
     with _trainer(folder) as trainer:
         layers = [part for part in trainer.model.modules() if isinstance(part, MoE)]
@@ -144,7 +147,13 @@ def _look(seconds: float, step: int) -> dict[str, float]:
 
 
 def growth(values: list[float]) -> float:
-    """Return how much the median of the last sixth is above that of the first sixth after a third; 0 for a shrunken one."""
+    """Return the relative growth from the median of the sixth that begins after one third to that of the last sixth.
+
+    A median that shrank gives 0.
+
+    Raises:
+        InputError: if there are fewer than six values.
+    """
     if len(values) < 6:
         raise InputError(f"{len(values)} rounds are too few to tell growth: give more --minutes")
     part, begin = max(len(values) // 6, 1), len(values) // 3
@@ -163,7 +172,7 @@ def _row(rank: int, looks: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return how long it ran, and what grew."""
+    """Return claims on the largest growth of each sampled quantity and on the length of the run."""
     worst = {f"{name}_growth": max(row[f"{name}_growth"] for row in rows) for name in LOOKED}
     grew = [Claim(name=f"soak.{each}", value=worst[each], unit="1", target=MOST_GROWTH, op="<=") for each in worst]
     minutes = min(row["minutes"] for row in rows)

@@ -98,7 +98,7 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 
 BENCHMARK = Benchmark(
-    name="stages", description="Train the same in pipeline stages and on one process.", options=StagesOptions,
+    name="stages", description="Train the same model in pipeline stages and on one process.", options=StagesOptions,
     notes=notes_of(__doc__), measure=measure, claims=claims,
     columns=(Shown(title="largest relative difference to one process"),),
 )  # fmt: skip

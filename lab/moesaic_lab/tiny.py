@@ -81,7 +81,7 @@ def measure(options: TinyOptions, cases: None, told: Told) -> list[dict[str, Any
 
 
 BENCHMARK = Benchmark(
-    name="tiny", description="Train tiny models beside their dense twins.", options=TinyOptions,
+    name="tiny", description="Train tiny models and their dense twins.", options=TinyOptions,
     notes=(__doc__ or "").splitlines()[0], measure=measure, claims=claims,
     columns=lambda rows: Shown(title="validation loss, nats").of(spread(rows, "loss", "model", "ffn")),
 )  # fmt: skip

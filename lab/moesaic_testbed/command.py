@@ -25,9 +25,9 @@ USAGE = """usage: moesaic testbed run [options] -- COMMAND ...
        moesaic testbed info [--measure] [--json]
 
   run   run a command once per rank of an emulated cluster, as torchrun would on a real one
-  info  say what this machine can emulate
+  info  report what this machine can emulate
 
-moesaic testbed run --help tells what it takes."""
+moesaic testbed run --help lists its options."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ def _info(arguments: Sequence[str]) -> int:
     from moesaic_testbed.kernel import may_configure_networks
 
     options = parse(
-        InfoOptions, arguments, prog="moesaic testbed info", description="Say what this machine can emulate."
+        InfoOptions, arguments, prog="moesaic testbed info", description="Report what this machine can emulate."
     )
     reason = refusal()
     facts: dict[str, Any] = {

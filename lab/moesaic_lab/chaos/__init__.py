@@ -1,1 +1,1 @@
-"""`moesaic chaos`: runs that are killed, stopped, cut off and damaged by a seeded schedule, and what came of them."""
+"""`moesaic chaos`: kill, stop, disconnect and damage training runs by a seeded schedule, and check that they recover."""

@@ -1,10 +1,10 @@
-"""Faults over runs of the demo model, made small, on 2 x 2 ranks: kills, stops, links, disks, files, strangers, clocks.
+"""Inject faults into training runs of a small demo model on 2 x 2 ranks, and check that they recover.
 
-Each fault meets a run at an instant that the seed decides; then the run is started again from its folder. Ranks are processes
-on an emulated cluster of two nodes, or plain ones where it cannot be made, without the faults of links then. A fault is named
-where a line of a rank that lives says the rank or the cause, and nobody prints a traceback. Losses are compared bit by bit
-with those of an undisturbed run. A run that is asked to stop, or that was given up, has its patience of 5 s and 30 s more to
-say why and to leave; who takes longer is hung.
+The seed decides the instant of each fault. After the fault, the run is started again from its folder. Ranks are processes on
+an emulated cluster of two nodes. Where such a cluster cannot be made they are plain processes, and faults of links are left
+out. A fault counts as named if a surviving rank prints a line with the failed rank or the cause, and no rank prints a
+traceback. Losses are compared bit by bit with those of an undisturbed run. A run that is asked to stop, or that has failed,
+must report the reason and exit within its patience of 5 s plus 30 s; otherwise it counts as hung.
 
 moesaic chaos --json benchmarks/results/chaos.json
 """
@@ -33,39 +33,41 @@ from moesaic_testbed import Bed, Launcher, refusal
 LEAST_FAULTS, LEAST_STEPS = 200, 24
 TRANSPORTS = ("gloo", "sockets")
 PER_COURSE = 8
-"""Faults that one run meets at most."""
+"""The most faults that are injected into one run."""
 
 Play = Callable[[Any], list[dict[str, Any]]]
+"""Plays a `Course` and returns its outcomes; see `stage.play`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChaosOptions(BenchmarkOptions):
-    """What is done to runs; the defaults take about half an hour of two cores."""
+    """Which faults to inject. The defaults take about half an hour on two cores."""
 
     faults: int = LEAST_FAULTS
-    """How many."""
+    """Number of faults."""
     seed: int = 0
-    """Of the schedule."""
+    """Seed of the schedule of faults."""
     steps: int = 60
-    """Of every run, at least 24. No fault begins in the last 20, and a kill at an instant of the start wants 60."""
+    """Steps of every run, at least 24. No fault begins in the last 20 steps; faults of the kind `startup` need 60."""
     kinds: str | None = None
-    """Only these, separated by commas; a wrong one is told."""
+    """Inject only these kinds of faults, separated by commas; an unknown kind is an error."""
     bed: bool = True
-    """Use an emulated cluster where this machine can make one."""
+    """Use an emulated cluster if this machine can make one."""
     keep: str | None = None
-    """Keep what was found here, course by course, to go on from it, and the folders of runs in which something was wrong."""
+    """Keep the results in this folder, run by run, so that a later call can continue; also keep folders of failed runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What is to be played, and where."""
+    """The faults to inject."""
 
     faults: Sequence[Fault]
     on_bed: bool
+    """Whether the runs take place on an emulated cluster."""
 
 
 def cases(options: ChaosOptions) -> Schedule:
-    """Draw the schedule."""
+    """Draw the schedule of faults from the seed."""
     if options.faults < 1:
         raise InputError(f"--faults {options.faults}: must be at least 1")
     if options.steps < LEAST_STEPS:
@@ -77,7 +79,7 @@ def cases(options: ChaosOptions) -> Schedule:
 
 
 def measure(options: ChaosOptions, schedule: Schedule, told: Told) -> list[dict[str, Any]]:
-    """Play the schedule; returns a row per fault."""
+    """Run the undisturbed reference, then runs with the scheduled faults, and return a row per fault."""
     from moesaic_lab.chaos.stage import Course
 
     rows: list[dict[str, Any]] = []
@@ -118,7 +120,7 @@ def _progress(course: Any, done: int, schedule: Schedule) -> str:
 
 @contextmanager
 def _stage(on_bed: bool) -> Iterator[Play]:
-    """Give what plays courses, on an emulated cluster or on plain processes; nothing of it is left afterwards."""
+    """Yield a function that plays courses, on an emulated cluster or in plain processes, and clean up afterwards."""
     if on_bed:
         with Launcher() as launcher, launcher.open(Bed()) as bed:
             yield lambda course: bed.run_inside(_play, course)
@@ -152,7 +154,7 @@ def _play(wiring: Any, course: Any) -> list[dict[str, Any]]:
 
 
 def _serve(line: Connection) -> None:
-    """Play courses until the other end hangs up."""
+    """Play the courses that arrive on `line` and send back their outcomes, until the other end is closed."""
     while True:
         try:
             course = line.recv()
@@ -165,7 +167,7 @@ def _serve(line: Connection) -> None:
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return what was promised, held against what happened."""
+    """Return a claim per promise: faults and kinds covered, nothing lost beyond an interval, no hangs, and so on."""
 
     def none(name: str, count: int) -> Claim:
         return Claim(name=f"chaos.{name}", value=count, unit="1", target=0, op="<=")
@@ -188,7 +190,7 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 
 def tables(rows: list[dict[str, Any]]) -> list[Any]:
-    """Return a line per kind and way, and the faults after which something was wrong."""
+    """Return a table with a line per kind and way of fault, and one with the faults that broke a promise."""
     summed = []
     for kind, way in sorted({(row["kind"], row["way"]) for row in rows}, key=lambda each: list(KINDS).index(each[0])):
         these = [row for row in rows if (row["kind"], row["way"]) == (kind, way)]

@@ -1,4 +1,4 @@
-"""The life of a rank under fire: it becomes `moesaic train` with a fault planted where the schedule says."""
+"""Turn a forked process into a rank of `moesaic train` that faults itself where the schedule says."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from moesaic.train import loop
 from moesaic_lab.chaos.schedule import INTERVAL, Fault
 
 PACE_SECONDS = 0.05
-"""How long a step of a disturbed run takes at least, so that what lasts a while meets some."""
+"""Least duration of a step in a disturbed run, so that faults that last a while overlap some steps."""
 INSTANTS = {"forward": 6, "backward": 6, "save": 40}
-"""Of how many instants of a kind one is drawn; where there are fewer, the last one is taken."""
+"""Number of instants from which the instant of a fault is drawn, by kind. If fewer occur, the fault strikes at the last one."""
 
 
 def become_rank(
     words: Sequence[str], environment: Mapping[str, str], fault: Fault | None, strikes_at: int, tells: Path, paced: bool
 ) -> NoReturn:
-    """Run a command as a rank; does not return.
+    """Run a command as a rank and end the process; does not return.
 
     Args:
-        words: of the command line, after `moesaic`.
-        environment: what a launcher would set.
-        fault: what is done to this rank from inside; None for nothing.
-        strikes_at: the step, counted from 1, in which.
+        words: the arguments of the command line, after `moesaic`.
+        environment: the environment variables that a launcher would set.
+        fault: the fault that this rank inflicts on itself; None for none.
+        strikes_at: the step, counted from 1, in which the fault strikes.
         tells: the file into which the first rank writes the number of its first step.
         paced: whether steps last at least `PACE_SECONDS`.
     """
@@ -56,7 +56,7 @@ def become_rank(
 
 
 def die() -> None:
-    """End at once, as whoever runs out of memory or electricity does."""
+    """Kill this process with SIGKILL, as the OOM killer does."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -71,7 +71,7 @@ def _plant(fault: Fault, strikes_at: int, step: Callable[[], int]) -> None:
     elif fault.kind == "save":
         _in_save(lambda: step() >= strikes_at, lambda: _kill_at_event(instant), die)
     elif fault.kind == "disk":
-        limit = 4_000 + int(fault.chance * 16_000)  # what the rank says about it goes into a file too
+        limit = 4_000 + int(fault.chance * 16_000)  # leaves room for the log file with the rank's error message
         _in_save(
             lambda: step() >= strikes_at,
             lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY)),
@@ -82,7 +82,7 @@ def _plant(fault: Fault, strikes_at: int, step: Callable[[], int]) -> None:
 
 
 def _follow_steps(tells: Path, pace: float) -> Callable[[], int]:
-    """Slow steps down; return what tells the number of the running one, from 1."""
+    """Make each step last at least `pace` seconds and return a function that gives the number of the current step, from 1."""
     plain, now = loop.Trainer._step, [0]
 
     def paced(self: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What is done to runs, when and to which rank: drawn from a seed, so that a schedule can be run again."""
+"""The kinds of faults, and schedules of faults drawn from a seed, so that a schedule can be repeated."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class FaultKind:
 
     summary: str
     ways: tuple[str, ...] = ("",)
-    """How it is done; one is drawn."""
+    """Variants of the fault; the schedule goes through them in turn."""
     is_fatal: bool = True
-    """Whether the run ends by it; the others must go on as if nothing had been. (`Fault.is_fatal` knows the way too.)"""
+    """Whether the fault ends the run; otherwise the run must continue unchanged. `Fault.is_fatal` also depends on the way."""
     needs_bed: bool = False
-    """Whether it takes an emulated cluster."""
+    """Whether the fault requires an emulated cluster."""
 
 
 KINDS = {
@@ -55,38 +55,41 @@ KINDS = {
     ),
     "clock": FaultKind(summary="the wall clock jumps by up to nine years at every look", is_fatal=False),
 }
-"""By name."""
+"""Kinds of faults by name."""
 SURVIVED = ("continued", "mended")
-"""Ways of fatal kinds that a run survives."""
+"""Ways of fatal kinds that a run survives nevertheless."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One thing that is done to a run."""
+    """One fault in a schedule."""
 
     number: int
+    """Position in the schedule; also seeds the fault's own random choices."""
     kind: str
+    """Key of `KINDS`."""
     way: str
+    """One of the ways of its kind."""
     rank: int
-    """To whom; of links, a rank of the node."""
+    """Rank that is hit; for faults of links, a rank of the node that is hit."""
     after: int
-    """Steps after the start of the attempt."""
+    """Steps between the newest checkpoint at the start of the attempt and the fault."""
     chance: float
-    """From 0 to 1: the instant inside what the kind says."""
+    """From 0 to 1: selects the instant, file or size within what the kind allows."""
 
     @property
     def is_fatal(self) -> bool:
-        """Whether the run must end by it."""
+        """Whether the fault must end the run."""
         return KINDS[self.kind].is_fatal and self.way not in SURVIVED
 
     @property
     def node(self) -> int:
-        """The node of the rank."""
+        """Node of the rank that is hit."""
         return self.rank // RANKS_PER_NODE
 
 
 def draw_faults(count: int, seed: int, kinds: Sequence[str]) -> list[Fault]:
-    """Return faults of every kind in turn, in an order and with instants that the seed decides."""
+    """Return `count` faults, evenly spread over `kinds`; the seed decides their order, ranks and instants."""
     draw = random.Random(seed)
     names = [kinds[number % len(kinds)] for number in range(count)]
     turns = [number // len(kinds) for number in range(count)]
@@ -102,10 +105,14 @@ def draw_faults(count: int, seed: int, kinds: Sequence[str]) -> list[Fault]:
 
 
 def kinds_of(asked: Sequence[str], on_bed: bool) -> list[str]:
-    """Return the kinds that were asked for, or all that can be had.
+    """Return the kinds in `asked`, or all kinds that are possible here if it is empty.
+
+    Args:
+        asked: names of kinds.
+        on_bed: whether the runs take place on an emulated cluster.
 
     Raises:
-        InputError: for a kind that there is not, or that takes an emulated cluster where there is none.
+        InputError: for an unknown kind, or for one that requires an emulated cluster if there is none.
     """
     for name in asked:
         if name not in KINDS:

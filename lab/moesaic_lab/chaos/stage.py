@@ -1,7 +1,7 @@
-"""Where faults are played: a process that starts ranks as torchrun's agent does, disturbs them, and looks at what is left.
+"""Play faults: start ranks as torchrun's agent does, disturb them, and examine what they leave behind.
 
-It runs inside the process namespace of an emulated cluster, whose links it can cut, or as a plain process. It has imported
-everything that ranks need and has one thread, so that ranks are forked from it in no time.
+This code runs inside the process namespace of an emulated cluster, where it can cut links, or in a plain process. The process
+has imported everything that ranks need and has a single thread, so ranks can be forked from it quickly.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from moesaic_testbed.rank import launcher_variables
 from moesaic_testbed.wiring import Wiring, node_address
 
 LAST_STEPS = 20
-"""Of a run, in which no fault begins any more."""
+"""Number of steps at the end of a run in which no fault begins."""
 PATIENCE, SLACK = 5.0, 30.0
-"""Seconds after which a run that stands still is given up, and what the ranks have to agree on one line and to leave."""
+"""Seconds after which a run without progress gives up, and seconds that its ranks then have to agree on a message and exit."""
 MEETING_SECONDS = 20.0
-"""After which ranks that wait for one that was killed before it could be known give up."""
+"""Seconds after which ranks stop waiting for a rank that was killed before it had joined them."""
 START_SECONDS = 120.0
-"""After which ranks that have taken no step count as hung."""
+"""Seconds after which ranks that have taken no step count as hung."""
 LASTS_SECONDS = 1.5
-"""How long a fault that passes lasts."""
+"""Duration of a temporary fault in seconds."""
 SMALL: dict[str, Any] = {
     "batch_size": 4, "device": "cpu:1", "precision": "float32", "patience": (MEETING_SECONDS, PATIENCE), "log_every": 1,
     "save": f"{INTERVAL}", "trackers": [],
     "model": {"dim": 16, "num_layers": 2, "num_heads": 2, "seq_len": 16, "moe": {"num_experts": 8, "hidden": 16}},
     "mesh": {"ep": 2, "etp": 2},
 }  # fmt: skip
-"""What the demo model is made small by."""
+"""Settings that shrink the demo model."""
 GONE = "rank {rank} (died|does not answer|is gone)"
 SAYS = {
     "startup": f"{GONE}|rank {{rank}} did not answer|ranks? .*{{rank}}.* did not come",
@@ -60,33 +60,33 @@ SAYS = {
     "disk": "(by rank {rank}: .*|metrics .* could not be written, )(the disk is full|File too large)",
     "damage": "a checkpoint is damaged .*: taking step-",
 }
-"""What the line about a fault must hold, where it is not `GONE`."""
+"""By kind of fault, the pattern that the ranks' line about it must match; `GONE` for kinds that are not listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """Faults that one run meets, one after another."""
+    """One training run and the faults that are injected into it, one after another."""
 
     folder: Path
-    """For the run and the logs of its ranks; is made."""
+    """Folder for the run and the logs of its ranks; `play` creates it."""
     steps: int
-    """Of the run."""
+    """Steps of the run."""
     transport: str
-    """What carries the messages of MoE layers."""
+    """Transport of the MoE layers' messages."""
     in_background: bool = False
-    """Whether threads write the checkpoints, so that steps of one more interval may be lost."""
+    """Whether threads write the checkpoints; the steps of one more interval may be lost then."""
     faults: Sequence[Fault]
     reference: Sequence[float] = ()
     """Losses of the undisturbed run, by step."""
     told: Path | None = None
-    """Gets a line when a fault is over."""
+    """File to which a line is appended after each fault."""
     keeps: bool = False
-    """Whether the folder stays where something was wrong."""
+    """Whether to keep the folder if a promise was broken."""
 
 
 @dataclass(kw_only=True)
 class FaultOutcome:
-    """What came of a fault."""
+    """What happened after a fault."""
 
     number: int
     kind: str
@@ -96,29 +96,32 @@ class FaultOutcome:
     in_background: bool = False
     """Whether threads wrote the checkpoints."""
     seconds: float = 0.0
-    """From the fault to the end of the last rank."""
+    """Seconds from the fault to the end of the last rank."""
     reached: int = 0
-    """The last step that was written down before."""
+    """Last step that the metrics recorded before the attempt ended."""
     resumed: int | None = None
-    """The step from which the next attempt went on; None if there was none."""
+    """Step from which the next attempt continued; None if no later attempt has taken a step."""
     hung: bool = False
+    """Whether the attempt did not react in time."""
     named: bool = True
-    """Whether a line names the rank or the cause, and nothing is a traceback."""
+    """Whether a line names the rank or the cause, and no rank printed a traceback."""
     same: bool = True
     """Whether all losses so far are bitwise those of the undisturbed run."""
     recovered: bool = False
+    """Whether a later attempt has taken a step."""
     leftovers: int = 0
-    """Processes that outlived the attempt."""
+    """Number of processes that outlived the attempt, and at the end of the run of temporary files and locks left over."""
     line: str = ""
+    """The line that names the rank or the cause, or the last output if there is none."""
 
     @property
     def lost(self) -> int:
-        """Steps to be taken again."""
+        """Number of steps that had to be repeated."""
         return 0 if self.resumed is None else max(self.reached - self.resumed, 0)
 
     @property
     def may_be_lost(self) -> int:
-        """Steps since the newest checkpoint that there had to be: one that a thread writes has its name an interval later."""
+        """The most steps that may be lost: an interval, or two if a thread, which completes checkpoints later, writes them."""
         return (2 if self.in_background else 1) * INTERVAL
 
     @property
@@ -129,7 +132,11 @@ class FaultOutcome:
 
 
 def play(wiring: Wiring | None, course: Course) -> list[dict[str, Any]]:
-    """Play a course; returns an outcome per fault that the run met before its last steps, or its losses if it has none."""
+    """Play a course.
+
+    Returns:
+        An outcome per fault that began before the last `LAST_STEPS` steps. For a course without faults, a row with its losses.
+    """
     course.folder.mkdir(parents=True)
     stage = FaultedRun(wiring, course)
     if not course.faults:
@@ -154,17 +161,17 @@ def play(wiring: Wiring | None, course: Course) -> list[dict[str, Any]]:
 
 
 class FaultedRun:
-    """One run folder, and the attempts at its run.
+    """A run's folder and the attempts to complete the run.
 
     Args:
-        wiring: of the emulated cluster around; None for plain processes.
-        course: what happens.
+        wiring: links of the emulated cluster; None for plain processes.
+        course: the run and its faults.
     """
 
     def __init__(self, wiring: Wiring | None, course: Course) -> None:
         self.wiring, self.course, self.run = wiring, course, course.folder / "run"
         self._attempts = 0
-        self._pending: list[FaultOutcome] = []  # of faults after which no attempt has taken a step yet
+        self._pending: list[FaultOutcome] = []  # outcomes of faults after which no attempt has taken a step yet
         self._first = course.folder / "first"
         text, self._given = course.folder / "text.txt", course.folder / "given.json"
         draw = random.Random(0)
@@ -180,14 +187,14 @@ class FaultedRun:
             adopt_orphans()
 
     def newest(self) -> int:
-        """Return the step of the newest checkpoint; 0 for none."""
+        """Return the step of the newest checkpoint; 0 if there is none."""
         found = list_checkpoints(self.run / "checkpoints")
         return int(found[-1].name.split("-")[1]) if found else 0
 
     def meet(self, fault: Fault) -> FaultOutcome:
-        """Start the run, let the fault happen, and look at what came of it; completes the outcomes before."""
+        """Start the run, inject the fault and return its outcome; also completes the outcomes of earlier faults."""
         if fault.kind == "damage":
-            # What is lost by the faults before is told apart from what is lost by the damage.
+            # An undisturbed attempt first, so that steps lost by earlier faults are not attributed to the damage.
             if self._pending or len(list_checkpoints(self.run / "checkpoints")) < 2:
                 self._undisturbed(until=self.newest() + INTERVAL * 2 + 1)
             _damage(list_checkpoints(self.run / "checkpoints")[-1], fault)
@@ -223,7 +230,7 @@ class FaultedRun:
         return found
 
     def finish(self) -> None:
-        """Let the run come to its end, undisturbed, as fast as it goes, and without a checkpoint before its last step."""
+        """Complete the run without faults and pacing, with no checkpoint before its last step, and check what is left over."""
         last = list(self._pending)
         self._undisturbed(until=None)
         for each in last:
@@ -232,7 +239,7 @@ class FaultedRun:
             each.leftovers += len(rest)
 
     def _is_same(self) -> bool:
-        """Whether every step up to the last that is written down is there once, with the loss of the undisturbed run."""
+        """Return whether the metrics hold each step so far exactly once, with the loss of the undisturbed run."""
         lines = [line for line in read_metrics(self.run) if line["kind"] == "train"] if self._step() else []
         found = [(line["step"], float(line["loss"])) for line in lines]
         return found == list(enumerate(self.course.reference, 1))[: len(found)]
@@ -245,7 +252,7 @@ class FaultedRun:
                     attempt.wait(lambda: self._step() >= until, START_SECONDS)
                     attempt.signal(signal.SIGTERM)
                 attempt.wait(lambda: False, START_SECONDS)
-            except _HungError:  # its exit codes tell
+            except _HungError:  # the exit codes below show it
                 pass
             finally:
                 attempt.end()
@@ -258,7 +265,7 @@ class FaultedRun:
         self._sweep()
 
     def _complete(self) -> None:
-        """Note in the outcomes before where the newest attempt has gone on, if it has taken a step."""
+        """Complete the pending outcomes with the step from which the newest attempt continued, if it has taken a step."""
         began = self._began()
         if began is not None:
             for each in self._pending:
@@ -266,14 +273,14 @@ class FaultedRun:
             self._pending = []
 
     def _began(self) -> int | None:
-        """Return the step from which the newest attempt went on; None if it has taken none."""
+        """Return the step from which the newest attempt continued; None if it has taken no step."""
         try:
             return int(self._first.read_text(encoding="utf-8")) - 1
         except (OSError, ValueError):
             return None
 
     def _step(self) -> int:
-        """Return the last step that is written down."""
+        """Return the last step in the metrics; 0 if there is none."""
         try:
             lines = (self.run / METRICS).read_text(encoding="utf-8").splitlines()
             return int(json.loads(lines[-1])["step"]) if lines else 0
@@ -281,7 +288,7 @@ class FaultedRun:
             return 0
 
     def _happens(self, fault: Fault, attempt: Attempt, strikes_at: int) -> float:
-        """Let a fault happen; returns when it did."""
+        """Inject a fault, or wait until its rank has injected it, and return the time at which it began."""
         if fault.kind == "startup":
             with suppress(_HungError):
                 attempt.wait(lambda: False, 2 * fault.chance)
@@ -320,7 +327,7 @@ class FaultedRun:
             time.sleep(LASTS_SECONDS / 20)
 
     def _ends(self, fault: Fault, attempt: Attempt, found: FaultOutcome, at: float) -> None:
-        """Wait for the end of an attempt, which a fault that is not fatal does not bring about."""
+        """Wait for the end of an attempt; after a fault that is not fatal, ask the attempt to stop."""
         try:
             if fault.is_fatal:
                 stopped = {fault.rank} if fault.kind == "stop" else set()
@@ -337,7 +344,7 @@ class FaultedRun:
                 self.wiring.switch(fault.node, True)
 
     def _leave(self, attempt: Attempt, found: FaultOutcome) -> None:
-        """Let an attempt take some steps, then ask it to save and leave, which it must."""
+        """Let an attempt take `INTERVAL` more steps, then send SIGTERM; all ranks must save and exit with code 0."""
         goal = self._step() + INTERVAL
         attempt.wait(lambda: self._step() >= goal, START_SECONDS)
         attempt.signal(signal.SIGTERM)
@@ -345,13 +352,13 @@ class FaultedRun:
         found.named = found.named and set(attempt.codes.values()) == {0}
 
     def _look(self, fault: Fault, attempt: Attempt, found: FaultOutcome) -> None:
-        """Hold what an attempt left and said against what was promised."""
+        """Check an attempt's losses and messages, and record the result in its outcome."""
         said = attempt.said()
         found.same = self._is_same()
         if fault.is_fatal or fault.kind == "damage":
             others = "".join(str(rank) for rank in range(WORLD) if rank // RANKS_PER_NODE != fault.node)
             if fault.kind == "cut":
-                others = "".join(map(str, range(WORLD)))  # each side misses the other
+                others = "".join(map(str, range(WORLD)))  # each side of the cut link reports ranks of the other
             pattern = SAYS.get(fault.kind, GONE).format(rank=fault.rank, others=others)
             lines = [line for line in said if re.search(pattern, line)]
             found.line = lines[0] if lines else " | ".join(said)[-2000:]
@@ -388,7 +395,7 @@ class FaultedRun:
 
     @contextmanager
     def _store(self) -> Iterator[int]:
-        """Keep the store that ranks meet at, as torchrun's agent does; gives its port."""
+        """Run the TCPStore that ranks rendezvous at, as torchrun's agent does, and yield its port."""
         ready, tell = os.pipe()
         host = "127.0.0.1" if self.wiring is None else node_address(0)
 
@@ -414,7 +421,7 @@ class FaultedRun:
             os.waitpid(pid, 0)
 
     def _call(self, fault: Fault, attempt: Attempt) -> None:
-        """Have strangers call at every port that ranks open, from before they open the first to the end of the attempt."""
+        """Connect strangers to every port that ranks open, from before they open the first until the attempt ends."""
         ranks = dict(attempt.pids)
 
         def child() -> None:
@@ -424,7 +431,7 @@ class FaultedRun:
         attempt.strangers.append(_fork(child))
 
     def _sweep(self) -> int:
-        """End what is left of an attempt; returns how many processes that were."""
+        """Kill the processes that an attempt left behind and return their number."""
         left = 0
         while True:
             try:
@@ -440,28 +447,28 @@ class FaultedRun:
 
 
 class _HungError(Exception):
-    """What was waited for has not come in time."""
+    """Raised when a condition is not met in time."""
 
 
 class Attempt:
-    """The ranks that were started together.
+    """The ranks of one start of the run.
 
     Args:
-        logs: where they write.
+        logs: the folder with the ranks' output.
     """
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self.pids: dict[int, int] = {}
         self.codes: dict[int, int] = {}
-        """Of those that have ended; minus its signal for one that was killed."""
+        """Exit codes of the ranks that have ended; for a killed rank, minus the signal's number."""
         self.strangers: list[int] = []
 
     def wait(self, is_over: Callable[[], bool], seconds: float) -> None:
-        """Wait for something, or for the end of all ranks.
+        """Wait until `is_over()` or until all ranks have ended.
 
         Raises:
-            _HungError: if it takes longer than `seconds`.
+            _HungError: if neither happens within `seconds`.
         """
         end = time.monotonic() + seconds
         while True:
@@ -473,13 +480,13 @@ class Attempt:
             time.sleep(0.02)
 
     def signal(self, number: int, rank: int | None = None) -> None:
-        """Send a signal to a rank, or to all that live."""
+        """Send a signal to a rank, or to all ranks if `rank` is None, unless they have ended."""
         for each, pid in self.pids.items():
             if each not in self.codes and rank in (None, each):
                 os.kill(pid, number)
 
     def end(self) -> None:
-        """Kill what is left, as torchrun does with the others of a rank that failed."""
+        """Kill the remaining ranks, as torchrun does after one has failed, and the strangers."""
         self.signal(signal.SIGKILL)
         for pid in self.strangers:
             os.kill(pid, signal.SIGKILL)
@@ -487,7 +494,7 @@ class Attempt:
         self.wait(lambda: False, 60)
 
     def said(self) -> list[str]:
-        """Return the lines of ours that ranks have written, and the heads of tracebacks."""
+        """Return the lines that Moesaic printed on the ranks, and the first lines of tracebacks."""
         lines = [
             line for path in sorted(self._logs.iterdir()) for line in path.read_text(errors="replace").splitlines()
         ]
@@ -505,7 +512,7 @@ def _fork(child: Callable[[], None]) -> int:
     pid = os.fork()
     if pid == 0:
         try:
-            gc.freeze()  # else the first collection goes through all of torch, and copies its pages
+            gc.freeze()  # else the first collection visits all objects of torch and copies their shared pages
             die_with_parent()
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -522,7 +529,7 @@ def _speak_into(path: Path) -> None:
 
 
 def _children() -> list[int]:
-    """Return the processes whose parent is this one."""
+    """Return the ids of this process's children."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -532,7 +539,7 @@ def _children() -> list[int]:
 
 
 def _damage(checkpoint: Path, fault: Fault) -> None:
-    """Damage one of a checkpoint's files."""
+    """Damage one file of a checkpoint, in the way that the fault says."""
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.stat().st_size)
     path = files[int(fault.chance * len(files))]
     data, draw = bytearray(path.read_bytes()), random.Random(fault.number)
@@ -552,7 +559,7 @@ def _damage(checkpoint: Path, fault: Fault) -> None:
 
 
 def _call_all(fault: Fault, pids: Sequence[int]) -> NoReturn:
-    """Call at every port that some processes listen at, for ever."""
+    """Connect to every port on which the given processes listen, at most 20 times each; never returns."""
     draw, held = random.Random(fault.number), list[socket.socket]()
     called: dict[tuple[str, int], int] = {}
     while True:
@@ -575,7 +582,7 @@ def _call_all(fault: Fault, pids: Sequence[int]) -> NoReturn:
 
 
 def _listening(pids: Sequence[int]) -> list[tuple[str, int]]:
-    """Return the addresses at which processes of this network listen."""
+    """Return the addresses on which the given processes listen, in this network namespace."""
     own = set()
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").glob("*"):

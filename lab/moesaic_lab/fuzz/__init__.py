@@ -1,1 +1,1 @@
-"""`moesaic fuzz`: every reader and every command line on inputs that nobody meant for them."""
+"""`moesaic fuzz`: give every file reader and every command line malformed and unexpected inputs."""

@@ -1,10 +1,11 @@
-"""Every reader and every command line of Moesaic on inputs that nobody meant for them.
+"""Give every file reader and every command line of Moesaic malformed and unexpected inputs.
 
-Two of three inputs that hypothesis draws are valid files with edits behind intact headers, lengths and checksums, or command
-lines of the documentation with edits; the others are damaged files, and bytes and words from nowhere. Atheris makes up files,
-and the choices by which hypothesis draws, so that they reach new code. A reader may refuse an input by InputError or
-TrainingError, a command by one line and exit code 2; all else is a crash, and so are more than 10 s of processor time and 2 GiB
-of memory for one input. Commands that train or measure are stopped after their words were read and checked.
+Two of three inputs that hypothesis draws are edited valid ones: files with edits behind intact headers, lengths and checksums,
+or edited command lines from the documentation. The others are damaged files, random bytes and random words. Atheris generates
+files, and the choices from which hypothesis draws an input, guided by the code that they reach. A reader may refuse an input
+with InputError or TrainingError, a command with one line and exit code 2. Everything else is a crash. More than 10 s of
+processor time or 2 GiB of memory for one input also count as a crash. Commands that train or measure are stopped once their
+arguments have been parsed and checked.
 
 moesaic fuzz --engine both --json benchmarks/results/fuzz.json
 """
@@ -34,20 +35,20 @@ WORKER = "moesaic_lab.fuzz.worker"
 
 @dataclass(frozen=True, kw_only=True)
 class FuzzOptions(KeptOptions):
-    """How much to try; the defaults take about half an hour."""
+    """How much to try. The defaults take about half an hour."""
 
     inputs: int = LEAST_INPUTS
-    """How many of each engine, over all readers and commands."""
+    """Number of inputs per engine, over all readers and commands."""
     engine: Literal["hypothesis", "atheris", "both"] = "hypothesis"
-    """What chooses the inputs: chance, or the code that they reach."""
+    """How inputs are chosen: at random (hypothesis), or guided by the code that they reach (atheris)."""
     seed: int = 0
-    """Of what is drawn."""
+    """Seed of the inputs."""
     only: str | None = None
-    """Only targets whose names start so, separated by commas, as in "read trace,command show"."""
+    """Test only targets whose names start with one of these, separated by commas, as in "read trace,command show"."""
 
 
 def measure(options: FuzzOptions, cases: object, told: Told) -> list[dict[str, Any]]:
-    """Hand out inputs; returns a row per target, and one per place from which something escaped."""
+    """Run the targets on `options.inputs` inputs per engine and return a row per target, with its crashes."""
     if options.inputs < 1:
         raise InputError(f"--inputs {options.inputs}: must be at least 1")
     engines = ("hypothesis", "atheris") if options.engine == "both" else (options.engine,)
@@ -68,9 +69,9 @@ def measure(options: FuzzOptions, cases: object, told: Told) -> list[dict[str, A
 
 @contextmanager
 def _workers(engine: str, only: Sequence[str], told: Told) -> Iterator[Callable[[int, int], list[dict[str, Any]]]]:
-    """Give a function that hands so many inputs, which follow from a number, to a process, and returns a row per target.
+    """Yield a function (inputs, number) that runs a batch in a worker process and returns a row per target.
 
-    The process is started when it is needed, and again where it has died.
+    The number is the seed of the batch. The worker is started when it is first needed, and again after it has died.
     """
     with ExitStack() as stack:
         started: list[tuple[Any, subprocess.Popen[bytes]]] = []
@@ -79,7 +80,7 @@ def _workers(engine: str, only: Sequence[str], told: Told) -> Iterator[Callable[
             if not started or started[-1][1].poll() is not None:
                 started.append(stack.enter_context(_worker(engine, only)))
             line, process = started[-1]
-            with suppress(ConnectionError):  # one that has died is found by listening to it
+            with suppress(ConnectionError):  # receiving below detects a worker that has died
                 line.send((inputs, number))
             return _heard(line, process, lambda what: told(f"{engine}, batch {number}: {what}"))
 
@@ -103,14 +104,14 @@ def _worker(engine: str, only: Sequence[str]) -> Iterator[tuple[Any, subprocess.
 
 
 def _heard(line: Any, process: subprocess.Popen[bytes], told: Told) -> list[dict[str, Any]]:
-    """Listen to a worker; returns its rows."""
+    """Receive a worker's progress and return its rows; if the worker fails, return a row with that crash."""
     last = "its start"
     while True:
         try:
             said = line.recv()
         except (EOFError, ConnectionError):
             said = ""
-        if isinstance(said, str):  # it failed, or died without a word
+        if isinstance(said, str):  # the worker's traceback, or "" if it died
             line.close()
             crashes = {f"the worker ended with {process.wait()}": f"in inputs of {last} {said}"}
             return [{"name": last, "inputs": 1, "edited": 0, "refused": 0, "seconds": 0.0, "crashes": crashes}]
@@ -122,7 +123,7 @@ def _heard(line: Any, process: subprocess.Popen[bytes], told: Told) -> list[dict
 
 
 def _rows(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add up what several workers found."""
+    """Merge the rows of several batches into one row per target."""
     rows: dict[str, dict[str, Any]] = {}
     for each in found:
         row = rows.setdefault(each["name"], {**each, **dict.fromkeys(_ADDED, 0), "seconds": 0.0, "crashes": {}})
@@ -136,7 +137,7 @@ _ADDED = ("inputs", "edited", "refused")
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return how many inputs were taken, and what escaped."""
+    """Return claims on the numbers of inputs, edited valid inputs, crashes and targets."""
     inputs, edited = (sum(row[key] for row in rows) for key in ("inputs", "edited"))
     crashes = sum(len(row["crashes"]) for row in rows)
     return [
@@ -148,7 +149,7 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 
 def tables(rows: list[dict[str, Any]]) -> list[Any]:
-    """Return a line per target, and one per crash."""
+    """Return a table with a line per target, and one with a line per crash."""
     escaped = [
         {"target": row["name"], "where": where, "what": what} for row in rows for where, what in row["crashes"].items()
     ]

@@ -1,6 +1,6 @@
-"""Inputs for readers, drawn by hypothesis: valid files with some edits, and bytes from nowhere.
+"""Hypothesis strategies for inputs of file readers: edited valid files, damaged files and random bytes.
 
-An edit knows the kind of file, so that what comes of it passes the checks of headers, lengths and checksums.
+Edits depend on the kind of file, so an edited file still passes the checks of headers, lengths and checksums.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ODD_WORDS = (
     "", " ", "nan", "inf", "-inf", "1e308", "-0", "0", "-1", "1", "2", "2147483648", "9223372036854775808", "1_0", "٣", "1e400",
     "true", "None", "null", "[]", "{}", "a\nb", "\x00", "../x", "'", '"', "é" * 300,
 )  # fmt: skip
-"""What people, shells and other programs put where a word is wanted."""
+"""Words that people, shells and other programs put where another word is expected."""
 ODD_NUMBERS = (
     0, -1, 1, 2, 3, 2**31, 2**63, 10**30, 10**400, -(2**63), 0.5, 1e308, float("nan"), float("inf"), -0.0, 1e-320,
 )  # fmt: skip
@@ -35,23 +35,23 @@ ODD: st.SearchStrategy[Any] = st.one_of(
     st.sampled_from([None, True, False, [], {}, [[]], {"": None}, [0] * 100]),
     st.text(max_size=8),
 )
-"""Values that fit anywhere in JSON."""
+"""Odd values that are valid anywhere in JSON."""
 
 
 def drawn_from(name: str, data: bytes) -> st.SearchStrategy[tuple[bool, bytes]]:
-    """Return inputs for what reads a file, and whether each passes the checks of headers, lengths and checksums.
+    """Return a strategy for inputs of a file reader.
 
-    Two of three do.
+    It draws pairs: whether the input passes the checks of headers, lengths and checksums, which two of three do, and the input.
 
     Args:
-        name: of the file; its ending says how it is edited.
-        data: a valid one.
+        name: the name of the file; its ending determines how the content is edited.
+        data: the content of a valid file.
     """
     return either(_edited(_kind(name, data), data), _damaged(data))
 
 
 def either(edited: st.SearchStrategy[T], other: st.SearchStrategy[T]) -> st.SearchStrategy[tuple[bool, T]]:
-    """Return inputs of both sorts, two of the first for one of the second, and whether each is of the first."""
+    """Return a strategy that draws from `edited` twice as often as from `other`, in pairs (is from `edited`, input)."""
     marked = {True: edited.map(lambda value: (True, value)), False: other.map(lambda value: (False, value))}
     return st.sampled_from((True, True, False)).flatmap(marked.__getitem__)
 
@@ -67,7 +67,7 @@ def _kind(name: str, data: bytes) -> str:
 
 
 def _edited(kind: str, data: bytes) -> st.SearchStrategy[bytes]:
-    """Return copies of a valid file with some edits behind intact headers, lengths and checksums."""
+    """Return a strategy for copies of a valid file with some edits behind intact headers, lengths and checksums."""
     if kind == "json":
         return _tables(json.loads(data)).map(_dumped)
     if kind == "jsonl":
@@ -87,7 +87,7 @@ def _edited(kind: str, data: bytes) -> st.SearchStrategy[bytes]:
 
 
 def _damaged(data: bytes) -> st.SearchStrategy[bytes]:
-    """Return inputs that owe nothing to a valid file, and copies of it whose bytes were damaged."""
+    """Return a strategy for inputs unrelated to any valid file, and for copies of a valid file with damaged bytes."""
     text = st.text(max_size=60).map(lambda found: found.encode("utf-8", "replace"))
     deep = st.tuples(st.sampled_from((b"[", b'{"a":')), st.integers(0, 50_000)).map(lambda drawn: drawn[0] * drawn[1])
     return st.one_of(st.binary(max_size=200), ODD.map(_dumped), text, deep, _bytes(data))
@@ -98,7 +98,7 @@ def _dumped(value: Any) -> bytes:
 
 
 def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return where values stand in a tree of lists and tables."""
+    """Return the paths of the values in a tree of lists and dicts, as tuples of keys; of a list, only the first four."""
     found = [at]
     if isinstance(value, dict):
         found += [place for key, each in value.items() for place in _places(each, (*at, key))]
@@ -116,7 +116,7 @@ def _tables(tree: Any) -> st.SearchStrategy[Any]:
 
 def _with(tree: Any, edits: list[tuple[tuple[Any, ...], str, Any]]) -> Any:
     for place, act, drawn in edits:
-        value = copy.deepcopy(drawn)  # later edits go into it
+        value = copy.deepcopy(drawn)  # later edits may change the inserted value
         holder = {"": tree}
         inner: Any = holder
         key: Any = ""
@@ -144,7 +144,7 @@ def _with(tree: Any, edits: list[tuple[tuple[Any, ...], str, Any]]) -> Any:
 
 
 def _bent(value: Any) -> Any:
-    """Return a value that is nearly the same."""
+    """Return a slightly different value of the same type."""
     if isinstance(value, bool | None):
         return not value
     if isinstance(value, int | float):
@@ -178,7 +178,7 @@ def _bytes(data: bytes) -> st.SearchStrategy[bytes]:
 
 
 def _words(text: str) -> st.SearchStrategy[bytes]:
-    pieces = re.split(r"([\s,:=\[\]]+)", text)  # every second one stands between words
+    pieces = re.split(r"([\s,:=\[\]]+)", text)  # words and separators alternate
     edit = st.tuples(
         st.integers(0, len(pieces) // 2), st.sampled_from(["set", "drop", "twice", "on"]), st.sampled_from(ODD_WORDS)
     )
@@ -194,7 +194,7 @@ def _words(text: str) -> st.SearchStrategy[bytes]:
 
 
 def _arrays(data: bytes) -> st.SearchStrategy[bytes]:
-    """Return arrays of other shapes, kinds and values, and valid ones in which a few numbers are odd."""
+    """Return a strategy for arrays of other shapes, dtypes and values, and for a valid array with a few odd numbers."""
     valid = np.load(io.BytesIO(data), allow_pickle=False)
     drawn = arrays(scalar_dtypes(), array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=6)).map(_saved)
     if not valid.size or valid.dtype.kind not in "iu":
@@ -217,7 +217,7 @@ def _saved(array: np.ndarray) -> bytes:
 
 
 def _archives(data: bytes) -> st.SearchStrategy[bytes]:
-    """Edit one member of a zip archive, whose own checksums are then made anew."""
+    """Return a strategy that edits one member of a zip archive and rewrites the archive, checksums included."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
 
@@ -229,7 +229,7 @@ def _archives(data: bytes) -> st.SearchStrategy[bytes]:
 
 
 def _headers(members: dict[str, bytes]) -> st.SearchStrategy[bytes]:
-    """Edit the JSON that an array of text holds, where there is one."""
+    """Return a strategy that edits the JSON text in the array `header.npy` of an archive."""
     header = json.loads(str(np.load(io.BytesIO(members["header.npy"]), allow_pickle=False)))
     return _tables(header).map(lambda table: _packed(members | {"header.npy": _saved(np.array(json.dumps(table)))}))
 

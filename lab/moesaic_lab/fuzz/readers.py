@@ -1,6 +1,6 @@
-"""Everything in Moesaic that reads a file: how a valid one is made, and what reads it.
+"""All file readers of Moesaic, each with a valid file to start from.
 
-A test finds every function of the library that takes in a file, and holds that each of them is reached from here.
+A test lists every function of the library that reads a file and checks that each of them is reached from here.
 """
 
 from __future__ import annotations
@@ -78,24 +78,24 @@ from moesaic.weights.model import Architecture, read_config
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
-    """Something that reads a file."""
+    """A file reader under test."""
 
     base: str
-    """The folder of `make_bases` that holds a valid one."""
+    """Name of the folder, among those of `make_bases`, that holds a valid file."""
     file: str
-    """The file that is changed, inside the folder; a pattern stands for the first that fits."""
+    """File in that folder that is changed, or a pattern whose first match is changed."""
     read: Callable[[Path], object]
-    """Reads from the folder."""
+    """Called with the folder; reads the changed file."""
     seal: Callable[[Path], None] | None = None
-    """Makes checksums anew after the change."""
+    """Called with the folder after the change; writes new checksums."""
 
     def path(self, folder: Path) -> Path:
-        """Return the file that is changed, of the bases in a folder."""
+        """Return the path of the file that is changed; `folder` holds the folders of `make_bases`."""
         return min(path for path in (folder / self.base).rglob(self.file) if path.is_file())
 
 
 def make_bases(folder: Path) -> None:
-    """Write a valid file of every kind into folders of their own."""
+    """Write a valid file of every kind into subfolders of `folder`."""
 
     text = folder / "text" / "a.txt"
     text.parent.mkdir(parents=True)
@@ -201,7 +201,7 @@ def _profile() -> ClusterProfile:
 
 
 def _catalogue(texts: Mapping[str, str]) -> bytes:
-    """Return a compiled catalogue of gettext."""
+    """Return a compiled gettext catalogue (a .mo file) with these texts and translations."""
     flat = [text.encode() for text in (*texts, *texts.values())]
     begin = 20 + 8 * len(flat)
     places = [(len(text), begin + sum(len(each) + 1 for each in flat[:number])) for number, text in enumerate(flat)]
@@ -211,7 +211,7 @@ def _catalogue(texts: Mapping[str, str]) -> bytes:
 
 
 def _used_table() -> PlanTable:
-    """Return a plan table that has measured some steps."""
+    """Return a plan table that has recorded some measured steps."""
     plans = [Plan(), Plan(chunks=2), Plan(schedule="s1")]
     table = PlanTable(plans, lambda load: [0.3, 0.2, 0.25])
     for seconds in (0.3, 0.2, 0.25, 0.2, 0.3, 0.2):
@@ -270,7 +270,7 @@ def _elements(tensors: Mapping[str, Readable]) -> object:
 
 
 def _restored(folder: Path) -> None:
-    """Read a checkpoint as a rank of several does."""
+    """Read a checkpoint as a rank of a run on several ranks does."""
     checkpoint = load_checkpoint(folder / "checkpoints", _silent, with_tensors=False)
     config = _train_config(folder / "config.json")
     vocab_size = load_corpus(config.data).vocab_size
@@ -291,14 +291,14 @@ _LAST = "checkpoints/step-00000002"
 
 
 def _table(name: str, read: Callable[[Path], object], *, base: str = "one") -> Reader:
-    """Return a reader of a file that takes its path."""
+    """Return a `Reader` whose `read` takes the path of the file `name`."""
     return Reader(base=base, file=name, read=lambda folder: read(folder / name))
 
 
 def _of_step(
     name: str, read: Callable[[Path], object], seal: Callable[[Path], None] | None = _seal_last
 ) -> Reader:  # fmt: skip
-    """Return a reader of a file of the last checkpoint that takes the run's folder."""
+    """Return a `Reader` for the file `name` of the last checkpoint; its `read` takes the run's folder."""
     return Reader(base="run", file=f"{_LAST}/{name}", seal=seal, read=read)
 
 
@@ -367,4 +367,4 @@ READERS = {
     "index of safetensors": Reader(base="hub", file="model.safetensors.index.json", read=read_safetensors),
     "configuration of transformers": Reader(base="hub", file="config.json", read=lambda at: read_config(at, None)),
 }
-"""By what is read."""
+"""Readers by the kind of file that they read."""

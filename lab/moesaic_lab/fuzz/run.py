@@ -1,4 +1,4 @@
-"""The worker that hands inputs to readers and commands, inside limits of memory and time, and writes down what escapes."""
+"""Run readers and commands on inputs, under limits of memory and time, and record unexpected exceptions."""
 
 from __future__ import annotations
 
@@ -32,58 +32,60 @@ from moesaic_lab.fuzz.mutate import ODD_WORDS, drawn_from, either
 from moesaic_lab.fuzz.readers import READERS, Reader, make_bases
 
 MOST_SECONDS = 10
-"""Of processor time for one input."""
+"""Limit of processor time for one input."""
 MOST_BYTES = 2 << 30
-"""Of memory on top of what the worker holds before."""
+"""Limit of memory on top of what the worker has at its start."""
 FIRST = 3
-"""Inputs of a target of which nothing is known; later there are as many as take a second."""
+"""Inputs in a target's first round. Later rounds have as many as the target processes in a second."""
 MOST_OF_A_COMMAND = 1 / 200
-"""Share of all inputs that a command gets at most; its words take longer to read than most files."""
+"""Largest share of all inputs that one command gets: command lines take longer than most files."""
 STOPS_AFTER_PARSING = ("train", "check", "demo", "profile")
-"""Commands whose work takes long: their words are read, checked, and no more. So are all of other packages; `plan` reads its
-files too, and stops where the search begins."""
+"""Slow commands that are stopped once their arguments are parsed and checked. Commands of other packages are stopped there too.
+`plan` also reads its files and is stopped before its search."""
 
 
 class _SlowError(BaseException):
-    """An input took too much processor time."""
+    """Raised when an input takes too much processor time."""
 
 
 class _ParsedError(BaseException):
-    """The words were read, which is all that is wanted."""
+    """Raised to stop a command once its arguments are parsed."""
 
 
 @dataclass
 class Target:
-    """Something that takes inputs."""
+    """A reader or command under test, and the results so far."""
 
     name: str
     draws: st.SearchStrategy[tuple[bool, Any]]
-    """Whether an input is a valid one with some edits, and the input."""
+    """Draws pairs: whether the input is an edited valid one, and the input."""
     takes: Callable[[Any], object]
+    """Processes an input."""
     valid: bytes = b""
-    """A valid input, where it is a file."""
+    """A valid input, if inputs are files."""
     inputs: int = 0
+    """Number of inputs so far."""
     seconds: float = 0.0
-    """Of processor time."""
+    """Processor time so far."""
     edited: int = 0
-    """Inputs that pass the checks of headers, lengths and checksums: valid ones with some edits."""
+    """Number of edited valid inputs, which pass the checks of headers, lengths and checksums."""
     refused: int = 0
-    """By a documented error."""
+    """Number of inputs refused with a documented error."""
     crashes: dict[str, str] = field(default_factory=dict)
-    """Where it was raised, to what was raised and an input that does it."""
+    """By the exception and the place that raised it: its message and an input that causes it."""
 
     def row(self) -> dict[str, Any]:
-        """Return what was found, as plain data."""
+        """Return the results as plain data."""
         return {name: getattr(self, name) for name in ("name", *ADDED, "crashes")}
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add what another process found."""
+        """Add the results of another process."""
         for name in ADDED:
             setattr(self, name, getattr(self, name) + row[name])
         self.crashes = row["crashes"] | self.crashes
 
     def take(self, value: Any, edited: bool) -> None:
-        """Take an input, and write down what escapes."""
+        """Process an input and record an unexpected exception as a crash."""
         self.inputs += 1
         self.edited += edited
         try:
@@ -93,7 +95,7 @@ class Target:
             self.refused += 1
         except _ParsedError:
             pass
-        except BaseException as error:  # whatever else escapes is what is looked for
+        except BaseException as error:  # any other exception is a crash
             frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "moesaic/" in frame.filename]
             at = frames[-1] if frames else None
             place = f"{type(error).__name__} at {at.filename.rpartition('src/')[2]}:{at.lineno}" if at else repr(error)
@@ -102,7 +104,7 @@ class Target:
             signal.setitimer(signal.ITIMER_PROF, 0)
 
     def drawn(self, count: int, number: int) -> Callable[[], None]:
-        """Return a test of hypothesis that takes so many inputs, drawn from a seed."""
+        """Return a hypothesis test that processes `count` inputs, drawn with the seed `number`."""
 
         @seed(number)
         @settings(
@@ -120,25 +122,25 @@ class Target:
 
 
 ADDED = ("inputs", "edited", "refused", "seconds")
-"""Fields of a target that add up."""
+"""Fields of a target that are summed over processes."""
 Round = Callable[[Target, int, int], None]
-"""Hands a target so many inputs that follow from a seed."""
+"""Called with (target, count, seed); runs the target on `count` inputs."""
 
 
 def work(line: Connection, folder: Path, engine: str, only: Sequence[str]) -> None:
-    """Take inputs as often as is asked for; the life of a worker process.
+    """Process batches of inputs until the parent closes the connection; the main function of a worker process.
 
     Args:
-        line: gives how many inputs over all targets, and the number from which all that is drawn follows; takes a target's name
-            and how many inputs it had, again and again, and in the end the rows of all.
-        folder: to work in.
-        engine: that chooses the inputs, a key of `ENGINES`.
-        only: beginnings of the names of targets; () for all.
+        line: the connection to the parent. It delivers, per batch, the number of inputs over all targets and a seed. It gets
+            (target's name, inputs so far) repeatedly as progress, and the rows of all targets at the end of a batch.
+        folder: the working directory.
+        engine: chooses the inputs, a key of `ENGINES`.
+        only: prefixes of the names of targets; () for all targets.
     """
     warnings.simplefilter("ignore")
     make_bases(folder)
     os.chdir(folder)
-    sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - until the process ends; some ask for its number
+    sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - open until the process ends; a real file, as some code calls fileno()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     held = (
         int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() if sys.platform == "linux" else 0
@@ -156,13 +158,13 @@ def work(line: Connection, folder: Path, engine: str, only: Sequence[str]) -> No
 
 
 def _batch(line: Connection, targets: list[Target], engine: str, inputs: int, number: int) -> None:
-    """Hand so many inputs to targets."""
+    """Run the targets on `inputs` inputs in total, round by round."""
     take, at_once = ENGINES[engine]
     has_readers = any(target.name.startswith("read") for target in targets)
     rounds = 0
     while (missing := inputs - sum(target.inputs for target in targets)) > 0:
         left = [each for each in targets if not (has_readers and _has_enough(each, inputs))]
-        # Where an input takes long, fewer are taken: each target gets its share of the time, and some inputs at least.
+        # Targets get about equal processor time, so slow ones get fewer inputs, but each gets at least `FIRST`.
         share, count = sum(each.seconds for each in left) / len(left), -(-missing // len(left))
         for target in targets if rounds == 0 else left:
             if rounds == 0 or target.seconds <= share:
@@ -175,7 +177,7 @@ def _batch(line: Connection, targets: list[Target], engine: str, inputs: int, nu
 
 
 def _has_enough(target: Target, inputs: int) -> bool:
-    """Whether a command has had what one command gets of all inputs."""
+    """Return whether a target is a command that has used up its share of all inputs."""
     return target.name.startswith("command") and target.inputs > MOST_OF_A_COMMAND * inputs
 
 
@@ -188,9 +190,10 @@ def _by_hypothesis(target: Target, count: int, number: int) -> None:
 
 
 def _by_atheris(target: Target, count: int, number: int) -> None:
-    """Let Atheris choose the inputs that reach new code, in a process of its own, which ends with libFuzzer.
+    """Let Atheris search for inputs that reach new code, in a forked process, since libFuzzer ends its process.
 
-    What it makes up is a file, from the valid one on, or the choices that hypothesis makes when it draws an input.
+    Atheris generates either a file, starting from the valid one, or the choices from which hypothesis draws an input. The first
+    call for a target only writes Atheris's initial corpus and runs inputs drawn by hypothesis.
     """
     found = Path("atheris", target.name.replace("/", " "))
     if not found.exists():
@@ -199,7 +202,9 @@ def _by_atheris(target: Target, count: int, number: int) -> None:
         texts = [CHOICES + begins.randbytes(length) for length in (32, 128, 512, 2048)]
         for place, text in enumerate([*texts, *([FILE + target.valid] if target.valid else [])]):
             (found / f"{place}").write_bytes(text)
-        target.drawn(count, number)()  # here, so that what the first inputs import is compiled once, not in every round
+        target.drawn(
+            count, number
+        )()  # not forked: modules that the first inputs import are instrumented once, not every round
         return
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=_guided, args=(theirs, target, found, count, number))
@@ -216,9 +221,9 @@ def _by_atheris(target: Target, count: int, number: int) -> None:
 
 
 NOTICE = "INFO: Instrumenting "
-"""With which Atheris begins its line about a module that an input has imported."""
+"""How Atheris's line about a newly imported module begins."""
 FILE, CHOICES = b"\0", b"\1"
-"""First bytes of what Atheris hands over: a file follows, or the choices that hypothesis makes."""
+"""First byte of Atheris's data: a file follows, or the choices from which hypothesis draws an input."""
 
 
 def _guided(line: Connection, target: Target, found: Path, count: int, number: int) -> None:
@@ -246,7 +251,7 @@ def _guided(line: Connection, target: Target, found: Path, count: int, number: i
 
 
 ENGINES: dict[str, tuple[Round, int]] = {"hypothesis": (_by_hypothesis, 100), "atheris": (_by_atheris, 1000)}
-"""By name: what hands over inputs, and how many of one target follow each other."""
+"""By name: the function that runs a round, and the most inputs in a round of one target."""
 
 
 def _is_asked(name: str, only: Sequence[str]) -> bool:
@@ -278,9 +283,9 @@ def _reading(folder: Path, reader: Reader, path: Path, data: bytes) -> Callable[
 
 
 def _commands(only: Sequence[str]) -> Iterator[Target]:
-    """Yield every command of the registry that is asked for, ours and those of other packages that are installed.
+    """Yield a target per command that `only` selects, those of other installed packages included.
 
-    What one may be given is read in its help, which takes a second for all of them.
+    Possible arguments are read from the commands' help, which takes a second for all commands together.
     """
     offered = {entry.name for entry in entry_points(group=main.GROUP)}
     for name in filter(lambda name: _is_asked(f"command {name}", only), (*main.COMMANDS, *sorted(offered))):
@@ -288,7 +293,7 @@ def _commands(only: Sequence[str]) -> Iterator[Target]:
 
 
 def _command_lines(name: str) -> st.SearchStrategy[tuple[bool, list[str]]]:
-    """Return command lines of the documentation with some edits, and others of the words and flags that the help tells."""
+    """Return a strategy for edited command lines from the documentation, and for ones of words and flags from the help."""
     first, listed = _told([name])
     known: dict[tuple[str, ...], tuple[list[str], list[str]]] = {(): first} | {
         (word,): _told([name, word])[0] for word in listed
@@ -318,7 +323,7 @@ def _command_lines(name: str) -> st.SearchStrategy[tuple[bool, list[str]]]:
 
 
 def _documented(name: str) -> list[list[str]]:
-    """Return the command lines of the documentation that use a command, where there is one beside this code."""
+    """Return the documentation's command lines that use a command; [] if docs/ is missing, as in an installed package."""
     found = []
     for page in sorted((Path(__file__).parents[3] / "docs").glob("*.md")):
         for line in re.findall(
@@ -346,13 +351,13 @@ _FILES = (
 
 
 def _harmless(words: list[str]) -> list[str]:
-    """Return words that name nothing outside of the worker's folder."""
+    """Return the words without parts of paths that lead out of the worker's folder."""
     parts = [word.replace("\0", "").rpartition("=") for word in words]
     return [flag + equals + value.replace("..", "__").lstrip("/~") for flag, equals, value in parts]
 
 
 def _told(words: list[str]) -> tuple[tuple[list[str], list[str]], list[str]]:
-    """Return words and flags that a command's help tells, and those of the words that are commands."""
+    """Return the words and flags in a command's help, and those of the words that are subcommands."""
     said = io.StringIO()
     with (
         contextlib.redirect_stdout(said),

@@ -1,6 +1,6 @@
-"""A worker process, `python -m moesaic_lab.fuzz.worker`.
+"""Entry point of a worker process, `python -m moesaic_lab.fuzz.worker`.
 
-Atheris compiles the modules of Moesaic as they are imported, to see which code an input reaches; so nothing here imports one.
+Atheris instruments Moesaic's modules as they are imported. Therefore nothing at the top of this file imports one.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 
 
 def main(words: list[str]) -> None:
-    """Work.
+    """Run `run.work`; send a traceback to the parent if it fails.
 
     Args:
-        words: the descriptor of the line to the parent, and the other arguments of `run.work` in JSON.
+        words: the file descriptor of the connection to the parent, and the other arguments of `run.work` as JSON.
     """
     line = Connection(int(words[0]))
     folder, engine, only = json.loads(words[1])

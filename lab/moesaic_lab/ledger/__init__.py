@@ -1,1 +1,1 @@
-"""The ledger of errors: what others measured beside what the models of time and memory say, and what was fitted."""
+"""The ledger of errors: published measurements compared with the models of time and memory, and the fits to some of them."""

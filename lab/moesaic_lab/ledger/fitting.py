@@ -1,8 +1,9 @@
-"""The numbers of presets that rest on others' measurements, found again from the entries that are marked as fitted.
+"""Fit those numbers of presets that rest on others' measurements, from the ledger entries that are marked as fitted.
 
-A link has a rate, a start-up and a share of the rate by the bytes of a movement (by users, of a shared medium); a device has a
-rate of products, a share of it by the rows of an expert, and how much of the activations' traffic takes time. Nothing else is
-fitted, and never to a single figure: all fitted entries of a machine weigh the same, by the logarithm of the ratio.
+A link has a rate, a start-up and a share of the rate by the bytes of a movement; a shared medium has a share by its users. A
+device has a rate of matrix products, a share of that rate by the rows of an expert, and the part of the activations' memory
+traffic that takes time. Nothing else is fitted, and nothing to a single figure. All fitted entries of a machine have the same
+weight; the residual is the logarithm of predicted over measured.
 
     python -m moesaic_lab.ledger.fitting
 """
@@ -20,27 +21,34 @@ from moesaic_lab.ledger.parts import cluster_of, expert_stages, grouped_products
 from moesaic_lab.ledger.records import Entry
 
 SIZES = (1e6, 16e6, 64e6, 256e6)
-"""Bytes at which a link's share is fitted; it is 1 at the last."""
+"""Bytes at which a link's share of its rate is fitted. The share is 1 at the last size."""
 ROWS = (1.0, 16.0, 64.0, 256.0, 1024.0, 4096.0)
-"""Rows of an expert at which a device's share is known: fitted from 64, 1 at the last. Fewer rows than a tile of 64 take as
-long as the tile."""
+"""Rows of an expert at which a device's share of its rate is set. It is fitted from 64 rows on, and 1 at the last. Fewer rows
+than a tile of 64 take as long as the whole tile."""
 Make = Callable[[ClusterSpec, np.ndarray], ClusterSpec]
+"""Called with (cluster, numbers); returns the cluster with these numbers in place."""
 
 
 def switched_links(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
-    """Return a cluster whose first link has a rate (Gb/s), a latency (us) and shares by size."""
+    """Return the cluster with another first link: `at` holds a rate (Gb/s), a latency (us) and shares of the rate by size."""
     link = replace(cluster.links[0], gbps=(at[0],), latency_us=at[1], sizes=SIZES, size_share=(*at[2:], 1.0))
     return replace(cluster, links=(link, *cluster.links[1:]))
 
 
 def shared_bus(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
-    """Return a cluster whose second link is a bus of a rate (Gb/s) that four and eight users get less of."""
+    """Return the cluster with another bus as second link: `at` holds a rate (Gb/s) and its shares for four and eight users."""
     link = replace(cluster.links[1], gbps=(at[0],), users=(2.0, 4.0, 8.0), users_share=(1.0, *at[1:]))
     return replace(cluster, links=(cluster.links[0], link, *cluster.links[2:]))
 
 
 def device(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
-    """Return a cluster whose devices have a rate of bfloat16 products (TFLOP/s), a part of traffic, and shares by rows."""
+    """Return the cluster with other devices.
+
+    Args:
+        cluster: gives everything that `at` does not set.
+        at: the rate of bfloat16 products (TFLOP/s), the part of activation traffic that takes time, and the shares of the rate
+            by `ROWS` from 64 rows on, except for the last.
+    """
     rates = replace(cluster.device.tflops, bf16=float(at[0]))
     shares = (at[2] / 64, at[2] / 4, *at[2:], 1.0)
     each = replace(cluster.device, tflops=rates, activation_traffic=at[1], gemm_rows=ROWS, gemm_share=shares)
@@ -48,24 +56,25 @@ def device(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
 
 
 GROUPED_ROWS = (128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0)
-"""As `ROWS`, of grouped products; fewer rows than the first take as long."""
+"""Like `ROWS`, for grouped products. Fewer rows than the first take as long as the first."""
 
 
 def grouped(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
-    """Return a cluster whose devices have shares by rows."""
+    """Return the cluster with the shares `at` of its devices' rate at `GROUPED_ROWS`, except for the last, whose share is 1."""
     return replace(cluster, device=replace(cluster.device, gemm_rows=GROUPED_ROWS, gemm_share=(*at, 1.0)))
 
 
 def fit(
     make: Make, cluster: ClusterSpec, entries: Callable[[ClusterSpec], Iterable[Entry]], start: Sequence[float]
 ) -> np.ndarray:
-    """Return the numbers with the least squares of the fitted entries' logarithms.
+    """Return the numbers that minimize the squared log ratios of predicted over measured, under a soft L1 loss.
 
     Args:
-        make: a cluster of numbers.
-        cluster: that has all others.
-        entries: of a cluster; those of other machines and those that are not marked are passed over.
-        start: where to begin; also which numbers there are. What begins at 1 or below is a share and stays there.
+        make: puts numbers into a cluster.
+        cluster: the cluster, which gives everything that is not fitted.
+        entries: returns the ledger entries as predicted with a cluster. Entries of other machines and entries that are not
+            marked as fitted are skipped.
+        start: initial values, one per number. A number with an initial value of at most 1 is a share and stays at most 1.
     """
 
     def off(logs: np.ndarray) -> np.ndarray:
@@ -85,11 +94,11 @@ FITS: dict[str, tuple[tuple[Make, Callable[[ClusterSpec], Iterable[Entry]], tupl
     "dgx-b200": ((grouped, lambda cluster: grouped_products(lambda _: cluster), (0.3, 0.4, 0.6, 0.75, 0.9)),),
     "8xl40s-pcie": ((shared_bus, lambda cluster: nccl(lambda _: cluster), (360, 0.4, 0.3)),),
 }
-"""By preset: what is fitted to which entries, and from where the search begins."""
+"""By preset, the fits in their order: (function that sets the numbers, entries, initial values)."""
 
 
 def fitted(name: str) -> ClusterSpec:
-    """Return a preset with all its fitted numbers found anew."""
+    """Return a preset with all its fitted numbers fitted again."""
     cluster = cluster_of(name)
     for make, entries, start in FITS[name]:
         cluster = make(cluster, fit(make, cluster, entries, start))
@@ -97,7 +106,7 @@ def fitted(name: str) -> ClusterSpec:
 
 
 def main() -> None:
-    """Print the numbers as found from the entries."""
+    """Print the fitted numbers of all presets in `FITS`."""
     for name in FITS:
         found = fitted(name)
         print(name, *found.links[:2], found.device, sep="\n  ")

@@ -1,7 +1,8 @@
-"""`moesaic bench ledger`: every figure that somebody measured beside ours, as claims, rows and the page docs/ledger.md.
+"""`moesaic bench ledger`: compare published measurements with predictions, as claims, rows and the page docs/ledger.md.
 
-A figure that a preset's numbers rest on is marked and counts for nothing. Everything is computed from committed data, without
-torch, in seconds; the beds' and the papers' rows are those that their own commands committed.
+A figure to which a preset's numbers were fitted is marked and does not count as evidence. Everything is computed in seconds
+from committed data, without torch. The rows of the emulated clusters and of the papers come from the results that their own
+commands committed.
 
     moesaic bench ledger --page docs/ledger.md --json benchmarks/results/ledger.json
 """
@@ -23,27 +24,27 @@ from moesaic_lab.ledger.trace import trace
 from moesaic_lab.tables import markdown_table
 
 SHOWN = 40
-"""Rows of a kind that the page prints at most: the worst and, evenly between them, others."""
+"""The most rows per kind that the page prints, evenly spaced from the smallest to the largest ratio."""
 TARGETS: tuple[tuple[str, str, float], ...] = (
     ("layers", "median", 0.10), ("layers", "worst", 0.25), ("collectives", "median", 0.10), ("steps", "median", 0.15),
     ("steps", "worst", 0.35), ("memory", "median", 0.10),
 )  # fmt: skip
-"""What errors should be, by kind."""
+"""Claims on errors: (kind, median or worst, largest allowed error)."""
 TRACE_TARGETS = (("ledger.trace_order", 0.02), ("ledger.trace_predicted", 0.15))
-"""The same of a trace's two entries, where one is given."""
+"""Claims on the two entries of a trace, if one is given: (name, largest allowed error)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerOptions(PagedOptions):
-    """What to write."""
+    """Options of `moesaic bench ledger`."""
 
     trace: str | None = None
-    """A cut of DeepSeek's training trace, which is not here (`ledger/trace.py` says how it looks): hold it against the
-    simulator too."""
+    """Also compare the simulator with this extract of DeepSeek's training trace, which is not part of the repository
+    (`ledger/trace.py` describes the format)."""
 
 
 def entries() -> Iterator[Entry]:
-    """Yield the whole ledger."""
+    """Yield all entries of the ledger, without those of a trace."""
     for each in (
         parts.nccl, parts.deepep, parts.deepep_across, parts.products, parts.narrow_products, parts.expert_stages,
         parts.grouped_products, parts.layers, parts.laer,
@@ -53,12 +54,12 @@ def entries() -> Iterator[Entry]:
 
 
 def measure(options: LedgerOptions, cases: None, told: Told) -> list[Entry]:
-    """Predict everything."""
+    """Return all entries with their predictions, including those of the trace if one is given."""
     return list(entries()) + ([] if options.trace is None else trace(Path(options.trace)))
 
 
 def claims(found: list[Entry]) -> list[Claim]:
-    """Return medians and worst errors of what nothing was fitted to."""
+    """Return claims on the median and worst errors of the entries to which nothing was fitted."""
     of = {"median": median_error, "worst": worst_error}
     made = [
         Claim(name=f"ledger.{k}_{how}", value=of[how](found, k), unit="1", target=t, op="<=") for k, how, t in TARGETS
@@ -69,7 +70,7 @@ def claims(found: list[Entry]) -> list[Claim]:
 
 
 def rows(found: list[Entry]) -> list[dict[str, Any]]:
-    """Return a line per kind."""
+    """Return a row per kind, with errors and ratios over the entries that count as evidence."""
     lines = []
     for kind in get_args(Kind):
         evidence = counted(found, kind)
@@ -85,12 +86,12 @@ def rows(found: list[Entry]) -> list[dict[str, Any]]:
 
 
 def _quartiles(ratios: list[float]) -> list[float]:
-    """Return the first and the third quartile of ascending ratios."""
+    """Return the first and the third quartile of ratios in ascending order."""
     return [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]]
 
 
 def page(found: list[Entry]) -> str:
-    """Return the page: what it is, medians, what presets rest on, and the figures. A trace has no place on it."""
+    """Return the text of docs/ledger.md: introduction, errors, measured parts of presets, and all figures except a trace's."""
     found = [each for each in found if each.kind != "trace"]
     of_kinds = [
         [row["kind"], str(row["figures"]), str(row["fitted"]), f"{row['median_error']:.3f}", f"{row['worst_error']:.2f}",
@@ -143,7 +144,7 @@ MISSES = """Known errors and their causes:
 
 
 def _kind(found: list[Entry], kind: str) -> str:
-    """Return the figures of a kind; of many, the worst and others evenly between them."""
+    """Return the section with a kind's figures; of more than `SHOWN`, an evenly spaced selection by ratio."""
     of = sorted((each for each in found if each.kind == kind), key=lambda each: each.ratio)
     step = max(1, -(-len(of) // SHOWN))
     some = [each for place, each in enumerate(of) if place % step == 0 or place == len(of) - 1]

@@ -1,5 +1,8 @@
-"""Entries of the ledger: parts of a step as others measured them alone (collectives of one node, products, expert stages,
-layers), whole steps and their memory, and what this laboratory measured and reproduced."""
+"""Entries of the ledger.
+
+Others measured parts of a step in isolation (collectives inside a node, products, expert stages, layers), and whole steps with
+their memory. Further entries come from this laboratory's own measurements and reproductions.
+"""
 
 from __future__ import annotations
 
@@ -34,25 +37,25 @@ RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 FITTED_GPUS = {"dgx-h200": ("2", "8"), "8xl40s-pcie": ("2", "4", "8")}
 """By machine, the numbers of GPUs whose collectives its links were fitted to."""
 FITTED_OPERATIONS = ("alltoall", "all_gather")
-"""What they were fitted to: no other collective was."""
+"""The collectives to which links were fitted."""
 FITTED_EXPERTS = ("8", "128")
-"""Numbers of experts of the stages that devices were fitted to."""
+"""Numbers of experts of the expert stages to which devices were fitted."""
 UNFITTED_DIM = "2048"
-"""Stages of this width were left out of the fit."""
+"""Width of the expert stages that were left out of the fit."""
 
 cluster_of = functools.lru_cache(read_cluster)
-"""A preset, read once."""
+"""`read_cluster`, which reads each preset only once."""
 
 
 def ring(ranks: int, num_bytes: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the messages of a ring that passes n - 1 parts of a buffer on: sources, targets, bytes, messages."""
+    """Return the messages of a ring's n - 1 steps over a buffer: sources, targets, bytes, numbers of messages."""
     here = np.arange(ranks)
     sent = np.full(ranks, (ranks - 1) / ranks * num_bytes)
     return here, (here + 1) % ranks, sent, np.full(ranks, float(ranks - 1))
 
 
 def everybody(ranks: int, num_bytes: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the messages of an all-to-all of a buffer of so many bytes per rank."""
+    """Return the messages of an all-to-all in which each rank has a buffer of `num_bytes`, in the form of `ring`."""
     source, target = (each.ravel() for each in np.indices((ranks, ranks)))
     other = source != target
     count = int(other.sum())
@@ -60,12 +63,12 @@ def everybody(ranks: int, num_bytes: float) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def alone(cluster: ClusterSpec, ranks: int, *messages: np.ndarray) -> float:
-    """Return the seconds of messages of one node's ranks that nothing else disturbs, their launch included."""
+    """Return the seconds that messages between the ranks of one node take in isolation, launch included."""
     return cluster.host.task_us * 1e-6 + Topology(cluster, ranks, ranks).loads(*messages).alone
 
 
 def collective(cluster: ClusterSpec, operation: str, ranks: int, num_bytes: float) -> float:
-    """Return the seconds of one of NCCL's operations inside a node; all-gathers and reduce-scatters are rings."""
+    """Return the predicted seconds of an NCCL operation inside a node; all-gathers and reduce-scatters are rings."""
     if operation == "all_reduce":
         grid = Grid(world=ranks, ranks_per_node=ranks)
         return cluster.host.task_us * 1e-6 + all_reduce_seconds(cluster, grid, num_bytes, ranks)
@@ -73,7 +76,7 @@ def collective(cluster: ClusterSpec, operation: str, ranks: int, num_bytes: floa
 
 
 def nccl(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[Entry]:
-    """Yield NCCL's collectives of one node."""
+    """Yield NCCL's collectives inside one node."""
     for row in read_figures("nccl"):
         ranks, num_bytes = int(row["gpus"]), float(row["bytes"])
         found = collective(machine(row["machine"]), row["operation"], ranks, num_bytes)
@@ -88,7 +91,7 @@ def nccl(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[Entry]:
 def deepep() -> Iterator[Entry]:
     """Yield DeepEP's dispatch, in float8 with a float32 scale per 128 columns, and its combine, in bfloat16.
 
-    A token goes once to each rank that has an expert of it.
+    A token is sent once to each rank that has any of its experts.
     """
     for row in read_figures("deepep"):
         cluster, tokens, dim = cluster_of(row["machine"]), int(row["tokens"]), int(row["dim"])
@@ -104,9 +107,10 @@ def deepep() -> Iterator[Entry]:
 
 
 def deepep_across() -> Iterator[Entry]:
-    """Yield what DeepEP's second version reports between nodes and inside one: 8,192 tokens, float8 there, bfloat16 back.
+    """Yield what DeepEP's second version reports between nodes and inside one: 8,192 tokens, float8 dispatch, bfloat16 combine.
 
-    Its bandwidth is logical: of a token's rows for all nodes (inside one node, for all ranks), the own one among them.
+    Its bandwidth is logical: it counts a token's rows for all nodes, the sender's own node included. Inside one node, it counts
+    the rows for all ranks, the sender included.
     """
     for row in read_published()["deepep"]:
         nodes, tokens, dim = row["nodes"], 8192, 7168
@@ -127,7 +131,7 @@ def deepep_across() -> Iterator[Entry]:
 
 
 def products() -> Iterator[Entry]:
-    """Yield products of two matrices; no number rests on them."""
+    """Yield products of two matrices; no number of a preset was fitted to them."""
     for row in read_figures("products"):
         rates = rates_of(cluster_of(row["machine"]), "bf16")
         m, n, k = (int(row[name]) for name in "mnk")
@@ -139,7 +143,7 @@ def products() -> Iterator[Entry]:
 
 
 def narrow_products() -> Iterator[Entry]:
-    """Yield products of float8 numbers with a scale per tensor or per block; an end of the preset's interval rests on them."""
+    """Yield float8 products with a scale per tensor or per block; those per tensor set one end of the preset's interval."""
     for row in read_figures("narrow_products"):
         rates, (m, n, k) = rates_of(cluster_of(row["machine"]), "fp8"), (int(row[name]) for name in "mnk")
         found = float(rates.product_seconds(np.array([float(m)]), 2.0 * n * k, 1.0 * n * k)[0])
@@ -151,7 +155,7 @@ def narrow_products() -> Iterator[Entry]:
 
 
 def expert_stage(cluster: ClusterSpec, row: dict[str, str]) -> float:
-    """Return the seconds of the experts of one device, forward, each with as many rows."""
+    """Return the predicted seconds of the forward pass of one device's experts, each with the same number of rows."""
     tokens, dim, hidden, top_k, experts = (int(row[name]) for name in ("tokens", "dim", "hidden", "top_k", "experts"))
     rates, rows = rates_of(cluster, "bf16"), np.full(experts, tokens * top_k / experts)
     seconds = rates.product_seconds(rows, 6.0 * dim * hidden, 6.0 * dim * hidden)
@@ -159,7 +163,7 @@ def expert_stage(cluster: ClusterSpec, row: dict[str, str]) -> float:
 
 
 def expert_stages(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[Entry]:
-    """Yield stages of experts of three matrices, all on one device."""
+    """Yield expert stages: the forward pass of experts of three matrices, all on one device."""
     for row in read_figures("expert_stages"):
         yield Entry(
             kind="expert stages",
@@ -171,7 +175,7 @@ def expert_stages(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterato
 
 
 def grouped_products(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[Entry]:
-    """Yield the products of gated experts on one device, forward and for both gradients, which are added in float32."""
+    """Yield the products of gated experts on one device: forward, and for both gradients, which are accumulated in float32."""
     for row in read_figures("grouped_products"):
         experts, count, dim, hidden = (int(row[name]) for name in ("experts", "rows", "dim", "hidden"))
         rates = rates_of(machine(row["machine"]), "bf16")
@@ -185,7 +189,7 @@ def grouped_products(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iter
 
 
 def layers() -> Iterator[Entry]:
-    """Yield whole layers, forward and backward."""
+    """Yield the forward and backward passes of whole layers."""
     for row in read_published()["layer"]:
         cluster = cluster_of(row["machine"], nodes=row.get("nodes", 1))
         per_node = cluster.devices_per_node
@@ -203,9 +207,10 @@ def layers() -> Iterator[Entry]:
 
 
 def laer() -> Iterator[Entry]:
-    """Yield the time that LAER's ranks compute experts in a step, two micro-batches forward and backward.
+    """Yield the time that LAER's ranks compute experts in a step of two micro-batches, forward and backward.
 
-    The mean over ranks, which is that of the mean load. Of its all-to-alls the artifact does not say over which ranks they go.
+    The time is a mean over ranks, so it is predicted for the mean load. All-to-alls are left out, since the artifact does not
+    say which ranks take part in them.
     """
     for row in read_figures("laer"):
         hidden = 14336 // (2 if "e16" in row["model"] else 1)
@@ -220,7 +225,7 @@ def laer() -> Iterator[Entry]:
 
 
 def predicted_step(row: dict[str, Any], models: dict[str, Any]) -> tuple[PlannedStep, float]:
-    """Return a published step as predicted, and its tokens per second and device."""
+    """Return the prediction of a published step, and the predicted tokens per second and device."""
     shape = read_shape(models[row["model"]] | row.get("routing", {}), row["model"], seq_len=row["seq_len"])
     machine, gpus = row["machine"], row["gpus"]
     cluster = cluster_of(machine).of_devices(gpus) if gpus <= 32 else cluster_of(machine, nodes=gpus // 8)
@@ -233,7 +238,7 @@ def predicted_step(row: dict[str, Any], models: dict[str, Any]) -> tuple[Planned
 
 
 def steps() -> Iterator[Entry]:
-    """Yield published steps, by their seconds, and their memory where it is published."""
+    """Yield the seconds of published steps, and their memory if it is published."""
     published = read_published()
     for row in published["step"]:
         found, speed = predicted_step(row, published["model"])
@@ -252,7 +257,7 @@ def steps() -> Iterator[Entry]:
 
 
 def memory() -> Iterator[Entry]:
-    """Yield published memory of runs whose times are not counted."""
+    """Yield the published memory of runs whose times are not in the ledger."""
     published = read_published()
     for row in published["memory"]:
         found, _ = predicted_step(row, published["model"])
@@ -264,7 +269,7 @@ def memory() -> Iterator[Entry]:
 
 
 def papers() -> Iterator[Entry]:
-    """Yield the figures of the five reproductions, as they were reproduced and committed; points are left out."""
+    """Yield the figures of the five reproductions from their committed results, except those in percentage points."""
     for row in json.loads((RESULTS / "reproduce.json").read_text(encoding="utf-8"))["rows"]:
         if row["ratio"] is not None:
             yield Entry(
@@ -274,7 +279,7 @@ def papers() -> Iterator[Entry]:
 
 
 def beds() -> Iterator[Entry]:
-    """Yield the layers on emulated clusters, as they were measured, predicted by their profile, and committed."""
+    """Yield the layers on emulated clusters from the committed results, as measured and as predicted from a profile."""
     for row in json.loads((RESULTS / "model.json").read_text(encoding="utf-8"))["rows"]:
         if "predicted_seconds" in row:
             yield Entry(

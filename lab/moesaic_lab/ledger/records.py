@@ -1,4 +1,4 @@
-"""Measured figures and their predictions: `Entry`, and the tables of others' figures that come with the laboratory."""
+"""`Entry`, a measured figure with its prediction, and the tables of others' figures that come with the laboratory."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ DATA = "data"
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A figure that somebody measured, and ours."""
+    """A measured figure and its prediction."""
 
     kind: Kind
     what: str
+    """Description of the figure."""
     machine: str
-    """A preset, or a bed."""
+    """Name of a preset, an emulated cluster or a paper."""
     measured: float
     predicted: float
     unit: str
     source: str
-    """Key of `SOURCES`."""
+    """Key of `SOURCES`, or a description of the source."""
     why: str = ""
-    """Why it is off, as far as anybody knows; empty where it is not, or nobody does."""
+    """Why the prediction is off, if it is and the reason is known."""
     fitted: bool = False
-    """A number of the preset rests on it, so it counts as no evidence."""
+    """Whether a number of the preset was fitted to this figure, which therefore is no evidence."""
 
     @property
     def ratio(self) -> float:
@@ -57,33 +58,33 @@ SOURCES = {
     "papers": "the five papers of docs/reproduce.md, with the roles that figures have there",
     "beds": "benchmarks/results/model.json: layers on emulated clusters, with predictions from their profiles",
 }
-"""Where figures come from."""
+"""Sources of the figures, by short name."""
 
 
 def read_figures(name: str) -> list[dict[str, str]]:
-    """Return the lines of one of the laboratory's tables of others' figures."""
+    """Return the rows of the table `name` of others' figures."""
     with _file(f"{name}.csv").open(encoding="utf-8") as lines:
         return list(csv.DictReader(lines))
 
 
 def read_published() -> dict[str, Any]:
-    """Return layers and steps that others published."""
+    """Return the layers, steps and further figures of `published.toml`."""
     found: dict[str, Any] = read_table(_file("published.toml"))
     return found
 
 
 def counted(entries: Iterable[Entry], kind: str) -> list[Entry]:
-    """Return the entries of a kind that are evidence."""
+    """Return the entries of a kind that count as evidence, since no number was fitted to them."""
     return [each for each in entries if each.kind == kind and not each.fitted]
 
 
 def median_error(entries: Iterable[Entry], kind: str) -> float:
-    """Return the median error of a kind."""
+    """Return the median error of a kind's entries that count as evidence."""
     return statistics.median(each.error for each in counted(entries, kind))
 
 
 def worst_error(entries: Iterable[Entry], kind: str) -> float:
-    """Return the largest error of a kind."""
+    """Return the largest error of a kind's entries that count as evidence."""
     return max(each.error for each in counted(entries, kind))
 
 

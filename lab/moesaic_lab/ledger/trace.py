@@ -1,9 +1,9 @@
-"""A published trace of one step, kernel by kernel, laid out again: measured durations in their order, and predicted ones.
+"""Replay a published trace of one step, kernel by kernel, and compare its makespan with a replay and with a prediction.
 
-DeepSeek's trace (profile-data, `train.json`) has no licence, so it is not here; a cut of it is read from a file with a line
-per kernel: stream, kind, start and duration in whole microseconds. Its streams are lanes. A kernel waits for the one before it
-on its stream, and for the last one of each other stream that had ended when it began. Between two kernels of a stream lies what
-usually does in the trace: the median gap of the stream with the most kernels, which is a launch.
+DeepSeek's trace (profile-data, `train.json`) has no licence, so it is not part of the repository. An extract of it is read from
+a file with a line per kernel: stream, kind, start and duration in whole microseconds. In the replay, each stream is a lane. A
+kernel waits for the previous kernel of its stream, and for the last kernel of each other stream that had ended when it began.
+The gap between two kernels of a stream is the time of a launch: the median gap on the stream with the most kernels.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from moesaic_lab.ledger.records import Entry, read_published
 
 COLUMNS = ("stream", "kind", "start_us", "duration_us")
 LANES = (Lane.COMPUTE, Lane.INTER, Lane.INTRA)
-"""Of streams, in the order of their names; more than these no trace has here."""
+"""Lanes of the streams, in the order of the streams' names. A trace has at most as many streams."""
 LAYERS = 4
-"""MoE layers of the trace, of a forward and of a backward pass."""
+"""MoE layers in the trace, each with a forward and a backward pass."""
 
 
 class Kernel(NamedTuple):
-    """One line of a trace; times in microseconds."""
+    """One kernel of a trace, with times in microseconds."""
 
     stream: str
     start: float
@@ -45,10 +45,11 @@ class Kernel(NamedTuple):
 
 
 def read_kernels(path: Path) -> list[Kernel]:
-    """Return the kernels of a file by their starts.
+    """Return the kernels of a file, sorted by their starts.
 
     Raises:
-        InputError: if the file cannot be read, lacks a column, or holds a time that is none.
+        InputError: if the file cannot be read, lacks a column, has a malformed or negative time, or has no kernels or too many
+            streams.
     """
     try:
         with path.open(encoding="utf-8", newline="") as lines:
@@ -71,7 +72,7 @@ def read_kernels(path: Path) -> list[Kernel]:
 
 
 def laid_out(kernels: list[Kernel]) -> float:
-    """Return the seconds that kernels take in their order."""
+    """Return the makespan in seconds when the kernels are replayed with their measured durations and dependencies."""
     streams = sorted({kernel.stream for kernel in kernels})
     of = {stream: [n for n, kernel in enumerate(kernels) if kernel.stream == stream] for stream in streams}
     most = max(of.values(), key=len)
@@ -93,8 +94,11 @@ def laid_out(kernels: list[Kernel]) -> float:
 
 
 def predicted() -> float:
-    """Return the seconds of the trace's layers as predicted: DeepSeek-V3 in float8 on 64 H800, 4,096 tokens a rank, each layer
-    forward beside another one backward, tokens dispatched in float8 and sums combined in bfloat16 by kernels that forward."""
+    """Return the predicted seconds of the trace's layers.
+
+    The layers are DeepSeek-V3's in float8 on 64 H800 with 4,096 tokens per rank. Each layer's forward pass overlaps another
+    one's backward pass. Kernels that forward rows between ranks dispatch tokens in float8 and combine sums in bfloat16.
+    """
     table = read_published()["model"]["deepseek-v3"]
     shape = read_shape(table, "deepseek-v3", seq_len=4096)
     cluster = cluster_of("dgx-h100", nodes=8).with_links("inside", 0.444)
@@ -110,7 +114,7 @@ def predicted() -> float:
 
 
 def trace(path: Path) -> list[Entry]:
-    """Return the trace's makespan beside that of its durations in their order, and beside the prediction."""
+    """Return two entries that compare the trace's makespan with its replay and with the prediction."""
     kernels = read_kernels(path)
     measured = (max(kernel.end for kernel in kernels) - min(kernel.start for kernel in kernels)) * 1e-3
     return [

@@ -1,1 +1,1 @@
-"""Bugs to plant in the library, and whether the conformance suite notices them."""
+"""Bugs that are planted in the library to check that the conformance cases notice them."""

@@ -1,6 +1,7 @@
-"""Planted bugs that the suite must catch: each is a mistake that somebody made, or one that a pass could make.
+"""Planted bugs that the conformance cases must catch.
 
-Where a bug was seen is written as repository#number of a public thread, or as the name of a paper or of its code.
+Each is a mistake that somebody has made, or one that a pass could make. Its source is given as repository#number of a public
+thread, or as the name of a paper or of its code.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from moesaic.testing.processes import ProcessCase, run_on_gloo
 from moesaic_lab.planted import plants
 
 Catcher = Literal["validator", "crash", "numbers", "nobody"]
-"""What noticed a bug: the validator of programs, an error that was raised, or wrong values."""
+"""What caught a bug: the validator of programs, an exception, wrong numbers, or nothing."""
 
 BASE = Case(
     seed=11, grid=Grid(world=8, tp=2, ep=2, etp=2, ranks_per_node=4), plan=Plan(schedule="s1"), num_experts=4, top_k=2,
@@ -95,7 +96,7 @@ CASES: dict[str, Case] = {
     "global": replace(BASE, losses=(LoadBalance(0.7, level="global_batch"),), evaluate=False, seed=25),
     "codec": replace(_SMALL, plan=Plan(schedule="s2", codec="int8"), router="softmax", seed=18),
 }  # fmt: skip
-"""The few cases that mutants are run on."""
+"""The cases that mutants run on, by name."""
 GLOO = tuple(
     replace(
         BASE,
@@ -105,7 +106,7 @@ GLOO = tuple(
     )
     for tp, ep, etp in ((2, 2, 2), (2, 2, 1), (4, 2, 1), (1, 4, 1), (1, 1, 2))
 )
-"""The cases for mutants of what needs processes, on several meshes of as many ranks."""
+"""The cases for mutants that need processes, on several meshes of four ranks."""
 
 
 @dataclass(frozen=True)
@@ -114,15 +115,17 @@ class Mutant:
 
     name: str
     source: str
-    """Where it was seen: a thread as repository#number, a paper, or "own"."""
+    """Where the bug was seen: a thread as repository#number, a paper, or "own"."""
     case: str
-    """In `CASES`, or "gloo"."""
+    """Key of `CASES`, or "gloo" for the cases `GLOO`."""
     caught_by: Catcher
-    """What catches it: part of the evidence, held by a test."""
+    """What must catch the bug; a test verifies it."""
     patch: Patch = nullcontext
+    """Context manager that replaces parts of the library while the case runs."""
     change: Callable[[Compiled], Compiled] | None = None
+    """Changes the compiled programs; None to leave them."""
     looks_like: tuple[str, str] | None = None
-    """(quantity, factor) that the diagnosis must name first: ("expert gradients", "ep"); None where no factor is wrong."""
+    """(quantity, factor) that the diagnosis must name first, as in ("expert gradients", "ep"); None if no factor is wrong."""
 
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -319,23 +322,23 @@ MUTANTS: tuple[Mutant, ...] = (
 
 @dataclass(frozen=True)
 class MutantVerdict:
-    """What became of a mutant."""
+    """The result of running a mutant."""
 
     mutant: Mutant
     caught_by: Catcher
     how: str
-    """The quantities that were wrong, or the error."""
+    """The wrong quantities with their errors, or the exception."""
     findings: tuple[Finding, ...] = ()
-    """What the numbers look like."""
+    """Findings of the diagnosis of wrong numbers."""
 
     @property
     def looks_like(self) -> tuple[str, str] | None:
-        """The first factor that was named, as in `Mutant.looks_like`."""
+        """The first (quantity, factor) of the findings, as in `Mutant.looks_like`."""
         return next(((finding.what, finding.factor) for finding in self.findings if finding.factor), None)
 
 
 def judge(mutant: Mutant) -> MutantVerdict:
-    """Run a mutant that needs no processes, and say who catches it and what it looks like."""
+    """Run a mutant that needs no processes and return what catches it."""
     assert mutant.case != "gloo", f"{mutant.name} needs processes"
     first = CASES[mutant.case]
 
@@ -346,18 +349,18 @@ def judge(mutant: Mutant) -> MutantVerdict:
         return verdict_of(mutant, diagnose(first, run))
     except ProgramError as error:
         return MutantVerdict(mutant, "validator", str(error))
-    except Exception as error:  # any error catches a bug
+    except Exception as error:  # any exception catches a bug
         return MutantVerdict(
             mutant, "crash", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         )
 
 
 def judge_on_gloo(mutant: Mutant, ran: Sequence[Ran]) -> MutantVerdict:
-    """Say who catches a mutant that needs processes.
+    """Return what catches a mutant that needs processes.
 
     Args:
-        mutant: it.
-        ran: the cases `GLOO`, run with it.
+        mutant: the mutant.
+        ran: the results of the cases `GLOO`, run with the mutant.
     """
     by_case = {of_case.case: of_case for of_case in ran}
     first = next((of_case.case for of_case in ran if failures(of_case.case, of_case.errors)), GLOO[0])
@@ -366,7 +369,7 @@ def judge_on_gloo(mutant: Mutant, ran: Sequence[Ran]) -> MutantVerdict:
 
 
 def verdict_of(mutant: Mutant, diagnosis: Diagnosis) -> MutantVerdict:
-    """Return the verdict on a mutant that ran to its end."""
+    """Return the verdict on a mutant that ran without an exception."""
     wrong = diagnosis.wrong
     how = ", ".join(f"{q} {e:.1e}" for q, e in wrong.items())
     return MutantVerdict(mutant, "numbers" if wrong else "nobody", how, diagnosis.findings)
@@ -380,11 +383,11 @@ def _validated(mutant: Mutant, compiled: Compiled) -> Compiled:
 
 
 def judge_all(workers: int, told: Callable[[str], object]) -> Iterator[MutantVerdict]:
-    """Yield the verdicts on the mutants that need no processes of their own, in their order.
+    """Yield the verdicts on the mutants that need no processes, in the order of `MUTANTS`.
 
     Args:
-        workers: processes that they are spread over; 1 runs them in this one.
-        told: hears each name once it is judged.
+        workers: number of processes that run the mutants; 1 runs them in this process.
+        told: called with each mutant's name after it has run.
     """
     names = [mutant.name for mutant in MUTANTS if mutant.case != "gloo"]
     if workers == 1:
@@ -400,7 +403,7 @@ def judge_all(workers: int, told: Callable[[str], object]) -> Iterator[MutantVer
 
 
 def judge_all_on_gloo() -> Iterator[MutantVerdict]:
-    """Yield the verdicts on the mutants that need processes, after one run of all of them."""
+    """Run all mutants that need processes together, and then yield their verdicts."""
     mutants = [mutant for mutant in MUTANTS if mutant.case == "gloo"]
     found = run_on_gloo([ProcessCase(case, mutant.patch) for mutant in mutants for case in GLOO])
     for number, mutant in enumerate(mutants):
@@ -416,6 +419,6 @@ def _judge_named(name: str) -> MutantVerdict:
 
 
 def _told_of(name: str) -> tuple[Catcher, str, tuple[Finding, ...]]:
-    """Return a verdict without its mutant, whose functions do not travel between processes."""
+    """Return a verdict without its mutant, which cannot be pickled."""
     verdict = _judge_named(name)
     return verdict.caught_by, verdict.how, verdict.findings

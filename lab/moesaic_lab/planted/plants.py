@@ -1,6 +1,7 @@
-"""How the bugs of `mutants.py` are planted: a change of a compiled program, or one function of the library replaced.
+"""The bugs of `mutants.py`: each changes a compiled program or replaces one function of the library.
 
-Each is a real mistake, made in one place; what it imitates stands with the mutant.
+Each plant is a real mistake in one place. Its docstring describes the library's behaviour with the bug. The source of the bug
+is given in `mutants.py`.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ from moesaic.testing.equivalence import Patch
 
 
 def replaced(owner: object, name: str, value: object) -> Patch:
-    """Replace an attribute of a module or class while the patch is entered."""
+    """Return a patch that replaces an attribute of a module or class while it is entered."""
     return lambda: mock.patch.object(owner, name, value)
 
 
 def around(owner: object, name: str, change: Callable[..., Any]) -> Patch:
-    """Replace a function of a module or class by one that is given it before its arguments."""
+    """Return a patch that replaces a function of a module or class by `change`, called with the original and its arguments."""
 
     def patch() -> AbstractContextManager[object]:
         original = getattr(owner, name)
@@ -62,7 +63,7 @@ def around(owner: object, name: str, change: Callable[..., Any]) -> Patch:
 
 
 def changed_slots(program: Program, is_changed: Callable[[Slot], bool], state: tuple[Any, ...]) -> Program:
-    """Return a program some of whose slots are in another state."""
+    """Return a program in which the slots that `is_changed` selects have another state."""
     slots = tuple(replace(slot, state=state) if is_changed(slot) else slot for slot in program.slots)
     return replace(program, slots=slots)
 
@@ -71,12 +72,12 @@ def changed_slots(program: Program, is_changed: Callable[[Slot], bool], state: t
 
 
 def backward_scale_dropped(compiled: Compiled) -> Compiled:
-    """The baseline's redundant copies are added up and never divided."""
+    """The baseline's redundant copies are summed and never divided."""
     return replace(compiled, backward=_each_task(compiled.backward, lambda task: replace(task, power=0)))
 
 
 def last_gather_reduced(compiled: Compiled) -> Compiled:
-    """S2's last gather transposed to a reduce-scatter, though the gradient that comes in is the same on all ranks."""
+    """S2's last gather is transposed to a reduce-scatter, though the incoming gradient is identical on all ranks."""
     state = (("tp", State.PARTIAL),)
     return replace(
         compiled, backward=changed_slots(compiled.backward, lambda slot: slot.name.startswith("z_full."), state)
@@ -102,7 +103,7 @@ def gradients_coded(compiled: Compiled) -> Compiled:
 
 
 def shards_not_summed_backward(compiled: Compiled) -> Compiled:
-    """Backward, the gradient of gathered rows is taken to be the same on all shards of an expert, and not summed."""
+    """The gradient of gathered rows is assumed identical on all shards of an expert, and not summed."""
 
     def is_gradient(slot: Slot) -> bool:
         return slot.name.startswith("h.") and "'" in slot.name
@@ -111,13 +112,13 @@ def shards_not_summed_backward(compiled: Compiled) -> Compiled:
 
 
 def edge_removed(compiled: Compiled) -> Compiled:
-    """The experts run before the rows have been asked for."""
+    """The experts run before their rows have been exchanged."""
     tasks = sorted(compiled.forward.tasks, key=lambda task: task.op is not Op.EXPERT)
     return replace(compiled, forward=replace(compiled.forward, tasks=tuple(tasks)))
 
 
 def partial_forgotten(compiled: Compiled) -> Compiled:
-    """A pass forgets that the shards' results are partial sums."""
+    """A pass does not declare that the shards' results are partial sums."""
     return replace(compiled, forward=changed_slots(compiled.forward, lambda slot: slot.name == "out", ()))
 
 
@@ -126,7 +127,7 @@ def _each_task(program: Program, change: Callable[[Task], Task]) -> Program:
 
 
 def _after_experts(program: Program) -> set[str]:
-    """Return the tasks that depend on an expert."""
+    """Return the names of the expert tasks and of the tasks that depend on them."""
     deferred_wgrad: set[str] = set()
     names = set()
     for task in program.tasks:
@@ -140,7 +141,10 @@ def _after_experts(program: Program) -> set[str]:
 
 
 def gradients_then(change: Callable[[nn.Module, Any, dict[str, Tensor]], None]) -> Patch:
-    """Average gradients as it should be, then spoil them; `change` also gets what they were before."""
+    """Return a patch that spoils the gradients after they were averaged correctly.
+
+    `change` gets the module, the mesh, and the gradients by name from before they were averaged.
+    """
 
     def spoiled(average: Callable[..., None], module: nn.Module, mesh: Any) -> None:
         before = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
@@ -151,7 +155,7 @@ def gradients_then(change: Callable[[nn.Module, Any, dict[str, Tensor]], None]) 
 
 
 def experts_times(factor: Callable[[Any, Grid], float]) -> Patch:
-    """Expert gradients are off by a factor, which depends on the layer and the mesh."""
+    """Expert gradients are wrong by a factor, which depends on the layer and the mesh."""
 
     def scaled(module: nn.Module, mesh: Any, before: dict[str, Tensor]) -> None:
         _scale(data_parallel.expert_parameters(module), factor(module, mesh.grid))
@@ -160,7 +164,7 @@ def experts_times(factor: Callable[[Any, Grid], float]) -> Patch:
 
 
 def everything_times(factor: Callable[[Grid], float]) -> Patch:
-    """All gradients are off by a factor."""
+    """All gradients are wrong by a factor, which depends on the mesh."""
     return gradients_then(lambda module, mesh, before: _scale(module.parameters(), factor(mesh.grid)))
 
 
@@ -171,7 +175,7 @@ def _scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
 
 
 def experts_summed_over(axis: Axis | None) -> Patch:
-    """Expert gradients are summed over the ranks of a wrong axis, or not at all, and divided as they should be."""
+    """Expert gradients are summed over the ranks of a wrong axis, or not at all for None, but divided correctly."""
 
     def summed(module: nn.Module, mesh: Any, before: dict[str, Tensor]) -> None:
         group = (mesh.rank,) if axis is None else mesh.grid.group(mesh.rank, (axis,))
@@ -192,7 +196,7 @@ def router_of_own_group(module: nn.Module, mesh: Any, before: dict[str, Tensor])
 
 
 def shared_of_its_copies(module: nn.Module, mesh: Any, before: dict[str, Tensor]) -> None:
-    """A shared expert is taken for a routed one: its gradient is summed over the ranks that hold the same routed experts."""
+    """A shared expert is treated as a routed one: its gradient is summed over the ranks that hold the same routed experts."""
     group = mesh.grid.group(mesh.rank, ("edp",))
     for name, parameter in module.named_parameters():
         if name.startswith("shared") and name in before:
@@ -200,12 +204,12 @@ def shared_of_its_copies(module: nn.Module, mesh: Any, before: dict[str, Tensor]
 
 
 def averaged_over_peers(transport: AbstractTransport, peers: tuple[int, ...], tensor: Tensor) -> Tensor:
-    """What ranks use on slices of their own gets the mean of their gradients, where it must get the sum."""
+    """A tensor that each rank applies to its own slice gets the mean of the ranks' gradients instead of the sum."""
     return share(transport, peers, _ScaledGradient.apply(tensor, 1 / len(peers)))
 
 
 class _ScaledGradient(torch.autograd.Function):
-    """Identity; the gradient is multiplied."""
+    """Identity whose gradient is multiplied by a factor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
@@ -223,12 +227,12 @@ input_gradient_summed_over_tp = around(
     *RUN_EXPERTS,
     lambda run, self, experts, x_TD, *rest: run(self, experts, _ScaledGradient.apply(x_TD, self.grid.tp), *rest),
 )
-"""What the experts give the input is summed over the tensor group once more, though its ranks have the same."""
+"""The experts' gradient of the input is summed over the tensor-parallel group a second time."""
 
 weights_without_gradient = around(
     route_module, "_routing", lambda routing, record, weight_N, *rest: routing(record, weight_N.detach(), *rest)
 )
-"""Routing weights reach the experts without a gradient: only the auxiliary losses train the router."""
+"""Routing weights are detached from the experts' results, so only the auxiliary losses train the router."""
 
 
 def _with_local_weights(
@@ -241,13 +245,13 @@ def _with_local_weights(
 
 
 weights_of_local_experts = around(*RUN_EXPERTS, _with_local_weights)
-"""Routing weights get a gradient from the experts of their own rank only."""
+"""Routing weights get gradients only from experts on their own rank."""
 
 
 def norm_with(
     of_experts: Callable[[Grid], float], of_others: Callable[[Grid], float]
 ) -> AbstractContextManager[object]:
-    """The norm's square is a sum in which the experts' part or that of all others has a factor."""
+    """In the square of the gradient norm, the parts of the experts and of all other weights are multiplied by factors."""
 
     def wrapped(layer: MoE, mesh: Any) -> float:
         spread = list(data_parallel.expert_parameters(layer))
@@ -260,22 +264,22 @@ def norm_with(
 
 
 def norm_of_first_tensor_rank() -> AbstractContextManager[object]:
-    """Experts count on one rank of every tensor group, as dense parameters do, though the others hold other experts."""
+    """Experts count on one rank of each tensor-parallel group only, like dense weights, though ranks hold different experts."""
     return norm_with(lambda grid: 1 / grid.tp, lambda grid: 1)
 
 
 def norm_of_every_tensor_rank() -> AbstractContextManager[object]:
-    """A weight that the ranks of a tensor group hold alike counts once per rank."""
+    """A weight that all ranks of a tensor-parallel group hold identically counts once per rank."""
     return norm_with(lambda grid: 1, lambda grid: grid.tp)
 
 
 def norm_of_every_expert_copy() -> AbstractContextManager[object]:
-    """Experts count once per copy."""
+    """Experts count once per replica."""
     return norm_with(lambda grid: grid.edp, lambda grid: 1)
 
 
 def norm_without_experts() -> AbstractContextManager[object]:
-    """The norm leaves the experts out."""
+    """The norm does not include the experts."""
 
     def copies(original: Callable[..., float], tensor: Tensor, world: int) -> float:
         return float("inf") if isinstance(tensor, DTensor) else original(tensor, world)
@@ -284,7 +288,7 @@ def norm_without_experts() -> AbstractContextManager[object]:
 
 
 def norm_with_replicas() -> AbstractContextManager[object]:
-    """Count every rank's copy of a replicated gradient."""
+    """Every rank's copy of a replicated gradient counts in the norm."""
     return mock.patch.object(norm_module, "num_copies", return_value=1)
 
 
@@ -292,16 +296,16 @@ def norm_with_replicas() -> AbstractContextManager[object]:
 
 
 def loss_share(factor: Callable[[Any], float]) -> Patch:
-    """Replace what a loss over all ranks' tokens is multiplied by."""
+    """A loss over all ranks' tokens is multiplied by another factor."""
     return replaced(expert_parallel.ExpertParallel, "loss_share", property(lambda self: factor(self.grid)))
 
 
 loss_never_used = replaced(MoE, "inject_loss", lambda self, y, *_: y)
-"""The auxiliary loss is computed and nobody uses it."""
+"""The auxiliary loss is computed but not used."""
 
 
 def counting(also: Callable[[MoE, Any, bool], bool]) -> Patch:
-    """Count a call's copies where `also` says so, besides where they belong."""
+    """A call's copies are counted once more if `also`, called with (layer, routed, is replaying), returns True."""
 
     def counted(route: Callable[..., Any], self: MoE, *args: Any) -> Any:
         routed = route(self, *args)
@@ -323,11 +327,11 @@ def _with_padding(route: Callable[..., Any], self: MoE, *args: Any) -> Any:
 
 
 padding_counts = around(MoE, "_route", _with_padding)
-"""Padding is counted in the load that the router adapts to."""
+"""Padding counts in the load that the router adapts to."""
 
 
 def counting_anew(count: Callable[[MoE, Any], Tensor | int]) -> Patch:
-    """Count something else than the copies of a call for the load that the router adapts to."""
+    """The load that the router adapts to grows by `count(layer, routed)` instead of the call's copies."""
 
     def counted(route: Callable[..., Any], self: MoE, *args: Any) -> Any:
         before = self.step_counts.clone()
@@ -340,13 +344,13 @@ def counting_anew(count: Callable[[MoE, Any], Tensor | int]) -> Patch:
 
 
 def own_copies(layer: MoE, routed: Any) -> Tensor:
-    """Return the copies of this rank's tokens alone, (num_experts,)."""
+    """Return the numbers of copies of only this rank's tokens, (num_experts,)."""
     choice = routed.record.choice
     return count(choice.expert, choice.sent, layer.num_experts)
 
 
 def every_tensor_rank(layer: MoE, routed: Any) -> Tensor:
-    """Return the copies added up over ranks of which tp have the same tokens, (num_experts,)."""
+    """Return the numbers of copies summed over all ranks, so that each token counts tp times, (num_experts,)."""
     assert layer.on_mesh is not None
     counts: Tensor = routed.routing.requested * layer.on_mesh.grid.tp
     return counts
@@ -359,7 +363,7 @@ padding_mask_of_others = around(
         self, x_TD, x, None if mask is None else mask.flatten().roll(1).view(mask.shape), *args
     ),
 )
-"""The padding mask is cut over another group of ranks than the tokens."""
+"""The padding mask is split over another group of ranks than the tokens."""
 
 
 def _drawn_by_rank(self: Any, router: Any, x_TD: Tensor) -> Tensor | None:
@@ -370,33 +374,33 @@ def _drawn_by_rank(self: Any, router: Any, x_TD: Tensor) -> Tensor | None:
 
 
 noise_of_every_rank = replaced(expert_parallel.ExpertParallel, "_draw", _drawn_by_rank)
-"""Every rank of a tensor group draws noise of its own for the tokens that they all have."""
+"""The ranks of a tensor-parallel group draw different noise for the tokens that they share."""
 
 
 def load_balance(value: Callable[[LoadBalance, RouterStatistics], Tensor]) -> Patch:
-    """Replace the formula of the load-balance loss."""
+    """The load-balance loss is computed by another formula."""
     return replaced(LoadBalance, "value", value)
 
 
 def balance_over_wrong_pairs(loss: LoadBalance, statistics: RouterStatistics) -> Tensor:
-    """Shares and mean scores are broadcast against each other: all pairs are summed, which hardly depends on the routing."""
+    """Shares and mean scores are broadcast against each other. The sum over all pairs hardly depends on the routing."""
     share = statistics.counts_GE.sum(0) / statistics.counts_GE.sum().clamp_min(1)
     score = statistics.probs_GE.sum(0) / statistics.tokens_G.sum().clamp_min(1)
     return (share.unsqueeze(1) * score).sum()
 
 
 def balance_without_experts(loss: LoadBalance, statistics: RouterStatistics) -> Tensor:
-    """The number of experts is forgotten."""
+    """The factor of the number of experts is missing."""
     return _right_balance(loss, statistics) / statistics.counts_GE.shape[1]
 
 
 def balance_of_choices(loss: LoadBalance, statistics: RouterStatistics) -> Tensor:
-    """Copies are divided by tokens rather than by copies, so shares add up to top_k."""
+    """Copies per expert are divided by tokens instead of copies, so shares add up to top_k."""
     return _right_balance(loss, statistics) * statistics.counts_GE.sum() / statistics.tokens_G.sum().clamp_min(1)
 
 
 def balance_of_this_micro_batch(loss: LoadBalance, statistics: RouterStatistics) -> Tensor:
-    """Copies of the whole step are divided by those of the micro-batch."""
+    """The copies of the whole step are divided by those of one micro-batch."""
     return _right_balance(loss, statistics) * statistics.step_counts_E.sum() / statistics.counts_GE.sum().clamp_min(1)
 
 
@@ -404,7 +408,7 @@ _right_balance = LoadBalance.value
 
 
 def softmax_again() -> AbstractContextManager[object]:
-    """What the losses take for logits are probabilities already."""
+    """The softmax before the losses is applied to probabilities instead of logits."""
     original = RouterStatistics.of.__func__  # type: ignore[attr-defined]
 
     def wrapped(cls: type, scores: Scores, *args: Any, **options: Any) -> Any:
@@ -414,14 +418,14 @@ def softmax_again() -> AbstractContextManager[object]:
 
 
 losses_of_own_tokens = replaced(Gathered, "statistics", lambda self, local, *rest: local)
-"""Every rank evaluates its losses on its own tokens, though they are losses over all."""
+"""Every rank evaluates its losses on only its own tokens, though they are losses over all tokens."""
 
 biased_weights = around(
     SigmoidTopK,
     "weigh",
     lambda weigh, self, scores, *rest: weigh(self, scores._replace(gates=scores.gates + self.bias), *rest),
 )
-"""The bias that the selection adds gets into the routing weights."""
+"""The bias that is meant only for selecting experts is also added to the routing weights."""
 
 
 def _without_first_expert(routing_of: Callable[..., Any], *args: Any) -> Any:
@@ -430,7 +434,7 @@ def _without_first_expert(routing_of: Callable[..., Any], *args: Any) -> Any:
 
 
 first_expert_skipped = around(route_module, "_routing", _without_first_expert)
-"""A combine takes expert 0 for "no expert"."""
+"""Combine interprets expert 0 as "no expert"."""
 
 
 def _with_share_of_shared(forward: Callable[..., Any], self: MoE, *args: Any, **options: Any) -> Any:
@@ -445,7 +449,7 @@ def _with_share_of_shared(forward: Callable[..., Any], self: MoE, *args: Any, **
 
 
 shared_partial = around(MoE, "forward", _with_share_of_shared)
-"""The shared expert's partial sums over tp are not added up: each rank has its share."""
+"""The shared expert's partial sums over tp are not summed, so each rank has only its part."""
 
 
 def _and_adapt(forward: Callable[..., Any], self: MoE, *args: Any, **options: Any) -> Any:
@@ -459,10 +463,10 @@ bias_each_micro_batch = around(MoE, "forward", _and_adapt)
 """The router adapts after every micro-batch."""
 
 routes_again = around(RoutingCache, "read", lambda read, routing_cache, layer: read(routing_cache, layer) and None)
-"""A recomputation routes again, with noise of its own."""
+"""A recomputation routes again, with new noise."""
 
 drops_per_rank = replaced(Capacity, "spans_mesh", property(lambda self: False))
-"""A capacity that is global is applied to each rank's own tokens."""
+"""A global capacity is applied to each rank's tokens separately."""
 
 
 def _over_tp(
@@ -474,14 +478,14 @@ def _over_tp(
 
 
 counted_over_tp = around(peers.Peers, "__init__", _over_tp)
-"""Counts are exchanged over the tensor group, whose ranks have the same tokens."""
+"""Counts are exchanged over the tensor-parallel group, although its ranks have the same tokens."""
 
 
 # Moving and computing
 
 
 def last_shard_only(parts: Sequence[Tensor], runs: Runs, num_rows: int, sums: bool, indices: Indices) -> Tensor:
-    """Rows that several shards sent overwrite each other."""
+    """Rows from several shards overwrite each other instead of being summed."""
     if not sums:
         return tasks.placed(parts, runs, num_rows, False, indices)
     out = parts[0].new_zeros(num_rows, parts[0].shape[1])
@@ -489,14 +493,14 @@ def last_shard_only(parts: Sequence[Tensor], runs: Runs, num_rows: int, sums: bo
 
 
 def sorted_again(parts: Sequence[Tensor], runs: Runs, num_rows: int, sums: bool, indices: Indices) -> Tensor:
-    """Rows are put back by the order that sorted them, where its inverse is due."""
+    """Rows are restored by the permutation that sorted them instead of by its inverse."""
     is_order = not sums and runs.total == num_rows and len(set(runs.rows.tolist())) == num_rows
     wrong = Runs(np.argsort(runs.rows), np.ones(runs.total, dtype=np.int64)) if is_order else runs
     return tasks.placed(parts, wrong, num_rows, sums, indices)
 
 
 class StrideByColumns(Hier2D):
-    """2DH with algorithm 2's printed index: it divides by the number of nodes where the ranks per node are meant."""
+    """2DH with the index as printed in algorithm 2, which divides by the number of nodes instead of the ranks per node."""
 
     def path(self, places: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
         number = places.ranks.index(target)
@@ -510,7 +514,7 @@ class StrideByColumns(Hier2D):
 
 @contextmanager
 def stride_by_columns() -> Iterator[None]:
-    """Plant `StrideByColumns`; legs are remembered, so what was found before is forgotten on both sides."""
+    """Plant `StrideByColumns`; the cache of legs is cleared before and after."""
     with mock.patch.dict(ALL_TO_ALLS, {"hier2d": StrideByColumns()}):
         messages._legs.cache_clear()
         try:
@@ -527,7 +531,7 @@ def _with_own_rows_coded(pack: Callable[..., Any], task: Task, slots: Any, value
 
 
 own_rows_coded = around(executor, "pack", _with_own_rows_coded)
-"""Rows that stay on their rank go through the codec too."""
+"""Rows that stay on their rank are also encoded and decoded."""
 
 
 def _next_tokens(find: Callable[..., NodeTokens], *args: Any) -> NodeTokens:
@@ -542,7 +546,7 @@ node_tokens_off_by_one = around(expert_parallel, "find_node_tokens", _next_token
 
 
 def _driven(steps: Any, transport: AbstractTransport, wait: Callable[[Handle], None]) -> Any:
-    """Drive a program as the executor does, but for its waits."""
+    """Drive a program as the executor does, except that `wait` handles its waits."""
     answer = None
     while True:
         try:
@@ -563,7 +567,7 @@ def _waiting_last(steps: Any, transport: AbstractTransport) -> Any:
 
 
 read_before_waiting = replaced(executor, "drive", _waiting_last)
-"""A program's waits all come at its end."""
+"""All of a program's waits take place at its end."""
 
 
 def _swapping(steps: Any, transport: AbstractTransport) -> Any:
@@ -579,30 +583,30 @@ def _swapping(steps: Any, transport: AbstractTransport) -> Any:
 
 
 messages_swapped = replaced(executor, "drive", _swapping)
-"""What two peers sent is taken for each other's where it has the same size."""
+"""The messages of two peers are swapped if they have the same size."""
 
 padding_routed = replaced(route_module, "_alive", lambda choice, valid: choice.sent)
-"""Padding is routed like any token."""
+"""Padding is routed like other tokens."""
 
 bias_of_every_shard = replaced(tasks, "_shards", lambda *_: 1)
 """Every shard of an expert adds the whole output bias."""
 
 
-# What balances skewed routing: the memory of the arbiter, where samples go and come back to, experts that move
+# Balance: the arbiter's memory, sample placement, expert placement
 
 
 class _Forgetful(dict[object, object]):
-    """Remembers nothing."""
+    """A dict that stores nothing."""
 
     def __setitem__(self, key: object, value: object) -> None:
-        """Drop it."""
+        """Ignore the item."""
 
 
 decides_again = replaced(calls, "WeakIdKeyDictionary", _Forgetful)
-"""A recomputation asks the arbiter anew, and runs another program than its forward pass."""
+"""A recomputation asks the arbiter again, and runs another program than the forward pass did."""
 
 labels_stay = replaced(SampleTrip, "take_home", lambda self, x: x)
-"""Samples move, and what is compared with their results stays where it was."""
+"""Samples move to other ranks, but their labels stay."""
 
 
 def _in_reverse(
@@ -613,12 +617,12 @@ def _in_reverse(
 
 
 slots_reversed = around(SampleMove, "targets", _in_reverse)
-"""Results go to the right rank, and there to another sample's place."""
+"""Results are sent to the right rank, but to another sample's slot there."""
 
 counts_by_number = replaced(ExpertOrder, "columns", lambda self, counts: counts)
-"""Experts are in other slots, and sizes and replication are told counts by their numbers."""
+"""Experts have moved to other slots, but sizes and replication still use counts in the order of their numbers."""
 
 gradients_stay = around(
     moving_experts, "_belongings", lambda of, *arguments: (found for found in of(*arguments) if found[0] == "weight")
 )
-"""Weights go to another rank, and what belongs to them besides does not."""
+"""Weights move to another rank, but their gradients and other state do not."""

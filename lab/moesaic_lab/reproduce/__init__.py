@@ -1,1 +1,1 @@
-"""The simulator against the published figures of five papers: `moesaic reproduce`. Needs no torch."""
+"""`moesaic reproduce`: compare the simulator with the published figures of five papers. Needs no torch."""

@@ -1,4 +1,4 @@
-"""`moesaic reproduce`: published figures of five papers beside what the simulator says. No torch needed."""
+"""The command `moesaic reproduce`, which compares published figures of five papers with simulated ones. Needs no torch."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from moesaic_lab.pictures import Panel
 
 MOST_BARS = 20
-"""Rows that the picture of ratios shows; a paper with more has charts of its own for them."""
+"""The most rows that the chart of ratios shows. A paper with more rows has its own charts for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReproduceOptions:
-    """What to write beside the tables."""
+    """What to write in addition to the tables."""
 
     json: str | None = None
-    """Write everything to this file; "-" prints it instead of the tables."""
+    """Write all results to this JSON file; "-" prints them instead of the tables."""
     picture: str | None = None
     """Draw the charts into this file, .svg, .png or .pdf."""
     refit: bool = False
-    """Find the papers' constants again from their cells first, and say which differ from those that come with Moesaic."""
+    """First fit the papers' constants again to their figures, and report which differ from those that come with Moesaic."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Reproduce; returns the exit code."""
+    """Run the command and return its exit code."""
     words = list(arguments)
     names = ", ".join((*REPRODUCTIONS, "all"))
     first = words[0] if words else ""
@@ -142,7 +142,10 @@ def _draw(made: Sequence[Reproduction], path: Path) -> None:
 
 
 def _ratios(made: Reproduction) -> list[Chart]:
-    """Return a chart of simulated over published figures, of rows that count as validation."""
+    """Return a chart of simulated over published figures, of the rows that count as validation.
+
+    The list is empty if there are no such rows or more than `MOST_BARS`.
+    """
     rows = [row for row in made.rows if row.role == "validation" and row.cell.unit != "points"]
     if not rows or len(rows) > MOST_BARS:
         return []

@@ -1,4 +1,4 @@
-"""What a training step of a paper's model has around its MoE layers, so that figures of whole steps can be set side by side."""
+"""The time of a training step outside its MoE layers, needed to compare the papers' figures of whole steps."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from moesaic.program.grid import Grid
 
 
 class WholeStep:
-    """A model of `moesaic.plan.presets` on a mesh, in float32, nothing recomputed.
+    """Cost model of a training step of a model preset on a mesh, in float32, without activation recomputation.
 
     Args:
-        name: of the preset.
-        cluster: on what.
+        name: name of the model in `moesaic.plan.presets`.
+        cluster: the cluster on which the model trains.
         grid: the mesh.
-        num_experts: of each MoE layer.
-        sequences: of each tensor group.
+        num_experts: number of experts in each MoE layer.
+        sequences: number of sequences per tensor-parallel group.
     """
 
     def __init__(self, name: str, cluster: ClusterSpec, grid: Grid, num_experts: int, sequences: int) -> None:
@@ -36,9 +36,9 @@ class WholeStep:
         """Return the seconds of a step without its MoE layers.
 
         Args:
-            there: the forward program of an MoE layer.
-            back: its backward program.
-            exchanges: with the gradients of what is not an expert, as far as nothing hides them.
+            there: the simulated forward pass of an MoE layer.
+            back: the simulated backward pass of an MoE layer.
+            exchanges: whether to include the exchange of the gradients of non-expert weights, as far as it is not hidden.
         """
         parts = self._cost.estimate(there, back).parts
         left_out = {"moe forward", "moe backward"} | (set() if exchanges else {"parameters"})

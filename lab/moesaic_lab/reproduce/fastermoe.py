@@ -1,7 +1,8 @@
-"""FasterMoE's layers as our programs on its two clusters: the smart schedule, shadows, and ZeRO beside them.
+"""FasterMoE's layers as our programs on its two clusters: the smart schedule, shadows, and ZeRO for comparison.
 
-He et al. (PPoPP 2022). Its traces are not public; experts are chosen by a Zipf law with one fitted exponent, the same experts
-everywhere. Shadows are exchanged before and after the layer, as the artifact does: by broadcast and reduce trees over the NIC.
+He et al. (PPoPP 2022). The paper's traces are not public. Instead, expert loads follow a Zipf law with one fitted exponent, and
+all ranks prefer the same experts. Shadows are exchanged before and after the layer by broadcast and reduce trees over the NIC,
+as in the paper's artifact.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from moesaic_lab.reproduce.fastermoe_model import FasterMoEMachine, Rule, ideal,
 from moesaic_lab.reproduce.records import Book, Chart, PaperFinding, Reproduction
 
 SEEDS = (1, 2, 3)
-"""Of the order of experts by load."""
+"""Seeds of the order of experts by load."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +36,12 @@ class Model:
     cluster: str
     gpus: int
     tokens: int
-    """Per GPU in a replay."""
+    """Tokens per GPU."""
     dim: int
 
     @property
     def layer(self) -> Workload:
-        """An MoE layer: as many experts as GPUs, top-2, F = 2 D, float32."""
+        """An MoE layer of the model: as many experts as GPUs, top-2, F = 2 D, float32."""
         return Workload(
             tokens=self.tokens,
             num_experts=self.gpus,
@@ -55,30 +56,30 @@ class Model:
 GPT_S, GPT, GPT_L = (Model(cluster="johnny", gpus=16, tokens=1024, dim=dim) for dim in (1024, 2048, 4096))
 WIDE = Model(cluster="trevor", gpus=64, tokens=2048, dim=1024)
 PLAIN = Plan()
-"""FastMoE: all tokens out, all experts, all tokens back."""
+"""FastMoE's schedule: dispatch all tokens, run all experts, combine all tokens."""
 
 
 @dataclass(frozen=True)
 class FasterMoEPass:
-    """A layer, forward and backward."""
+    """Simulated times of a layer, forward and backward, in seconds."""
 
     seconds: float
     computing: float
-    """Of the busiest GPU, seconds."""
+    """Compute time of the busiest GPU."""
     moving: float
-    """Of the busiest link, seconds."""
+    """Communication time of the busiest link."""
 
     @property
     def limit(self) -> float:
-        """What full overlap of its computing and moving would take."""
+        """The time if computation and communication overlapped fully."""
         return max(self.computing, self.moving)
 
 
 class FasterMoEBed:
-    """One model on its cluster.
+    """Simulates the layers of one model on its cluster.
 
     Args:
-        model: which.
+        model: the model.
     """
 
     def __init__(self, model: Model) -> None:
@@ -94,7 +95,7 @@ class FasterMoEBed:
         self._compiled: dict[Plan, Compiled] = {}
 
     def counts(self, skew: float, seed: int) -> np.ndarray:
-        """Return copies from each rank to each expert, (gpus, gpus)."""
+        """Return the copies from each rank to each expert, (gpus, gpus), under a Zipf law with exponent `skew`."""
         return zipf_counts(self.model.gpus, self.model.layer, exponent=skew, seed=seed)
 
     def run(self, plan: Plan, counts: np.ndarray) -> FasterMoEPass:
@@ -113,9 +114,9 @@ class FasterMoEBed:
         return FasterMoEPass(sum(run.seconds for run in runs), computing, moving)
 
     def predicted(self, counts: np.ndarray) -> tuple[float, float]:
-        """Return what equations 1 and 2 say of a layer, forward and backward: computing and moving, seconds.
+        """Return the seconds of computation and communication that equations 1 and 2 predict for both passes of a layer.
 
-        Equation 2 takes the busiest directed link: out of each run of GPUs that has one, and into it.
+        Equation 2 uses the busiest directed link, out of or into any group of GPUs that share a link.
         """
         ranks = np.arange(len(counts))
         node, found = ranks // self.spec.devices_per_node, []
@@ -129,21 +130,21 @@ class FasterMoEBed:
         return 3 * self.machine.compute_seconds(counts.sum(0).max()), 4 * max(found)
 
     def shadowed(self, plan: Plan, counts: np.ndarray, experts: Sequence[int]) -> float:
-        """Return the time of a layer with shadows: their weights out, the layer, their gradients back."""
+        """Return the time of a layer with shadows: broadcast of their weights, the layer, reduction of their gradients."""
         kept = stay_home(counts, list(experts))
         nbytes = self.model.layer.matrices * self.model.layer.dim * self.model.layer.hidden * 4
         tree = tree_seconds(self.model.gpus, nbytes, 10e-6, 1 / self.nic)
         return self.run(plan, kept).seconds + len(experts) * (tree + tree)
 
     def chosen(self, counts: np.ndarray, rule: Rule = "printed") -> list[int]:
-        """Return the experts that the policy shadows."""
+        """Return the experts that FasterMoE's policy shadows."""
         return shadows(self.machine, counts, rule)
 
     def zero_seconds(self, stage: int) -> float:
-        """Return the time of a layer whose experts are all on all GPUs: no token moves, weights or gradients do.
+        """Return the time of a layer under ZeRO: every GPU runs all experts, so weights and gradients move instead of tokens.
 
         Args:
-            stage: 3 gathers weights in both passes and scatters gradients; 2 reduces gradients and gathers weights once.
+            stage: 3 gathers weights in both passes and reduce-scatters gradients; 2 reduces gradients and gathers weights once.
         """
         layer = self.model.layer
         rows = layer.copies / layer.num_experts
@@ -155,22 +156,22 @@ class FasterMoEBed:
 
 
 def tree_seconds(ranks: int, num_bytes: float, alpha: float, beta: float) -> float:
-    """Return the seconds of a broadcast by a pipelined tree, and of a reduction, which is one backwards.
+    """Return the seconds of a broadcast by a pipelined tree. A reduction is the reverse and takes as long.
 
-    Its depth in start-ups, the bytes once over each link: Thakur, Rabenseifner and Gropp, "Optimization of collective
-    communication operations in MPICH" (2005).
+    The time is the tree's depth in start-ups, plus the bytes once over a link: Thakur, Rabenseifner and Gropp, "Optimization of
+    collective communication operations in MPICH" (2005).
 
     Args:
-        ranks: of the tree.
-        num_bytes: that all of them get.
-        alpha: seconds that a message costs whatever its size.
+        ranks: number of ranks in the tree.
+        num_bytes: bytes that each rank receives.
+        alpha: start-up time of a message in seconds.
         beta: seconds per byte of one rank's link.
     """
     return math.ceil(math.log2(ranks)) * alpha + (beta * num_bytes if ranks > 1 else 0.0)
 
 
 def predictor_r2(beds: Sequence[FasterMoEBed], skews: Sequence[float]) -> tuple[float, float]:
-    """Return R^2 of equations 2 and 1, moving and computing, against the simulator's layers of all skews and orders."""
+    """Return R^2 of equations 2 (communication) and 1 (computation) against the simulator, over all skews and `SEEDS`."""
     pairs = []
     for bed in beds:
         for skew in skews:
@@ -186,30 +187,33 @@ def predictor_r2(beds: Sequence[FasterMoEBed], skews: Sequence[float]) -> tuple[
 
 @dataclass(frozen=True)
 class Gains:
-    """Speed-ups over FastMoE, means over the orders of experts."""
+    """Speed-ups over FastMoE, as means over the seeds unless noted otherwise."""
 
     schedule: float
+    """Speed-up by the smart schedule."""
     shadow: float
+    """Speed-up by shadows."""
     both: float
+    """Speed-up by the smart schedule and shadows."""
     experts: float
     """Share of the experts that are shadowed."""
     bound: float
-    """Largest speed-up of one layer that full overlap would give FastMoE."""
+    """Speed-up that full overlap would give FastMoE; the largest over the seeds."""
     layer: float
-    """Largest speed-up of one layer by the schedule."""
+    """Speed-up by the smart schedule; the largest over the seeds."""
     one: float
-    """Largest speed-up of one layer with one shadow."""
+    """Speed-up by a shadow of the hottest expert alone; the largest over the seeds."""
     seconds: float
-    """Of a layer with both."""
+    """Time of a layer with the smart schedule and shadows."""
 
 
 def skew_of(book: Book) -> float:
-    """Return the exponent of the experts' loads."""
+    """Return the fitted Zipf exponent of the expert loads."""
     return book.constant("fastermoe.skew")
 
 
 def shadow_gain(bed: FasterMoEBed, skew: float, rule: Rule = "printed") -> float:
-    """Return the speed-up by shadows alone, mean over the orders of experts."""
+    """Return the speed-up by shadows alone, as a mean over the seeds."""
     found = []
     for seed in SEEDS:
         counts = bed.counts(skew, seed)
@@ -242,7 +246,7 @@ def gains(bed: FasterMoEBed, skew: float, rule: Rule = "printed", seeds: Sequenc
 
 
 def reproduce(book: Book) -> Reproduction:
-    """Simulate the layers and set them beside the paper's figures."""
+    """Simulate the layers and compare them with the paper's figures."""
     skew = skew_of(book)
     beds = {model: FasterMoEBed(model) for model in (GPT_S, GPT, GPT_L, WIDE)}
     on_johnny = {model: gains(beds[model], skew) for model in (GPT_S, GPT, GPT_L)}

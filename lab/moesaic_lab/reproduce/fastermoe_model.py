@@ -1,7 +1,8 @@
-"""FasterMoE's equations 1 to 10: as printed, and with their errors corrected. And its choice of shadows by equation 8.
+"""FasterMoE's equations 1 to 10, as printed and with their errors corrected, and its choice of shadows by equation 8.
 
-He et al. (PPoPP 2022), sections 3 and 4. Printed, equations 2, 7 and 8 divide elements by bytes per second, 7 sends tokens that
-stay at home, 8 forgets the tokens that still travel, and 6 counts passes otherwise than 4 (errata F1 to F4).
+He et al. (PPoPP 2022), sections 3 and 4. As printed, equations 2, 7 and 8 divide elements by bytes per second. Equation 7
+counts tokens as sent that stay at home, and 8 omits the tokens that are still sent. Equation 6 counts passes differently from
+equation 4. These are errata F1 to F4.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Rule = Literal["printed", "corrected"]
 
 @dataclass(frozen=True, kw_only=True)
 class FasterMoEMachine:
-    """What the equations know of a layer on a cluster: one expert per worker."""
+    """Parameters of a layer on a cluster in the equations, which have one expert per worker."""
 
     flops: float
     """P: operations per second of a worker."""
@@ -32,50 +33,53 @@ class FasterMoEMachine:
 
     @property
     def rates(self) -> ShadowRates:
-        """Of equations 7 and 8: three passes of products, four all-to-alls, weights there and gradients back."""
+        """Rates for equations 7 and 8: three passes of products, four all-to-alls, weights out and gradients back."""
         return ShadowRates(
             copy=3 * self.compute_seconds(1), trip=4 * self.move_seconds(1), weights=2 * self.weight_seconds()
         )
 
     def compute_seconds(self, rows: float) -> float:
-        """Eq. 1: one pass of the busiest worker's experts, two products of 2 B D alpha D operations."""
+        """Return the seconds of one pass of the busiest worker's experts (eq. 1): two products of 2 B D alpha D operations."""
         return 4 * rows * self.alpha * self.dim**2 / self.flops
 
     def move_seconds(self, rows: float) -> float:
-        """Eq. 2: one all-to-all by the rows on its busiest link, in bytes."""
+        """Return the seconds of one all-to-all (eq. 2, corrected to bytes) from the rows on its busiest link."""
         return rows * self.dim * self.element_bytes / self.bandwidth
 
     def weight_seconds(self) -> float:
-        """One expert's weights over the network."""
+        """Return the seconds that one expert's weights take over the network."""
         return 2 * self.alpha * self.dim**2 * self.element_bytes / self.bandwidth
 
 
 def ratio(compute: float, move: float) -> float:
-    """Return R_CC of totals (eq. 3): three passes of products over four all-to-alls."""
+    """Return R_CC, the ratio of computation to communication (eq. 3): three passes of products over four all-to-alls."""
     return 3 * compute / (4 * move)
 
 
 def throughput(machine: FasterMoEMachine, rows: float, workers: int, compute: float, move: float) -> float:
-    """Return operations per second of a worker without overlap (eq. 4).
+    """Return the operations per second of a worker without overlap (eq. 4).
 
     Args:
-        machine: rates.
-        rows: that all workers compute together.
-        workers: N.
-        compute: seconds of eq. 1.
-        move: seconds of eq. 2.
+        machine: the parameters of the layer and cluster.
+        rows: rows that all workers compute together.
+        workers: number of workers, N.
+        compute: seconds of one pass of products (eq. 1).
+        move: seconds of one all-to-all (eq. 2).
     """
     operations = 12 * machine.alpha * machine.dim**2 * rows
     return operations / (workers * (3 * compute + 4 * move))
 
 
 def ideal(peak: float, r: float) -> float:
-    """Return the throughput if everything that can be hidden is (eq. 5)."""
+    """Return the throughput if computation and communication overlap fully (eq. 5); `r` is their ratio."""
     return peak * min(1.0, r)
 
 
 def semi_ideal(peak: float, r: float, rule: Rule = "corrected") -> float:
-    """Return the throughput if nothing is hidden (eq. 6); printed, of the ratio of one pass to one all-to-all (errata F4)."""
+    """Return the throughput without overlap (eq. 6).
+
+    As printed, `r` is the ratio of one pass to one all-to-all (errata F4); corrected, it is that of eq. 3.
+    """
     return peak * r / (r + (4 / 3 if rule == "printed" else 1.0))
 
 
@@ -83,9 +87,9 @@ def unshadowed_seconds(machine: FasterMoEMachine, counts: np.ndarray, rule: Rule
     """Return the time of a layer without shadows (eq. 7).
 
     Args:
-        machine: rates.
+        machine: the parameters of the layer and cluster.
         counts: (workers, workers) copies from a worker to an expert.
-        rule: printed counts tokens that stay at home, corrected only those that leave a worker.
+        rule: "printed" also counts tokens that stay at home as sent, "corrected" only those that leave a worker.
     """
     received = counts.sum(0)
     if rule == "printed":
@@ -94,19 +98,22 @@ def unshadowed_seconds(machine: FasterMoEMachine, counts: np.ndarray, rule: Rule
 
 
 def shadowed_seconds(machine: FasterMoEMachine, counts: np.ndarray, experts: list[int], rule: Rule) -> float:
-    """Return the time of a layer with shadows (eq. 8): twice their weights; corrected, and the tokens that still travel."""
+    """Return the time of a layer with shadows (eq. 8), which moves their weights twice.
+
+    Corrected, it also includes the all-to-alls of the tokens that are still sent.
+    """
     kept = stay_home(counts, experts)
     seconds = machine.rates.shadowed(kept.sum(0), len(experts))
     return seconds + (4 * machine.move_seconds(_remote(kept)) if rule == "corrected" else 0.0)
 
 
 def worth_by_size(machine: FasterMoEMachine, most: float, shadows: int) -> bool:
-    """Eq. 9: the weights of the shadows are less than the copies of the busiest expert."""
+    """Return whether the shadows' weights are smaller than the rows of the busiest expert (eq. 9)."""
     return most > shadows * machine.alpha * machine.dim
 
 
 def worth_by_time(machine: FasterMoEMachine, most: float, most_after: float, shadows: int) -> bool:
-    """Eq. 10, in printed units: what shadows save of computing outweighs what their weights cost beyond the tokens."""
+    """Return whether the computation that shadows save outweighs their additional communication (eq. 10, in printed units)."""
     extra = shadows * machine.alpha * machine.dim - most
     if extra <= 0:
         return True
@@ -115,11 +122,11 @@ def worth_by_time(machine: FasterMoEMachine, most: float, most_after: float, sha
 
 
 def stay_home(counts: np.ndarray, experts: list[int]) -> np.ndarray:
-    """Return counts in which the copies for some experts are computed where they come from.
+    """Return the counts after shadowing, when copies for shadowed experts are computed on the workers that they come from.
 
     Args:
-        counts: (workers, workers) copies from a worker to an expert; expert i lives on worker i.
-        experts: that are shadowed.
+        counts: (workers, workers) copies from a worker to an expert; the home of expert i is worker i.
+        experts: the shadowed experts.
     """
     kept = counts.copy()
     for expert in experts:
@@ -132,8 +139,8 @@ def stay_home(counts: np.ndarray, experts: list[int]) -> np.ndarray:
 def shadows(machine: FasterMoEMachine, counts: np.ndarray, rule: Rule) -> list[int]:
     """Return the experts to shadow, hottest first.
 
-    Printed: Algorithm 1 with equation 8, while it falls, and only if it ends below equation 7. Corrected: the best of all
-    prefixes by the corrected equations, none among them.
+    "printed" is Algorithm 1: shadows are added while equation 8 falls, and used only if it ends below equation 7. "corrected"
+    takes the best number of hottest experts by the corrected equations, zero included.
     """
     if rule == "printed":
         return shadows_of(counts, np.arange(len(counts)), machine.rates)

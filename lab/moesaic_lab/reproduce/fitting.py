@@ -1,6 +1,6 @@
-"""How every constant follows from its cells: functions that find the committed values again.
+"""Fit every constant to its cells: functions that reproduce the committed values.
 
-Nothing here reads a cell that the constant does not name.
+A fit reads no cells except those that its constants name.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from moesaic_lab.reproduce.parm import Testbed, mean_speedup, shares
 from moesaic_lab.reproduce.records import Book
 
 LAUNCH_US = 8.0
-"""Microseconds of the issuing thread per task where nothing else is known of it."""
+"""Microseconds that the issuing thread spends per task, where nothing more is known."""
 
 
 Found = float | tuple[float, ...]
+"""Value or values of the constants that are fitted together."""
 
 
 class Named:
-    """A book in which only the cells of one constant can be read, and those that other constants were already made of.
+    """Access to the published figures of those cells that the constants being fitted name, and to no others.
 
     Args:
-        book: of all.
-        constants: that are being fitted, together.
+        book: all cells and constants.
+        constants: names of the constants that are fitted together.
     """
 
     def __init__(self, book: Book, *constants: str) -> None:
@@ -35,17 +36,17 @@ class Named:
         self._cells = {cell for name in constants for cell in book.constants[name].cells}
 
     def __getitem__(self, name: str) -> float:
-        """Return a figure of the paper."""
+        """Return a published figure."""
         assert name in self._cells, f"{name} is not among the cells of the constants"
         return self.book.value(name)
 
 
 def refit(book: Book, names: tuple[str, ...] | None = None) -> Book:
-    """Return the book with its constants found anew, in order, each by those before it.
+    """Return the book with its constants fitted again, in the order of `FITS`; each fit uses the results of those before it.
 
     Args:
-        book: whose cells, and whose values for constants that are left out.
-        names: which constants; None for all.
+        book: the cells, and the values of constants that are not fitted.
+        names: names of the constants to fit; None for all.
     """
     for together, fit in FITS.items():
         if names is None or set(together) & set(names):
@@ -108,9 +109,11 @@ def _schemoe_rest(book: Book, cells: Named) -> tuple[float, float]:
 
 
 def _tutel_network(book: Book, cells: Named) -> tuple[float, ...]:
-    """Rate, its fall, start-up per message and the experts' products message by message, from four figures at once.
+    """Fit four constants to four figures at once.
 
-    What the issuing thread takes and the rate of one connection are found after these; here it takes what a launch does.
+    The constants are the NIC's rate, its fall with the number of nodes, the start-up per message, and the efficiency of
+    products that experts do message by message. The issuing thread's time and the rate of one connection are fitted later.
+    Here, the issuing thread takes `LAUNCH_US` per task.
     """
     book = book.with_values({"tutel.issue": LAUNCH_US})
     names = ("tutel.nic", "tutel.fabric", "tutel.message", "tutel.batched")
@@ -131,7 +134,7 @@ def _tutel_network(book: Book, cells: Named) -> tuple[float, ...]:
 
 
 def _tutel_pipelining(book: Book, cells: Named) -> tuple[float, ...]:
-    """Rate of one connection and the issuing thread's time, from two means over the layers on 16 GPUs at once."""
+    """Fit the rate of one connection and the issuing thread's time to two means over the layers on 16 GPUs at once."""
     names = ("tutel.connection", "tutel.issue")
 
     def errors(logs: np.ndarray) -> list[float]:
@@ -173,7 +176,7 @@ def _netmoe_concentration(book: Book, cells: Named) -> float:
 
 
 def _solve(book: Book, name: str, bounds: tuple[float, float], found: Callable[[Book], float], wanted: float) -> float:
-    """Return the value of a constant at which a figure comes out; the nearest bound where none does."""
+    """Return the value of a constant at which a simulated figure equals `wanted`, or the nearest bound if there is none."""
     low, high = (found(book.with_values({name: value})) - wanted for value in bounds)
     if low * high > 0:
         return bounds[0] if abs(low) < abs(high) else bounds[1]
@@ -185,7 +188,7 @@ def _solve(book: Book, name: str, bounds: tuple[float, float], found: Callable[[
 
 
 def _solved(cell: str, bounds: tuple[float, float], found: Callable[[Book], float]) -> Callable[[Book, Named], Found]:
-    """Return a fit of one constant, so that one figure comes out."""
+    """Return a function that fits one constant to one figure."""
 
     def fit(book: Book, cells: Named) -> float:
         (name,) = cells.constants
@@ -235,4 +238,4 @@ FITS: dict[tuple[str, ...], Callable[[Book, Named], Found]] = {
     ("netmoe.concentration",): _netmoe_concentration,
     ("fastermoe.skew",): _solved("fastermoe.shadow.johnny", (0.3, 2.0), _shadow_gain),
 }
-"""By the constants that are found together, in the order in which they are found."""
+"""Fit functions by the names of the constants that they fit together, in the order in which they run."""

@@ -1,7 +1,8 @@
-"""NetMoE's volumes and times: what a dispatch moves under even routing, and after samples were placed anew.
+"""NetMoE's volumes and times: what all-to-alls move under even routing, and how much sample placement saves.
 
-Liu et al. (ICLR 2025). Savings need samples that like experts of their own; each sample draws its shares from a Dirichlet
-distribution with equal means, so that experts are loaded evenly in sum, and one concentration is fitted for all rows.
+Liu et al. (ICLR 2025). Placement saves traffic only if samples prefer different experts. Each sample draws its shares of the
+experts from a Dirichlet distribution with equal means, so the experts' total loads are even. One concentration is fitted for
+all rows.
 """
 
 from __future__ import annotations
@@ -27,35 +28,35 @@ from moesaic_lab.reproduce.end_to_end import WholeStep
 from moesaic_lab.reproduce.records import Book, Chart, PaperFinding, Reproduction, paper_bars
 
 MODELS = {"S": 768, "M": 1024, "L": 1280, "XL": 1600, "XXL": 4096}
-"""Widths by model."""
+"""Width of each model."""
 SAMPLES, LENGTH, TOP_K, PER_NODE, DRAWS = 4, 1024, 2, 8, 20
-"""Samples per device, tokens of each, experts per token, devices of a node, draws that a mean is taken over."""
+"""Samples per device, tokens per sample, experts per token, devices per node, and random draws in a mean."""
 MIB = 2**20
 JOURNEY = 6
-"""MoE layers over which the time of one is taken, where samples move between them; the last takes them home."""
+"""Number of consecutive MoE layers between which samples move; the last one returns them to their home ranks."""
 
 
 @dataclass(frozen=True)
 class PlacedSamples:
-    """What placing samples did, means over draws."""
+    """The effect of sample placement on an all-to-all, as means over draws."""
 
     intra: float
-    """Rows inside nodes in one all-to-all after, over those before."""
+    """Rows sent inside nodes, after over before."""
     inter: float
-    """Rows between nodes after, over those before."""
+    """Rows sent between nodes, after over before."""
     moved_nodes: float
-    """Share of the samples that went to another node."""
+    """Share of the samples that moved to another node."""
     moved_devices: float
-    """Share of the samples that went to another device."""
+    """Share of the samples that moved to another device."""
 
 
 def workload(devices: int, dim: int, samples: int = SAMPLES) -> Workload:
-    """Return a layer: two experts per device, float32, F = 4 D.
+    """Return an MoE layer with two experts per device, float32 and F = 4 D.
 
     Args:
-        devices: in use.
+        devices: number of devices.
         dim: width of the model.
-        samples: per device.
+        samples: samples per device.
     """
     return Workload(
         tokens=samples * LENGTH, num_experts=2 * devices, top_k=TOP_K, dim=dim, hidden=4 * dim, matrices=2, dtype="fp32"
@@ -63,7 +64,7 @@ def workload(devices: int, dim: int, samples: int = SAMPLES) -> Workload:
 
 
 def before_mib(devices: int, dim: int) -> tuple[float, float]:
-    """Return the MiB that one all-to-all of rows moves (inside nodes, between nodes), all ranks together, even routing."""
+    """Return the MiB that all ranks together send in an all-to-all of rows under even routing: (inside, between) nodes."""
     grid, layer = Grid(world=devices, ep=devices, ranks_per_node=PER_NODE), workload(devices, dim)
     made = compile_plan(Plan(), grid)
     sizes = sizes_of(made.forward, layer, grid)
@@ -78,12 +79,12 @@ def before_mib(devices: int, dim: int) -> tuple[float, float]:
 
 
 def placed(devices: int, concentration: float, draws: int = DRAWS) -> PlacedSamples:
-    """Return what the two-stage assignment does to the gather of a layer and the scatter of the next.
+    """Return the effect of the two-stage assignment on the gather of a layer and the scatter of the next.
 
     Args:
-        devices: in use.
-        concentration: of the Dirichlet distribution, over all experts together.
-        draws: how many batches.
+        devices: number of devices.
+        concentration: concentration of the Dirichlet distribution, summed over all experts.
+        draws: number of random batches.
     """
     grid = Grid(world=devices, ep=devices, ranks_per_node=PER_NODE)
     node = np.arange(devices) // PER_NODE
@@ -106,16 +107,16 @@ def placed(devices: int, concentration: float, draws: int = DRAWS) -> PlacedSamp
 
 
 def step_gains(book: Book, model: str, nodes: int, per_node: int) -> dict[str, float]:
-    """Return how many times as fast NetMoE's whole steps are as those of other systems.
+    """Return the speed-ups of NetMoE's whole steps over those of other systems.
 
-    MoE layers route samples as `placed` draws them. FastMoE sends all tokens out and back, and so does SmartMoE, which moves no
-    expert where all are evenly loaded; FasterMoE has its smart schedule in groups of four devices, and shadows nothing.
+    MoE layers route samples as `placed` draws them. FastMoE dispatches and combines all tokens. So does SmartMoE, which moves
+    no expert if all are evenly loaded. FasterMoE has its smart schedule in groups of four devices, and no shadows.
 
     Args:
-        book: tells the constants.
+        book: gives the constants.
         model: a key of `MODELS`.
-        nodes: of the cluster.
-        per_node: devices of each in use.
+        nodes: number of nodes.
+        per_node: devices in use on each node.
     """
     dim, devices = MODELS[model], nodes * per_node
     layer = replace(workload(devices, dim, 1), tokens=LENGTH)
@@ -137,12 +138,12 @@ def step_gains(book: Book, model: str, nodes: int, per_node: int) -> dict[str, f
 
 
 class NetMoECluster:
-    """Some nodes of the cluster.
+    """Simulates layers on some nodes of the paper's cluster.
 
     Args:
-        book: tells the constants.
-        nodes: in use.
-        per_node: devices of each in use.
+        book: gives the constants.
+        nodes: number of nodes in use.
+        per_node: devices in use on each node.
     """
 
     def __init__(self, book: Book, nodes: int = 2, per_node: int = PER_NODE) -> None:
@@ -150,7 +151,7 @@ class NetMoECluster:
 
     @cached_property
     def spec(self) -> ClusterSpec:
-        """The cluster: its preset with the constants in place."""
+        """The cluster's preset, with the fitted constants in place."""
         spec = paper_cluster(self._nodes, self._per_node)
         nvlink, nic = spec.links
         nic = replace(nic, gbps=(self.book.constant("netmoe.nic"),))
@@ -158,10 +159,10 @@ class NetMoECluster:
         return replace(spec, device=device, links=(nvlink, nic))
 
     def table4_ms(self, samples: int) -> tuple[float, float]:
-        """Return scatter and computing of a layer of the small model on 16 devices, milliseconds.
+        """Return the milliseconds of scatter and computation in a layer of the small model on 16 devices.
 
         Args:
-            samples: per device.
+            samples: samples per device.
         """
         grid = Grid(world=16, ep=16, ranks_per_node=PER_NODE)
         made, layer = compile_plan(Plan(), grid), workload(16, MODELS["S"], samples)
@@ -174,11 +175,11 @@ class NetMoECluster:
 
 
 SWEEP = ((2, 2), (2, 4), (2, 8), (4, 2), (4, 4), (4, 8))
-"""Nodes, and devices of each, of the sweep of N and J."""
+"""(nodes, devices per node) of the paper's sweep of N and J."""
 
 
 def reproduce(book: Book) -> Reproduction:
-    """Count and place, and set the volumes beside the paper's figures."""
+    """Compute volumes, placements and times, and compare them with the paper's figures."""
     found: dict[str, float] = {}
     after = {devices: placed(devices, book.constant("netmoe.concentration")) for devices in (16, 32)}
     for devices, mean in after.items():
@@ -202,12 +203,12 @@ def reproduce(book: Book) -> Reproduction:
 
 
 def before_error(made: Reproduction) -> float:
-    """Return the median error of the volumes before, over rows that count as validation."""
+    """Return the median error of the volumes before placement, over rows that count as validation."""
     return statistics.median(made.errors(prefix="netmoe.before."))
 
 
 def after_points(made: Reproduction) -> float:
-    """Return the median error of the changes between nodes, in points, over rows that count as validation."""
+    """Return the median error in points of the changes in traffic between nodes, over rows that count as validation."""
     return statistics.median(made.errors(unit="points", prefix="netmoe.change."))
 
 

@@ -1,4 +1,4 @@
-"""The five reproductions by name, what they claim, and all of it as data."""
+"""The five reproductions by name, their claims, and their results as plain data."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ REPRODUCTIONS: dict[str, Callable[[Book], Reproduction]] = {
     "netmoe": netmoe.reproduce,
     "fastermoe": fastermoe.reproduce,
 }
-"""By the name of the paper."""
+"""Functions that reproduce a paper, by its name."""
 TARGETS = {"parm": 0.15, "schemoe": 0.10, "tutel": 0.10, "fastermoe": 0.30, "netmoe": 0.03}
-"""Median errors to reach; NetMoE's of the volumes before."""
+"""Largest allowed median error by paper; NetMoE's is that of the volumes before samples are placed."""
 NOTES = (
     "Simulated figures beside published ones. A row of role fit rests on a constant that was made of it, and counts for "
     "nothing; figures that are kept back have a prediction and no error."
@@ -28,11 +28,11 @@ NOTES = (
 
 
 def claims(made: Sequence[Reproduction], book: Book) -> list[Claim]:
-    """Return all claims, also those of papers that were not reproduced in this run.
+    """Return all claims, including those of papers that were not reproduced in this run, which have no value.
 
     Args:
-        made: what was reproduced.
-        book: of cells and constants.
+        made: the reproductions of this run.
+        book: the cells and constants.
     """
 
     def of(paper: str) -> Reproduction:
@@ -55,13 +55,14 @@ def claims(made: Sequence[Reproduction], book: Book) -> list[Claim]:
 
 @dataclass(frozen=True, kw_only=True)
 class PapersMeasured(Measurement):
-    """Rows and claims of some papers, and constants, findings, assumptions and what stays unexplained by paper."""
+    """The results of `moesaic reproduce`: rows and claims of some papers, and further data by paper."""
 
     papers: dict[str, Any]
+    """Title, constants, findings, assumptions and unexplained figures, by paper."""
 
     @classmethod
     def of(cls, made: Sequence[Reproduction], book: Book) -> PapersMeasured:
-        """Return what was reproduced as plain data."""
+        """Return reproductions as plain data."""
         papers = {
             each.paper: {
                 "title": each.title,
@@ -76,7 +77,7 @@ class PapersMeasured(Measurement):
         return cls(rows=rows, claims=claims(made, book), notes=NOTES, packages=("numpy", "scipy"), papers=papers)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what is written, with the papers."""
+        """Return the content of the JSON file, including `papers`."""
         return {**super().as_dict(), "papers": self.papers}
 
 

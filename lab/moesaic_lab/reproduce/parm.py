@@ -1,7 +1,7 @@
-"""Parm's sweep: its two testbeds, its baseline and its two schedules, as our programs on our simulator.
+"""Parm's sweep on its two testbeds: the baseline and the two schedules, as our programs on our simulator.
 
-Yin et al. (INFOCOM 2024), section VI. An average speed-up is the mean, over the sweep's layers that fit into memory, of the
-time of the baseline over that of a schedule, forward and backward pass together.
+Yin et al. (INFOCOM 2024), section VI. An average speed-up is a mean over the sweep's layers that fit into memory. The speed-up
+of a layer is the baseline's time over the schedule's, forward and backward passes together.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from moesaic_lab.reproduce.records import Book, Chart, PaperFinding, Reproductio
 from moesaic_lab.reproduce.sweep import SweptRuns
 
 COLUMNS = (("a", 8), ("b", 8), ("b", 16), ("b", 32))
-"""Testbed and GPUs of the table's columns."""
+"""(testbed, GPUs) of the columns of Table IV."""
 SIZES = ((2, 2), (2, 4), (4, 2), (4, 4))
-"""m and s of its rows: ranks of a tensor group, shards of an expert."""
+"""(m, s) of the rows of Table IV: ranks of a tensor-parallel group, and shards of an expert."""
 PLANS = {
     "baseline": Plan(schedule="baseline"),
     "s1": Plan(),
     "s2": Plan(schedule="s2", overlap_gather=True),
     "s2 in turn": Plan(schedule="s2"),
 }
-"""The schedules; S2 with its last all-to-all and all-gather overlapped (SAA), and one after the other."""
+"""Plans of the schedules. S2 overlaps its last all-to-all and all-gather (SAA); "s2 in turn" runs one after the other."""
 MODELS = {"bert": ("parm-bert-base", 512), "gpt2": ("parm-gpt2", 1024)}
-"""Presets of the models of Table V, and their lengths."""
+"""(preset, sequence length) of the models of Table V."""
 STEP_SEQUENCES, STEP_FACTOR = 4, 1.2
-"""Sequences of each tensor group, and the capacity factor, in Table V, which gives neither."""
+"""Assumed sequences per tensor-parallel group and capacity factor of Table V, which gives neither."""
 BATCHES, LENGTHS, WIDTHS, FACTORS = (2, 4, 8), (512, 1024, 2048), (1024, 2048, 4096), (1.2, 2.4)
 RESERVE_GIB = 1.0
-"""What the framework takes of a device's memory."""
+"""Memory of a device that the framework itself uses."""
 
 
 @dataclass(frozen=True)
 class ParmTimes:
-    """One layer of the sweep in all schedules."""
+    """Simulated times of one layer of the sweep under all schedules."""
 
     workload: Workload
     count: int
-    """How many layers of the sweep are this one: B and L enter as B * L."""
+    """Number of identical layers in the sweep: batch size B and length L matter only as B * L."""
     seconds: Mapping[str, float]
-    """Forward and backward, by schedule."""
+    """Seconds of the forward and backward passes, by schedule."""
     compute: Mapping[str, float]
-    """Of it, what the busiest rank computes."""
+    """Seconds that the busiest rank computes in them, by schedule."""
 
     def speedup(self, schedule: str) -> float:
         """Return the time of the baseline over that of a schedule."""
@@ -61,11 +61,11 @@ class ParmTimes:
 
 
 class Testbed:
-    """One of the two clusters, with everything that was already found out about it.
+    """Simulates layers and steps on one of the two testbeds.
 
     Args:
-        book: tells the constants.
-        name: a or b.
+        book: gives the constants.
+        name: "a" or "b".
     """
 
     def __init__(self, book: Book, name: str) -> None:
@@ -77,10 +77,10 @@ class Testbed:
         """Return the times of all layers of a cell that fit into memory.
 
         Args:
-            world: GPUs.
-            m: ranks of a tensor group.
-            s: shards of an expert.
-            schedules: which to run.
+            world: number of GPUs.
+            m: ranks per tensor-parallel group.
+            s: shards per expert.
+            schedules: the schedules to run, keys of `PLANS`.
         """
         grid = self.grid(world, m, s)
         found = []
@@ -96,11 +96,11 @@ class Testbed:
         return found
 
     def steps_ms(self, model: str, world: int) -> dict[str, float]:
-        """Return a training step of Table V by schedule, milliseconds; gradients' exchange is left out, as in the paper.
+        """Return the milliseconds of a training step of Table V by schedule, without gradient exchange as in the paper.
 
         Args:
             model: a key of `MODELS`.
-            world: GPUs; m = s = 4.
+            world: number of GPUs; m = s = 4.
         """
         name, length = MODELS[model]
         grid = self.grid(world, 4, 4)
@@ -115,12 +115,12 @@ class Testbed:
         return found
 
     def grid(self, world: int, m: int, s: int) -> Grid:
-        """Return the mesh: every rank in one copy of the experts, shards and tensor groups innermost (papers.md 1.1)."""
+        """Return the mesh: one replica of the experts over all ranks, shards and tensor groups innermost (papers.md 1.1)."""
         per_node = self.cluster.devices_per_node
         return Grid(world=world, tp=m, ep=world // s, etp=s, ranks_per_node=per_node)
 
     def _fits(self, workload: Workload, grid: Grid) -> bool:
-        """Return whether the baseline's layer fits: weights, gradients, what is kept and what is alive at once."""
+        """Return whether the baseline's layer fits into memory: weights, gradients, kept activations and live buffers."""
         plan = self.runs.compiled(PLANS["baseline"], grid)
         volumes = self.runs.simulator.volumes(plan.forward, workload, plan.grid)
         kept, buffers = layer_memory(plan.forward, plan.backward, volumes)
@@ -130,10 +130,10 @@ class Testbed:
 
 
 def testbed(book: Book, name: str) -> ClusterSpec:
-    """Return a testbed: its preset with the constants in place.
+    """Return a testbed's preset with the constants in place.
 
-    The published start-up and time per element of an all-gather are read as those of a ring of two: a message each, half of the
-    output.
+    The published start-up and time per element of an all-gather are taken as those of a ring of two ranks, in which each rank
+    sends one message with half of the output.
     """
     spec = read_cluster(f"parm-{name}")
     pcie, *others = spec.links
@@ -147,7 +147,7 @@ def testbed(book: Book, name: str) -> ClusterSpec:
 
 
 def layers(world: int, s: int, top_k: int) -> Iterator[tuple[Workload, int]]:
-    """Yield the 162 layers of a cell, equal ones once, with their number."""
+    """Yield the different ones of a cell's 162 layers, each with the number of identical layers."""
     tokens = Counter(batch * length for batch, length in itertools.product(BATCHES, LENGTHS))
     for (size, count), dim, hidden, factor in itertools.product(sorted(tokens.items()), WIDTHS, WIDTHS, FACTORS):
         yield (
@@ -160,42 +160,42 @@ def layers(world: int, s: int, top_k: int) -> Iterator[tuple[Workload, int]]:
 
 
 def mean_speedup(times: Sequence[ParmTimes], schedule: str) -> float:
-    """Return the average speed-up of a schedule over the baseline, every layer of the sweep alike."""
+    """Return the average speed-up of a schedule over the baseline, with equal weight for every layer of the sweep."""
     return float(np.average([each.speedup(schedule) for each in times], weights=[each.count for each in times]))
 
 
 def saa_gain(times: Sequence[ParmTimes]) -> float:
-    """Return the mean over layers of S2's time with all-to-all and all-gather one after the other, over that with SAA."""
+    """Return the mean speed-up of S2 with SAA over S2 that runs all-to-all and all-gather one after the other."""
     found = [each.seconds["s2 in turn"] / each.seconds["s2"] for each in times]
     return float(np.average(found, weights=[each.count for each in times]))
 
 
 def shares(times: Sequence[ParmTimes]) -> tuple[float, float]:
-    """Return the least and the largest share of communication in a layer of the baseline, per cent."""
+    """Return the smallest and the largest share of communication in a layer of the baseline, in per cent."""
     found = [100 * (1 - each.compute["baseline"] / each.seconds["baseline"]) for each in times]
     return min(found), max(found)
 
 
 RULE_WORDS = {"parm_printed": "published", "parm": "corrected"}
-"""Of the keys of `RULES`."""
+"""Words for the keys of `RULES` in findings."""
 
 
 @dataclass(frozen=True)
 class ParmChoices:
-    """What one rule picked in a cell's layers."""
+    """The schedules that one rule picked for a cell's layers."""
 
     speedup: float
-    """Mean over layers of the schedule that it picked."""
+    """Mean speed-up of the picked schedules over the baseline."""
     right: int
-    """Layers in which it picked the faster one."""
+    """Number of layers for which the rule picked the faster schedule."""
     regret: float
-    """Mean time of what it picked over that of the faster one, minus 1."""
+    """Mean of the picked schedule's time over the faster one's, minus 1."""
     of: int
-    """Layers."""
+    """Number of layers."""
 
 
 def reproduce(book: Book) -> Reproduction:
-    """Simulate the sweep and set it beside the paper's figures."""
+    """Simulate the sweep and the training steps, and compare them with the paper's figures."""
     beds = {name: Testbed(book, name) for name in ("a", "b")}
     cells = {(name, world, m, s): beds[name].cell(world, m, s) for name, world in COLUMNS for m, s in SIZES}
     chosen = {key: {rule: _choose(beds[key[0]], key, times, rule) for rule in RULES} for key, times in cells.items()}
@@ -224,7 +224,7 @@ def reproduce(book: Book) -> Reproduction:
 
 
 def order(book: Book, rows: tuple[Row, ...]) -> tuple[int, int]:
-    """Return in how many cells S1 and S2 come in the paper's order, and of how many cells it is known."""
+    """Return in how many cells S1 and S2 come in the paper's order, and for how many cells that order is known."""
     ours = {row.cell.name: row.ours for row in rows}
     right, known = 0, 0
     for name, world in COLUMNS:

@@ -1,7 +1,7 @@
-"""What a reproduction is made of: a paper's figures (cells), constants that were fitted to some of them, ours beside them.
+"""Data of a reproduction: a paper's figures (cells), constants that were fitted to some of them, and our simulated figures.
 
-The honesty rule is in the data: a row takes its role from the constants. A cell that any constant names, or that follows from
-such cells, is a fit, and no row of it counts as validation.
+The constants determine which figures count as validation. A cell that any constant names, or that follows from such cells, has
+the role "fit", and no row with it counts as validation.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from moesaic.configfile import read_table
 from moesaic.errors import InputError
 
 PAPERS = ("parm", "schemoe", "tutel", "netmoe", "fastermoe")
-"""In the order in which they are reproduced."""
+"""Names of the papers, in the order in which they are reproduced."""
 Role = Literal["fit", "validation", "kept back"]
 Unit = Literal["x", "ms", "us", "ns", "MiB", "%", "gain %", "points", "1"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedCell:
-    """One figure of a paper."""
+    """One published figure of a paper."""
 
     name: str
-    """paper.quantity.case"""
+    """The cell's name, in the form paper.quantity.case."""
     value: float | None
-    """As printed; None for a figure that is kept back."""
+    """The figure as printed; None for a figure that is kept back, so that only a prediction is known."""
     unit: Unit
-    """gain %: g stands for a ratio of 1 + g / 100; points: differences are points, not shares."""
+    """Unit of the figure. "gain %": a gain g stands for a ratio of 1 + g / 100. "points": errors are differences in points."""
     source: str
-    """Paper, table, row."""
+    """Paper, table and row."""
     derived: tuple[str, ...] = ()
-    """Cells from which this one follows, so that it is no evidence of its own."""
+    """Cells from which this one follows. Such a cell is no independent evidence."""
     note: str = ""
-    """What to know of it."""
+    """Remarks on the figure."""
 
     def error(self, ours: float) -> float:
-        """Return how far a figure of ours is off, as a share of the paper's; of points, the difference in points.
+        """Return the error of our figure, relative to the paper's; for points, the difference in points.
 
         Raises:
             InputError: if the figure is kept back.
@@ -52,7 +52,7 @@ class PublishedCell:
         return abs(self.ratio(ours) - 1)
 
     def ratio(self, ours: float) -> float:
-        """Return ours over the paper's; of gains, the ratio of the speeds they stand for."""
+        """Return our figure over the paper's; for gains, the ratio of the speeds that they stand for."""
         assert self.value is not None
         if self.unit == "gain %":
             return (1 + ours / 100) / (1 + self.value / 100)
@@ -61,21 +61,21 @@ class PublishedCell:
 
 @dataclass(frozen=True, kw_only=True)
 class Constant:
-    """A number that was found so that some cells come out."""
+    """A number that was fitted to some cells."""
 
     name: str
-    """paper.what"""
+    """The constant's name, in the form paper.quantity."""
     value: float
     unit: str
     cells: tuple[str, ...]
-    """Names of the figures that it rests on."""
+    """Names of the cells to which it was fitted."""
     how: str
-    """From the cells to the value, in words."""
+    """Description of how the value follows from the cells."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A figure of the paper beside ours."""
+    """A figure of a paper with our simulated one."""
 
     cell: PublishedCell
     ours: float
@@ -83,42 +83,44 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """See `PublishedCell.error`; None where the paper's figure is kept back."""
+        """The error as in `PublishedCell.error`; None if the paper's figure is kept back."""
         return None if self.cell.value is None else self.cell.error(self.ours)
 
 
 @dataclass(frozen=True)
 class PaperFinding:
-    """A statement of a paper that is no single number, and whether it holds here."""
+    """A statement of a paper that is not a single number, and whether the simulation confirms it."""
 
     statement: str
     ours: str
+    """What the simulation found."""
     holds: bool | None = None
-    """None where the paper prints nothing to hold it against."""
+    """Whether the statement holds; None if the paper prints nothing to compare with."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines or bars, before anybody knows how they are drawn."""
+    """Data of a line or bar chart, independent of how it is drawn."""
 
     title: str
     x_title: str
     y_title: str
     series: tuple[tuple[str, tuple[float, ...], tuple[float, ...]], ...]
-    """Name, x and y of each; of bars, x is the number of the category."""
+    """(name, x values, y values) per series; for bars, x is the index of the category."""
     categories: tuple[str, ...] = ()
+    """Labels of the categories of a bar chart; () for lines."""
     log_x: bool = False
     log_y: bool = False
 
 
 def paper_bars(title: str, x_title: str, y_title: str, cases: Mapping[str, tuple[float | None, float]]) -> Chart:
-    """Return bars of a paper's figures, as far as they are printed, beside ours.
+    """Return a bar chart of a paper's figures, as far as they are printed, next to ours.
 
     Args:
-        title: of the chart.
-        x_title: of the cases.
-        y_title: with the unit.
-        cases: label to the paper's figure and ours.
+        title: title of the chart.
+        x_title: title of the axis with the cases.
+        y_title: title of the axis with the values, unit included.
+        cases: (the paper's figure, our figure) by label.
     """
     known = [(float(place), paper) for place, (paper, _) in enumerate(cases.values()) if paper is not None]
     series = (
@@ -130,7 +132,7 @@ def paper_bars(title: str, x_title: str, y_title: str, cases: Mapping[str, tuple
 
 @dataclass(frozen=True, kw_only=True)
 class Reproduction:
-    """All that was found for one paper."""
+    """The complete result for one paper."""
 
     paper: str
     title: str
@@ -138,17 +140,17 @@ class Reproduction:
     constants: tuple[Constant, ...]
     findings: tuple[PaperFinding, ...] = ()
     assumptions: tuple[str, ...] = ()
-    """What the paper does not tell, and what was taken."""
+    """Assumptions for what the paper does not say."""
     unexplained: tuple[str, ...] = ()
-    """Figures that do not come out, and which assumption would explain them."""
+    """Figures that are not reproduced, and assumptions that would explain them."""
     charts: tuple[Chart, ...] = ()
 
     def errors(self, *, unit: str | None = None, prefix: str = "") -> list[float]:
-        """Return the errors of the rows that count as validation; points apart from shares, derived cells left out.
+        """Return the errors of the rows that count as validation, without derived cells.
 
         Args:
-            unit: only cells of this unit; None for all but points.
-            prefix: of the cells' names.
+            unit: only cells of this unit; None for all units except points, whose errors are not relative.
+            prefix: only cells with names that start with this.
         """
         return [
             row.cell.error(row.ours)
@@ -159,7 +161,7 @@ class Reproduction:
 
     @property
     def median_error(self) -> float:
-        """Median over the rows that count as validation, points left out."""
+        """Median error of the rows that count as validation, without derived cells and points."""
         return statistics.median(self.errors())
 
 
@@ -167,9 +169,9 @@ class Book:
     """The cells and constants of all papers.
 
     Args:
-        cells: by name.
-        constants: by name.
-        about: title, assumptions and what stays unexplained, by paper.
+        cells: the cells by name.
+        constants: the constants by name.
+        about: title, assumptions and unexplained figures, by paper.
     """
 
     def __init__(
@@ -182,14 +184,14 @@ class Book:
 
     @cached_property
     def used(self) -> frozenset[str]:
-        """Names of the cells that some constant rests on."""
+        """Names of the cells to which any constant was fitted."""
         return frozenset(name for constant in self.constants.values() for name in constant.cells)
 
     def value(self, name: str) -> float:
-        """Return a figure that is printed.
+        """Return a printed figure.
 
         Raises:
-            InputError: if it is unknown or kept back.
+            InputError: if the cell is unknown or kept back.
         """
         value = self.cells[name].value if name in self.cells else None
         if value is None:
@@ -197,26 +199,30 @@ class Book:
         return value
 
     def constant(self, name: str) -> float:
-        """Return a constant's value."""
+        """Return a constant's value.
+
+        Raises:
+            InputError: if the constant is unknown.
+        """
         if name not in self.constants:
             raise InputError(f"constant {name} is unknown: see lab/moesaic_lab/reproduce/data/constants.toml")
         return self.constants[name].value
 
     def role(self, name: str) -> Role:
-        """Return what a row of a cell is."""
+        """Return the role of rows with a cell."""
         cell = self.cells[name]
         if cell.value is None:
             return "kept back"
         return "fit" if name in self.used or any(other in self.used for other in cell.derived) else "validation"
 
     def rows(self, found: Mapping[str, float]) -> tuple[Row, ...]:
-        """Return rows of cells, each with the role that follows from the constants."""
+        """Return a row per cell, with its role; `found` holds our figures by the cells' names."""
         return tuple(Row(cell=self.cells[name], ours=ours, role=self.role(name)) for name, ours in found.items())
 
     def reproduction(
         self, paper: str, rows: tuple[Row, ...], findings: Iterable[PaperFinding], charts: Iterable[Chart]
     ) -> Reproduction:
-        """Return what was found for a paper, with its constants and what the data say about it."""
+        """Return a paper's reproduction, with its constants, assumptions and unexplained figures added."""
         of, about = self.of(paper), self._about[paper]
         also = tuple(self.constants[name] for name in about.get("also", ()))
         return Reproduction(
@@ -229,7 +235,7 @@ class Book:
         return tuple(each for each in self.constants.values() if each.name.startswith(f"{paper}."))
 
     def with_values(self, values: Mapping[str, float]) -> Book:
-        """Return the same book with other values of some constants, as a fit tries them."""
+        """Return a copy of the book in which some constants have other values, for fits."""
         changed = {name: replace(self.constants[name], value=value) for name, value in values.items()}
         return Book(self.cells, {**self.constants, **changed}, self._about)
 

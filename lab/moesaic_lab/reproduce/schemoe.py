@@ -1,7 +1,7 @@
-"""ScheMoE's layers and steps as our programs: codec, Pipe-A2A and OptSche beside Tutel's plain layer.
+"""ScheMoE's layers and steps as our programs: codec, Pipe-A2A and OptSche compared with Tutel's plain layer.
 
-Shi et al. (EuroSys 2024), on 8 nodes of four RTX 2080 Ti. The paper takes NCCL's all-to-all to send one message after the other
-(eq. 17), and Pipe-A2A to do so on two communicators at once; so does this.
+Shi et al. (EuroSys 2024), on 8 nodes of four RTX 2080 Ti. The paper assumes that NCCL's all-to-all sends one message after
+another (eq. 17), and that Pipe-A2A does so on two communicators at once. This module makes the same assumptions.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ PLANS = {
     "pipe": Plan(codec="zfp", backward_codec="zfp", all_to_all="pipelined"),
     "schedule": Plan(codec="zfp", backward_codec="zfp", all_to_all="pipelined", chunks=2, order="optsche"),
 }
-"""The rows of the ablation, each with those before it; the first is Tutel's layer, the last ScheMoE's."""
+"""Plans of the ablation's rows, each of which adds a part to the previous one: from Tutel's layer to ScheMoE's."""
 DEPTHS = (12, 16, 20, 24)
-"""Layers of CT-MoE."""
+"""Numbers of layers of the CT-MoE models."""
 BATCHES, FACTORS, LENGTHS, WIDTHS = (2, 4, 8), (1.0, 1.1, 1.2), (512, 1024, 2048), (512, 1024, 2048, 4096, 8192)
 ALGORITHMS: tuple[AllToAll, ...] = ("linear", "pipelined", "hier2d", "hier1d")
 
 
 def layer(tokens: int, dim: int, hidden: int, factor: float = 1.0) -> Workload:
-    """Return a layer of the paper: top-1, an expert per GPU, float32."""
+    """Return a layer as in the paper: top-1, one expert per GPU, float32."""
     return Workload(
         tokens=tokens, num_experts=32, top_k=1, dim=dim, hidden=hidden, matrices=2, dtype="fp32", capacity_factor=factor
     )
@@ -52,10 +52,10 @@ BERT = layer(128, 1024, 4096)
 
 
 class ScheMoECluster:
-    """The testbed, under Tutel's and ScheMoE's plans.
+    """Simulates layers and steps on the paper's testbed.
 
     Args:
-        book: tells the constants.
+        book: gives the constants.
     """
 
     def __init__(self, book: Book) -> None:
@@ -65,31 +65,31 @@ class ScheMoECluster:
         self._two_lanes = SweptRuns(replace(spec, host=replace(spec.host, messages="together")))
 
     def seconds(self, name: str, workload: Workload) -> float:
-        """Return the time of a layer, forward and backward.
+        """Return the seconds of a layer, forward and backward.
 
         Args:
-            name: of the plan, in `PLANS`.
+            name: the plan, a key of `PLANS`.
             workload: the layer.
         """
         return self.seconds_of(PLANS[name], workload)
 
     def seconds_of(self, plan: Plan, workload: Workload) -> float:
-        """Return the time of a layer under any plan."""
+        """Return the seconds of a layer under any plan, forward and backward."""
         runs = self._two_lanes if plan.all_to_all == "pipelined" else self._in_turn
         return sum(run.seconds for run in runs.run(plan, GRID, workload))
 
     def step_ms(self, name: str, depth: int) -> float:
-        """Return the time of a step of CT-MoE, milliseconds."""
+        """Return the milliseconds of a training step of CT-MoE with `depth` layers."""
         rest = self.book.constant("schemoe.rest.fixed") + depth * self.book.constant("schemoe.rest.layer")
         return rest + depth * 1e3 * self.seconds(name, CT_MOE)
 
     def all_to_all_ms(self, depth: int) -> float:
-        """Return the time of all all-to-alls of rows of a step of CT-MoE under Tutel, milliseconds."""
+        """Return the milliseconds of all all-to-alls of token rows in a step of CT-MoE under Tutel."""
         return 4 * depth * 1e3 * exchange_seconds(self._in_turn.simulator.cluster, "linear", CT_MOE)
 
 
 def cluster(book: Book) -> ClusterSpec:
-    """Return the testbed: its preset with the constants in place; a message between nodes has a quarter of the NIC."""
+    """Return the testbed's preset with the constants in place; a message between nodes gets a quarter of the NIC."""
     spec = read_cluster("schemoe")
     pcie, nic = spec.links
     pcie = replace(pcie, gbps=(book.constant("parm.b.link"),))
@@ -104,19 +104,21 @@ def cluster(book: Book) -> ClusterSpec:
 
 
 def layers() -> Iterator[tuple[Workload, int]]:
-    """Yield the 675 layers of the sweep, equal ones once, with their number."""
+    """Yield the different ones of the sweep's 675 layers, each with the number of identical layers."""
     tokens = Counter(batch * length for batch, length in itertools.product(BATCHES, LENGTHS))
     for (size, count), factor, hidden, dim in itertools.product(sorted(tokens.items()), FACTORS, WIDTHS, WIDTHS):
         yield layer(size, dim, hidden, factor), count
 
 
 def exchange_seconds(spec: ClusterSpec, algorithm: AllToAll, workload: Workload) -> float:
-    """Return the time of one all-to-all of rows: hops one after the other, on different lanes at once.
+    """Return the seconds of one all-to-all of token rows.
+
+    Its hops run one after another, except that those of "pipelined" run at once on different lanes.
 
     Args:
         spec: the cluster.
-        algorithm: of the all-to-all.
-        workload: whose rows.
+        algorithm: the all-to-all's algorithm.
+        workload: the layer that sends the rows.
     """
     program = compile_plan(Plan(all_to_all=algorithm), GRID).forward
     volumes = sweep_simulator(spec).volumes(program, workload, GRID)
@@ -130,26 +132,27 @@ def exchange_seconds(spec: ClusterSpec, algorithm: AllToAll, workload: Workload)
 
 
 def exchange_gib(algorithm: AllToAll, num_bytes: float) -> float:
-    """Return the GiB that the busiest rank of an all-to-all holds: its rows before and after, and what it holds for others.
+    """Return the GiB that the busiest rank of an all-to-all holds.
 
-    1DH's leader holds those of its node before and after, beside its own; 2DH's ranks once more what they hand on.
+    Each rank holds its rows before and after the exchange. 1DH's leader also holds those of its whole node before and after.
+    2DH's ranks also hold the rows that they forward.
 
     Args:
-        algorithm: of the all-to-all.
-        num_bytes: of one rank's rows.
+        algorithm: the all-to-all's algorithm.
+        num_bytes: bytes of one rank's rows.
     """
     held = {"hier1d": 2 + 2 * 4, "hier2d": 2 + 1}.get(algorithm, 2)
     return held * num_bytes / GIB
 
 
 def sized(num_bytes: int) -> Workload:
-    """Return a layer whose ranks exchange so many bytes each."""
+    """Return a layer in which each rank exchanges `num_bytes`."""
     dim = 8
     return layer(num_bytes // (4 * dim), dim, dim)
 
 
 def reproduce(book: Book) -> Reproduction:
-    """Simulate the layers and steps and set them beside the paper's figures."""
+    """Simulate the layers and steps, and compare them with the paper's figures."""
     bed = ScheMoECluster(book)
     found: dict[str, float] = {}
     for depth in DEPTHS:
@@ -177,7 +180,7 @@ def reproduce(book: Book) -> Reproduction:
 
 
 def gains_of_layers(bed: ScheMoECluster, plan: Plan) -> tuple[list[float], list[int]]:
-    """Return the gain of a plan over Tutel's in each different layer of the sweep, per cent, and how many layers are alike."""
+    """Return a plan's gain in per cent over Tutel's, for each different layer of the sweep, and the numbers of such layers."""
     gains, counts = [], []
     for workload, count in layers():
         gains.append(100 * (bed.seconds("naive", workload) / bed.seconds_of(plan, workload) - 1))

@@ -1,8 +1,8 @@
-"""Many layers on one mesh: what a program puts on the links is worked out twice and scaled from there.
+"""Simulate many layers on one mesh: link loads are computed for two reference layers and interpolated for all others.
 
-Under even routing the messages of a movement are the same for every layer on a mesh; only their bytes differ, and the time that
-a link is taken is start-up per message plus bytes over rate. So two layers tell all others. A sweep of a thousand layers
-costs little more than its events.
+Under even routing, the messages of a movement are the same for every layer on a mesh, except for their bytes. A message
+occupies a link for a start-up time plus bytes over rate, which is linear in the bytes. Two layers therefore determine all
+others. A sweep of a thousand layers costs little more than laying out its tasks in time.
 """
 
 from __future__ import annotations
@@ -25,33 +25,34 @@ from moesaic.program.grid import Grid
 from moesaic.program.task import Kind, Layout, Op, Program, Slot, Task
 
 _REFERENCE = 1 << 20
-"""Tokens and hidden units of the first reference layer; the second has twice as many."""
+"""Tokens and hidden units of the first reference layer; the second has twice as many of both."""
 
 
 @dataclass(frozen=True)
 class _Line:
-    """A movement by the bytes of one piece of what it moves."""
+    """A movement's link times as linear functions of the bytes of a piece."""
 
     moved: Movement
+    """The movement in the first reference layer."""
     intercept: np.ndarray
     """(links,) seconds of start-up."""
     slope: np.ndarray
     """(links,) seconds per byte of a piece."""
 
     def at(self, num_bytes: float) -> Movement:
-        """Return the movement for pieces of so many bytes."""
+        """Return the movement for pieces of `num_bytes`."""
         load = self.moved.load
         seconds = self.intercept + self.slope * num_bytes
         return Movement(self.moved.actors, Load(load.links, seconds, load.messages, load.latency), self.moved.posts)
 
 
 class _Family:
-    """What all layers on a mesh have in common: two of them, and the lines through both.
+    """The data shared by all layers of a program on a mesh: two reference layers, and the lines through both.
 
     Args:
-        first: volumes of a layer.
-        second: of one with twice the tokens and the hidden units.
-        pieces: of the two.
+        first: volumes of the first reference layer.
+        second: volumes of the second one, which has twice the tokens and hidden units.
+        pieces: rows per piece of both layers.
     """
 
     def __init__(self, first: AbstractVolumes, second: AbstractVolumes, pieces: tuple[PieceRows, PieceRows]) -> None:
@@ -61,7 +62,7 @@ class _Family:
         self._lines: dict[tuple[object, ...], list[_Line]] = {}
 
     def lines(self, task: Task, slots: Mapping[str, Slot], codec: str) -> list[_Line]:
-        """Return the movements of a move or hop, each a line over the bytes of a piece."""
+        """Return the movements of a move or hop task, as lines over the bytes of a piece."""
         source, move = ends_of(task, slots)
         key = (source.kind, move, codec, task.link if task.op is Op.HOP else "", task.hop)
         if key not in self._lines:
@@ -72,12 +73,12 @@ class _Family:
 
 
 class Scaled(AbstractVolumes):
-    """Rows and messages of one layer of a family.
+    """Rows and messages of one layer, scaled from the reference layers.
 
     Args:
-        family: of its mesh.
-        layer: of the family.
-        piece: rows of a piece of the layer.
+        family: the reference layers of the same program and mesh.
+        layer: the layer.
+        piece: rows per piece of the layer.
     """
 
     def __init__(self, family: _Family, layer: Workload, piece: PieceRows) -> None:
@@ -114,12 +115,12 @@ class Scaled(AbstractVolumes):
 
 
 class SweptLayers(AbstractEvenLayers):
-    """Many even layers per mesh and program; a simulator that takes them has the times of one that does not.
+    """Even routing for many layers per mesh and program. A simulator with it gives the same times as one without, only faster.
 
-    Codecs that code rows in blocks round up message by message, which pieces do not show: up to one block per message.
+    Codecs that encode rows in blocks round up each message, which scaling ignores: an error of up to one block per message.
 
     Args:
-        cluster: on what.
+        cluster: the cluster.
     """
 
     def __init__(self, cluster: ClusterSpec) -> None:
@@ -143,11 +144,12 @@ class SweptLayers(AbstractEvenLayers):
 
 
 class SweptRuns:
-    """Plans on meshes of a cluster, each compiled once, and their layers, forward and backward.
+    """Simulates forward and backward passes of layers on a cluster; each plan is compiled once per mesh.
 
     Args:
-        cluster: on what.
-        sends_gates: whether routing weights travel with the rows, as in our layers, or are applied where the rows come home to.
+        cluster: the cluster.
+        sends_gates: whether routing weights are sent with the rows, as in our layers. If not, they are applied at the tokens'
+            home ranks.
     """
 
     def __init__(self, cluster: ClusterSpec, *, sends_gates: bool = True) -> None:
@@ -155,7 +157,7 @@ class SweptRuns:
         self._compiled: dict[tuple[Plan, Grid], Compiled] = {}
 
     def compiled(self, plan: Plan, grid: Grid) -> Compiled:
-        """Return the programs of a plan."""
+        """Return the compiled plan."""
         if (plan, grid) not in self._compiled:
             made = compile_plan(plan, grid)
             if not self._sends_gates:
@@ -164,14 +166,14 @@ class SweptRuns:
         return self._compiled[plan, grid]
 
     def run(self, plan: Plan, grid: Grid, workload: Workload) -> tuple[Simulated, Simulated]:
-        """Return the forward and the backward pass of a layer."""
+        """Return the simulated forward and backward passes of a layer."""
         made = self.compiled(plan, grid)
         there, back = (self.simulator.run(each, workload, made.grid) for each in (made.forward, made.backward))
         return there, back
 
 
 def _without_gates(program: Program) -> Program:
-    """Return a program, to be timed, in which no routing weight moves."""
+    """Return a program without the tasks that move routing weights; it can only be timed, not run."""
     kinds = {slot.name: slot.kind for slot in program.slots}
     kept = [
         task
@@ -182,7 +184,7 @@ def _without_gates(program: Program) -> Program:
 
 
 def sweep_simulator(cluster: ClusterSpec) -> Simulator:
-    """Return a simulator for many even layers per mesh and program."""
+    """Return a simulator that is fast for many layers per mesh and program, under even routing."""
     return Simulator(cluster, even=SweptLayers(cluster))
 
 

@@ -1,7 +1,8 @@
-"""Tutel's layers as our programs: adaptive pipelining, 2DH, r, and what Fairseq's layer does instead.
+"""Tutel's layers as our programs, with adaptive pipelining, 2DH and r, compared with Fairseq's layer.
 
-Hwang et al. (MLSys 2023), on nodes of eight A100 with a port of 200 Gb/s each. Gates, and Fairseq's dispatch by masks, are
-formulas beside the programs: products, and bytes that PyTorch's operations read and write, counted in the sources of both.
+Hwang et al. (MLSys 2023), on nodes of eight A100 with one port of 200 Gb/s per GPU. Gates and Fairseq's dispatch by masks are
+not part of the programs. Their times come from formulas: products, plus the bytes that PyTorch's operations read and write,
+counted in the sources of both systems.
 """
 
 from __future__ import annotations
@@ -22,44 +23,46 @@ from moesaic_lab.reproduce.records import Book, Chart, PaperFinding, Reproductio
 from moesaic_lab.reproduce.sweep import SweptRuns
 
 DEGREES = (1, 2, 4, 8)
-"""Parts that a layer is pipelined in."""
+"""Degrees of pipelining: the number of chunks of a layer."""
 ALGORITHMS: tuple[AllToAll, ...] = ("linear", "hier2d")
 PER_NODE = 8
 EXPERTS_PER_GPU, WIDTHS, TOKENS = (0.5, 1.0, 2.0), (1024, 2048, 4096), (4096, 16384, 65536)
-"""Of the sweep of adaptive pipelining."""
+"""Values in the sweep of adaptive pipelining."""
 Passes = tuple[tuple[int, int], tuple[int, int]]
-"""Bytes that are read and written per element, forward and backward: with one choice of expert, and more with each other."""
+"""Bytes read and written per element: ((forward, backward) with one expert per token, (forward, backward) per further one)."""
 TUTEL_GATE: Passes = ((102, 32), (86, 16))
-"""Of (tokens, experts) in fp16, one-hot masks in int64 (`extract_critical`, `fast_cumsum_sub_one`): top-k 2, mask 8, softmax 4,
-weights 14, balance loss 26, places 20 + 28; the next choice adds its mask, weights, places and the sums of masks before it."""
+"""Bytes per element of (tokens, experts) in fp16, with one-hot masks in int64 (`extract_critical`, `fast_cumsum_sub_one`). The
+first choice takes top-k 2, mask 8, softmax 4, weights 14, balance loss 26, positions 20 + 28. The next choice adds its mask,
+weights, positions and the sums of the previous masks."""
 FAIRSEQ_GATE: Passes = ((208, 70), (388, 40))
-"""Of (tokens, experts) in fp32, one-hot masks in int64 (`top1gate.py`, `top2gate.py`): cast 6, softmax 8, entropy 32, choice
-12, weights 20, cumulative sum 32, balance loss 20, drop 26, places 32, gates 20; the second choice adds noise 68 + 12, the
-first one's mask 18, choice, weights 20 and both weights again 40, cumulative sum, offsets 24, shares of overflow 84, drop,
-places and gates."""
+"""Bytes per element of (tokens, experts) in fp32, with one-hot masks in int64 (`top1gate.py`, `top2gate.py`). The first choice
+takes cast 6, softmax 8, entropy 32, choice 12, weights 20, cumulative sum 32, balance loss 20, drop 26, positions 32, gates 20.
+The second choice adds noise 68 + 12, the first one's mask 18, choice, weights 20 and both weights again 40, cumulative sum,
+offsets 24, shares of overflow 84, drop, positions and gates."""
 FAIRSEQ_MASKS: Passes = ((18, 10), (16, 4))
-"""Of (tokens, experts, capacity): an outer product in fp32 4, its test for zero 5, casts of combine 6 and dispatch 3 to fp16;
-with two choices a second product 4 and the sum of both 12. Backward a cast 6, and the outer product's read 4 per choice."""
+"""Bytes per element of (tokens, experts, capacity). Forward: an outer product in fp32 4, its test for zero 5, casts to fp16 of
+combine 6 and dispatch 3. The second choice adds its product 4 and the sum of both 12. Backward: a cast 6, and the outer
+product's read 4 per choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TutelLayer:
-    """A layer on so many GPUs."""
+    """An MoE layer on a number of GPUs."""
 
     gpus: int
     tokens: int
-    """Per GPU."""
+    """Tokens per GPU."""
     dim: int
     hidden: int
     experts_per_gpu: float = 2.0
     factor: float = 1.0
     top_k: int = 2
     is_cut: bool = True
-    """Where there are fewer experts than GPUs they are cut in shards; False: they are copied."""
+    """With fewer experts than GPUs: whether experts are split into shards (True) or replicated (False)."""
 
     @property
     def workload(self) -> Workload:
-        """The layer."""
+        """The layer as a `Workload` in float16."""
         return Workload(
             tokens=self.tokens, num_experts=round(self.gpus * self.experts_per_gpu), top_k=self.top_k, dim=self.dim,
             hidden=self.hidden, matrices=2, dtype="fp16", capacity_factor=self.factor,
@@ -67,7 +70,7 @@ class TutelLayer:
 
     @property
     def grid(self) -> Grid:
-        """The mesh; experts are cut in shards, or copied, where there are fewer than GPUs."""
+        """The mesh. If there are fewer experts than GPUs, experts are split into shards or replicated."""
         shards = max(1, round(1 / self.experts_per_gpu))
         etp = shards if self.is_cut else 1
         return Grid(world=self.gpus, ep=self.gpus // shards, etp=etp, ranks_per_node=PER_NODE)
@@ -79,10 +82,10 @@ class TutelLayer:
 
 
 class TutelCluster:
-    """The cluster at every size.
+    """Simulates layers on the paper's cluster, with any number of GPUs.
 
     Args:
-        book: tells the constants.
+        book: gives the constants.
     """
 
     def __init__(self, book: Book) -> None:
@@ -93,14 +96,15 @@ class TutelCluster:
     def runs(self, plan: Plan, layer: TutelLayer, *, flexible: bool = True) -> tuple[Simulated, Simulated]:
         """Return the forward and the backward pass of a layer, from dispatch to combine.
 
-        Parts of a linear all-to-all are sent expert by expert (Tutel's `nccl_all_to_all_scatter_async`: rows of two experts of
-        one GPU do not lie side by side once the capacity is cut). Routing weights do not travel: both layers apply them where
-        the tokens are (`is_postscore` of Tutel's `fast_dispatch.py`; `combine_weights` of Fairseq's `moe_layer.py`).
+        The chunks of a linear all-to-all are sent expert by expert, as in Tutel's `nccl_all_to_all_scatter_async`: the rows of
+        two experts of one GPU are not contiguous once the capacity is split. Routing weights are not sent, since both systems
+        apply them at the tokens' home ranks (`is_postscore` of Tutel's `fast_dispatch.py`; `combine_weights` of Fairseq's
+        `moe_layer.py`).
 
         Args:
             plan: the plan.
             layer: the layer.
-            flexible: the experts multiply all rows at once (Tutel's flexible all-to-all), not message by message.
+            flexible: whether an expert multiplies all its rows at once (Tutel's flexible all-to-all) or message by message.
         """
         rows = None if flexible else layer.rows_per_message
         by_expert = plan.all_to_all == "linear" and plan.chunks > 1
@@ -110,14 +114,14 @@ class TutelCluster:
         return self._runs[key].run(plan, layer.grid, layer.workload)
 
     def seconds(self, plan: Plan, layer: TutelLayer, *, flexible: bool = True, trains: bool = True) -> float:
-        """Return the time of a layer, forward and, where it trains, backward."""
+        """Return the seconds of a layer, gate included: the forward pass and, if `trains`, the backward pass."""
         return self.gate_seconds(layer, trains=trains) + self._moves_seconds(plan, layer, flexible, trains)
 
     def fairseq_seconds(self, layer: TutelLayer, *, trains: bool = True) -> float:
-        """Return the time of Fairseq's layer: its gate, its masks, and experts that multiply all their rows at once.
+        """Return the seconds of Fairseq's layer: its gate, its masks, and experts that multiply all their rows at once.
 
-        Each of its experts is called once, on the rows from all GPUs (`moe_layer.py`), and PyTorch's matmul folds all
-        dimensions but the last.
+        Each expert is called once, on the rows from all GPUs (`moe_layer.py`), and PyTorch's matmul folds all dimensions except
+        the last.
         """
         gate = self.gate_seconds(layer, trains=trains, passes=FAIRSEQ_GATE)
         return gate + self.einsum_seconds(layer, trains=trains) + self._moves_seconds(Plan(), layer, True, trains)
@@ -127,14 +131,14 @@ class TutelCluster:
         return there.seconds + (back.seconds if trains else 0.0)
 
     def parts_ms(self, layer: TutelLayer) -> tuple[float, float]:
-        """Return computing and all-to-all of a layer in one piece, milliseconds."""
+        """Return the milliseconds of computation, gate included, and of all-to-alls in a layer without chunks."""
         runs = self.runs(Plan(), layer)
         computing = sum(run.compute_seconds for run in runs)
         moving = sum(run.seconds for run in runs) - computing
         return 1e3 * (computing + self.gate_seconds(layer)), 1e3 * moving
 
     def by_plan(self, layer: TutelLayer, *, trains: bool = True) -> dict[tuple[AllToAll, int], float]:
-        """Return the time of a layer by all-to-all and degree."""
+        """Return the seconds of a layer by (all-to-all, degree of pipelining)."""
         return {
             (algorithm, degree): self.seconds(Plan(all_to_all=algorithm, chunks=degree), layer, trains=trains)
             for algorithm in ALGORITHMS
@@ -142,17 +146,20 @@ class TutelCluster:
         }
 
     def einsum_seconds(self, layer: TutelLayer, *, trains: bool = True) -> float:
-        """Return the time of Fairseq's dispatch and combine: products with (tokens, experts, capacity) masks.
+        """Return the seconds of Fairseq's dispatch and combine: products with (tokens, experts, capacity) masks.
 
-        One of each forward; backward one of dispatch, whose mask is boolean and has no gradient, and two of combine (fairseq's
-        `moe_layer.py` and `top2gate.py`): 2 * tokens * copies * dim operations each time.
+        Forward, each has one product. Backward, dispatch has one, since its mask is boolean and has no gradient, and combine
+        has two (fairseq's `moe_layer.py` and `top2gate.py`). A product takes 2 * tokens * copies * dim operations.
         """
         elements = layer.tokens * layer.workload.copies
         products = (5 if trains else 2) * 2.0 * elements * layer.dim / (self.book.constant("tutel.einsum") * 1e12)
         return products + elements * _bytes_of(FAIRSEQ_MASKS, layer.top_k, trains) / self._memory
 
     def gate_seconds(self, layer: TutelLayer, *, trains: bool = True, passes: Passes = TUTEL_GATE) -> float:
-        """Return the time of a gate: its passes, and (tokens, dim) x (dim, experts) once forward and twice backward."""
+        """Return the seconds of a gate: its passes over memory, and its product.
+
+        The product (tokens, dim) x (dim, experts) takes place once forward and twice backward.
+        """
         elements = layer.tokens * layer.workload.num_experts
         operations = 2.0 * elements * layer.dim / (self.book.constant("tutel.tflops") * 1e12)
         product = max(operations, 2.0 * (layer.tokens * layer.dim + elements) / self._memory)
@@ -166,14 +173,15 @@ def _bytes_of(passes: Passes, top_k: int, trains: bool) -> int:
 
 
 def cluster(book: Book, gpus: int, rows: float | None = None, per_peer: int = 1) -> ClusterSpec:
-    """Return the cluster at a size: its preset with the constants in place.
+    """Return the cluster's preset at a given size, with the constants in place.
 
     Args:
-        book: tells the constants.
-        gpus: in use.
-        rows: of each product, message by message; None for all rows of an expert at once. 8 rows reach the fitted share of the
-            rate, 1024 that of the preset, and those between a share between them.
-        per_peer: messages that a GPU sends another at once, each with a start-up of its own.
+        book: gives the constants.
+        gpus: number of GPUs in use.
+        rows: rows per product if experts multiply message by message; None if they multiply all rows at once. Products of 8
+            rows reach the fitted share of the rate, those of 1024 the preset's share. In between, the share is interpolated
+            over the logarithm of the rows.
+        per_peer: number of messages that a GPU sends to each other GPU at once, each with its own start-up.
     """
     spec = read_cluster("tutel", nodes=gpus // PER_NODE)
     nvlink, nic = spec.links
@@ -193,19 +201,19 @@ def cluster(book: Book, gpus: int, rows: float | None = None, per_peer: int = 1)
 
 
 SWIN_LAYERS = ((9, 144, 512), (1, 36, 1024))
-"""MoE layers of SwinV2-MoE-B at 192 x 192: how many, tokens of a picture, width."""
+"""MoE layers of SwinV2-MoE-B at 192 x 192: (number of layers, tokens per image, width)."""
 SWIN_BATCH, SWIN_EXPERTS, SWIN_DENSE = 128, 32, 11.78e9
-"""Pictures per GPU, which the paper does not tell; experts of each layer; operations of a picture, multiply and add as one."""
+"""Images per GPU, which the paper does not give; experts per layer; multiply-adds of the dense part per image."""
 SWIN_TRAINS = {"train": True, "infer": False}
 
 
 def swin_seconds(bed: TutelCluster, gpus: int, name: str) -> tuple[float, float]:
-    """Return what the MoE layers of SwinV2-MoE-B take per batch, seconds: Fairseq's, and Tutel's by the best plan.
+    """Return the seconds per batch of SwinV2-MoE-B's MoE layers: Fairseq's, and Tutel's under the best plan.
 
     Args:
         bed: the cluster.
-        gpus: in use.
-        name: train or infer.
+        gpus: number of GPUs in use.
+        name: "train" or "infer".
     """
     trains, fairseq, tutel = SWIN_TRAINS[name], 0.0, 0.0
     for count, tokens, dim in SWIN_LAYERS:
@@ -221,9 +229,10 @@ def swin_seconds(bed: TutelCluster, gpus: int, name: str) -> tuple[float, float]
 
 
 def swin_pictures(bed: TutelCluster, gpus: int, name: str) -> tuple[float, float]:
-    """Return pictures per second and GPU of SwinV2-MoE-B, with Fairseq's layers and with Tutel's; arguments as before.
+    """Return SwinV2-MoE-B's images per second and GPU, with Fairseq's layers and with Tutel's.
 
-    What is dense takes its operations over a rate that was fitted, three times as many in training.
+    The dense part takes its operations, three times as many in training, over a fitted rate. The arguments are those of
+    `swin_seconds`.
     """
     dense = SWIN_BATCH * 2 * SWIN_DENSE * (3 if SWIN_TRAINS[name] else 1)
     rate = bed.book.constant(f"tutel.swin.{name}") * 1e12
@@ -232,28 +241,31 @@ def swin_pictures(bed: TutelCluster, gpus: int, name: str) -> tuple[float, float
 
 
 def big(gpus: int) -> TutelLayer:
-    """Return the layer whose all-to-all and computing are told apart."""
+    """Return the layer for which the paper gives all-to-all and computation separately."""
     return TutelLayer(gpus=gpus, tokens=65536, dim=4096, hidden=4096)
 
 
 def single(gpus: int) -> TutelLayer:
-    """Return the layer that is held against Fairseq's."""
+    """Return the layer that the paper compares with Fairseq's."""
     return TutelLayer(gpus=gpus, tokens=16384, dim=2048, hidden=2048)
 
 
 def mapped(tokens: int, hidden: int, factor: float = 1.0) -> TutelLayer:
-    """Return a layer of the map of parallelism: 16 experts on 64 GPUs, each in four shards."""
+    """Return a layer of the paper's comparison of r: 16 experts on 64 GPUs, each in four shards."""
     return TutelLayer(gpus=64, tokens=tokens, dim=2048, hidden=hidden, experts_per_gpu=0.25, factor=factor)
 
 
 def sweep(gpus: int) -> Iterator[TutelLayer]:
-    """Yield the 81 layers of the sweep of adaptive pipelining on so many GPUs."""
+    """Yield the 81 layers of the sweep of adaptive pipelining on `gpus` GPUs."""
     for experts, dim, hidden, tokens in itertools.product(EXPERTS_PER_GPU, WIDTHS, WIDTHS, TOKENS):
         yield TutelLayer(gpus=gpus, tokens=tokens, dim=dim, hidden=hidden, experts_per_gpu=experts)
 
 
 def gains(bed: TutelCluster, gpus: int) -> dict[str, float]:
-    """Return the gains of the best all-to-all and degree over fixed ones, per cent: means, and the largest over degree 8."""
+    """Return the gains in per cent of the best all-to-all and degree over fixed choices.
+
+    "linear1" and "hier2d1" are means over the sweep against degree 1. "worst" is the largest gain over linear with degree 8.
+    """
     times = [bed.by_plan(layer) for layer in sweep(gpus)]
     over = {
         "linear1": [each["linear", 1] / min(each.values()) for each in times],
@@ -266,16 +278,19 @@ def gains(bed: TutelCluster, gpus: int) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Fairseq's layer, and Tutel's parts one after the other, seconds."""
+    """Seconds of Fairseq's layer, and of the same layer as Tutel's features are added one after another."""
 
     fairseq: float
     kernels: float
+    """With Tutel's kernels."""
     hier2d: float
+    """With 2DH too, if it is faster."""
     flexible: float
+    """With flexible all-to-all too."""
 
 
 def breakdown(bed: TutelCluster, gpus: int) -> Breakdown:
-    """Return the time of a layer with one part of Tutel after the other, in one piece; 2DH only where it is faster."""
+    """Return the times of a layer without chunks as Tutel's features are added; 2DH is used only if it is faster."""
     layer = single(gpus)
     plain = bed.seconds(Plan(), layer, flexible=False)
     both = {name: bed.seconds(Plan(all_to_all=name), layer, flexible=False) for name in ALGORITHMS}
@@ -289,16 +304,16 @@ def breakdown(bed: TutelCluster, gpus: int) -> Breakdown:
 
 
 SIZES = (16, 32, 64, 128, 256)
-"""GPUs of the sweep of adaptive pipelining."""
+"""Numbers of GPUs in the sweep of adaptive pipelining."""
 FACTORS = (1.0, 2.0, 4.0, 8.0)
-"""Capacity factors of the map of parallelism."""
+"""Capacity factors in the comparison of r."""
 R = (0, 1, 2, 4)
-"""Ways to share an expert among the four GPUs that hold its shards: all weights to the tokens ... all shards apart."""
+"""Values of r for an expert in four shards: from 0, where all weights are gathered, to 4, where tokens visit all shards."""
 BASE, LARGE = mapped(4096, 2048), mapped(1024, 32768)
 
 
 def reproduce(book: Book) -> Reproduction:
-    """Simulate the layers and set them beside the paper's figures."""
+    """Simulate the layers and compare them with the paper's figures."""
     bed = TutelCluster(book)
     found: dict[str, float] = {}
     for gpus in (16, 64, 256):
@@ -321,7 +336,7 @@ def reproduce(book: Book) -> Reproduction:
 
 
 def by_r(bed: TutelCluster, layer: TutelLayer) -> dict[float, dict[int, float]]:
-    """Return the time of a layer by capacity factor and r, forward and backward."""
+    """Return the seconds of a layer, forward and backward, by capacity factor and r."""
     return {
         factor: {r: bed.seconds(Plan(gather_weights=r), replace(layer, factor=factor)) for r in R} for factor in FACTORS
     }
@@ -343,7 +358,7 @@ def _against_fairseq(bed: TutelCluster) -> dict[str, float]:
 
 
 def _over_degree_1(bed: TutelCluster, gpus: int, factor: float) -> float:
-    """Return the gain of the best degree over degree 1, per cent, each with its best all-to-all."""
+    """Return the gain in per cent of the best degree over degree 1, each with its best all-to-all."""
     times = bed.by_plan(TutelLayer(gpus=gpus, tokens=4096, dim=4096, hidden=4096, factor=factor))
     whole = min(times[algorithm, 1] for algorithm in ALGORITHMS)
     return 100 * (whole / min(times.values()) - 1)

@@ -1,1 +1,1 @@
-"""Swin Transformer V2 with MoE layers, and images to train it on."""
+"""Swin Transformer V2 with MoE layers, and image data to train it on."""

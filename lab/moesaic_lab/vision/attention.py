@@ -1,7 +1,7 @@
-"""Attention within windows of an image (Liu et al., "Swin Transformer V2", 2022, section 3.2 and 3.3).
+"""Attention within windows of an image (Liu et al., "Swin Transformer V2", 2022, sections 3.2 and 3.3).
 
-Similarity is a cosine over a learnt temperature, so that no value grows with depth; positions enter as a bias that a small
-network computes from logarithms of relative coordinates, so that weights carry over to windows of another size.
+Similarity is a cosine over a learnt temperature, which keeps values from growing with depth. A small network computes a
+position bias from logarithms of relative coordinates, so weights can be reused for windows of another size.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class WindowAttention(nn.Module):
         num_heads: heads; must divide dim.
         resolution: tokens along a side of the image.
         window: tokens along a side of a window; must divide the resolution.
-        shift: by how many tokens windows are shifted to the right and down. What leaves the image on one side comes in on
-            the other, in windows where only tokens that are neighbours in the image see each other.
+        shift: number of tokens by which windows are shifted to the right and down. Windows wrap around the image; in those
+            that do, tokens only attend to tokens from the same side of the image.
     """
 
     coordinates: Tensor
@@ -44,7 +44,7 @@ class WindowAttention(nn.Module):
         self.num_heads, self.window, self.shift = num_heads, window, shift
         self.per_side = resolution // window
         self.qkv = StackedLinear(3, dim, dim)
-        # A bias of the keys would turn them all; Swin V2 has none.
+        # Keys have no bias in Swin V2: it would rotate all of them.
         self.q_bias, self.v_bias = nn.Parameter(torch.zeros(dim)), nn.Parameter(torch.zeros(dim))
         self.log_scale = nn.Parameter(torch.full((num_heads,), math.log(10.0)))
         self.position_bias = nn.Sequential(nn.Linear(2, 512), nn.ReLU(), nn.Linear(512, num_heads, bias=False))
@@ -54,16 +54,13 @@ class WindowAttention(nn.Module):
         hidden = strangers(resolution, window, shift) if shift else None
         self.register_buffer("hidden", hidden, persistent=False)
         self.tp: DeviceMesh | None = None
-        """Over which ranks the heads are split; None for not at all."""
+        """The ranks over which the heads are split; None if they are not split."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend.
+        """Return the attention output, of the same shape as x.
 
         Args:
-            x: (batch, height, width, dim) with height and width of the resolution.
-
-        Returns:
-            The same shape.
+            x: (batch, height, width, dim); height and width must be `resolution`.
         """
         if self.shift:
             x = x.roll((-self.shift, -self.shift), dims=(1, 2))
@@ -74,7 +71,7 @@ class WindowAttention(nn.Module):
         """Attend within windows: (batch, windows, tokens, dim) to the same shape."""
         bias = torch.stack([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
         qkv = (self.qkv(x) + self._mine(bias, 1)).unflatten(-1, (-1, len(self.q_bias) // self.num_heads))
-        # Windows and heads make one axis: the bias then has no batch axis to be copied over.
+        # Windows and heads share an axis, so the bias need not be copied over a batch axis.
         q, k, v = qkv.permute(3, 0, 1, 4, 2, 5).flatten(2, 3)
         scale = self._mine(self.log_scale, 0).clamp(max=math.log(SHARPEST)).exp().repeat(x.shape[1])[:, None, None]
         q, k = F.normalize(q, dim=-1) * scale.to(q.dtype), F.normalize(k, dim=-1)
@@ -82,11 +79,11 @@ class WindowAttention(nn.Module):
         return self.out(attended.unflatten(1, (x.shape[1], -1)).transpose(2, 3).flatten(3))
 
     def _mine(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's heads of what all ranks have whole, along a dimension."""
+        """Return this rank's heads of a tensor that is replicated on all ranks, along a dimension."""
         return x if self.tp is None else move(x, self.tp, Replicate(), Shard(dim))
 
     def _bias(self, num_windows: int) -> Tensor:
-        """Return what is added to the similarities, (1, windows * heads, tokens, tokens)."""
+        """Return the bias of the similarities, (1, windows * heads, tokens, tokens)."""
         table = BIAS_RANGE * self.position_bias(self.coordinates).sigmoid()
         bias = self._mine(table[self.pairs].permute(2, 0, 1), 0).expand(num_windows, -1, -1, -1)
         if self.hidden is not None:
@@ -99,7 +96,7 @@ class WindowAttention(nn.Module):
         return tiles.transpose(2, 3).flatten(3, 4).flatten(1, 2)
 
     def _join(self, x: Tensor) -> Tensor:
-        """Put windows together, the inverse of `_cut`."""
+        """Join windows to an image, the inverse of `_cut`."""
         tiles = x.unflatten(2, (self.window, self.window)).unflatten(1, (self.per_side, self.per_side))
         return tiles.transpose(2, 3).flatten(3, 4).flatten(1, 2)
 
@@ -107,7 +104,7 @@ class WindowAttention(nn.Module):
 def log_coordinates(window: int) -> Tensor:
     """Return the relative positions of a window on a logarithmic scale (section 3.3, equation 4).
 
-    Distances are first scaled so that the window's side is 8.
+    Distances are first scaled to a window with a side of 8.
 
     Returns:
         ((2 * window - 1) ** 2, 2): vertical and horizontal, in units of log2(8).
@@ -118,7 +115,7 @@ def log_coordinates(window: int) -> Tensor:
 
 
 def pair_index(window: int) -> Tensor:
-    """Return which row of `log_coordinates` each pair of a window's tokens has, (tokens, tokens) int64."""
+    """Return for each pair of tokens of a window the index of its row in `log_coordinates`, (tokens, tokens) int64."""
     side = torch.arange(window)
     apart = side[:, None] - side + window - 1
     rows, columns = apart[:, None, :, None], apart[None, :, None, :]
@@ -126,12 +123,12 @@ def pair_index(window: int) -> Tensor:
 
 
 def strangers(resolution: int, window: int, shift: int) -> Tensor:
-    """Return which tokens share a shifted window only because the image wraps around.
+    """Return which pairs of tokens share a shifted window only because the image wraps around.
 
     Args:
         resolution: tokens along a side of the image.
         window: tokens along a side of a window.
-        shift: of the windows; at least 1.
+        shift: number of tokens by which windows are shifted; at least 1.
 
     Returns:
         (windows, tokens, tokens) bool.

@@ -1,4 +1,4 @@
-"""The shape of an image classifier: what `SwinMoE` is built from, and the published sizes by name."""
+"""The configuration of `SwinMoE`, and presets with the published sizes."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ if TYPE_CHECKING:
     RouterName: TypeAlias = str
 else:
     RouterName = Literal[tuple(ROUTERS | ON_MESH)]
-"""A name of the registries; a command line lists them as choices."""
+"""A registered router's name; command lines list all names as choices."""
 
 PUBLISHED_CAPACITY = Capacity.fixed(1.0)
-"""What Tutel trains Swin with."""
+"""The capacity with which Tutel trains Swin."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwinConfig:
-    """A Swin Transformer V2, dense or with MoE feed-forward layers. The default is the small one, dense."""
+    """Configuration of a Swin Transformer V2, dense or with MoE feed-forward layers. The default is the dense SwinV2-S."""
 
     ffn: Literal["moe", "dense"] = "dense"
-    """Whether every other feed-forward layer from stage `dense_stages` on is an MoE layer, or none."""
+    """Feed-forward layers: "dense", or "moe" to make every second one from stage `dense_stages` on an MoE layer."""
     image_size: int = 192
     """Height and width of an image in pixels."""
     channels: int = 3
-    """Colours of an image."""
+    """Colour channels of an image."""
     num_classes: int = 21841
     """Logits per image; ImageNet-22K has 21,841 classes."""
     patch_size: int = 4
-    """Height and width in pixels of what becomes one token."""
+    """Height and width in pixels of a patch, which becomes one token."""
     window: int = 12
     """Height and width in tokens of an attention window; a stage with fewer tokens has one window for all of them."""
     dim: int = 96
-    """Width of a token in the first stage; every later stage doubles it and halves height and width."""
+    """Width of a token in the first stage; every later stage doubles the width and halves the image's height and width."""
     depths: Sequence[int] = (2, 2, 18, 2)
     """Blocks of each stage. Every second block shifts its windows."""
     heads: Sequence[int] = (3, 6, 12, 24)
@@ -46,11 +46,11 @@ class SwinConfig:
     mlp_ratio: float = 4.0
     """Inner width of a feed-forward layer, and of one expert, over the width of a token."""
     norm: Literal["post", "pre"] = "post"
-    """Where a block normalises: what it adds to the residual stream ("post", Swin V2), or what it reads from there ("pre").
-    Behind an MoE layer of top_k 1 a norm divides the routing weight out again, so that the router learns from little more
-    than the auxiliary loss: Swin's published MoE code has "pre", and so have the presets with MoE layers."""
+    """Where a block normalises: the outputs of its layers ("post", Swin V2) or their inputs ("pre"). A norm after an MoE layer
+    of top_k 1 cancels the routing weight, and the router then learns from little more than the auxiliary loss. So Swin's
+    published MoE code uses "pre", as do the presets with MoE layers."""
     drop_path: float = 0.0
-    """Probability to leave out a block's additions for an image in training: that of the last block, growing from 0."""
+    """Stochastic depth: probability to skip the last block for an image in training; it grows linearly from 0."""
     num_experts: int = 32
     """Experts per MoE layer."""
     top_k: int = 1
@@ -58,15 +58,15 @@ class SwinConfig:
     dense_stages: int = 2
     """Stages at the start without MoE layers."""
     router: RouterName = "switch"
-    """Who chooses the experts; docs/layer.md describes each. "switch" is Tutel's linear router, "cosine" its other one."""
+    """Router, see docs/layer.md. "switch" is Tutel's linear router, "cosine" is Tutel's cosine router."""
     capacity: AbstractCapacity = PUBLISHED_CAPACITY
-    """Rows per expert; `order="score"` admits by batch-prioritised routing."""
+    """Capacity of the experts in training; `order="score"` is batch-prioritised routing."""
     eval_capacity: AbstractCapacity | None = None
-    """Capacity in evaluation; None for that of training."""
+    """Capacity in evaluation; None uses that of training."""
     balance_loss: float = 0.01
     """Coefficient of the load-balance loss; 0 turns it off."""
     checkpoint_activations: bool = False
-    """Recompute each block in backward instead of keeping its activations; routing is replayed."""
+    """Recompute each block in the backward pass instead of keeping its activations; routing is replayed."""
 
     def __post_init__(self) -> None:
         for name in ("image_size", "channels", "num_classes", "patch_size", "window", "dim", "num_experts", "top_k"):
@@ -84,7 +84,7 @@ class SwinConfig:
         self._check_shapes()
 
     def _check_shapes(self) -> None:
-        """Raise InputError where heads or windows do not divide what they split."""
+        """Raise InputError if patches, heads or windows do not divide the sizes that they split."""
         if len(self.heads) != self.num_stages:
             raise InputError(
                 f"swin.heads={tuple(self.heads)} does not fit swin.depths={tuple(self.depths)}: give one number per stage"
@@ -109,31 +109,31 @@ class SwinConfig:
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return len(self.depths)
 
     def resolution(self, stage: int) -> int:
-        """Tokens along a side of an image in a stage."""
+        """Return the tokens along a side of an image in a stage."""
         return self.image_size // self.patch_size // 2**stage
 
     def width(self, stage: int) -> int:
-        """Width of a token in a stage."""
+        """Return the width of a token in a stage."""
         return self.dim * int(2**stage)
 
     def hidden(self, stage: int) -> int:
-        """Inner width of a feed-forward layer of a stage."""
+        """Return the inner width of a feed-forward layer of a stage."""
         return int(self.width(stage) * self.mlp_ratio)
 
     def window_of(self, stage: int) -> int:
-        """Tokens along a side of a window in a stage."""
+        """Return the tokens along a side of a window in a stage."""
         return min(self.window, self.resolution(stage))
 
     def shift(self, stage: int, block: int) -> int:
-        """By how many tokens a block's windows are shifted; a stage of one window has no use for it."""
+        """Return the number of tokens by which a block's windows are shifted; 0 in a stage with one window."""
         return self.window // 2 if block % 2 and self.resolution(stage) > self.window else 0
 
     def is_sparse(self, stage: int, block: int) -> bool:
-        """Whether a block has an MoE layer: every other one, from stage `dense_stages` on."""
+        """Return whether a block has an MoE layer: every second one does, from stage `dense_stages` on."""
         return self.ffn == "moe" and stage >= self.dense_stages and block % 2 == 1
 
 
@@ -157,4 +157,4 @@ PRESETS: dict[str, SwinConfig] = {
     "swin-tiny": replace(_DIGITS, ffn="moe"),
     "swin-tiny-dense": _DIGITS,
 }
-"""Models by name: SwinV2-S and -B, those of Tutel's section 5.3 with 32 experts, and one for 8x8 images of digits."""
+"""Models by name: SwinV2-S and -B, the models with 32 experts of Tutel's section 5.3, and one for 8x8 images of digits."""

@@ -1,6 +1,6 @@
-"""Images with labels: scikit-learn's handwritten digits, which need no download, and the batches made of them.
+"""Images with labels: scikit-learn's handwritten digits, which need no download, or folders of pictures; and micro-batches.
 
-A micro-batch is a pure function of (data, seed, index), as for text: resuming needs no state but the index.
+A micro-batch is a pure function of (data, seed, index), as for text: resuming needs only the index.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 from moesaic.errors import InputError
 
 TURN, SCALE, SHIFT = 15.0, 0.15, 0.125
-"""What images are changed by at most while they are trained on: degrees, a share of their size, a share of a side."""
+"""Largest random changes of training images: rotation in degrees, scaling as a share, shift as a share of a side."""
 
 
 @dataclass(frozen=True)
 class Images:
-    """Images and what they show."""
+    """Images and their labels."""
 
     pixels: Tensor
     """(images, channels, height, width) float32, between -1 and 1."""
@@ -37,17 +37,17 @@ class Images:
 
 
 def load_digits(val_share: float = 0.2, seed: int = 0) -> tuple[Images, Images]:
-    """Return the 1,797 digits of 8x8 pixels that come with scikit-learn, for training and validation.
+    """Return scikit-learn's 1,797 digits of 8x8 pixels, split at random into training and validation.
 
-    The two parts are drawn at random: images of one writer are in both, so validation is easier than unknown writers.
+    Both parts have images by the same writers, so validation is easier than recognising unknown writers.
 
     Raises:
-        InputError: without scikit-learn, or for a share that leaves one part empty.
+        InputError: without scikit-learn, or if `val_share` leaves one part empty.
     """
     package = find_spec("sklearn")
     if package is None or package.origin is None:
         raise InputError('the digits need scikit-learn: pip install "./lab[vision]"')
-    # Its own loader would import all of it, which takes longer than a short training.
+    # scikit-learn's own loader would import the whole package, which takes longer than a short training.
     table = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
     pixels, labels = table[:, :-1], table[:, -1]
     num_val = round(len(labels) * val_share)
@@ -60,18 +60,18 @@ def load_digits(val_share: float = 0.2, seed: int = 0) -> tuple[Images, Images]:
 
 
 def load_folder(root: Path, size: int, channels: int = 3, val_share: float = 0.05) -> tuple[Images, Images]:
-    """Return the pictures of a folder that has a folder per class, cut square, for training and validation.
+    """Return the pictures of a folder with a subfolder per class, as squares, split into training and validation.
 
-    A picture is scaled so that its shorter side fits, and its middle is taken. A hash of its name says in which part it is.
+    A picture is scaled until its shorter side fits, and its middle is cut out. A hash of its name decides its part.
 
     Args:
-        root: of the folders, in whose alphabetical order classes are numbered.
-        size: height and width of what is returned.
+        root: the folder with the subfolders; classes are numbered in their alphabetical order.
+        size: height and width of the returned images in pixels.
         channels: 3 for RGB, 1 for grey.
-        val_share: of the pictures, set aside for validation.
+        val_share: share of the pictures for validation.
 
     Raises:
-        InputError: without Pillow, or for folders without enough pictures.
+        InputError: without Pillow, or if the folders do not have enough pictures.
     """
     try:
         image_of = import_module("PIL.Image")
@@ -103,17 +103,17 @@ def load_folder(root: Path, size: int, channels: int = 3, val_share: float = 0.0
 
 
 class ImageBatches:
-    """Micro-batches in an order that each epoch shuffles anew; one that reaches past an epoch's end takes from the next.
+    """Micro-batches of images, shuffled anew in each epoch. A micro-batch may span the end of an epoch.
 
     Args:
         data: the images.
         batch_size: images per micro-batch.
-        seed: of the order.
-        part: (index, count): of each micro-batch only the index-th of count equal parts is given.
-        varied: give each image a little `moved`, in another way each time.
+        seed: seed of the order and of the random changes.
+        part: (index, count): return only part `index` of the `count` equal parts of each micro-batch.
+        varied: change each image randomly with `moved`, differently each time.
 
     Raises:
-        InputError: if a micro-batch does not split into parts, or there are no images.
+        InputError: if a micro-batch does not split into `count` parts, or there are no images.
     """
 
     def __init__(
@@ -145,11 +145,11 @@ class ImageBatches:
 
 
 def moved(pixels: Tensor, amounts: Tensor) -> Tensor:
-    """Return images turned, scaled and shifted; what comes in from outside is black.
+    """Return images rotated, scaled and shifted; uncovered areas are black.
 
     Args:
         pixels: (images, channels, height, width) float32, between -1 and 1.
-        amounts: (images, 4) float32 between -1 and 1: of `TURN`, of `SCALE`, and of `SHIFT` to the side and up.
+        amounts: (images, 4) float32 between -1 and 1: factors on `TURN`, on `SCALE`, and on `SHIFT` sideways and up.
     """
     turn, scale = amounts[:, 0] * math.radians(TURN), 1 + SCALE * amounts[:, 1]
     across, along = scale * turn.cos(), scale * turn.sin()

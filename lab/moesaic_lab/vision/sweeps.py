@@ -1,12 +1,12 @@
-"""Tutel's ablations of a vision model: its tables 1 and 12 and figure 22, on digits or on pictures of yours.
+"""Tutel's ablations of a vision model: its tables 1 and 12 and figure 22, on digits or on your own pictures.
 
-Table 1: weights of the load-balance loss. Table 12: capacities in inference and experts per token, of models that were trained
-at capacity 1.0, with a dense twin beside. Figure 22: the same with copies admitted by position and by score (batch-prioritised
-routing). Mean share of held-back images that is recognised, over seeds; 359 digits tell differences from 0.3 % on.
+Table 1: weights of the load-balance loss. Table 12: capacities in inference and experts per token, for models trained at
+capacity 1.0, with a dense twin. Figure 22: the same with copies admitted by position and by score (batch-prioritised routing).
+Figures are accuracies on held-out images, averaged over seeds; 359 digits show differences of 0.3 % or more.
 
     moesaic bench vision_sweeps --json benchmarks/results/vision_sweeps.json
 
-Of the paper's sizes: --preset swinv2-moe-b --images photos --steps 300000 --batch-size 1024.
+With the paper's sizes: --preset swinv2-moe-b --images photos --steps 300000 --batch-size 1024.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ from moesaic_lab.vision.train import VisionOptions, train
 Order = Literal["position", "score"]
 ORDERS: tuple[Order, ...] = get_args(Order)
 BALANCE = {0.001: 37.32, 0.01: 37.78, 0.1: 37.16, 1.0: 34.71}
-"""Tutel's Table 1, SwinV2-S on ImageNet-22K: accuracy in per cent by weight."""
+"""Tutel's Table 1, SwinV2-S on ImageNet-22K: accuracy in per cent, by weight of the balance loss."""
 CAPACITIES = {1: {1.25: 38.6, 1.0: 38.5, 0.625: 38.2, 0.5: 38.0}, 2: {1.25: 38.7, 1.0: 38.6, 0.625: 38.4, 0.5: 38.3}}
-"""Its Table 12, SwinV2-MoE-B: by experts per token and capacity in inference."""
+"""Tutel's Table 12, SwinV2-MoE-B: accuracy in per cent, by experts per token and capacity in inference."""
 DENSE = 37.2
-"""Of the same table."""
+"""Accuracy in per cent of the dense model in Tutel's Table 12."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions(KeptOptions):
-    """What to train."""
+    """Model, data and length of the runs."""
 
     preset: str = "swin-tiny"
-    """As in `moesaic vision`."""
+    """Model, a preset of `moesaic vision`."""
     images: str = ""
-    """A folder with a folder of pictures per class. Empty: scikit-learn's digits."""
+    """Folder with a subfolder of pictures per class; by default scikit-learn's digits."""
     steps: int = 300
     """Optimizer steps of each run."""
     batch_size: int = 64
     """Images per step."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """Of weights and order."""
+    """Seeds of initialisation and data order."""
 
 
 def one_run(options: SweepOptions, seed: int, capacities: tuple[float, ...] = (), **more: Any) -> list[dict[str, Any]]:
-    """Train once; returns a row, or one for each capacity in inference.
+    """Train once; return a row for each capacity in inference.
 
     Args:
         options: sizes and data.
-        seed: of weights and order.
-        capacities: factors in inference; () for that of training.
-        more: fields of `VisionOptions`.
+        seed: seed of initialisation and data order.
+        capacities: capacity factors in inference; () for one row with that of training.
+        more: further fields of `VisionOptions`.
     """
     common = {
         "preset": options.preset, "images": options.images, "batch_size": options.batch_size, "seed": seed, **more,
@@ -76,7 +76,7 @@ def one_run(options: SweepOptions, seed: int, capacities: tuple[float, ...] = ()
 
 
 def runs() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Yield what is trained with each seed: a name, what stands in its rows, arguments of `one_run`."""
+    """Yield for each run its name, the keys that its rows share, and its arguments of `one_run`. Every seed repeats the run."""
     for weight, accuracy in BALANCE.items():
         yield f"balance-{weight:g}", {"table": "1", "weight": weight, "published": accuracy}, {"balance_loss": weight}
     for top_k, published in CAPACITIES.items():
@@ -88,7 +88,7 @@ def runs() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
 
 
 def measure(options: SweepOptions, cases: None, told: Told) -> list[dict[str, Any]]:
-    """Train everything with every seed."""
+    """Train every run with every seed; return the means over the seeds."""
     asked = {
         f"{name}-{seed}": (about, partial(one_run, options, seed, **given))
         for seed in options.seeds
@@ -104,7 +104,7 @@ def _key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _mean(rows: list[dict[str, Any]], key: tuple[Any, ...]) -> dict[str, Any]:
-    """Return a line of the table: the mean over the seeds."""
+    """Return the row of one group of runs: mean, least and most over the seeds."""
     chosen = [row for row in rows if _key(row) == key]
     found = [row["accuracy"] for row in chosen]
     made = {name: value for name, value in chosen[0].items() if name not in ("seed", "accuracy")}
@@ -114,7 +114,7 @@ def _mean(rows: list[dict[str, Any]], key: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return what score gains over position at the least capacity, what that capacity costs, and the spread of the weights."""
+    """Return the claims: gain of score over position at the least capacity, cost of that capacity, spread over weights."""
 
     least, most = min(CAPACITIES[1]), max(CAPACITIES[1])
 

@@ -1,7 +1,7 @@
 """`SwinMoE`: a Swin Transformer V2 that classifies images, with MoE layers among its feed-forward layers.
 
-Liu et al., "Swin Transformer V2" (2022); Hwang et al., "Tutel" (2023), section 5.3, for where the MoE layers stand: every
-other feed-forward layer, except in the first two stages.
+Liu et al., "Swin Transformer V2" (2022). MoE layers are placed as in Hwang et al., "Tutel" (2023), section 5.3: every second
+feed-forward layer, except in the first two stages.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from moesaic_lab.vision.attention import WindowAttention
 from moesaic_lab.vision.config import SwinConfig
 
 COSINE_TEMPERATURE = 0.5
-"""Where Swin's cosine routers start; that of the layer, for language, starts at 0.07."""
+"""Initial temperature of Swin's cosine routers; the default of the layer, meant for language, is 0.07."""
 INIT_STD = 0.02
-"""Deviation of all matrices."""
+"""Standard deviation of all matrices at initialisation."""
 
 
 class FeedForward(nn.Sequential):
@@ -42,10 +42,10 @@ class SwinBlock(nn.Module):
     """Windowed attention, then a dense or sparse feed-forward layer, each with a residual.
 
     Args:
-        config: the model's shape.
+        config: the model's configuration.
         stage: the block's stage.
-        block: its index in the stage.
-        drop_path: probability to leave out what it adds, for an image in training.
+        block: the block's index in the stage.
+        drop_path: probability to skip a residual branch for an image in training.
     """
 
     def __init__(self, config: SwinConfig, stage: int, block: int, drop_path: float) -> None:
@@ -67,7 +67,7 @@ class SwinBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, height, width, dim) to the same shape."""
-        # Both drawn before a router draws: a recomputation, which replays routing, then finds the generator as it was.
+        # Both are drawn before the router draws: a recomputation replays routing without draws, so later ones would differ.
         first, second = self._kept(x)
         x = _add(x, self._normed(x, self.attention, self.attention_norm), first)
         return _add(x, self._normed(x.flatten(1, 2), self.ffn, self.ffn_norm).view(x.shape), second)
@@ -77,9 +77,9 @@ class SwinBlock(nn.Module):
         return y
 
     def _kept(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return by what each image's two additions are multiplied: 0, or more than 1 to make up for those left out.
+        """Return a factor per image for each of the two residual branches: 0 if skipped, else 1 / (1 - drop_path).
 
-        Stochastic depth (Huang et al. 2016), drawn for each image: (batch, 1, 1, 1) twice; None where all are kept.
+        This is stochastic depth (Huang et al. 2016). Each factor is (batch, 1, 1, 1), or None if no branch can be skipped.
         """
         if not self.training or not self.drop_path:
             return None, None
@@ -93,11 +93,11 @@ def _add(x: Tensor, y: Tensor, kept: Tensor | None) -> Tensor:
 
 
 class PatchMerging(nn.Module):
-    """Make one token of twice the width from each 2x2 tokens.
+    """Merges each 2x2 tokens to one token of twice the width.
 
     Args:
         dim: width of a token.
-        norm: "post" normalises the result (Swin V2), "pre" what it is made from (Swin).
+        norm: "post" normalises the output (Swin V2), "pre" the input (Swin).
     """
 
     def __init__(self, dim: int, norm: str) -> None:
@@ -115,10 +115,11 @@ class PatchMerging(nn.Module):
 
 
 class SwinMoE(nn.Module):
-    """An image classifier.
+    """A Swin Transformer V2 that classifies images.
 
-    Matrices are drawn from N(0, 0.02), biases are zero. Norms behind a layer start at zero, as in Swin V2, so that a block
-    begins as the identity; then only they have gradients in the first step.
+    Matrices are initialised from a normal distribution with standard deviation 0.02, biases with zero. The weights of norms
+    after a layer start at zero, as in Swin V2: each block then starts as the identity, and in the first step only these
+    norms of a block have gradients.
     """
 
     def __init__(self, config: SwinConfig) -> None:
@@ -141,7 +142,7 @@ class SwinMoE(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw all weights anew; see the class."""
+        """Initialise all weights, as the class describes."""
         for module in self.modules():
             if isinstance(module, nn.Linear | StackedLinear):
                 module.weight.normal_(std=INIT_STD)
@@ -154,16 +155,13 @@ class SwinMoE(nn.Module):
             layer.init_normal(INIT_STD, INIT_STD)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Classify.
+        """Return logits, (batch, num_classes).
 
         Args:
             images: (batch, channels, image_size, image_size), floating point.
 
-        Returns:
-            (batch, num_classes) logits.
-
         Raises:
-            InputError: for images of another size.
+            InputError: for images of another shape.
         """
         expected = (self.config.channels, self.config.image_size, self.config.image_size)
         if images.dim() != 4 or images.shape[1:] != expected:
@@ -185,11 +183,11 @@ class SwinMoE(nn.Module):
         return [module for module in self.modules() if isinstance(module, MoE)]
 
     def num_parameters(self) -> int:
-        """Return how many parameters the model has."""
+        """Return the number of parameters."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def num_active_parameters(self) -> int:
-        """Return how many parameters one token passes: all but the experts that it is not routed to."""
+        """Return the number of parameters that one token uses: all but those of experts to which it is not routed."""
         idle = 0
         for layer in self.moe_layers():
             of_experts = sum(parameter.numel() for parameter in layer.experts.parameters())
@@ -199,8 +197,8 @@ class SwinMoE(nn.Module):
     def multiplications_per_image(self) -> int:
         """Return the multiply-accumulates of a forward pass, which papers on vision call FLOPs.
 
-        As the published counts do, a norm counts one per value. Left out are routers, softmax and position biases, and
-        dropped tokens are not: every token counts as served by `top_k` experts.
+        As in the published counts, a norm counts one per value, and routers, softmax and position biases are left out.
+        Dropped tokens are counted: every token counts as processed by `top_k` experts.
         """
         config = self.config
         total = config.resolution(0) ** 2 * config.dim * (config.channels * config.patch_size**2 + 1)
@@ -219,7 +217,7 @@ class SwinMoE(nn.Module):
     def flops_per_image(self) -> float:
         """Return the floating-point operations of one image, forward and backward: six per multiply-accumulate.
 
-        Two forward and, as in Kaplan et al. 2020, section 2.1, twice that backward.
+        Two of them are forward and, as in Kaplan et al. 2020, section 2.1, four backward.
         """
         return 6.0 * self.multiplications_per_image()
 
@@ -237,17 +235,17 @@ def make_vision_moe(config: SwinConfig, stage: int) -> MoE:
 
 
 def split_dense(model: SwinMoE, tp: DeviceMesh) -> None:
-    """Split the dense parts of a model in place: attention by heads, feed-forward layers by their inner width.
+    """Split the dense parts of a model over tp ranks in place: attention by heads, feed-forward layers by inner width.
 
-    Megatron-LM's scheme (Shoeybi et al. 2019, section 3): column-wise, then row-wise, one sum per pair. Patches, merging, norms
-    and the head are on every rank. All ranks call it with the same weights.
+    This is Megatron-LM's scheme (Shoeybi et al. 2019, section 3): a column-wise and a row-wise layer with one sum per pair.
+    Patches, merging, norms and the head are replicated. All ranks must call this with the same weights.
 
     Args:
-        model: its MoE layers are on a mesh with this tensor parallelism already.
-        tp: of one dimension.
+        model: the model, with MoE layers that are already on a mesh with the same tensor parallelism.
+        tp: the device mesh of tensor parallelism, with one dimension.
 
     Raises:
-        InputError: for heads or inner widths that do not divide.
+        InputError: if tp does not divide the number of heads or an inner width.
     """
     config, styles = model.config, dict[str, ParallelStyle]()
     for stage, heads in enumerate(config.heads):

@@ -1,8 +1,8 @@
-"""SwinV2 weights as timm and the model's authors name them, for `moesaic vision --init`.
+"""Converts the names of SwinV2 weights in timm and in the authors' files to those of `SwinMoE`, for `moesaic vision --init`.
 
-timm has what joins tokens at the start of a stage, the authors' files at the end of the one before. Buffers that follow from
-sizes are left out. Where the model has an MoE layer, every expert begins as the dense layer of the file (sparse upcycling,
-Komatsuzaki et al. 2023), and the router as it was drawn.
+timm has patch merging at the start of a stage, the authors' files at the end of the previous stage. Buffers that follow from
+sizes are left out. In an MoE layer of the model, every expert starts as the file's dense layer (sparse upcycling, Komatsuzaki
+et al. 2023), and the router keeps its initial weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INSIDE = {
     "attn.logit_scale": "attention.log_scale", "attn.cpb_mlp.": "attention.position_bias.",
     "attn.proj.": "attention.out.", "norm1.": "attention_norm.", "norm2.": "ffn_norm.",
 }  # fmt: skip
-"""Of a block."""
+"""Prefixes of names inside a block."""
 BUFFERS = ("relative_position_index", "relative_coords_table", "attn_mask", "attn.k_bias")
 EXPERTS = {
     "mlp.fc1.weight": "w1", "mlp.fc1.bias": "b1", "mlp.fc2.weight": "w2", "mlp.fc2.bias": "b2",
@@ -33,16 +33,16 @@ DENSE = {"mlp.fc1.": "ffn.0.", "mlp.fc2.": "ffn.2."}
 
 
 def is_timm(weights: Mapping[str, Tensor]) -> bool:
-    """Whether weights have these names."""
+    """Return whether weights have the names of timm or of the authors' files."""
     return "patch_embed.proj.weight" in weights
 
 
 def from_timm(weights: Mapping[str, Tensor], model: SwinMoE) -> dict[str, Tensor]:
-    """Return weights under our names; what the model does not have keeps its name, and loading refuses it.
+    """Return weights with the names of `SwinMoE`. Unknown weights keep their names, and loading them then fails.
 
     Args:
-        weights: by name.
-        model: whole; it says where MoE layers are.
+        weights: weights by their names in the file.
+        model: the model, not sharded; it determines where MoE layers are.
     """
     ends_with_merge = "layers.0.downsample.reduction.weight" in weights
     depths, found = model.config.depths, {}
@@ -62,11 +62,11 @@ def from_timm(weights: Mapping[str, Tensor], model: SwinMoE) -> dict[str, Tensor
 
 
 def _of_block(name: str, value: Tensor, block: SwinBlock) -> dict[str, Tensor]:
-    """Return a block's weight under our names."""
+    """Return a block's weight with the names of `SwinBlock`."""
     if isinstance(block.ffn, MoE) and name in EXPERTS:
         ours = getattr(block.ffn.experts, EXPERTS[name])
         made = {f"ffn.experts.{EXPERTS[name]}": value.expand_as(ours)}
-        if name == "mlp.fc1.weight":  # once a layer
+        if name == "mlp.fc1.weight":  # only once per layer
             made |= {f"ffn.router.{key}": drawn for key, drawn in block.ffn.router.state_dict().items()}
         return made
     if name == "attn.logit_scale":

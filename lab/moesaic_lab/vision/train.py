@@ -1,4 +1,4 @@
-"""`moesaic vision`: train, fine-tune, probe, time and run an image classifier with MoE layers, on one process or several ranks.
+"""`moesaic vision`: train, fine-tune, probe, time and evaluate an image classifier with MoE layers, on one or several ranks.
 
 moesaic vision --preset swin-tiny                                        # scikit-learn's digits
 torchrun --nproc-per-node 4 -m moesaic vision --preset swin-tiny --ep 2
@@ -37,64 +37,64 @@ from moesaic_lab.vision.swin import SwinMoE, split_dense
 from moesaic_lab.vision.timm import from_timm, is_timm
 
 TIMED_STEPS = 10
-"""Batches over which speed is measured, after as many that warm up."""
+"""Number of batches over which speed is measured, after the same number to warm up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionOptions:
-    """What to train on what."""
+    """Model, data, training and ranks."""
 
     preset: str = "swin-tiny"
-    """swin-tiny, swin-tiny-dense, swinv2-s, swinv2-b, swinv2-moe-s or swinv2-moe-b."""
+    """Model: swin-tiny, swin-tiny-dense, swinv2-s, swinv2-b, swinv2-moe-s or swinv2-moe-b."""
     images: str = ""
-    """A folder with a folder of pictures per class. Empty: scikit-learn's digits."""
+    """Folder with a subfolder of pictures per class; by default scikit-learn's digits."""
     out: str = "runs/vision"
-    """Folder of the weights and the results."""
+    """Folder for the weights and the results."""
     init: str = ""
-    """Weights to begin with, as a run wrote them, or SwinV2's as timm names them (safetensors; with MoE layers, and so with
-    norm "post" like the file's, every expert begins as the dense layer); a head of another number of classes starts anew."""
+    """Initial weights, as safetensors: from another run, or SwinV2's with the names of timm, which need norm "post". With
+    these, every expert starts as the dense layer. A head with another number of classes is initialised anew."""
     steps: int = 1000
     """Optimizer steps; 0 only evaluates."""
     batch_size: int = 64
     """Images per step, over all ranks."""
     lr: float = 3e-3
-    """Largest learning rate."""
+    """Peak learning rate."""
     seed: int = 0
-    """Of weights and order."""
+    """Seed of initialisation and data order."""
     varied: bool = True
-    """Turn, scale and shift images a little while training, in another way each time."""
+    """Rotate, scale and shift training images slightly, differently each time."""
     ffn: Literal["preset", "moe", "dense"] = "preset"
-    """Feed-forward layers; dense gives the twin of the same active size."""
+    """Feed-forward layers; dense gives the dense twin with the same active parameters."""
     norm: Literal["preset", "post", "pre"] = "preset"
-    """What blocks normalise; files of timm want post."""
+    """Where blocks normalise: after or before each layer; timm's weights need post."""
     freeze_moe: bool = False
-    """Do not train MoE layers, as Tutel does when it fine-tunes."""
+    """Do not train MoE layers, as in Tutel's fine-tuning."""
     num_experts: int | None = None
-    """Experts per layer; None for the preset's, as with the next five."""
+    """Experts per layer; this and the next five options default to the preset's value."""
     top_k: int | None = None
     """Experts per token."""
     router: str | None = None
-    """Who chooses the experts."""
+    """Router, as in docs/layer.md."""
     balance_loss: float | None = None
     """Coefficient of the load-balance loss."""
     capacity_factor: float | None = None
-    """Rows per expert over the mean load, in training."""
+    """Capacity factor in training: rows per expert over the mean load."""
     eval_capacity_factor: float | None = None
-    """The same in evaluation."""
+    """Capacity factor in evaluation."""
     admit_by: Literal["position", "score"] = "position"
-    """Who gets in when an expert is full; score is batch-prioritised routing."""
+    """Which copies a full expert keeps: the first ones, or those with the highest scores (batch-prioritised routing)."""
     shots: int = 0
-    """Also fit a linear probe on the features of so many images per class."""
+    """Also fit a linear probe on the features of this many images per class."""
     throughput: bool = False
     """Also measure images per second, in training and in inference."""
     tp: int = 1
-    """Tensor parallelism: so many ranks hold the same images, and each a part of the heads and of dense layers."""
+    """Tensor parallelism: ranks that share the same images and split the heads and the dense layers."""
     ep: int = 1
-    """Expert parallelism."""
+    """Expert parallelism: ranks over which experts are split."""
     etp: int = 1
-    """Expert tensor parallelism."""
+    """Expert tensor parallelism: ranks over which each expert's inner width is split."""
     schedule: str = "s1"
-    """Of the MoE layers on several ranks."""
+    """Schedule of the MoE layers on several ranks."""
     fsdp: bool = True
     """Shard the other parameters over the data-parallel ranks."""
 
@@ -106,7 +106,7 @@ class VisionOptions:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Train and evaluate; returns the exit code."""
+    """Train and evaluate; return the exit code."""
     options = parse(VisionOptions, arguments, prog="moesaic vision", description="Train an image classifier.")
     place = launch()
     found = train(options, say=print if place.is_first else lambda _: None)
@@ -117,7 +117,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def shape_of(options: VisionOptions, train: Images) -> SwinConfig:
-    """Return the model's configuration: the preset's, as changed, for these images."""
+    """Return the preset's configuration with the changes of the options; your own pictures set the number of classes."""
     config = PRESETS[options.preset]
     names = ("num_experts", "top_k", "router", "balance_loss")
     changes: dict[str, Any] = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
@@ -132,10 +132,10 @@ def shape_of(options: VisionOptions, train: Images) -> SwinConfig:
 
 
 def train(options: VisionOptions, say: Any = print) -> dict[str, Any]:
-    """Train as asked, on the ranks of the process group if there is one; returns the results, alike on every rank.
+    """Train and evaluate on all ranks of the process group, if any; return the results, identical on all ranks.
 
     Raises:
-        InputError: for data, sizes or a mesh that do not fit.
+        InputError: for data, sizes or a mesh that do not fit together.
     """
     size, channels = PRESETS[options.preset].image_size, PRESETS[options.preset].channels
     data, held = load_folder(Path(options.images), size, channels) if options.images else load_digits()
@@ -168,7 +168,7 @@ def train(options: VisionOptions, say: Any = print) -> dict[str, Any]:
 
 
 def spread(model: SwinMoE, options: VisionOptions, device: Literal["cpu", "cuda"]) -> tuple[int, int]:
-    """Put the model on the ranks; returns which part of a batch this one takes, of how many."""
+    """Parallelise the model over the ranks; return which part of each batch this rank trains on, and how many there are."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         if options.tp * options.ep * options.etp > 1:
             raise InputError(
@@ -185,7 +185,7 @@ def spread(model: SwinMoE, options: VisionOptions, device: Literal["cpu", "cuda"
 
 
 def _steps(model: SwinMoE, options: VisionOptions, batches: ImageBatches, say: Any) -> float | None:
-    """Take the steps; returns the last loss."""
+    """Train all steps and return the last loss, averaged over ranks; None for 0 steps."""
     if not options.steps:
         return None
     groups = parameter_groups(model, weight_decay=0.05)
@@ -213,7 +213,7 @@ def _steps(model: SwinMoE, options: VisionOptions, batches: ImageBatches, say: A
 
 @torch.no_grad()
 def _in_parts(model: nn.Module, pixels: Tensor, size: int = 128) -> Tensor:
-    """Return what a model gives for images, in evaluation mode, on the CPU; every rank passes all of them."""
+    """Return the model's outputs for all images, in evaluation mode, on the CPU. Every rank evaluates all images."""
     model.eval()
     device = next(model.parameters()).device
     found = torch.cat([model(part.to(device)).float().cpu() for part in pixels.split(size)])
@@ -226,11 +226,11 @@ def linear_probe(model: SwinMoE, data: Images, held: Images, shots: int, ridge: 
     """Return the accuracy of a linear map from features to classes, fitted in closed form on few images of each class.
 
     Args:
-        model: its features are those in front of the head.
-        data: the first `shots` images of each class are taken.
-        held: to evaluate on.
+        model: the model; features are the inputs of its head.
+        data: training images, of which the first `shots` of each class are used.
+        held: images to evaluate on.
         shots: images per class.
-        ridge: penalty on the squared weights, of the mean squared feature.
+        ridge: penalty on the squared weights, relative to the mean squared norm of the features.
     """
     classes = int(data.labels.max()) + 1
     few = torch.cat([(data.labels == each).nonzero()[:shots, 0] for each in range(classes)])
@@ -248,7 +248,7 @@ def linear_probe(model: SwinMoE, data: Images, held: Images, shots: int, ridge: 
 
 
 def speed(model: SwinMoE, data: Images, batch_size: int) -> dict[str, float]:
-    """Return images per second of one rank, forward and backward, and forward alone (Tutel's tables 7 and 11)."""
+    """Return images per second of one rank, with and without the backward pass (Tutel's tables 7 and 11)."""
     device = next(model.parameters()).device
     pixels = data.pixels[:batch_size].to(device)
     found = {}
@@ -272,10 +272,10 @@ def speed(model: SwinMoE, data: Images, batch_size: int) -> dict[str, float]:
 
 
 def load_weights(model: SwinMoE, path: Path) -> None:
-    """Read weights into a whole model; a head that does not fit stays as it was drawn.
+    """Load weights into a model that is not sharded; a head of another shape keeps its initial weights.
 
     Raises:
-        InputError: if the file is missing, or of another model.
+        InputError: if the file is missing or belongs to another model.
     """
     if not path.exists():
         raise InputError(f"init={path}: no such file")
@@ -294,7 +294,7 @@ def load_weights(model: SwinMoE, path: Path) -> None:
 
 
 def save_weights(model: SwinMoE, options: VisionOptions, found: dict[str, Any]) -> None:
-    """Write whole weights, results and options into the folder; all ranks call it."""
+    """Write weights, results and options into the folder; all ranks must call this, to gather sharded weights."""
     whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in model.state_dict().items()}
     if dist.is_initialized() and dist.get_rank():
         return
